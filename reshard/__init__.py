@@ -1,0 +1,110 @@
+"""Move sharded tensors from one device mesh and layout to another.
+
+>>> import reshard
+>>> out = reshard.reshard(tensor, src_mesh, dst_mesh, src_spec="S0 R", dst_spec="R S0")  # doctest: +SKIP
+
+Importing this package imports neither torch nor scipy; names are loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from reshard.version import __version__
+
+if TYPE_CHECKING:
+    from reshard.bound import lower_bound
+    from reshard.call import reshard, reshard_async
+    from reshard.check import check_plan
+    from reshard.errors import (
+        ArgumentError,
+        DisagreementError,
+        LayoutError,
+        MeshError,
+        PartialError,
+        PlanError,
+        RemoteError,
+        ReshardError,
+        TopologyError,
+        TransferTimeoutError,
+    )
+    from reshard.group import Group, join
+    from reshard.layout import Layout, RegionLayout
+    from reshard.local import execute_local, reshard_local
+    from reshard.mesh import Mesh
+    from reshard.mover import Handle, Mover
+    from reshard.plan import Plan
+    from reshard.planning import make_plan
+    from reshard.topology import Topology
+
+_HOME = {
+    "ArgumentError": "errors",
+    "DisagreementError": "errors",
+    "Group": "group",
+    "Handle": "mover",
+    "Layout": "layout",
+    "LayoutError": "errors",
+    "Mesh": "mesh",
+    "MeshError": "errors",
+    "Mover": "mover",
+    "PartialError": "errors",
+    "Plan": "plan",
+    "PlanError": "errors",
+    "RegionLayout": "layout",
+    "RemoteError": "errors",
+    "ReshardError": "errors",
+    "Topology": "topology",
+    "TopologyError": "errors",
+    "TransferTimeoutError": "errors",
+    "check_plan": "check",
+    "execute_local": "local",
+    "join": "group",
+    "lower_bound": "bound",
+    "make_plan": "planning",
+    "reshard": "call",
+    "reshard_async": "call",
+    "reshard_local": "local",
+}
+
+__all__ = [
+    "ArgumentError",
+    "DisagreementError",
+    "Group",
+    "Handle",
+    "Layout",
+    "LayoutError",
+    "Mesh",
+    "MeshError",
+    "Mover",
+    "PartialError",
+    "Plan",
+    "PlanError",
+    "RegionLayout",
+    "RemoteError",
+    "ReshardError",
+    "Topology",
+    "TopologyError",
+    "TransferTimeoutError",
+    "__version__",
+    "check_plan",
+    "execute_local",
+    "join",
+    "lower_bound",
+    "make_plan",
+    "reshard",
+    "reshard_async",
+    "reshard_local",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'reshard' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"reshard.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,210 @@
+"""What ranks tell each other before a call, and what follows from it. Pure functions, no communication."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import BY_NAME, ArgumentError, DisagreementError, RemoteError, ReshardError
+from reshard.layout import AnyLayout, Layout, RegionLayout
+from reshard.notation import axis_of
+from reshard.shards import cut_shards
+
+
+@dataclass
+class TensorRecord:
+    """What one rank knows of one tensor: the global shape and dtype if given, and its own arrays.
+
+    ``local`` and ``out`` are ``(shape, dtype)`` of the shard it passes and of the array to fill.
+    """
+
+    shape: list[int] | None = None
+    dtype: str | None = None
+    local: tuple[list[int], str] | None = None
+    out: tuple[list[int], str] | None = None
+
+
+@dataclass
+class Record:
+    """What one rank says when it calls.
+
+    ``arguments`` are compared between ranks, entry by entry; ``error`` is a local error, class and text.
+    """
+
+    rank: int
+    arguments: list[tuple[str, str]] = field(default_factory=list)
+    tensors: dict[str, TensorRecord] = field(default_factory=dict)
+    hostname: str = ""
+    generation: int = 0
+    error: tuple[str, str] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Record:
+        """The inverse of :meth:`to_json`."""
+        values = dict(data)
+        values["tensors"] = {name: TensorRecord(**tensor) for name, tensor in values["tensors"].items()}
+        return cls(**values)
+
+
+@dataclass
+class Verdict:
+    """What all ranks take from a call: an error for all, or what they agreed on."""
+
+    error: tuple[str, str] | None = None
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    hostnames: list[str] = field(default_factory=list)
+    generation: int = 0
+
+    def raise_error(self) -> None:
+        """Raise the common error, if there is one."""
+        if self.error is not None:
+            raise rebuild_error(*self.error)
+
+
+def rebuild_error(name: str, text: str) -> ReshardError:
+    """An error that another rank described."""
+    return BY_NAME.get(name, RemoteError)(text)
+
+
+def describe_error(error: BaseException) -> tuple[str, str]:
+    """Class and text of an error, to be raised on other ranks."""
+    name = type(error).__name__
+    if name in BY_NAME:
+        return name, str(error)
+    return "RemoteError", f"{name}: {error}"
+
+
+def resolve(records: Sequence[Record], layouts: Mapping[str, tuple[AnyLayout, AnyLayout]]) -> Verdict:
+    """What follows from the records of all ranks of a call; the same on whichever rank works it out.
+
+    Args:
+        records: one per rank, ascending. layouts: ``{tensor: (src, dst)}`` as the ranks agree they are.
+    """
+    try:
+        _raise_local_errors(records)
+        _raise_disagreements(records)
+        verdict = Verdict(
+            hostnames=[record.hostname for record in records],
+            generation=max(record.generation for record in records),
+        )
+        for name, (src, dst) in layouts.items():
+            tensors = {record.rank: record.tensors[name] for record in records}
+            what = f"tensor {name!r}" if name else "the tensor"
+            verdict.dtypes[name] = _resolve_dtype(what, tensors)
+            verdict.shapes[name] = _resolve_shape(what, tensors, src)
+            _check_locals(what, tensors, src, dst, verdict.shapes[name], verdict.dtypes[name])
+        return verdict
+    except ReshardError as error:
+        return Verdict(error=describe_error(error))
+
+
+def _raise_local_errors(records: Sequence[Record]) -> None:
+    failed = [record for record in records if record.error is not None]
+    if failed:
+        name, text = failed[0].error or ("", "")
+        everywhere = len(failed) == len(records) and all(record.error == failed[0].error for record in failed)
+        raise rebuild_error(name, text if everywhere else f"rank {failed[0].rank}: {text}")
+
+
+def _raise_disagreements(records: Sequence[Record]) -> None:
+    first = records[0]
+    for record in records[1:]:
+        for (name, value), (other_name, other) in zip(first.arguments, record.arguments, strict=False):
+            if (name, value) != (other_name, other):
+                said = name if name == other_name else f"{name} or {other_name}"
+                raise DisagreementError(
+                    f"ranks disagree on {said}: rank {first.rank} passes {value}, rank {record.rank} passes {other}"
+                )
+        if len(first.arguments) != len(record.arguments):
+            raise DisagreementError(
+                f"ranks disagree on how many arguments they pass: rank {first.rank} {len(first.arguments)}, "
+                f"rank {record.rank} {len(record.arguments)}"
+            )
+
+
+def _resolve_dtype(what: str, tensors: Mapping[int, TensorRecord]) -> str:
+    said: dict[str, str] = {}
+    for rank, tensor in tensors.items():
+        for value, how in ((tensor.dtype, "says dtype"), (tensor.local and tensor.local[1], "holds")):
+            if value:
+                said.setdefault(value, f"rank {rank} {how} {value}")
+    if not said:
+        raise ArgumentError(f"{what}: no rank knows the dtype; pass dtype=, or a shard on each source rank")
+    if len(said) > 1:
+        raise DisagreementError(f"{what}: ranks disagree on the dtype: {', '.join(said.values())}")
+    return next(iter(said))
+
+
+def _resolve_shape(what: str, tensors: Mapping[int, TensorRecord], src: AnyLayout) -> list[int]:
+    said: dict[tuple[int, ...], str] = {}
+    for rank, tensor in tensors.items():
+        if tensor.shape is not None:
+            said.setdefault(tuple(tensor.shape), f"rank {rank} says {tensor.shape}")
+    if len(said) > 1:
+        raise DisagreementError(f"{what}: ranks disagree on the global shape: {', '.join(said.values())}")
+    if said:
+        return list(next(iter(said)))
+    if isinstance(src, RegionLayout):
+        boxes = [box for _, row in src.boxes for box in row]
+        return [max((box[dim][1] for box in boxes), default=0) for dim in range(src.ndim)]
+    return _shape_from_shards(what, {rank: tensors[rank].local for rank in src.ranks if rank in tensors}, src)
+
+
+def _shape_from_shards(
+    what: str, local: Mapping[int, tuple[list[int], str] | None], src: Layout
+) -> list[int]:
+    """The global shape: along each dim the sizes of the parts that the first ranks of the mesh hold, added up."""
+    first = local.get(src.ranks[0])
+    if first is None:
+        raise ArgumentError(f"{what}: no rank knows the shape; pass shape=, or a shard on each source rank")
+    shape = list(first[0])
+    if len(src.spec) > len(shape):
+        raise ArgumentError(f"{what}: layout {src} shards dim {len(src.spec) - 1}, but shards have {len(shape)} dims")
+    for dim, steps in enumerate(src.spec):
+        axes = [src.mesh.axes.index(axis_of(step)) for step in steps]
+        line = src.mesh.array[tuple(slice(None) if i in axes else 0 for i in range(len(src.mesh.axes)))]
+        sizes = []
+        for rank in line.ravel().tolist():
+            shard = local.get(rank)
+            if shard is None or len(shard[0]) != len(shape):
+                raise ArgumentError(f"{what}: rank {rank} passes {shard and shard[0]}, rank {src.ranks[0]} {first[0]}")
+            sizes.append(shard[0][dim])
+        shape[dim] = int(np.sum(sizes))
+    return shape
+
+
+def _check_locals(
+    what: str,
+    tensors: Mapping[int, TensorRecord],
+    src: AnyLayout,
+    dst: AnyLayout,
+    shape: Sequence[int],
+    dtype: str,
+) -> None:
+    src_shards, dst_shards = cut_shards(src, shape), cut_shards(dst, shape)
+    src_ranks, dst_ranks = set(src.ranks), set(dst.ranks)
+    for rank, tensor in tensors.items():
+        if rank in src_ranks:
+            assert tensor.local is not None  # a local error says so before
+            expected = list(src_shards.local_shape(rank))
+            if tensor.local[0] != expected:
+                raise ArgumentError(
+                    f"{what}: rank {rank} passes a shard of shape {tensor.local[0]}, but {src} "
+                    f"of global shape {list(shape)} gives it {expected}"
+                )
+        if tensor.out is not None:
+            if rank not in dst_ranks:
+                raise ArgumentError(f"{what}: rank {rank} passes out=, but is not in the destination layout")
+            expected = list(dst_shards.local_shape(rank))
+            if tensor.out != (expected, dtype) and list(tensor.out) != [expected, dtype]:
+                raise ArgumentError(
+                    f"{what}: rank {rank} passes out of {tensor.out[1]} {tensor.out[0]}, but its shard is {dtype} {expected}"
+                )

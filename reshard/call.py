@@ -1,0 +1,415 @@
+"""The call that users make: from any notation, for one tensor or many, in one agreement round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reshard.agreement import Record, TensorRecord, Verdict, resolve
+from reshard.channel import MAX_CACHED, Channel, find_channel, tell_error
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError, ReshardError
+from reshard.group import Group, find_group
+from reshard.layout import AnyLayout, Layout, RegionLayout
+from reshard.mesh import Mesh
+from reshard.mover import (
+    DEFAULT_TIMEOUT_SECONDS,
+    Handle,
+    Mover,
+    check_apart,
+    check_array,
+    check_movable,
+    plan_arguments,
+)
+from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec
+from reshard.planning import plan_tensors
+from reshard.program import Program, build_program
+from reshard.routes import Strategy
+from reshard.strategies import find_strategy
+from reshard.topology import Topology
+from reshard.version import __version__
+
+
+def reshard(
+    tensor: Any = None,
+    src_mesh: Any = None,
+    dst_mesh: Any = None,
+    *,
+    src_spec: Any = None,
+    dst_spec: Any = None,
+    shape: Any = None,
+    dtype: Any = None,
+    group: Any = None,
+    out: Any = None,
+    strategy: str | Strategy | None = None,
+    topology: Topology | None = None,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> Any:
+    """Move a sharded tensor from one mesh and layout to another.
+
+    Every rank of the source or the destination calls, and no other. The source is not changed, and no autograd
+    is recorded: the result requires no grad.
+
+    Args:
+        tensor: this rank's source shard, a torch tensor of any strides; None outside the source. A DTensor
+            brings its own mesh, spec, shape and dtype. For several tensors in one plan ``{name: shard}`` with
+            the same names on every rank, None where a rank has none.
+        src_mesh, dst_mesh: a :class:`~reshard.Mesh`, a torch ``DeviceMesh``, a ``jax.sharding.Mesh``, or a
+            :class:`~reshard.Layout` or :class:`~reshard.RegionLayout`, which needs no spec beside it. For several
+            tensors one for all, or ``{name: ...}``.
+        src_spec, dst_spec: how the mesh shards the tensor, in any notation of :class:`~reshard.Layout`;
+            omitted, each rank of the mesh holds all of it. For several tensors one for all, or ``{name: ...}``.
+        shape, dtype: the global ones. Omitted, source ranks supply them; without ``shape`` the sizes of the
+            shards add up to it.
+        group: whose ranks the meshes name: a process group (omitted: the world), or what
+            :func:`~reshard.join` returned. Ranks of a DeviceMesh are ranks of the world and are translated.
+        out: where to put this rank's destination shard; must not share storage with the source.
+        strategy: a name in ``reshard.strategies.STRATEGIES``, or a function of that form.
+        topology: where ranks are; omitted, by their host names.
+        staging_bytes: what a rank may hold beyond its shards, 64 MiB by default.
+        timeout_seconds: how long ranks may take to agree, and the transfer to finish.
+
+    Returns:
+        This rank's destination shard, None outside the destination. A DTensor in and a DeviceMesh as
+        ``dst_mesh`` give a DTensor out. For several tensors a dict.
+
+    Raises:
+        ReshardError: one of the errors of :mod:`reshard.errors`, the same on every calling rank, before a byte
+            moves if an argument is wrong or ranks disagree.
+    """
+    return reshard_async(
+        tensor,
+        src_mesh,
+        dst_mesh,
+        src_spec=src_spec,
+        dst_spec=dst_spec,
+        shape=shape,
+        dtype=dtype,
+        group=group,
+        out=out,
+        strategy=strategy,
+        topology=topology,
+        staging_bytes=staging_bytes,
+        timeout_seconds=timeout_seconds,
+    ).wait()
+
+
+def reshard_async(
+    tensor: Any = None,
+    src_mesh: Any = None,
+    dst_mesh: Any = None,
+    *,
+    src_spec: Any = None,
+    dst_spec: Any = None,
+    shape: Any = None,
+    dtype: Any = None,
+    group: Any = None,
+    out: Any = None,
+    strategy: str | Strategy | None = None,
+    topology: Topology | None = None,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> Handle:
+    """As :func:`reshard`, but return once ranks have agreed, with the transfer under way.
+
+    Returns:
+        A handle; ``handle.wait(timeout_seconds=...)`` gives what :func:`reshard` returns. The transfer goes on
+        whether or not anybody waits. The source must not change until it is over.
+    """
+    our_group = find_group(group)
+    try:
+        items = _read_items(tensor, src_mesh, dst_mesh, src_spec, dst_spec, shape, dtype, out, our_group)
+        members = tuple(sorted({rank for item in items for side in (item.src, item.dst) for rank in side.ranks}))
+        outside = not any(rank < our_group.size for rank in members)
+        if outside or our_group.rank not in members:
+            find_channel(our_group, members)  # raises
+    except ReshardError as error:
+        tell_error(our_group, error)
+        raise
+    return _Call(our_group, items, members, strategy, topology, staging_bytes, timeout_seconds).start()
+
+
+@dataclass
+class _Item:
+    """One tensor of a call, as this rank passes it."""
+
+    name: str
+    src: AnyLayout
+    dst: AnyLayout
+    tensor: Any
+    out: Any
+    shape: Any
+    dtype: Any
+    like: Any  # the DTensor that came in
+    dst_device_mesh: Any
+    dst_spec: Any
+    spec_error: ReshardError | None  # a spec that does not fit its mesh, told once ranks meet
+
+
+class _Call:
+    def __init__(
+        self,
+        group: Group,
+        items: list[_Item],
+        members: tuple[int, ...],
+        strategy: str | Strategy | None,
+        topology: Topology | None,
+        staging_bytes: int,
+        timeout_seconds: float,
+    ) -> None:
+        self.group, self.items, self.members = group, items, members
+        self.strategy, self.topology = strategy, topology
+        self.staging_bytes, self.timeout_seconds = staging_bytes, timeout_seconds
+
+    def start(self) -> Handle:
+        inside = tuple(rank for rank in self.members if rank < self.group.size)
+        channel = find_channel(self.group, inside)
+        record = self._record()
+        layouts = {item.name: (item.src, item.dst) for item in self.items}
+        call, verdict = channel.agree(record, lambda records: resolve(records, layouts), self.timeout_seconds)
+        plan, program = self._plan(channel, record, verdict)
+        mover = Mover.agreed(plan, program, channel, call, verdict, self.timeout_seconds)
+        src = [None if item.tensor is None else item.tensor for item in self.items]
+        dst = [self._target(item, program.dst_shapes[i], verdict) for i, item in enumerate(self.items)]
+        handle = mover.start_checked(src, dst, lambda: self._result(dst, verdict))
+        mover.close()
+        return handle
+
+    def _record(self) -> Record:
+        """What this rank says, with its local error if it has one."""
+        record = Record(self.group.rank, hostname=self.group.hostname)
+        for item in self.items:
+            record.tensors[item.name] = TensorRecord()
+        try:
+            self._check_local(record)
+        except ReshardError as error:
+            record.error = (type(error).__name__, str(error))
+        return record
+
+    def _check_local(self, record: Record) -> None:
+        said = record.arguments
+        said.append(("the version of reshard", __version__))
+        said.append(("the tensors", ", ".join(repr(item.name) for item in self.items)))
+        said.append(("strategy", find_strategy(self.strategy)[0]))
+        said.append(("staging_bytes", str(self.staging_bytes)))
+        said.append(("topology", "None" if self.topology is None else str(self.topology.to_json())))
+        for item in self.items:
+            of = f" of {item.name!r}" if item.name else ""
+            said.append((f"the source layout{of}", str(item.src)))
+            said.append((f"the destination layout{of}", str(item.dst)))
+        outside = [rank for rank in self.members if rank >= self.group.size]
+        if outside:
+            raise ArgumentError(
+                f"layouts name ranks {outside[:8]}, but the {self.group} has ranks 0..{self.group.size - 1}"
+            )
+        if self.topology is not None:
+            if not isinstance(self.topology, Topology):
+                raise ArgumentError(f"topology must be a Topology, not {type(self.topology).__name__}")
+            self.topology.check_covers(self.members)
+        for item in self.items:
+            if item.spec_error is not None:
+                raise item.spec_error
+            self._check_item(record.tensors[item.name], item)
+        check_apart([item.tensor for item in self.items], [item.out for item in self.items])
+
+    def _check_item(self, record: TensorRecord, item: _Item) -> None:
+        rank, what = self.group.rank, f"tensor {item.name!r}" if item.name else "the tensor"
+        if item.shape is not None:
+            try:
+                record.shape = [int(size) for size in item.shape]
+            except (TypeError, ValueError):
+                raise ArgumentError(f"{what}: shape {item.shape!r} is not a sequence of integers") from None
+            if any(size < 0 for size in record.shape):
+                raise ArgumentError(f"{what}: shape {record.shape} has a negative size")
+        if item.dtype is not None:
+            record.dtype = dtype_name(item.dtype)
+        if rank in item.src.ranks:
+            if item.tensor is None:
+                raise ArgumentError(f"{what}: rank {rank} is in the source layout, but passes None")
+            check_movable(item.tensor, what, rank)
+            item.tensor = item.tensor.detach().resolve_conj().resolve_neg()
+            record.local = (list(item.tensor.shape), dtype_name(item.tensor.dtype))
+        elif item.tensor is not None:
+            if item.like is None:
+                raise ArgumentError(f"{what}: rank {rank} is not in the source layout and must pass None")
+            item.tensor = None
+        if item.out is not None:
+            check_movable(item.out, what, rank)
+            record.out = (list(item.out.shape), dtype_name(item.out.dtype))
+
+    def _plan(self, channel: Channel, record: Record, verdict: Verdict) -> tuple[Plan, Program]:
+        """The plan for what was agreed: from the channel's cache, or made and compared with the other ranks'."""
+        key = repr((record.arguments, sorted(verdict.shapes.items()), sorted(verdict.dtypes.items()), verdict.hostnames))
+        if callable(self.strategy):
+            key = repr((key, id(self.strategy)))
+        if key in channel.cache:
+            channel.cache.move_to_end(key)
+            found: tuple[Plan, Program] = channel.cache[key]
+            return found
+        said = Record(self.group.rank)
+        plan = program = None
+        try:
+            plan = self._make_plan(channel, verdict)
+            program = build_program(plan, self.group.rank)
+            said.arguments = plan_arguments(plan)
+        except Exception as error:
+            said.error = ("ReshardError", str(error)) if not isinstance(error, ReshardError) else (type(error).__name__, str(error))
+        channel.agree(said, lambda records: resolve(records, {}), self.timeout_seconds)
+        assert plan is not None and program is not None
+        channel.cache[key] = plan, program
+        if len(channel.cache) > MAX_CACHED:
+            channel.cache.popitem(last=False)
+        return plan, program
+
+    def _make_plan(self, channel: Channel, verdict: Verdict) -> Plan:
+        topology = self.topology
+        if topology is None:
+            named = dict(zip(channel.members, verdict.hostnames, strict=True))
+            first = verdict.hostnames[0]
+            topology = Topology.from_hostnames([named.get(rank, first) for rank in range(channel.members[-1] + 1)])
+        tensors = [
+            TensorSpec(
+                tuple(verdict.shapes[item.name]), verdict.dtypes[item.name], item.src, item.dst, item.name or None
+            )
+            for item in self.items
+        ]
+        return plan_tensors(
+            tensors, strategy=self.strategy, topology=topology, staging_bytes=self.staging_bytes
+        )
+
+    def _target(self, item: _Item, shape: tuple[int, ...] | None, verdict: Verdict) -> torch.Tensor | None:
+        dtype = verdict.dtypes[item.name]
+        if item.out is None and shape is not None:
+            item.out = torch.empty(shape, dtype=getattr(torch, dtype))
+        return check_array(item.out, shape, dtype, "the destination", item.name or None, self.group.rank)
+
+    def _result(self, dst: Sequence[torch.Tensor | None], verdict: Verdict) -> Any:
+        results = {
+            item.name: _wrap(item, array, verdict.shapes[item.name])
+            for item, array in zip(self.items, dst, strict=True)
+        }
+        return results[""] if "" in results else results
+
+
+def _wrap(item: _Item, array: torch.Tensor | None, shape: Sequence[int]) -> Any:
+    """A DTensor if one came in and the destination is a DeviceMesh."""
+    if item.like is None or item.dst_device_mesh is None or array is None:
+        return array
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(list(shape), device="meta").stride()
+    placements = item.dst_spec if item.dst_spec is not None else item.dst.to_placements()  # type: ignore[union-attr]
+    return DTensor.from_local(
+        array, item.dst_device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _read_items(
+    tensor: Any,
+    src_mesh: Any,
+    dst_mesh: Any,
+    src_spec: Any,
+    dst_spec: Any,
+    shape: Any,
+    dtype: Any,
+    out: Any,
+    group: Group,
+) -> list[_Item]:
+    """One item per tensor, sorted by name; a single tensor has the name ''."""
+    given = {
+        "tensor": tensor,
+        "src_mesh": src_mesh,
+        "dst_mesh": dst_mesh,
+        "src_spec": src_spec,
+        "dst_spec": dst_spec,
+        "shape": shape,
+        "dtype": dtype,
+        "out": out,
+    }
+    names: list[str] | None = None
+    for what, value in given.items():
+        if isinstance(value, Mapping):
+            if not value or not all(isinstance(name, str) and name for name in value):
+                raise ArgumentError(f"{what} as a dict needs names that are strings, not {list(value)[:8]}")
+            if names is not None and sorted(value) != names:
+                raise ArgumentError(f"{what} is given for {sorted(value)}, but other arguments for {names}")
+            names = sorted(value)
+    if names is None:
+        return [_read_item("", given, group)]
+    if tensor is not None and not isinstance(tensor, Mapping):
+        raise ArgumentError("arguments are given by name, so the tensor must be too: {name: tensor}")
+    if out is not None and not isinstance(out, Mapping):
+        raise ArgumentError("arguments are given by name, so out must be too: {name: array}")
+    return [
+        _read_item(name, {what: v[name] if isinstance(v, Mapping) else v for what, v in given.items()}, group)
+        for name in names
+    ]
+
+
+def _is_dtensor(tensor: Any) -> bool:
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+
+
+def _read_item(name: str, given: Mapping[str, Any], group: Group) -> _Item:
+    tensor, src_mesh, src_spec = given["tensor"], given["src_mesh"], given["src_spec"]
+    dst_mesh, shape, dtype, out = given["dst_mesh"], given["shape"], given["dtype"], given["out"]
+    like = None
+    if _is_dtensor(tensor):
+        like = tensor
+        if src_mesh is None:
+            if src_spec is not None:
+                raise ArgumentError("src_spec is given, but the DTensor brings its own placements")
+            src_mesh, src_spec = tensor.device_mesh, list(tensor.placements)
+        shape = list(tensor.shape) if shape is None else shape
+        dtype = tensor.dtype if dtype is None else dtype
+        tensor = tensor.to_local().detach()
+    if _is_dtensor(out):
+        out = out.to_local()
+    what = f" of {name!r}" if name else ""
+    if src_mesh is None:
+        raise ArgumentError(f"src_mesh{what} is missing: give a Mesh, a DeviceMesh or a Layout, or pass a DTensor")
+    if dst_mesh is None:
+        raise ArgumentError(f"dst_mesh{what} is missing: give a Mesh, a DeviceMesh or a Layout")
+    src, src_error = _read_layout(src_mesh, src_spec, group, f"src_mesh{what}")
+    dst, dst_error = _read_layout(dst_mesh, given["dst_spec"], group, f"dst_mesh{what}")
+    return _Item(
+        name=name,
+        src=src,
+        dst=dst,
+        tensor=tensor,
+        out=out,
+        shape=shape,
+        dtype=dtype,
+        like=like,
+        dst_device_mesh=dst_mesh if _is_device_mesh(dst_mesh) else None,
+        dst_spec=given["dst_spec"] if isinstance(given["dst_spec"], (list, tuple)) else None,
+        spec_error=src_error or dst_error,
+    )
+
+
+def _is_device_mesh(mesh: Any) -> bool:
+    return hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "mesh")
+
+
+def _read_layout(mesh: Any, spec: Any, group: Group, what: str) -> tuple[AnyLayout, ReshardError | None]:
+    """A layout; a spec that does not fit is an error for later, since its mesh says which ranks must hear of it."""
+    if isinstance(mesh, (Layout, RegionLayout)):
+        error = ArgumentError(f"{what} is a layout and has a spec already") if spec is not None else None
+        return mesh, error
+    if isinstance(mesh, Mesh):
+        ours = mesh
+    elif _is_device_mesh(mesh):
+        ours = Mesh.from_device_mesh(mesh)
+        ours = ours.with_ranks({rank: group.translate(rank) for rank in ours.ranks})
+    elif hasattr(mesh, "axis_names") and hasattr(mesh, "devices"):
+        ours = Mesh.from_jax(mesh)
+    else:
+        raise ArgumentError(f"{what} must be a Mesh, a DeviceMesh, a jax Mesh or a Layout, not {type(mesh).__name__}")
+    try:
+        return Layout(ours, spec), None
+    except ReshardError as error:
+        return Layout(ours), error

@@ -1,0 +1,280 @@
+"""What the ranks of one call share: agreement rounds, errors told to all, and the transport between them.
+
+Everything here goes over the group's store; only the ranks of the call take part. Keys of a channel:
+
+``u/<members>/<call>/<rank>``      what a rank says in a round; ``.../verdict`` what all take from it
+``u/<members>/error/<generation>`` the first error of a transfer, told to all
+``beacon/<rank>``                  what a rank is waiting for, or why it gave up, for ranks that wait for it in vain
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.agreement import Record, Verdict, describe_error, rebuild_error
+from reshard.errors import ArgumentError, DisagreementError, ReshardError, TransferTimeoutError
+from reshard.group import Group, own_client
+from reshard.mesh import format_ranks
+from reshard.monitor import Monitor
+from reshard.progress import Work
+
+#: After this long in a round, a rank says what it waits for and looks at what the others wait for.
+PATIENCE_SECONDS = 0.2
+#: Pauses between two looks at the store: short at first, so that a round costs little, then longer.
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.0001, 0.01
+MAX_CACHED = 32
+
+
+class ProcessGroupTransport:
+    """Messages over a process group whose ranks are positions in ``members``."""
+
+    def __init__(self, process_group: Any, members: Sequence[int]) -> None:
+        self._process_group = process_group
+        self._position = {rank: i for i, rank in enumerate(members)}
+
+    def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
+        """Start sending a flat buffer."""
+        return self._process_group.send([buffer], self._position[rank], tag)
+
+    def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
+        """Start receiving into a flat buffer."""
+        return self._process_group.recv([buffer], self._position[rank], tag)
+
+
+class Channel:
+    """The ranks of one call, ascending; made once per group and set of ranks."""
+
+    def __init__(self, group: Group, members: tuple[int, ...]) -> None:
+        self.group, self.members = group, members
+        digest = hashlib.sha256(repr(members).encode()).hexdigest()[:20]
+        self._store = dist.PrefixStore(f"u/{digest}", group.store)
+        self._digest = digest
+        self._lock = threading.RLock()
+        self.calls = 0
+        self.generation = 0
+        self.broken: ReshardError | None = None
+        self._transports: dict[int, ProcessGroupTransport] = {}
+        self.cache: OrderedDict[Any, Any] = OrderedDict()
+
+    # Agreement
+
+    def agree(
+        self, record: Record, decide: Callable[[list[Record]], Verdict], timeout_seconds: float
+    ) -> tuple[int, Verdict]:
+        """One round: every member says its record, and all take the same verdict.
+
+        Args:
+            record: what this rank says. decide: what follows from all records; run on the first member.
+
+        Returns:
+            The number of the call and the verdict, which holds no error.
+
+        Raises:
+            The error of the verdict, alike on all ranks; TransferTimeoutError if members are missing.
+        """
+        with self._lock:
+            call = self.calls
+            self.calls += 1
+            record.generation = self.generation + (self.broken is not None)
+            deadline = time.monotonic() + timeout_seconds
+            self._store.set(f"{call}/{self.group.rank}", json.dumps(record.to_json()))
+            try:
+                if self.group.rank == self.members[0]:
+                    verdict = self._gather(call, decide, deadline, timeout_seconds)
+                else:
+                    verdict = self._await_verdict(call, deadline, timeout_seconds)
+            finally:
+                self._say(None)
+            verdict.raise_error()
+            if verdict.generation != self.generation:
+                self.generation, self.broken = verdict.generation, None
+            return call, verdict
+
+    def _gather(
+        self, call: int, decide: Callable[[list[Record]], Verdict], deadline: float, timeout_seconds: float
+    ) -> Verdict:
+        keys = [f"{call}/{rank}" for rank in self.members]
+        try:
+            self._await(call, keys, deadline)
+            records = [Record.from_json(json.loads(value)) for value in self._store.multi_get(keys)]
+            try:
+                verdict = decide(records)
+            except Exception as error:  # a defect in deciding must reach the others too
+                verdict = Verdict(error=describe_error(error))
+        except ReshardError as error:
+            verdict = Verdict(error=describe_error(error))
+        except TimeoutError:
+            missing = [rank for rank, key in zip(self.members, keys, strict=True) if not self._store.check([key])]
+            verdict = Verdict(error=_missing(missing, self.members, timeout_seconds))
+        said = self._store.compare_set(f"{call}/verdict", "", json.dumps(verdict.__dict__))
+        if call:
+            for rank in (*self.members, "verdict"):
+                self._store.delete_key(f"{call - 1}/{rank}")
+        return Verdict(**json.loads(said))
+
+    def _await_verdict(self, call: int, deadline: float, timeout_seconds: float) -> Verdict:
+        key = f"{call}/verdict"
+        try:
+            self._await(call, [key], deadline + 2.0)  # the first member gives up earlier and says so
+        except ReshardError as error:
+            said = self._store.compare_set(key, "", json.dumps(Verdict(error=describe_error(error)).__dict__))
+            return Verdict(**json.loads(said))
+        except TimeoutError:
+            missing = [rank for rank in self.members if not self._store.check([f"{call}/{rank}"])]
+            return Verdict(error=_missing(missing or [self.members[0]], self.members, timeout_seconds))
+        return Verdict(**json.loads(self._store.get(key)))
+
+    def _await(self, call: int, keys: list[str], deadline: float) -> None:
+        """Wait for keys; raises TimeoutError past the deadline, DisagreementError if they cannot come."""
+        # Asked again and again rather than waited for: a wait that times out makes torch log a warning.
+        asked, pause = time.monotonic(), FIRST_PAUSE_SECONDS
+        while not self._store.check(keys):
+            now = time.monotonic()
+            if now >= deadline:
+                raise TimeoutError
+            if now - asked >= PATIENCE_SECONDS:
+                self._look_around(call)
+                asked = time.monotonic()
+            time.sleep(pause)
+            pause = min(pause * 1.3, LAST_PAUSE_SECONDS)
+
+    def _look_around(self, call: int) -> None:
+        """Say what this rank waits for, and see whether those it waits for will come."""
+        self._say({"members": list(self.members), "call": call})
+        hub = self.members[0]
+        if self.group.rank == hub or self._store.check([f"{call}/{hub}"]):
+            absent = [rank for rank in self.members if not self._store.check([f"{call}/{rank}"])]
+        else:
+            absent = [hub]
+        for rank in absent:
+            self._look_for(rank)
+
+    # Beacons: what a rank in vain waited for is doing
+
+    def _say(self, waiting: dict[str, Any] | None) -> None:
+        if self.group.beacon.get("waiting") != waiting:
+            self.group.beacon["waiting"] = waiting
+            publish_beacon(self.group)
+
+    def _look_for(self, rank: int) -> None:
+        """Raise DisagreementError if ``rank`` waits for us elsewhere, or gave up in the same call."""
+        key = f"beacon/{rank}"
+        if not self.group.store.check([key]):
+            return
+        beacon = json.loads(self.group.store.get(key))
+        ours, me = self.group.beacon, self.group.rank
+        waiting = beacon.get("waiting")
+        if waiting and waiting["members"] != list(self.members) and me in waiting["members"]:
+            other = self.group.channels.get(tuple(waiting["members"]))
+            if other is None or other.calls <= waiting["call"]:
+                (a, a_ranks), (b, b_ranks) = sorted([(me, list(self.members)), (rank, waiting["members"])])
+                raise DisagreementError(
+                    f"ranks disagree on who takes part: rank {a} calls with ranks {format_ranks(a_ranks)}, "
+                    f"rank {b} with ranks {format_ranks(b_ranks)}"
+                )
+        for members, (count, ranks) in beacon.get("skipped", {}).items():
+            other = self.group.channels.get(tuple(ranks))
+            if me in ranks and count > (other.calls if other else 0) + ours["skipped"].get(members, [0])[0]:
+                raise DisagreementError(
+                    f"ranks disagree on who takes part: rank {me} calls with ranks {format_ranks(self.members)}, "
+                    f"rank {rank} with ranks {format_ranks(ranks)}, which leave it out"
+                )
+        if beacon.get("errors", 0) > ours["errors"]:
+            ours["errors"] = beacon["errors"]
+            raise rebuild_error(beacon["error"][0], f"rank {rank}: {beacon['error'][1]}")
+
+    # Transfers
+
+    def transport(self, generation: int, timeout_seconds: float) -> ProcessGroupTransport | None:
+        """The transport of this generation, made by all members together on first use; None for one rank."""
+        if len(self.members) == 1:
+            return None
+        with self._lock:
+            if generation not in self._transports:
+                Monitor.of(self.group)
+                store = dist.PrefixStore(f"gloo/{generation}", own_client(self._store))
+                position = self.members.index(self.group.rank)
+                limit = timedelta(seconds=timeout_seconds)
+                try:
+                    process_group = dist.ProcessGroupGloo(store, position, len(self.members), limit)
+                except RuntimeError as error:
+                    raise self.fail(generation, ConnectionError(f"cannot connect: {error}")) from error
+                self._transports = {generation: ProcessGroupTransport(process_group, self.members)}
+            return self._transports[generation]
+
+    def fail(self, generation: int, error: BaseException) -> ReshardError:
+        """Tell all members that a transfer failed; returns the error that they all take, the first one told."""
+        name, text = describe_error(error)
+        said = json.dumps([name, text if text.startswith("rank ") else f"rank {self.group.rank}: {text}"])
+        try:
+            said = self._store.compare_set(f"error/{generation}", "", said)
+        except RuntimeError:
+            pass  # the store is gone; the error is still this rank's own
+        return self.take_error(rebuild_error(*json.loads(said)))
+
+    def told_error(self, generation: int) -> ReshardError | None:
+        """The error that a member told of, if any."""
+        key = f"error/{generation}"
+        if not self._store.check([key]):
+            return None
+        return self.take_error(rebuild_error(*json.loads(self._store.get(key))))
+
+    def take_error(self, error: ReshardError) -> ReshardError:
+        """Mark the transport as finished; the next agreement makes a new one."""
+        if self.broken is None:
+            self.broken = error
+        return self.broken
+
+
+def _missing(missing: list[int], members: Sequence[int], timeout_seconds: float) -> tuple[str, str]:
+    return (
+        TransferTimeoutError.__name__,
+        f"rank {format_ranks(missing)} did not call within {timeout_seconds:g} s; "
+        f"ranks {format_ranks(members)} take part",
+    )
+
+
+def publish_beacon(group: Group) -> None:
+    """Let other ranks see what this one is doing."""
+    group.store.set(f"beacon/{group.rank}", json.dumps(group.beacon))
+
+
+def tell_error(group: Group, error: ReshardError) -> None:
+    """Say that this rank gave up before it knew who takes part."""
+    group.beacon["errors"] += 1
+    group.beacon["error"] = list(describe_error(error))
+    publish_beacon(group)
+
+
+def find_channel(group: Group, members: tuple[int, ...]) -> Channel:
+    """The channel of these ranks, ascending, made on first use.
+
+    Raises:
+        ArgumentError: a rank is outside the group, or this rank is not among them.
+    """
+    outside = [rank for rank in members if rank >= group.size]
+    if outside:
+        raise ArgumentError(f"ranks {format_ranks(outside)} are outside the {group}, which has ranks 0..{group.size - 1}")
+    if group.rank not in members:
+        error = ArgumentError(
+            f"rank {group.rank} calls, but is in neither layout; only ranks {format_ranks(members)} take part"
+        )
+        digest = hashlib.sha256(repr(members).encode()).hexdigest()[:20]
+        count = group.beacon["skipped"].get(digest, [0])[0]
+        group.beacon["skipped"][digest] = [count + 1, list(members)]
+        publish_beacon(group)
+        raise error
+    with group.lock:
+        if members not in group.channels:
+            group.channels[members] = Channel(group, members)
+        return group.channels[members]

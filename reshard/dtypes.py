@@ -1,0 +1,46 @@
+"""Names and sizes of element types, known without importing torch.
+
+A dtype is a plain string here (``"float32"``), because geometry and plans only need its size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reshard.errors import ArgumentError
+
+_BY_SIZE = {
+    1: "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
+    "float4_e2m1fn_x2 bits8 bits1x8 bits2x4 bits4x2 "
+    "int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7",
+    2: "int16 uint16 float16 bfloat16 bits16",
+    4: "int32 uint32 float32 complex32",
+    8: "int64 uint64 float64 complex64",
+    16: "complex128",
+}
+
+#: Bytes of one element of each dtype that can travel.
+ITEMSIZE: dict[str, int] = {name: size for size, names in _BY_SIZE.items() for name in names.split()}
+
+_ALIASES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32", "long": "int64"}
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype given as a string, a torch dtype, or a NumPy (or ml_dtypes) dtype.
+
+    Raises:
+        ArgumentError: the dtype is unknown, or its elements cannot travel as whole bytes.
+    """
+    if isinstance(dtype, str):
+        name = dtype
+    elif isinstance(dtype, type) and hasattr(dtype, "__name__"):  # np.float32, float
+        name = {"float": "float64", "int": "int64", "complex": "complex128"}.get(dtype.__name__, dtype.__name__)
+    else:
+        name = getattr(dtype, "name", None) or str(dtype)
+    name = name.removeprefix("torch.")
+    name = _ALIASES.get(name, name)
+    if name not in ITEMSIZE:
+        raise ArgumentError(
+            f"dtype {name!r} cannot travel as bytes; known dtypes are {', '.join(sorted(ITEMSIZE))}"
+        )
+    return name

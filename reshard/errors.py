@@ -1,0 +1,78 @@
+"""Every error that reshard raises on purpose.
+
+::
+
+    ReshardError
+    ├── MeshError            a mesh that cannot be: repeated ranks, doubled axis names, wrong sizes
+    ├── LayoutError          a spec or a set of regions that does not fit its mesh or its tensor
+    │   └── PartialError     a placement with a pending reduction, which is not supported
+    ├── PlanError            a plan that does not deliver, or a text that is not a plan
+    ├── TopologyError        a description of hosts and links that does not fit the ranks
+    ├── ArgumentError        a call whose tensors, shapes, dtypes or keywords do not fit its layouts
+    ├── DisagreementError    ranks that called with different arguments
+    ├── RemoteError          another rank failed; carries its rank and its text
+    └── TransferTimeoutError nothing moved within ``timeout_seconds``
+
+Each message names the thing, the rule and the numbers. An error found while ranks agree is raised
+alike on every calling rank, before a byte moves.
+"""
+
+from __future__ import annotations
+
+
+class ReshardError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class MeshError(ReshardError, ValueError):
+    """A mesh that cannot be."""
+
+
+class LayoutError(ReshardError, ValueError):
+    """A layout that does not fit its mesh or its tensor."""
+
+
+class PartialError(LayoutError):
+    """A placement with a pending reduction."""
+
+
+class PlanError(ReshardError, ValueError):
+    """A plan that does not deliver what it must, or a text that is not a plan."""
+
+
+class TopologyError(ReshardError, ValueError):
+    """A topology that does not fit the ranks."""
+
+
+class ArgumentError(ReshardError, ValueError):
+    """A call whose tensors, shapes, dtypes or keywords do not fit its layouts."""
+
+
+class DisagreementError(ReshardError, ValueError):
+    """Ranks that took part in one call with different arguments."""
+
+
+class RemoteError(ReshardError, RuntimeError):
+    """Another rank failed while this one was taking part in a transfer."""
+
+
+class TransferTimeoutError(ReshardError, TimeoutError):
+    """An agreement or a transfer did not finish within ``timeout_seconds``."""
+
+
+#: Classes that travel between ranks by name, so that every rank raises the same one.
+BY_NAME: dict[str, type[ReshardError]] = {
+    cls.__name__: cls
+    for cls in (
+        ReshardError,
+        MeshError,
+        LayoutError,
+        PartialError,
+        PlanError,
+        TopologyError,
+        ArgumentError,
+        DisagreementError,
+        RemoteError,
+        TransferTimeoutError,
+    )
+}

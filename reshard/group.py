@@ -1,0 +1,109 @@
+"""The ranks that can reshard among themselves, and the store they meet at."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from reshard.errors import ArgumentError
+
+_lock = threading.Lock()
+_groups: dict[Any, Group] = {}
+
+
+class Group:
+    """A set of ranks 0..size-1 that share a store.
+
+    Made by :func:`join`, or from a process group by :func:`find_group`. It holds no connection to other ranks;
+    those are made by the ranks that move data, when they first do.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, process_group: Any = None) -> None:
+        if not 0 <= rank < size:
+            raise ArgumentError(f"rank {rank} is outside a group of {size} ranks")
+        self.rank, self.size, self.process_group = rank, size, process_group
+        self.hostname = socket.gethostname()
+        self.store = store
+        self.channels: dict[tuple[int, ...], Any] = {}
+        self.lock = threading.Lock()
+        self.monitor: Any = None
+        self.beacon: dict[str, Any] = {"waiting": None, "skipped": {}, "errors": 0, "error": None}
+
+    def translate(self, world_rank: int) -> int:
+        """The rank in this group of a rank of the world, as a DeviceMesh names it.
+
+        Raises:
+            ArgumentError: it is not in the group, or the group was joined and knows no world.
+        """
+        if self.process_group is None:
+            raise ArgumentError("a joined group has no world: give a reshard Mesh of its ranks, not a DeviceMesh")
+        if self.process_group is dist.group.WORLD:
+            return world_rank
+        ranks = dist.get_process_group_ranks(self.process_group)
+        if world_rank not in ranks:
+            raise ArgumentError(f"rank {world_rank} of the DeviceMesh is not in the group {ranks}")
+        return ranks.index(world_rank)
+
+    def __str__(self) -> str:
+        return f"group of {self.size} ranks"
+
+
+def own_client(store: dist.Store) -> dist.Store:
+    """A connection of our own to a store, so that waiting on it holds up nobody else's."""
+    try:
+        return store.clone()
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return store
+
+
+def find_group(group: Any) -> Group:
+    """Our group for a ``torch.distributed`` process group (None: the world) or for a joined one.
+
+    Raises:
+        ArgumentError: torch.distributed is not initialised, or this process is not in the group.
+    """
+    if isinstance(group, Group):
+        return group
+    if not dist.is_available() or not dist.is_initialized():
+        raise ArgumentError(
+            "torch.distributed is not initialised: call torch.distributed.init_process_group() first, "
+            "or pass group=reshard.join(store, rank, world_size)"
+        )
+    process_group = dist.group.WORLD if group is None else group
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ArgumentError(f"group must be a process group or come from reshard.join, not {type(group).__name__}")
+    with _lock:
+        if process_group not in _groups:
+            rank = dist.get_rank(process_group)
+            if rank < 0:
+                raise ArgumentError("this process is not in the group that it passes")
+            store = c10d._get_process_group_store(process_group)
+            prefixed = dist.PrefixStore(f"reshard/{process_group.group_name}", own_client(store))
+            _groups[process_group] = Group(prefixed, rank, dist.get_world_size(process_group), process_group)
+        return _groups[process_group]
+
+
+def join(store: Any, rank: int, world_size: int) -> Group:
+    """One group out of processes of several jobs, for example a trainer and a server.
+
+    Every process passes the same store (for example ``torch.distributed.TCPStore``) and a rank of its own
+    from 0 to ``world_size - 1``. Nothing is exchanged yet: ranks meet when they first reshard.
+
+    Args:
+        store: a ``torch.distributed`` store that all processes reach.
+        rank: this process's rank in the new group. world_size: how many ranks it has.
+
+    Returns:
+        A group to pass as ``group=``; layouts then name its ranks.
+
+    Raises:
+        ArgumentError: the rank is outside the group, or the store is not a store.
+    """
+    if not isinstance(store, dist.Store):
+        raise ArgumentError(f"store must be a torch.distributed store, not {type(store).__name__}")
+    return Group(dist.PrefixStore("reshard/join", own_client(store)), int(rank), int(world_size))
+

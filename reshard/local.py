@@ -1,0 +1,129 @@
+"""All ranks in one process: the definition that every other backend is tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError
+from reshard.layout import AnyLayout, Layout
+from reshard.mesh import Mesh
+from reshard.plan import Plan, expand_messages
+from reshard.planning import make_plan
+from reshard.routes import Strategy
+from reshard.shards import Shards
+from reshard.topology import Topology
+
+Array = Any
+
+
+def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
+    """Replay a plan in its order on the shards of all ranks, held in this process.
+
+    Args:
+        plan: what to do.
+        shards: per tensor of the plan ``{source rank: local array}``, NumPy or torch, alike within a tensor.
+
+    Returns:
+        Per tensor ``{destination rank: local array}``, new arrays of the same kind.
+
+    Raises:
+        ArgumentError: a shard is missing, or has the wrong shape or dtype.
+    """
+    out: list[dict[int, Array]] = []
+    for spec, arrays in zip(plan.tensors, shards, strict=True):
+        _check_shards(spec.src_shards, spec.dtype, arrays, spec.name)
+        like = next(iter(arrays.values()))
+        out.append({rank: _empty_like(like, spec.dst_shards.local_shape(rank)) for rank in spec.dst.ranks})
+    staging: dict[tuple[int, int], Array] = {}  # (message id, rank) -> what a relay was sent
+    for message in expand_messages(plan):
+        for i, (tensor, start, stop) in enumerate(message.boxes):
+            spec = plan.tensors[tensor]
+            if message.after is None:
+                data = _view(spec.src_shards, message.sender, shards[tensor][message.sender], start, stop)
+            elif (message.after + i, message.sender) in staging:
+                data = staging[message.after + i, message.sender]
+            else:
+                data = _view(spec.dst_shards, message.sender, out[tensor][message.sender], start, stop)
+            assert data is not None, f"message {message.id + i}: the sender does not have it; see check_plan"
+            target = None
+            if message.receiver in spec.dst.ranks:
+                target = _view(spec.dst_shards, message.receiver, out[tensor][message.receiver], start, stop)
+            if target is None:
+                staging[message.id + i, message.receiver] = data
+            else:
+                target[...] = data
+    return out
+
+
+def reshard_local(
+    shards: Mapping[int, Array],
+    src: AnyLayout | Mesh,
+    dst: AnyLayout | Mesh,
+    *,
+    src_spec: Any = None,
+    dst_spec: Any = None,
+    shape: Sequence[int],
+    strategy: str | Strategy | None = None,
+    topology: Topology | None = None,
+) -> dict[int, Array]:
+    """Reshard a tensor whose shards are all in this process.
+
+    Args:
+        shards: ``{source rank: local array}``, NumPy or torch.
+        src, dst: a layout, or a mesh with ``src_spec`` or ``dst_spec`` beside it.
+        shape: the global shape.
+
+    Returns:
+        ``{destination rank: local array}``, new arrays.
+
+    >>> import numpy as np
+    >>> from reshard import Layout, Mesh, reshard_local
+    >>> rows = Layout(Mesh.of("2"), "S0")
+    >>> cols = Layout(Mesh.of("2", first_rank=2), "R S0")
+    >>> whole = np.arange(16).reshape(4, 4)
+    >>> reshard_local({0: whole[:2], 1: whole[2:]}, rows, cols, shape=(4, 4))[3][0]
+    array([2, 3])
+    """
+    src_layout = Layout(src, src_spec) if isinstance(src, Mesh) else src
+    dst_layout = Layout(dst, dst_spec) if isinstance(dst, Mesh) else dst
+    if not shards:
+        raise ArgumentError("no shards: give {source rank: local array}")
+    dtype = dtype_name(next(iter(shards.values())).dtype)
+    plan = make_plan(src_layout, dst_layout, shape, dtype, strategy=strategy, topology=topology)
+    return execute_local(plan, [shards])[0]
+
+
+def _empty_like(array: Array, shape: tuple[int, ...]) -> Array:
+    if isinstance(array, np.ndarray):
+        return np.empty(shape, dtype=array.dtype)
+    return array.new_empty(shape)
+
+
+def _check_shards(shards: Shards, dtype: str, arrays: Mapping[int, Array], name: str | None) -> None:
+    what = f"{name!r}" if name is not None else "the tensor"
+    for rank in shards.layout.ranks:
+        if rank not in arrays:
+            raise ArgumentError(f"{what}: rank {rank} is in the source layout, but has no shard")
+        if tuple(arrays[rank].shape) != shards.local_shape(rank):
+            raise ArgumentError(
+                f"{what}: rank {rank} holds shape {list(arrays[rank].shape)}, "
+                f"but its layout says {list(shards.local_shape(rank))}"
+            )
+        if dtype_name(arrays[rank].dtype) != dtype:
+            raise ArgumentError(f"{what}: rank {rank} holds {dtype_name(arrays[rank].dtype)}, not {dtype}")
+
+
+def _view(shards: Shards, rank: int, array: Array, start: Sequence[int], stop: Sequence[int]) -> Array | None:
+    """The part of a rank's local array that holds the box, None if it has no tile with all of it."""
+    for box, local in shards.boxes_of(rank):
+        if all(lo <= a and b <= hi for (lo, hi), a, b in zip(box, start, stop, strict=True)):
+            at = [
+                slice(offset + a - lo, offset + b - lo)
+                for (lo, _), offset, a, b in zip(box, local, start, stop, strict=True)
+            ]
+            return array[(..., *at)]  # the ellipsis keeps a 0-d array a view
+    return None

@@ -1,0 +1,114 @@
+"""One thread per group that shows this process is alive and ends transfers that cannot finish."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from typing import Any, Protocol
+
+from reshard.errors import RemoteError, ReshardError
+from reshard.group import Group, own_client
+
+BEAT_SECONDS = 1.0
+#: A rank whose heartbeat stands still for this long while others wait for it counts as lost.
+LOST_SECONDS = 30.0
+LOOK_SECONDS = 0.2
+
+
+class Watched(Protocol):
+    """A transfer under way."""
+
+    @property
+    def members(self) -> tuple[int, ...]: ...
+
+    def told_error(self) -> ReshardError | None: ...
+
+    def stop(self, error: ReshardError) -> None: ...
+
+
+class Monitor:
+    """Beats into the store, and while transfers are under way looks for errors told and for silent ranks."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._store = own_client(group.store)
+        self._watched: set[Watched] = set()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._ended = False
+        self._beats = 0
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._thread = threading.Thread(target=self._loop, name="reshard-monitor", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    @classmethod
+    def of(cls, group: Group) -> Monitor:
+        """The monitor of a group, started on first use."""
+        with group.lock:
+            if group.monitor is None:
+                group.monitor = cls(group)
+            monitor: Monitor = group.monitor
+            return monitor
+
+    def watch(self, transfer: Watched) -> None:
+        """Look after a transfer until :meth:`forget`."""
+        with self._lock:
+            if not self._watched:
+                self._seen.clear()
+            self._watched.add(transfer)
+        self._wake.set()
+
+    def forget(self, transfer: Watched) -> None:
+        """The transfer ended."""
+        with self._lock:
+            self._watched.discard(transfer)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended = True
+        self._wake.set()
+        self._thread.join(timeout=2 * BEAT_SECONDS)
+        atexit.unregister(self.close)
+
+    def _loop(self) -> None:
+        next_beat = 0.0
+        while not self._ended:
+            now = time.monotonic()
+            try:
+                if now >= next_beat:
+                    self._beats += 1
+                    self._store.set(f"beat/{self._group.rank}", str(self._beats))
+                    next_beat = now + BEAT_SECONDS
+                    self._look_for_silence(now)
+                for transfer in self._transfers():
+                    error = transfer.told_error()
+                    if error is not None:
+                        transfer.stop(error)
+            except Exception as error:
+                if self._ended:
+                    return
+                for transfer in self._transfers():
+                    transfer.stop(RemoteError(f"rank {self._group.rank}: the store is lost: {error}"))
+                time.sleep(BEAT_SECONDS)
+            self._wake.clear()
+            self._wake.wait(LOOK_SECONDS if self._transfers() else max(next_beat - time.monotonic(), 0.0))
+
+    def _transfers(self) -> list[Any]:
+        with self._lock:
+            return list(self._watched)
+
+    def _look_for_silence(self, now: float) -> None:
+        transfers = self._transfers()
+        for rank in sorted({rank for transfer in transfers for rank in transfer.members} - {self._group.rank}):
+            key = f"beat/{rank}"
+            beat = int(self._store.get(key)) if self._store.check([key]) else 0
+            if self._seen.get(rank, (-1, 0.0))[0] != beat:
+                self._seen[rank] = (beat, now)
+            elif now - self._seen[rank][1] > LOST_SECONDS:
+                for transfer in transfers:
+                    if rank in transfer.members:
+                        transfer.stop(
+                            RemoteError(f"rank {rank} gave no sign of life for {LOST_SECONDS:g} s during a transfer")
+                        )

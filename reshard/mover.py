@@ -1,0 +1,313 @@
+"""Plan once, move many times."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from reshard.agreement import Record, Verdict, resolve
+from reshard.channel import Channel, find_channel
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
+from reshard.group import find_group
+from reshard.monitor import Monitor
+from reshard.plan import Plan
+from reshard.progress import Staging, carrier, run_program
+from reshard.program import Program, build_program
+
+DEFAULT_TIMEOUT_SECONDS = 300.0
+
+
+class Handle:
+    """A transfer under way. It progresses whether or not anybody waits."""
+
+    def __init__(self, channel: Channel, generation: int, finish: Callable[[], Any]) -> None:
+        self._channel, self._generation, self._finish = channel, generation, finish
+        self._done = threading.Event()
+        self._error: ReshardError | None = None
+        self._result: Any = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part."""
+        return self._channel.members
+
+    def done(self) -> bool:
+        """True once :meth:`wait` will not block."""
+        return self._done.is_set()
+
+    def wait(self, timeout_seconds: float | None = None) -> Any:
+        """The result; blocks until the transfer is over.
+
+        Returns:
+            This rank's destination shard (or ``{name: shard}``), None outside the destination.
+
+        Raises:
+            TransferTimeoutError: not over within ``timeout_seconds``; the transfer goes on, and ``wait`` may be
+                called again. Otherwise the error that ended the transfer, the same on every rank.
+        """
+        if not self._done.wait(timeout_seconds):
+            raise TransferTimeoutError(f"the transfer is not over after {timeout_seconds:g} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None  # type: ignore[assignment]
+        return self._result
+
+    def told_error(self) -> ReshardError | None:
+        """An error that another rank told of."""
+        return self._channel.told_error(self._generation)
+
+    def stop(self, error: ReshardError) -> None:
+        """End with an error; whoever waits is released."""
+        if not self._done.is_set():
+            self._error = self._channel.take_error(error)
+            self._done.set()
+
+    def check(self) -> None:
+        """Raise the error that ended this transfer, if one did."""
+        if self._error is not None:
+            raise self._error
+
+    def succeed(self) -> None:
+        """The transfer is over."""
+        self._done.set()
+
+
+class Mover:
+    """Moves tensors as a plan says, as often as asked: no planning, no new group, no allocation per call.
+
+    Use it as a context manager, or call :meth:`close`. All ranks of the plan make it, in the same order among
+    themselves, and call it equally often.
+
+    Args:
+        plan: what to do; equal on all ranks.
+        group: whose ranks the plan names; omitted, the world. Or what :func:`reshard.join` returned.
+        timeout_seconds: how long ranks may take to agree, and each transfer to finish.
+
+    Raises:
+        DisagreementError: ranks pass different plans. ArgumentError: the plan names ranks outside the group.
+        TransferTimeoutError: some rank did not come.
+    """
+
+    def __init__(self, plan: Plan, group: Any = None, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
+        channel = find_channel(find_group(group), plan.ranks)
+        record = Record(channel.group.rank, arguments=plan_arguments(plan), hostname=channel.group.hostname)
+        call, verdict = channel.agree(record, lambda records: resolve(records, {}), timeout_seconds)
+        self._setup(plan, build_program(plan, channel.group.rank), channel, call, verdict, timeout_seconds)
+
+    @classmethod
+    def agreed(
+        cls, plan: Plan, program: Program, channel: Channel, call: int, verdict: Verdict, timeout_seconds: float
+    ) -> Mover:
+        """A Mover for ranks that have agreed on the plan already."""
+        self = cls.__new__(cls)
+        self._setup(plan, program, channel, call, verdict, timeout_seconds)
+        return self
+
+    def _setup(
+        self, plan: Plan, program: Program, channel: Channel, call: int, verdict: Verdict, timeout_seconds: float
+    ) -> None:
+        self.plan, self._program = plan, program
+        self._channel, self._tag, self._generation = channel, call % 2**31, verdict.generation
+        self._timeout_seconds = timeout_seconds
+        self._staging = Staging(program)
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._transport = channel.transport(self._generation, timeout_seconds)
+
+    @property
+    def staging_allocated_bytes(self) -> int:
+        """Bytes held beyond source and destination shards; at most the plan's ``staging_bytes``."""
+        return self._staging.allocated_bytes
+
+    def __call__(self, tensor: Any = None, *, out: Any = None, timeout_seconds: float | None = None) -> Any:
+        """Move and wait; see :meth:`start`."""
+        return self.start(tensor, out=out).wait(timeout_seconds)
+
+    def start(self, tensor: Any = None, *, out: Any = None) -> Handle:
+        """Start moving.
+
+        Args:
+            tensor: this rank's source shard, or ``{name: shard}`` for a plan of named tensors; None outside
+                the source. It must not change until the transfer is over.
+            out: where to put the destination shard, or ``{name: array}``; allocated if omitted.
+
+        Returns:
+            A handle; several may be under way, they finish in the order in which they were started.
+
+        Raises:
+            ArgumentError: an array does not fit the plan. All ranks then get an error from this transfer.
+        """
+        if self._closed:
+            raise ArgumentError("this Mover is closed")
+        try:
+            src = self._sources(tensor)
+            dst = self._targets(out)
+            check_apart(src, dst)
+        except ReshardError as error:
+            raise self._channel.fail(self._generation, error) from None
+        named = isinstance(tensor, Mapping) or self.plan.tensors[0].name is not None
+        names = [spec.name for spec in self.plan.tensors]
+
+        def finish() -> Any:
+            return dict(zip(names, dst, strict=True)) if named else dst[0]
+
+        return self._enqueue(src, dst, finish)
+
+    def start_checked(
+        self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], finish: Callable[[], Any]
+    ) -> Handle:
+        """As :meth:`start`, for arrays that were checked in the agreement round."""
+        return self._enqueue(src, dst, finish)
+
+    def close(self) -> None:
+        """End the progress thread; transfers under way are finished first. The group's connections stay."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+
+    def __enter__(self) -> Mover:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _sources(self, tensor: Any) -> list[torch.Tensor | None]:
+        return [
+            check_array(array, shape, spec.dtype, "the source", spec.name, self._program.rank)
+            for array, shape, spec in self._by_tensor(tensor, self._program.src_shapes)
+        ]
+
+    def _targets(self, out: Any) -> list[torch.Tensor | None]:
+        targets: list[torch.Tensor | None] = []
+        for array, shape, spec in self._by_tensor(out, self._program.dst_shapes):
+            if array is None and shape is not None:
+                array = torch.empty(shape, dtype=getattr(torch, spec.dtype))
+            targets.append(check_array(array, shape, spec.dtype, "the destination", spec.name, self._program.rank))
+        return targets
+
+    def _by_tensor(self, value: Any, shapes: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
+        specs = self.plan.tensors
+        if isinstance(value, Mapping):
+            if set(value) != {spec.name for spec in specs}:
+                raise ArgumentError(f"tensors {sorted(map(str, value))} are not those of the plan")
+            value = [value[spec.name] for spec in specs]
+        elif len(specs) > 1 and value is not None:
+            raise ArgumentError(f"the plan has {len(specs)} tensors: give {{name: tensor}}")
+        else:
+            value = [value] * len(specs)
+        return list(zip(value, shapes, specs, strict=True))
+
+    def _enqueue(
+        self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], finish: Callable[[], Any]
+    ) -> Handle:
+        handle = Handle(self._channel, self._generation, finish)
+        if self._transport is not None:
+            Monitor.of(self._channel.group).watch(handle)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="reshard-progress", daemon=True)
+            self._thread.start()
+        self._jobs.put((handle, src, dst))
+        return handle
+
+    def _loop(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            handle, src, dst = job
+            try:
+                self._run(handle, src, dst)
+            finally:
+                if self._transport is not None:
+                    Monitor.of(self._channel.group).forget(handle)
+
+    def _run(self, handle: Handle, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> None:
+        try:
+            handle.check()
+            if self._channel.broken is not None:
+                raise self._channel.broken
+            run_program(
+                self._program,
+                self._transport,  # type: ignore[arg-type]
+                [None if array is None else carrier(array) for array in src],
+                [None if array is None else carrier(array) for array in dst],
+                self._staging,
+                tag=self._tag,
+                deadline=time.monotonic() + self._timeout_seconds,
+                check=handle.check,
+            )
+            handle.succeed()
+        except BaseException as error:
+            self._staging = Staging(self._program)
+            if isinstance(error, ConnectionError):  # the other side may be about to say why
+                handle._done.wait(3 * 0.2)
+            handle.stop(self._channel.broken or self._channel.fail(self._generation, error))
+
+
+def plan_arguments(plan: Plan) -> list[tuple[str, str]]:
+    """What two ranks compare to find the first difference between their plans."""
+    said = [("the number of tensors", str(len(plan.tensors))), ("strategy", plan.strategy)]
+    said.append(("staging_bytes", str(plan.staging_bytes)))
+    for spec in plan.tensors:
+        said.append((f"tensor {spec.name}" if spec.name is not None else "the tensor", str(spec)))
+    said.append(("topology", str(plan.topology.to_json())))
+    said.append(("plan hash", plan.plan_hash))
+    return said
+
+
+def check_array(
+    array: Any, shape: tuple[int, ...] | None, dtype: str, role: str, name: str | None, rank: int
+) -> torch.Tensor | None:
+    """The array if it is what the layout gives this rank, resolved to plain memory.
+
+    Raises:
+        ArgumentError: it is missing, given where none belongs, or of the wrong kind, shape or dtype.
+    """
+    what = f"tensor {name!r}" if name is not None else "the tensor"
+    if shape is None:
+        if array is not None:
+            raise ArgumentError(f"{what}: rank {rank} is not in {role} layout and must pass None")
+        return None
+    if array is None:
+        raise ArgumentError(f"{what}: rank {rank} is in {role} layout, but passes None")
+    check_movable(array, what, rank)
+    if tuple(array.shape) != shape or dtype_name(array.dtype) != dtype:
+        raise ArgumentError(
+            f"{what}: rank {rank} passes {dtype_name(array.dtype)} {list(array.shape)}, "
+            f"but its shard in {role} is {dtype} {list(shape)}"
+        )
+    return array.detach().resolve_conj().resolve_neg() if role == "the source" else array
+
+
+def check_movable(array: Any, what: str, rank: int) -> None:
+    """Raise ArgumentError unless the array is a dense CPU tensor whose elements travel as bytes."""
+    if not isinstance(array, torch.Tensor):
+        raise ArgumentError(f"{what}: rank {rank} passes {type(array).__name__}, not a torch tensor")
+    if array.layout is not torch.strided or array.is_quantized:
+        raise ArgumentError(f"{what}: rank {rank} passes a sparse or quantized tensor; only dense ones can travel")
+    if array.device.type != "cpu":
+        raise ArgumentError(f"{what}: rank {rank} passes a tensor on {array.device}; this backend moves CPU tensors")
+
+
+def check_apart(src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> None:
+    """Raise ArgumentError if a destination shares storage with a source, or its elements with another or itself."""
+    sources = {array.untyped_storage().data_ptr() for array in src if array is not None and array.numel()}
+    ends: list[tuple[int, int]] = []
+    for array in dst:
+        if array is None or not array.numel():
+            continue
+        if array.untyped_storage().data_ptr() in sources:
+            raise ArgumentError("out shares storage with a source; they must be apart")
+        if any(stride == 0 and size > 1 for stride, size in zip(array.stride(), array.shape, strict=True)):
+            raise ArgumentError("out has a stride of 0: several of its elements are one place in memory")
+        if array.is_contiguous():
+            ends.append((array.data_ptr(), array.data_ptr() + array.numel() * array.element_size()))
+    ends.sort()
+    for (_, stop), (start, _) in zip(ends[:-1], ends[1:], strict=True):
+        if start < stop:
+            raise ArgumentError("two outs share memory; they must be apart")

@@ -1,0 +1,324 @@
+"""The whole choice of how tensors travel, as one frozen value that is the same on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import ITEMSIZE, dtype_name
+from reshard.errors import PlanError
+from reshard.layout import AnyLayout
+from reshard.shards import Shards, cut_shards
+from reshard.tasks import UnitTasks, cut_unit_tasks
+from reshard.topology import Topology
+
+#: Bytes that a rank may hold beyond its source and destination shards.
+DEFAULT_STAGING_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor to move: its global shape and dtype, and both layouts.
+
+    ``name`` tells tensors of one plan apart in messages to people; it is None for a single tensor.
+
+    Raises:
+        LayoutError, ArgumentError: the shape, dtype or a layout does not fit.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    src: AnyLayout
+    dst: AnyLayout
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def ndim(self) -> int:
+        """Number of tensor dims."""
+        return len(self.shape)
+
+    @cached_property
+    def src_shards(self) -> Shards:
+        """Who holds what."""
+        return cut_shards(self.src, self.shape)
+
+    @cached_property
+    def dst_shards(self) -> Shards:
+        """Who needs what."""
+        return cut_shards(self.dst, self.shape)
+
+    @cached_property
+    def tasks(self) -> UnitTasks:
+        """The unit tasks between the two."""
+        return cut_unit_tasks(self.src_shards, self.dst_shards)
+
+    def __str__(self) -> str:
+        name = f"{self.name} " if self.name is not None else ""
+        return f"{name}{self.dtype} {list(self.shape)}: {self.src} => {self.dst}"
+
+
+@dataclass(frozen=True, eq=False)
+class Transfers:
+    """Regions and the trees they travel along, in order. All arrays are int64.
+
+    Transfer ``i`` moves boxes ``box_at[i]:box_at[i + 1]`` along edges ``edge_at[i]:edge_at[i + 1]``. Edges stand
+    in an order in which each sender holds the data or stands before as a receiver; an edge from a rank to
+    itself is a copy. A transfer of one box travels in ``prod(splits[i])`` chunks, one of several small boxes in
+    one chunk, all boxes in one message.
+
+    Attributes:
+        box_tensor: ``(boxes,)``. box_start, box_stop: ``(boxes, ndim)``, dims that a tensor lacks are ``0:1``.
+        sender, receiver: ``(edges,)``. splits: ``(transfers, ndim)`` into how many parts each dim is cut.
+        window: ``(transfers,)`` how many messages a sender may have unfinished when one of these starts.
+    """
+
+    box_at: np.ndarray
+    box_tensor: np.ndarray
+    box_start: np.ndarray
+    box_stop: np.ndarray
+    edge_at: np.ndarray
+    sender: np.ndarray
+    receiver: np.ndarray
+    splits: np.ndarray
+    window: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            array = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
+            if array.base is not None or array is getattr(self, name):
+                array = array.copy()
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+
+    def __len__(self) -> int:
+        return len(self.window)
+
+    @cached_property
+    def num_chunks(self) -> np.ndarray:
+        """``(transfers,)`` chunks of each transfer."""
+        return self.splits.prod(axis=1, dtype=np.int64)
+
+    @cached_property
+    def first_message(self) -> np.ndarray:
+        """``(transfers + 1,)`` the id of each transfer's first message; the last entry counts all messages."""
+        counts = np.diff(self.box_at) * self.num_chunks * np.diff(self.edge_at)
+        return np.concatenate([[0], np.cumsum(counts)])
+
+    @cached_property
+    def transfer_of_edge(self) -> np.ndarray:
+        """``(edges,)`` the transfer that each edge belongs to."""
+        return np.repeat(np.arange(len(self)), np.diff(self.edge_at))
+
+    def chunk_box(self, transfer: int, chunk: int) -> tuple[list[int], list[int]]:
+        """``(start, stop)`` of one chunk of a transfer of one box."""
+        box = int(self.box_at[transfer])
+        start, stop = self.box_start[box].tolist(), self.box_stop[box].tolist()
+        lo, hi = list(start), list(stop)
+        splits = self.splits[transfer].tolist()
+        for dim in range(len(splits) - 1, -1, -1):
+            n = splits[dim]
+            if n > 1:
+                index = chunk % n
+                chunk //= n
+                size = stop[dim] - start[dim]
+                lo[dim] = start[dim] + size * index // n
+                hi[dim] = start[dim] + size * (index + 1) // n
+        return lo, hi
+
+    def edges_of(self, transfer: int) -> list[tuple[int, int]]:
+        """``(sender, receiver)`` of each edge of one transfer."""
+        at = slice(int(self.edge_at[transfer]), int(self.edge_at[transfer + 1]))
+        return list(zip(self.sender[at].tolist(), self.receiver[at].tolist(), strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Which messages move tensors from their source to their destination layouts, in one total order.
+
+    The order is that of the transfers, then of chunks, then of edges: chunk 0 passes along the whole tree,
+    then chunk 1. Message ids count in it. Plans are equal when their :attr:`plan_hash` is.
+
+    Attributes:
+        tensors: what moves. topology: who is where. strategy: what chose it.
+        transfers: how it moves. staging_bytes: what a rank may hold beyond its shards.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    topology: Topology
+    strategy: str
+    transfers: Transfers
+    staging_bytes: int = DEFAULT_STAGING_BYTES
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The union of source and destination ranks, ascending."""
+        return tuple(sorted({rank for spec in self.tensors for side in (spec.src, spec.dst) for rank in side.ranks}))
+
+    @cached_property
+    def plan_hash(self) -> str:
+        """sha256 of everything the plan says, 64 hex digits."""
+        digest = hashlib.sha256()
+        header = [[str(spec) for spec in self.tensors], self.topology.to_json(), self.strategy, self.staging_bytes]
+        digest.update(json.dumps(header).encode())
+        for name in Transfers.__dataclass_fields__:
+            array = getattr(self.transfers, name)
+            digest.update(repr((name, array.shape)).encode() + array.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    @cached_property
+    def lower_bound_seconds(self) -> float | None:
+        """No plan is faster on hosts with one NIC; None where no formula is known."""
+        from reshard.bound import lower_bound
+
+        return lower_bound(self.tensors, self.topology)
+
+    @property
+    def num_messages(self) -> int:
+        """How many messages the plan has, copies included."""
+        return int(self.transfers.first_message[-1])
+
+    @cached_property
+    def message_bytes(self) -> np.ndarray:
+        """``(transfers,)`` bytes that each transfer sends over each of its edges."""
+        numel = (self.transfers.box_stop - self.transfers.box_start).prod(axis=1, dtype=np.int64)
+        itemsize = np.array([spec.itemsize for spec in self.tensors], dtype=np.int64)
+        total = np.concatenate([[0], np.cumsum(numel * itemsize[self.transfers.box_tensor])])
+        return np.diff(total[self.transfers.box_at])
+
+    def bytes_moved(self) -> tuple[int, int, int]:
+        """Bytes ``(between hosts, between ranks of one host, copied within a rank)``."""
+        edge_bytes = self.message_bytes[self.transfers.transfer_of_edge]
+        hosts = self.topology.hosts
+        sender, receiver = self.transfers.sender, self.transfers.receiver
+        copies = sender == receiver
+        crosses = hosts[sender] != hosts[receiver]
+        return (
+            int(edge_bytes[crosses].sum()),
+            int(edge_bytes[~crosses & ~copies].sum()),
+            int(edge_bytes[copies].sum()),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return self.plan_hash == other.plan_hash if isinstance(other, Plan) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.plan_hash)
+
+    def __str__(self) -> str:
+        from reshard.plan_text import format_plan
+
+        return format_plan(self)
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.plan_hash[:12]} {self.strategy}: {len(self.tensors)} tensors, {self.num_messages} messages>"
+
+    def to_json(self, rank: int | None = None) -> dict[str, Any]:
+        """The plan as the JSON contract of ``docs/plan-json.md``; with ``rank`` only its messages."""
+        from reshard.plan_json import plan_to_json
+
+        return plan_to_json(self, rank)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What passes from one rank to another at once: one chunk, or several small boxes together.
+
+    Attributes:
+        id: the id of its first box; box ``i`` of it has id ``id + i``.
+        boxes: ``(tensor, start, stop)`` of each box, in elements.
+        after: the id of the message that brings the same boxes to the sender, None if it holds them.
+    """
+
+    id: int
+    transfer: int
+    chunk: int
+    sender: int
+    receiver: int
+    boxes: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    after: int | None
+    window: int
+
+
+def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
+    """The messages of a plan in its total order; with ``rank``, only those it sends or receives.
+
+    Only the transfers that the rank takes part in are looked at.
+    """
+    transfers = plan.transfers
+    if rank is None:
+        chosen: Iterable[int] = range(len(transfers))
+    else:
+        mine = (transfers.sender == rank) | (transfers.receiver == rank)
+        chosen = np.unique(transfers.transfer_of_edge[mine]).tolist()
+    for transfer in chosen:
+        edges = transfers.edges_of(transfer)
+        brought_by: dict[int, int] = {}
+        kept: list[tuple[int, int, int, int | None]] = []
+        for edge, (sender, receiver) in enumerate(edges):
+            if rank is None or rank in (sender, receiver):
+                kept.append((edge, sender, receiver, brought_by.get(sender)))
+            if sender != receiver:
+                brought_by[receiver] = edge
+        first_box, end_box = int(transfers.box_at[transfer]), int(transfers.box_at[transfer + 1])
+        num_boxes = end_box - first_box
+        base, window = int(transfers.first_message[transfer]), int(transfers.window[transfer])
+        for chunk in range(int(transfers.num_chunks[transfer])):
+            if num_boxes == 1:
+                bounds = [transfers.chunk_box(transfer, chunk)]
+            else:
+                bounds = [
+                    (transfers.box_start[box].tolist(), transfers.box_stop[box].tolist())
+                    for box in range(first_box, end_box)
+                ]
+            boxes = []
+            for i, (start, stop) in enumerate(bounds):
+                tensor = int(transfers.box_tensor[first_box + i])
+                ndim = plan.tensors[tensor].ndim
+                boxes.append((tensor, tuple(start[:ndim]), tuple(stop[:ndim])))
+            at = base + chunk * len(edges) * num_boxes
+            for edge, sender, receiver, parent in kept:
+                yield Message(
+                    id=at + edge * num_boxes,
+                    transfer=transfer,
+                    chunk=chunk,
+                    sender=sender,
+                    receiver=receiver,
+                    boxes=tuple(boxes),
+                    after=None if parent is None else at + parent * num_boxes,
+                    window=window,
+                )
+
+
+def message_nbytes(plan: Plan, message: Message) -> int:
+    """Bytes of one message."""
+    total = 0
+    for tensor, start, stop in message.boxes:
+        numel = plan.tensors[tensor].itemsize
+        for lo, hi in zip(start, stop, strict=True):
+            numel *= hi - lo
+        total += numel
+    return total
+
+
+def check_tensors(tensors: Sequence[TensorSpec]) -> None:
+    """Raise PlanError unless names tell several tensors apart."""
+    if not tensors:
+        raise PlanError("a plan needs at least one tensor")
+    names = [spec.name for spec in tensors]
+    if len(tensors) > 1 and (None in names or len(set(names)) != len(names)):
+        raise PlanError(f"{len(tensors)} tensors need {len(tensors)} different names, not {names}")

@@ -1,0 +1,85 @@
+"""The road from layouts to a checked plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reshard.errors import ArgumentError
+from reshard.layout import AnyLayout
+from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec, check_tensors
+from reshard.routes import Problem, Strategy, cut_transfers
+from reshard.strategies import find_strategy
+from reshard.topology import Topology
+
+
+def make_plan(
+    src: AnyLayout | Mapping[str, AnyLayout],
+    dst: AnyLayout | Mapping[str, AnyLayout],
+    shape: Sequence[int] | Mapping[str, Sequence[int]],
+    dtype: Any,
+    *,
+    strategy: str | Strategy | None = None,
+    topology: Topology | None = None,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+) -> Plan:
+    """Plan how one tensor, or several, move from source to destination layouts.
+
+    Args:
+        src, dst: the layouts; for several tensors ``{name: layout}``, or one layout for all of them.
+        shape: the global shape; for several tensors ``{name: shape}``.
+        dtype: the dtype (string, torch or NumPy); for several tensors one for all, or ``{name: dtype}``.
+        strategy: a name in :data:`reshard.strategies.STRATEGIES` or a function of that form.
+        topology: where ranks are; omitted, all ranks are on one host.
+        staging_bytes: what a rank may hold beyond its shards, 64 MiB by default.
+
+    Returns:
+        The same plan on every rank that asks with the same arguments.
+
+    Raises:
+        LayoutError, ArgumentError, TopologyError: the arguments do not fit together.
+    """
+    if isinstance(shape, Mapping):
+        names = list(shape)
+        tensors = [
+            TensorSpec(
+                tuple(shape[name]),
+                _of(dtype, name, names, "dtype"),
+                _of(src, name, names, "src"),
+                _of(dst, name, names, "dst"),
+                name,
+            )
+            for name in names
+        ]
+    else:
+        if isinstance(src, Mapping) or isinstance(dst, Mapping):
+            raise ArgumentError("layouts are given by name, so shape must be too: {name: shape}")
+        tensors = [TensorSpec(tuple(shape), dtype, src, dst)]
+    return plan_tensors(tensors, strategy=strategy, topology=topology, staging_bytes=staging_bytes)
+
+
+def plan_tensors(
+    tensors: Sequence[TensorSpec],
+    *,
+    strategy: str | Strategy | None = None,
+    topology: Topology | None = None,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+) -> Plan:
+    """As :func:`make_plan`, for tensors that are described already."""
+    check_tensors(tensors)
+    name, function = find_strategy(strategy)
+    if topology is None:
+        last = max(max(spec.src.ranks + spec.dst.ranks) for spec in tensors)
+        topology = Topology((0,) * (last + 1))
+    problem = Problem.of(tensors, topology)
+    transfers = cut_transfers(problem, function(problem), staging_bytes)
+    return Plan(tuple(tensors), topology, name, transfers, staging_bytes)
+
+
+def _of(value: Any, name: str, names: list[str], what: str) -> Any:
+    """The entry of one tensor in an argument that is given by name, or once for all."""
+    if not isinstance(value, Mapping):
+        return value
+    if set(value) != set(names):
+        raise ArgumentError(f"{what} is given for {sorted(map(str, value))}, but the tensors are {sorted(names)}")
+    return value[name]

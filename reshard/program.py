@@ -1,0 +1,162 @@
+"""One rank's part of a plan: what it copies, receives and sends, and where that lies in its local arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from reshard.errors import PlanError
+from reshard.layout import format_box
+from reshard.plan import Message, Plan, expand_messages, message_nbytes
+from reshard.shards import Shards, find_overlaps
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one box lies: which tensor, and the slices of the rank's local array; None where it has none."""
+
+    tensor: int
+    src: Slices | None
+    dst: Slices | None
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A box that stays on its rank."""
+
+    id: int
+    place: Place
+
+
+@dataclass(frozen=True)
+class Recv:
+    """One message in. ``num_forwards`` sends of this rank pass it on; a relay keeps none of it."""
+
+    id: int
+    sender: int
+    places: tuple[Place, ...]
+    nbytes: int
+    num_forwards: int
+
+    @property
+    def is_relay(self) -> bool:
+        """True if the rank needs none of it."""
+        return self.places[0].dst is None
+
+
+@dataclass(frozen=True)
+class Send:
+    """One message out. ``forwards`` is the index of the receive that brings the data, None for a holder."""
+
+    id: int
+    receiver: int
+    places: tuple[Place, ...]
+    nbytes: int
+    forwards: int | None
+    window: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """All that one rank does, each list in the plan's total order.
+
+    Sends that cross hosts and sends that stay inside are two queues, as their windows are.
+    """
+
+    rank: int
+    copies: tuple[Copy, ...]
+    recvs: tuple[Recv, ...]
+    sends_across: tuple[Send, ...]
+    sends_inside: tuple[Send, ...]
+    src_shapes: tuple[tuple[int, ...] | None, ...] = field(default=())
+    dst_shapes: tuple[tuple[int, ...] | None, ...] = field(default=())
+
+
+def build_program(plan: Plan, rank: int) -> Program:
+    """The part of ``rank``, from its own messages alone.
+
+    Raises:
+        PlanError: a message that the rank cannot serve; :func:`~reshard.check.check_plan` says why.
+    """
+    messages = list(expand_messages(plan, rank))
+    src, dst = _Locator(plan, rank, messages, "src"), _Locator(plan, rank, messages, "dst")
+    copies: list[Copy] = []
+    recvs: list[Recv] = []
+    queues: tuple[list[Send], list[Send]] = ([], [])
+    received: dict[int, int] = {}  # message id -> index of the receive
+    num_forwards: dict[int, int] = {}
+    for message in messages:
+        if message.sender == rank and message.after is not None:
+            num_forwards[message.after] = num_forwards.get(message.after, 0) + 1
+    hosts = plan.topology.host_of_rank
+    for message in messages:
+        nbytes = message_nbytes(plan, message)
+        if message.sender == message.receiver:
+            for i, (tensor, start, stop) in enumerate(message.boxes):
+                place = Place(tensor, src.find(message.id + i), dst.find(message.id + i))
+                if place.src is None or place.dst is None:
+                    raise PlanError(f"message {message.id + i}: rank {rank} cannot copy {format_box([*zip(start, stop, strict=True)])}")
+                copies.append(Copy(message.id + i, place))
+        elif message.receiver == rank:
+            places = tuple(Place(box[0], None, dst.find(message.id + i)) for i, box in enumerate(message.boxes))
+            if len({place.dst is None for place in places}) > 1:
+                raise PlanError(f"message {message.id}: rank {rank} needs some of its boxes only")
+            received[message.id] = len(recvs)
+            recvs.append(Recv(message.id, message.sender, places, nbytes, num_forwards.get(message.id, 0)))
+        else:
+            forwards = None if message.after is None else received[message.after]
+            places = tuple(
+                Place(box[0], src.find(message.id + i) if forwards is None else None, dst.find(message.id + i))
+                for i, box in enumerate(message.boxes)
+            )
+            if forwards is None and any(place.src is None for place in places):
+                raise PlanError(f"message {message.id}: rank {rank} sends what it does not hold")
+            queue = queues[hosts[rank] == hosts[message.receiver]]
+            queue.append(Send(message.id, message.receiver, places, nbytes, forwards, message.window))
+    return Program(
+        rank=rank,
+        copies=tuple(copies),
+        recvs=tuple(recvs),
+        sends_across=tuple(queues[False]),
+        sends_inside=tuple(queues[True]),
+        src_shapes=tuple(s.src_shards.local_shape(rank) if rank in s.src.ranks else None for s in plan.tensors),
+        dst_shapes=tuple(s.dst_shards.local_shape(rank) if rank in s.dst.ranks else None for s in plan.tensors),
+    )
+
+
+class _Locator:
+    """Finds the boxes of a rank's messages in its local arrays, all at once."""
+
+    def __init__(self, plan: Plan, rank: int, messages: Sequence[Message], side: str) -> None:
+        self._slices: dict[int, Slices] = {}
+        rows: dict[int, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
+        for message in messages:
+            for i, (tensor, start, stop) in enumerate(message.boxes):
+                rows.setdefault(tensor, []).append((message.id + i, start, stop))
+        for tensor, boxes in rows.items():
+            spec = plan.tensors[tensor]
+            layout = spec.src if side == "src" else spec.dst
+            if rank in layout.ranks:
+                self._locate(spec.src_shards if side == "src" else spec.dst_shards, rank, boxes)
+
+    def _locate(
+        self, shards: Shards, rank: int, boxes: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]
+    ) -> None:
+        piece_start, piece_stop, local = shards.pieces_of(rank)
+        ndim = len(shards.shape)
+        start = np.array([box[1] for box in boxes], dtype=np.int64).reshape(len(boxes), ndim)
+        stop = np.array([box[2] for box in boxes], dtype=np.int64).reshape(len(boxes), ndim)
+        box_of, piece_of = find_overlaps(start, stop, piece_start, piece_stop)
+        inside = ((start[box_of] >= piece_start[piece_of]) & (stop[box_of] <= piece_stop[piece_of])).all(axis=1)
+        box_of, piece_of = box_of[inside], piece_of[inside]
+        first = start[box_of] - piece_start[piece_of] + local[piece_of]
+        last = first + stop[box_of] - start[box_of]
+        for box, lo, hi in zip(box_of.tolist(), first.tolist(), last.tolist(), strict=True):
+            self._slices[boxes[box][0]] = tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))
+
+    def find(self, ident: int) -> Slices | None:
+        return self._slices.get(ident)

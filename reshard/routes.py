@@ -1,0 +1,238 @@
+"""From unit tasks to transfers: what every strategy reads, what it returns, and how that is cut into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from reshard.errors import PlanError
+from reshard.plan import TensorSpec, Transfers
+from reshard.shards import NO_RANK
+from reshard.topology import Topology
+
+#: Pieces of a transfer with one hop: large, so that packing one overlaps with sending another.
+DIRECT_CHUNK_BYTES = 4 * 2**20
+#: Pieces of a transfer with several hops: small, so that the pipeline fills fast (0.25 to 1 MB measured best).
+TREE_CHUNK_BYTES = 2**20
+#: Regions below this travel together when they follow the same tree.
+SMALL_BYTES = 2**16
+DIRECT_WINDOW = 4
+TREE_WINDOW = 2
+MIN_STAGING_BYTES = 2**16
+#: A rank stages at most DIRECT_WINDOW messages out and twice that in; the rest is slack.
+_STAGED_MESSAGES = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The unit tasks of all tensors of one plan, side by side.
+
+    Attributes:
+        tensors, topology: what moves, and where ranks are.
+        tensor, nbytes: ``(tasks,)``. start, stop: ``(tasks, ndim)``, missing dims are ``0:1``.
+        holders, needers: ``(tasks, replicas)`` ranks, padded with -1.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    topology: Topology
+    tensor: np.ndarray
+    nbytes: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    holders: np.ndarray
+    needers: np.ndarray
+
+    @classmethod
+    def of(cls, tensors: Sequence[TensorSpec], topology: Topology) -> Problem:
+        """Cut every tensor and put the tasks in one table."""
+        for spec in tensors:
+            topology.check_covers(spec.src.ranks)
+            topology.check_covers(spec.dst.ranks)
+        ndim = max(spec.ndim for spec in tensors)
+        tasks = [spec.tasks for spec in tensors]
+        return cls(
+            tensors=tuple(tensors),
+            topology=topology,
+            tensor=np.repeat(np.arange(len(tensors)), [len(t) for t in tasks]),
+            nbytes=np.concatenate([t.numel * spec.itemsize for t, spec in zip(tasks, tensors, strict=True)]),
+            start=np.concatenate([_widen(t.start, ndim, 0) for t in tasks]),
+            stop=np.concatenate([_widen(t.stop, ndim, 1) for t in tasks]),
+            holders=_stack([t.holders for t in tasks]),
+            needers=_stack([t.needers for t in tasks]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @cached_property
+    def keeps(self) -> np.ndarray:
+        """``(tasks, replicas)`` True where a needer holds the region already."""
+        found = np.zeros(self.needers.shape, dtype=bool)
+        for replica in range(self.holders.shape[1]):
+            found |= self.needers == self.holders[:, replica : replica + 1]
+        return found & (self.needers != NO_RANK)
+
+    @cached_property
+    def receivers(self) -> np.ndarray:
+        """``(tasks, replicas)`` needers that do not hold the region, padded with -1."""
+        return np.where(self.keeps, NO_RANK, self.needers)
+
+
+def _widen(array: np.ndarray, columns: int, fill: int) -> np.ndarray:
+    return np.pad(array, ((0, 0), (0, columns - array.shape[1])), constant_values=fill)
+
+
+def _stack(tables: Sequence[np.ndarray]) -> np.ndarray:
+    width = max(table.shape[1] for table in tables)
+    return np.concatenate([_widen(table, width, NO_RANK) for table in tables])
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """Regions and the trees they take, in order; not yet cut into chunks.
+
+    ``task`` says which task a route serves, ``start`` and ``stop`` which part of it; route ``i`` has edges
+    ``edge_at[i]:edge_at[i + 1]``, each sender a holder or the receiver of an edge before it.
+    """
+
+    task: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    edge_at: np.ndarray
+    sender: np.ndarray
+    receiver: np.ndarray
+
+    @classmethod
+    def of(cls, problem: Problem, rows: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> Routes:
+        """Whole tasks: ``[(task, edges), ...]``."""
+        task = np.array([row[0] for row in rows], dtype=np.int64)
+        edges = np.array([edge for row in rows for edge in row[1]], dtype=np.int64).reshape(-1, 2)
+        return cls(
+            task=task,
+            start=problem.start[task],
+            stop=problem.stop[task],
+            edge_at=np.concatenate([[0], np.cumsum([len(row[1]) for row in rows], dtype=np.int64)]),
+            sender=edges[:, 0],
+            receiver=edges[:, 1],
+        )
+
+    @classmethod
+    def direct(cls, problem: Problem, task: np.ndarray, sender: np.ndarray, receiver: np.ndarray) -> Routes:
+        """One edge per route."""
+        return cls(task, problem.start[task], problem.stop[task], np.arange(len(task) + 1), sender, receiver)
+
+    @classmethod
+    def join(cls, parts: Sequence[Routes]) -> Routes:
+        """One after the other."""
+        edges = np.cumsum([0] + [len(part.sender) for part in parts])
+        return cls(
+            task=np.concatenate([part.task for part in parts]),
+            start=np.concatenate([part.start for part in parts]),
+            stop=np.concatenate([part.stop for part in parts]),
+            edge_at=np.concatenate(
+                [[0]] + [part.edge_at[1:] + at for part, at in zip(parts, edges[:-1], strict=True)]
+            ).astype(np.int64),
+            sender=np.concatenate([part.sender for part in parts]),
+            receiver=np.concatenate([part.receiver for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.task)
+
+
+#: A strategy chooses senders, trees and their order for every receiver of every task.
+Strategy = Callable[[Problem], Routes]
+
+
+def copy_routes(problem: Problem) -> Routes:
+    """What stays on its rank: one copy per task and needer that holds it."""
+    task, replica = np.nonzero(problem.keeps)
+    rank = problem.needers[task, replica]
+    return Routes.direct(problem, task, rank, rank)
+
+
+def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Transfers:
+    """Chunk the large routes, join the small ones that share a tree, and put the copies first.
+
+    Raises:
+        PlanError: ``staging_bytes`` is below 64 KiB.
+    """
+    if staging_bytes < MIN_STAGING_BYTES:
+        raise PlanError(f"staging_bytes is {staging_bytes}; at least {MIN_STAGING_BYTES} are needed")
+    routes = Routes.join([copy_routes(problem), routes])
+    itemsize = np.array([spec.itemsize for spec in problem.tensors], dtype=np.int64)[problem.tensor[routes.task]]
+    nbytes = (routes.stop - routes.start).prod(axis=1, dtype=np.int64) * itemsize
+    num_edges = np.diff(routes.edge_at)
+    is_copy = routes.sender[routes.edge_at[:-1]] == routes.receiver[routes.edge_at[:-1]]
+    is_direct = num_edges == 1
+    limit = staging_bytes // _STAGED_MESSAGES
+    chunk_bytes = np.where(is_direct, min(DIRECT_CHUNK_BYTES, limit), min(TREE_CHUNK_BYTES, limit))
+    chunk_bytes = np.where(is_copy, np.int64(2**62), chunk_bytes)
+    bundle_of = _bundle(routes, nbytes, itemsize, is_copy, min(SMALL_BYTES, limit), min(TREE_CHUNK_BYTES, limit))
+    order = np.argsort(bundle_of, kind="stable")
+    first = np.flatnonzero(np.diff(bundle_of[order], prepend=-1))  # the first route of each bundle, in order
+    lead = order[first]
+    edge_counts = num_edges[lead]
+    edges = np.repeat(routes.edge_at[lead] - np.concatenate([[0], np.cumsum(edge_counts)[:-1]]), edge_counts)
+    edges = edges + np.arange(len(edges))
+    splits = _splits(routes.start[lead], routes.stop[lead], itemsize[lead], chunk_bytes[lead])
+    return Transfers(
+        box_at=np.concatenate([first, [len(order)]]),
+        box_tensor=problem.tensor[routes.task[order]],
+        box_start=routes.start[order],
+        box_stop=routes.stop[order],
+        edge_at=np.concatenate([[0], np.cumsum(edge_counts)]),
+        sender=routes.sender[edges],
+        receiver=routes.receiver[edges],
+        splits=splits,
+        window=np.where(is_direct[lead], DIRECT_WINDOW, TREE_WINDOW),
+    )
+
+
+def _bundle(
+    routes: Routes,
+    nbytes: np.ndarray,
+    itemsize: np.ndarray,
+    is_copy: np.ndarray,
+    small_bytes: int,
+    bundle_bytes: int,
+) -> np.ndarray:
+    """For each route the first route of its bundle (itself when it travels alone).
+
+    Routes of one bundle share a tree and an itemsize, so that every box of a message is aligned.
+    """
+    bundle_of = np.arange(len(routes))
+    small = np.flatnonzero((nbytes < small_bytes) & ~is_copy)
+    single = small[np.diff(routes.edge_at)[small] == 1]
+    edge = routes.edge_at[single]
+    pair = np.stack([routes.sender[edge], routes.receiver[edge], itemsize[single]], axis=1)
+    _, inverse, counts = np.unique(pair, axis=0, return_inverse=True, return_counts=True)
+    repeated = single[counts[inverse.ravel()] > 1]  # others have no one to travel with
+    several = small[np.diff(routes.edge_at)[small] > 1]
+    open_bundle: dict[tuple[int, bytes], tuple[int, int]] = {}
+    for route in np.sort(np.concatenate([repeated, several])).tolist():
+        at = slice(int(routes.edge_at[route]), int(routes.edge_at[route + 1]))
+        key = (int(itemsize[route]), routes.sender[at].tobytes() + routes.receiver[at].tobytes())
+        lead, filled = open_bundle.get(key, (route, 0))
+        if filled + int(nbytes[route]) > bundle_bytes:
+            lead, filled = route, 0
+        bundle_of[route] = lead
+        open_bundle[key] = (lead, filled + int(nbytes[route]))
+    return bundle_of
+
+
+def _splits(start: np.ndarray, stop: np.ndarray, itemsize: np.ndarray, chunk_bytes: np.ndarray) -> np.ndarray:
+    """Into how many parts to cut each dim, outer dims first, so that no part exceeds ``chunk_bytes``."""
+    size = stop - start
+    splits = np.ones_like(size)
+    row = itemsize * size.prod(axis=1, dtype=np.int64)
+    open_ = np.ones(len(size), dtype=bool)  # the part so far is one element wide in every outer dim
+    for dim in range(size.shape[1]):
+        row = row // np.maximum(size[:, dim], 1)
+        rows_per_part = np.maximum(chunk_bytes // np.maximum(row, 1), 1)
+        splits[:, dim] = np.where(open_, -(-size[:, dim] // rows_per_part), 1)
+        open_ &= splits[:, dim] == size[:, dim]
+    return splits
