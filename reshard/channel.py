@@ -23,15 +23,15 @@ import torch.distributed as dist
 
 from reshard.agreement import Record, Verdict, describe_error, rebuild_error
 from reshard.errors import ArgumentError, DisagreementError, ReshardError, TransferTimeoutError
-from reshard.group import Group, own_client
+from reshard.group import Group
 from reshard.mesh import format_ranks
 from reshard.monitor import Monitor
 from reshard.progress import Work
 
 #: After this long in a round, a rank says what it waits for and looks at what the others wait for.
 PATIENCE_SECONDS = 0.2
-#: Pauses between two looks at the store: short at first, so that a round costs little, then longer.
-FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.0001, 0.01
+#: Between two looks at the store a rank pauses for this share of the time that it has waited.
+PAUSE_SHARE, SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 0.0001, 0.02
 MAX_CACHED = 32
 
 
@@ -117,9 +117,8 @@ class Channel:
             missing = [rank for rank, key in zip(self.members, keys, strict=True) if not self._store.check([key])]
             verdict = Verdict(error=_missing(missing, self.members, timeout_seconds))
         said = self._store.compare_set(f"{call}/verdict", "", json.dumps(verdict.__dict__))
-        if call:
-            for rank in (*self.members, "verdict"):
-                self._store.delete_key(f"{call - 1}/{rank}")
+        if call:  # everybody has said something since, so nobody reads the round before
+            Monitor.of(self.group).discard([f"u/{self._digest}/{call - 1}/{rank}" for rank in (*self.members, "verdict")])
         return Verdict(**json.loads(said))
 
     def _await_verdict(self, call: int, deadline: float, timeout_seconds: float) -> Verdict:
@@ -137,7 +136,7 @@ class Channel:
     def _await(self, call: int, keys: list[str], deadline: float) -> None:
         """Wait for keys; raises TimeoutError past the deadline, DisagreementError if they cannot come."""
         # Asked again and again rather than waited for: a wait that times out makes torch log a warning.
-        asked, pause = time.monotonic(), FIRST_PAUSE_SECONDS
+        begun = asked = time.monotonic()
         while not self._store.check(keys):
             now = time.monotonic()
             if now >= deadline:
@@ -145,8 +144,7 @@ class Channel:
             if now - asked >= PATIENCE_SECONDS:
                 self._look_around(call)
                 asked = time.monotonic()
-            time.sleep(pause)
-            pause = min(pause * 1.3, LAST_PAUSE_SECONDS)
+            time.sleep(min(max((now - begun) * PAUSE_SHARE, SHORTEST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS))
 
     def _look_around(self, call: int) -> None:
         """Say what this rank waits for, and see whether those it waits for will come."""
@@ -202,7 +200,7 @@ class Channel:
         with self._lock:
             if generation not in self._transports:
                 Monitor.of(self.group)
-                store = dist.PrefixStore(f"gloo/{generation}", own_client(self._store))
+                store = dist.PrefixStore(f"gloo/{generation}", self._store)
                 position = self.members.index(self.group.rank)
                 limit = timedelta(seconds=timeout_seconds)
                 try:

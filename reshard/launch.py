@@ -61,21 +61,24 @@ def run_processes(
     Raises:
         LaunchError: a rank raised, ended without a word, or did not end in time.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")
     pipes: list[Connection] = []
     processes = []
     sys.stdout.flush()
     sys.stderr.flush()
     for rank in range(num_ranks):
-        ours, theirs = context.Pipe(duplex=False)
+        ours, theirs = context.Pipe()
         process = context.Process(
-            target=_main, args=(function, rank, num_ranks, store.port, args, theirs, init_group), name=f"rank-{rank}"
+            target=_main, args=(function, rank, num_ranks, args, theirs, init_group), name=f"rank-{rank}"
         )
         process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
+    # The store's server is a thread: made after forking, since a lock it holds at that moment stays locked in a child.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for pipe in pipes:
+        pipe.send(store.port)
     results: dict[int, Any] = {}
     failures: dict[int, RankFailure] = {}
     deadline = time.monotonic() + timeout_seconds
@@ -116,7 +119,6 @@ def _main(
     function: Callable[..., Any],
     rank: int,
     num_ranks: int,
-    port: int,
     args: tuple[Any, ...],
     pipe: Connection,
     init_group: bool,
@@ -125,6 +127,7 @@ def _main(
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
+        port = pipe.recv()
         if init_group:
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
             dist.init_process_group(

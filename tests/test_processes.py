@@ -7,6 +7,7 @@ import torch
 from tensors import same_bytes, take_shard, whole_tensor
 
 import reshard
+import reshard.call
 from reshard import Layout, Mesh
 from reshard.launch import run_processes
 from reshard.strategies import STRATEGIES
