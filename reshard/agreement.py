@@ -158,9 +158,7 @@ def _resolve_shape(what: str, tensors: Mapping[int, TensorRecord], src: AnyLayou
     return _shape_from_shards(what, {rank: tensors[rank].local for rank in src.ranks if rank in tensors}, src)
 
 
-def _shape_from_shards(
-    what: str, local: Mapping[int, tuple[list[int], str] | None], src: Layout
-) -> list[int]:
+def _shape_from_shards(what: str, local: Mapping[int, tuple[list[int], str] | None], src: Layout) -> list[int]:
     """The global shape: along each dim the sizes of the parts that the first ranks of the mesh hold, added up."""
     first = local.get(src.ranks[0])
     if first is None:
@@ -204,7 +202,8 @@ def _check_locals(
             if rank not in dst_ranks:
                 raise ArgumentError(f"{what}: rank {rank} passes out=, but is not in the destination layout")
             expected = list(dst_shards.local_shape(rank))
-            if tensor.out != (expected, dtype) and list(tensor.out) != [expected, dtype]:
+            if list(tensor.out) != [expected, dtype]:
                 raise ArgumentError(
-                    f"{what}: rank {rank} passes out of {tensor.out[1]} {tensor.out[0]}, but its shard is {dtype} {expected}"
+                    f"{what}: rank {rank} passes out of {tensor.out[1]} {tensor.out[0]}, "
+                    f"but its shard is {dtype} {expected}"
                 )

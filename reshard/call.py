@@ -243,7 +243,9 @@ class _Call:
 
     def _plan(self, channel: Channel, record: Record, verdict: Verdict) -> tuple[Plan, Program]:
         """The plan for what was agreed: from the channel's cache, or made and compared with the other ranks'."""
-        key = repr((record.arguments, sorted(verdict.shapes.items()), sorted(verdict.dtypes.items()), verdict.hostnames))
+        key = repr(
+            (record.arguments, sorted(verdict.shapes.items()), sorted(verdict.dtypes.items()), verdict.hostnames)
+        )
         if callable(self.strategy):
             key = repr((key, id(self.strategy)))
         if key in channel.cache:
@@ -257,7 +259,11 @@ class _Call:
             program = build_program(plan, self.group.rank)
             said.arguments = plan_arguments(plan)
         except Exception as error:
-            said.error = ("ReshardError", str(error)) if not isinstance(error, ReshardError) else (type(error).__name__, str(error))
+            said.error = (
+                ("ReshardError", str(error))
+                if not isinstance(error, ReshardError)
+                else (type(error).__name__, str(error))
+            )
         channel.agree(said, lambda records: resolve(records, {}), self.timeout_seconds)
         assert plan is not None and program is not None
         channel.cache[key] = plan, program
@@ -277,9 +283,7 @@ class _Call:
             )
             for item in self.items
         ]
-        return plan_tensors(
-            tensors, strategy=self.strategy, topology=topology, staging_bytes=self.staging_bytes
-        )
+        return plan_tensors(tensors, strategy=self.strategy, topology=topology, staging_bytes=self.staging_bytes)
 
     def _target(self, item: _Item, shape: tuple[int, ...] | None, verdict: Verdict) -> torch.Tensor | None:
         dtype = verdict.dtypes[item.name]
@@ -292,7 +296,7 @@ class _Call:
             item.name: _wrap(item, array, verdict.shapes[item.name])
             for item, array in zip(self.items, dst, strict=True)
         }
-        return results[""] if "" in results else results
+        return results.get("", results)
 
 
 def _wrap(item: _Item, array: torch.Tensor | None, shape: Sequence[int]) -> Any:

@@ -9,6 +9,7 @@ Everything here goes over the group's store; only the ranks of the call take par
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -118,7 +119,9 @@ class Channel:
             verdict = Verdict(error=_missing(missing, self.members, timeout_seconds))
         said = self._store.compare_set(f"{call}/verdict", "", json.dumps(verdict.__dict__))
         if call:  # everybody has said something since, so nobody reads the round before
-            Monitor.of(self.group).discard([f"u/{self._digest}/{call - 1}/{rank}" for rank in (*self.members, "verdict")])
+            Monitor.of(self.group).discard(
+                [f"u/{self._digest}/{call - 1}/{rank}" for rank in (*self.members, "verdict")]
+            )
         return Verdict(**json.loads(said))
 
     def _await_verdict(self, call: int, deadline: float, timeout_seconds: float) -> Verdict:
@@ -214,10 +217,8 @@ class Channel:
         """Tell all members that a transfer failed; returns the error that they all take, the first one told."""
         name, text = describe_error(error)
         said = json.dumps([name, text if text.startswith("rank ") else f"rank {self.group.rank}: {text}"])
-        try:
+        with contextlib.suppress(RuntimeError):  # the store may be gone; the error is still this rank's own
             said = self._store.compare_set(f"error/{generation}", "", said)
-        except RuntimeError:
-            pass  # the store is gone; the error is still this rank's own
         return self.take_error(rebuild_error(*json.loads(said)))
 
     def told_error(self, generation: int) -> ReshardError | None:
@@ -262,7 +263,9 @@ def find_channel(group: Group, members: tuple[int, ...]) -> Channel:
     """
     outside = [rank for rank in members if rank >= group.size]
     if outside:
-        raise ArgumentError(f"ranks {format_ranks(outside)} are outside the {group}, which has ranks 0..{group.size - 1}")
+        raise ArgumentError(
+            f"ranks {format_ranks(outside)} are outside the {group}, which has ranks 0..{group.size - 1}"
+        )
     if group.rank not in members:
         error = ArgumentError(
             f"rank {group.rank} calls, but is in neither layout; only ranks {format_ranks(members)} take part"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from reshard.errors import PlanError
@@ -10,34 +12,43 @@ from reshard.plan import Message, Plan, expand_messages
 
 
 class _Held:
-    """The boxes of one tensor that one rank has, in a growing table."""
+    """Boxes of one tensor that one rank has, in a growing table, each with the message that brought it."""
 
-    def __init__(self, start: np.ndarray, stop: np.ndarray, ids: int) -> None:
-        self.start = [row for row in start.tolist()]
-        self.stop = [row for row in stop.tolist()]
-        self.ids = [ids] * len(self.start)
-        self._arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    def __init__(self, ndim: int) -> None:
+        self._start = np.zeros((4, ndim), dtype=np.int64)
+        self._stop = np.zeros((4, ndim), dtype=np.int64)
+        self._ids = np.zeros(4, dtype=np.int64)
+        self._count = 0
 
-    def add(self, start: tuple[int, ...], stop: tuple[int, ...], message: int) -> None:
-        self.start.append(list(start))
-        self.stop.append(list(stop))
-        self.ids.append(message)
-        self._arrays = None
+    @classmethod
+    def of(cls, start: np.ndarray, stop: np.ndarray) -> _Held:
+        """The boxes that a layout gives."""
+        held = cls(start.shape[1])
+        held._start, held._stop, held._count = start, stop, len(start)
+        held._ids = np.full(len(start), _SOURCE, dtype=np.int64)
+        return held
 
-    def overlap(self, start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    @property
+    def numel(self) -> int:
+        """Elements of all boxes."""
+        sizes = self._stop[: self._count] - self._start[: self._count]
+        return int(sizes.prod(axis=1, dtype=np.int64).sum())
+
+    def add(self, start: Sequence[int], stop: Sequence[int], message: int) -> None:
+        if self._count == len(self._ids):
+            self._start = np.concatenate([self._start, np.zeros_like(self._start)])
+            self._stop = np.concatenate([self._stop, np.zeros_like(self._stop)])
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+        self._start[self._count], self._stop[self._count], self._ids[self._count] = start, stop, message
+        self._count += 1
+
+    def overlap(self, start: Sequence[int], stop: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Elements that each box shares with the given one, and the ids of those boxes; none that share none."""
-        if self._arrays is None:
-            shape = (len(self.start), len(start))
-            self._arrays = (
-                np.array(self.start, dtype=np.int64).reshape(shape),
-                np.array(self.stop, dtype=np.int64).reshape(shape),
-                np.array(self.ids, dtype=np.int64),
-            )
-        starts, stops, ids = self._arrays
+        starts, stops = self._start[: self._count], self._stop[: self._count]
         size = np.minimum(stops, np.array(stop, dtype=np.int64)) - np.maximum(starts, np.array(start, dtype=np.int64))
         shared = np.maximum(size, 0).prod(axis=1, dtype=np.int64)
         hit = shared > 0
-        return shared[hit], ids[hit]
+        return shared[hit], self._ids[: self._count][hit]
 
 
 _SOURCE = -1
@@ -54,14 +65,11 @@ def check_plan(plan: Plan) -> None:
     holds: dict[tuple[int, int], _Held] = {}
     needs: dict[tuple[int, int], _Held] = {}
     came: dict[tuple[int, int], _Held] = {}
-    empty = np.zeros((0, 0), dtype=np.int64)
     for tensor, spec in enumerate(plan.tensors):
         for rank in spec.src.ranks:
-            start, stop, _ = spec.src_shards.pieces_of(rank)
-            holds[rank, tensor] = _Held(start, stop, _SOURCE)
+            holds[rank, tensor] = _Held.of(*spec.src_shards.pieces_of(rank)[:2])
         for rank in spec.dst.ranks:
-            start, stop, _ = spec.dst_shards.pieces_of(rank)
-            needs[rank, tensor] = _Held(start, stop, _SOURCE)
+            needs[rank, tensor] = _Held.of(*spec.dst_shards.pieces_of(rank)[:2])
     got: dict[tuple[int, int], int] = {}
     staged: dict[int, tuple[int, int]] = {}  # message id -> (receiver, bytes not needed there)
     last_use: dict[int, int] = {}
@@ -80,7 +88,7 @@ def check_plan(plan: Plan) -> None:
             wanted = 0
             if key in needs:
                 wanted = int(needs[key].overlap(start, stop)[0].sum())
-            earlier = came.setdefault(key, _Held(empty, empty, _SOURCE))
+            earlier = came.setdefault(key, _Held(spec.ndim))
             again = int(earlier.overlap(start, stop)[0].sum())
             if again:
                 raise PlanError(f"{where} brings rank {message.receiver} {again} elements a second time")
@@ -92,10 +100,11 @@ def check_plan(plan: Plan) -> None:
                 staged[message.id + i] = (message.receiver, (numel - wanted) * spec.itemsize)
     for (rank, tensor), region in needs.items():
         spec = plan.tensors[tensor]
-        need = sum(int(np.prod(np.subtract(b, a), dtype=np.int64)) for a, b in zip(region.start, region.stop, strict=True))
-        if got.get((rank, tensor), 0) != need:
+        if got.get((rank, tensor), 0) != region.numel:
             name = f" of {spec.name}" if spec.name is not None else ""
-            raise PlanError(f"rank {rank} needs {need} elements{name}, but is sent {got.get((rank, tensor), 0)}")
+            raise PlanError(
+                f"rank {rank} needs {region.numel} elements{name}, but is sent {got.get((rank, tensor), 0)}"
+            )
     _check_staging(plan, messages, staged, last_use)
 
 
@@ -134,7 +143,9 @@ def _check_staging(
             if ident in staged:
                 rank, nbytes = staged[ident]
                 if ident not in last_use:
-                    raise PlanError(f"message {ident} brings rank {rank} {nbytes} bytes that it neither needs nor passes on")
+                    raise PlanError(
+                        f"message {ident} brings rank {rank} {nbytes} bytes that it neither needs nor passes on"
+                    )
                 holding[rank] = holding.get(rank, 0) + nbytes
                 release.setdefault(last_use[ident], []).append((rank, nbytes))
                 if holding[rank] > plan.staging_bytes:

@@ -40,7 +40,5 @@ def dtype_name(dtype: Any) -> str:
     name = name.removeprefix("torch.")
     name = _ALIASES.get(name, name)
     if name not in ITEMSIZE:
-        raise ArgumentError(
-            f"dtype {name!r} cannot travel as bytes; known dtypes are {', '.join(sorted(ITEMSIZE))}"
-        )
+        raise ArgumentError(f"dtype {name!r} cannot travel as bytes; known dtypes are {', '.join(sorted(ITEMSIZE))}")
     return name

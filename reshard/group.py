@@ -106,4 +106,3 @@ def join(store: Any, rank: int, world_size: int) -> Group:
     if not isinstance(store, dist.Store):
         raise ArgumentError(f"store must be a torch.distributed store, not {type(store).__name__}")
     return Group(dist.PrefixStore("reshard/join", own_client(store)), int(rank), int(world_size))
-

@@ -84,16 +84,18 @@ def run_processes(
     deadline = time.monotonic() + timeout_seconds
     try:
         while len(results) + len(failures) < num_ranks:
-            open_pipes = {pipes[rank]: rank for rank in range(num_ranks) if rank not in results and rank not in failures}
+            open_pipes: dict[Any, int] = {
+                pipes[rank]: rank for rank in range(num_ranks) if rank not in results and rank not in failures
+            }
             ready = wait(list(open_pipes), timeout=max(deadline - time.monotonic(), 0.0))
             if not ready:
                 for rank in open_pipes.values():
                     failures[rank] = RankFailure(rank, None, "did not end in time")
                 break
-            for pipe in ready:
-                rank = open_pipes[pipe]  # type: ignore[index]
+            for readable in ready:
+                rank = open_pipes[readable]
                 try:
-                    ok, value, text = pipe.recv()  # type: ignore[union-attr]
+                    ok, value, text = pipes[rank].recv()
                 except EOFError:
                     processes[rank].join(1.0)
                     ok, value, text = False, None, f"ended with exit code {processes[rank].exitcode}"
@@ -130,9 +132,7 @@ def _main(
         port = pipe.recv()
         if init_group:
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
-            )
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
             value = function(rank, *args)
         else:
             value = function(rank, port, *args)

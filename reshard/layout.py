@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 from reshard.errors import LayoutError
 from reshard.mesh import MAX_RANK, Mesh
@@ -146,16 +146,14 @@ class RegionLayout:
 
     def with_ranks(self, rank_of: Mapping[int, int]) -> RegionLayout:
         """The same layout with each rank replaced."""
-        return RegionLayout(
-            {rank_of[rank]: row for rank, row in self.boxes}, join_dim=self.join_dim, ndim=self.ndim
-        )
+        return RegionLayout({rank_of[rank]: row for rank, row in self.boxes}, join_dim=self.join_dim, ndim=self.ndim)
 
     def __str__(self) -> str:
         rows = "; ".join(f"{rank}: {' '.join(map(format_box, row)) or 'none'}" for rank, row in self.boxes)
         return f"Regions(ndim={self.ndim} join={self.join_dim}; {rows})"
 
 
-AnyLayout = Union[Layout, RegionLayout]
+AnyLayout = Layout | RegionLayout
 
 
 def format_box(box: Sequence[Sequence[int]]) -> str:

@@ -20,11 +20,14 @@ class Watched(Protocol):
     """A transfer under way."""
 
     @property
-    def members(self) -> tuple[int, ...]: ...
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part."""
 
-    def told_error(self) -> ReshardError | None: ...
+    def told_error(self) -> ReshardError | None:
+        """An error that another rank told of."""
 
-    def stop(self, error: ReshardError) -> None: ...
+    def stop(self, error: ReshardError) -> None:
+        """End with an error."""
 
 
 class Monitor:

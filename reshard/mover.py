@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -17,8 +18,8 @@ from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.group import find_group
 from reshard.monitor import Monitor
 from reshard.plan import Plan
-from reshard.progress import Staging, carrier, run_program
 from reshard.program import Program, build_program
+from reshard.progress import Staging, carrier, run_program
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
@@ -308,6 +309,6 @@ def check_apart(src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor |
         if array.is_contiguous():
             ends.append((array.data_ptr(), array.data_ptr() + array.numel() * array.element_size()))
     ends.sort()
-    for (_, stop), (start, _) in zip(ends[:-1], ends[1:], strict=True):
+    for (_, stop), (start, _) in itertools.pairwise(ends):
         if start < stop:
             raise ArgumentError("two outs share memory; they must be apart")

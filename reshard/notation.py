@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 from reshard.errors import LayoutError, PartialError
 from reshard.mesh import Mesh
@@ -41,7 +41,7 @@ class Strided:
         return f"{self.axis}~{self.split_factor}"
 
 
-Step = Union[str, Strided]
+Step = str | Strided
 Spec = tuple[tuple[Step, ...], ...]
 
 

@@ -225,7 +225,9 @@ class Plan:
         return format_plan(self)
 
     def __repr__(self) -> str:
-        return f"<Plan {self.plan_hash[:12]} {self.strategy}: {len(self.tensors)} tensors, {self.num_messages} messages>"
+        return (
+            f"<Plan {self.plan_hash[:12]} {self.strategy}: {len(self.tensors)} tensors, {self.num_messages} messages>"
+        )
 
     def to_json(self, rank: int | None = None) -> dict[str, Any]:
         """The plan as the JSON contract of ``docs/plan-json.md``; with ``rank`` only its messages."""

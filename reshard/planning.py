@@ -68,9 +68,10 @@ def plan_tensors(
     """As :func:`make_plan`, for tensors that are described already."""
     check_tensors(tensors)
     name, function = find_strategy(strategy)
+    count = 1 + max(max(spec.src.ranks + spec.dst.ranks) for spec in tensors)
     if topology is None:
-        last = max(max(spec.src.ranks + spec.dst.ranks) for spec in tensors)
-        topology = Topology((0,) * (last + 1))
+        topology = Topology((0,) * count)
+    topology = topology.first(count)
     problem = Problem.of(tensors, topology)
     transfers = cut_transfers(problem, function(problem), staging_bytes)
     return Plan(tuple(tensors), topology, name, transfers, staging_bytes)

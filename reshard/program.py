@@ -99,7 +99,10 @@ def build_program(plan: Plan, rank: int) -> Program:
             for i, (tensor, start, stop) in enumerate(message.boxes):
                 place = Place(tensor, src.find(message.id + i), dst.find(message.id + i))
                 if place.src is None or place.dst is None:
-                    raise PlanError(f"message {message.id + i}: rank {rank} cannot copy {format_box([*zip(start, stop, strict=True)])}")
+                    raise PlanError(
+                        f"message {message.id + i}: rank {rank} cannot copy "
+                        f"{format_box([*zip(start, stop, strict=True)])}"
+                    )
                 copies.append(Copy(message.id + i, place))
         elif message.receiver == rank:
             places = tuple(Place(box[0], None, dst.find(message.id + i)) for i, box in enumerate(message.boxes))
@@ -143,9 +146,7 @@ class _Locator:
             if rank in layout.ranks:
                 self._locate(spec.src_shards if side == "src" else spec.dst_shards, rank, boxes)
 
-    def _locate(
-        self, shards: Shards, rank: int, boxes: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]
-    ) -> None:
+    def _locate(self, shards: Shards, rank: int, boxes: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> None:
         piece_start, piece_stop, local = shards.pieces_of(rank)
         ndim = len(shards.shape)
         start = np.array([box[1] for box in boxes], dtype=np.int64).reshape(len(boxes), ndim)

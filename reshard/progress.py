@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from reshard.errors import TransferTimeoutError
-from reshard.program import Place, Program, Recv, Send
+from reshard.program import Program, Recv, Send
 
 #: How many receives may be posted ahead of the first unfinished one.
 RECVS_AHEAD = 8
@@ -36,9 +36,13 @@ class Work(Protocol):
 class Transport(Protocol):
     """Moves flat byte buffers between ranks; messages of one pair and tag arrive in the order of sending."""
 
-    def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Work: ...
+    def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
+        """Start sending a buffer, which must not change until the work is done."""
+        ...
 
-    def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Work: ...
+    def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
+        """Start receiving exactly ``buffer.numel()`` bytes."""
+        ...
 
 
 class Staging:
@@ -119,7 +123,9 @@ class _Run:
                     while self.post_send(queue):
                         posting = True
             for copy in copies:
-                _view(self.dst, copy.place.tensor, copy.place.dst).copy_(_view(self.src, copy.place.tensor, copy.place.src))
+                _view(self.dst, copy.place.tensor, copy.place.dst).copy_(
+                    _view(self.src, copy.place.tensor, copy.place.src)
+                )
             copies = ()
             if not self.wait_earliest():
                 break

@@ -126,7 +126,9 @@ def _cut_dim(size: int, steps: Sequence[Step], axis_sizes: Sequence[int]) -> Dim
     for step, axis_size in zip(steps, axis_sizes, strict=True):
         parts = [piece for part in parts for piece in _cut_strided(part, split_factor_of(step), axis_size)]
         if sum(map(len, parts)) > MAX_PIECES:
-            raise LayoutError(f"steps {' '.join(map(str, steps))} cut {size} elements into more than {MAX_PIECES} pieces")
+            raise LayoutError(
+                f"steps {' '.join(map(str, steps))} cut {size} elements into more than {MAX_PIECES} pieces"
+            )
     rows = []
     for coord_index, part in enumerate(parts):
         local = 0
@@ -143,7 +145,9 @@ def _cut_strided(part: list[tuple[int, int]], split_factor: int, num_parts: int)
     total = sum(hi - lo for lo, hi in part)
     split_factor = min(split_factor, max(total, 1))
     if min(split_factor, total) * num_parts > MAX_PIECES:
-        raise LayoutError(f"a split factor of {split_factor} over {num_parts} ranks makes more than {MAX_PIECES} pieces")
+        raise LayoutError(
+            f"a split factor of {split_factor} over {num_parts} ranks makes more than {MAX_PIECES} pieces"
+        )
     outer_lo, outer_hi = chunk_rule(np.array(total), split_factor)
     kept = outer_hi > outer_lo
     outer_lo, outer_hi = outer_lo[kept], outer_hi[kept]
@@ -152,7 +156,9 @@ def _cut_strided(part: list[tuple[int, int]], split_factor: int, num_parts: int)
     result = []
     for index in range(num_parts):
         piece: list[tuple[int, int]] = []
-        for lo, hi in zip((outer_lo + inner_lo[:, index]).tolist(), (outer_lo + inner_hi[:, index]).tolist(), strict=True):
+        for lo, hi in zip(
+            (outer_lo + inner_lo[:, index]).tolist(), (outer_lo + inner_hi[:, index]).tolist(), strict=True
+        ):
             at = int(np.searchsorted(ends, lo, side="right")) - 1
             while lo < hi:
                 taken = min(hi, int(ends[at + 1])) - lo
@@ -169,7 +175,9 @@ def _cut_strided(part: list[tuple[int, int]], split_factor: int, num_parts: int)
 def _cut_grid(layout: Layout, shape: tuple[int, ...]) -> Shards:
     mesh, spec = layout.mesh, layout.spec
     if len(spec) > len(shape):
-        raise LayoutError(f"layout {layout} shards dim {len(spec) - 1}, but the tensor of shape {list(shape)} has {len(shape)} dims")
+        raise LayoutError(
+            f"layout {layout} shards dim {len(spec) - 1}, but the tensor of shape {list(shape)} has {len(shape)} dims"
+        )
     spec = spec + ((),) * (len(shape) - len(spec))
     cuts = tuple(
         _cut_dim(size, steps, [mesh.axis_size(axis_of(step)) for step in steps])
@@ -177,7 +185,9 @@ def _cut_grid(layout: Layout, shape: tuple[int, ...]) -> Shards:
     )
     num_tiles = math.prod(len(cut.lo) for cut in cuts)
     if num_tiles > MAX_PIECES:
-        raise LayoutError(f"layout {layout} cuts shape {list(shape)} into {num_tiles} tiles; at most {MAX_PIECES} are supported")
+        raise LayoutError(
+            f"layout {layout} cuts shape {list(shape)} into {num_tiles} tiles; at most {MAX_PIECES} are supported"
+        )
     used = [mesh.axes.index(axis_of(step)) for steps in spec for step in steps]
     order = used + [i for i in range(len(mesh.axes)) if i not in used]
     by_part = mesh.array.transpose(order).reshape([len(cut.local_size) for cut in cuts] + [-1])
@@ -220,9 +230,9 @@ def _cut_regions(layout: RegionLayout, shape: tuple[int, ...]) -> Shards:
     if layout.ndim != len(shape):
         raise LayoutError(f"regions have {layout.ndim} dims, but the tensor of shape {list(shape)} has {len(shape)}")
     holders: dict[Box, list[tuple[int, tuple[int, ...]]]] = {}
-    for rank, boxes in layout.boxes:
+    for rank, row in layout.boxes:
         at = 0
-        for box in boxes:
+        for box in row:
             for (_, hi), size in zip(box, shape, strict=True):
                 if hi > size:
                     raise LayoutError(f"rank {rank}: region {format_box(box)} reaches past shape {list(shape)}")
@@ -271,9 +281,7 @@ def _refine(holders: _Holders) -> _Holders:
     for i, j in zip(first.tolist(), second.tolist(), strict=True):
         shared = {rank for rank, _ in holders[boxes[i]]} & {rank for rank, _ in holders[boxes[j]]}
         if shared:
-            raise LayoutError(
-                f"rank {min(shared)}: regions {format_box(boxes[i])} and {format_box(boxes[j])} overlap"
-            )
+            raise LayoutError(f"rank {min(shared)}: regions {format_box(boxes[i])} and {format_box(boxes[j])} overlap")
         group[root(i)] = root(j)
     members: dict[int, list[Box]] = {}
     for i, box in enumerate(boxes):

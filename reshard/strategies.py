@@ -7,6 +7,7 @@ once per destination host (unique) or once per receiving rank (total).
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable
 
@@ -67,9 +68,7 @@ def send_recv(problem: Problem) -> Routes:
         loads = _Loads(problem)
         holders = [_ranks(row) for row in problem.holders]
         rows = zip(task.tolist(), receiver.tolist(), strict=True)
-        sender = np.array(
-            [_pick_sender(loads, holders[t], r, int(problem.nbytes[t])) for t, r in rows], dtype=np.int64
-        )
+        sender = np.array([_pick_sender(loads, holders[t], r, int(problem.nbytes[t])) for t, r in rows], dtype=np.int64)
     order = _rotation(sender, receiver)
     return Routes.direct(problem, task[order], sender[order], receiver[order])
 
@@ -178,7 +177,7 @@ def host_chain(
 
 def _chain(first: int, others: list[int]) -> list[tuple[int, int]]:
     path = [first, *others]
-    return list(zip(path[:-1], path[1:], strict=True))
+    return list(itertools.pairwise(path))
 
 
 def _broadcast(problem: Problem, order: Iterable[tuple[int, int]]) -> Routes:
@@ -249,32 +248,31 @@ def broadcast_greedy(problem: Problem) -> Routes:
 def _greedy_order(problem: Problem) -> Iterable[tuple[int, int]]:
     host_of = problem.topology.host_of_rank
     num_hosts = max(host_of, default=0) + 1
-    port_out, port_in = (lambda host: 1 << (2 * host)), (lambda host: 1 << (2 * host + 1))
     rank_port = 2 * num_hosts
 
     # Tasks that take the same ports whatever the sender exclude each other, so only the head of each such
     # class competes: the random sets are those of single tasks, found faster.
-    classes: dict[tuple[tuple[tuple[int, int], ...], ...], list[int]] = {}
+    classes: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for task in _needed(problem):
         receivers = _ranks(problem.receivers[task])
         into = {host_of[rank] for rank in receivers}
-        options: dict[tuple[int, int], None] = {}
+        ways: dict[tuple[int, int], None] = {}  # (sending host, ports taken)
         for holder in _ranks(problem.holders[task]):
             home = host_of[holder]
             others = into - {home}
             if others:
-                mask = port_out(home)
+                mask = 1 << 2 * home
                 for host in others:
-                    mask |= port_in(host) | (port_out(host) if len(others) > 1 else 0)
-                options[(home, mask)] = None
+                    mask |= (2 << 2 * host) | ((1 << 2 * host) if len(others) > 1 else 0)
+                ways[(home, mask)] = None
             else:
                 mask = 1 << (rank_port + 2 * holder)
                 for rank in receivers:
                     mask |= 1 << (rank_port + 2 * rank + 1)
-                options[(home, mask)] = None
-        classes.setdefault((tuple(options),), []).append(task)
+                ways[(home, mask)] = None
+        classes.setdefault(tuple(ways), []).append(task)
 
-    queues = [(options[0], sorted(tasks, reverse=True)) for options, tasks in classes.items()]
+    queues = [(options, sorted(tasks, reverse=True)) for options, tasks in classes.items()]
     weights = {task: int(problem.nbytes[task]) for _, tasks in queues for task in tasks}
     rounds = max((len(tasks) for _, tasks in queues), default=0) * max(1, len(queues) // (2 * num_hosts))
     tries = max(1, min(GREEDY_TRIES, _GREEDY_VISITS // max(1, rounds * len(queues))))

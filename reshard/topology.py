@@ -69,7 +69,15 @@ class Topology:
         """``host_of_rank`` as an int64 array."""
         return np.array(self.host_of_rank, dtype=np.int64)
 
+    def first(self, count: int) -> Topology:
+        """The topology of the first ``count`` ranks; what a plan does not touch does not enter its hash."""
+        if len(self.host_of_rank) <= count:
+            return self
+        return Topology(self.host_of_rank[:count], self.nic_bytes_per_second)
+
     def check_covers(self, ranks: Sequence[int]) -> None:
         """Raise TopologyError unless every rank has a host."""
         if ranks and max(ranks) >= len(self.host_of_rank):
-            raise TopologyError(f"rank {max(ranks)} has no host: the topology covers ranks 0..{len(self.host_of_rank) - 1}")
+            raise TopologyError(
+                f"rank {max(ranks)} has no host: the topology covers ranks 0..{len(self.host_of_rank) - 1}"
+            )

@@ -1,0 +1,185 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from reshard.errors import ArgumentError, ReshardError, TopologyError
+from reshard.layout import Layout
+from reshard.mesh import Mesh
+from reshard.topology import Topology
+from reshard.version import __version__
+
+#: Plans with more messages are printed one rank at a time.
+MAX_PRINTED_MESSAGES = 1_000_000
+
+_INTRO = """\
+Move a sharded tensor from one device mesh and layout to another.
+
+A mesh is a grid of ranks: 2x4 is 2 hosts of 4 devices (the last axis counts the devices of a host).
+A layout says, for each tensor dim, which mesh axes shard it: R none, S0 axis 0, S1 axis 1, S01 both, axis 0 major.
+
+  reshard plan --shape 1024,1024,512 --dtype float32 --src-mesh 2x4 --src "S0 R R" --dst-mesh 3x4 --dst "S0 R R"
+      who sends what to whom, in which order, and the least time that the network allows
+  reshard demo
+      real tensors between real processes on this machine, every element checked
+  reshard info
+      versions, and which backends this installation can use
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="reshard", description=_INTRO, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"reshard {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="{plan,demo,info}")
+    _add_plan(commands.add_parser("plan", help="print who sends what to whom", description=_plan.__doc__))
+    demo = commands.add_parser("demo", help="move real tensors between real processes")
+    demo.add_argument("--divide", type=int, default=4, help="divide each dim of the study's tensors by this (4)")
+    commands.add_parser("info", help="versions and backends")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "plan":
+            return _plan(options)
+        if options.command == "demo":
+            return _demo(options)
+        if options.command == "info":
+            return _info()
+    except ReshardError as error:
+        print(f"reshard: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        sys.stderr.close()
+        return 0
+    parser.print_help()
+    return 2
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", required=True, help="global shape, for example 1024,1024,512; empty for a scalar")
+    parser.add_argument("--dtype", default="float32", help="element type (float32)")
+    parser.add_argument("--src-mesh", required=True, help="source mesh, for example 2x4")
+    parser.add_argument("--src", default="", help="source layout, for example 'S0 R R'; empty: replicated")
+    parser.add_argument("--dst-mesh", required=True, help="destination mesh")
+    parser.add_argument("--dst", default="", help="destination layout")
+    parser.add_argument(
+        "--dst-first-rank", type=int, help="first destination rank; default: behind the source's, on other hosts"
+    )
+    parser.add_argument("--strategy", help="send_recv, local_all_gather, broadcast_{naive,size,greedy}")
+    parser.add_argument("--topology", help='JSON file: {"host_of_rank": [...], "nic_bytes_per_second": 1.25e9}')
+    parser.add_argument("--rank", type=int, help="only the messages of this rank")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    """Print a plan and the least time that the network allows."""
+    from reshard.plan import expand_messages
+    from reshard.plan_text import describe_plan
+    from reshard.planning import make_plan
+
+    src_mesh = Mesh.of(options.src_mesh)
+    first = src_mesh.size if options.dst_first_rank is None else options.dst_first_rank
+    dst_mesh = Mesh.of(options.dst_mesh, first_rank=first)
+    topology = default_topology(src_mesh, dst_mesh) if options.topology is None else _read_topology(options.topology)
+    plan = make_plan(
+        Layout(src_mesh, options.src),
+        Layout(dst_mesh, options.dst),
+        _parse_shape(options.shape),
+        options.dtype,
+        strategy=options.strategy,
+        topology=topology,
+    )
+    if options.rank is not None and options.rank not in plan.ranks:
+        raise ArgumentError(f"rank {options.rank} takes no part; the ranks are {plan.ranks[0]} to {plan.ranks[-1]}")
+    if options.format == "json":
+        if options.rank is None and plan.num_messages > MAX_PRINTED_MESSAGES:
+            raise ArgumentError(f"the plan has {plan.num_messages} messages; name one rank with --rank")
+        json.dump(plan.to_json(options.rank), sys.stdout)
+        print()
+        return 0
+    if options.rank is None:
+        print(describe_plan(plan))
+        return 0
+    print(describe_plan(plan, max_lines=0).split("...")[0])
+    for message in expand_messages(plan, options.rank):
+        boxes = " + ".join(
+            f"t{tensor} [{', '.join(f'{a}:{b}' for a, b in zip(start, stop, strict=True))}]"
+            for tensor, start, stop in message.boxes
+        )
+        after = "" if message.after is None else f" after {message.after}"
+        print(f"{message.id}: {boxes} {message.sender} -> {message.receiver}{after}")
+    return 0
+
+
+def _parse_shape(text: str) -> list[int]:
+    try:
+        return [int(size) for size in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise ArgumentError(f"shape {text!r} is not of the form 1024,1024,512") from None
+
+
+def _read_topology(path: str) -> Topology:
+    try:
+        return Topology.from_json(json.loads(Path(path).read_text()))
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ReshardError):
+            raise
+        raise TopologyError(f"cannot read {path}: {error}") from None
+
+
+def default_topology(src: Mesh, dst: Mesh) -> Topology:
+    """Hosts as the grids say: the last axis counts the devices of a host, 10 Gbit/s each way per host.
+
+    A rank of both meshes is on its source host, and takes the rest of its row of the destination along.
+    """
+    host_of: dict[int, int] = {}
+    for mesh in (src, dst):
+        devices = mesh.sizes[-1] if mesh.sizes else 1
+        for at in range(0, mesh.size, devices):
+            row = mesh.ranks[at : at + devices]
+            placed = [host_of[rank] for rank in row if rank in host_of]
+            host = placed[0] if placed else 1 + max(host_of.values(), default=-1)
+            for rank in row:
+                host_of.setdefault(rank, host)
+    unused = 1 + max(host_of.values())
+    return Topology(tuple(host_of.get(rank, unused) for rank in range(1 + max(host_of))))
+
+
+def _demo(options: argparse.Namespace) -> int:
+    if importlib.util.find_spec("torch") is None:
+        raise ArgumentError("the demo needs torch: pip install 'reshard[torch]'")
+    if not 1 <= options.divide <= 128:
+        raise ArgumentError(f"--divide is {options.divide}; it must be from 1 to 128")
+    from reshard.demo import run_demo
+
+    return run_demo(options.divide)
+
+
+def _info() -> int:
+    rows = [("reshard", __version__), ("python", f"{platform.python_version()} on {platform.platform()}")]
+    for package in ("numpy", "scipy", "torch", "jax", "cupy", "ray"):
+        try:
+            rows.append((package, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            rows.append((package, "not installed"))
+    native = importlib.util.find_spec("reshard._native") is not None
+    rows.append(("native code", "built" if native else "not built: Python twins are used"))
+    backends = ["local (NumPy or torch arrays of one process)"]
+    if importlib.util.find_spec("torch") is not None:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_gloo_available():
+            backends.append("torch (Gloo, CPU tensors)")
+    rows.append(("backends", ", ".join(backends)))
+    for name, value in rows:
+        print(f"{name:12} {value}")
+    return 0

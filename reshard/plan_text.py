@@ -1,0 +1,302 @@
+"""Plans as text that a person can check, and back.
+
+::
+
+    plan broadcast_greedy staging_bytes=67108864
+    topology nic_bytes_per_second=1250000000.0 hosts 0*4,1*4
+    tensor 0 float32 [8, 8] from (0, -) on Mesh(0=2; ranks 0-1) to (-, 0) on Mesh(0=2; ranks 2-3)
+    0: t0 [0:4, 0:4] 0 -> 2 splits 1x1 window 4
+    1: t0 [4:8, 0:4] + t0 [4:8, 4:8] 1 -> 2 -> 3 splits 1x1 window 2
+
+A transfer's line gives the id of its first message, its boxes, its tree (``0 -> 2 -> 3, 2 -> 4``: edges in
+order, a path for as long as one follows from the other), into how many parts each dim is cut, and the window.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from reshard.errors import PlanError, ReshardError
+from reshard.layout import AnyLayout, Box, Layout, RegionLayout, format_box
+from reshard.mesh import Mesh, format_ranks, parse_ranks
+from reshard.notation import parse_ours
+from reshard.plan import Plan, TensorSpec, Transfers
+from reshard.topology import Topology
+
+MAX_TEXT_BYTES = 2**30
+
+
+def format_plan(plan: Plan) -> str:
+    """The whole plan, one line per transfer."""
+    lines = [f"plan {plan.strategy} staging_bytes={plan.staging_bytes}", _format_topology(plan.topology)]
+    for number, spec in enumerate(plan.tensors):
+        name = f" named {json.dumps(spec.name)}" if spec.name is not None else ""
+        lines.append(f"tensor {number} {spec.dtype} {list(spec.shape)}{name} from {spec.src} to {spec.dst}")
+    lines.extend(format_transfer(plan, i) for i in range(len(plan.transfers)))
+    return "\n".join(lines) + "\n"
+
+
+def format_transfer(plan: Plan, transfer: int) -> str:
+    """One line: ``0: t0 [0:4, 0:1] 0 -> 2 splits 1x1 window 4``."""
+    transfers = plan.transfers
+    boxes = []
+    for box in range(int(transfers.box_at[transfer]), int(transfers.box_at[transfer + 1])):
+        tensor = int(transfers.box_tensor[box])
+        ndim = plan.tensors[tensor].ndim
+        bounds = zip(transfers.box_start[box, :ndim].tolist(), transfers.box_stop[box, :ndim].tolist(), strict=True)
+        boxes.append(f"t{tensor} {format_box(list(bounds))}")
+    splits = "x".join(map(str, transfers.splits[transfer].tolist())) or "1"
+    return (
+        f"{transfers.first_message[transfer]}: {' + '.join(boxes)} {format_edges(transfers.edges_of(transfer))} "
+        f"splits {splits} window {transfers.window[transfer]}"
+    )
+
+
+def format_edges(edges: Sequence[tuple[int, int]]) -> str:
+    """``0 -> 2 -> 3, 2 -> 4``."""
+    text, last = "", None
+    for sender, receiver in edges:
+        if sender == last:
+            text += f" -> {receiver}"
+        else:
+            text += f"{', ' if text else ''}{sender} -> {receiver}"
+        last = receiver
+    return text
+
+
+def _format_topology(topology: Topology) -> str:
+    runs: list[list[int]] = []
+    for host in topology.host_of_rank:
+        if runs and runs[-1][0] == host:
+            runs[-1][1] += 1
+        else:
+            runs.append([host, 1])
+    hosts = ",".join(f"{host}*{count}" for host, count in runs)
+    return f"topology nic_bytes_per_second={topology.nic_bytes_per_second!r} hosts {hosts}"
+
+
+_INT = r"[0-9]{1,19}"
+_PLAN = re.compile(rf"plan (\S+) staging_bytes=({_INT})")
+_TOPOLOGY = re.compile(r"topology nic_bytes_per_second=([0-9.e+]{1,40}) hosts ([0-9*,]*)")
+_TENSOR = re.compile(rf"tensor ({_INT}) (\w+) (\[[0-9, ]*\])(?: named (\"(?:[^\"\\]|\\.)*\"))? from (.*?\)) to (.*\))")
+_TRANSFER = re.compile(rf"({_INT}): (t.*?\]) ([0-9 ,>-]+) splits ([0-9x]+) window ({_INT})")
+_BOX = re.compile(rf"t({_INT}) \[([0-9:, ]*)\]")
+
+
+def parse_plan(text: str) -> Plan:
+    """The plan that a text from :func:`format_plan` describes; equal to the one that was printed.
+
+    Raises:
+        PlanError: the text is not a plan; says which line.
+    """
+    if len(text) > MAX_TEXT_BYTES:
+        raise PlanError(f"a text of {len(text)} characters is too long for a plan; at most {MAX_TEXT_BYTES}")
+    numbered = [(i + 1, line.strip()) for i, line in enumerate(text.splitlines()) if line.strip()]
+    at = 0
+    try:
+        head = _expect(_PLAN, numbered, at := 0)
+        topology = _parse_topology(_expect(_TOPOLOGY, numbered, at := 1))
+        at = 2
+        tensors: list[TensorSpec] = []
+        while at < len(numbered) and numbered[at][1].startswith("tensor "):
+            match = _expect(_TENSOR, numbered, at)
+            if int(match[1]) != len(tensors):
+                raise PlanError(f"tensor {match[1]} stands where tensor {len(tensors)} should")
+            tensors.append(
+                TensorSpec(
+                    tuple(json.loads(match[3])),
+                    match[2],
+                    parse_layout(match[5]),
+                    parse_layout(match[6]),
+                    None if match[4] is None else json.loads(match[4]),
+                )
+            )
+            at += 1
+        if not tensors:
+            raise PlanError("a plan needs at least one tensor")
+        rows = []
+        for index in range(at, len(numbered)):
+            at = index
+            rows.append(_parse_transfer(_expect(_TRANSFER, numbered, at), tensors))
+        transfers = build_transfers(rows, max(spec.ndim for spec in tensors))
+        for index, row in enumerate(rows):
+            if row.first_message != transfers.first_message[index]:
+                at = at - len(rows) + 1 + index
+                raise PlanError(f"the first message has id {row.first_message}, not {transfers.first_message[index]}")
+        return Plan(tuple(tensors), topology, head[1], transfers, int(head[2]))
+    except (ReshardError, ValueError, OverflowError, RecursionError) as error:
+        line = numbered[min(at, len(numbered) - 1)][0] if numbered else 0
+        raise PlanError(f"line {line}: {error}") from None
+
+
+def _expect(pattern: re.Pattern[str], lines: list[tuple[int, str]], at: int) -> re.Match[str]:
+    match = pattern.fullmatch(lines[at][1]) if at < len(lines) else None
+    if match is None:
+        word = pattern.pattern.split()[0].lstrip("(")
+        raise PlanError(
+            f"expected a line such as {word!r}, found {lines[at][1][:80]!r}" if at < len(lines) else "the text ends"
+        )
+    return match
+
+
+def _parse_topology(match: re.Match[str]) -> Topology:
+    hosts: list[int] = []
+    for run in match[2].split(",") if match[2] else []:
+        host, _, count = run.partition("*")
+        if int(count) > 2**24 or len(hosts) + int(count) > 2**24:
+            raise PlanError("a topology has at most 2**24 ranks")
+        hosts.extend([int(host)] * int(count))
+    return Topology(tuple(hosts), float(match[1]))
+
+
+class TransferRow:
+    """One transfer, before it is put into arrays."""
+
+    def __init__(
+        self,
+        first_message: int,
+        boxes: list[tuple[int, Box]],
+        edges: list[tuple[int, int]],
+        splits: list[int],
+        window: int,
+    ) -> None:
+        self.first_message, self.boxes, self.edges = first_message, boxes, edges
+        self.splits, self.window = splits, window
+
+
+def _parse_transfer(match: re.Match[str], tensors: Sequence[TensorSpec]) -> TransferRow:
+    boxes: list[tuple[int, Box]] = []
+    for part in match[2].split(" + "):
+        found = _BOX.fullmatch(part)
+        if found is None:
+            raise PlanError(f"{part[:80]!r} is not a box such as t0 [0:4, 0:1]")
+        tensor = int(found[1])
+        if tensor >= len(tensors):
+            raise PlanError(f"box {part} names tensor {tensor}, but there are {len(tensors)}")
+        bounds = []
+        for pair in found[2].split(",") if found[2].strip() else []:
+            lo, colon, hi = pair.strip().partition(":")
+            if not colon:
+                raise PlanError(f"{pair!r} is not start:stop")
+            bounds.append((int(lo), int(hi)))
+        if len(bounds) != tensors[tensor].ndim or any(
+            not 0 <= lo < hi <= size for (lo, hi), size in zip(bounds, tensors[tensor].shape, strict=True)
+        ):
+            raise PlanError(f"box {part} is empty or outside shape {list(tensors[tensor].shape)}")
+        boxes.append((tensor, tuple(bounds)))
+    edges: list[tuple[int, int]] = []
+    for path in match[3].split(","):
+        ranks = [int(rank) for rank in path.split("->")]
+        if len(ranks) < 2:
+            raise PlanError(f"path {path.strip()!r} has no receiver")
+        edges.extend(itertools.pairwise(ranks))
+    splits = [int(split) for split in match[4].split("x")]
+    return TransferRow(int(match[1]), boxes, edges, splits, int(match[5]))
+
+
+def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
+    """Arrays from rows.
+
+    Raises:
+        PlanError: splits that do not fit, or a window below 1.
+    """
+    boxes = [box for row in rows for box in row.boxes]
+    start = np.zeros((len(boxes), ndim), dtype=np.int64)
+    stop = np.ones((len(boxes), ndim), dtype=np.int64)
+    for i, (_, bounds) in enumerate(boxes):
+        for dim, (lo, hi) in enumerate(bounds):
+            start[i, dim], stop[i, dim] = lo, hi
+    splits = np.ones((len(rows), ndim), dtype=np.int64)
+    for i, row in enumerate(rows):
+        given = row.splits if ndim else [1] * 0
+        sizes = [hi - lo for lo, hi in row.boxes[0][1]] + [1] * (ndim - len(row.boxes[0][1]))
+        if len(given) != ndim or any(not 1 <= n <= size for n, size in zip(given, sizes, strict=True)):
+            raise PlanError(f"splits {'x'.join(map(str, row.splits))} do not fit a box of {sizes}")
+        if len(row.boxes) > 1 and any(n != 1 for n in given):
+            raise PlanError("a transfer of several boxes travels in one chunk, so its splits are all 1")
+        if row.window < 1:
+            raise PlanError(f"window {row.window} must be at least 1")
+        splits[i] = given
+    edges = np.array([edge for row in rows for edge in row.edges], dtype=np.int64).reshape(-1, 2)
+    return Transfers(
+        box_at=np.cumsum([0] + [len(row.boxes) for row in rows]),
+        box_tensor=np.array([tensor for tensor, _ in boxes], dtype=np.int64),
+        box_start=start,
+        box_stop=stop,
+        edge_at=np.cumsum([0] + [len(row.edges) for row in rows]),
+        sender=edges[:, 0],
+        receiver=edges[:, 1],
+        splits=splits,
+        window=np.array([row.window for row in rows], dtype=np.int64),
+    )
+
+
+_MESH = re.compile(r"Mesh\((?:([^;()]*); )?ranks ([0-9,-]*)\)")
+_LAYOUT = re.compile(r"(\([^()]*\)) on (Mesh\(.*\))")
+_REGIONS = re.compile(rf"Regions\(ndim=({_INT}) join=({_INT}); (.*)\)")
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The inverse of ``str(mesh)``."""
+    match = _MESH.fullmatch(text)
+    if match is None:
+        raise PlanError(f"{text[:80]!r} is not a mesh such as Mesh(dp=2, tp=4; ranks 0-7)")
+    sizes: dict[str, int] = {}
+    for pair in match[1].split(", ") if match[1] else []:
+        axis, equals, size = pair.partition("=")
+        if not equals or axis in sizes:
+            raise PlanError(f"{pair!r} is not an axis such as dp=2, or stands twice")
+        sizes[axis] = int(size)
+    return Mesh(parse_ranks(match[2]), sizes)
+
+
+def parse_layout(text: str) -> AnyLayout:
+    """The inverse of ``str(layout)``."""
+    match = _LAYOUT.fullmatch(text)
+    if match is not None:
+        return Layout(parse_mesh(match[2]), parse_ours(match[1]))
+    match = _REGIONS.fullmatch(text)
+    if match is None:
+        raise PlanError(f"{text[:80]!r} is not a layout")
+    regions: dict[int, list[Box]] = {}
+    for row in match[3].split("; "):
+        rank, colon, boxes = row.partition(": ")
+        if not colon or int(rank) in regions:
+            raise PlanError(f"{row[:80]!r} is not 'rank: [0:4, 0:8] ...', or its rank stands twice")
+        regions[int(rank)] = list(_parse_boxes(boxes))
+    return RegionLayout(regions, join_dim=int(match[2]), ndim=int(match[1]))
+
+
+def _parse_boxes(text: str) -> Iterator[Box]:
+    if text == "none":
+        return
+    if not re.fullmatch(r"(\[[0-9:, ]*\] ?)+", text):
+        raise PlanError(f"{text[:80]!r} is not a row of boxes")
+    for inner in re.findall(r"\[([0-9:, ]*)\]", text):
+        pairs = [pair.strip().partition(":") for pair in inner.split(",")] if inner.strip() else []
+        yield tuple((int(lo), int(hi)) for lo, _, hi in pairs)
+
+
+def describe_plan(plan: Plan, max_lines: int = 40) -> str:
+    """The plan for a person: what moves, what it costs at least, and its first transfers."""
+    across, inside, copied = plan.bytes_moved()
+    bound = plan.lower_bound_seconds
+    text = format_plan(plan).splitlines()
+    body = text[: 2 + len(plan.tensors) + max_lines]
+    if len(text) > len(body):
+        body.append(f"... {len(text) - len(body)} more transfers; all of them with --format json")
+    ranks = format_ranks(plan.ranks)
+    facts = [
+        f"hash         {plan.plan_hash}",
+        f"ranks        {ranks}",
+        f"messages     {plan.num_messages} in {len(plan.transfers)} transfers",
+        f"bytes        {across} between hosts, {inside} inside hosts, {copied} copied within ranks",
+        f"lower bound  {'none known where source and destination share a host' if bound is None else f'{bound:.6f} s'}",
+        "",
+    ]
+    return "\n".join(facts + body)
