@@ -62,7 +62,6 @@ class Monitor:
             if not self._watched:
                 self._seen.clear()
             self._watched.add(transfer)
-        self._wake.set()
 
     def forget(self, transfer: Watched) -> None:
         """The transfer ended."""
@@ -105,8 +104,8 @@ class Monitor:
                 for transfer in self._transfers():
                     transfer.stop(RemoteError(f"rank {self._group.rank}: the store is lost: {error}"))
                 time.sleep(BEAT_SECONDS)
-            self._wake.clear()
-            self._wake.wait(LOOK_SECONDS if self._transfers() else max(next_beat - time.monotonic(), 0.0))
+            # Not woken by a new transfer: most are over before the next look, and then cost nothing here.
+            self._wake.wait(LOOK_SECONDS)
 
     def _transfers(self) -> list[Any]:
         with self._lock:

@@ -13,9 +13,10 @@ from reshard.plan import TensorSpec, Transfers
 from reshard.shards import NO_RANK
 from reshard.topology import Topology
 
-#: Pieces of a transfer with one hop: large, so that packing one overlaps with sending another.
+#: Pieces of a transfer with one hop, or inside one host: large, so that there are few, and packing one overlaps
+#: with sending another.
 DIRECT_CHUNK_BYTES = 4 * 2**20
-#: Pieces of a transfer with several hops: small, so that the pipeline fills fast (0.25 to 1 MB measured best).
+#: Pieces that pass from host to host: small, so that the pipeline fills fast (0.25 to 1 MB measured best).
 TREE_CHUNK_BYTES = 2**20
 #: Regions below this travel together when they follow the same tree.
 SMALL_BYTES = 2**16
@@ -167,9 +168,9 @@ def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Trans
     nbytes = (routes.stop - routes.start).prod(axis=1, dtype=np.int64) * itemsize
     num_edges = np.diff(routes.edge_at)
     is_copy = routes.sender[routes.edge_at[:-1]] == routes.receiver[routes.edge_at[:-1]]
-    is_direct = num_edges == 1
+    has_one_hop, crosses = _shapes(routes, problem.topology)
     limit = staging_bytes // _STAGED_MESSAGES
-    chunk_bytes = np.where(is_direct, min(DIRECT_CHUNK_BYTES, limit), min(TREE_CHUNK_BYTES, limit))
+    chunk_bytes = np.where(has_one_hop | ~crosses, min(DIRECT_CHUNK_BYTES, limit), min(TREE_CHUNK_BYTES, limit))
     chunk_bytes = np.where(is_copy, np.int64(2**62), chunk_bytes)
     bundle_of = _bundle(routes, nbytes, itemsize, is_copy, min(SMALL_BYTES, limit), min(TREE_CHUNK_BYTES, limit))
     order = np.argsort(bundle_of, kind="stable")
@@ -188,8 +189,18 @@ def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Trans
         sender=routes.sender[edges],
         receiver=routes.receiver[edges],
         splits=splits,
-        window=np.where(is_direct[lead], DIRECT_WINDOW, TREE_WINDOW),
+        window=np.where(has_one_hop[lead], DIRECT_WINDOW, TREE_WINDOW),
     )
+
+
+def _shapes(routes: Routes, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
+    """For each route: is every edge from its first sender, and does an edge cross hosts."""
+    if not len(routes):
+        return np.zeros(0, dtype=bool), np.zeros(0, dtype=bool)
+    first = routes.edge_at[:-1]
+    from_root = routes.sender == np.repeat(routes.sender[first], np.diff(routes.edge_at))
+    crosses = topology.hosts[routes.sender] != topology.hosts[routes.receiver]
+    return np.logical_and.reduceat(from_root, first), np.logical_or.reduceat(crosses, first)
 
 
 def _bundle(

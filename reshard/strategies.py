@@ -148,55 +148,63 @@ def _reorder(routes: Routes, order: np.ndarray) -> Routes:
     )
 
 
-def host_chain(
-    sender: int, receivers: list[int], host_of: tuple[int, ...], entered: dict[int, int], nbytes: int
-) -> list[tuple[int, int]]:
-    """A tree in which each byte enters each host once.
+class _Trees:
+    """Builds the trees of broadcasts, one after the other; each byte enters each host once.
 
-    Hosts form a chain that starts behind the sender's host in host order; the device of a host that was
-    entered by the fewest bytes so far passes on to the next host, and along a chain inside its own.
+    Hosts form a chain that starts behind the sender's host in host order. The device of a host that was entered
+    by the fewest bytes so far passes on to the next host, and along a chain inside its own. On its own host a
+    sender serves every receiver itself as long as it then sends no more than the busiest device there must
+    receive anyway; past that they form a chain too.
     """
-    by_host: dict[int, list[int]] = {}
-    for rank in receivers:
-        by_host.setdefault(host_of[rank], []).append(rank)
-    home = host_of[sender]
-    later = sorted(host for host in by_host if host > home)
-    earlier = sorted(host for host in by_host if host < home)
-    between: list[tuple[int, int]] = []
-    inside: list[tuple[int, int]] = []
-    last = sender
-    for host in later + earlier:
-        entry = min(by_host[host], key=lambda rank: (entered.get(rank, 0), rank))
-        entered[entry] = entered.get(entry, 0) + nbytes
-        between.append((last, entry))
-        last = entry
-        inside.extend(_chain(entry, [rank for rank in by_host[host] if rank != entry]))
-    inside.extend(_chain(sender, by_host.get(home, [])))
-    return between + inside
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._host_of = problem.topology.host_of_rank
+        self._entered: dict[int, int] = {}
+        self._sent: dict[int, int] = {}
+        arriving = np.zeros(len(self._host_of), dtype=np.int64)
+        task, replica = np.nonzero(problem.receivers != NO_RANK)
+        np.add.at(arriving, problem.receivers[task, replica], problem.nbytes[task])
+        self._most_arriving = np.zeros(max(self._host_of, default=0) + 1, dtype=np.int64)
+        np.maximum.at(self._most_arriving, problem.topology.hosts, arriving)
+
+    def edges(self, task: int, sender: int) -> list[tuple[int, int]]:
+        """The tree of one task: edges between hosts first, then those inside."""
+        nbytes = int(self._problem.nbytes[task])
+        by_host: dict[int, list[int]] = {}
+        for rank in _ranks(self._problem.receivers[task]):
+            by_host.setdefault(self._host_of[rank], []).append(rank)
+        home = self._host_of[sender]
+        near = _behind(sender, by_host.pop(home, []))
+        later = sorted(host for host in by_host if host > home)
+        earlier = sorted(host for host in by_host if host < home)
+        between: list[tuple[int, int]] = []
+        inside: list[tuple[int, int]] = []
+        last = sender
+        for host in later + earlier:
+            entry = min(by_host[host], key=lambda rank: (self._entered.get(rank, 0), rank))
+            self._entered[entry] = self._entered.get(entry, 0) + nbytes
+            between.append((last, entry))
+            last = entry
+            inside.extend(itertools.pairwise([entry, *_behind(entry, by_host[host])]))
+        if self._sent.get(sender, 0) + nbytes * len(near) <= self._most_arriving[home]:
+            inside.extend((sender, rank) for rank in near)
+        else:
+            inside.extend(itertools.pairwise([sender, *near]))
+        for passing, _ in between + inside:
+            self._sent[passing] = self._sent.get(passing, 0) + nbytes
+        return between + inside
 
 
-def _chain(first: int, others: list[int]) -> list[tuple[int, int]]:
-    path = [first, *others]
-    return list(itertools.pairwise(path))
+def _behind(first: int, ranks: list[int]) -> list[int]:
+    """The other ranks, starting with the next higher one and going round."""
+    return sorted((rank for rank in ranks if rank != first), key=lambda rank: (rank < first, rank))
 
 
 def _broadcast(problem: Problem, order: Iterable[tuple[int, int]]) -> Routes:
-    """Whole tasks along host chains: ``order`` yields ``(task, sender)``."""
-    entered: dict[int, int] = {}
-    rows = [
-        (
-            task,
-            host_chain(
-                sender,
-                _ranks(problem.receivers[task]),
-                problem.topology.host_of_rank,
-                entered,
-                int(problem.nbytes[task]),
-            ),
-        )
-        for task, sender in order
-    ]
-    return Routes.of(problem, rows)
+    """Whole tasks along trees: ``order`` yields ``(task, sender)``."""
+    trees = _Trees(problem)
+    return Routes.of(problem, [(task, trees.edges(task, sender)) for task, sender in order])
 
 
 def _crosses(problem: Problem, task: int, sender: int) -> bool:
