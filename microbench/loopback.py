@@ -61,7 +61,12 @@ def cases(mib: int) -> list[Case]:
         Case("[R,S0] -> [S0,S1]", (rows, columns), Layout(grid, "S1 R"), Layout(to_grid, "S0 S1")),
         Case("S0 -> [R,S1]", (rows, columns), Layout(four, "S0 R"), Layout(to_grid, "R S1")),
         Case("rows + 3 uneven", (rows + 3, columns), Layout(four, "S0 R"), Layout(to_four, "R S0")),
-        Case("3 -> 4 uneven", (rows + 3, columns), Layout(Mesh.of("3"), "S0 R"), Layout(Mesh.of("4", first_rank=3), "S0 R")),
+        Case(
+            "3 -> 4 uneven",
+            (rows + 3, columns),
+            Layout(Mesh.of("3"), "S0 R"),
+            Layout(Mesh.of("4", first_rank=3), "S0 R"),
+        ),
     ]
 
 
@@ -126,9 +131,7 @@ def _exchange(case: Case) -> list[tuple[int, int, tuple[int, int], tuple[int, in
         for number, (bounds, ranks) in enumerate(holders.items()):
             receiver = receivers[(number + turn) % len(receivers)]
             need = _bounds(case.dst, receiver, case.shape)
-            (a, b), (c, d) = (
-                (max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(bounds, need, strict=True)
-            )
+            (a, b), (c, d) = ((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(bounds, need, strict=True))
             if a < b and c < d:
                 sender = min(ranks, key=lambda rank: load[rank])
                 load[sender] += (b - a) * (d - c)
@@ -171,7 +174,11 @@ class FullTensor:
         self.dtensor = None
         if source is not None:
             self.dtensor = DTensor.from_local(
-                source, mesh, case.src.to_placements(), run_check=False, shape=torch.Size(case.shape),
+                source,
+                mesh,
+                case.src.to_placements(),
+                run_check=False,
+                shape=torch.Size(case.shape),
                 stride=(case.shape[1], 1),
             )
         self.rank = rank

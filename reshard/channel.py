@@ -1,8 +1,10 @@
 """What the ranks of one call share: agreement rounds, errors told to all, and the transport between them.
 
-Everything here goes over the group's store; only the ranks of the call take part. Keys of a channel:
+Only the ranks of the call take part. In a round every member says its record to the first one, which decides and
+answers (see :mod:`reshard.control`). What must be found without a connection is in the store:
 
-``u/<members>/<call>/<rank>``      what a rank says in a round; ``.../verdict`` what all take from it
+``u/<members>/hub``                where the first member listens
+``u/<members>/told/<call>``        the error of a round that some member gave up
 ``u/<members>/error/<generation>`` the first error of a transfer, told to all
 ``beacon/<rank>``                  what a rank is waiting for, or why it gave up, for ranks that wait for it in vain
 """
@@ -23,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from reshard.agreement import Record, Verdict, describe_error, rebuild_error
-from reshard.errors import ArgumentError, DisagreementError, ReshardError, TransferTimeoutError
+from reshard.control import Hub, Spoke
+from reshard.errors import ArgumentError, DisagreementError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.group import Group
 from reshard.mesh import format_ranks
 from reshard.monitor import Monitor
@@ -31,8 +34,6 @@ from reshard.progress import Work
 
 #: After this long in a round, a rank says what it waits for and looks at what the others wait for.
 PATIENCE_SECONDS = 0.2
-#: Between two looks at the store a rank pauses for this share of the time that it has waited.
-PAUSE_SHARE, SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 0.0001, 0.02
 MAX_CACHED = 32
 
 
@@ -64,6 +65,9 @@ class Channel:
         self.calls = 0
         self.generation = 0
         self.broken: ReshardError | None = None
+        self.idle_staging: Any = None  # of the last call, for the next one of the same plan
+        self._hub: Hub | None = None
+        self._spoke: Spoke | None = None
         self._transports: dict[int, ProcessGroupTransport] = {}
         self.cache: OrderedDict[Any, Any] = OrderedDict()
 
@@ -88,12 +92,11 @@ class Channel:
             self.calls += 1
             record.generation = self.generation + (self.broken is not None)
             deadline = time.monotonic() + timeout_seconds
-            self._store.set(f"{call}/{self.group.rank}", json.dumps(record.to_json()))
             try:
                 if self.group.rank == self.members[0]:
-                    verdict = self._gather(call, decide, deadline, timeout_seconds)
+                    verdict = self._gather(call, record, decide, deadline, timeout_seconds)
                 else:
-                    verdict = self._await_verdict(call, deadline, timeout_seconds)
+                    verdict = self._ask(call, record, deadline, timeout_seconds)
             finally:
                 self._say(None)
             verdict.raise_error()
@@ -102,63 +105,100 @@ class Channel:
             return call, verdict
 
     def _gather(
-        self, call: int, decide: Callable[[list[Record]], Verdict], deadline: float, timeout_seconds: float
+        self,
+        call: int,
+        record: Record,
+        decide: Callable[[list[Record]], Verdict],
+        deadline: float,
+        timeout_seconds: float,
     ) -> Verdict:
-        keys = [f"{call}/{rank}" for rank in self.members]
+        """The first member: wait for all records, decide, answer."""
+        if self._hub is None:
+            self._hub = Hub(self._store, self.members[1:])
+        hub, others = self._hub, self.members[1:]
+        records = {self.group.rank: record}
+
+        def missing() -> list[int]:
+            come = hub.inbox.get(call, {})
+            return [rank for rank in others if rank not in come]
+
         try:
-            self._await(call, keys, deadline)
-            records = [Record.from_json(json.loads(value)) for value in self._store.multi_get(keys)]
-            try:
-                verdict = decide(records)
-            except Exception as error:  # a defect in deciding must reach the others too
-                verdict = Verdict(error=describe_error(error))
+            self._wait(call, hub.pump, lambda: not missing(), missing, deadline)
+            hub.pump(0.0)  # somebody may have given up while the last one came
+            records.update({rank: Record.from_json(said) for rank, said in hub.inbox[call].items()} if others else {})
+            verdict = decide([records[rank] for rank in self.members])
+        except ReshardError as error:
+            verdict = self._tell(call, Verdict(error=describe_error(error)))
+        except TimeoutError:
+            verdict = self._tell(call, Verdict(error=_missing(missing(), self.members, timeout_seconds)))
+        except Exception as error:  # a defect in deciding must reach the others too
+            verdict = Verdict(error=describe_error(error))
+        for old in [number for number in hub.inbox if number <= call]:
+            del hub.inbox[old]
+        hub.answer({"call": call, "verdict": verdict.__dict__})
+        return verdict
+
+    def _ask(self, call: int, record: Record, deadline: float, timeout_seconds: float) -> Verdict:
+        """Any other member: say the record, wait for the answer."""
+        hub = self.members[0]
+        try:
+            if self._spoke is None:
+                self._wait(call, _sleep, lambda: self._store.check(["hub"]), lambda: [hub], deadline + 2.0)
+                self._spoke = Spoke.connect(self._store, self.group.rank, hub)
+            spoke = self._spoke
+            spoke.say(call, record.to_json())
+            # The first member gives up earlier and says so.
+            self._wait(call, spoke.pump, lambda: call in spoke.inbox, lambda: [hub], deadline + 2.0)
+            verdict = Verdict(**spoke.inbox[call])
+            spoke.inbox.clear()
+            return verdict
+        except EOFError as error:
+            return Verdict(error=("RemoteError", f"rank {self.group.rank} lost its connection to rank {hub}: {error}"))
+        except TimeoutError:
+            verdict = Verdict(error=_missing([hub], self.members, timeout_seconds))
         except ReshardError as error:
             verdict = Verdict(error=describe_error(error))
-        except TimeoutError:
-            missing = [rank for rank, key in zip(self.members, keys, strict=True) if not self._store.check([key])]
-            verdict = Verdict(error=_missing(missing, self.members, timeout_seconds))
-        said = self._store.compare_set(f"{call}/verdict", "", json.dumps(verdict.__dict__))
-        if call:  # everybody has said something since, so nobody reads the round before
-            Monitor.of(self.group).discard(
-                [f"u/{self._digest}/{call - 1}/{rank}" for rank in (*self.members, "verdict")]
-            )
-        return Verdict(**json.loads(said))
+        verdict = self._tell(call, verdict)
+        if self._spoke is not None:  # so that the hub does not go on without this rank
+            record.error = verdict.error
+            with contextlib.suppress(EOFError):
+                self._spoke.say(call, record.to_json())
+        return verdict
 
-    def _await_verdict(self, call: int, deadline: float, timeout_seconds: float) -> Verdict:
-        key = f"{call}/verdict"
-        try:
-            self._await(call, [key], deadline + 2.0)  # the first member gives up earlier and says so
-        except ReshardError as error:
-            said = self._store.compare_set(key, "", json.dumps(Verdict(error=describe_error(error)).__dict__))
-            return Verdict(**json.loads(said))
-        except TimeoutError:
-            missing = [rank for rank in self.members if not self._store.check([f"{call}/{rank}"])]
-            return Verdict(error=_missing(missing or [self.members[0]], self.members, timeout_seconds))
-        return Verdict(**json.loads(self._store.get(key)))
+    def _wait(
+        self,
+        call: int,
+        pump: Callable[[float], None],
+        come: Callable[[], bool],
+        absent: Callable[[], list[int]],
+        deadline: float,
+    ) -> None:
+        """Pump until ``come()``, now and then looking around for those who are absent.
 
-    def _await(self, call: int, keys: list[str], deadline: float) -> None:
-        """Wait for keys; raises TimeoutError past the deadline, DisagreementError if they cannot come."""
-        # Asked again and again rather than waited for: a wait that times out makes torch log a warning.
-        begun = asked = time.monotonic()
-        while not self._store.check(keys):
+        Raises:
+            TimeoutError: the deadline passed. ReshardError: what is waited for cannot come.
+        """
+        begun = looked = time.monotonic()
+        while not come():
             now = time.monotonic()
             if now >= deadline:
                 raise TimeoutError
-            if now - asked >= PATIENCE_SECONDS:
-                self._look_around(call)
-                asked = time.monotonic()
-            time.sleep(min(max((now - begun) * PAUSE_SHARE, SHORTEST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS))
+            if now - looked >= PATIENCE_SECONDS:
+                looked = now
+                self._say({"members": list(self.members), "call": call})
+                if self._store.check([f"told/{call}"]):
+                    Verdict(**json.loads(self._store.get(f"told/{call}"))).raise_error()
+                if self._hub is not None:
+                    for rank, why in self._hub.gone.items():
+                        raise RemoteError(f"rank {rank} is gone: {why}")
+                for rank in absent():
+                    self._look_for(rank)
+            pump(min(PATIENCE_SECONDS, deadline - now, max(0.0005, 0.1 * (now - begun)) if pump is _sleep else 1.0))
 
-    def _look_around(self, call: int) -> None:
-        """Say what this rank waits for, and see whether those it waits for will come."""
-        self._say({"members": list(self.members), "call": call})
-        hub = self.members[0]
-        if self.group.rank == hub or self._store.check([f"{call}/{hub}"]):
-            absent = [rank for rank in self.members if not self._store.check([f"{call}/{rank}"])]
-        else:
-            absent = [hub]
-        for rank in absent:
-            self._look_for(rank)
+    def _tell(self, call: int, verdict: Verdict) -> Verdict:
+        """Leave an error for members that do not hear the hub; returns the first one left."""
+        said = self._store.compare_set(f"told/{call}", "", json.dumps(verdict.__dict__))
+        return Verdict(**json.loads(said))
 
     # Beacons: what a rank in vain waited for is doing
 
@@ -233,6 +273,10 @@ class Channel:
         if self.broken is None:
             self.broken = error
         return self.broken
+
+
+def _sleep(seconds: float) -> None:
+    time.sleep(seconds)
 
 
 def _missing(missing: list[int], members: Sequence[int], timeout_seconds: float) -> tuple[str, str]:

@@ -37,7 +37,6 @@ class Monitor:
         self._group = group
         self._store = own_client(group.store)
         self._watched: set[Watched] = set()
-        self._discarded: list[str] = []
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._ended = False
@@ -68,11 +67,6 @@ class Monitor:
         with self._lock:
             self._watched.discard(transfer)
 
-    def discard(self, keys: list[str]) -> None:
-        """Delete keys of the store some time soon."""
-        with self._lock:
-            self._discarded.extend(keys)
-
     def close(self) -> None:
         """End the thread."""
         self._ended = True
@@ -90,10 +84,6 @@ class Monitor:
                     self._store.set(f"beat/{self._group.rank}", str(self._beats))
                     next_beat = now + BEAT_SECONDS
                     self._look_for_silence(now)
-                    with self._lock:
-                        discarded, self._discarded = self._discarded, []
-                    for key in discarded:
-                        self._store.delete_key(key)
                 for transfer in self._transfers():
                     error = transfer.told_error()
                     if error is not None:

@@ -108,7 +108,11 @@ class Mover:
     ) -> Mover:
         """A Mover for ranks that have agreed on the plan already."""
         self = cls.__new__(cls)
+        idle, channel.idle_staging = channel.idle_staging, None
         self._setup(plan, program, channel, call, verdict, timeout_seconds)
+        if idle is not None and idle[0] == plan.plan_hash:
+            self._staging = idle[1]
+        self._keeps_staging = True
         return self
 
     def _setup(
@@ -117,10 +121,11 @@ class Mover:
         self.plan, self._program = plan, program
         self._channel, self._tag, self._generation = channel, call % 2**31, verdict.generation
         self._timeout_seconds = timeout_seconds
-        self._staging = Staging(program)
+        self._staging = Staging(program, plan.staging_bytes)
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._keeps_staging = False  # hand the buffers to the next call of the same plan
         self._transport = channel.transport(self._generation, timeout_seconds)
 
     @property
@@ -226,6 +231,8 @@ class Mover:
             finally:
                 if self._transport is not None:
                     Monitor.of(self._channel.group).forget(handle)
+        if self._keeps_staging and self._channel.broken is None:
+            self._channel.idle_staging = self.plan.plan_hash, self._staging
 
     def _run(self, handle: Handle, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> None:
         try:
@@ -244,7 +251,8 @@ class Mover:
             )
             handle.succeed()
         except BaseException as error:
-            self._staging = Staging(self._program)
+            # Buffers that the transport may still write are not used again.
+            self._staging = Staging(self._program, self.plan.staging_bytes)
             if isinstance(error, ConnectionError):  # the other side may be about to say why
                 handle._done.wait(3 * 0.2)
             handle.stop(self._channel.broken or self._channel.fail(self._generation, error))

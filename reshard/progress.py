@@ -24,6 +24,8 @@ from reshard.program import Program, Recv, Send
 
 #: How many receives may be posted ahead of the first unfinished one.
 RECVS_AHEAD = 8
+#: Packed messages that one queue of sends may have under way, whatever windows the plan has.
+MAX_WINDOW = 4
 
 
 class Work(Protocol):
@@ -46,12 +48,12 @@ class Transport(Protocol):
 
 
 class Staging:
-    """The buffers of one program, made on first use and kept."""
+    """The buffers of one program, made on first use and kept: half of them for receives, a quarter a send queue."""
 
-    def __init__(self, program: Program) -> None:
-        self.recv = _Pool(RECVS_AHEAD, program.recvs)
-        self.across = _Pool(max((op.window for op in program.sends_across), default=0), program.sends_across)
-        self.inside = _Pool(max((op.window for op in program.sends_inside), default=0), program.sends_inside)
+    def __init__(self, program: Program, staging_bytes: int) -> None:
+        self.recv = _Pool(program.recvs, RECVS_AHEAD, staging_bytes // 2)
+        self.across = _Pool(program.sends_across, MAX_WINDOW, staging_bytes // 4)
+        self.inside = _Pool(program.sends_inside, MAX_WINDOW, staging_bytes // 4)
 
     @property
     def allocated_bytes(self) -> int:
@@ -60,9 +62,9 @@ class Staging:
 
 
 class _Pool:
-    def __init__(self, num_slots: int, ops: Sequence[Recv] | Sequence[Send]) -> None:
-        self._num_slots = min(num_slots, len(ops))
+    def __init__(self, ops: Sequence[Recv] | Sequence[Send], num_slots: int, limit_bytes: int) -> None:
         self._slot_bytes = -(-max((op.nbytes for op in ops), default=0) // 16) * 16
+        self._num_slots = min(num_slots, len(ops), max(1, limit_bytes // max(self._slot_bytes, 1)))
         self._storage: torch.Tensor | None = None
         self._free: list[torch.Tensor] = []
 
@@ -78,10 +80,6 @@ class _Pool:
 
     def give(self, slot: torch.Tensor) -> None:
         self._free.append(slot)
-
-    def reset(self) -> None:
-        """Forget what is out: after a failure, buffers that the transport may still write are not reused."""
-        self._storage, self._free = None, []
 
 
 def flat_bytes(view: torch.Tensor) -> torch.Tensor:

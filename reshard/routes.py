@@ -15,7 +15,7 @@ from reshard.topology import Topology
 
 #: Pieces of a transfer with one hop, or inside one host: large, so that there are few, and packing one overlaps
 #: with sending another.
-DIRECT_CHUNK_BYTES = 4 * 2**20
+DIRECT_CHUNK_BYTES = 8 * 2**20
 #: Pieces that pass from host to host: small, so that the pipeline fills fast (0.25 to 1 MB measured best).
 TREE_CHUNK_BYTES = 2**20
 #: Regions below this travel together when they follow the same tree.
@@ -23,8 +23,8 @@ SMALL_BYTES = 2**16
 DIRECT_WINDOW = 4
 TREE_WINDOW = 2
 MIN_STAGING_BYTES = 2**16
-#: A rank stages at most DIRECT_WINDOW messages out and twice that in; the rest is slack.
-_STAGED_MESSAGES = 16
+#: No piece is larger than this part of what a rank may stage.
+_STAGING_PARTS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +169,7 @@ def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Trans
     num_edges = np.diff(routes.edge_at)
     is_copy = routes.sender[routes.edge_at[:-1]] == routes.receiver[routes.edge_at[:-1]]
     has_one_hop, crosses = _shapes(routes, problem.topology)
-    limit = staging_bytes // _STAGED_MESSAGES
+    limit = staging_bytes // _STAGING_PARTS
     chunk_bytes = np.where(has_one_hop | ~crosses, min(DIRECT_CHUNK_BYTES, limit), min(TREE_CHUNK_BYTES, limit))
     chunk_bytes = np.where(is_copy, np.int64(2**62), chunk_bytes)
     bundle_of = _bundle(routes, nbytes, itemsize, is_copy, min(SMALL_BYTES, limit), min(TREE_CHUNK_BYTES, limit))

@@ -84,9 +84,7 @@ def torch_table() -> dict:
                 placements.append(_StridedShard(dim, split_factor=rng.choice([2, 3, grid[(axis + 1) % len(grid)]])))
             else:
                 placements.append(Shard(dim))
-        written = [
-            ["R"] if p.is_replicate() else ["S", p.dim, getattr(p, "split_factor", 1)] for p in placements
-        ]
+        written = [["R"] if p.is_replicate() else ["S", p.dim, getattr(p, "split_factor", 1)] for p in placements]
         shards = {}
         for rank in range(len(ranks)):
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(ranks))

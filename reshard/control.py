@@ -1,0 +1,254 @@
+"""Small messages between the ranks of a channel: everyone to the first rank, and its answer to everyone.
+
+The first rank (the hub) listens on one address and publishes it, with a secret, in the store; the others connect.
+Frames are a length and JSON. Waiting is done in slices, so that a rank can look around between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from reshard.errors import RemoteError
+
+_HEADER = struct.Struct("!I")
+MAX_FRAME_BYTES = 2**28
+MAX_HELLO_BYTES = 1024
+CONNECT_SECONDS = 5.0
+SEND_SECONDS = 60.0
+
+
+class _Peer:
+    """One connection, and what was read of its next frame."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(SEND_SECONDS)
+        self.connection = connection
+        self._buffer = bytearray()
+
+    def send(self, value: Any) -> None:
+        body = json.dumps(value).encode()
+        self.connection.sendall(_HEADER.pack(len(body)) + body)
+
+    def read(self) -> None:
+        """Read once; raises EOFError when the other side is gone."""
+        try:
+            data = self.connection.recv(2**18)
+        except OSError as error:
+            raise EOFError(str(error)) from None
+        if not data:
+            raise EOFError("the connection was closed")
+        self._buffer += data
+
+    def frame(self, limit: int = MAX_FRAME_BYTES) -> Any:
+        """The next complete frame, None if there is none yet; raises EOFError if it is too large or not JSON."""
+        if len(self._buffer) < _HEADER.size:
+            return None
+        (size,) = _HEADER.unpack_from(self._buffer)
+        if size > limit:
+            raise EOFError(f"a frame of {size} bytes is too large")
+        if len(self._buffer) < _HEADER.size + size:
+            return None
+        body = bytes(self._buffer[_HEADER.size : _HEADER.size + size])
+        del self._buffer[: _HEADER.size + size]
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise EOFError(f"a frame is not JSON: {error}") from None
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class Hub:
+    """The side of the first rank."""
+
+    def __init__(self, store: dist.Store, others: tuple[int, ...]) -> None:
+        self._others = others
+        self._secret = secrets.token_hex(16)
+        address = own_address(store)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=len(others) + 8)
+        self._listener.setblocking(False)
+        self._peers: dict[int, _Peer] = {}
+        self._strangers: list[_Peer] = []
+        self.inbox: dict[int, dict[int, Any]] = {}
+        self.gone: dict[int, str] = {}
+        store.set("hub", json.dumps([address, self._listener.getsockname()[1], self._secret]))
+
+    def pump(self, seconds: float) -> None:
+        """Read what has come, waiting at most ``seconds`` for the first of it."""
+        poller = select.poll()
+        readers: dict[int, int | _Peer] = {}
+        poller.register(self._listener, select.POLLIN)
+        for rank, peer in self._peers.items():
+            readers[peer.connection.fileno()] = rank
+        for stranger in self._strangers:
+            readers[stranger.connection.fileno()] = stranger
+        for descriptor in readers:
+            poller.register(descriptor, select.POLLIN)
+        for descriptor, _ in poller.poll(max(0.0, 1000 * seconds)):
+            reader = readers.get(descriptor)
+            if reader is None:
+                self._accept()
+            elif isinstance(reader, int):
+                self._read(reader)
+            else:
+                self._greet(reader)
+
+    def answer(self, value: Any) -> None:
+        """Send a frame to every rank that is connected."""
+        for rank, peer in list(self._peers.items()):
+            try:
+                peer.send(value)
+            except OSError as error:
+                self._lose(rank, str(error))
+
+    def close(self) -> None:
+        """Close all connections."""
+        for peer in (*self._peers.values(), *self._strangers):
+            peer.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            self._strangers.append(_Peer(connection))
+
+    def _greet(self, stranger: _Peer) -> None:
+        """Take the first frame of a connection, which must know the secret and name a rank of ours."""
+        try:
+            stranger.read()
+            hello = stranger.frame(MAX_HELLO_BYTES)
+        except EOFError:
+            hello = []
+        if hello is None:
+            return
+        self._strangers.remove(stranger)
+        known = isinstance(hello, list) and len(hello) == 2
+        if not known or not hmac.compare_digest(str(hello[0]).encode(), self._secret.encode()):
+            stranger.close()
+        elif hello[1] in self._others and hello[1] not in self._peers:
+            self._peers[hello[1]] = stranger
+            self._take(hello[1])
+        else:
+            stranger.close()
+
+    def _read(self, rank: int) -> None:
+        try:
+            self._peers[rank].read()
+        except EOFError as error:
+            self._lose(rank, str(error))
+        else:
+            self._take(rank)
+
+    def _take(self, rank: int) -> None:
+        try:
+            while (frame := self._peers[rank].frame()) is not None:
+                self.inbox.setdefault(int(frame["call"]), {})[rank] = frame["record"]
+        except EOFError as error:
+            self._lose(rank, str(error))
+
+    def _lose(self, rank: int, why: str) -> None:
+        self._peers.pop(rank).close()
+        self.gone[rank] = why
+
+
+class Spoke:
+    """The side of every other rank."""
+
+    def __init__(self, peer: _Peer) -> None:
+        self._peer = peer
+        self.inbox: dict[int, Any] = {}
+
+    @classmethod
+    def connect(cls, store: dist.Store, rank: int, hub: int) -> Spoke:
+        """Connect to the address that the hub published.
+
+        Raises:
+            RemoteError: nothing answers there.
+        """
+        address, port, secret = json.loads(store.get("hub"))
+        begun = time.monotonic()
+        while True:
+            try:
+                peer = _Peer(socket.create_connection((address, port), timeout=CONNECT_SECONDS))
+                peer.send([secret, rank])
+                return cls(peer)
+            except OSError as error:
+                if time.monotonic() - begun > CONNECT_SECONDS:
+                    raise RemoteError(
+                        f"rank {rank} cannot reach rank {hub} at {address} port {port}: {error}; "
+                        "set GLOO_SOCKET_IFNAME to an interface that all hosts reach"
+                    ) from None
+                time.sleep(0.1)
+
+    def say(self, call: int, record: Any) -> None:
+        """Send this rank's record of a call."""
+        try:
+            self._peer.send({"call": call, "record": record})
+        except OSError as error:
+            raise EOFError(str(error)) from None
+
+    def pump(self, seconds: float) -> None:
+        """Read what has come, waiting at most ``seconds``; raises EOFError when the hub is gone."""
+        poller = select.poll()
+        poller.register(self._peer.connection, select.POLLIN)
+        if poller.poll(max(0.0, 1000 * seconds)):
+            self._peer.read()
+            while (frame := self._peer.frame()) is not None:
+                self.inbox[int(frame["call"])] = frame["verdict"]
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._peer.close()
+
+
+def own_address(store: dist.Store) -> str:
+    """The address on which other ranks reach this process.
+
+    That of the interface GLOO_SOCKET_IFNAME names; else the one from which this host reaches the store, which
+    the user named; else the loopback or what this host's name means.
+    """
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    lookups: list[Callable[[], str]] = []
+    if names:
+        lookups.append(lambda: _address_of_interface(names.split(",")[0]))
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    host = getattr(store, "host", None)
+    if host:
+        lookups.append(lambda: _address_towards(host))
+    lookups.append(lambda: socket.gethostbyname(socket.gethostname()))
+    for lookup in lookups:
+        with contextlib.suppress(OSError):
+            return lookup()
+    return "127.0.0.1"
+
+
+def _address_of_interface(name: str) -> str:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        packed = struct.pack("256s", name.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, packed)[20:24])  # SIOCGIFADDR
+
+
+def _address_towards(host: str) -> str:
+    """The local address of a route; a datagram socket that is connected sends nothing."""
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
