@@ -1,10 +1,11 @@
 """Ours beside hand-written point-to-point and torch's own ways, on processes of this machine over loopback.
 
-    python -m microbench.loopback [--repeats 9] [--mib 64] [--case NAME] [--json FILE]
+    python -m microbench.loopback [--repeats 9] [--calls 4] [--mib 64] [--case NAME] [--json FILE]
 
 Every contender moves the same tensor between the same processes with outputs made beforehand; contenders take
-turns (A B C A B C), the first turn is dropped, every element is checked at the end. The time of a turn runs
-from the first rank that starts to the last that has its shard. The baseline ``point-to-point`` is the exact
+turns (A B C A B C) of a few calls each, the first turn is dropped, every element is checked at the end. The
+time of a turn runs from the first rank that starts to the last that has its shard, and is divided by its calls.
+The baseline ``point-to-point`` is the exact
 exchange a good engineer would write by hand over the same Gloo calls: every region that is needed is sent once
 per receiver from the least loaded holder, receives are posted first and straight into place where a region is
 contiguous, large strided regions are packed in pieces while earlier pieces travel; both the whole-message and
@@ -236,7 +237,7 @@ class Checkpoint:
             shutil.rmtree(self.folder)
 
 
-def _run_rank(rank: int, case: Case, repeats: int, everything: bool) -> dict[str, Any]:
+def _run_rank(rank: int, case: Case, repeats: int, calls: int, everything: bool) -> dict[str, Any]:
     import warnings
 
     warnings.filterwarnings("ignore")  # of the contenders; ours are errors in the tests
@@ -262,12 +263,14 @@ def _run_rank(rank: int, case: Case, repeats: int, everything: bool) -> dict[str
                 out.zero_()
             dist.barrier()
             begun = time.monotonic()
-            contender()
+            for _ in range(calls):
+                contender()
             ended = time.monotonic()
             spans = [None] * dist.get_world_size()
             dist.all_gather_object(spans, (begun, ended))
             if turn:
-                seconds[name].append(max(span[1] for span in spans) - min(span[0] for span in spans))  # type: ignore[index]
+                took = max(span[1] for span in spans) - min(span[0] for span in spans)  # type: ignore[index]
+                seconds[name].append(took / calls)
             if turn == repeats and expected is not None:
                 wrong[name] += count_unlike(out, expected)
     for contender in contenders.values():
@@ -282,6 +285,7 @@ def main() -> int:
     """Run and print the table; returns 1 if an element was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--calls", type=int, default=4, help="calls of a contender in one turn")
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--case", help="only cases whose name contains this")
     parser.add_argument("--quick", action="store_true", help="leave out torch's own ways")
@@ -289,13 +293,16 @@ def main() -> int:
     options = parser.parse_args()
     print(
         f"{options.mib} MiB float32, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, medians of {options.repeats}, ms (min..max)"
+        f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"medians of {options.repeats} turns of {options.calls} calls, ms a call (min..max)"
     )
     failed = 0
     for case in cases(options.mib):
         if options.case and options.case not in case.name:
             continue
-        results = run_processes(_run_rank, 8, case, options.repeats, not options.quick, timeout_seconds=900.0)
+        results = run_processes(
+            _run_rank, 8, case, options.repeats, options.calls, not options.quick, timeout_seconds=900.0
+        )
         seconds = results[0]["seconds"]
         medians = {name: statistics.median(times) for name, times in seconds.items()}
         best = min(medians["point-to-point, whole"], medians["point-to-point, pieces"])
