@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -75,10 +76,15 @@ def run_processes(
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-    # The store's server is a thread: made after forking, since a lock it holds at that moment stays locked in a child.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # The store's server is a thread, and a lock that a thread holds while its process forks stays locked in the
+    # child; so it lives in a process of its own, and this one can fork again later.
+    server_pipe, theirs = context.Pipe()
+    server = context.Process(target=_serve_store, args=(theirs, server_pipe), name="store")
+    server.start()
+    theirs.close()
+    port = server_pipe.recv()
     for pipe in pipes:
-        pipe.send(store.port)
+        pipe.send(port)
     results: dict[int, Any] = {}
     failures: dict[int, RankFailure] = {}
     deadline = time.monotonic() + timeout_seconds
@@ -110,11 +116,25 @@ def run_processes(
             if process.is_alive():
                 process.kill()
                 process.join()
-        for pipe in pipes:
+        for pipe in (*pipes, server_pipe):
             pipe.close()
+        server.join(2.0)
+        if server.is_alive():
+            server.kill()
+            server.join()
     if failures:
         raise LaunchError([failures[rank] for rank in sorted(failures)])
     return [results[rank] for rank in range(num_ranks)]
+
+
+def _serve_store(pipe: Connection, launchers_end: Connection) -> None:
+    """Serve the store until the launcher closes its end of the pipe, or ends."""
+    launchers_end.close()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv()
+    os._exit(0)
 
 
 def _main(

@@ -8,7 +8,7 @@ import time
 from typing import Any, Protocol
 
 from reshard.errors import RemoteError, ReshardError
-from reshard.group import Group, own_client
+from reshard.group import Group
 
 BEAT_SECONDS = 1.0
 #: A rank whose heartbeat stands still for this long while others wait for it counts as lost.
@@ -35,7 +35,7 @@ class Monitor:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._store = own_client(group.store)
+        self._store = group.store
         self._watched: set[Watched] = set()
         self._lock = threading.Lock()
         self._wake = threading.Event()
