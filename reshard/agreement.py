@@ -32,6 +32,8 @@ class Record:
     """What one rank says when it calls.
 
     ``arguments`` are compared between ranks, entry by entry; ``error`` is a local error, class and text.
+    ``attempt`` counts the rounds that the rank began; ``gave_up`` names ranks that failed before they knew who
+    takes part, and how often they have.
     """
 
     rank: int
@@ -40,6 +42,8 @@ class Record:
     hostname: str = ""
     generation: int = 0
     error: tuple[str, str] | None = None
+    attempt: int = 0
+    gave_up: dict[int, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -50,6 +54,8 @@ class Record:
         """The inverse of :meth:`to_json`."""
         values = dict(data)
         values["tensors"] = {name: TensorRecord(**tensor) for name, tensor in values["tensors"].items()}
+        if values["error"] is not None:
+            values["error"] = tuple(values["error"])
         return cls(**values)
 
 
@@ -62,6 +68,9 @@ class Verdict:
     dtypes: dict[str, str] = field(default_factory=dict)
     hostnames: list[str] = field(default_factory=list)
     generation: int = 0
+    round: int = 0
+    attempts: dict[int, int] = field(default_factory=dict)
+    gave_up: dict[int, int] = field(default_factory=dict)
 
     def raise_error(self) -> None:
         """Raise the common error, if there is one."""

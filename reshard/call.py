@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from reshard.agreement import Record, TensorRecord, Verdict, resolve
-from reshard.channel import MAX_CACHED, Channel, find_channel, tell_error
+from reshard.channel import MAX_CACHED, Channel, check_inside, find_channel, tell_error
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError
 from reshard.group import Group, find_group
@@ -201,11 +201,7 @@ class _Call:
             of = f" of {item.name!r}" if item.name else ""
             said.append((f"the source layout{of}", str(item.src)))
             said.append((f"the destination layout{of}", str(item.dst)))
-        outside = [rank for rank in self.members if rank >= self.group.size]
-        if outside:
-            raise ArgumentError(
-                f"layouts name ranks {outside[:8]}, but the {self.group} has ranks 0..{self.group.size - 1}"
-            )
+        check_inside(self.group, self.members)
         if self.topology is not None:
             if not isinstance(self.topology, Topology):
                 raise ArgumentError(f"topology must be a Topology, not {type(self.topology).__name__}")

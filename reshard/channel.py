@@ -4,7 +4,8 @@ Only the ranks of the call take part. In a round every member says its record to
 answers (see :mod:`reshard.control`). What must be found without a connection is in the store:
 
 ``u/<members>/hub``                where the first member listens
-``u/<members>/told/<call>``        the error of a round that some member gave up
+``u/<members>/late/<rank>/<n>``    the error of a round that ended before a member said its n-th record
+``told/<rank>/<attempt>``          an error for a rank that waits where nobody will come
 ``u/<members>/error/<generation>`` the first error of a transfer, told to all
 ``beacon/<rank>``                  what a rank is waiting for, or why it gave up, for ranks that wait for it in vain
 """
@@ -62,7 +63,9 @@ class Channel:
         self._store = dist.PrefixStore(f"u/{digest}", group.store)
         self._digest = digest
         self._lock = threading.RLock()
-        self.calls = 0
+        self.calls = 0  # rounds in which this rank took part
+        self.answered: dict[int, int] = {}  # of each member the last attempt that was answered
+        self._rounds = 0
         self.generation = 0
         self.broken: ReshardError | None = None
         self.idle_staging: Any = None  # of the last call, for the next one of the same plan
@@ -82,92 +85,91 @@ class Channel:
             record: what this rank says. decide: what follows from all records; run on the first member.
 
         Returns:
-            The number of the call and the verdict, which holds no error.
+            The number of the round and the verdict, which holds no error.
 
         Raises:
             The error of the verdict, alike on all ranks; TransferTimeoutError if members are missing.
         """
         with self._lock:
-            call = self.calls
             self.calls += 1
+            self.group.attempts += 1
+            record.attempt = self.group.attempts
             record.generation = self.generation + (self.broken is not None)
             deadline = time.monotonic() + timeout_seconds
             try:
                 if self.group.rank == self.members[0]:
-                    verdict = self._gather(call, record, decide, deadline, timeout_seconds)
+                    verdict = self._gather(record, decide, deadline, timeout_seconds)
                 else:
-                    verdict = self._ask(call, record, deadline, timeout_seconds)
+                    verdict = self._ask(record, deadline, timeout_seconds)
             finally:
                 self._say(None)
+            self.answered.update({int(rank): attempt for rank, attempt in verdict.attempts.items()})
+            for rank, errors in verdict.gave_up.items():
+                self.group.forgiven[int(rank)] = errors - self.group.beacon["errors"]
             verdict.raise_error()
             if verdict.generation != self.generation:
                 self.generation, self.broken = verdict.generation, None
-            return call, verdict
+            return verdict.round, verdict
 
     def _gather(
-        self,
-        call: int,
-        record: Record,
-        decide: Callable[[list[Record]], Verdict],
-        deadline: float,
-        timeout_seconds: float,
+        self, record: Record, decide: Callable[[list[Record]], Verdict], deadline: float, timeout_seconds: float
     ) -> Verdict:
         """The first member: wait for all records, decide, answer."""
+        others = self.members[1:]
         if self._hub is None:
-            self._hub = Hub(self._store, self.members[1:])
-        hub, others = self._hub, self.members[1:]
-        records = {self.group.rank: record}
+            self._hub = Hub(self._store, others)
+        hub, is_late = self._hub, False
 
         def missing() -> list[int]:
-            come = hub.inbox.get(call, {})
-            return [rank for rank in others if rank not in come]
+            return [rank for rank in others if rank not in hub.pending]
 
         try:
-            self._wait(call, hub.pump, lambda: not missing(), missing, deadline)
+            self._wait(record, hub.pump, lambda: not missing(), missing, deadline)
             hub.pump(0.0)  # somebody may have given up while the last one came
-            records.update({rank: Record.from_json(said) for rank, said in hub.inbox[call].items()} if others else {})
-            verdict = decide([records[rank] for rank in self.members])
-        except ReshardError as error:
-            verdict = self._tell(call, Verdict(error=describe_error(error)))
+            records = [
+                Record.from_json(hub.pending[rank][1]) if rank in hub.pending else record for rank in self.members
+            ]
+            verdict = decide(records)
+            verdict.attempts = {said.rank: said.attempt for said in records}
+            verdict.gave_up = {rank: count for said in records for rank, count in said.gave_up.items()}
         except TimeoutError:
-            verdict = self._tell(call, Verdict(error=_missing(missing(), self.members, timeout_seconds)))
+            verdict, is_late = Verdict(error=_missing(missing(), self.members, timeout_seconds)), True
         except Exception as error:  # a defect in deciding must reach the others too
-            verdict = Verdict(error=describe_error(error))
-        for old in [number for number in hub.inbox if number <= call]:
-            del hub.inbox[old]
-        hub.answer({"call": call, "verdict": verdict.__dict__})
+            verdict = Verdict(error=describe_error(error), gave_up=record.gave_up)
+        self._rounds += 1
+        verdict.round = self._rounds
+        hub.answer(verdict.__dict__, is_late=is_late)
         return verdict
 
-    def _ask(self, call: int, record: Record, deadline: float, timeout_seconds: float) -> Verdict:
+    def _ask(self, record: Record, deadline: float, timeout_seconds: float) -> Verdict:
         """Any other member: say the record, wait for the answer."""
         hub = self.members[0]
+        said = False
         try:
             if self._spoke is None:
-                self._wait(call, _sleep, lambda: self._store.check(["hub"]), lambda: [hub], deadline + 2.0)
+                # The first member gives up earlier than the others, and says so.
+                self._wait(record, _sleep, lambda: self._store.check(["hub"]), lambda: [hub], deadline + 2.0)
                 self._spoke = Spoke.connect(self._store, self.group.rank, hub)
             spoke = self._spoke
-            spoke.say(call, record.to_json())
-            # The first member gives up earlier and says so.
-            self._wait(call, spoke.pump, lambda: call in spoke.inbox, lambda: [hub], deadline + 2.0)
-            verdict = Verdict(**spoke.inbox[call])
-            spoke.inbox.clear()
-            return verdict
+            spoke.say(record.to_json())
+            said = True
+            self._wait(record, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], deadline + 2.0)
+            return Verdict(**spoke.take_answer())
         except EOFError as error:
             return Verdict(error=("RemoteError", f"rank {self.group.rank} lost its connection to rank {hub}: {error}"))
         except TimeoutError:
             verdict = Verdict(error=_missing([hub], self.members, timeout_seconds))
         except ReshardError as error:
-            verdict = Verdict(error=describe_error(error))
-        verdict = self._tell(call, verdict)
-        if self._spoke is not None:  # so that the hub does not go on without this rank
+            verdict = Verdict(error=describe_error(error), gave_up=record.gave_up)
+        if said and self._spoke is not None:  # so that the first member does not go on without this rank
             record.error = verdict.error
             with contextlib.suppress(EOFError):
-                self._spoke.say(call, record.to_json())
+                self._spoke.leave(record.to_json())
         return verdict
 
     def _wait(
         self,
-        call: int,
+        record: Record,
         pump: Callable[[float], None],
         come: Callable[[], bool],
         absent: Callable[[], list[int]],
@@ -185,53 +187,59 @@ class Channel:
                 raise TimeoutError
             if now - looked >= PATIENCE_SECONDS:
                 looked = now
-                self._say({"members": list(self.members), "call": call})
-                if self._store.check([f"told/{call}"]):
-                    Verdict(**json.loads(self._store.get(f"told/{call}"))).raise_error()
-                if self._hub is not None:
-                    for rank, why in self._hub.gone.items():
-                        raise RemoteError(f"rank {rank} is gone: {why}")
+                self._say({"members": list(self.members), "attempt": record.attempt})
+                self._hear(record)
                 for rank in absent():
-                    self._look_for(rank)
+                    self._look_for(rank, record)
             pump(min(PATIENCE_SECONDS, deadline - now, max(0.0005, 0.1 * (now - begun)) if pump is _sleep else 1.0))
 
-    def _tell(self, call: int, verdict: Verdict) -> Verdict:
-        """Leave an error for members that do not hear the hub; returns the first one left."""
-        said = self._store.compare_set(f"told/{call}", "", json.dumps(verdict.__dict__))
-        return Verdict(**json.loads(said))
-
-    # Beacons: what a rank in vain waited for is doing
+    # What ranks find in the store when they wait in vain
 
     def _say(self, waiting: dict[str, Any] | None) -> None:
-        if self.group.beacon.get("waiting") != waiting:
+        if self.group.beacon["waiting"] != waiting:
             self.group.beacon["waiting"] = waiting
             publish_beacon(self.group)
 
-    def _look_for(self, rank: int) -> None:
-        """Raise DisagreementError if ``rank`` waits for us elsewhere, or gave up in the same call."""
+    def _hear(self, record: Record) -> None:
+        """Raise what another rank left for this attempt, or that a connection is lost."""
+        key = f"told/{self.group.rank}/{record.attempt}"
+        if self.group.store.check([key]):
+            raise rebuild_error(*json.loads(self.group.store.get(key)))
+        if self._spoke is not None and self._store.check([f"late/{self.group.rank}/{self._spoke.said}"]):
+            late = json.loads(self._store.get(f"late/{self.group.rank}/{self._spoke.said}"))
+            raise rebuild_error(*late["error"])
+        if self._hub is not None and self._hub.gone:
+            rank, why = next(iter(self._hub.gone.items()))
+            raise RemoteError(f"rank {rank} is gone: {why}")
+
+    def _look_for(self, rank: int, record: Record) -> None:
+        """Raise if ``rank`` waits for us elsewhere, or gave up in the same call."""
         key = f"beacon/{rank}"
         if not self.group.store.check([key]):
             return
         beacon = json.loads(self.group.store.get(key))
         ours, me = self.group.beacon, self.group.rank
-        waiting = beacon.get("waiting")
+        waiting = beacon["waiting"]
         if waiting and waiting["members"] != list(self.members) and me in waiting["members"]:
             other = self.group.channels.get(tuple(waiting["members"]))
-            if other is None or other.calls <= waiting["call"]:
+            if other is None or other.answered.get(rank, -1) < waiting["attempt"]:
                 (a, a_ranks), (b, b_ranks) = sorted([(me, list(self.members)), (rank, waiting["members"])])
-                raise DisagreementError(
+                error = DisagreementError(
                     f"ranks disagree on who takes part: rank {a} calls with ranks {format_ranks(a_ranks)}, "
                     f"rank {b} with ranks {format_ranks(b_ranks)}"
                 )
-        for members, (count, ranks) in beacon.get("skipped", {}).items():
-            other = self.group.channels.get(tuple(ranks))
-            if me in ranks and count > (other.calls if other else 0) + ours["skipped"].get(members, [0])[0]:
+                said = json.dumps(describe_error(error))  # it may not find out by itself: we stop waiting now
+                self.group.store.set(f"told/{rank}/{waiting['attempt']}", said)
+                raise error
+        for digest, (count, ranks) in beacon["skipped"].items():
+            taken = self.group.channels.get(tuple(ranks))
+            if me in ranks and count > (taken.calls if taken else 0) + ours["skipped"].get(digest, [0])[0]:
                 raise DisagreementError(
                     f"ranks disagree on who takes part: rank {me} calls with ranks {format_ranks(self.members)}, "
                     f"rank {rank} with ranks {format_ranks(ranks)}, which leave it out"
                 )
-        if beacon.get("errors", 0) > ours["errors"]:
-            ours["errors"] = beacon["errors"]
+        if beacon["errors"] > ours["errors"] + self.group.forgiven.get(rank, 0):
+            record.gave_up = {rank: beacon["errors"]}
             raise rebuild_error(beacon["error"][0], f"rank {rank}: {beacon['error'][1]}")
 
     # Transfers
@@ -299,17 +307,22 @@ def tell_error(group: Group, error: ReshardError) -> None:
     publish_beacon(group)
 
 
+def check_inside(group: Group, members: Sequence[int]) -> None:
+    """Raise ArgumentError if a rank is outside the group."""
+    outside = [rank for rank in members if rank >= group.size]
+    if outside:
+        raise ArgumentError(
+            f"layouts name ranks {format_ranks(outside)}, but the {group} has ranks 0..{group.size - 1}"
+        )
+
+
 def find_channel(group: Group, members: tuple[int, ...]) -> Channel:
     """The channel of these ranks, ascending, made on first use.
 
     Raises:
         ArgumentError: a rank is outside the group, or this rank is not among them.
     """
-    outside = [rank for rank in members if rank >= group.size]
-    if outside:
-        raise ArgumentError(
-            f"ranks {format_ranks(outside)} are outside the {group}, which has ranks 0..{group.size - 1}"
-        )
+    check_inside(group, members)
     if group.rank not in members:
         error = ArgumentError(
             f"rank {group.rank} calls, but is in neither layout; only ranks {format_ranks(members)} take part"

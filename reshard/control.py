@@ -84,8 +84,12 @@ class Hub:
         self._listener.setblocking(False)
         self._peers: dict[int, _Peer] = {}
         self._strangers: list[_Peer] = []
-        self.inbox: dict[int, dict[int, Any]] = {}
+        #: What each rank said last and was not answered yet, with its number.
+        self.pending: dict[int, tuple[int, Any]] = {}
         self.gone: dict[int, str] = {}
+        self._store = store
+        self._seen = dict.fromkeys(others, 0)
+        self._late: dict[int, set[int]] = {rank: set() for rank in others}
         store.set("hub", json.dumps([address, self._listener.getsockname()[1], self._secret]))
 
     def pump(self, seconds: float) -> None:
@@ -108,13 +112,23 @@ class Hub:
             else:
                 self._greet(reader)
 
-    def answer(self, value: Any) -> None:
-        """Send a frame to every rank that is connected."""
-        for rank, peer in list(self._peers.items()):
-            try:
-                peer.send(value)
-            except OSError as error:
-                self._lose(rank, str(error))
+    def answer(self, verdict: Any, *, is_late: bool) -> None:
+        """Answer every rank that waits.
+
+        With ``is_late``, ranks that have not said their record count as late for this round: they find the
+        answer in the store when they come. Without it, those that are missing know already why.
+        """
+        for rank in self._others:
+            if rank in self.pending:
+                number, _ = self.pending.pop(rank)
+                try:
+                    self._peers[rank].send({"number": number, "verdict": verdict})
+                except (OSError, KeyError) as error:
+                    if rank in self._peers:
+                        self._lose(rank, str(error))
+            elif is_late and rank not in self.gone:
+                self._late[rank].add(self._seen[rank])
+                self._store.set(f"late/{rank}/{self._seen[rank]}", json.dumps(verdict))
 
     def close(self) -> None:
         """Close all connections."""
@@ -157,7 +171,12 @@ class Hub:
     def _take(self, rank: int) -> None:
         try:
             while (frame := self._peers[rank].frame()) is not None:
-                self.inbox.setdefault(int(frame["call"]), {})[rank] = frame["record"]
+                number = int(frame["number"])
+                self._seen[rank] = max(self._seen[rank], number + 1)
+                if frame["leaves"] and self.pending.get(rank, (None,))[0] != number:
+                    continue  # it left a round that was answered meanwhile
+                if number not in self._late[rank]:
+                    self.pending[rank] = number, frame["record"]
         except EOFError as error:
             self._lose(rank, str(error))
 
@@ -171,7 +190,8 @@ class Spoke:
 
     def __init__(self, peer: _Peer) -> None:
         self._peer = peer
-        self.inbox: dict[int, Any] = {}
+        self.said = -1  # the number of the last record
+        self.answer: Any = None
 
     @classmethod
     def connect(cls, store: dist.Store, rank: int, hub: int) -> Spoke:
@@ -195,10 +215,23 @@ class Spoke:
                     ) from None
                 time.sleep(0.1)
 
-    def say(self, call: int, record: Any) -> None:
-        """Send this rank's record of a call."""
+    def say(self, record: Any) -> None:
+        """Send this rank's record of a round; raises EOFError when the hub is gone."""
+        self.said, self.answer = self.said + 1, None
+        self._send(record, leaves=False)
+
+    def leave(self, record: Any) -> None:
+        """Take the last record back: this rank waits no longer."""
+        self._send(record, leaves=True)
+
+    def take_answer(self) -> Any:
+        """The answer to the last record."""
+        answer, self.answer = self.answer, None
+        return answer
+
+    def _send(self, record: Any, *, leaves: bool) -> None:
         try:
-            self._peer.send({"call": call, "record": record})
+            self._peer.send({"number": self.said, "record": record, "leaves": leaves})
         except OSError as error:
             raise EOFError(str(error)) from None
 
@@ -209,7 +242,8 @@ class Spoke:
         if poller.poll(max(0.0, 1000 * seconds)):
             self._peer.read()
             while (frame := self._peer.frame()) is not None:
-                self.inbox[int(frame["call"])] = frame["verdict"]
+                if frame["number"] == self.said:
+                    self.answer = frame["verdict"]
 
     def close(self) -> None:
         """Close the connection."""

@@ -31,6 +31,8 @@ class Group:
         self.channels: dict[tuple[int, ...], Any] = {}
         self.lock = threading.Lock()
         self.monitor: Any = None
+        self.attempts = 0  # rounds that this rank began, on any channel
+        self.forgiven: dict[int, int] = {}  # of each rank the errors before a call that were dealt with
         self.beacon: dict[str, Any] = {"waiting": None, "skipped": {}, "errors": 0, "error": None}
 
     def translate(self, world_rank: int) -> int:
