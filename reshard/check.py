@@ -8,7 +8,7 @@ import numpy as np
 
 from reshard.errors import PlanError
 from reshard.layout import format_box
-from reshard.plan import Message, Plan, expand_messages
+from reshard.plan import Message, Plan, expand_messages, message_nbytes, num_recv_slots
 
 
 class _Held:
@@ -135,22 +135,39 @@ def _check_sender(
 def _check_staging(
     plan: Plan, messages: list[Message], staged: dict[int, tuple[int, int]], last_use: dict[int, int]
 ) -> None:
-    holding: dict[int, int] = {}
+    """Replay what ranks hold for others: every message in needs a buffer, and a relay keeps its until it is used."""
+    largest: dict[int, int] = {}
+    for message in messages:
+        if message.sender != message.receiver:
+            largest[message.receiver] = max(largest.get(message.receiver, 0), message_nbytes(plan, message))
+    held_bytes: dict[int, int] = {}
+    held_messages: dict[int, int] = {}
     release: dict[int, list[tuple[int, int]]] = {}
     for message in messages:
+        rank = message.receiver
+        if message.sender != rank:
+            slots = num_recv_slots(plan.staging_bytes, largest[rank])
+            if held_messages.get(rank, 0) >= slots:
+                raise PlanError(
+                    f"message {message.id}: rank {rank} must receive it while it stages {held_messages[rank]} messages "
+                    f"for others, but its window is {slots} messages of {largest[rank]} bytes"
+                )
+        relayed = [message.id + i for i in range(len(message.boxes)) if message.id + i in staged]
+        for ident in relayed:
+            if ident not in last_use:
+                raise PlanError(
+                    f"message {ident} brings rank {rank} {staged[ident][1]} bytes that it neither needs nor passes on"
+                )
+            held_bytes[rank] = held_bytes.get(rank, 0) + staged[ident][1]
+            if held_bytes[rank] > plan.staging_bytes:
+                raise PlanError(
+                    f"message {ident}: rank {rank} stages {held_bytes[rank]} bytes; the window is {plan.staging_bytes}"
+                )
+        if relayed:
+            held_messages[rank] = held_messages.get(rank, 0) + 1
+            last = max(last_use[ident] for ident in relayed)
+            release.setdefault(last, []).append((rank, sum(staged[ident][1] for ident in relayed)))
         for i in range(len(message.boxes)):
-            ident = message.id + i
-            if ident in staged:
-                rank, nbytes = staged[ident]
-                if ident not in last_use:
-                    raise PlanError(
-                        f"message {ident} brings rank {rank} {nbytes} bytes that it neither needs nor passes on"
-                    )
-                holding[rank] = holding.get(rank, 0) + nbytes
-                release.setdefault(last_use[ident], []).append((rank, nbytes))
-                if holding[rank] > plan.staging_bytes:
-                    raise PlanError(
-                        f"message {ident}: rank {rank} stages {holding[rank]} bytes; the window is {plan.staging_bytes}"
-                    )
-            for rank, nbytes in release.pop(ident, ()):
-                holding[rank] -= nbytes
+            for holder, nbytes in release.pop(message.id + i, ()):
+                held_bytes[holder] -= nbytes
+                held_messages[holder] -= 1

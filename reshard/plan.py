@@ -20,6 +20,13 @@ from reshard.topology import Topology
 
 #: Bytes that a rank may hold beyond its source and destination shards.
 DEFAULT_STAGING_BYTES = 64 * 2**20
+#: How many receives a rank posts ahead of the first unfinished one, at most.
+RECVS_AHEAD = 8
+
+
+def num_recv_slots(staging_bytes: int, largest_nbytes: int) -> int:
+    """How many messages a rank can stage on their way in: half of its staging, cut by its largest message."""
+    return max(1, min(RECVS_AHEAD, staging_bytes // 2 // max(largest_nbytes, 1)))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Recv:
-    """One message in. ``num_forwards`` sends of this rank pass it on; a relay keeps none of it."""
+    """One message in. ``num_forwards`` sends pass it on from where it was staged; a relay keeps none of it."""
 
     id: int
     sender: int
@@ -123,12 +123,32 @@ def build_program(plan: Plan, rank: int) -> Program:
     return Program(
         rank=rank,
         copies=tuple(copies),
-        recvs=tuple(recvs),
+        recvs=tuple(_keep_staged(recvs, queues)),
         sends_across=tuple(queues[False]),
         sends_inside=tuple(queues[True]),
         src_shapes=tuple(s.src_shards.local_shape(rank) if rank in s.src.ranks else None for s in plan.tensors),
         dst_shapes=tuple(s.dst_shards.local_shape(rank) if rank in s.dst.ranks else None for s in plan.tensors),
     )
+
+
+def _keep_staged(recvs: Sequence[Recv], queues: tuple[list[Send], list[Send]]) -> list[Recv]:
+    """Receives, with forwards from staging only where those come before the next receive.
+
+    A buffer that was kept for a later forward would be given back later in the order than it is needed; such a
+    forward reads the destination shard instead. A relay has none, and :func:`~reshard.check.check_plan` sees to it
+    that its buffer is free in time.
+    """
+    last_forward: dict[int, int] = {}
+    for queue in queues:
+        for send in queue:
+            if send.forwards is not None:
+                last_forward[send.forwards] = max(last_forward.get(send.forwards, 0), send.id)
+    kept = []
+    for index, recv in enumerate(recvs):
+        until = recvs[index + 1].id if index + 1 < len(recvs) else None
+        soon = until is None or last_forward.get(index, 0) < until
+        kept.append(recv if soon or recv.is_relay else replace(recv, num_forwards=0))
+    return kept
 
 
 class _Locator:

@@ -11,21 +11,25 @@ Receives are posted before sends because Gloo otherwise may run the two directio
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from reshard.errors import TransferTimeoutError
+from reshard.plan import RECVS_AHEAD, num_recv_slots
 from reshard.program import Program, Recv, Send
+from reshard.runs import box_runs, copy_runs
 
-#: How many receives may be posted ahead of the first unfinished one.
-RECVS_AHEAD = 8
 #: Packed messages that one queue of sends may have under way, whatever windows the plan has.
 MAX_WINDOW = 4
+#: From this many boxes on, a message is packed as byte runs in one call rather than box by box.
+MANY_BOXES = 4
 
 
 class Work(Protocol):
@@ -51,9 +55,19 @@ class Staging:
     """The buffers of one program, made on first use and kept: half of them for receives, a quarter a send queue."""
 
     def __init__(self, program: Program, staging_bytes: int) -> None:
-        self.recv = _Pool(program.recvs, RECVS_AHEAD, staging_bytes // 2)
-        self.across = _Pool(program.sends_across, MAX_WINDOW, staging_bytes // 4)
-        self.inside = _Pool(program.sends_inside, MAX_WINDOW, staging_bytes // 4)
+        self.recv = _Pool(program.recvs, num_recv_slots(staging_bytes, _largest(program.recvs)))
+        self.across = _Pool(program.sends_across, _num_send_slots(program.sends_across, staging_bytes))
+        self.inside = _Pool(program.sends_inside, _num_send_slots(program.sends_inside, staging_bytes))
+        self._runs: dict[tuple[int, str], _Runs] = {}
+
+    def runs_of(self, op: Recv | Send, arrays: Sequence[torch.Tensor | None], side: str) -> _Runs | None:
+        """The boxes of a message as byte runs, worked out once; None if an array is not contiguous."""
+        tensors = {place.tensor for place in op.places}
+        if not all((array := arrays[tensor]) is not None and array.is_contiguous() for tensor in tensors):
+            return None
+        if (op.id, side) not in self._runs:
+            self._runs[op.id, side] = _Runs(op, arrays, side)
+        return self._runs[op.id, side]
 
     @property
     def allocated_bytes(self) -> int:
@@ -61,10 +75,18 @@ class Staging:
         return sum(pool.allocated_bytes for pool in (self.recv, self.across, self.inside))
 
 
+def _largest(ops: Sequence[Recv] | Sequence[Send]) -> int:
+    return max((op.nbytes for op in ops), default=0)
+
+
+def _num_send_slots(sends: Sequence[Send], staging_bytes: int) -> int:
+    return max(1, min(MAX_WINDOW, staging_bytes // 4 // max(_largest(sends), 1)))
+
+
 class _Pool:
-    def __init__(self, ops: Sequence[Recv] | Sequence[Send], num_slots: int, limit_bytes: int) -> None:
-        self._slot_bytes = -(-max((op.nbytes for op in ops), default=0) // 16) * 16
-        self._num_slots = min(num_slots, len(ops), max(1, limit_bytes // max(self._slot_bytes, 1)))
+    def __init__(self, ops: Sequence[Recv] | Sequence[Send], num_slots: int) -> None:
+        self._slot_bytes = -(-_largest(ops) // 16) * 16
+        self._num_slots = min(num_slots, len(ops))
         self._storage: torch.Tensor | None = None
         self._free: list[torch.Tensor] = []
 
@@ -85,6 +107,37 @@ class _Pool:
 def flat_bytes(view: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as a flat uint8 tensor on the same memory."""
     return view.view(-1).view(torch.uint8)
+
+
+class _Runs:
+    """Where the boxes of one message lie in contiguous arrays and in its buffer, as byte runs per tensor."""
+
+    def __init__(self, op: Recv | Send, arrays: Sequence[torch.Tensor | None], side: str) -> None:
+        self.rows: list[tuple[int, np.ndarray, np.ndarray, np.ndarray]] = []
+        filled = 0
+        for tensor, places in itertools.groupby(op.places, key=lambda place: place.tensor):
+            array = arrays[tensor]
+            assert array is not None
+            boxes = [getattr(place, side) for place in places]
+            at, length = box_runs(array.shape, array.element_size(), boxes)
+            ends = filled + np.cumsum(length)
+            self.rows.append((tensor, at, ends - length, length))
+            filled = int(ends[-1])
+
+    def pack(self, arrays: Sequence[torch.Tensor | None], buffer: torch.Tensor) -> None:
+        """From the arrays into the buffer."""
+        for tensor, at, in_buffer, length in self.rows:
+            copy_runs(_flat(arrays[tensor]), buffer.numpy(), at, in_buffer, length)
+
+    def unpack(self, buffer: torch.Tensor, arrays: Sequence[torch.Tensor | None]) -> None:
+        """From the buffer into the arrays."""
+        for tensor, at, in_buffer, length in self.rows:
+            copy_runs(buffer.numpy(), _flat(arrays[tensor]), in_buffer, at, length)
+
+
+def _flat(array: torch.Tensor | None) -> np.ndarray:
+    assert array is not None
+    return flat_bytes(array).numpy()
 
 
 class _Run:
@@ -152,7 +205,11 @@ class _Run:
         slot = self.slot_of.get(index)
         if slot is not None:
             if not op.is_relay:
-                unpack(slot[: op.nbytes], [_view(self.dst, p.tensor, p.dst) for p in op.places])
+                runs = self.staging.runs_of(op, self.dst, "dst") if len(op.places) >= MANY_BOXES else None
+                if runs is not None:
+                    runs.unpack(slot[: op.nbytes], self.dst)
+                else:
+                    unpack(slot[: op.nbytes], [_view(self.dst, p.tensor, p.dst) for p in op.places])
             self.uses[index] = op.num_forwards
             self.release_if_unused(index)
         self.recvs_done = index + 1
@@ -172,15 +229,19 @@ class _Run:
             buffer = self.slot_of[op.forwards][: op.nbytes]
         else:
             arrays, side = (self.dst, "dst") if op.forwards is not None else (self.src, "src")
-            views = [_view(arrays, place.tensor, getattr(place, side)) for place in op.places]
-            if len(views) == 1 and views[0].is_contiguous():
-                buffer = flat_bytes(views[0])
+            view = _view(arrays, op.places[0].tensor, getattr(op.places[0], side))
+            if len(op.places) == 1 and view.is_contiguous():
+                buffer = flat_bytes(view)
             else:
                 slot = queue.pool.take()
                 if slot is None:
                     return False
                 buffer = slot[: op.nbytes]
-                pack(views, buffer)
+                runs = self.staging.runs_of(op, arrays, side) if len(op.places) >= MANY_BOXES else None
+                if runs is not None:
+                    runs.pack(arrays, buffer)
+                else:
+                    pack([_view(arrays, place.tensor, getattr(place, side)) for place in op.places], buffer)
         queue.posted.append((op, self.transport.send(buffer, op.receiver, self.tag), slot))
         queue.at += 1
         return True

@@ -240,7 +240,7 @@ def _cut_regions(layout: RegionLayout, shape: tuple[int, ...]) -> Shards:
             at += box[layout.join_dim][1] - box[layout.join_dim][0] if shape else 1
             if all(hi > lo for lo, hi in box):
                 holders.setdefault(box, []).append((rank, local))
-    holders = _refine(holders)
+    holders = _refine(holders, len(shape))
     boxes = sorted(holders)
     width = max(map(len, holders.values()), default=1)
     ranks = np.full((len(boxes), width), NO_RANK, dtype=np.int64)
@@ -256,7 +256,7 @@ def _cut_regions(layout: RegionLayout, shape: tuple[int, ...]) -> Shards:
 _Holders = dict[Box, list[tuple[int, tuple[int, ...]]]]
 
 
-def _refine(holders: _Holders) -> _Holders:
+def _refine(holders: _Holders, ndim: int) -> _Holders:
     """Split boxes that overlap in part into cells, so that any two boxes are the same or apart."""
     boxes = sorted(holders)
     for box in boxes:
@@ -264,7 +264,7 @@ def _refine(holders: _Holders) -> _Holders:
         if len(set(ranks)) != len(ranks):
             rank = next(rank for rank in ranks if ranks.count(rank) > 1)
             raise LayoutError(f"rank {rank} holds region {format_box(box)} twice")
-    bounds = np.array(boxes, dtype=np.int64).reshape(len(boxes), -1, 2)
+    bounds = np.array(boxes, dtype=np.int64).reshape(len(boxes), ndim, 2)
     first, second = find_overlaps(bounds[:, :, 0], bounds[:, :, 1], bounds[:, :, 0], bounds[:, :, 1])
     apart = first < second
     first, second = first[apart], second[apart]

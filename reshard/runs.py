@@ -1,0 +1,54 @@
+"""Many short copies at once: the boxes of one message as byte runs of contiguous arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+try:
+    from reshard._native import copy_runs as copy_runs_native
+except ImportError:  # not built: the twin below does the same, slower
+    copy_runs_native = None
+
+
+def box_runs(shape: Sequence[int], itemsize: int, boxes: Sequence[Sequence[slice]]) -> tuple[np.ndarray, np.ndarray]:
+    """The contiguous byte runs of boxes of a contiguous array, box by box, each in row-major order.
+
+    Returns:
+        ``(at, length)`` in bytes, int64, one entry per run.
+    """
+    starts, lengths = [], []
+    strides = [itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    for box in boxes:
+        inner = len(shape)  # dims from here on are whole, so that their elements lie together
+        while inner > 0 and box[inner - 1].stop - box[inner - 1].start == shape[inner - 1]:
+            inner -= 1
+        first = max(inner - 1, 0)
+        length = itemsize * math.prod(cut.stop - cut.start for cut in box[first:])
+        at = np.array([sum(cut.start * stride for cut, stride in zip(box[first:], strides[first:], strict=True))])
+        for cut, stride in zip(reversed(box[:first]), reversed(strides[:first]), strict=True):
+            at = (np.arange(cut.start, cut.stop)[:, None] * stride + at).ravel()
+        starts.append(at)
+        lengths.append(np.full(len(at), length))
+    return np.concatenate(starts).astype(np.int64), np.concatenate(lengths).astype(np.int64)
+
+
+def copy_runs_python(src: Any, dst: Any, src_at: np.ndarray, dst_at: np.ndarray, length: np.ndarray) -> None:
+    """Copy ``length[i]`` bytes from ``src[src_at[i]]`` to ``dst[dst_at[i]]``, for every i; flat uint8 arrays.
+
+    Raises:
+        ValueError: the index arrays differ in size. IndexError: a run lies outside its array; nothing was copied.
+    """
+    if not len(src_at) == len(dst_at) == len(length):
+        raise ValueError("copy_runs: src_at, dst_at and length must have the same size")
+    for at, array in ((src_at, src), (dst_at, dst)):
+        if len(at) and (at.min() < 0 or length.min() < 0 or (at + length).max() > len(array)):
+            raise IndexError("copy_runs: a run lies outside its array")
+    for a, b, n in zip(src_at.tolist(), dst_at.tolist(), length.tolist(), strict=True):
+        dst[b : b + n] = src[a : a + n]
+
+
+copy_runs = copy_runs_native or copy_runs_python

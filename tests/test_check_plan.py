@@ -1,0 +1,193 @@
+"""The checker finds planted faults, and the executor's order is what keeps it from deadlock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from memory_transport import run_in_threads
+from tensors import same_bytes, take_shard, whole_tensor
+
+from reshard import Layout, Mesh, PlanError, Topology, check_plan, make_plan
+from reshard.plan import Transfers
+from reshard.plan_text import parse_plan
+from reshard.strategies import STRATEGIES
+
+SRC, DST = Layout(Mesh.of("2x2"), "S0 S1"), Layout(Mesh.of("2x2", first_rank=4), "R S0")
+TOPOLOGY = Topology((0, 0, 1, 1, 2, 2, 3, 3))
+
+
+def _plan(strategy="broadcast_greedy"):
+    return make_plan(SRC, DST, (12, 16), "float32", strategy=strategy, topology=TOPOLOGY)
+
+
+def _with(plan, **arrays):
+    old = plan.transfers
+    fields = {name: getattr(old, name) for name in Transfers.__dataclass_fields__}
+    return replace(plan, transfers=Transfers(**(fields | arrays)))
+
+
+def _drop_last_edge(plan):
+    t = plan.transfers
+    edge_at = t.edge_at.copy()
+    edge_at[-1] -= 1
+    return _with(plan, edge_at=edge_at, sender=t.sender[:-1], receiver=t.receiver[:-1])
+
+
+def _shift(name, amount):
+    def plant(plan):
+        array = getattr(plan.transfers, name).copy()
+        array[-1, 0] += amount
+        return _with(plan, **{name: array})
+
+    return plant
+
+
+def _rank(name, rank):
+    def plant(plan):
+        array = getattr(plan.transfers, name).copy()
+        array[-1] = rank
+        return _with(plan, **{name: array})
+
+    return plant
+
+
+def _wrong_sender(plan):
+    """The last edge starts at a source rank that holds another tile."""
+    start, stop = plan.transfers.box_start[-1], plan.transfers.box_stop[-1]
+    shards = plan.tensors[0].src_shards
+    holders = {
+        rank
+        for rank in SRC.ranks
+        for lo, hi in zip(*shards.pieces_of(rank)[:2], strict=True)
+        if (lo <= start).all() and (stop <= hi).all()
+    }
+    return _rank("sender", min(set(SRC.ranks) - holders))(plan)
+
+
+def _twice(plan):
+    """The last transfer once more."""
+    t = plan.transfers
+    boxes, edges = slice(t.box_at[-2], t.box_at[-1]), slice(t.edge_at[-2], t.edge_at[-1])
+    return _with(
+        plan,
+        box_at=np.append(t.box_at, t.box_at[-1] + t.box_at[-1] - t.box_at[-2]),
+        box_tensor=np.append(t.box_tensor, t.box_tensor[boxes]),
+        box_start=np.concatenate([t.box_start, t.box_start[boxes]]),
+        box_stop=np.concatenate([t.box_stop, t.box_stop[boxes]]),
+        edge_at=np.append(t.edge_at, t.edge_at[-1] + t.edge_at[-1] - t.edge_at[-2]),
+        sender=np.append(t.sender, t.sender[edges]),
+        receiver=np.append(t.receiver, t.receiver[edges]),
+        splits=np.concatenate([t.splits, t.splits[-1:]]),
+        window=np.append(t.window, t.window[-1]),
+    )
+
+
+FAULTS = {
+    "an edge is missing": (_drop_last_edge, "needs"),
+    "a region is too small": (_shift("box_stop", -1), "needs"),
+    "a region lies elsewhere": (_shift("box_start", 1), "needs"),
+    "a region reaches past the tensor": (_shift("box_stop", 99), "outside shape"),
+    "the wrong rank sends": (_wrong_sender, "by then"),
+    "the wrong rank receives": (_rank("receiver", 0), "neither needs nor passes on"),
+    "a transfer stands twice": (_twice, "a second time"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_planted_faults_are_found(fault, strategy):
+    plant, text = FAULTS[fault]
+    plan = _plan(strategy)
+    check_plan(plan)
+    with pytest.raises(PlanError) as caught:
+        check_plan(plant(plan))
+    assert text in str(caught.value) or fault.startswith(("the wrong rank", "a region"))
+
+
+def test_errors_name_the_thing_the_rule_and_the_numbers():
+    text = str(make_plan(Layout(Mesh.of("1")), Layout(Mesh.of("1", first_rank=1)), (8, 1), "int8"))
+    with pytest.raises(PlanError, match=r"rank 1 needs 8 elements, but is sent 4"):
+        check_plan(parse_plan(text.replace("[0:8, 0:1]", "[0:4, 0:1]")))
+
+
+CROSSING = """\
+plan by_hand staging_bytes={staging}
+topology nic_bytes_per_second=1.0 hosts 0*1,1*1,2*1,3*1
+tensor 0 uint8 [64, 2048] named "a" from () on Mesh(ranks 0) to (-, 0) on Mesh(0=2; ranks 2,1)
+tensor 1 uint8 [64, 2048] named "b" from () on Mesh(ranks 3) to (-, 0) on Mesh(0=2; ranks 1,2)
+"""
+# Half of a for 2 goes over 1, half of b for 1 goes over 2; each half is one message as large as the only buffer.
+GOOD = CROSSING + (
+    "0: t0 [0:64, 0:1024] 0 -> 1 -> 2 splits 1x1 window 1\n"
+    "2: t1 [0:64, 0:1024] 3 -> 2 -> 1 splits 1x1 window 1\n"
+    "4: t0 [0:64, 1024:2048] 0 -> 1 splits 1x1 window 1\n"
+    "5: t1 [0:64, 1024:2048] 3 -> 2 splits 1x1 window 1\n"
+)
+
+
+def _crossing_arrays(plan):
+    sources = {rank: [None, None] for rank in range(4)}
+    outs = {rank: [None, None] for rank in range(4)}
+    for i, spec in enumerate(plan.tensors):
+        whole = whole_tensor(spec.shape, torch.uint8)
+        for rank in range(4):
+            sources[rank][i] = take_shard(spec.src, rank, whole)
+            if rank in spec.dst.ranks:
+                # strided in memory, so that every message in needs a buffer
+                outs[rank][i] = torch.zeros(1024, 64, dtype=torch.uint8).t()
+    return sources, outs
+
+
+def test_crossing_chains_with_one_buffer_each_run_in_the_plan_order():
+    plan = parse_plan(GOOD.format(staging=2 * 64 * 1024))
+    check_plan(plan)
+    sources, outs = _crossing_arrays(plan)
+    staged = run_in_threads(plan, sources, outs)
+    assert max(staged.values()) <= plan.staging_bytes
+    for i, spec in enumerate(plan.tensors):
+        whole = whole_tensor(spec.shape, torch.uint8)
+        for rank in spec.dst.ranks:
+            assert same_bytes(outs[rank][i], take_shard(spec.dst, rank, whole))
+
+
+def test_first_hops_first_with_one_buffer_each_is_refused_and_would_deadlock(monkeypatch):
+    """The order 0 -> 1, 3 -> 2, 1 -> 2, 2 -> 1: each relay holds its only buffer while it must receive."""
+    import reshard.check as check
+    import reshard.program as program
+    from reshard.plan import expand_messages
+
+    plan = parse_plan(GOOD.format(staging=2 * 64 * 1024))
+    in_order = list(expand_messages(plan))
+    swapped = [in_order[i] for i in (0, 2, 1, 3, 4, 5)]
+    number = {message.id: i for i, message in enumerate(swapped)}
+    bad = [
+        replace(message, id=i, after=None if message.after is None else number[message.after])
+        for i, message in enumerate(swapped)
+    ]
+
+    def expand(plan, rank=None):
+        return (message for message in bad if rank is None or rank in (message.sender, message.receiver))
+
+    monkeypatch.setattr(check, "expand_messages", expand)
+    monkeypatch.setattr(program, "expand_messages", expand)
+    with pytest.raises(PlanError, match="its window is 1 messages"):
+        check_plan(plan)
+    with pytest.raises(Exception, match=r"did not finish in time|stuck"):
+        run_in_threads(plan, *_crossing_arrays(plan), seconds=1.0)
+
+
+def test_relays_past_the_window_are_refused():
+    """Rank 1 must hold everything before it may pass on the first chunk."""
+    lines = [
+        "plan by_hand staging_bytes=65536",
+        "topology nic_bytes_per_second=1.0 hosts 0*3",
+        "tensor 0 uint8 [262144] from () on Mesh(ranks 0) to () on Mesh(ranks 2)",
+        "0: t0 [0:262144] 0 -> 1 -> 2 splits 8 window 1",
+    ]
+    check_plan(parse_plan("\n".join(lines)))  # chunk by chunk it fits
+    lines[-1] = "0: t0 [0:262144] 0 -> 1 -> 2 splits 2 window 1"
+    with pytest.raises(PlanError, match="the window is 65536"):
+        check_plan(parse_plan("\n".join(lines)))

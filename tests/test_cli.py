@@ -1,0 +1,101 @@
+"""The command line, and the contract of its JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from reshard.cli import default_topology, main
+from reshard.mesh import Mesh
+from reshard.plan_json import plan_from_json
+
+PLAN = ["plan", "--shape", "1024,1024,512", "--dtype", "float32", "--src-mesh", "2x4", "--src", "S0 R R"]
+TO = ["--dst-mesh", "3x4", "--dst", "S0 R R"]
+GOLDENS = Path(__file__).parent / "goldens"
+
+
+def test_text_is_the_golden_file(capsys):
+    assert main([*PLAN, *TO]) == 0
+    assert capsys.readouterr().out == (GOLDENS / "plan_2x4_3x4.txt").read_text()
+
+
+def test_json_is_the_contract(capsys):
+    assert main([*PLAN, *TO, "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert set(data) >= {
+        "tensors", "host_of_rank", "strategy", "plan_hash", "lower_bound_seconds", "predicted_seconds", "messages",
+    }  # fmt: skip
+    assert data["predicted_seconds"] is None
+    assert data["lower_bound_seconds"] == pytest.approx(0.8589934592)
+    assert data["host_of_rank"] == [rank // 4 for rank in range(20)]
+    assert data["tensors"][0]["src"]["ranks"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert data["tensors"][0]["src"]["spec"] == "S0 R R"
+    plan = plan_from_json(data)
+    assert plan.plan_hash == data["plan_hash"]
+    done = set()
+    for number, message in enumerate(data["messages"]):
+        assert set(message) == {"id", "tensor", "sender", "receiver", "start", "stop", "after", "window"}
+        assert message["id"] == number
+        assert done.issuperset(message["after"])
+        done.add(number)
+
+
+def test_one_rank_prints_its_own_messages(capsys):
+    assert main([*PLAN, *TO, "--format", "json", "--rank", "13"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["messages"]
+    assert all(13 in (message["sender"], message["receiver"]) for message in data["messages"])
+    assert main([*PLAN, *TO, "--rank", "13"]) == 0
+    assert " -> 13" in capsys.readouterr().out
+
+
+def test_both_meshes_on_the_same_ranks(capsys):
+    assert main([*PLAN, "--dst-mesh", "2x4", "--dst", "R S0 R", "--dst-first-rank", "0", "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["lower_bound_seconds"] is None
+    assert data["host_of_rank"] == [0] * 4 + [1] * 4
+    assert any(message["sender"] == message["receiver"] for message in data["messages"])
+
+
+def test_default_hosts_follow_the_grids():
+    assert default_topology(Mesh.of("2x2x4"), Mesh.of("4", first_rank=16)).host_of_rank == (
+        *([0] * 4), *([1] * 4), *([2] * 4), *([3] * 4), *([4] * 4),
+    )  # fmt: skip
+    assert default_topology(Mesh.of("2x4"), Mesh.of("4x2", first_rank=4)).host_of_rank == (
+        *([0] * 4), *([1] * 4), 2, 2, 3, 3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--shape", "4,x", "--src-mesh", "2", "--dst-mesh", "2"], "ArgumentError: shape '4,x'"),
+        (["--shape", "4", "--src-mesh", "2", "--src", "S3", "--dst-mesh", "2"], "LayoutError: spec 'S3' names axis 3"),
+        (["--shape", "4", "--src-mesh", "0", "--dst-mesh", "2"], "MeshError"),
+        (["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--strategy", "x"], "no strategy 'x'"),
+        (["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--rank", "9"], "rank 9 takes no part"),
+        (["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--topology", "/nonexistent"], "TopologyError"),
+        (["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--dst-first-rank", "-1"], "rank -1 is outside"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, text, capsys):
+    assert main(["plan", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("reshard: ")
+    assert text in err
+    assert err.count("\n") == 1
+
+
+def test_too_many_messages_ask_for_a_rank(capsys):
+    big = ["plan", "--shape", "2048,2048,2", "--src-mesh", "256x4", "--src", "R S01 R", "--dst-mesh", "256x4"]
+    assert main([*big, "--dst", "S01 R R", "--strategy", "send_recv", "--format", "json"]) == 2
+    assert "1048576 messages; name one rank with --rank" in capsys.readouterr().err
+
+
+def test_info_and_help(capsys):
+    assert main(["info"]) == 0
+    assert "native code  built" in capsys.readouterr().out
+    assert main([]) == 2
+    assert "A mesh is a grid of ranks" in capsys.readouterr().out

@@ -1,0 +1,77 @@
+"""Byte runs of boxes, and the native copy beside its Python twin."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from memory_transport import run_in_threads
+from tensors import same_bytes, take_shard, whole_tensor
+
+from reshard import Layout, Mesh, RegionLayout, check_plan, make_plan
+from reshard.progress import MANY_BOXES
+from reshard.runs import box_runs, copy_runs, copy_runs_native, copy_runs_python
+
+
+@st.composite
+def arrays_with_boxes(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+    boxes = []
+    for _ in range(draw(st.integers(1, 4))):
+        box = []
+        for size in shape:
+            lo = draw(st.integers(0, size - 1))
+            box.append(slice(lo, draw(st.integers(lo + 1, size))))
+        boxes.append(tuple(box))
+    return shape, boxes, draw(st.sampled_from([np.uint8, np.int16, np.complex128]))
+
+
+@given(arrays_with_boxes(), st.sampled_from([f for f in (copy_runs_native, copy_runs_python) if f]))
+def test_runs_gather_what_indexing_gathers(case, copy):
+    shape, boxes, dtype = case
+    array = np.arange(int(np.prod(shape))).astype(dtype).reshape(shape)
+    flat = array.reshape(-1).view(np.uint8)
+    at, length = box_runs(shape, array.itemsize, boxes)
+    expected = np.concatenate([array[(..., *box)].ravel() for box in boxes])
+    packed = np.zeros(int(length.sum()), dtype=np.uint8)
+    copy(flat, packed, at, np.cumsum(length) - length, length)
+    assert packed.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("copy", [f for f in (copy_runs_native, copy_runs_python) if f])
+@pytest.mark.parametrize(
+    "bad", [([0], [0], [9]), ([-1], [0], [1]), ([0], [8], [1]), ([0], [0], [-1]), ([2**62], [0], [2**62])]
+)
+def test_runs_outside_their_arrays_are_refused(copy, bad):
+    src, dst = np.ones(8, dtype=np.uint8), np.zeros(8, dtype=np.uint8)
+    with pytest.raises(IndexError):
+        copy(src, dst, *(np.array(x, dtype=np.int64) for x in bad))
+    with pytest.raises(ValueError, match="same size"):
+        copy(src, dst, *(np.zeros(n, dtype=np.int64) for n in (1, 2, 1)))
+    assert not dst.any()
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_message_of_many_boxes_of_two_tensors(contiguous):
+    stripes = {rank: [[(0, 6), (2 * i + rank, 2 * i + rank + 1)] for i in range(9)] for rank in (0, 1)}
+    src = RegionLayout(stripes, join_dim=1)
+    dst = Layout(Mesh([2, 3], {"x": 2}), "S0")
+    shapes = {"a": (6, 18), "b": (6, 18)}
+    plan = make_plan(src, dst, shapes, "float32")
+    check_plan(plan)
+    assert max(np.diff(plan.transfers.box_at)) == 2 * 9 >= MANY_BOXES
+    whole = whole_tensor((6, 18), torch.float32)
+
+    def placed(shard):
+        return shard if contiguous or shard is None else shard.t().contiguous().t()
+
+    sources = {r: [placed(take_shard(src, r, whole + k)) for k in range(2)] for r in plan.ranks}
+    sources = {r: [None if r not in src.ranks else x for x in row] for r, row in sources.items()}
+    outs = {r: [placed(torch.zeros(3, 18)) if r in dst.ranks else None for _ in range(2)] for r in plan.ranks}
+    run_in_threads(plan, sources, outs)
+    for rank in dst.ranks:
+        for k in range(2):
+            assert same_bytes(outs[rank][k], take_shard(dst, rank, whole + k))
+    assert copy_runs in (copy_runs_native, copy_runs_python)

@@ -1,0 +1,241 @@
+"""Meshes, layouts, topologies, bounds and strategies: what they refuse, and the numbers they give."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard import (
+    ArgumentError,
+    Layout,
+    LayoutError,
+    Mesh,
+    MeshError,
+    PartialError,
+    RegionLayout,
+    Topology,
+    TopologyError,
+    lower_bound,
+    make_plan,
+)
+from reshard.bound import least_largest_share
+from reshard.cases import study_cases
+from reshard.dtypes import ITEMSIZE, dtype_name
+from reshard.mesh import format_ranks, parse_ranks
+from reshard.plan import TensorSpec
+from reshard.shards import cut_shards
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: Mesh([0, 1, 1], {"x": 3}), "rank 1 appears 2 times"),
+        (lambda: Mesh([0, -1], {"x": 2}), "rank -1 is outside"),
+        (lambda: Mesh([0, 1], {"x": 3}), "hold 3 ranks, but 2 are given"),
+        (lambda: Mesh([], {"x": 0}), "size 0"),
+        (lambda: Mesh([0], {"a b": 1}), "must be letters"),
+        (lambda: Mesh.of("2y4"), "not of the form 2x4"),
+        (lambda: Mesh.of("2x2", axes=["a", "a"]), "axis 'a' appears 2 times"),
+        (lambda: Mesh.of("999999999x999999999"), "more than"),
+        (lambda: Mesh.from_array([[0, 1], [2]]), "full grid"),
+        (lambda: Mesh.from_array([0.5]), "integers"),
+        (lambda: parse_ranks("3-1"), "empty or too long"),
+    ],
+)
+def test_meshes_refuse(build, text):
+    with pytest.raises(MeshError, match=text):
+        build()
+
+
+def test_meshes_print_compare_and_come_from_jax_like_meshes():
+    mesh = Mesh([4, 5, 6, 0], {"dp": 2, "tp": 2})
+    assert str(mesh) == "Mesh(dp=2, tp=2; ranks 4-6,0)"
+    assert parse_ranks(format_ranks(mesh.ranks)) == [4, 5, 6, 0]
+    assert mesh == Mesh.from_array([[4, 5], [6, 0]], ["dp", "tp"])
+    assert hash(mesh) == hash(Mesh.from_array([[4, 5], [6, 0]], ["dp", "tp"]))
+
+    class Device:
+        def __init__(self, ident):
+            self.id = ident
+
+    class JaxMesh:
+        devices = np.array([[Device(4), Device(5)], [Device(6), Device(0)]])
+        axis_names = ("dp", "tp")
+
+    assert Mesh.from_jax(JaxMesh()) == mesh
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "text"),
+    [
+        ("S2", LayoutError, "names axis 2"),
+        ("X", LayoutError, "neither R nor S"),
+        ("S0 S0", LayoutError, "twice"),
+        (("nope",), LayoutError, "names axis 'nope'"),
+        ((("dp", "dp"),), LayoutError, "twice"),
+        ((3,), LayoutError, "none of"),
+        (7, LayoutError, "none of"),
+    ],
+)
+def test_layouts_refuse(spec, error, text):
+    with pytest.raises(error, match=text):
+        Layout(Mesh.of("2x2", axes=["dp", "tp"]), spec)
+
+
+def test_four_notations_say_the_same():
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    class PartitionSpec(tuple):  # reads like jax.sharding.PartitionSpec
+        __slots__ = ()
+
+    mesh = Mesh.of("2x4", axes=["dp", "tp"])
+    ours = Layout(mesh, ("dp", None, "tp"))
+    assert ours == Layout(mesh, "S0 R S1") == Layout(mesh, [Shard(0), Shard(2)])
+    assert ours == Layout(mesh, PartitionSpec(("dp", None, "tp", None)))
+    assert ours.to_2023(4) == "S0 R S1 R"
+    assert ours.to_placements() == [Shard(0), Shard(2)]
+    major_tp = Layout(mesh, "S10")
+    assert str(major_tp) == "(tp+dp) on Mesh(dp=2, tp=4; ranks 0-7)"
+    assert major_tp.to_placements() == [_StridedShard(0, split_factor=4), Shard(0)]
+    assert Layout(mesh) == Layout(mesh, "R R") == Layout(mesh, [Replicate(), Replicate()])
+    with pytest.raises(PartialError, match="reduce it first"):
+        Layout(mesh, [Partial(), Replicate()])
+    with pytest.raises(LayoutError, match="2 axes"):
+        Layout(mesh, [Shard(0)])
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: RegionLayout({}), "at least one rank"),
+        (lambda: RegionLayout({0: []}), "give ndim"),
+        (lambda: RegionLayout({-1: [[(0, 1)]]}), "rank -1"),
+        (lambda: RegionLayout({0: [[(2, 1)]]}), "start <= stop"),
+        (lambda: RegionLayout({0: [[(0, 1)], [(0, 1), (0, 1)]]}), "same number"),
+        (lambda: RegionLayout({0: [[(0, 1), (0, 2)], [(1, 2), (0, 3)]]}), "cannot be joined along dim 0"),
+        (lambda: RegionLayout({0: [[(0, 1)]]}, join_dim=1), "join_dim 1"),
+        (lambda: RegionLayout({0: [5]}), "pair per tensor dim"),
+        (lambda: RegionLayout({0: [[], []]}), "one box"),
+        (lambda: cut_shards(RegionLayout({0: [[(0, 9)]]}), (8,)), "reaches past shape"),
+        (lambda: cut_shards(RegionLayout({0: [[(0, 4)], [(2, 6)]]}), (8,)), "overlap"),
+        (lambda: cut_shards(RegionLayout({0: [[(0, 4)], [(0, 4)]]}), (8,)), "twice"),
+        (lambda: cut_shards(RegionLayout({0: [[(0, 4)]]}), (8, 8)), "regions have 1 dims"),
+        (lambda: cut_shards(Layout(Mesh.of("2"), "R S0"), (8,)), "shards dim 1"),
+        (lambda: cut_shards(Layout(Mesh.of("2")), (1,) * 9), "at most 8"),
+        (lambda: cut_shards(Layout(Mesh.of("2")), (2**40, 2**40)), "fewer than"),
+    ],
+)
+def test_regions_and_shapes_refuse(build, text):
+    with pytest.raises(LayoutError, match=text):
+        build()
+
+
+def test_dtypes_by_any_name():
+    assert dtype_name("float") == dtype_name(torch.float32) == dtype_name(np.float32) == "float32"
+    assert dtype_name(np.dtype("int8")) == dtype_name(torch.int8) == "int8"
+    with pytest.raises(ArgumentError, match="cannot travel as bytes"):
+        dtype_name("string")
+    for name, size in ITEMSIZE.items():
+        if hasattr(torch, name):
+            assert getattr(torch, name).itemsize == size
+
+
+def test_topologies_refuse():
+    with pytest.raises(TopologyError, match="positive"):
+        Topology((0,), 0.0)
+    with pytest.raises(TopologyError, match="counted from 0"):
+        Topology((-1,))
+    with pytest.raises(TopologyError, match="rank 1 has no host"):
+        make_plan(Layout(Mesh.of("1")), Layout(Mesh.of("1", first_rank=1)), (4,), "int8", topology=Topology((0,)))
+    assert Topology.from_hostnames(["b", "a", "b"]).host_of_rank == (0, 1, 0)
+
+
+# (between hosts, inside hosts) in tensor sizes, and the bound in tensor sizes over the NIC rate
+STUDY = {
+    "study 1": (1, 3, 0.5),
+    "study 2": (1, 3, 0.5),
+    "study 3": (1, 3, 0.5),
+    "study 4": (1, 0, 0.5),
+    "study 5": (1, 3, 0.5),
+    "study 6": (1, 3, 0.5),
+    "study 7": (2, 6, 1.0),
+    "study 8": (2, 0, 1.0),
+    "study 9": (1, 3, 0.5),
+}
+
+
+@pytest.mark.parametrize("case", study_cases(4), ids=lambda case: case.name)
+def test_bytes_and_bounds_of_the_study(case):
+    topology = Topology(tuple(rank // 4 for rank in range(case.num_ranks)), 1e9)
+    between, inside, bound = STUDY[case.name]
+    total = int(np.prod(case.shape)) * 4
+    plan = make_plan(case.src, case.dst, case.shape, case.dtype, topology=topology)
+    assert plan.bytes_moved() == (between * total, inside * total, 0)
+    assert plan.lower_bound_seconds == pytest.approx(bound * total / 1e9, rel=1e-2)
+    naive = make_plan(case.src, case.dst, case.shape, case.dtype, topology=topology, strategy="send_recv")
+    assert sum(naive.bytes_moved()) == total * (between + inside)
+    assert naive.bytes_moved()[1:] == (0, 0)
+
+
+def test_the_greedy_order_balances_replicated_senders():
+    """Case 2 of the study: both source hosts hold all, so each should send half."""
+    case = study_cases(4)[1]
+    topology = Topology(tuple(rank // 4 for rank in range(16)))
+    for strategy, loads in [
+        ("broadcast_naive", {0: 2}),
+        ("broadcast_size", {0: 1, 1: 1}),
+        ("broadcast_greedy", {0: 1, 1: 1}),
+    ]:
+        plan = make_plan(case.src, case.dst, case.shape, case.dtype, topology=topology, strategy=strategy)
+        sent = {}
+        for transfer in range(len(plan.transfers)):
+            host = plan.transfers.edges_of(transfer)[0][0] // 4
+            sent[host] = sent.get(host, 0) + 1
+        assert sent == loads
+
+
+@given(
+    st.dictionaries(st.frozensets(st.integers(0, 4), min_size=1).map(lambda s: tuple(sorted(s))), st.integers(1, 10**9))
+)
+def test_the_share_of_the_busiest_host_is_the_largest_over_all_sets(held):
+    hosts = sorted({host for key in held for host in key})
+    by_sets = max(
+        (
+            sum(n for key, n in held.items() if set(key) <= set(chosen)) / len(chosen)
+            for size in range(1, len(hosts) + 1)
+            for chosen in itertools.combinations(hosts, size)
+        ),
+        default=0.0,
+    )
+    assert least_largest_share(held) == pytest.approx(by_sets, rel=1e-6)
+
+
+def test_no_bound_where_source_and_destination_share_a_host():
+    src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2"), "R S0")
+    assert lower_bound([TensorSpec((4, 4), "int8", src, dst)], Topology((0, 1))) is None
+
+
+def test_small_regions_of_one_pair_travel_together():
+    """Interleaved columns: 32 boxes from 0 to 2 are one message, of one itemsize."""
+    stripes = {rank: [[(0, 4), (2 * i + rank, 2 * i + rank + 1)] for i in range(32)] for rank in (0, 1)}
+    src = RegionLayout(stripes, join_dim=1)
+    plan = make_plan(src, Layout(Mesh([2], {"x": 1})), (4, 64), "float32")
+    assert len(plan.transfers) == 2
+    assert plan.num_messages == 64
+    assert {len(m["after"]) for m in plan.to_json()["messages"]} == {0}
+    assert plan.to_json()["messages"][0]["window"] == 32 * 4
+
+
+def test_a_million_slices():
+    """1,024 -> 1,024 ranks: tasks are arrays, so cutting them takes well under a second and a gigabyte."""
+    src, dst = Layout(Mesh.of("256x4"), "R S01 R"), Layout(Mesh.of("256x4", first_rank=1024), "S01 R R")
+    tasks = TensorSpec((2048, 2048, 64), "float32", src, dst).tasks
+    assert len(tasks) == 1024 * 1024
+    assert int(tasks.numel.sum()) == 2048 * 2048 * 64
+    assert tasks.start.nbytes + tasks.stop.nbytes < 64 * 2**20
