@@ -296,7 +296,7 @@ def describe_plan(plan: Plan, max_lines: int = 40) -> str:
         f"ranks        {ranks}",
         f"messages     {plan.num_messages} in {len(plan.transfers)} transfers",
         f"bytes        {across} between hosts, {inside} inside hosts, {copied} copied within ranks",
-        f"lower bound  {'none known where source and destination share a host' if bound is None else f'{bound:.6f} s'}",
+        f"lower bound  {'none known where source and destination share a host' if bound is None else f'{bound:.6g} s'}",
         "",
     ]
     return "\n".join(facts + body)

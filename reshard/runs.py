@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-try:
-    from reshard._native import copy_runs as copy_runs_native
-except ImportError:  # not built: the twin below does the same, slower
-    copy_runs_native = None
+_CopyRuns = Callable[[Any, Any, np.ndarray, np.ndarray, np.ndarray], None]
+
+copy_runs_native: _CopyRuns | None = None
+with contextlib.suppress(ImportError):  # where it is not built the twin below does the same, slower
+    from reshard import _native
+
+    copy_runs_native = _native.copy_runs
 
 
 def box_runs(shape: Sequence[int], itemsize: int, boxes: Sequence[Sequence[slice]]) -> tuple[np.ndarray, np.ndarray]:
@@ -51,4 +55,4 @@ def copy_runs_python(src: Any, dst: Any, src_at: np.ndarray, dst_at: np.ndarray,
         dst[b : b + n] = src[a : a + n]
 
 
-copy_runs = copy_runs_native or copy_runs_python
+copy_runs: _CopyRuns = copy_runs_python if copy_runs_native is None else copy_runs_native
