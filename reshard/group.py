@@ -93,7 +93,8 @@ def join(store: Any, rank: int, world_size: int) -> Group:
     """One group out of processes of several jobs, for example a trainer and a server.
 
     Every process passes the same store (for example ``torch.distributed.TCPStore``) and a rank of its own
-    from 0 to ``world_size - 1``. Nothing is exchanged yet: ranks meet when they first reshard.
+    from 0 to ``world_size - 1``. Nothing is exchanged yet: ranks meet when they first reshard. A group leaves keys
+    in the store; for another group (a restart, say) pass a ``PrefixStore`` with another prefix.
 
     Args:
         store: a ``torch.distributed`` store that all processes reach.

@@ -1,0 +1,73 @@
+"""What the README and the docs show is what happens."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reshard.cli import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def _blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def test_the_readme_example_prints_what_it_says(tmp_path):
+    readme = ROOT / "README.md"
+    script = tmp_path / "rows.py"
+    script.write_text(_blocks(readme, "python")[0])
+    command, _, expected = _blocks(readme, "console")[0].partition("\n")
+    assert command == "$ torchrun --nproc-per-node 4 rows.py"
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == expected.splitlines()
+
+
+def test_the_readme_plan_is_what_the_command_prints(capsys):
+    command, _, expected = _blocks(ROOT / "README.md", "console")[1].partition("\n")
+    assert main(shlex.split(command)[2:]) == 0
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
+def test_code_on_the_pages_runs(page):
+    for block in _blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_every_error_is_on_its_page():
+    import reshard
+
+    text = (ROOT / "docs" / "errors.md").read_text()
+    for name in reshard.__all__:
+        if name.endswith("Error"):
+            assert f"`{name}`" in text or f"reshard.{name}`" in text
+
+
+def test_the_example_of_the_docstring():
+    import doctest
+
+    import reshard.local
+    import reshard.mesh
+
+    for module in (reshard.local, reshard.mesh):
+        result = doctest.testmod(module)
+        assert result.attempted
+        assert not result.failed
