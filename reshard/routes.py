@@ -219,8 +219,9 @@ def _bundle(
     small = np.flatnonzero((nbytes < small_bytes) & ~is_copy)
     single = small[np.diff(routes.edge_at)[small] == 1]
     edge = routes.edge_at[single]
-    pair = np.stack([routes.sender[edge], routes.receiver[edge], itemsize[single]], axis=1)
-    _, inverse, counts = np.unique(pair, axis=0, return_inverse=True, return_counts=True)
+    num_ranks = int(routes.receiver.max(initial=0)) + 1
+    pair = (routes.sender[edge] * num_ranks + routes.receiver[edge]) * 32 + itemsize[single]
+    _, inverse, counts = np.unique(pair, return_inverse=True, return_counts=True)
     repeated = single[counts[inverse.ravel()] > 1]  # others have no one to travel with
     several = small[np.diff(routes.edge_at)[small] > 1]
     open_bundle: dict[tuple[int, bytes], tuple[int, int]] = {}

@@ -18,8 +18,11 @@ from reshard.routes import Problem, Routes, Strategy
 from reshard.shards import NO_RANK
 
 GREEDY_TRIES = 100
-#: Class visits that the greedy order may spend; past it, it tries fewer random sets per round.
-_GREEDY_VISITS = 2_000_000
+#: Visits that the greedy order may spend, one per class and random set. Past it, it tries fewer sets per round,
+#: then takes several tasks of each class at once.
+_GREEDY_VISITS = 200_000
+#: More tasks than this are sent in rotation, each from the host with the fewest bytes to send so far.
+_GREEDY_TASKS = 20_000
 
 
 class _Loads:
@@ -248,9 +251,28 @@ def broadcast_greedy(problem: Problem) -> Routes:
     and appends it. A region takes its sender's host port out and every receiving host's port in (and out,
     where it is passed on); one that stays inside a host takes the ports of its devices. The seed is fixed:
     every rank derives the same plan. Source: the 2023 cross-mesh resharding study, with its weights corrected
-    to the bytes of the slice.
+    to the bytes of the slice. Past 20,000 regions they are sent in rotation instead, as :func:`send_recv` does.
     """
+    if len(problem) > _GREEDY_TASKS:
+        return _broadcast_in_rotation(problem)
     return _broadcast(problem, _greedy_order(problem))
+
+
+def _broadcast_in_rotation(problem: Problem) -> Routes:
+    if problem.holders.shape[1] == 1 and (problem.receivers != NO_RANK).sum(axis=1).max() <= 1:
+        return send_recv(problem)  # no sender to choose, no tree to build
+    needed = np.array(_needed(problem), dtype=np.int64)
+    receiver = problem.receivers[needed].max(axis=1)
+    order = needed[_rotation(problem.holders[needed, 0], receiver)]
+    loads = _Loads(problem)
+
+    def with_senders() -> Iterable[tuple[int, int]]:
+        for task in order.tolist():
+            sender = loads.pick(_ranks(problem.holders[task]))
+            loads.add(sender, int(problem.nbytes[task]), crosses=_crosses(problem, task, sender))
+            yield task, sender
+
+    return _broadcast(problem, with_senders())
 
 
 def _greedy_order(problem: Problem) -> Iterable[tuple[int, int]]:
@@ -282,8 +304,10 @@ def _greedy_order(problem: Problem) -> Iterable[tuple[int, int]]:
 
     queues = [(options, sorted(tasks, reverse=True)) for options, tasks in classes.items()]
     weights = {task: int(problem.nbytes[task]) for _, tasks in queues for task in tasks}
-    rounds = max((len(tasks) for _, tasks in queues), default=0) * max(1, len(queues) // (2 * num_hosts))
-    tries = max(1, min(GREEDY_TRIES, _GREEDY_VISITS // max(1, rounds * len(queues))))
+    longest = max((len(tasks) for _, tasks in queues), default=0)
+    visits = longest * max(1, len(queues) // num_hosts) * len(queues)  # of one random set per round
+    tries = max(1, min(GREEDY_TRIES, _GREEDY_VISITS // max(1, visits)))
+    at_once = max(1, min(longest, visits // _GREEDY_VISITS))
     loads = _Loads(problem)
     rng = random.Random(2023)  # random() is the same on every version of Python, shuffle() need not be
     while queues:
@@ -308,7 +332,10 @@ def _greedy_order(problem: Problem) -> Iterable[tuple[int, int]]:
             if best is None or score > best[0]:
                 best = (score, chosen)
         assert best is not None
-        for index, home, mask in sorted(best[1]):
+        taken_now = [(index, home, mask) for index, home, mask in sorted(best[1]) for _ in range(at_once)]
+        for index, home, mask in taken_now:
+            if not queues[index][1]:
+                continue
             task = queues[index][1].pop()
             holders = [rank for rank in _ranks(problem.holders[task]) if host_of[rank] == home]
             if mask >> rank_port:  # inside a host the ports name the sender

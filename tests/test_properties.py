@@ -39,6 +39,18 @@ def test_every_plan_delivers(case, strategy, dtype):
         assert same_bytes(sources[rank], kept[rank])
 
 
+@given(cases())
+def test_many_tasks_are_sent_in_rotation(case):
+    import reshard.strategies as module
+
+    shape, src, dst, topology = case
+    few, module._GREEDY_TASKS = module._GREEDY_TASKS, 0
+    try:
+        check_plan(make_plan(src, dst, shape, "float32", topology=topology))
+    finally:
+        module._GREEDY_TASKS = few
+
+
 @given(cases(), st.sampled_from(sorted(STRATEGIES)))
 def test_plans_read_back_from_text_and_json(case, strategy):
     shape, src, dst, topology = case
