@@ -116,6 +116,10 @@ class Channel:
     ) -> Verdict:
         """The first member: wait for all records, decide, answer."""
         others = self.members[1:]
+        if not others:
+            verdict = decide([record])
+            verdict.attempts = {record.rank: record.attempt}
+            return verdict
         if self._hub is None:
             self._hub = Hub(self._store, others)
         hub, is_late = self._hub, False

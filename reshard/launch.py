@@ -33,10 +33,10 @@ class RankFailure:
 
 
 class LaunchError(ReshardError, RuntimeError):
-    """Some ranks failed; ``failures`` says how."""
+    """Some ranks failed; ``failures`` says how, ``results`` holds what the others returned."""
 
-    def __init__(self, failures: list[RankFailure]) -> None:
-        self.failures = failures
+    def __init__(self, failures: list[RankFailure], results: dict[int, Any]) -> None:
+        self.failures, self.results = failures, results
         super().__init__("\n".join(f"rank {failure.rank}: {failure.text}" for failure in failures))
 
 
@@ -45,6 +45,7 @@ def run_processes(
     num_ranks: int,
     *args: Any,
     timeout_seconds: float = 120.0,
+    grace_seconds: float = GRACE_SECONDS,
     init_group: bool = True,
 ) -> list[Any]:
     """Run ``function(rank, *args)`` in ``num_ranks`` forked processes and return what each returned.
@@ -53,6 +54,7 @@ def run_processes(
         function: what each rank does; its result must pickle. With ``init_group`` the world group is up.
         num_ranks: how many processes.
         timeout_seconds: all processes are ended after this long.
+        grace_seconds: once one has failed, the others are ended after this long.
         init_group: make the world group (Gloo over loopback, the store in this process). If false,
             ``function`` is called as ``function(rank, port, *args)`` with the port of the store.
 
@@ -109,7 +111,7 @@ def run_processes(
                     results[rank] = value
                 else:
                     failures[rank] = RankFailure(rank, value, text)
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    deadline = min(deadline, time.monotonic() + grace_seconds)
     finally:
         for process in processes:
             process.join(1.0 if not failures else 0.2)
@@ -123,7 +125,7 @@ def run_processes(
             server.kill()
             server.join()
     if failures:
-        raise LaunchError([failures[rank] for rank in sorted(failures)])
+        raise LaunchError([failures[rank] for rank in sorted(failures)], results)
     return [results[rank] for rank in range(num_ranks)]
 
 

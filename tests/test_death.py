@@ -1,0 +1,71 @@
+"""A rank that dies: the others get an error of ours, in bounded time, and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import reshard
+import reshard.call
+from reshard import Layout, Mesh
+from reshard.launch import LaunchError, run_processes
+
+ROWS = Layout(Mesh.of("2"), "S0")
+COLS = Layout(Mesh.of("2", first_rank=2), "R S0")
+
+
+def _dies_between_calls(rank, victim):
+    source = torch.ones(3, 4) if rank < 2 else None
+    reshard.reshard(source, ROWS, COLS, shape=(6, 4))
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    try:
+        reshard.reshard(source, ROWS, COLS, shape=(6, 4), timeout_seconds=8)
+        return "nothing was raised"
+    except reshard.ReshardError as error:
+        assert time.monotonic() - begun < 12
+        return f"{type(error).__name__}: {error}"
+
+
+def _dies_in_flight(rank, victim):
+    """64 MiB move in small pieces; the victim is killed once some have arrived."""
+    src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2))
+    source = torch.ones(2048, 4096) if rank < 2 else None
+    plan = reshard.make_plan(src, dst, (4096, 4096), "float32", staging_bytes=2**18)
+    mover = reshard.Mover(plan, timeout_seconds=8)
+    if rank == victim:
+        mover.start(source)
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    try:
+        mover(source)
+        return "finished"
+    except reshard.ReshardError as error:
+        assert time.monotonic() - begun < 12
+        return f"{type(error).__name__}: {error}"
+
+
+def _run(function, victim):
+    with pytest.raises(LaunchError) as caught:
+        run_processes(function, 4, victim, timeout_seconds=60, grace_seconds=30)
+    assert [failure.rank for failure in caught.value.failures] == [victim]
+    assert "exit code -9" in caught.value.failures[0].text
+    return [caught.value.results[rank] for rank in range(4) if rank != victim]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_killed_between_calls_is_named(victim):
+    for text in _run(_dies_between_calls, victim):
+        assert f"rank {victim}" in text, text
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_killed_in_flight_ends_the_transfer(victim):
+    texts = _run(_dies_in_flight, victim)
+    assert "nothing was raised" not in texts
+    assert any(text.startswith(("RemoteError", "TransferTimeoutError")) for text in texts), texts
