@@ -271,20 +271,29 @@ class Channel:
         said = json.dumps([name, text if text.startswith("rank ") else f"rank {self.group.rank}: {text}"])
         with contextlib.suppress(RuntimeError):  # the store may be gone; the error is still this rank's own
             said = self._store.compare_set(f"error/{generation}", "", said)
-        return self.take_error(rebuild_error(*json.loads(said)))
+        return self.take_error(generation, rebuild_error(*json.loads(said)))
 
     def told_error(self, generation: int) -> ReshardError | None:
         """The error that a member told of, if any."""
         key = f"error/{generation}"
         if not self._store.check([key]):
             return None
-        return self.take_error(rebuild_error(*json.loads(self._store.get(key))))
+        return self.take_error(generation, rebuild_error(*json.loads(self._store.get(key))))
 
-    def take_error(self, error: ReshardError) -> ReshardError:
-        """Mark the transport as finished; the next agreement makes a new one."""
+    def take_error(self, generation: int, error: ReshardError) -> ReshardError:
+        """Mark a transport as finished; the next agreement makes a new one. Returns its first error."""
+        if generation != self.generation:
+            return error
         if self.broken is None:
             self.broken = error
         return self.broken
+
+    def check_usable(self, generation: int) -> None:
+        """Raise unless the transport of this generation is the current one and works."""
+        if generation != self.generation:
+            raise RemoteError("an earlier error closed the connections of this Mover; make a new one")
+        if self.broken is not None:
+            raise self.broken
 
 
 def _sleep(seconds: float) -> None:

@@ -67,7 +67,7 @@ class Handle:
     def stop(self, error: ReshardError) -> None:
         """End with an error; whoever waits is released."""
         if not self._done.is_set():
-            self._error = self._channel.take_error(error)
+            self._error = self._channel.take_error(self._generation, error)
             self._done.set()
 
     def check(self) -> None:
@@ -237,8 +237,7 @@ class Mover:
     def _run(self, handle: Handle, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> None:
         try:
             handle.check()
-            if self._channel.broken is not None:
-                raise self._channel.broken
+            self._channel.check_usable(self._generation)
             run_program(
                 self._program,
                 self._transport,  # type: ignore[arg-type]
@@ -255,7 +254,10 @@ class Mover:
             self._staging = Staging(self._program, self.plan.staging_bytes)
             if isinstance(error, ConnectionError):  # the other side may be about to say why
                 handle._done.wait(3 * 0.2)
-            handle.stop(self._channel.broken or self._channel.fail(self._generation, error))
+            if isinstance(error, ReshardError) and not isinstance(error, TransferTimeoutError):
+                handle.stop(error)  # told by another rank, or by an earlier transfer
+            else:
+                handle.stop(self._channel.fail(self._generation, error))
 
 
 def plan_arguments(plan: Plan) -> list[tuple[str, str]]:
