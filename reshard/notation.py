@@ -66,7 +66,7 @@ def read_spec(mesh: Mesh, spec: Any) -> Spec:
         steps: list[tuple[Step, ...]] = []
     elif isinstance(spec, str):
         steps = _read_2023(mesh, spec)
-    elif type(spec).__name__ == "PartitionSpec":
+    elif type(spec).__name__ == "PartitionSpec" or hasattr(spec, "UNCONSTRAINED"):  # jax calls its class P now
         if getattr(spec, "unreduced", None):
             raise PartialError(_partial_text(f"unreduced axes {sorted(spec.unreduced)}"))
         steps = _read_ours(mesh, list(spec))

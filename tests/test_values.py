@@ -91,13 +91,22 @@ def test_four_notations_say_the_same():
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    class PartitionSpec(tuple):  # reads like jax.sharding.PartitionSpec
-        __slots__ = ()
+    class P:  # reads like jax.sharding.PartitionSpec: iterable, no tuple
+        UNCONSTRAINED = object()
+        unreduced = frozenset()
+
+        def __init__(self, *partitions):
+            self.partitions = partitions
+
+        def __iter__(self):
+            return iter(self.partitions)
 
     mesh = Mesh.of("2x4", axes=["dp", "tp"])
     ours = Layout(mesh, ("dp", None, "tp"))
     assert ours == Layout(mesh, "S0 R S1") == Layout(mesh, [Shard(0), Shard(2)])
-    assert ours == Layout(mesh, PartitionSpec(("dp", None, "tp", None)))
+    assert ours == Layout(mesh, P("dp", None, ("tp",), None))
+    with pytest.raises(LayoutError, match="none of"):
+        Layout(mesh, P("dp", P.UNCONSTRAINED))
     assert ours.to_2023(4) == "S0 R S1 R"
     assert ours.to_placements() == [Shard(0), Shard(2)]
     major_tp = Layout(mesh, "S10")
