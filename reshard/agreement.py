@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,11 +19,13 @@ from reshard.shards import cut_shards
 class TensorRecord:
     """What one rank knows of one tensor: the global shape and dtype if given, and its own arrays.
 
-    ``local`` and ``out`` are ``(shape, dtype)`` of the shard it passes and of the array to fill.
+    ``local`` and ``out`` are ``(shape, dtype)`` of the shard it passes and of the array to fill; ``is_dtensor`` says
+    that it passes a DTensor, so that every rank of a DeviceMesh gets one.
     """
 
     shape: list[int] | None = None
     dtype: str | None = None
+    is_dtensor: bool = False
     local: tuple[list[int], str] | None = None
     out: tuple[list[int], str] | None = None
 
@@ -67,6 +70,7 @@ class Verdict:
     shapes: dict[str, list[int]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     hostnames: list[str] = field(default_factory=list)
+    dtensors: list[str] = field(default_factory=list)
     generation: int = 0
     round: int = 0
     attempts: dict[int, int] = field(default_factory=dict)
@@ -81,6 +85,11 @@ class Verdict:
 def rebuild_error(name: str, text: str) -> ReshardError:
     """An error that another rank described."""
     return BY_NAME.get(name, RemoteError)(text)
+
+
+def name_rank(rank: int, text: str) -> str:
+    """An error's text with the rank that it comes from, unless it says so itself."""
+    return text if re.search(rf"\brank {rank}\b", text) else f"rank {rank}: {text}"
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:
@@ -107,6 +116,8 @@ def resolve(records: Sequence[Record], layouts: Mapping[str, tuple[AnyLayout, An
         for name, (src, dst) in layouts.items():
             tensors = {record.rank: record.tensors[name] for record in records}
             what = f"tensor {name!r}" if name else "the tensor"
+            if any(tensor.is_dtensor for tensor in tensors.values()):
+                verdict.dtensors.append(name)
             verdict.dtypes[name] = _resolve_dtype(what, tensors)
             verdict.shapes[name] = _resolve_shape(what, tensors, src)
             _check_locals(what, tensors, src, dst, verdict.shapes[name], verdict.dtypes[name])
@@ -120,7 +131,7 @@ def _raise_local_errors(records: Sequence[Record]) -> None:
     if failed:
         name, text = failed[0].error or ("", "")
         everywhere = len(failed) == len(records) and all(record.error == failed[0].error for record in failed)
-        raise rebuild_error(name, text if everywhere else f"rank {failed[0].rank}: {text}")
+        raise rebuild_error(name, text if everywhere else name_rank(failed[0].rank, text))
 
 
 def _raise_disagreements(records: Sequence[Record]) -> None:

@@ -194,6 +194,7 @@ class _Call:
         check_apart([item.tensor for item in self.items], [item.out for item in self.items])
 
     def _check_item(self, record: TensorRecord, item: Item) -> None:
+        record.is_dtensor = item.like is not None
         rank, what = self.group.rank, f"tensor {item.name!r}" if item.name else "the tensor"
         if item.shape is not None:
             try:
@@ -270,15 +271,15 @@ class _Call:
 
     def _result(self, dst: Sequence[torch.Tensor | None], verdict: Verdict) -> Any:
         results = {
-            item.name: _wrap(item, array, verdict.shapes[item.name])
+            item.name: _wrap(item, array, verdict.shapes[item.name]) if item.name in verdict.dtensors else array
             for item, array in zip(self.items, dst, strict=True)
         }
-        return results.get("", results)
+        return results[""] if self.items[0].name == "" else {name: results[name] for name in self.items[0].names}
 
 
 def _wrap(item: Item, array: torch.Tensor | None, shape: Sequence[int]) -> Any:
-    """A DTensor if one came in and the destination is a DeviceMesh."""
-    if item.like is None or item.dst_device_mesh is None or array is None:
+    """A DTensor if the destination is a DeviceMesh."""
+    if item.dst_device_mesh is None or array is None:
         return array
     from torch.distributed.tensor import DTensor
 

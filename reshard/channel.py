@@ -4,7 +4,6 @@ Only the ranks of the call take part. In a round every member says its record to
 answers (see :mod:`reshard.control`). What must be found without a connection is in the store:
 
 ``u/<members>/hub``                where the first member listens
-``u/<members>/late/<rank>/<n>``    the error of a round that ended before a member said its n-th record
 ``told/<rank>/<attempt>``          an error for a rank that waits where nobody will come
 ``u/<members>/error/<generation>`` the first error of a transfer, told to all
 ``beacon/<rank>``                  what a rank is waiting for, or why it gave up, for ranks that wait for it in vain
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.agreement import Record, Verdict, describe_error, rebuild_error
+from reshard.agreement import Record, Verdict, describe_error, name_rank, rebuild_error
 from reshard.control import Hub, Spoke
 from reshard.errors import ArgumentError, DisagreementError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.group import Group
@@ -36,6 +35,8 @@ from reshard.progress import Work
 #: After this long in a round, a rank says what it waits for and looks at what the others wait for.
 PATIENCE_SECONDS = 0.2
 MAX_CACHED = 32
+#: A tag that no transfer uses: those count rounds.
+ABORT_TAG = 2**31 - 1
 
 
 class ProcessGroupTransport:
@@ -52,6 +53,16 @@ class ProcessGroupTransport:
     def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
         """Start receiving into a flat buffer."""
         return self._process_group.recv([buffer], self._position[rank], tag)
+
+    def abort(self) -> None:
+        """End every wait on this group, here and soon at the other ranks.
+
+        Gloo has no abort that does this from Python, but a wait that times out closes all connections of its group.
+        """
+        other = next(position for position in self._position.values() if position != self._process_group.rank())
+        with contextlib.suppress(RuntimeError):
+            never = self._process_group.recv([torch.empty(1, dtype=torch.uint8)], other, ABORT_TAG)
+            never.wait(timedelta(milliseconds=1))
 
 
 class Channel:
@@ -122,7 +133,9 @@ class Channel:
             return verdict
         if self._hub is None:
             self._hub = Hub(self._store, others)
-        hub, is_late = self._hub, False
+        hub = self._hub
+        hub.pump(0.0)  # who left before this round began does not take part in it
+        hub.waits = True
 
         def missing() -> list[int]:
             return [rank for rank in others if rank not in hub.pending]
@@ -137,12 +150,13 @@ class Channel:
             verdict.attempts = {said.rank: said.attempt for said in records}
             verdict.gave_up = {rank: count for said in records for rank, count in said.gave_up.items()}
         except TimeoutError:
-            verdict, is_late = Verdict(error=_missing(missing(), self.members, timeout_seconds)), True
+            verdict = Verdict(error=_missing(missing(), self.members, timeout_seconds))
         except Exception as error:  # a defect in deciding must reach the others too
             verdict = Verdict(error=describe_error(error), gave_up=record.gave_up)
         self._rounds += 1
         verdict.round = self._rounds
-        hub.answer(verdict.__dict__, is_late=is_late)
+        hub.waits = False
+        hub.answer(verdict.__dict__)
         return verdict
 
     def _ask(self, record: Record, deadline: float, timeout_seconds: float) -> Verdict:
@@ -209,9 +223,6 @@ class Channel:
         key = f"told/{self.group.rank}/{record.attempt}"
         if self.group.store.check([key]):
             raise rebuild_error(*json.loads(self.group.store.get(key)))
-        if self._spoke is not None and self._store.check([f"late/{self.group.rank}/{self._spoke.said}"]):
-            late = json.loads(self._store.get(f"late/{self.group.rank}/{self._spoke.said}"))
-            raise rebuild_error(*late["error"])
         if self._hub is not None and self._hub.gone:
             rank, why = next(iter(self._hub.gone.items()))
             raise RemoteError(f"rank {rank} is gone: {why}")
@@ -244,7 +255,7 @@ class Channel:
                 )
         if beacon["errors"] > ours["errors"] + self.group.forgiven.get(rank, 0):
             record.gave_up = {rank: beacon["errors"]}
-            raise rebuild_error(beacon["error"][0], f"rank {rank}: {beacon['error'][1]}")
+            raise rebuild_error(beacon["error"][0], name_rank(rank, beacon["error"][1]))
 
     # Transfers
 
@@ -268,7 +279,7 @@ class Channel:
     def fail(self, generation: int, error: BaseException) -> ReshardError:
         """Tell all members that a transfer failed; returns the error that they all take, the first one told."""
         name, text = describe_error(error)
-        said = json.dumps([name, text if text.startswith("rank ") else f"rank {self.group.rank}: {text}"])
+        said = json.dumps([name, name_rank(self.group.rank, text)])
         with contextlib.suppress(RuntimeError):  # the store may be gone; the error is still this rank's own
             said = self._store.compare_set(f"error/{generation}", "", said)
         return self.take_error(generation, rebuild_error(*json.loads(said)))
@@ -286,6 +297,8 @@ class Channel:
             return error
         if self.broken is None:
             self.broken = error
+            if generation in self._transports:
+                self._transports[generation].abort()
         return self.broken
 
     def check_usable(self, generation: int) -> None:
@@ -303,7 +316,7 @@ def _sleep(seconds: float) -> None:
 def _missing(missing: list[int], members: Sequence[int], timeout_seconds: float) -> tuple[str, str]:
     return (
         TransferTimeoutError.__name__,
-        f"rank {format_ranks(missing)} did not call within {timeout_seconds:g} s; "
+        f"rank{'s' * (len(missing) > 1)} {format_ranks(missing)} did not call within {timeout_seconds:g} s; "
         f"ranks {format_ranks(members)} take part",
     )
 

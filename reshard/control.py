@@ -87,9 +87,7 @@ class Hub:
         #: What each rank said last and was not answered yet, with its number.
         self.pending: dict[int, tuple[int, Any]] = {}
         self.gone: dict[int, str] = {}
-        self._store = store
-        self._seen = dict.fromkeys(others, 0)
-        self._late: dict[int, set[int]] = {rank: set() for rank in others}
+        self.waits = False  # whether this rank is in a round
         store.set("hub", json.dumps([address, self._listener.getsockname()[1], self._secret]))
 
     def pump(self, seconds: float) -> None:
@@ -112,23 +110,15 @@ class Hub:
             else:
                 self._greet(reader)
 
-    def answer(self, verdict: Any, *, is_late: bool) -> None:
-        """Answer every rank that waits.
-
-        With ``is_late``, ranks that have not said their record count as late for this round: they find the
-        answer in the store when they come. Without it, those that are missing know already why.
-        """
-        for rank in self._others:
-            if rank in self.pending:
-                number, _ = self.pending.pop(rank)
+    def answer(self, verdict: Any) -> None:
+        """Answer every rank that waits; a rank that comes later takes part in the next round."""
+        for rank, (number, _) in self.pending.items():
+            if rank in self._peers:
                 try:
                     self._peers[rank].send({"number": number, "verdict": verdict})
-                except (OSError, KeyError) as error:
-                    if rank in self._peers:
-                        self._lose(rank, str(error))
-            elif is_late and rank not in self.gone:
-                self._late[rank].add(self._seen[rank])
-                self._store.set(f"late/{rank}/{self._seen[rank]}", json.dumps(verdict))
+                except OSError as error:
+                    self._lose(rank, str(error))
+        self.pending.clear()
 
     def close(self) -> None:
         """Close all connections."""
@@ -172,11 +162,13 @@ class Hub:
         try:
             while (frame := self._peers[rank].frame()) is not None:
                 number = int(frame["number"])
-                self._seen[rank] = max(self._seen[rank], number + 1)
-                if frame["leaves"] and self.pending.get(rank, (None,))[0] != number:
-                    continue  # it left a round that was answered meanwhile
-                if number not in self._late[rank]:
+                if not frame["leaves"]:
                     self.pending[rank] = number, frame["record"]
+                elif self.pending.get(rank, (None,))[0] == number:
+                    if self.waits:
+                        self.pending[rank] = number, frame["record"]  # with its error, for all who wait with it
+                    else:
+                        del self.pending[rank]  # nobody waits with it
         except EOFError as error:
             self._lose(rank, str(error))
 

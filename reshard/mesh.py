@@ -23,7 +23,7 @@ class Mesh:
 
     Args:
         ranks: the ranks in row-major order.
-        axis_sizes: ``{axis name: size}`` in axis order; the sizes multiply to ``len(ranks)``.
+        axis_sizes: ``{axis name: size}`` in axis order; the sizes multiply to ``len(ranks)``. Omitted: one axis "0".
 
     Any set of ranks will do: not contiguous, in any order, shared with another mesh. Ranks are those of
     the group that a call names, the world by default. Two meshes are equal when sizes, names and ranks are.
@@ -39,9 +39,13 @@ class Mesh:
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
 
-    def __init__(self, ranks: Iterable[int], axis_sizes: Mapping[str, int]) -> None:
+    def __init__(self, ranks: Iterable[int], axis_sizes: Mapping[str, int] | None = None) -> None:
         try:
             flat = tuple(int(rank) for rank in ranks)
+            if axis_sizes is None:
+                axis_sizes = {"0": len(flat)}
+            if not isinstance(axis_sizes, Mapping):
+                raise MeshError(f"axis sizes are a mapping such as {{'dp': 2, 'tp': 4}}, not {axis_sizes!r}")
             sizes = tuple(int(size) for size in axis_sizes.values())
         except (TypeError, ValueError, OverflowError) as error:
             raise MeshError(f"ranks and axis sizes must be integers: {error}") from None
@@ -67,8 +71,10 @@ class Mesh:
         object.__setattr__(self, "sizes", sizes)
 
     @classmethod
-    def of(cls, grid: str | Sequence[int], *, first_rank: int = 0, axes: Sequence[str] | None = None) -> Mesh:
-        """A mesh of consecutive ranks: ``"2x4"`` or ``(2, 4)``; axes are named ``0, 1, ...`` unless given."""
+    def of(cls, grid: str | int | Sequence[int], *, first_rank: int = 0, axes: Sequence[str] | None = None) -> Mesh:
+        """A mesh of consecutive ranks: ``"2x4"``, ``(2, 4)`` or ``8``; axes are named ``0, 1, ...`` unless given."""
+        if isinstance(grid, int):
+            grid = (grid,)
         if isinstance(grid, str):
             if not re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9})*", grid):
                 raise MeshError(f"mesh {grid!r} is not of the form 2x4")

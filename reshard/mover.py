@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from reshard.agreement import Record, Verdict, resolve
-from reshard.channel import Channel, find_channel
+from reshard.channel import ABORT_TAG, Channel, find_channel
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.group import find_group
@@ -22,6 +24,8 @@ from reshard.program import Program, build_program
 from reshard.progress import Staging, carrier, run_program
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
+#: How long the end of the process waits for a transfer under way.
+EXIT_SECONDS = 5.0
 
 
 class Handle:
@@ -119,7 +123,7 @@ class Mover:
         self, plan: Plan, program: Program, channel: Channel, call: int, verdict: Verdict, timeout_seconds: float
     ) -> None:
         self.plan, self._program = plan, program
-        self._channel, self._tag, self._generation = channel, call % 2**31, verdict.generation
+        self._channel, self._tag, self._generation = channel, call % ABORT_TAG, verdict.generation
         self._timeout_seconds = timeout_seconds
         self._staging = Staging(program, plan.staging_bytes)
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -220,8 +224,18 @@ class Mover:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="reshard-progress", daemon=True)
             self._thread.start()
+            _running.add(self)
         self._jobs.put((handle, src, dst))
         return handle
+
+    def finish(self, timeout_seconds: float) -> None:
+        """Close, and wait for transfers under way; those that do not end in time are broken off."""
+        self.close()
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+            if self._thread.is_alive() and self._transport is not None:
+                self._transport.abort()
+                self._thread.join(1.0)
 
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -258,6 +272,16 @@ class Mover:
                 handle.stop(error)  # told by another rank, or by an earlier transfer
             else:
                 handle.stop(self._channel.fail(self._generation, error))
+
+
+#: Movers with a thread. A thread that is inside a wait when the interpreter ends would end the process abnormally.
+_running: weakref.WeakSet[Mover] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_all() -> None:
+    for mover in list(_running):
+        mover.finish(EXIT_SECONDS)
 
 
 def plan_arguments(plan: Plan) -> list[tuple[str, str]]:

@@ -124,6 +124,8 @@ def plan_from_json(data: Any) -> Plan:
         PlanError: the values are not a plan, or do not have the hash that they name.
     """
     try:
+        if isinstance(data, str):
+            raise PlanError("give the parsed object, json.loads(text), not the text")
         if not isinstance(data, Mapping) or not isinstance(data.get("tensors"), list):
             raise PlanError("a plan is an object with tensors")
         tensors = []

@@ -26,6 +26,7 @@ class Item:
     like: Any  # the DTensor that came in
     dst_device_mesh: Any
     dst_spec: Any
+    names: list[str]  # of all tensors, in the order in which this rank passes them
     spec_error: ReshardError | None  # a spec that does not fit its mesh, told once ranks meet
 
 
@@ -52,6 +53,7 @@ def read_items(
         "out": out,
     }
     names: list[str] | None = None
+    ordered: list[str] = []
     for what, value in given.items():
         if isinstance(value, Mapping):
             if not value or not all(isinstance(name, str) and name for name in value):
@@ -59,14 +61,15 @@ def read_items(
             if names is not None and sorted(value) != names:
                 raise ArgumentError(f"{what} is given for {sorted(value)}, but other arguments for {names}")
             names = sorted(value)
+            ordered = ordered or list(value)
     if names is None:
-        return [_read_item("", given, group)]
+        return [_read_item("", [""], given, group)]
     if tensor is not None and not isinstance(tensor, Mapping):
         raise ArgumentError("arguments are given by name, so the tensor must be too: {name: tensor}")
     if out is not None and not isinstance(out, Mapping):
         raise ArgumentError("arguments are given by name, so out must be too: {name: array}")
     return [
-        _read_item(name, {what: v[name] if isinstance(v, Mapping) else v for what, v in given.items()}, group)
+        _read_item(name, ordered, {what: v[name] if isinstance(v, Mapping) else v for what, v in given.items()}, group)
         for name in names
     ]
 
@@ -75,7 +78,7 @@ def _is_dtensor(tensor: Any) -> bool:
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
 
 
-def _read_item(name: str, given: Mapping[str, Any], group: Group) -> Item:
+def _read_item(name: str, names: list[str], given: Mapping[str, Any], group: Group) -> Item:
     tensor, src_mesh, src_spec = given["tensor"], given["src_mesh"], given["src_spec"]
     dst_mesh, shape, dtype, out = given["dst_mesh"], given["shape"], given["dtype"], given["out"]
     like = None
@@ -99,6 +102,7 @@ def _read_item(name: str, given: Mapping[str, Any], group: Group) -> Item:
     dst, dst_error = _read_layout(dst_mesh, given["dst_spec"], group, f"dst_mesh{what}")
     return Item(
         name=name,
+        names=names,
         src=src,
         dst=dst,
         tensor=tensor,
