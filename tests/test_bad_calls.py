@@ -211,3 +211,56 @@ def test_a_wrong_array_for_a_mover_ends_the_transfer_everywhere():
     texts = run_processes(_one_start_fails, 4)
     # A rank whose own messages were done before may have finished; nobody else may.
     assert sum("rank 1 passes float64" in text for text in texts) >= 3, texts
+
+
+def _one_misses_a_call(rank):
+    texts = []
+    for turn in range(3):
+        if turn == 0 and rank == 3:
+            time.sleep(2.5)
+            continue
+        try:
+            good = reshard.reshard(take_shard(ROWS, rank, WHOLE), ROWS, COLS, timeout_seconds=1 if turn == 0 else 30)
+            assert good is None or same_bytes(good, take_shard(COLS, rank, WHOLE))
+            texts.append("ok")
+        except reshard.TransferTimeoutError as error:
+            texts.append(str(error))
+        dist.barrier() if turn else None
+    return texts
+
+
+def test_a_missed_call_does_not_spoil_the_next_ones():
+    texts = run_processes(_one_misses_a_call, 4)
+    for rank in range(3):
+        assert "rank 3 did not call" in texts[rank][0]
+        assert texts[rank][1:] == ["ok", "ok"]
+    assert texts[3] == ["ok", "ok"]
+
+
+SCRIPT = """
+import torch, torch.distributed as dist, reshard
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+rows, cols = reshard.Layout(reshard.Mesh.of(2), "S0"), reshard.Layout(reshard.Mesh.of(2, first_rank=2), "R S0")
+mover = reshard.Mover(reshard.make_plan(rows, cols, (6, 4), "float32"))
+try:
+    mover(torch.zeros(3, 4 + rank) if rank < 2 else None)
+    print("ok", flush=True)
+except reshard.ReshardError as error:
+    print("raised", flush=True)
+"""
+
+
+def test_processes_end_normally_after_an_error(tmp_path):
+    """With an interpreter that really shuts down, unlike forked test ranks."""
+    import subprocess
+    import sys
+
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split().count("raised") >= 3

@@ -73,6 +73,13 @@ def _forms(rank):
         want = distribute_tensor(ragged, mesh, after, src_data_rank=None).to_local()
         check(f"dtensor {before} {after}", moved.to_local(), want)
 
+    # A rank outside the source has no DTensor to pass, and gets one all the same.
+    dtensor = distribute_tensor(ragged, a_mesh, [Shard(0)], src_data_rank=None) if rank < 2 else None
+    where = {} if rank < 2 else {"src_mesh": a_mesh, "src_spec": [Shard(0)]}
+    moved = reshard.reshard(dtensor, dst_mesh=b_mesh, dst_spec=[Shard(1)], **where)
+    assert moved is None if rank < 2 else isinstance(moved, DTensor)
+    check("dtensor across", None if moved is None else moved.to_local(), take_shard(COLS, rank, ragged))
+
     # Several tensors of different shapes and dtypes in one plan, the names in another order on every rank.
     fused = RegionLayout({2: [[(0, 2), (0, 3)], [(4, 6), (0, 3)]], 3: [[(2, 4), (0, 3)]]})
     wholes = {"b": whole_tensor((6, 3), torch.uint8), "a": whole, "c": whole_tensor((), torch.float64)}
@@ -80,7 +87,7 @@ def _forms(rank):
     src = {"a": ROWS, "b": ROWS, "c": Layout(ROWS.mesh)}
     names = sorted(wholes, reverse=bool(rank % 2))
     outs = reshard.reshard({n: take_shard(src[n], rank, wholes[n]) for n in names}, src, dst)
-    assert sorted(outs) == ["a", "b", "c"]
+    assert list(outs) == names
     for name in names:
         check(f"several {name}", outs[name], take_shard(dst[name], rank, wholes[name]))
     return passed
@@ -88,7 +95,7 @@ def _forms(rank):
 
 def test_every_form_of_the_call():
     passed = run_processes(_forms, 4)
-    assert len(passed[0]) == 12
+    assert len(passed[0]) == 13
     assert passed.count(passed[0]) == 4 or all(sorted(p) == sorted(passed[0]) for p in passed)
 
 
