@@ -7,9 +7,11 @@
     tensor 0 float32 [8, 8] from (0, -) on Mesh(0=2; ranks 0-1) to (-, 0) on Mesh(0=2; ranks 2-3)
     0: t0 [0:4, 0:4] 0 -> 2 splits 1x1 window 4
     1: t0 [4:8, 0:4] + t0 [4:8, 4:8] 1 -> 2 -> 3 splits 1x1 window 2
+    # lower bound: 1.28e-07 s
 
 A transfer's line gives the id of its first message, its boxes, its tree (``0 -> 2 -> 3, 2 -> 4``: edges in
-order, a path for as long as one follows from the other), into how many parts each dim is cut, and the window.
+order, a path for as long as one follows from the other), into how many parts each dim is cut, and the window. Lines
+that begin with # are for people.
 """
 
 from __future__ import annotations
@@ -38,7 +40,13 @@ def format_plan(plan: Plan) -> str:
         name = f" named {json.dumps(spec.name)}" if spec.name is not None else ""
         lines.append(f"tensor {number} {spec.dtype} {list(spec.shape)}{name} from {spec.src} to {spec.dst}")
     lines.extend(format_transfer(plan, i) for i in range(len(plan.transfers)))
+    lines.append(f"# lower bound: {_format_bound(plan)}")
     return "\n".join(lines) + "\n"
+
+
+def _format_bound(plan: Plan) -> str:
+    bound = plan.lower_bound_seconds
+    return "none known where source and destination share a host" if bound is None else f"{bound:.6g} s"
 
 
 def format_transfer(plan: Plan, transfer: int) -> str:
@@ -96,7 +104,8 @@ def parse_plan(text: str) -> Plan:
     """
     if len(text) > MAX_TEXT_BYTES:
         raise PlanError(f"a text of {len(text)} characters is too long for a plan; at most {MAX_TEXT_BYTES}")
-    numbered = [(i + 1, line.strip()) for i, line in enumerate(text.splitlines()) if line.strip()]
+    lines = [line.strip() for line in text.splitlines()]
+    numbered = [(i + 1, line) for i, line in enumerate(lines) if line and not line.startswith("#")]
     at = 0
     try:
         head = _expect(_PLAN, numbered, at := 0)
@@ -285,8 +294,7 @@ def _parse_boxes(text: str) -> Iterator[Box]:
 def describe_plan(plan: Plan, max_lines: int = 40) -> str:
     """The plan for a person: what moves, what it costs at least, and its first transfers."""
     across, inside, copied = plan.bytes_moved()
-    bound = plan.lower_bound_seconds
-    text = format_plan(plan).splitlines()
+    text = format_plan(plan).splitlines()[:-1]
     body = text[: 2 + len(plan.tensors) + max_lines]
     if len(text) > len(body):
         body.append(f"... {len(text) - len(body)} more transfers; all of them with --format json")
@@ -296,7 +304,7 @@ def describe_plan(plan: Plan, max_lines: int = 40) -> str:
         f"ranks        {ranks}",
         f"messages     {plan.num_messages} in {len(plan.transfers)} transfers",
         f"bytes        {across} between hosts, {inside} inside hosts, {copied} copied within ranks",
-        f"lower bound  {'none known where source and destination share a host' if bound is None else f'{bound:.6g} s'}",
+        f"lower bound  {_format_bound(plan)}",
         "",
     ]
     return "\n".join(facts + body)
