@@ -19,6 +19,7 @@ from reshard.mover import (
     check_apart,
     check_array,
     check_movable,
+    check_timeout,
     plan_arguments,
 )
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec
@@ -26,6 +27,7 @@ from reshard.planning import plan_tensors
 from reshard.program import Program, build_program
 from reshard.request import Item, read_items
 from reshard.routes import Strategy
+from reshard.shards import check_shape
 from reshard.strategies import find_strategy
 from reshard.topology import Topology
 from reshard.version import __version__
@@ -125,9 +127,14 @@ def reshard_async(
         outside = not any(rank < our_group.size for rank in members)
         if outside or our_group.rank not in members:
             find_channel(our_group, members)  # raises
+        timeout_seconds = check_timeout(timeout_seconds)
     except ReshardError as error:
         tell_error(our_group, error)
         raise
+    except Exception as error:  # whatever a wrong argument does here, the other ranks must hear of it
+        known = ArgumentError(f"{type(error).__name__}: {error}")
+        tell_error(our_group, known)
+        raise known from error
     return _Call(our_group, items, members, strategy, topology, staging_bytes, timeout_seconds).start()
 
 
@@ -153,9 +160,12 @@ class _Call:
         layouts = {item.name: (item.src, item.dst) for item in self.items}
         call, verdict = channel.agree(record, lambda records: resolve(records, layouts), self.timeout_seconds)
         plan, program = self._plan(channel, record, verdict)
-        mover = Mover.agreed(plan, program, channel, call, verdict, self.timeout_seconds)
-        src = [None if item.tensor is None else item.tensor for item in self.items]
-        dst = [self._target(item, program.dst_shapes[i], verdict) for i, item in enumerate(self.items)]
+        src = [item.tensor for item in self.items]
+        try:
+            mover = Mover.agreed(plan, program, channel, call, verdict, self.timeout_seconds)
+            dst = [self._target(item, program.dst_shapes[i], verdict) for i, item in enumerate(self.items)]
+        except Exception as error:  # no memory for the result, say: the others wait for this rank
+            raise channel.fail(verdict.generation, error) from error
         handle = mover.start_checked(src, dst, lambda: self._result(dst, verdict))
         mover.close()
         return handle
@@ -169,6 +179,8 @@ class _Call:
             self._check_local(record)
         except ReshardError as error:
             record.error = (type(error).__name__, str(error))
+        except Exception as error:  # whatever a wrong argument does here, the other ranks must hear of it
+            record.error = ("ArgumentError", f"{type(error).__name__}: {error}")
         return record
 
     def _check_local(self, record: Record) -> None:
@@ -177,6 +189,8 @@ class _Call:
         said.append(("the tensors", ", ".join(repr(item.name) for item in self.items)))
         said.append(("strategy", find_strategy(self.strategy)[0]))
         said.append(("staging_bytes", str(self.staging_bytes)))
+        if self.topology is not None and not isinstance(self.topology, Topology):
+            raise ArgumentError(f"topology must be a Topology, not {type(self.topology).__name__}")
         said.append(("topology", "None" if self.topology is None else str(self.topology.to_json())))
         for item in self.items:
             of = f" of {item.name!r}" if item.name else ""
@@ -184,8 +198,6 @@ class _Call:
             said.append((f"the destination layout{of}", str(item.dst)))
         check_inside(self.group, self.members)
         if self.topology is not None:
-            if not isinstance(self.topology, Topology):
-                raise ArgumentError(f"topology must be a Topology, not {type(self.topology).__name__}")
             self.topology.check_covers(self.members)
         for item in self.items:
             if item.spec_error is not None:
@@ -197,10 +209,7 @@ class _Call:
         record.is_dtensor = item.like is not None
         rank, what = self.group.rank, f"tensor {item.name!r}" if item.name else "the tensor"
         if item.shape is not None:
-            try:
-                record.shape = [int(size) for size in item.shape]
-            except (TypeError, ValueError):
-                raise ArgumentError(f"{what}: shape {item.shape!r} is not a sequence of integers") from None
+            record.shape = list(check_shape(item.shape))
             if any(size < 0 for size in record.shape):
                 raise ArgumentError(f"{what}: shape {record.shape} has a negative size")
         if item.dtype is not None:
@@ -224,9 +233,8 @@ class _Call:
         key = repr(
             (record.arguments, sorted(verdict.shapes.items()), sorted(verdict.dtypes.items()), verdict.hostnames)
         )
-        if callable(self.strategy):
-            key = repr((key, id(self.strategy)))
-        if key in channel.cache:
+        known = not callable(self.strategy)  # another function of the same name may be another strategy
+        if known and key in channel.cache:
             channel.cache.move_to_end(key)
             found: tuple[Plan, Program] = channel.cache[key]
             return found
@@ -244,7 +252,8 @@ class _Call:
             )
         channel.agree(said, lambda records: resolve(records, {}), self.timeout_seconds)
         assert plan is not None and program is not None
-        channel.cache[key] = plan, program
+        if known:
+            channel.cache[key] = plan, program
         if len(channel.cache) > MAX_CACHED:
             channel.cache.popitem(last=False)
         return plan, program

@@ -11,11 +11,13 @@ answers (see :mod:`reshard.control`). What must be found without a connection is
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -133,6 +135,7 @@ class Channel:
             return verdict
         if self._hub is None:
             self._hub = Hub(self._store, others)
+            _open.add(self)
         hub = self._hub
         hub.pump(0.0)  # who left before this round began does not take part in it
         hub.waits = True
@@ -168,6 +171,7 @@ class Channel:
                 # The first member gives up earlier than the others, and says so.
                 self._wait(record, _sleep, lambda: self._store.check(["hub"]), lambda: [hub], deadline + 2.0)
                 self._spoke = Spoke.connect(self._store, self.group.rank, hub)
+                _open.add(self)
             spoke = self._spoke
             spoke.say(record.to_json())
             said = True
@@ -259,6 +263,12 @@ class Channel:
 
     # Transfers
 
+    def close(self) -> None:
+        """Say goodbye to the other ranks; only at the end of the process, the channel is not usable after."""
+        for end in (self._hub, self._spoke):
+            if end is not None:
+                end.close()
+
     def transport(self, generation: int, timeout_seconds: float) -> ProcessGroupTransport | None:
         """The transport of this generation, made by all members together on first use; None for one rank."""
         if len(self.members) == 1:
@@ -288,8 +298,19 @@ class Channel:
         """The error that a member told of, if any."""
         key = f"error/{generation}"
         if not self._store.check([key]):
-            return None
+            lost = self._lost()
+            if lost is None:
+                return None
+            return self.fail(generation, RemoteError(f"rank {lost} is gone: it closed its connection in a transfer"))
         return self.take_error(generation, rebuild_error(*json.loads(self._store.get(key))))
+
+    def _lost(self) -> int | None:
+        """A member whose process has ended, as far as this rank's connections tell."""
+        if self._hub is not None:
+            return self._hub.lost()
+        if self._spoke is not None and self._spoke.is_lost():
+            return self.members[0]
+        return None
 
     def take_error(self, generation: int, error: ReshardError) -> ReshardError:
         """Mark a transport as finished; the next agreement makes a new one. Returns its first error."""
@@ -307,6 +328,16 @@ class Channel:
             raise RemoteError("an earlier error closed the connections of this Mover; make a new one")
         if self.broken is not None:
             raise self.broken
+
+
+#: Channels with connections, to be closed in order at the end of the process.
+_open: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for channel in list(_open):
+        channel.close()
 
 
 def _sleep(seconds: float) -> None:

@@ -52,6 +52,23 @@ class _Held:
 
 
 _SOURCE = -1
+MAX_CHECKED = 2**24
+
+
+def _check_ranks(plan: Plan) -> None:
+    """Every rank that sends or receives is in a layout and on a host, and boxes that travel together are alike."""
+    plan.topology.check_covers(plan.ranks)
+    transfers = plan.transfers
+    strangers = np.setdiff1d(np.concatenate([transfers.sender, transfers.receiver]), plan.ranks)
+    if len(strangers):
+        raise PlanError(f"rank {strangers[0]} takes part in a transfer, but is in neither layout")
+    itemsize = np.array([spec.itemsize for spec in plan.tensors], dtype=np.int64)[transfers.box_tensor]
+    if len(transfers):
+        unlike = np.flatnonzero(
+            np.maximum.reduceat(itemsize, transfers.box_at[:-1]) != np.minimum.reduceat(itemsize, transfers.box_at[:-1])
+        )
+        if len(unlike):
+            raise PlanError(f"transfer {unlike[0]} joins boxes of different itemsizes in one message")
 
 
 def check_plan(plan: Plan) -> None:
@@ -62,6 +79,9 @@ def check_plan(plan: Plan) -> None:
     tensors; bytes that a rank neither holds nor needs never above ``staging_bytes``, counted from their arrival
     to the last message that passes them on.
     """
+    if plan.num_messages > MAX_CHECKED:
+        raise PlanError(f"the plan has {plan.num_messages} messages; at most {MAX_CHECKED} can be checked")
+    _check_ranks(plan)
     holds: dict[tuple[int, int], _Held] = {}
     needs: dict[tuple[int, int], _Held] = {}
     came: dict[tuple[int, int], _Held] = {}
@@ -87,7 +107,13 @@ def check_plan(plan: Plan) -> None:
             key = (message.receiver, tensor)
             wanted = 0
             if key in needs:
-                wanted = int(needs[key].overlap(start, stop)[0].sum())
+                pieces = needs[key].overlap(start, stop)[0]
+                wanted = int(pieces.sum())
+                if len(pieces) > 1 or 0 < wanted < numel:
+                    raise PlanError(
+                        f"{where} is no part of one piece of what rank {message.receiver} needs: it meets "
+                        f"{len(pieces)} pieces in {wanted} of its {numel} elements"
+                    )
             earlier = came.setdefault(key, _Held(spec.ndim))
             again = int(earlier.overlap(start, stop)[0].sum())
             if again:
@@ -119,8 +145,12 @@ def _check_sender(
 ) -> None:
     tensor, start, stop = message.boxes[i]
     key = (message.sender, tensor)
-    if key in holds and int(holds[key].overlap(start, stop)[0].sum()) == numel:
-        return
+    if message.after is None and key in holds:
+        pieces = holds[key].overlap(start, stop)[0]
+        if int(pieces.sum()) == numel:
+            if len(pieces) > 1:
+                raise PlanError(f"{where} is no part of one piece of what rank {message.sender} holds")
+            return
     shared, ids = came[key].overlap(start, stop) if key in came else (np.zeros(0), np.zeros(0, dtype=np.int64))
     if int(shared.sum()) != numel:
         raise PlanError(f"{where}: rank {message.sender} sends {numel} elements, but has {int(shared.sum())} by then")
@@ -128,6 +158,8 @@ def _check_sender(
     missing = sorted(set(ids.tolist()) - known)
     if missing:
         raise PlanError(f"{where}: rank {message.sender} gets it from message {missing[0]}, which is not in `after`")
+    if len(ids) > 1:
+        raise PlanError(f"{where}: rank {message.sender} gets it in {len(ids)} messages, and would have to join them")
     for source in ids.tolist():
         last_use[source] = message.id + i
 

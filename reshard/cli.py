@@ -103,6 +103,10 @@ def _plan(options: argparse.Namespace) -> int:
     if options.format == "json":
         if options.rank is None and plan.num_messages > MAX_PRINTED_MESSAGES:
             raise ArgumentError(f"the plan has {plan.num_messages} messages; name one rank with --rank")
+        if options.rank is not None and plan.count_messages(options.rank) > MAX_PRINTED_MESSAGES:
+            raise ArgumentError(
+                f"rank {options.rank} has {plan.count_messages(options.rank)} messages, too many to print"
+            )
         json.dump(plan.to_json(options.rank), sys.stdout)
         print()
         return 0

@@ -68,6 +68,20 @@ class _Peer:
         except (ValueError, RecursionError) as error:
             raise EOFError(f"a frame is not JSON: {error}") from None
 
+    def say_goodbye(self) -> None:
+        """Leave a last frame, by which the other side tells an orderly end from a death."""
+        with contextlib.suppress(OSError):
+            self.send({"bye": True})
+
+    def is_closed(self) -> bool:
+        """True if the other side has closed and nothing is left to read, not even a goodbye; reads nothing."""
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         self.connection.close()
 
@@ -88,6 +102,7 @@ class Hub:
         self.pending: dict[int, tuple[int, Any]] = {}
         self.gone: dict[int, str] = {}
         self.waits = False  # whether this rank is in a round
+        self._left: set[int] = set()  # ranks that said goodbye
         store.set("hub", json.dumps([address, self._listener.getsockname()[1], self._secret]))
 
     def pump(self, seconds: float) -> None:
@@ -120,8 +135,17 @@ class Hub:
                     self._lose(rank, str(error))
         self.pending.clear()
 
+    def lost(self) -> int | None:
+        """A rank whose connection is closed although it did not say goodbye, if there is one."""
+        for rank, peer in list(self._peers.items()):
+            if rank not in self._left and peer.is_closed():
+                return rank
+        return next((rank for rank in list(self.gone) if rank not in self._left), None)
+
     def close(self) -> None:
-        """Close all connections."""
+        """Say goodbye and close all connections."""
+        for peer in self._peers.values():
+            peer.say_goodbye()
         for peer in (*self._peers.values(), *self._strangers):
             peer.close()
         self._listener.close()
@@ -161,6 +185,9 @@ class Hub:
     def _take(self, rank: int) -> None:
         try:
             while (frame := self._peers[rank].frame()) is not None:
+                if "bye" in frame:
+                    self._left.add(rank)
+                    continue
                 number = int(frame["number"])
                 if not frame["leaves"]:
                     self.pending[rank] = number, frame["record"]
@@ -234,11 +261,16 @@ class Spoke:
         if poller.poll(max(0.0, 1000 * seconds)):
             self._peer.read()
             while (frame := self._peer.frame()) is not None:
-                if frame["number"] == self.said:
+                if frame.get("number") == self.said:
                     self.answer = frame["verdict"]
 
+    def is_lost(self) -> bool:
+        """True if the hub has closed the connection."""
+        return self._peer.is_closed()
+
     def close(self) -> None:
-        """Close the connection."""
+        """Say goodbye and close the connection."""
+        self._peer.say_goodbye()
         self._peer.close()
 
 

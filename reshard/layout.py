@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from reshard.errors import LayoutError
@@ -100,13 +101,16 @@ class RegionLayout:
         ndim: int | None = None,
     ) -> None:
         rows: list[tuple[int, tuple[Box, ...]]] = []
+        for what, value in (("join_dim", join_dim), ("ndim", 0 if ndim is None else ndim)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise LayoutError(f"{what} must be an integer, not {value!r}")
         if not isinstance(regions, Mapping) or not regions:
             raise LayoutError("regions must be a mapping {rank: [box, ...]} with at least one rank")
         for rank, boxes in regions.items():
             if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank <= MAX_RANK:
                 raise LayoutError(f"rank {rank!r} must be an integer from 0 to {MAX_RANK}")
             try:
-                rows.append((rank, tuple(tuple((int(lo), int(hi)) for lo, hi in box) for box in boxes)))
+                rows.append((rank, tuple(tuple((index(lo), index(hi)) for lo, hi in box) for box in boxes)))
             except (TypeError, ValueError, OverflowError):
                 raise LayoutError(f"rank {rank}: a box is a (start, stop) pair per tensor dim, not {boxes!r}") from None
         rows.sort()
@@ -133,8 +137,8 @@ class RegionLayout:
                             f"rank {rank}: {format_box(row[0])} and {format_box(box)} cannot be joined along dim "
                             f"{join_dim}: dim {dim} has {first} and {size} elements"
                         )
-            if count == 0 and len(row) > 1:
-                raise LayoutError(f"rank {rank}: a 0-d tensor has one box, not {len(row)}")
+            if count == 0 and len(row) != 1:
+                raise LayoutError(f"rank {rank}: a 0-d tensor has one box, [], not {len(row)}")
         object.__setattr__(self, "boxes", tuple(rows))
         object.__setattr__(self, "join_dim", join_dim)
         object.__setattr__(self, "ndim", count)

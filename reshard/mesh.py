@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,10 @@ import numpy as np
 from reshard.errors import MeshError
 
 _AXIS = re.compile(r"[A-Za-z0-9_.]+\Z")
-MAX_RANK = 2**31 - 1
+#: Tables by rank stay small.
+MAX_RANK = 2**22 - 1
+MAX_MESH_RANKS = 2**20
+MAX_AXES = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,15 +45,17 @@ class Mesh:
 
     def __init__(self, ranks: Iterable[int], axis_sizes: Mapping[str, int] | None = None) -> None:
         try:
-            flat = tuple(int(rank) for rank in ranks)
+            flat = tuple(index(rank) for rank in ranks)
             if axis_sizes is None:
                 axis_sizes = {"0": len(flat)}
             if not isinstance(axis_sizes, Mapping):
                 raise MeshError(f"axis sizes are a mapping such as {{'dp': 2, 'tp': 4}}, not {axis_sizes!r}")
-            sizes = tuple(int(size) for size in axis_sizes.values())
+            sizes = tuple(index(size) for size in axis_sizes.values())
         except (TypeError, ValueError, OverflowError) as error:
             raise MeshError(f"ranks and axis sizes must be integers: {error}") from None
         axes = tuple(axis_sizes)
+        if len(axes) > MAX_AXES:
+            raise MeshError(f"a mesh has at most {MAX_AXES} axes, not {len(axes)}")
         for axis in axes:
             if not isinstance(axis, str) or not _AXIS.match(axis):
                 raise MeshError(f"axis name {axis!r} must be letters, digits, '_' and '.'")
@@ -73,16 +79,21 @@ class Mesh:
     @classmethod
     def of(cls, grid: str | int | Sequence[int], *, first_rank: int = 0, axes: Sequence[str] | None = None) -> Mesh:
         """A mesh of consecutive ranks: ``"2x4"``, ``(2, 4)`` or ``8``; axes are named ``0, 1, ...`` unless given."""
-        if isinstance(grid, int):
-            grid = (grid,)
         if isinstance(grid, str):
             if not re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9})*", grid):
                 raise MeshError(f"mesh {grid!r} is not of the form 2x4")
             sizes = [int(size) for size in grid.split("x")]
         else:
-            sizes = [int(size) for size in grid]
-        if math.prod(sizes) > MAX_RANK:
-            raise MeshError(f"mesh {grid!r} has more than {MAX_RANK} ranks")
+            try:
+                sizes = [index(size) for size in ((grid,) if isinstance(grid, int) else grid)]
+            except TypeError:
+                raise MeshError(f"mesh {grid!r} is not of the form '2x4', (2, 4) or 8") from None
+        if math.prod(sizes) > MAX_MESH_RANKS:
+            raise MeshError(f"mesh {grid!r} has more than {MAX_MESH_RANKS} ranks")
+        if isinstance(first_rank, bool) or not isinstance(first_rank, int):
+            raise MeshError(f"first_rank {first_rank!r} must be an integer")
+        if axes is not None and (isinstance(axes, str) or not isinstance(axes, Sequence)):
+            raise MeshError(f"axes must be a sequence of names, not {axes!r}")
         names = [str(i) for i in range(len(sizes))] if axes is None else list(axes)
         if len(names) != len(sizes):
             raise MeshError(f"{len(names)} axis names for {len(sizes)} axes")
@@ -107,6 +118,8 @@ class Mesh:
     @classmethod
     def from_device_mesh(cls, device_mesh: Any) -> Mesh:
         """A mesh from a ``torch.distributed.DeviceMesh``: its ranks are ranks of the world."""
+        if not hasattr(device_mesh, "mesh_dim_names"):
+            raise MeshError(f"{type(device_mesh).__name__} is not a DeviceMesh")
         names = device_mesh.mesh_dim_names
         return cls.from_array(device_mesh.mesh.tolist(), list(names) if names is not None else None)
 
@@ -137,6 +150,9 @@ class Mesh:
 
     def with_ranks(self, rank_of: Mapping[int, int]) -> Mesh:
         """The same grid with each rank replaced."""
+        missing = [rank for rank in self.ranks if rank not in rank_of]
+        if missing:
+            raise MeshError(f"no new rank is given for rank {missing[0]}")
         return Mesh([rank_of[rank] for rank in self.ranks], dict(zip(self.axes, self.sizes, strict=True)))
 
     def __eq__(self, other: object) -> bool:
@@ -175,7 +191,7 @@ def parse_ranks(text: str) -> list[int]:
     """The inverse of :func:`format_ranks`.
 
     Raises:
-        MeshError: the text is not of that form, or names more than 2**24 ranks.
+        MeshError: the text is not of that form, or names more than 2**20 ranks.
     """
     ranks: list[int] = []
     for run in text.split(","):
@@ -183,7 +199,7 @@ def parse_ranks(text: str) -> list[int]:
         if not match:
             raise MeshError(f"{run!r} is not a rank or a run of ranks such as 0-3")
         first, last = int(match[1]), int(match[2] or match[1])
-        if last < first or len(ranks) + last - first >= 2**24:
+        if last < first or len(ranks) + last - first >= MAX_MESH_RANKS:
             raise MeshError(f"run of ranks {run!r} is empty or too long")
         ranks.extend(range(first, last + 1))
     return ranks

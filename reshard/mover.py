@@ -101,10 +101,20 @@ class Mover:
     """
 
     def __init__(self, plan: Plan, group: Any = None, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
+        if not isinstance(plan, Plan):
+            raise ArgumentError(f"a Mover needs a Plan, not {type(plan).__name__}")
+        timeout_seconds = check_timeout(timeout_seconds)
         channel = find_channel(find_group(group), plan.ranks)
         record = Record(channel.group.rank, arguments=plan_arguments(plan), hostname=channel.group.hostname)
+        program = None
+        try:
+            plan.topology.check_covers(plan.ranks)
+            program = build_program(plan, channel.group.rank)
+        except Exception as error:  # a plan made by hand that this rank cannot serve
+            record.error = ("PlanError", str(error))
         call, verdict = channel.agree(record, lambda records: resolve(records, {}), timeout_seconds)
-        self._setup(plan, build_program(plan, channel.group.rank), channel, call, verdict, timeout_seconds)
+        assert program is not None
+        self._setup(plan, program, channel, call, verdict, timeout_seconds)
 
     @classmethod
     def agreed(
@@ -319,30 +329,64 @@ def check_array(
     return array.detach().resolve_conj().resolve_neg() if role == "the source" else array
 
 
+def check_timeout(timeout_seconds: Any) -> float:
+    """Raise ArgumentError unless it is a number of seconds above 0 and at most a million."""
+    number = isinstance(timeout_seconds, (int, float)) and not isinstance(timeout_seconds, bool)
+    if not number or not 0 < timeout_seconds <= 1e6:
+        raise ArgumentError(f"timeout_seconds is {timeout_seconds!r}; it must be above 0 and at most a million seconds")
+    return float(timeout_seconds)
+
+
 def check_movable(array: Any, what: str, rank: int) -> None:
     """Raise ArgumentError unless the array is a dense CPU tensor whose elements travel as bytes."""
     if not isinstance(array, torch.Tensor):
         raise ArgumentError(f"{what}: rank {rank} passes {type(array).__name__}, not a torch tensor")
     if array.layout is not torch.strided or array.is_quantized:
         raise ArgumentError(f"{what}: rank {rank} passes a sparse or quantized tensor; only dense ones can travel")
+    if getattr(array, "is_nested", False):
+        raise ArgumentError(f"{what}: rank {rank} passes a nested tensor; only dense ones can travel")
     if array.device.type != "cpu":
         raise ArgumentError(f"{what}: rank {rank} passes a tensor on {array.device}; this backend moves CPU tensors")
 
 
 def check_apart(src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> None:
     """Raise ArgumentError if a destination shares storage with a source, or its elements with another or itself."""
-    sources = {array.untyped_storage().data_ptr() for array in src if array is not None and array.numel()}
+    filled = [array for array in src if array is not None and array.numel()]
+    sources = {array.untyped_storage().data_ptr() for array in filled}
+    reaches = [_reach(array) for array in filled]
     ends: list[tuple[int, int]] = []
     for array in dst:
         if array is None or not array.numel():
             continue
         if array.untyped_storage().data_ptr() in sources:
             raise ArgumentError("out shares storage with a source; they must be apart")
-        if any(stride == 0 and size > 1 for stride, size in zip(array.stride(), array.shape, strict=True)):
-            raise ArgumentError("out has a stride of 0: several of its elements are one place in memory")
+        start, stop = _reach(array)
+        if any(start < last and first < stop for first, last in reaches):
+            raise ArgumentError("out shares memory with a source; they must be apart")
+        if _overlaps_itself(array):
+            raise ArgumentError(f"out of strides {array.stride()}: several of its elements are one place in memory")
+        if array.is_conj() or array.is_neg():
+            raise ArgumentError("out is a conjugated or negated view; pass out.resolve_conj().resolve_neg()")
         if array.is_contiguous():
-            ends.append((array.data_ptr(), array.data_ptr() + array.numel() * array.element_size()))
+            ends.append((start, stop))
     ends.sort()
     for (_, stop), (start, _) in itertools.pairwise(ends):
         if start < stop:
             raise ArgumentError("two outs share memory; they must be apart")
+
+
+def _reach(array: torch.Tensor) -> tuple[int, int]:
+    """The addresses from the first byte of an array to behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(array.shape, array.stride(), strict=True))
+    return array.data_ptr(), array.data_ptr() + (last + 1) * array.element_size()
+
+
+def _overlaps_itself(array: torch.Tensor) -> bool:
+    """True if two elements may be one place: a stride does not step over what smaller strides span."""
+    span = 0
+    for stride, size in sorted(zip(array.stride(), array.shape, strict=True)):
+        if size > 1:
+            if stride <= span:
+                return True
+            span += (size - 1) * stride
+    return False

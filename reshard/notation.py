@@ -120,7 +120,7 @@ def _read_ours(mesh: Mesh, entries: list[Any]) -> list[tuple[Step, ...]]:
             raise LayoutError(f"spec entry {entry!r} is none of: None, an axis name, a tuple of axis names")
     for dim in steps:
         for step in dim:
-            if split_factor_of(step) < 1:
+            if not isinstance(split_factor_of(step), int) or split_factor_of(step) < 1:
                 raise LayoutError(f"split factor of {step} must be at least 1")
     return steps
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from reshard.dtypes import ITEMSIZE, dtype_name
-from reshard.errors import PlanError
-from reshard.layout import AnyLayout
-from reshard.shards import Shards, cut_shards
+from reshard.errors import ArgumentError, PlanError
+from reshard.layout import AnyLayout, Layout, RegionLayout
+from reshard.shards import Shards, check_shape, cut_shards
 from reshard.tasks import UnitTasks, cut_unit_tasks
 from reshard.topology import Topology
 
@@ -46,7 +46,12 @@ class TensorSpec:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        object.__setattr__(self, "shape", check_shape(self.shape))
+        for side in (self.src, self.dst):
+            if not isinstance(side, (Layout, RegionLayout)):
+                raise ArgumentError(f"a layout must be a Layout or a RegionLayout, not {type(side).__name__}")
+        if self.name is not None and not isinstance(self.name, str):
+            raise ArgumentError(f"the name of a tensor must be a string, not {self.name!r}")
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
 
     @property
@@ -198,6 +203,13 @@ class Plan:
     def num_messages(self) -> int:
         """How many messages the plan has, copies included."""
         return int(self.transfers.first_message[-1])
+
+    def count_messages(self, rank: int) -> int:
+        """How many messages one rank sends or receives, boxes that travel together counted one by one."""
+        transfers = self.transfers
+        mine = (transfers.sender == rank) | (transfers.receiver == rank)
+        per_edge = np.diff(transfers.box_at) * transfers.num_chunks
+        return int(per_edge[transfers.transfer_of_edge[mine]].sum())
 
     @cached_property
     def message_bytes(self) -> np.ndarray:

@@ -90,8 +90,8 @@ def _format_topology(topology: Topology) -> str:
 
 _INT = r"[0-9]{1,19}"
 _PLAN = re.compile(rf"plan (\S+) staging_bytes=({_INT})")
-_TOPOLOGY = re.compile(r"topology nic_bytes_per_second=([0-9.e+]{1,40}) hosts ([0-9*,]*)")
-_TENSOR = re.compile(rf"tensor ({_INT}) (\w+) (\[[0-9, ]*\])(?: named (\"(?:[^\"\\]|\\.)*\"))? from (.*?\)) to (.*\))")
+_TOPOLOGY = re.compile(r"topology nic_bytes_per_second=([0-9.e+-]{1,40}) hosts ([0-9*,]*)")
+_TENSOR = re.compile(rf"tensor ({_INT}) (\w+) (\[[0-9, ]*\])(?: named (\"(?:[^\"\\]|\\.)*\"))? from (.*)")
 _TRANSFER = re.compile(rf"({_INT}): (t.*?\]) ([0-9 ,>-]+) splits ([0-9x]+) window ({_INT})")
 _BOX = re.compile(rf"t({_INT}) \[([0-9:, ]*)\]")
 
@@ -102,6 +102,8 @@ def parse_plan(text: str) -> Plan:
     Raises:
         PlanError: the text is not a plan; says which line.
     """
+    if not isinstance(text, str):
+        raise PlanError(f"a plan is read from a str, not from {type(text).__name__}")
     if len(text) > MAX_TEXT_BYTES:
         raise PlanError(f"a text of {len(text)} characters is too long for a plan; at most {MAX_TEXT_BYTES}")
     lines = [line.strip() for line in text.splitlines()]
@@ -116,12 +118,15 @@ def parse_plan(text: str) -> Plan:
             match = _expect(_TENSOR, numbered, at)
             if int(match[1]) != len(tensors):
                 raise PlanError(f"tensor {match[1]} stands where tensor {len(tensors)} should")
+            src, middle, dst = match[5].partition(") to ")
+            if not middle:
+                raise PlanError("a tensor needs 'from LAYOUT to LAYOUT'")
             tensors.append(
                 TensorSpec(
                     tuple(json.loads(match[3])),
                     match[2],
-                    parse_layout(match[5]),
-                    parse_layout(match[6]),
+                    parse_layout(src + ")"),
+                    parse_layout(dst),
                     None if match[4] is None else json.loads(match[4]),
                 )
             )

@@ -9,6 +9,7 @@ from reshard.errors import ArgumentError
 from reshard.layout import AnyLayout
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec, check_tensors
 from reshard.routes import Problem, Strategy, cut_transfers
+from reshard.shards import check_shape
 from reshard.strategies import find_strategy
 from reshard.topology import Topology
 
@@ -43,7 +44,7 @@ def make_plan(
         names = list(shape)
         tensors = [
             TensorSpec(
-                tuple(shape[name]),
+                check_shape(shape[name]),
                 _of(dtype, name, names, "dtype"),
                 _of(src, name, names, "src"),
                 _of(dst, name, names, "dst"),
@@ -54,7 +55,7 @@ def make_plan(
     else:
         if isinstance(src, Mapping) or isinstance(dst, Mapping):
             raise ArgumentError("layouts are given by name, so shape must be too: {name: shape}")
-        tensors = [TensorSpec(tuple(shape), dtype, src, dst)]
+        tensors = [TensorSpec(check_shape(shape), dtype, src, dst)]
     return plan_tensors(tensors, strategy=strategy, topology=topology, staging_bytes=staging_bytes)
 
 
@@ -67,6 +68,10 @@ def plan_tensors(
 ) -> Plan:
     """As :func:`make_plan`, for tensors that are described already."""
     check_tensors(tensors)
+    if topology is not None and not isinstance(topology, Topology):
+        raise ArgumentError(f"topology must be a Topology, not {type(topology).__name__}")
+    if isinstance(staging_bytes, bool) or not isinstance(staging_bytes, int):
+        raise ArgumentError(f"staging_bytes must be an integer, not {staging_bytes!r}")
     name, function = find_strategy(strategy)
     count = 1 + max(max(spec.src.ranks + spec.dst.ranks) for spec in tensors)
     if topology is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -120,6 +121,7 @@ def build_program(plan: Plan, rank: int) -> Program:
                 raise PlanError(f"message {message.id}: rank {rank} sends what it does not hold")
             queue = queues[hosts[rank] == hosts[message.receiver]]
             queue.append(Send(message.id, message.receiver, places, nbytes, forwards, message.window))
+    _check_complete(plan, rank, copies, recvs)
     return Program(
         rank=rank,
         copies=tuple(copies),
@@ -129,6 +131,24 @@ def build_program(plan: Plan, rank: int) -> Program:
         src_shapes=tuple(s.src_shards.local_shape(rank) if rank in s.src.ranks else None for s in plan.tensors),
         dst_shapes=tuple(s.dst_shards.local_shape(rank) if rank in s.dst.ranks else None for s in plan.tensors),
     )
+
+
+def _check_complete(plan: Plan, rank: int, copies: Sequence[Copy], recvs: Sequence[Recv]) -> None:
+    """Raise PlanError unless what lands on the rank is as much as it needs, and relays pass everything on.
+
+    Cheap, and from the rank's own messages alone; :func:`~reshard.check.check_plan` looks at every element.
+    """
+    landed = [0] * len(plan.tensors)
+    for place in [copy.place for copy in copies] + [place for recv in recvs for place in recv.places]:
+        if place.dst is not None:
+            landed[place.tensor] += math.prod(cut.stop - cut.start for cut in place.dst)
+    for tensor, spec in enumerate(plan.tensors):
+        needed = math.prod(spec.dst_shards.local_shape(rank)) if rank in spec.dst.ranks else 0
+        if landed[tensor] != needed:
+            raise PlanError(f"rank {rank} needs {needed} elements of tensor {tensor}, but {landed[tensor]} land there")
+    for recv in recvs:
+        if recv.is_relay and not recv.num_forwards:
+            raise PlanError(f"message {recv.id}: rank {rank} neither needs it nor passes it on")
 
 
 def _keep_staged(recvs: Sequence[Recv], queues: tuple[list[Send], list[Send]]) -> list[Recv]:

@@ -105,8 +105,11 @@ class _Pool:
 
 
 def flat_bytes(view: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as a flat uint8 tensor on the same memory."""
-    return view.view(-1).view(torch.uint8)
+    """A contiguous tensor as a flat uint8 tensor on the same memory.
+
+    A view of one element counts as contiguous whatever its strides, but keeps them; hence as_strided.
+    """
+    return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
 
 
 class _Runs:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from reshard.notation import Step, axis_of, split_factor_of
 
 NO_RANK = -1
 MAX_PIECES = 2**22
+#: Cells into which regions that overlap in part may be cut.
+MAX_CELLS = 2**17
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,14 +96,24 @@ def cut_shards(layout: AnyLayout, shape: Sequence[int]) -> Shards:
     Raises:
         LayoutError: the layout has more dims than the shape, or a region reaches past it.
     """
-    shape = tuple(int(size) for size in shape)
+    shape = check_shape(shape)
     if len(shape) > MAX_NDIM:
         raise LayoutError(f"shape {list(shape)} has {len(shape)} dims; at most {MAX_NDIM} are supported")
-    if any(size < 0 for size in shape) or math.prod(shape) >= 2**62:
-        raise LayoutError(f"shape {list(shape)} must have sizes of at least 0 and fewer than 2**62 elements")
+    if any(size < 0 for size in shape) or math.prod(size for size in shape if size) >= 2**56:
+        raise LayoutError(f"shape {list(shape)} must have sizes of at least 0 and fewer than 2**56 elements")
     if isinstance(layout, RegionLayout):
         return _cut_regions(layout, shape)
     return _cut_grid(layout, shape)
+
+
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape as a tuple of integers; raises LayoutError if it is none."""
+    try:
+        if isinstance(shape, str):
+            raise TypeError
+        return tuple(index(size) for size in shape)
+    except TypeError:
+        raise LayoutError(f"shape {shape!r} is not a sequence of integers") from None
 
 
 def chunk_rule(size: np.ndarray, num_chunks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -110,8 +123,8 @@ def chunk_rule(size: np.ndarray, num_chunks: int) -> tuple[np.ndarray, np.ndarra
     """
     size = np.asarray(size, dtype=np.int64)[..., None]
     chunk = -(-size // num_chunks)
-    index = np.arange(num_chunks, dtype=np.int64)
-    return np.minimum(chunk * index, size), np.minimum(chunk * (index + 1), size)
+    number = np.arange(num_chunks, dtype=np.int64)
+    return np.minimum(chunk * number, size), np.minimum(chunk * (number + 1), size)
 
 
 def _cut_dim(size: int, steps: Sequence[Step], axis_sizes: Sequence[int]) -> DimCuts:
@@ -154,10 +167,10 @@ def _cut_strided(part: list[tuple[int, int]], split_factor: int, num_parts: int)
     inner_lo, inner_hi = chunk_rule(outer_hi - outer_lo, num_parts)
     ends = np.cumsum([0] + [hi - lo for lo, hi in part])
     result = []
-    for index in range(num_parts):
+    for part_index in range(num_parts):
         piece: list[tuple[int, int]] = []
         for lo, hi in zip(
-            (outer_lo + inner_lo[:, index]).tolist(), (outer_lo + inner_hi[:, index]).tolist(), strict=True
+            (outer_lo + inner_lo[:, part_index]).tolist(), (outer_lo + inner_hi[:, part_index]).tolist(), strict=True
         ):
             at = int(np.searchsorted(ends, lo, side="right")) - 1
             while lo < hi:
@@ -287,6 +300,7 @@ def _refine(holders: _Holders, ndim: int) -> _Holders:
     for i, box in enumerate(boxes):
         members.setdefault(root(i), []).append(box)
     refined: _Holders = {}
+    num_cells = 0
     for group_boxes in members.values():
         if len(group_boxes) == 1:
             refined[group_boxes[0]] = holders[group_boxes[0]]
@@ -294,8 +308,9 @@ def _refine(holders: _Holders, ndim: int) -> _Holders:
         marks = [sorted({edge for box in group_boxes for edge in box[dim]}) for dim in range(len(group_boxes[0]))]
         for box in group_boxes:
             inside = [[m for m in marks[dim] if lo <= m <= hi] for dim, (lo, hi) in enumerate(box)]
-            if math.prod(len(m) - 1 for m in inside) + len(refined) > MAX_PIECES:
-                raise LayoutError(f"regions overlap in more than {MAX_PIECES} ways")
+            num_cells += math.prod(len(m) - 1 for m in inside)
+            if num_cells > MAX_CELLS:
+                raise LayoutError(f"regions that overlap in part would be cut into more than {MAX_CELLS} cells")
             columns = [np.arange(len(m) - 1) for m in inside]
             for cell in combine(columns).tolist():
                 piece = tuple((inside[dim][i], inside[dim][i + 1]) for dim, i in enumerate(cell))

@@ -367,7 +367,10 @@ def find_strategy(strategy: str | Strategy | None) -> tuple[str, Strategy]:
     if strategy is None:
         strategy = DEFAULT_STRATEGY
     if callable(strategy):
-        return getattr(strategy, "__name__", repr(strategy)), strategy
+        name = getattr(strategy, "__name__", type(strategy).__name__)
+        return "".join(name.split()) or "strategy", strategy
+    if not isinstance(strategy, str):
+        raise ArgumentError(f"strategy must be a name or a function, not {type(strategy).__name__}")
     if strategy not in STRATEGIES:
         raise ArgumentError(f"no strategy {strategy!r}; there are {', '.join(STRATEGIES)}")
     return strategy, STRATEGIES[strategy]

@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import Any
 
 import numpy as np
 
 from reshard.errors import TopologyError
+from reshard.mesh import MAX_RANK
 
 #: One 10 Gbit/s interface per host, in bytes per second each way.
 TEN_GBIT = 1.25e9
@@ -33,11 +35,13 @@ class Topology:
 
     def __post_init__(self) -> None:
         try:
-            hosts = tuple(int(host) for host in self.host_of_rank)
+            hosts = tuple(index(host) for host in self.host_of_rank)
             rate = float(self.nic_bytes_per_second)
         except (TypeError, ValueError, OverflowError) as error:
             raise TopologyError(f"hosts must be integers and the rate a number: {error}") from None
-        if any(not 0 <= host < 2**31 for host in hosts):
+        if len(hosts) > MAX_RANK + 1:
+            raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks, not {len(hosts)}")
+        if any(not 0 <= host <= MAX_RANK for host in hosts):
             raise TopologyError("hosts are counted from 0; a negative or huge one was given")
         if not (math.isfinite(rate) and rate > 0):
             raise TopologyError(f"nic_bytes_per_second is {rate}; it must be positive and finite")
@@ -55,9 +59,9 @@ class Topology:
         """From ``{"host_of_rank": [0, 0, 1, 1], "nic_bytes_per_second": 1.25e9}``; the rate may be left out."""
         if not isinstance(data, dict) or not isinstance(data.get("host_of_rank"), list):
             raise TopologyError('a topology is {"host_of_rank": [...], "nic_bytes_per_second": ...}')
-        unknown = sorted(set(data) - {"host_of_rank", "nic_bytes_per_second"})
+        unknown = sorted(map(str, set(data) - {"host_of_rank", "nic_bytes_per_second"}))
         if unknown:
-            raise TopologyError(f"unknown keys in topology: {', '.join(map(str, unknown))}")
+            raise TopologyError(f"unknown keys in topology: {', '.join(unknown)}")
         return cls(tuple(data["host_of_rank"]), data.get("nic_bytes_per_second", TEN_GBIT))
 
     def to_json(self) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def test_relays_past_the_window_are_refused():
     lines = [
         "plan by_hand staging_bytes=65536",
         "topology nic_bytes_per_second=1.0 hosts 0*3",
-        "tensor 0 uint8 [262144] from () on Mesh(ranks 0) to () on Mesh(ranks 2)",
+        "tensor 0 uint8 [262144] from () on Mesh(ranks 0) to Regions(ndim=1 join=0; 1: none; 2: [0:262144])",
         "0: t0 [0:262144] 0 -> 1 -> 2 splits 8 window 1",
     ]
     check_plan(parse_plan("\n".join(lines)))  # chunk by chunk it fits

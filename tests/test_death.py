@@ -69,3 +69,18 @@ def test_a_rank_killed_in_flight_ends_the_transfer(victim):
     texts = _run(_dies_in_flight, victim)
     assert "nothing was raised" not in texts
     assert any(text.startswith(("RemoteError", "TransferTimeoutError")) for text in texts), texts
+
+
+def _leaves_early(rank):
+    """Ranks 0 and 1 end as soon as their part is done; ranks 2 and 3 still pass data to each other."""
+    src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2))
+    whole = torch.arange(2**23, dtype=torch.float32)
+    handle = reshard.reshard_async(whole[rank * 2**22 : (rank + 1) * 2**22] if rank < 2 else None, src, dst)
+    if rank == 3:
+        time.sleep(0.5)
+    out = handle.wait(30)
+    return out is None or torch.equal(out, whole)
+
+
+def test_a_rank_that_ends_in_order_does_not_break_the_others():
+    assert run_processes(_leaves_early, 4) == [True] * 4
