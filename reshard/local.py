@@ -9,7 +9,7 @@ import numpy as np
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
-from reshard.layout import AnyLayout, Layout
+from reshard.layout import AnyLayout, Layout, RegionLayout
 from reshard.mesh import Mesh
 from reshard.plan import Plan, expand_messages
 from reshard.planning import make_plan
@@ -90,8 +90,16 @@ def reshard_local(
     """
     src_layout = Layout(src, src_spec) if isinstance(src, Mesh) else src
     dst_layout = Layout(dst, dst_spec) if isinstance(dst, Mesh) else dst
-    if not shards:
-        raise ArgumentError("no shards: give {source rank: local array}")
+    for what, layout in (("src", src_layout), ("dst", dst_layout)):
+        if not isinstance(layout, (Layout, RegionLayout)):
+            raise ArgumentError(f"{what} must be a Mesh, a Layout or a RegionLayout, not {type(layout).__name__}")
+    if not isinstance(shards, Mapping) or not shards:
+        raise ArgumentError(f"give shards as {{source rank: local array}}, not {type(shards).__name__}")
+    for rank, array in shards.items():
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise ArgumentError(f"rank {rank} holds {type(array).__name__}, not a NumPy array or a torch tensor")
+        if rank not in src_layout.ranks:
+            raise ArgumentError(f"rank {rank} has a shard, but is not in the source layout")
     dtype = dtype_name(next(iter(shards.values())).dtype)
     plan = make_plan(src_layout, dst_layout, shape, dtype, strategy=strategy, topology=topology)
     return execute_local(plan, [shards])[0]

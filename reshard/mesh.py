@@ -92,12 +92,7 @@ class Mesh:
             raise MeshError(f"mesh {grid!r} has more than {MAX_MESH_RANKS} ranks")
         if isinstance(first_rank, bool) or not isinstance(first_rank, int):
             raise MeshError(f"first_rank {first_rank!r} must be an integer")
-        if axes is not None and (isinstance(axes, str) or not isinstance(axes, Sequence)):
-            raise MeshError(f"axes must be a sequence of names, not {axes!r}")
-        names = [str(i) for i in range(len(sizes))] if axes is None else list(axes)
-        if len(names) != len(sizes):
-            raise MeshError(f"{len(names)} axis names for {len(sizes)} axes")
-        _refuse_doubled(names)
+        names = _axis_names(axes, len(sizes))
         return cls(range(first_rank, first_rank + math.prod(sizes)), dict(zip(names, sizes, strict=True)))
 
     @classmethod
@@ -105,14 +100,11 @@ class Mesh:
         """A mesh from an n-d array (or nested list) of ranks."""
         try:
             grid = np.asarray(ranks)
-        except ValueError as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise MeshError(f"ranks must form a full grid: {error}") from None
         if grid.size and grid.dtype.kind not in "iu":
             raise MeshError(f"ranks must be integers, not {grid.dtype}")
-        names = [str(i) for i in range(grid.ndim)] if axes is None else list(axes)
-        if len(names) != grid.ndim:
-            raise MeshError(f"{len(names)} axis names for a grid of {grid.ndim} axes")
-        _refuse_doubled(names)
+        names = _axis_names(axes, grid.ndim)
         return cls(grid.ravel().tolist(), dict(zip(names, grid.shape, strict=True)))
 
     @classmethod
@@ -170,10 +162,18 @@ class Mesh:
     __repr__ = __str__
 
 
-def _refuse_doubled(names: Sequence[str]) -> None:
-    for name in names:
-        if list(names).count(name) > 1:
-            raise MeshError(f"axis {name!r} appears {list(names).count(name)} times; axis names are distinct")
+def _axis_names(axes: Sequence[str] | None, count: int) -> list[str]:
+    """The names given, or ``0, 1, ...``."""
+    if axes is None:
+        return [str(i) for i in range(count)]
+    if isinstance(axes, str) or not isinstance(axes, Sequence) or not all(isinstance(name, str) for name in axes):
+        raise MeshError(f"axes must be a sequence of names, not {axes!r}")
+    if len(axes) != count:
+        raise MeshError(f"{len(axes)} axis names for {count} axes")
+    for name in axes:
+        if list(axes).count(name) > 1:
+            raise MeshError(f"axis {name!r} appears {list(axes).count(name)} times; axis names are distinct")
+    return list(axes)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

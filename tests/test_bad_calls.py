@@ -80,7 +80,28 @@ def _cases(rank):
             "holds only",
         ),
         "tiny staging": (give | {"staging_bytes": 10}, "at least 65536"),
+        "topology of the wrong kind on one rank": (
+            give | {"topology": "x" if rank == 1 else None},
+            "must be a Topology",
+        ),
+        "strategy of the wrong kind on one rank": (
+            give | {"strategy": [] if rank == 2 else None},
+            "name or a function",
+        ),
+        "shape of floats on one rank": (
+            give | {"shape": (6.5, 4) if rank == 3 else None},
+            "not a sequence of integers",
+        ),
+        "out that overlaps itself": (
+            give | {"out": torch.zeros(20).as_strided((6, 2), (1, 1)) if rank == 3 else None},
+            "one place in memory",
+        ),
+        "out conjugated": (
+            give | {"out": torch.zeros(6, 2, dtype=torch.complex64).conj() if rank == 3 else None},
+            "conjugated",
+        ),
         "no destination": (give | {"dst_mesh": None}, "dst_mesh is missing"),
+        "no time": (give | {"timeout_seconds": float("nan")}, "timeout_seconds is nan"),
         "no mesh": (give | {"dst_mesh": 7}, "must be a Mesh"),
     }
 
