@@ -229,6 +229,7 @@ class Checkpoint:
         dist.barrier()
         if self.out is not None:
             dcp.load({"w": self.dst}, checkpoint_id=self.folder, process_group=self.groups[1])
+        dist.barrier()  # the next save overwrites what is being read
 
     def close(self) -> None:
         """Delete what was saved."""
