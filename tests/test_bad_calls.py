@@ -284,4 +284,4 @@ def test_processes_end_normally_after_an_error(tmp_path):
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.split().count("raised") >= 3
+    assert run.stdout.count("raised") >= 3  # not by lines: ranks print into one pipe

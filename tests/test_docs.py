@@ -31,7 +31,8 @@ def test_the_readme_example_prints_what_it_says(tmp_path):
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert sorted(run.stdout.splitlines()) == expected.splitlines()
+    # not by lines: ranks print into one pipe
+    assert sorted(re.findall(r"rank \d has \[.*?\]", run.stdout)) == expected.splitlines()
 
 
 def test_the_readme_plan_is_what_the_command_prints(capsys):
