@@ -359,7 +359,7 @@ DEFAULT_STRATEGY = "broadcast_greedy"
 
 
 def find_strategy(strategy: str | Strategy | None) -> tuple[str, Strategy]:
-    """The name and the function of a strategy given as either; None is the default.
+    """The name and the function of a strategy given as either; None is the default, and so is "broadcast".
 
     Raises:
         ArgumentError: no strategy of that name.
@@ -371,6 +371,8 @@ def find_strategy(strategy: str | Strategy | None) -> tuple[str, Strategy]:
         return "".join(name.split()) or "strategy", strategy
     if not isinstance(strategy, str):
         raise ArgumentError(f"strategy must be a name or a function, not {type(strategy).__name__}")
+    if strategy == "broadcast":  # in its best order
+        strategy = DEFAULT_STRATEGY
     if strategy not in STRATEGIES:
         raise ArgumentError(f"no strategy {strategy!r}; there are {', '.join(STRATEGIES)}")
     return strategy, STRATEGIES[strategy]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensors import same_bytes, take_shard, whole_tensor
 
 from reshard import (
     ArgumentError,
@@ -20,6 +21,8 @@ from reshard import (
     RegionLayout,
     Topology,
     TopologyError,
+    check_plan,
+    execute_local,
     lower_bound,
     make_plan,
 )
@@ -239,6 +242,20 @@ def test_small_regions_of_one_pair_travel_together():
     assert plan.num_messages == 64
     assert {len(m["after"]) for m in plan.to_json()["messages"]} == {0}
     assert plan.to_json()["messages"][0]["window"] == 32 * 4
+
+
+def test_eight_dims_and_no_more():
+    src = Layout(Mesh.of("2x2"), "R S0 R R R R R S1")
+    dst = Layout(Mesh.of("2x2", first_rank=4), "S1 R R S0")
+    shape = (2, 3, 1, 2, 1, 2, 1, 5)
+    plan = make_plan(src, dst, shape, "int64", strategy="broadcast")
+    assert plan.strategy == "broadcast_greedy"
+    check_plan(plan)
+    whole = whole_tensor(shape)
+    out = execute_local(plan, [{rank: take_shard(src, rank, whole) for rank in src.ranks}])[0]
+    assert all(same_bytes(out[rank], take_shard(dst, rank, whole)) for rank in dst.ranks)
+    with pytest.raises(LayoutError, match="at most 8"):
+        make_plan(src, dst, (*shape, 1), "int64")
 
 
 def test_a_million_slices():
