@@ -11,7 +11,6 @@ answers (see :mod:`reshard.control`). What must be found without a connection is
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import json
@@ -31,7 +30,7 @@ from reshard.control import Hub, Spoke
 from reshard.errors import ArgumentError, DisagreementError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.group import Group
 from reshard.mesh import format_ranks
-from reshard.monitor import Monitor
+from reshard.monitor import Monitor, call_at_exit
 from reshard.progress import Work
 
 #: After this long in a round, a rank says what it waits for and looks at what the others wait for.
@@ -135,7 +134,7 @@ class Channel:
             return verdict
         if self._hub is None:
             self._hub = Hub(self._store, others)
-            _open.add(self)
+            self._close_at_exit()
         hub = self._hub
         hub.pump(0.0)  # who left before this round began does not take part in it
         hub.waits = True
@@ -171,7 +170,7 @@ class Channel:
                 # The first member gives up earlier than the others, and says so.
                 self._wait(record, _sleep, lambda: self._store.check(["hub"]), lambda: [hub], deadline + 2.0)
                 self._spoke = Spoke.connect(self._store, self.group.rank, hub)
-                _open.add(self)
+                self._close_at_exit()
             spoke = self._spoke
             spoke.say(record.to_json())
             said = True
@@ -263,6 +262,10 @@ class Channel:
 
     # Transfers
 
+    def _close_at_exit(self) -> None:
+        _open.add(self)
+        call_at_exit(_close_all, priority=10)
+
     def close(self) -> None:
         """Say goodbye to the other ranks; only at the end of the process, the channel is not usable after."""
         for end in (self._hub, self._spoke):
@@ -334,7 +337,6 @@ class Channel:
 _open: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
-@atexit.register
 def _close_all() -> None:
     for channel in list(_open):
         channel.close()

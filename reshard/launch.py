@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import time
@@ -167,7 +167,7 @@ def _main(
     except Exception as error:  # a result or an error that does not pickle
         pipe.send((False, None, f"{message[2]}{type(error).__name__}: {error}"))
     pipe.close()
-    atexit._run_exitfuncs()  # as an interpreter that shuts down would: transfers end, connections say goodbye
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # as any child of multiprocessing: transfers end, connections say goodbye
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if message[0] else 1)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing.util
+import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from reshard.errors import RemoteError, ReshardError
@@ -14,6 +17,19 @@ BEAT_SECONDS = 1.0
 #: A rank whose heartbeat stands still for this long while others wait for it counts as lost.
 LOST_SECONDS = 30.0
 LOOK_SECONDS = 0.2
+
+
+_registered: set[tuple[int, Any]] = set()
+
+
+def call_at_exit(function: Callable[[], None], priority: int) -> None:
+    """Call ``function`` when this process ends, once; higher priorities first.
+
+    A child of multiprocessing ends without calling what atexit knows, but calls its own finalizers.
+    """
+    if (os.getpid(), function) not in _registered:
+        _registered.add((os.getpid(), function))
+        multiprocessing.util.Finalize(None, function, exitpriority=priority)
 
 
 class Watched(Protocol):

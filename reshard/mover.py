@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import queue
 import threading
@@ -18,7 +17,7 @@ from reshard.channel import ABORT_TAG, Channel, find_channel
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.group import find_group
-from reshard.monitor import Monitor
+from reshard.monitor import Monitor, call_at_exit
 from reshard.plan import Plan
 from reshard.program import Program, build_program
 from reshard.progress import Staging, carrier, run_program
@@ -235,6 +234,7 @@ class Mover:
             self._thread = threading.Thread(target=self._loop, name="reshard-progress", daemon=True)
             self._thread.start()
             _running.add(self)
+            call_at_exit(_finish_all, priority=20)
         self._jobs.put((handle, src, dst))
         return handle
 
@@ -288,7 +288,6 @@ class Mover:
 _running: weakref.WeakSet[Mover] = weakref.WeakSet()
 
 
-@atexit.register
 def _finish_all() -> None:
     for mover in list(_running):
         mover.finish(EXIT_SECONDS)
