@@ -16,6 +16,7 @@ from reshard.mover import (
     DEFAULT_TIMEOUT_SECONDS,
     Handle,
     Mover,
+    as_plain,
     check_apart,
     check_array,
     check_movable,
@@ -204,6 +205,8 @@ class _Call:
                 raise item.spec_error
             self._check_item(record.tensors[item.name], item)
         check_apart([item.tensor for item in self.items], [item.out for item in self.items])
+        for item in self.items:
+            item.tensor = as_plain(item.tensor)
 
     def _check_item(self, record: TensorRecord, item: Item) -> None:
         record.is_dtensor = item.like is not None
@@ -218,7 +221,6 @@ class _Call:
             if item.tensor is None:
                 raise ArgumentError(f"{what}: rank {rank} is in the source layout, but passes None")
             check_movable(item.tensor, what, rank)
-            item.tensor = item.tensor.detach().resolve_conj().resolve_neg()
             record.local = (list(item.tensor.shape), dtype_name(item.tensor.dtype))
         elif item.tensor is not None:
             if item.like is None:

@@ -73,7 +73,6 @@ class Channel:
         self.group, self.members = group, members
         digest = hashlib.sha256(repr(members).encode()).hexdigest()[:20]
         self._store = dist.PrefixStore(f"u/{digest}", group.store)
-        self._digest = digest
         self._lock = threading.RLock()
         self.calls = 0  # rounds in which this rank took part
         self.answered: dict[int, int] = {}  # of each member the last attempt that was answered

@@ -170,6 +170,7 @@ class Mover:
             src = self._sources(tensor)
             dst = self._targets(out)
             check_apart(src, dst)
+            src = [as_plain(array) for array in src]
         except ReshardError as error:
             raise self._channel.fail(self._generation, error) from None
         named = isinstance(tensor, Mapping) or self.plan.tensors[0].name is not None
@@ -307,7 +308,7 @@ def plan_arguments(plan: Plan) -> list[tuple[str, str]]:
 def check_array(
     array: Any, shape: tuple[int, ...] | None, dtype: str, role: str, name: str | None, rank: int
 ) -> torch.Tensor | None:
-    """The array if it is what the layout gives this rank, resolved to plain memory.
+    """The array if it is what the layout gives this rank.
 
     Raises:
         ArgumentError: it is missing, given where none belongs, or of the wrong kind, shape or dtype.
@@ -325,7 +326,15 @@ def check_array(
             f"{what}: rank {rank} passes {dtype_name(array.dtype)} {list(array.shape)}, "
             f"but its shard in {role} is {dtype} {list(shape)}"
         )
-    return array.detach().resolve_conj().resolve_neg() if role == "the source" else array
+    return array
+
+
+def as_plain(source: torch.Tensor | None) -> torch.Tensor | None:
+    """A source as plain memory, without autograd; a lazily conjugated or negated one is copied.
+
+    Only after :func:`check_apart`, which must see the memory that the caller passed.
+    """
+    return None if source is None else source.detach().resolve_conj().resolve_neg()
 
 
 def check_timeout(timeout_seconds: Any) -> float:
