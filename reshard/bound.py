@@ -1,97 +1,185 @@
-"""The least time in which hosts with one network interface each can do the job."""
+"""The least time in which the links between hosts can do the job."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from reshard.plan import TensorSpec
 from reshard.shards import NO_RANK
-from reshard.topology import Topology
+from reshard.topology import Port, Topology
 
 HostSet = tuple[int, ...]
+#: Bytes of regions by the places that hold them and the places that need and do not hold them.
+Classes = dict[tuple[HostSet, HostSet], int]
 
 
-def lower_bound(tensors: Sequence[TensorSpec], topology: Topology) -> float | None:
-    """Seconds below which no plan can be, or None where no formula holds.
+def lower_bound(tensors: Sequence[TensorSpec], topology: Topology) -> float:
+    """Seconds below which no plan without relays can be.
 
-    The host-NIC model: a host sends and receives at most ``nic_bytes_per_second`` each way, and what moves
-    inside a host costs nothing. For sources and destinations on different hosts the bound is the larger of
+    The host-NIC model: a host sends at most what its NICs send together, receives at most what they receive, and what
+    moves inside a host costs nothing. With pods the same holds for each pod and its uplink, and the bound is the
+    larger of the two. It is the optimum of this linear program, in which x[k, h] are the bytes of class k (the regions
+    with the same holders A and needers R) that leave host h::
 
-    * the most bytes that one destination host must receive, over the rate, and
-    * over all sets X of source hosts, the bytes held only inside X over what X can send, which is the least
-      possible largest share when every region is divided among the hosts that hold it.
+        minimise T    with    sum of x[k, h] over h in A        >= bytes[k]
+                              sum of x[k, h] over h in A and R  =  bytes[k] * |R|
+                              sum of x[k, h] over k             <= egress[h] * T
+                              bytes that host h needs           <= ingress[h] * T
 
-    It is reached in the limit by schedules without relays. Where source and destination share a host no
-    closed form is known, and the result is None.
+    reached in the limit by schedules without relays. Where sources and destinations share no host and no receiver
+    sends slower than it receives, it is the larger of the largest arrival and the least possible largest share of the
+    senders, which is computed exactly.
     """
-    src_hosts = {topology.host_of_rank[rank] for spec in tensors for rank in spec.src.ranks}
-    dst_hosts = {topology.host_of_rank[rank] for spec in tensors for rank in spec.dst.ranks}
-    if src_hosts & dst_hosts:
-        return None
+
+    def nics_of(host: int) -> Port:
+        nics = topology.host(host)
+        return Port(nics.egress_bytes_per_second, nics.ingress_bytes_per_second)
+
+    bound = _bound_of_places(_classes(tensors, topology.host_of_rank.__getitem__), nics_of)
+    if topology.pods:
+
+        def pod_of(rank: int) -> int:
+            return topology.host(topology.host_of_rank[rank]).pod or 0
+
+        bound = max(bound, _bound_of_places(_classes(tensors, pod_of), topology.pods.__getitem__))
+    return bound
+
+
+def _classes(tensors: Sequence[TensorSpec], place_of: Callable[[int], int]) -> Classes:
+    """Bytes by holders and needers, of the regions that somebody needs who does not hold them."""
+    classes: Classes = {}
+    for spec in tensors:
+        tasks = spec.tasks
+        src_sets, src_of = _place_sets(spec.src_shards.ranks, place_of)
+        dst_sets, dst_of = _place_sets(spec.dst_shards.ranks, place_of)
+        pair = src_of[tasks.src_tile] * len(dst_sets) + dst_of[tasks.dst_tile]
+        found, inverse = np.unique(pair, return_inverse=True)
+        nbytes = np.zeros(len(found), dtype=np.int64)
+        np.add.at(nbytes, inverse.ravel(), tasks.numel * spec.itemsize)
+        for number, total in zip(found.tolist(), nbytes.tolist(), strict=True):
+            holders = src_sets[number // len(dst_sets)]
+            needers = tuple(place for place in dst_sets[number % len(dst_sets)] if place not in holders)
+            if needers and total:
+                classes[holders, needers] = classes.get((holders, needers), 0) + total
+    return classes
+
+
+def _place_sets(ranks: np.ndarray, place_of: Callable[[int], int]) -> tuple[list[HostSet], np.ndarray]:
+    """The different sets of places of the tiles, and which of them each tile has."""
+    number: dict[HostSet, int] = {}
+    which = [
+        number.setdefault(tuple(sorted({place_of(rank) for rank in row if rank != NO_RANK})), len(number))
+        for row in ranks.tolist()
+    ]
+    return list(number), np.array(which, dtype=np.int64)
+
+
+def _bound_of_places(classes: Classes, port_of: Callable[[int], Port]) -> float:
     arrives: dict[int, int] = {}
     held: dict[HostSet, int] = {}
-    for spec in tensors:
-        nbytes = spec.tasks.numel * spec.itemsize
-        for hosts, total in _by_hosts(spec.dst_shards.ranks, spec.tasks.dst_tile, nbytes, topology).items():
-            for host in hosts:
-                arrives[host] = arrives.get(host, 0) + total
-        for hosts, total in _by_hosts(spec.src_shards.ranks, spec.tasks.src_tile, nbytes, topology).items():
-            held[hosts] = held.get(hosts, 0) + total
-    return max(max(arrives.values(), default=0), least_largest_share(held)) / topology.nic_bytes_per_second
+    for (holders, needers), nbytes in classes.items():
+        held[holders] = held.get(holders, 0) + nbytes
+        for place in needers:
+            arrives[place] = arrives.get(place, 0) + nbytes
+    arrival = max((total / port_of(place).ingress_bytes_per_second for place, total in arrives.items()), default=0.0)
+    sources = {place for holders in held for place in holders}
+    egress = {place: port_of(place).egress_bytes_per_second for place in sources | set(arrives)}
+    passes_on = all(egress[place] >= port_of(place).ingress_bytes_per_second for place in arrives)
+    if passes_on and sources.isdisjoint(arrives):
+        return max(arrival, least_largest_share(held, egress))
+    return max(arrival, _least_egress(classes, egress))
 
 
-def _by_hosts(ranks: np.ndarray, tile: np.ndarray, nbytes: np.ndarray, topology: Topology) -> dict[HostSet, int]:
-    """Bytes of the tasks of each tile, added up by the set of hosts that the tile's ranks are on."""
-    total = np.zeros(len(ranks), dtype=np.int64)
-    np.add.at(total, tile, nbytes)
-    sums: dict[HostSet, int] = {}
-    for row, count in zip(ranks.tolist(), total.tolist(), strict=True):
-        if count:
-            hosts = tuple(sorted({topology.host_of_rank[rank] for rank in row if rank != NO_RANK}))
-            sums[hosts] = sums.get(hosts, 0) + count
-    return sums
+def least_largest_share(held: dict[HostSet, int], egress: Mapping[int, float]) -> float:
+    """The least possible time of the slowest place when the bytes of each key are divided among the places in it.
 
-
-def least_largest_share(held: dict[HostSet, int]) -> float:
-    """The least possible largest load when the bytes of each key are divided among the hosts in it.
-
-    Solved as a linear program; its dual names the set of hosts that binds, from which the value is
+    Solved as a linear program; its dual names the set of places that binds, from which the value is
     recomputed exactly.
     """
-    hosts = sorted({host for key in held for host in key})
-    if not hosts:
+    places = sorted({place for key in held for place in key})
+    if not places:
         return 0.0
     if all(len(key) == 1 for key in held):
-        return float(max(held.values()))
+        return max(total / egress[key[0]] for key, total in held.items())
     if len(held) == 1:
-        return sum(held.values()) / len(hosts)
-    from scipy.optimize import linprog
-    from scipy.sparse import coo_matrix
+        return sum(held.values()) / sum(egress[place] for place in places)
+    share = [(k, place) for k, key in enumerate(held) for place in key]
+    value, duals = _solve(share, places, egress, [(list(held.values()), "=")], [range(len(share))])
+    binding = {place for place, dual in zip(places, duals, strict=True) if dual < -1e-9 * max(map(abs, duals))}
+    exact = sum(total for key, total in held.items() if binding.issuperset(key)) / max(
+        sum(egress[place] for place in binding), 1e-300
+    )
+    return exact if abs(exact - value) <= 1e-6 * value else value
 
-    keys = sorted(held)
-    scale = float(sum(held.values()))
-    share = [(k, host) for k, key in enumerate(keys) for host in key]
-    number = {host: i for i, host in enumerate(hosts)}
-    columns = np.arange(len(share))
+
+def _least_egress(classes: Classes, egress: Mapping[int, float]) -> float:
+    """The least time in which all that must leave some place can, where receivers pass on."""
+    if not classes:
+        return 0.0
+    places = sorted({place for holders, needers in classes for place in (*holders, *needers)})
+    share: list[tuple[int, int]] = []
+    from_holders: list[int] = []
+    for k, (holders, needers) in enumerate(classes):
+        from_holders.extend(range(len(share), len(share) + len(holders)))
+        share.extend((k, place) for place in (*holders, *needers))
+    nbytes = list(classes.values())
+    arrivals = [total * len(needers) for (_, needers), total in classes.items()]
+    value, _ = _solve(share, places, egress, [(nbytes, ">="), (arrivals, "=")], [from_holders, range(len(share))])
+    return value
+
+
+def _solve(
+    share: Sequence[tuple[int, int]],
+    places: Sequence[int],
+    egress: Mapping[int, float],
+    wholes: Sequence[tuple[Sequence[int], str]],
+    columns_of: Sequence[Sequence[int]],
+) -> tuple[float, list[float]]:
+    """Minimise the slowest place's time; ``share[i]`` is ``(class, place)`` of variable i.
+
+    Row set j asks that the variables ``columns_of[j]`` of each class add up to ``wholes[j]``.
+    Returns the time and the dual of each place.
+    """
+    from scipy.optimize import linprog
+    from scipy.sparse import coo_matrix, csr_matrix, vstack
+
+    scale = float(max(max(nbytes) for nbytes, _ in wholes))
+    fastest = max(egress.values())
+    number = {place: i for i, place in enumerate(places)}
+    classes = np.array([k for k, _ in share], dtype=np.int64)
+    rows = [number[place] for _, place in share]
+    count = len(share)
     load = coo_matrix(
         (
-            np.concatenate([np.ones(len(share)), -np.ones(len(hosts))]),
-            (
-                [number[host] for _, host in share] + list(range(len(hosts))),
-                np.concatenate([columns, np.full(len(hosts), len(share))]),
-            ),
+            np.concatenate([np.ones(count), [-egress[place] / fastest for place in places]]),
+            (rows + list(range(len(places))), list(range(count)) + [count] * len(places)),
         ),
-        shape=(len(hosts), len(share) + 1),
+        shape=(len(places), count + 1),
     )
-    whole = coo_matrix((np.ones(len(share)), ([k for k, _ in share], columns)), shape=(len(keys), len(share) + 1))
-    cost = np.zeros(len(share) + 1)
+    upper: list[csr_matrix] = [load]
+    upper_values = [np.zeros(len(places))]
+    equal: list[csr_matrix] = []
+    equal_values: list[np.ndarray] = []
+    for (nbytes, sign), columns in zip(wholes, columns_of, strict=True):
+        picked = np.array(columns, dtype=np.int64)
+        matrix = coo_matrix((np.ones(len(picked)), (classes[picked], picked)), shape=(len(nbytes), count + 1))
+        values = np.array(nbytes, dtype=np.float64) / scale
+        if sign == "=":
+            equal.append(matrix)
+            equal_values.append(values)
+        else:
+            upper.append(-matrix)
+            upper_values.append(-values)
+    cost = np.zeros(count + 1)
     cost[-1] = 1.0
     solved = linprog(
-        cost, A_ub=load, b_ub=np.zeros(len(hosts)), A_eq=whole, b_eq=[held[key] / scale for key in keys], method="highs"
+        cost,
+        A_ub=vstack(upper),
+        b_ub=np.concatenate(upper_values),
+        A_eq=vstack(equal),
+        b_eq=np.concatenate(equal_values),
+        method="highs",
     )
-    binding = {host for host, dual in zip(hosts, solved.ineqlin.marginals, strict=True) if dual < -1e-9}
-    exact = sum(total for key, total in held.items() if binding.issuperset(key)) / max(len(binding), 1)
-    value = float(solved.fun) * scale
-    return exact if abs(exact - value) <= 1e-6 * scale else value
+    return float(solved.fun) * scale / fastest, solved.ineqlin.marginals[: len(places)].tolist()

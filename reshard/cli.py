@@ -9,9 +9,8 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from reshard.errors import ArgumentError, ReshardError, TopologyError
+from reshard.errors import ArgumentError, ReshardError
 from reshard.layout import Layout
 from reshard.mesh import Mesh
 from reshard.topology import Topology
@@ -89,7 +88,7 @@ def _plan(options: argparse.Namespace) -> int:
     src_mesh = Mesh.of(options.src_mesh)
     first = src_mesh.size if options.dst_first_rank is None else options.dst_first_rank
     dst_mesh = Mesh.of(options.dst_mesh, first_rank=first)
-    topology = default_topology(src_mesh, dst_mesh) if options.topology is None else _read_topology(options.topology)
+    topology = default_topology(src_mesh, dst_mesh) if options.topology is None else Topology.read(options.topology)
     plan = make_plan(
         Layout(src_mesh, options.src),
         Layout(dst_mesh, options.dst),
@@ -129,15 +128,6 @@ def _parse_shape(text: str) -> list[int]:
         return [int(size) for size in text.split(",")] if text.strip() else []
     except ValueError:
         raise ArgumentError(f"shape {text!r} is not of the form 1024,1024,512") from None
-
-
-def _read_topology(path: str) -> Topology:
-    try:
-        return Topology.from_json(json.loads(Path(path).read_text()))
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ReshardError):
-            raise
-        raise TopologyError(f"cannot read {path}: {error}") from None
 
 
 def default_topology(src: Mesh, dst: Mesh) -> Topology:

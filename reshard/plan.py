@@ -193,8 +193,8 @@ class Plan:
         return digest.hexdigest()
 
     @cached_property
-    def lower_bound_seconds(self) -> float | None:
-        """No plan is faster on hosts with one NIC; None where no formula is known."""
+    def lower_bound_seconds(self) -> float:
+        """No plan is faster on this topology; see :func:`reshard.lower_bound`."""
         from reshard.bound import lower_bound
 
         return lower_bound(self.tensors, self.topology)
@@ -222,7 +222,7 @@ class Plan:
     def bytes_moved(self) -> tuple[int, int, int]:
         """Bytes ``(between hosts, between ranks of one host, copied within a rank)``."""
         edge_bytes = self.message_bytes[self.transfers.transfer_of_edge]
-        hosts = self.topology.hosts
+        hosts = self.topology.host_by_rank
         sender, receiver = self.transfers.sender, self.transfers.receiver
         copies = sender == receiver
         crosses = hosts[sender] != hosts[receiver]

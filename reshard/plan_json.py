@@ -37,7 +37,7 @@ def plan_to_json(plan: Plan, rank: int | None = None) -> dict[str, Any]:
     return {
         "tensors": [_tensor_to_json(spec) for spec in plan.tensors],
         "host_of_rank": list(plan.topology.host_of_rank),
-        "nic_bytes_per_second": plan.topology.nic_bytes_per_second,
+        "topology": plan.topology.to_json(),
         "strategy": plan.strategy,
         "staging_bytes": plan.staging_bytes,
         "plan_hash": plan.plan_hash,
@@ -139,7 +139,7 @@ def plan_from_json(data: Any) -> Plan:
                 raise PlanError("a tensor's name must be a string")
             src, dst = layout_from_json(entry.get("src")), layout_from_json(entry.get("dst"))
             tensors.append(TensorSpec(tuple(entry["shape"]), str(entry.get("dtype")), src, dst, name))
-        topology = Topology.from_json({key: data.get(key) for key in ("host_of_rank", "nic_bytes_per_second")})
+        topology = Topology.from_json(data.get("topology"))
         lines = data.get("transfers")
         if not isinstance(lines, list) or not all(isinstance(line, str) and "\n" not in line for line in lines):
             raise PlanError("transfers must be a list of lines")

@@ -45,8 +45,7 @@ def format_plan(plan: Plan) -> str:
 
 
 def _format_bound(plan: Plan) -> str:
-    bound = plan.lower_bound_seconds
-    return "none known where source and destination share a host" if bound is None else f"{bound:.6g} s"
+    return f"{plan.lower_bound_seconds:.6g} s"
 
 
 def format_transfer(plan: Plan, transfer: int) -> str:
@@ -85,12 +84,15 @@ def _format_topology(topology: Topology) -> str:
         else:
             runs.append([host, 1])
     hosts = ",".join(f"{host}*{count}" for host, count in runs)
-    return f"topology nic_bytes_per_second={topology.nic_bytes_per_second!r} hosts {hosts}"
+    data = topology.to_json()
+    if "host_of_rank" in data:
+        return f"topology nic_bytes_per_second={data['nic_bytes_per_second']!r} hosts {hosts}"
+    return f"topology {json.dumps(data)}"
 
 
 _INT = r"[0-9]{1,19}"
 _PLAN = re.compile(rf"plan (\S+) staging_bytes=({_INT})")
-_TOPOLOGY = re.compile(r"topology nic_bytes_per_second=([0-9.e+-]{1,40}) hosts ([0-9*,]*)")
+_TOPOLOGY = re.compile(r"topology (?:nic_bytes_per_second=([0-9.e+-]{1,40}) hosts ([0-9*,]*)|(\{.*\}))")
 _TENSOR = re.compile(rf"tensor ({_INT}) (\w+) (\[[0-9, ]*\])(?: named (\"(?:[^\"\\]|\\.)*\"))? from (.*)")
 _TRANSFER = re.compile(rf"({_INT}): (t.*?\]) ([0-9 ,>-]+) splits ([0-9x]+) window ({_INT})")
 _BOX = re.compile(rf"t({_INT}) \[([0-9:, ]*)\]")
@@ -159,13 +161,15 @@ def _expect(pattern: re.Pattern[str], lines: list[tuple[int, str]], at: int) -> 
 
 
 def _parse_topology(match: re.Match[str]) -> Topology:
+    if match[3]:
+        return Topology.from_json(json.loads(match[3]))
     hosts: list[int] = []
     for run in match[2].split(",") if match[2] else []:
         host, _, count = run.partition("*")
         if int(count) > 2**24 or len(hosts) + int(count) > 2**24:
             raise PlanError("a topology has at most 2**24 ranks")
         hosts.extend([int(host)] * int(count))
-    return Topology(tuple(hosts), float(match[1]))
+    return Topology.uniform(hosts, float(match[1]))
 
 
 class TransferRow:

@@ -199,7 +199,7 @@ def _shapes(routes: Routes, topology: Topology) -> tuple[np.ndarray, np.ndarray]
         return np.zeros(0, dtype=bool), np.zeros(0, dtype=bool)
     first = routes.edge_at[:-1]
     from_root = routes.sender == np.repeat(routes.sender[first], np.diff(routes.edge_at))
-    crosses = topology.hosts[routes.sender] != topology.hosts[routes.receiver]
+    crosses = topology.host_by_rank[routes.sender] != topology.host_by_rank[routes.receiver]
     return np.logical_and.reduceat(from_root, first), np.logical_or.reduceat(crosses, first)
 
 

@@ -169,7 +169,7 @@ class _Trees:
         task, replica = np.nonzero(problem.receivers != NO_RANK)
         np.add.at(arriving, problem.receivers[task, replica], problem.nbytes[task])
         self._most_arriving = np.zeros(max(self._host_of, default=0) + 1, dtype=np.int64)
-        np.maximum.at(self._most_arriving, problem.topology.hosts, arriving)
+        np.maximum.at(self._most_arriving, problem.topology.host_by_rank, arriving)
 
     def edges(self, task: int, sender: int) -> list[tuple[int, int]]:
         """The tree of one task: edges between hosts first, then those inside."""

@@ -1,12 +1,13 @@
-"""Which host each rank is on, and how fast a host's network interface is."""
+"""Which host each rank is on, and how fast the links between hosts are."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import index
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,62 +15,200 @@ import numpy as np
 from reshard.errors import TopologyError
 from reshard.mesh import MAX_RANK
 
-#: One 10 Gbit/s interface per host, in bytes per second each way.
+#: One 10 Gbit/s interface, in bytes per second each way.
 TEN_GBIT = 1.25e9
+MAX_NICS = 64
+
+
+def check_rate(value: Any, name: str) -> float:
+    """A positive finite number, or TopologyError."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TopologyError(f"{name} must be a number of bytes per second, not {value!r:.60}") from None
+    if not (math.isfinite(number) and number > 0):
+        raise TopologyError(f"{name} is {number}; it must be positive and finite")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A full-duplex place where bytes leave and enter: the interface of a host, or the uplink of a pod.
+
+    Raises:
+        TopologyError: a rate that is not positive and finite.
+    """
+
+    egress_bytes_per_second: float
+    ingress_bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            object.__setattr__(self, name, check_rate(getattr(self, name), name))
+
+    @classmethod
+    def of(cls, bytes_per_second: float) -> Port:
+        """The same rate both ways."""
+        return cls(bytes_per_second, bytes_per_second)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The interfaces of one host, and which pod it is in (None where there are no pods)."""
+
+    nics: tuple[Port, ...] = (Port(TEN_GBIT, TEN_GBIT),)
+    pod: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.nics, (tuple, list)) or not all(isinstance(nic, Port) for nic in self.nics):
+            raise TopologyError(f"nics must be a list of Port values, not {self.nics!r:.60}")
+        if not 1 <= len(self.nics) <= MAX_NICS:
+            raise TopologyError(f"a host has 1 to {MAX_NICS} NICs, not {len(self.nics)}")
+        object.__setattr__(self, "nics", tuple(self.nics))
+
+    @property
+    def egress_bytes_per_second(self) -> float:
+        """What all its NICs can send together."""
+        return sum(nic.egress_bytes_per_second for nic in self.nics)
+
+    @property
+    def ingress_bytes_per_second(self) -> float:
+        """What all its NICs can receive together."""
+        return sum(nic.ingress_bytes_per_second for nic in self.nics)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Hosts and the rate of their one network interface.
+    """Hosts, their network interfaces, and pods of hosts behind an uplink.
+
+    Bytes between two hosts pass the sender's NIC, where the hosts are in different pods both pods' uplinks, and
+    the receiver's NIC. Bytes inside a host pass none of these.
 
     Args:
         host_of_rank: the host of rank 0, 1, ..., as integers from 0.
-        nic_bytes_per_second: what a host can send, and at the same time receive.
+        hosts: one entry per host, or a single one for all of them.
+        nic_of_rank: which NIC of its host each rank uses; omitted, the ranks of a host are dealt out to its NICs in
+            blocks, in rank order.
+        pods: the uplink of each pod.
+        inside_bytes_per_second: what a rank can send, and at the same time receive, inside its host; None: no limit.
+        latency_seconds, inside_latency_seconds: from sending the first byte of a message to its arrival, between
+            hosts and inside them; it holds the sender's port.
 
     Raises:
-        TopologyError: a negative host, or a rate that is not positive and finite.
+        TopologyError: a negative or missing host, NIC or pod, or a rate or latency that cannot be.
     """
 
     host_of_rank: tuple[int, ...]
-    nic_bytes_per_second: float = TEN_GBIT
+    hosts: tuple[Host, ...] = (Host(),)
+    nic_of_rank: tuple[int, ...] = ()
+    pods: tuple[Port, ...] = ()
+    inside_bytes_per_second: float | None = None
+    latency_seconds: float = field(default=0.0, kw_only=True)
+    inside_latency_seconds: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        try:
-            hosts = tuple(index(host) for host in self.host_of_rank)
-            rate = float(self.nic_bytes_per_second)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise TopologyError(f"hosts must be integers and the rate a number: {error}") from None
-        if len(hosts) > MAX_RANK + 1:
-            raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks, not {len(hosts)}")
-        if any(not 0 <= host <= MAX_RANK for host in hosts):
-            raise TopologyError("hosts are counted from 0; a negative or huge one was given")
-        if not (math.isfinite(rate) and rate > 0):
-            raise TopologyError(f"nic_bytes_per_second is {rate}; it must be positive and finite")
-        object.__setattr__(self, "host_of_rank", hosts)
-        object.__setattr__(self, "nic_bytes_per_second", rate)
+        set_ = object.__setattr__
+        set_(self, "host_of_rank", check_indices(self.host_of_rank, "hosts"))
+        for name, kind in (("hosts", Host), ("pods", Port)):
+            values = getattr(self, name)
+            if not isinstance(values, (tuple, list)) or not all(isinstance(value, kind) for value in values):
+                raise TopologyError(f"{name} must be a list of {kind.__name__} values")
+            set_(self, name, tuple(values))
+        if not self.hosts:
+            raise TopologyError("a topology has at least one host")
+        if len(set(self.hosts)) == 1:
+            set_(self, "hosts", self.hosts[:1])  # one form for what is the same
+        most = max(self.host_of_rank, default=0)
+        if len(self.hosts) > 1 and most >= len(self.hosts):
+            raise TopologyError(f"a rank is on host {most}, but only {len(self.hosts)} hosts are described")
+        for number, host in enumerate(self.hosts):
+            if (host.pod is not None) != bool(self.pods) or not 0 <= (host.pod or 0) < max(len(self.pods), 1):
+                raise TopologyError(f"host {number} is in pod {host.pod}, but {len(self.pods)} pods are described")
+        if self.nic_of_rank != ():
+            set_(self, "nic_of_rank", check_indices(self.nic_of_rank, "NICs"))
+            if len(self.nic_of_rank) != len(self.host_of_rank):
+                raise TopologyError(f"{len(self.host_of_rank)} ranks have a host, {len(self.nic_of_rank)} a NIC")
+            for rank, nic in enumerate(self.nic_of_rank):
+                if nic >= len(self.host(self.host_of_rank[rank]).nics):
+                    raise TopologyError(f"rank {rank} uses NIC {nic}, which host {self.host_of_rank[rank]} lacks")
+        else:
+            set_(self, "nic_of_rank", self._deal_nics())
+        if self.inside_bytes_per_second is not None:
+            set_(
+                self,
+                "inside_bytes_per_second",
+                check_rate(self.inside_bytes_per_second, "inside_bytes_per_second"),
+            )
+        for name in ("latency_seconds", "inside_latency_seconds"):
+            set_(self, name, _latency(getattr(self, name), name))
+
+    def _deal_nics(self) -> tuple[int, ...]:
+        if all(len(host.nics) == 1 for host in self.hosts):
+            return (0,) * len(self.host_of_rank)
+        num_ranks: dict[int, int] = {}
+        for host in self.host_of_rank:
+            num_ranks[host] = num_ranks.get(host, 0) + 1
+        dealt: dict[int, int] = {}
+        nics = []
+        for host in self.host_of_rank:
+            position = dealt[host] = dealt.get(host, -1) + 1
+            nics.append(position * len(self.host(host).nics) // num_ranks[host])
+        return tuple(nics)
 
     @classmethod
-    def from_hostnames(cls, hostnames: Sequence[str], nic_bytes_per_second: float = TEN_GBIT) -> Topology:
-        """Number hosts in the order in which their names first appear."""
+    def uniform(cls, host_of_rank: Sequence[int], nic_bytes_per_second: float = TEN_GBIT) -> Topology:
+        """Hosts with one NIC each, all of the same rate."""
+        return cls(tuple(host_of_rank), (Host((Port.of(nic_bytes_per_second),)),))
+
+    @classmethod
+    def from_hostnames(cls, hostnames: Sequence[str]) -> Topology:
+        """Number hosts in the order in which their names first appear; one 10 Gbit/s NIC each."""
         number: dict[str, int] = {}
-        return cls(tuple(number.setdefault(name, len(number)) for name in hostnames), nic_bytes_per_second)
+        return cls(tuple(number.setdefault(name, len(number)) for name in hostnames))
+
+    @classmethod
+    def read(cls, path: str | Path) -> Topology:
+        """From a JSON file; see :meth:`from_json`.
+
+        Raises:
+            TopologyError: the file cannot be read, or does not describe a topology.
+        """
+        from reshard.topology_json import read_topology
+
+        return read_topology(path)
 
     @classmethod
     def from_json(cls, data: Any) -> Topology:
-        """From ``{"host_of_rank": [0, 0, 1, 1], "nic_bytes_per_second": 1.25e9}``; the rate may be left out."""
-        if not isinstance(data, dict) or not isinstance(data.get("host_of_rank"), list):
-            raise TopologyError('a topology is {"host_of_rank": [...], "nic_bytes_per_second": ...}')
-        unknown = sorted(map(str, set(data) - {"host_of_rank", "nic_bytes_per_second"}))
-        if unknown:
-            raise TopologyError(f"unknown keys in topology: {', '.join(unknown)}")
-        return cls(tuple(data["host_of_rank"]), data.get("nic_bytes_per_second", TEN_GBIT))
+        """From what ``docs/concepts.md`` describes under Topology."""
+        from reshard.topology_json import topology_from_json
+
+        return topology_from_json(data)
 
     def to_json(self) -> dict[str, Any]:
         """The inverse of :meth:`from_json`."""
-        return {"host_of_rank": list(self.host_of_rank), "nic_bytes_per_second": self.nic_bytes_per_second}
+        from reshard.topology_json import topology_to_json
+
+        return topology_to_json(self)
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts there are, counted to the last one that a rank is on."""
+        return 1 + max(self.host_of_rank, default=-1)
+
+    def host(self, number: int) -> Host:
+        """What host ``number`` has."""
+        return self.hosts[0] if len(self.hosts) == 1 else self.hosts[number]
+
+    def nic(self, rank: int) -> Port:
+        """The NIC that a rank uses."""
+        return self.host(self.host_of_rank[rank]).nics[self.nic_of_rank[rank]]
+
+    def ranks_of_host(self, number: int) -> list[int]:
+        """Its ranks, ascending."""
+        return np.flatnonzero(self.host_by_rank == number).tolist()
 
     @cached_property
-    def hosts(self) -> np.ndarray:
+    def host_by_rank(self) -> np.ndarray:
         """``host_of_rank`` as an int64 array."""
         return np.array(self.host_of_rank, dtype=np.int64)
 
@@ -77,7 +216,7 @@ class Topology:
         """The topology of the first ``count`` ranks; what a plan does not touch does not enter its hash."""
         if len(self.host_of_rank) <= count:
             return self
-        return Topology(self.host_of_rank[:count], self.nic_bytes_per_second)
+        return replace(self, host_of_rank=self.host_of_rank[:count], nic_of_rank=self.nic_of_rank[:count])
 
     def check_covers(self, ranks: Sequence[int]) -> None:
         """Raise TopologyError unless every rank has a host."""
@@ -85,3 +224,22 @@ class Topology:
             raise TopologyError(
                 f"rank {max(ranks)} has no host: the topology covers ranks 0..{len(self.host_of_rank) - 1}"
             )
+
+
+def _latency(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise TopologyError(f"{name} is {value!r:.60}; it must be from 0 to 1 s")
+    return float(value)
+
+
+def check_indices(values: Iterable[Any], what: str) -> tuple[int, ...]:
+    """Integers from 0 on, or TopologyError."""
+    try:
+        numbers = tuple(index(value) for value in values)
+    except TypeError as error:
+        raise TopologyError(f"{what} must be integers: {error}") from None
+    if len(numbers) > MAX_RANK + 1:
+        raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks, not {len(numbers)}")
+    if any(not 0 <= number <= MAX_RANK for number in numbers):
+        raise TopologyError(f"{what} are counted from 0; a negative or huge one was given")
+    return numbers

@@ -32,6 +32,7 @@ from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.mesh import format_ranks, parse_ranks
 from reshard.plan import TensorSpec
 from reshard.shards import cut_shards
+from reshard.topology import Host, Port
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_dtypes_by_any_name():
 
 def test_topologies_refuse():
     with pytest.raises(TopologyError, match="positive"):
-        Topology((0,), 0.0)
+        Topology.uniform((0,), 0.0)
     with pytest.raises(TopologyError, match="counted from 0"):
         Topology((-1,))
     with pytest.raises(TopologyError, match="rank 1 has no host"):
@@ -184,7 +185,7 @@ STUDY = {
 
 @pytest.mark.parametrize("case", study_cases(4), ids=lambda case: case.name)
 def test_bytes_and_bounds_of_the_study(case):
-    topology = Topology(tuple(rank // 4 for rank in range(case.num_ranks)), 1e9)
+    topology = Topology.uniform([rank // 4 for rank in range(case.num_ranks)], 1e9)
     between, inside, bound = STUDY[case.name]
     total = int(np.prod(case.shape)) * 4
     plan = make_plan(case.src, case.dst, case.shape, case.dtype, topology=topology)
@@ -225,12 +226,32 @@ def test_the_share_of_the_busiest_host_is_the_largest_over_all_sets(held):
         ),
         default=0.0,
     )
-    assert least_largest_share(held) == pytest.approx(by_sets, rel=1e-6)
+    assert least_largest_share(held, dict.fromkeys(range(64), 1.0)) == pytest.approx(by_sets, rel=1e-6)
 
 
-def test_no_bound_where_source_and_destination_share_a_host():
+def test_the_bound_where_source_and_destination_share_hosts():
     src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2"), "R S0")
-    assert lower_bound([TensorSpec((4, 4), "int8", src, dst)], Topology((0, 1))) is None
+    assert lower_bound([TensorSpec((4, 4), "int8", src, dst)], Topology.uniform((0, 1), 1.0)) == pytest.approx(4.0)
+    assert lower_bound([TensorSpec((4, 4), "int8", src, dst)], Topology.uniform((0, 0), 1.0)) == 0.0
+    # two of three hosts hold all of it, the third needs it: both send half
+    src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("3"))
+    assert lower_bound([TensorSpec((8,), "int8", src, dst)], Topology.uniform((0, 1, 2), 1.0)) == pytest.approx(8.0)
+    # one holder at half the rate of two receivers: each byte leaves it once, and a receiver passes it on
+    src, dst = Layout(Mesh.of("1")), Layout(Mesh.of("2", first_rank=1))
+    slow_sender = Topology((0, 1, 2), (Host((Port.of(1.0),)), Host((Port.of(2.0),)), Host((Port.of(2.0),))))
+    assert lower_bound([TensorSpec((8,), "int8", src, dst)], slow_sender) == pytest.approx(8.0)
+    # receivers that cannot pass on: the sender must send everything twice
+    mute = Topology((0, 1, 2), (Host((Port.of(1.0),)), Host((Port(1e-6, 2.0),)), Host((Port(1e-6, 2.0),))))
+    assert lower_bound([TensorSpec((8,), "int8", src, dst)], mute) == pytest.approx(16.0, rel=1e-4)
+
+
+def test_the_bound_of_pods_is_that_of_their_uplinks():
+    src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("4", first_rank=2))
+    hosts = tuple(Host((Port.of(1.0),), pod=int(host > 1)) for host in range(6))
+    topology = Topology(tuple(range(6)), hosts, pods=(Port.of(0.5), Port.of(0.25)))
+    assert lower_bound([TensorSpec((8,), "int8", src, dst)], topology) == pytest.approx(32.0)  # once into the pod
+    two_nics = Topology(tuple(range(6)), (Host((Port.of(1.0), Port.of(2.0))),))
+    assert lower_bound([TensorSpec((9,), "int8", src, dst)], two_nics) == pytest.approx(3.0)
 
 
 def test_small_regions_of_one_pair_travel_together():

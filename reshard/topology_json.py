@@ -1,0 +1,212 @@
+"""Topologies as JSON, as people write them and as plans carry them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import ReshardError, TopologyError
+from reshard.mesh import MAX_RANK
+from reshard.topology import TEN_GBIT, Host, Port, Topology, check_indices, check_rate
+
+MAX_TOPOLOGY_BYTES = 2**26
+
+
+def read_topology(path: str | Path) -> Topology:
+    """From a JSON file.
+
+    Raises:
+        TopologyError: the file cannot be read, or does not describe a topology.
+    """
+    try:
+        if Path(path).stat().st_size > MAX_TOPOLOGY_BYTES:
+            raise TopologyError(f"it is larger than {MAX_TOPOLOGY_BYTES} bytes")
+        return topology_from_json(json.loads(Path(path).read_text()))
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ReshardError):
+            raise TopologyError(f"{path}: {error}") from None
+        raise TopologyError(f"cannot read {path}: {error}") from None
+
+
+def topology_from_json(data: Any) -> Topology:
+    """A topology from its JSON object.
+
+    Either ``{"host_of_rank": [0, 0, 1, 1], "nic_bytes_per_second": 1.25e9}``, or a list of hosts::
+
+        {"hosts": [{"devices": 4, "nics": ["25 Gbit/s"], "count": 2, "pod": 0}, ...],
+         "pods": ["100 Gbit/s", {"egress": ..., "ingress": ...}],
+         "inside": "400 Gbit/s", "latency_seconds": 2e-5, "inside_latency_seconds": 5e-6}
+
+    ``count`` hosts of that kind; ranks are dealt out to the hosts in order, unless each has ``"ranks": [...]``
+    in place of devices. ``"nic_of_device": [0, 0, 1, 1]`` says which NIC each device of a host uses.
+    """
+    if not isinstance(data, dict):
+        raise TopologyError("a topology is a JSON object")
+    if "host_of_rank" in data:
+        _refuse_unknown(data, {"host_of_rank", "nic_bytes_per_second"}, "topology")
+        if not isinstance(data["host_of_rank"], list):
+            raise TopologyError("host_of_rank must be a list")
+        return Topology.uniform(data["host_of_rank"], parse_rate(data.get("nic_bytes_per_second", TEN_GBIT)))
+    known = {"hosts", "pods", "inside", "latency_seconds", "inside_latency_seconds"}
+    _refuse_unknown(data, known, "topology")
+    hosts, ranks_of, nics_of = _read_hosts(data.get("hosts"))
+    host_of_rank, nic_of_rank = _place_ranks(ranks_of, nics_of, [len(host.nics) for host in hosts])
+    pods = data.get("pods", [])
+    if not isinstance(pods, list):
+        raise TopologyError("pods must be a list of ports")
+    inside = data.get("inside")
+    return Topology(
+        host_of_rank,
+        hosts,
+        nic_of_rank,
+        tuple(_read_port(pod) for pod in pods),
+        None if inside is None else parse_rate(inside),
+        latency_seconds=data.get("latency_seconds", 0.0),
+        inside_latency_seconds=data.get("inside_latency_seconds", 0.0),
+    )
+
+
+def topology_to_json(topology: Topology) -> dict[str, Any]:
+    """The inverse of :func:`topology_from_json`, rates in bytes per second."""
+    first = topology.hosts[0]
+    plain = len(topology.hosts) == 1 and len(first.nics) == 1 and not topology.pods
+    if plain and topology == Topology(topology.host_of_rank, topology.hosts):
+        rate = first.nics[0]
+        if rate.egress_bytes_per_second == rate.ingress_bytes_per_second:
+            return {
+                "host_of_rank": list(topology.host_of_rank),
+                "nic_bytes_per_second": rate.egress_bytes_per_second,
+            }
+    ranks_of: dict[int, list[int]] = {}
+    for rank, number in enumerate(topology.host_of_rank):
+        ranks_of.setdefault(number, []).append(rank)
+    rows: list[dict[str, Any]] = []
+    for number in range(max(topology.num_hosts, len(topology.hosts))):
+        host, ranks = topology.host(number), ranks_of.get(number, [])
+        row: dict[str, Any] = {"ranks": ranks, "nics": [_port_to_json(nic) for nic in host.nics]}
+        if len(host.nics) > 1:
+            row["nic_of_device"] = [topology.nic_of_rank[rank] for rank in ranks]
+        if host.pod is not None:
+            row["pod"] = host.pod
+        rows.append(row)
+    data: dict[str, Any] = {"hosts": rows}
+    if topology.pods:
+        data["pods"] = [_port_to_json(pod) for pod in topology.pods]
+    if topology.inside_bytes_per_second is not None:
+        data["inside"] = topology.inside_bytes_per_second
+    for name in ("latency_seconds", "inside_latency_seconds"):
+        if getattr(topology, name):
+            data[name] = getattr(topology, name)
+    return data
+
+
+def _read_port(data: Any) -> Port:
+    if not isinstance(data, dict):
+        return Port.of(parse_rate(data))
+    if set(data) != {"egress", "ingress"}:
+        raise TopologyError(
+            f'a port is a rate or {{"egress": rate, "ingress": rate}}, not one with {sorted(map(str, data))}'
+        )
+    return Port(parse_rate(data["egress"]), parse_rate(data["ingress"]))
+
+
+def _port_to_json(port: Port) -> Any:
+    if port.egress_bytes_per_second == port.ingress_bytes_per_second:
+        return port.egress_bytes_per_second
+    return {"egress": port.egress_bytes_per_second, "ingress": port.ingress_bytes_per_second}
+
+
+_RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)\s*([KMGT]?)(bit|B)/s\s*")
+_PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def parse_rate(value: Any) -> float:
+    """Bytes per second from a number of them, or from text such as ``"25 Gbit/s"`` or ``"450 GB/s"``.
+
+    Raises:
+        TopologyError: it is neither.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return check_rate(value, "a rate")
+    match = _RATE.fullmatch(value) if isinstance(value, str) and len(value) < 60 else None
+    if match is None:
+        raise TopologyError(f"a rate is a number of bytes per second or text such as '25 Gbit/s', not {value!r:.60}")
+    return check_rate(float(match[1]) * _PREFIX[match[2]] / (8 if match[3] == "bit" else 1), "a rate")
+
+
+def _refuse_unknown(data: dict[Any, Any], known: set[str], what: str) -> None:
+    unknown = sorted(map(str, set(data) - known))
+    if unknown:
+        raise TopologyError(f"unknown keys in {what}: {', '.join(unknown)}")
+
+
+def _read_hosts(rows: Any) -> tuple[tuple[Host, ...], list[int | list[int]], list[list[int] | None]]:
+    """Hosts, and of each its number of devices or its ranks, and the NICs of its devices."""
+    if not isinstance(rows, list) or not rows:
+        raise TopologyError('a topology is {"hosts": [...]} with at least one host, or {"host_of_rank": [...]}')
+    hosts: list[Host] = []
+    ranks: list[int | list[int]] = []
+    nics: list[list[int] | None] = []
+    for row in rows:
+        if not isinstance(row, dict):
+            raise TopologyError(f"a host is an object, not {row!r:.60}")
+        _refuse_unknown(row, {"devices", "ranks", "nics", "nic_of_device", "pod", "count"}, "a host")
+        if ("devices" in row) == ("ranks" in row):
+            raise TopologyError("a host has either devices, a number, or ranks, a list")
+        count = row.get("count", 1)
+        ports = row.get("nics", [TEN_GBIT])
+        if not isinstance(ports, list):
+            raise TopologyError("nics must be a list of ports")
+        host = Host(tuple(_read_port(port) for port in ports), row.get("pod"))
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_RANK:
+            raise TopologyError(f"count is {count!r:.60}; it must be a positive integer")
+        if host.pod is not None and (isinstance(host.pod, bool) or not isinstance(host.pod, int)):
+            raise TopologyError(f"pod is {host.pod!r:.60}; it must be an integer")
+        if "ranks" in row:
+            if count > 1 or not isinstance(row["ranks"], list):
+                raise TopologyError("ranks are a list, of one host: count must be 1")
+            ranks.append(list(check_indices(row["ranks"], "ranks")))
+        else:
+            devices = row["devices"]
+            if isinstance(devices, bool) or not isinstance(devices, int) or not 0 <= devices <= MAX_RANK:
+                raise TopologyError(f"devices is {devices!r:.60}; it must be a number of ranks")
+            if devices * count + len(ranks) > MAX_RANK:
+                raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks")
+            ranks.extend([devices] * count)
+        nic_of_device = row.get("nic_of_device")
+        if nic_of_device is not None and not isinstance(nic_of_device, list):
+            raise TopologyError("nic_of_device must be a list")
+        hosts.extend([host] * count)
+        nics.extend([None if nic_of_device is None else list(check_indices(nic_of_device, "NICs"))] * count)
+    return tuple(hosts), ranks, nics
+
+
+def _place_ranks(
+    ranks_of: list[int | list[int]], nics_of: list[list[int] | None], num_nics: list[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The host and, where hosts say so, the NIC of each rank."""
+    if len({isinstance(ranks, int) for ranks in ranks_of}) > 1:
+        raise TopologyError("either every host has devices, or every host has ranks")
+    placed: dict[int, tuple[int, int]] = {}
+    next_rank = 0
+    for host, (ranks, nics) in enumerate(zip(ranks_of, nics_of, strict=True)):
+        numbers = list(range(next_rank, next_rank + ranks)) if isinstance(ranks, int) else ranks
+        next_rank += len(numbers)
+        if next_rank > MAX_RANK:
+            raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks")
+        if nics is not None and len(nics) != len(numbers):
+            raise TopologyError(f"host {host} has {len(numbers)} devices, but NICs for {len(nics)}")
+        for position, rank in enumerate(numbers):
+            if rank in placed:
+                raise TopologyError(f"rank {rank} is on hosts {placed[rank][0]} and {host}")
+            dealt = position * num_nics[host] // len(numbers)
+            placed[rank] = (host, dealt if nics is None else nics[position])
+    missing = next((rank for rank in range(len(placed)) if rank not in placed), None)
+    if missing is not None:
+        raise TopologyError(f"rank {missing} has no host: ranks must be 0 to {len(placed) - 1}")
+    host_of_rank = tuple(placed[rank][0] for rank in range(len(placed)))
+    if all(nics is None for nics in nics_of):
+        return host_of_rank, ()
+    return host_of_rank, tuple(placed[rank][1] for rank in range(len(placed)))

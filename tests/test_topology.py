@@ -1,0 +1,131 @@
+"""Topologies: what they refuse, and their JSON both ways."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard import Layout, Mesh, ReshardError, Topology, TopologyError, make_plan
+from reshard.plan_json import plan_from_json
+from reshard.plan_text import parse_plan
+from reshard.topology import Host, Port
+from reshard.topology_json import parse_rate
+
+FILE = {
+    "hosts": [
+        {"devices": 4, "nics": ["400 Mbit/s", {"egress": "1 Gbit/s", "ingress": 5e7}], "count": 2, "pod": 0},
+        {"devices": 1, "nics": ["50 MB/s"], "pod": 1},
+    ],
+    "pods": ["1 Gbit/s", "200 Mbit/s"],
+    "inside": "8 GB/s",
+    "latency_seconds": 6e-5,
+}
+
+
+def test_a_file_as_people_write_it(tmp_path):
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(FILE))
+    topology = Topology.read(path)
+    assert topology.host_of_rank == (0,) * 4 + (1,) * 4 + (2,)
+    assert topology.nic_of_rank == (0, 0, 1, 1, 0, 0, 1, 1, 0)
+    assert topology.nic(2) == Port(1.25e8, 5e7)
+    assert topology.host(1).egress_bytes_per_second == 1.75e8
+    assert topology.nic(8) == Port.of(5e7)
+    assert topology.pods == (Port.of(1.25e8), Port.of(2.5e7))
+    assert topology.inside_bytes_per_second == 8e9
+    assert topology.latency_seconds == 6e-5
+    assert Topology.from_json(json.loads(json.dumps(topology.to_json()))) == topology
+
+
+ports = st.builds(Port, st.floats(1e3, 1e12), st.floats(1e3, 1e12))
+
+
+@st.composite
+def topologies(draw):
+    num_hosts = draw(st.integers(1, 4))
+    pods = tuple(draw(st.lists(ports, max_size=2)))
+    hosts = tuple(
+        Host(
+            tuple(draw(st.lists(ports, min_size=1, max_size=3))), draw(st.integers(0, len(pods) - 1)) if pods else None
+        )
+        for _ in range(num_hosts)
+    )
+    host_of_rank = tuple(draw(st.lists(st.integers(0, num_hosts - 1), min_size=1, max_size=8)))
+    nics = draw(st.none() | st.just([draw(st.integers(0, len(hosts[host].nics) - 1)) for host in host_of_rank]))
+    inside = draw(st.none() | st.floats(1e3, 1e12))
+    return Topology(host_of_rank, hosts, tuple(nics or ()), pods, inside, latency_seconds=draw(st.floats(0, 1)))
+
+
+@given(topologies(), st.integers(1, 8))
+def test_json_and_plans_carry_any_topology(topology, count):
+    assert Topology.from_json(json.loads(json.dumps(topology.to_json()))) == topology
+    part = topology.first(count)
+    assert part.host_of_rank == topology.host_of_rank[:count]
+    ranks = len(part.host_of_rank)
+    plan = make_plan(Layout(Mesh.of([ranks])), Layout(Mesh.of([ranks]), "S0"), (8,), "int8", topology=topology)
+    assert parse_plan(str(plan)) == plan
+    assert plan_from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"hosts": []}, "at least one host"),
+        ({"hosts": [{"devices": 1, "ranks": [0]}], "pods": []}, "either devices"),
+        ({"hosts": [{"devices": 1}, {"ranks": [1]}], "pods": []}, "every host has devices"),
+        ({"hosts": [{"ranks": [0]}, {"ranks": [0]}], "pods": []}, "rank 0 is on hosts 0 and 1"),
+        ({"hosts": [{"ranks": [0]}, {"ranks": [2]}], "pods": []}, "rank 1 has no host"),
+        ({"hosts": [{"devices": 1, "nics": ["fast"]}], "pods": []}, "'25 Gbit/s'"),
+        ({"hosts": [{"devices": 1, "nics": []}], "pods": []}, "1 to 64 NICs"),
+        ({"hosts": [{"devices": 1, "nics": [0]}], "pods": []}, "positive"),
+        ({"hosts": [{"devices": 1, "nics": [{"egress": 1}]}], "pods": []}, "egress"),
+        ({"hosts": [{"devices": 2, "nic_of_device": [0]}], "pods": []}, "NICs for 1"),
+        ({"hosts": [{"devices": 1, "nic_of_device": [1]}], "pods": []}, "which host 0 lacks"),
+        ({"hosts": [{"devices": 1, "pod": 2}]}, "in pod 2"),
+        ({"hosts": [{"devices": 1}]}, "in pod None"),
+        ({"hosts": [{"devices": 1, "pod": 0, "color": 1}]}, "unknown keys in a host: color"),
+        ({"hosts": [{"devices": 1, "count": 0}]}, "count"),
+        ({"latency_seconds": -1}, "latency_seconds"),
+        ({"speed": 1}, "unknown keys in topology: speed"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused(change, match):
+    with pytest.raises(TopologyError, match=match):
+        Topology.from_json(FILE | change)
+
+
+def test_rates():
+    assert parse_rate("10 Gbit/s") == 1.25e9
+    assert parse_rate("450GB/s") == 450e9
+    assert parse_rate(1000) == 1000.0
+    for wrong in ("10", "10 Gbps", "-1 Gbit/s", "0 bit/s", "1e400 B/s", None, True, [], "9" * 500 + " B/s"):
+        with pytest.raises(TopologyError):
+            parse_rate(wrong)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("1 Gbit/s"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["hosts", "devices", "ranks", "nics", "pods", "pod", "count", "nic_of_device", "egress", "ingress"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(JSON)
+def test_no_file_is_a_crash(data):
+    with contextlib.suppress(ReshardError):
+        Topology.from_json(data)
+    with contextlib.suppress(ReshardError):
+        Topology.from_json({"hosts": [data]})
