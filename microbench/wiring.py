@@ -1,0 +1,149 @@
+"""How the links of an emulated cluster are made: a topology as commands for ``ip`` and ``tc``.
+
+Every host has one veth pair per NIC; its far end is a port of the bridge, of the cluster or of the host's pod. A pod's
+bridge hangs from the cluster's by another pair. A token bucket on both ends shapes both directions. Addresses of
+hardware are given, and known to everyone, so that no ARP crosses the links.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass, replace
+
+from reshard.topology import Port, Topology
+
+#: What a link of MTU 1500 carries of its rate as TCP payload: 1448 of every 1514 bytes.
+PAYLOAD_SHARE = 1448 / 1514
+#: Smaller loses rate, larger lets small tensors through unshaped.
+BURST_BYTES = 131072
+#: Where ranks find the store.
+CLUSTER_ADDRESS = "10.77.0.1"
+CLUSTER_HARDWARE = "02:77:00:00:00:01"
+_PREFIX = 16
+
+
+@dataclass(frozen=True)
+class Wires:
+    """Lines for ``ip -batch`` and ``tc -batch``."""
+
+    ip: tuple[str, ...]
+    tc: tuple[str, ...]
+
+    def make(self) -> None:
+        """Run both in the namespace of the caller.
+
+        Raises:
+            OSError: a command failed.
+        """
+        environment = os.environ | {"PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin"}
+        for tool, lines in (("ip", self.ip), ("tc", self.tc)):
+            if lines:
+                text = "\n".join(lines) + "\n"
+                done = subprocess.run(
+                    [tool, "-batch", "-"], input=text, text=True, capture_output=True, check=False, env=environment
+                )
+                if done.returncode:
+                    raise OSError(f"{tool} failed: {done.stderr.strip() or done.stdout.strip()}")
+
+
+def address(host: int, nic: int) -> str:
+    """The address of a NIC."""
+    return f"10.77.{host + 1}.{nic + 1}"
+
+
+def interface(nic: int) -> str:
+    """The name of a NIC inside its host."""
+    return f"nic{nic}"
+
+
+def port_name(host: int, nic: int) -> str:
+    """The name of a NIC's far end, in the cluster's namespace."""
+    return f"h{host}n{nic}"
+
+
+def _hardware(host: int, nic: int) -> str:
+    return f"02:77:00:{host + 1:02x}:{nic + 1:02x}:01"
+
+
+def _shape(device: str, bytes_per_second: float) -> str:
+    bits = round(8 * bytes_per_second)
+    return f"qdisc add dev {device} root tbf rate {bits}bit burst {BURST_BYTES} latency 10ms"
+
+
+def etc_hosts(topology: Topology) -> str:
+    """Names of all hosts and their NICs, also for sockets that speak IPv6 and are given IPv4 addresses."""
+    rows = [("127.0.0.1", "localhost"), (CLUSTER_ADDRESS, "cluster")]
+    for host in range(topology.num_hosts):
+        for nic in range(len(topology.host(host).nics)):
+            rows.append((address(host, nic), f"host{host}-{interface(nic)}" if nic else f"host{host}"))
+    return "".join(f"{known} {name}\n::ffff:{known} {name}\n" for known, name in rows)
+
+
+def cluster_wires(topology: Topology, host_pids: list[int]) -> Wires:
+    """Bridges, uplinks, and a pair per NIC with one end in the namespace of its host's process."""
+    ip = ["link set lo up", f"link add core address {CLUSTER_HARDWARE} type bridge", f"addr add {CLUSTER_ADDRESS}/{_PREFIX} dev core"]
+    tc: list[str] = []
+    for number, pod in enumerate(topology.pods):
+        ip += [f"link add pod{number} type bridge", f"link add up{number} type veth peer name down{number}"]
+        ip += [f"link set up{number} master pod{number}", f"link set down{number} master core"]
+        ip += [f"link set {name}{number} up" for name in ("pod", "up", "down")]
+        tc.append(_shape(f"up{number}", pod.egress_bytes_per_second))
+        tc.append(_shape(f"down{number}", pod.ingress_bytes_per_second))
+    for number, pid in enumerate(host_pids):
+        host = topology.host(number)
+        bridge = "core" if host.pod is None else f"pod{host.pod}"
+        for nic, port in enumerate(host.nics):
+            name = port_name(number, nic)
+            ip.append(
+                f"link add {name} type veth peer name {interface(nic)} address {_hardware(number, nic)} netns {pid}"
+            )
+            ip += [f"link set {name} master {bridge}", f"link set {name} up"]
+            tc.append(_shape(name, port.ingress_bytes_per_second))
+            ip.append(f"neigh add {address(number, nic)} lladdr {_hardware(number, nic)} dev core nud permanent")
+    ip.append("link set core up")
+    return Wires(tuple(ip), tuple(tc))
+
+
+def host_wires(topology: Topology, number: int, nic_pids: list[int]) -> Wires:
+    """In the namespace of a host, whose first NIC stays in it; each other one goes to that of a process.
+
+    Sockets leave by the NIC of their namespace whatever address they were given, as Gloo binds none. The NICs of a
+    host reach each other over a bridge of the host, which is not shaped.
+    """
+    ip = ["link set lo up"]
+    if nic_pids:
+        ip += ["link add inside type bridge", "link set inside mtu 65535 up"]
+    for nic, pid in enumerate(nic_pids, start=1):
+        ip.append(f"link set {interface(nic)} netns {pid}")
+        ip += [f"link add in{nic} type veth peer name inside netns {pid}"]
+        ip += [f"link set in{nic} mtu 65535 master inside up", f"route add {address(number, nic)} dev inside"]
+    own = nic_wires(topology, number, 0)
+    routes = [line for line in ip if line.startswith("route")]
+    return Wires((*(line for line in ip if line not in routes), *own.ip[1:], *routes), own.tc)
+
+
+def nic_wires(topology: Topology, number: int, nic: int) -> Wires:
+    """In the namespace of one NIC of a host: its address, routes and shaping."""
+    name, own = interface(nic), address(number, nic)
+    ip = ["link set lo up", f"addr add {own}/{_PREFIX} dev {name}", f"link set {name} up"]
+    ip.append(f"neigh add {CLUSTER_ADDRESS} lladdr {CLUSTER_HARDWARE} dev {name} nud permanent")
+    if nic:
+        ip.append("link set inside mtu 65535 up")
+    for other in range(topology.num_hosts):
+        for far in range(len(topology.host(other).nics)):
+            if other != number:
+                hardware = _hardware(other, far)
+                ip.append(f"neigh add {address(other, far)} lladdr {hardware} dev {name} nud permanent")
+            elif nic and far != nic:
+                ip.append(f"route add {address(other, far)} dev inside")
+    return Wires(tuple(ip), (_shape(name, topology.host(number).nics[nic].egress_bytes_per_second),))
+
+
+def nominal(topology: Topology) -> Topology:
+    """What the shaped links should carry of TCP payload."""
+    def carried(port: Port) -> Port:
+        return Port(port.egress_bytes_per_second * PAYLOAD_SHARE, port.ingress_bytes_per_second * PAYLOAD_SHARE)
+
+    hosts = tuple(replace(host, nics=tuple(carried(nic) for nic in host.nics)) for host in topology.hosts)
+    return replace(topology, hosts=hosts, pods=tuple(carried(pod) for pod in topology.pods))
