@@ -17,6 +17,17 @@ from reshard.topology import Port, Topology
 PAYLOAD_SHARE = 1448 / 1514
 #: Smaller loses rate, larger lets small tensors through unshaped.
 BURST_BYTES = 131072
+#: Deep queues, so that nothing is lost: a flow of Reno that lost much keeps a small window long after the others have
+#: ended, and fills two thirds of a link (a broadcast behind a run of plain sends took 1.4 times as long).
+QUEUE_MILLISECONDS = 100
+#: Send buffers hold 2 ms of a gigabit link, about what the usual 4 MB hold of a fast one. With 4 MB a sender would be
+#: done with several messages before the first of them has left its host, and no window would mean anything.
+SEND_BUFFER_BYTES = 262144
+TCP_SETTINGS = (
+    ("tcp_congestion_control", "reno"),
+    ("tcp_no_metrics_save", "1"),
+    ("tcp_wmem", f"4096 16384 {SEND_BUFFER_BYTES}"),
+)
 #: Where ranks find the store.
 CLUSTER_ADDRESS = "10.77.0.1"
 CLUSTER_HARDWARE = "02:77:00:00:00:01"
@@ -68,7 +79,7 @@ def _hardware(host: int, nic: int) -> str:
 
 def _shape(device: str, bytes_per_second: float) -> str:
     bits = round(8 * bytes_per_second)
-    return f"qdisc add dev {device} root tbf rate {bits}bit burst {BURST_BYTES} latency 10ms"
+    return f"qdisc add dev {device} root tbf rate {bits}bit burst {BURST_BYTES} latency {QUEUE_MILLISECONDS}ms"
 
 
 def etc_hosts(topology: Topology) -> str:
@@ -82,7 +93,11 @@ def etc_hosts(topology: Topology) -> str:
 
 def cluster_wires(topology: Topology, host_pids: list[int]) -> Wires:
     """Bridges, uplinks, and a pair per NIC with one end in the namespace of its host's process."""
-    ip = ["link set lo up", f"link add core address {CLUSTER_HARDWARE} type bridge", f"addr add {CLUSTER_ADDRESS}/{_PREFIX} dev core"]
+    ip = [
+        "link set lo up",
+        f"link add core address {CLUSTER_HARDWARE} type bridge",
+        f"addr add {CLUSTER_ADDRESS}/{_PREFIX} dev core",
+    ]
     tc: list[str] = []
     for number, pod in enumerate(topology.pods):
         ip += [f"link add pod{number} type bridge", f"link add up{number} type veth peer name down{number}"]
@@ -142,6 +157,7 @@ def nic_wires(topology: Topology, number: int, nic: int) -> Wires:
 
 def nominal(topology: Topology) -> Topology:
     """What the shaped links should carry of TCP payload."""
+
     def carried(port: Port) -> Port:
         return Port(port.egress_bytes_per_second * PAYLOAD_SHARE, port.ingress_bytes_per_second * PAYLOAD_SHARE)
 

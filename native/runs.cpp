@@ -32,8 +32,7 @@ static void copy_runs(ConstBytes src, Bytes dst, Offsets src_at, Offsets dst_at,
         std::memcpy(to + b[i], from + a[i], static_cast<size_t>(len[i]));
 }
 
-NB_MODULE(_native, m) {
-    m.doc() = "Loops over flat arrays; every function has a twin in Python.";
+void bind_runs(nb::module_ &m) {
     m.def("copy_runs", &copy_runs, nb::arg("src"), nb::arg("dst"), nb::arg("src_at"), nb::arg("dst_at"),
           nb::arg("length"), "Copy length[i] bytes from src[src_at[i]] to dst[dst_at[i]], for every i.");
 }

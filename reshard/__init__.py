@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from reshard.mover import Handle, Mover
     from reshard.plan import Plan
     from reshard.planning import make_plan
+    from reshard.simulation import Timeline, simulate
     from reshard.topology import Topology
 
 _HOME = {
@@ -54,6 +55,7 @@ _HOME = {
     "RegionLayout": "layout",
     "RemoteError": "errors",
     "ReshardError": "errors",
+    "Timeline": "simulation",
     "Topology": "topology",
     "TopologyError": "errors",
     "TransferTimeoutError": "errors",
@@ -65,6 +67,7 @@ _HOME = {
     "reshard": "call",
     "reshard_async": "call",
     "reshard_local": "local",
+    "simulate": "simulation",
 }
 
 __all__ = [
@@ -83,6 +86,7 @@ __all__ = [
     "RegionLayout",
     "RemoteError",
     "ReshardError",
+    "Timeline",
     "Topology",
     "TopologyError",
     "TransferTimeoutError",
@@ -95,6 +99,7 @@ __all__ = [
     "reshard",
     "reshard_async",
     "reshard_local",
+    "simulate",
 ]
 
 

@@ -1,6 +1,26 @@
-"""Types of the native module, see native/runs.cpp."""
+"""Types of the native module, see native/."""
 
 from typing import Any
 
 def copy_runs(src: Any, dst: Any, src_at: Any, dst_at: Any, length: Any) -> None:
     """Copy length[i] bytes from src[src_at[i]] to dst[dst_at[i]], for every i."""
+
+def flow(
+    queue: Any,
+    stream: Any,
+    receiver: Any,
+    window: Any,
+    ahead: Any,
+    nbytes: Any,
+    after_at: Any,
+    after: Any,
+    port_at: Any,
+    port: Any,
+    hold_port: Any,
+    hold_work: Any,
+    buffer: Any,
+    rate: Any,
+    start: Any,
+    finish: Any,
+) -> None:
+    """Fill start and finish with the times of all messages; see reshard.fluid.Network."""

@@ -24,6 +24,17 @@ DEFAULT_STAGING_BYTES = 64 * 2**20
 RECVS_AHEAD = 8
 
 
+def recvs_ahead(window: int) -> int:
+    """How close behind a rank's first unfinished receive a message of this window must be to be let in.
+
+    A sender starts when its receiver has posted the receive, so this is what keeps the senders into one receiver in
+    the plan's order. Messages that pass from host to host come with window 2 and are let in two at a time: with eight,
+    the chains of a broadcast from several senders of one host took 1.4 times as long, as later chains took the
+    link from earlier ones while the ranks that forward had to wait for these.
+    """
+    return min(RECVS_AHEAD, window if window <= 2 else 2 * window)
+
+
 def num_recv_slots(staging_bytes: int, largest_nbytes: int) -> int:
     """How many messages a rank can stage on their way in: half of its staging, cut by its largest message."""
     return max(1, min(RECVS_AHEAD, staging_bytes // 2 // max(largest_nbytes, 1)))
@@ -198,6 +209,15 @@ class Plan:
         from reshard.bound import lower_bound
 
         return lower_bound(self.tensors, self.topology)
+
+    @cached_property
+    def predicted_seconds(self) -> float | None:
+        """What the plan takes on its topology by :func:`reshard.simulate`; None if it is too large to simulate."""
+        from reshard.simulation import MAX_SIMULATED, simulate
+
+        if self.num_messages * len(self.ranks) > MAX_SIMULATED:
+            return None
+        return simulate(self).makespan_seconds
 
     @property
     def num_messages(self) -> int:

@@ -48,6 +48,14 @@ def _format_bound(plan: Plan) -> str:
     return f"{plan.lower_bound_seconds:.6g} s"
 
 
+def _format_prediction(plan: Plan) -> str:
+    if plan.predicted_seconds is None:
+        return f"not simulated: {plan.num_messages} messages among {len(plan.ranks)} ranks are many"
+    if not plan.lower_bound_seconds:
+        return f"{plan.predicted_seconds:.6g} s"
+    return f"{plan.predicted_seconds:.6g} s, {plan.predicted_seconds / plan.lower_bound_seconds:.3f} times the bound"
+
+
 def format_transfer(plan: Plan, transfer: int) -> str:
     """One line: ``0: t0 [0:4, 0:1] 0 -> 2 splits 1x1 window 4``."""
     transfers = plan.transfers
@@ -314,6 +322,7 @@ def describe_plan(plan: Plan, max_lines: int = 40) -> str:
         f"messages     {plan.num_messages} in {len(plan.transfers)} transfers",
         f"bytes        {across} between hosts, {inside} inside hosts, {copied} copied within ranks",
         f"lower bound  {_format_bound(plan)}",
+        f"predicted    {_format_prediction(plan)}",
         "",
     ]
     return "\n".join(facts + body)

@@ -42,6 +42,7 @@ class Recv:
     places: tuple[Place, ...]
     nbytes: int
     num_forwards: int
+    window: int
 
     @property
     def is_relay(self) -> bool:
@@ -110,7 +111,9 @@ def build_program(plan: Plan, rank: int) -> Program:
             if len({place.dst is None for place in places}) > 1:
                 raise PlanError(f"message {message.id}: rank {rank} needs some of its boxes only")
             received[message.id] = len(recvs)
-            recvs.append(Recv(message.id, message.sender, places, nbytes, num_forwards.get(message.id, 0)))
+            recvs.append(
+                Recv(message.id, message.sender, places, nbytes, num_forwards.get(message.id, 0), message.window)
+            )
         else:
             forwards = None if message.after is None else received[message.after]
             places = tuple(

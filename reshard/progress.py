@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from reshard.errors import TransferTimeoutError
-from reshard.plan import RECVS_AHEAD, num_recv_slots
+from reshard.plan import num_recv_slots, recvs_ahead
 from reshard.program import Program, Recv, Send
 from reshard.runs import box_runs, copy_runs
 
@@ -171,7 +171,7 @@ class _Run:
             posting = True
             while posting:
                 posting = False
-                while next_recv < len(recvs) and len(self.posted_recvs) < RECVS_AHEAD and self.post_recv(next_recv):
+                while next_recv < len(recvs) and self.post_recv(next_recv):
                     next_recv += 1
                 for queue in self.queues:
                     while self.post_send(queue):
@@ -187,6 +187,8 @@ class _Run:
 
     def post_recv(self, index: int) -> bool:
         op = self.program.recvs[index]
+        if len(self.posted_recvs) >= recvs_ahead(op.window):
+            return False
         buffer = None
         if len(op.places) == 1 and not op.is_relay:
             view = _view(self.dst, op.places[0].tensor, op.places[0].dst)

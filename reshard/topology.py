@@ -93,6 +93,7 @@ class Topology:
         inside_bytes_per_second: what a rank can send, and at the same time receive, inside its host; None: no limit.
         latency_seconds, inside_latency_seconds: from sending the first byte of a message to its arrival, between
             hosts and inside them; it holds the sender's port.
+        send_buffer_bytes: of each two ranks' connection; a sender is done with what lies in it.
 
     Raises:
         TopologyError: a negative or missing host, NIC or pod, or a rate or latency that cannot be.
@@ -105,6 +106,7 @@ class Topology:
     inside_bytes_per_second: float | None = None
     latency_seconds: float = field(default=0.0, kw_only=True)
     inside_latency_seconds: float = field(default=0.0, kw_only=True)
+    send_buffer_bytes: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -141,6 +143,9 @@ class Topology:
             )
         for name in ("latency_seconds", "inside_latency_seconds"):
             set_(self, name, _latency(getattr(self, name), name))
+        buffer = self.send_buffer_bytes
+        if isinstance(buffer, bool) or not isinstance(buffer, int) or not 0 <= buffer < 2**63:
+            raise TopologyError(f"send_buffer_bytes is {buffer!r:.60}; it must be a number of bytes")
 
     def _deal_nics(self) -> tuple[int, ...]:
         if all(len(host.nics) == 1 for host in self.hosts):

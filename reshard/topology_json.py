@@ -37,7 +37,8 @@ def topology_from_json(data: Any) -> Topology:
 
         {"hosts": [{"devices": 4, "nics": ["25 Gbit/s"], "count": 2, "pod": 0}, ...],
          "pods": ["100 Gbit/s", {"egress": ..., "ingress": ...}],
-         "inside": "400 Gbit/s", "latency_seconds": 2e-5, "inside_latency_seconds": 5e-6}
+         "inside": "400 Gbit/s", "latency_seconds": 2e-5, "inside_latency_seconds": 5e-6,
+         "send_buffer_bytes": 0}
 
     ``count`` hosts of that kind; ranks are dealt out to the hosts in order, unless each has ``"ranks": [...]``
     in place of devices. ``"nic_of_device": [0, 0, 1, 1]`` says which NIC each device of a host uses.
@@ -49,7 +50,7 @@ def topology_from_json(data: Any) -> Topology:
         if not isinstance(data["host_of_rank"], list):
             raise TopologyError("host_of_rank must be a list")
         return Topology.uniform(data["host_of_rank"], parse_rate(data.get("nic_bytes_per_second", TEN_GBIT)))
-    known = {"hosts", "pods", "inside", "latency_seconds", "inside_latency_seconds"}
+    known = {"hosts", "pods", "inside", "latency_seconds", "inside_latency_seconds", "send_buffer_bytes"}
     _refuse_unknown(data, known, "topology")
     hosts, ranks_of, nics_of = _read_hosts(data.get("hosts"))
     host_of_rank, nic_of_rank = _place_ranks(ranks_of, nics_of, [len(host.nics) for host in hosts])
@@ -65,6 +66,7 @@ def topology_from_json(data: Any) -> Topology:
         None if inside is None else parse_rate(inside),
         latency_seconds=data.get("latency_seconds", 0.0),
         inside_latency_seconds=data.get("inside_latency_seconds", 0.0),
+        send_buffer_bytes=data.get("send_buffer_bytes", 0),
     )
 
 
@@ -96,7 +98,7 @@ def topology_to_json(topology: Topology) -> dict[str, Any]:
         data["pods"] = [_port_to_json(pod) for pod in topology.pods]
     if topology.inside_bytes_per_second is not None:
         data["inside"] = topology.inside_bytes_per_second
-    for name in ("latency_seconds", "inside_latency_seconds"):
+    for name in ("latency_seconds", "inside_latency_seconds", "send_buffer_bytes"):
         if getattr(topology, name):
             data[name] = getattr(topology, name)
     return data

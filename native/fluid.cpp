@@ -1,0 +1,316 @@
+// Messages that share ports like fluids. The Python twin, with the explanation, is reshard.fluid.flow_python; both do
+// the same floating point operations in the same order.
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+namespace nb = nanobind;
+
+using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Times = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+namespace {
+
+constexpr double TOGETHER = 1e-9;
+
+struct Stream {
+    std::deque<int64_t> line;    // started and not arrived, oldest first
+    size_t num_released = 0;     // of the line
+    double unreleased_bytes = 0; // to pass until the next of them is all sent
+    bool holds = false;
+    double remaining = 0, rate = 0;
+};
+
+struct Flow {
+    const int64_t *queue, *stream, *receiver, *window, *ahead, *port_at, *port, *hold_port;
+    const double *nbytes, *hold_work, *buffer, *port_rate;
+    size_t num_ports;
+    double *start, *finish;
+    std::vector<std::vector<int64_t>> next, of_queue, of_receiver, blocked;
+    std::vector<int64_t> left, place, head, open, first;
+    std::vector<Stream> streams;
+    std::vector<int64_t> active; // ascending
+    std::vector<double> capacity;
+    std::vector<int64_t> count;
+    double now = 0;
+    bool changed = true;
+
+    void start_from(int64_t q) {
+        auto &row = of_queue[q];
+        while (head[q] < static_cast<int64_t>(row.size())) {
+            const int64_t message = row[head[q]];
+            if (left[message] || open[q] >= window[message])
+                return;
+            const int64_t to = receiver[message];
+            if (place[message] >= first[to] + ahead[message]) {
+                blocked[to].push_back(q);
+                return;
+            }
+            ++head[q];
+            ++open[q];
+            const int64_t s = stream[message];
+            Stream &flowing = streams[s];
+            if (flowing.num_released == flowing.line.size())
+                flowing.unreleased_bytes = nbytes[message] + unsent_bytes(s);
+            flowing.line.push_back(message);
+            if (flowing.line.size() == 1) {
+                begin(s);
+                active.insert(std::lower_bound(active.begin(), active.end(), s), s);
+                changed = true;
+            }
+            release(s);
+        }
+    }
+
+    double unsent_bytes(int64_t s) const {
+        const Stream &flowing = streams[s];
+        if (flowing.line.empty())
+            return 0;
+        double rest = 0;
+        for (size_t i = 1; i < flowing.line.size(); ++i)
+            rest += nbytes[flowing.line[i]];
+        return (flowing.holds ? nbytes[flowing.line[0]] : flowing.remaining) + rest;
+    }
+
+    void release(int64_t s) {
+        Stream &flowing = streams[s];
+        int64_t freed = -1;
+        while (flowing.num_released < flowing.line.size() &&
+               flowing.unreleased_bytes <= buffer[s] * (1 + TOGETHER)) {
+            freed = queue[flowing.line[flowing.num_released]];
+            --open[freed];
+            if (++flowing.num_released < flowing.line.size())
+                flowing.unreleased_bytes += nbytes[flowing.line[flowing.num_released]];
+        }
+        if (freed >= 0)
+            start_from(freed);
+    }
+
+    void begin(int64_t s) {
+        Stream &flowing = streams[s];
+        const int64_t message = flowing.line.front();
+        start[message] = now;
+        flowing.holds = hold_work[s] > 0;
+        if (flowing.holds)
+            changed = true;
+        flowing.remaining = flowing.holds ? hold_work[s] : nbytes[message];
+    }
+
+    void end_phase(int64_t s) {
+        Stream &flowing = streams[s];
+        const int64_t message = flowing.line.front();
+        if (flowing.holds) {
+            flowing.holds = false;
+            flowing.remaining = nbytes[message];
+            changed = true;
+            return;
+        }
+        const int64_t q = queue[message];
+        if (flowing.num_released) {
+            --flowing.num_released;
+        } else {
+            --open[q];
+            if (flowing.line.size() > 1)
+                flowing.unreleased_bytes = nbytes[flowing.line[1]];
+        }
+        flowing.line.pop_front();
+        finish[message] = now;
+        if (!flowing.line.empty()) {
+            begin(s);
+        } else {
+            active.erase(std::lower_bound(active.begin(), active.end(), s));
+            changed = true;
+        }
+        const int64_t to = receiver[message];
+        auto &row = of_receiver[to];
+        bool moved = false;
+        while (first[to] < static_cast<int64_t>(row.size()) && finish[row[first[to]]] >= 0) {
+            ++first[to];
+            moved = true;
+        }
+        start_from(q);
+        for (const int64_t later : next[message])
+            if (--left[later] == 0)
+                start_from(queue[later]);
+        if (moved) {
+            std::vector<int64_t> waiting;
+            waiting.swap(blocked[to]);
+            for (const int64_t q2 : waiting)
+                start_from(q2);
+        }
+    }
+
+    template <typename F> void each_port(int64_t s, F f) const {
+        if (streams[s].holds) {
+            f(hold_port[s]);
+        } else {
+            for (int64_t i = port_at[s]; i < port_at[s + 1]; ++i)
+                f(port[i]);
+        }
+    }
+
+    void share() {
+        capacity.assign(port_rate, port_rate + num_ports);
+        count.assign(num_ports, 0);
+        std::vector<int64_t> open_ = active, rest;
+        for (const int64_t s : open_)
+            each_port(s, [&](int64_t p) { ++count[p]; });
+        while (!open_.empty()) {
+            double least = -1;
+            int64_t tightest = -1;
+            for (size_t p = 0; p < num_ports; ++p)
+                if (count[p] && (tightest < 0 || capacity[p] / static_cast<double>(count[p]) < least)) {
+                    least = capacity[p] / static_cast<double>(count[p]);
+                    tightest = static_cast<int64_t>(p);
+                }
+            rest.clear();
+            for (const int64_t s : open_) {
+                bool passes = false;
+                each_port(s, [&](int64_t p) { passes |= p == tightest; });
+                if (!passes) {
+                    rest.push_back(s);
+                    continue;
+                }
+                streams[s].rate = least;
+                each_port(s, [&](int64_t p) {
+                    capacity[p] = std::max(capacity[p] - least, 0.0);
+                    --count[p];
+                });
+            }
+            open_.swap(rest);
+        }
+    }
+
+    double until_event(int64_t s) const {
+        const Stream &flowing = streams[s];
+        if (!flowing.holds && flowing.num_released < flowing.line.size()) {
+            const double until_release = flowing.unreleased_bytes - buffer[s];
+            if (0 < until_release && until_release < flowing.remaining)
+                return until_release;
+        }
+        return flowing.remaining;
+    }
+
+    void run() {
+        for (size_t q = 0; q < of_queue.size(); ++q)
+            start_from(static_cast<int64_t>(q));
+        std::vector<int64_t> ended, released;
+        while (!active.empty()) {
+            if (changed) {
+                share();
+                changed = false;
+            }
+            double step = -1;
+            for (const int64_t s : active) {
+                const double seconds = until_event(s) / streams[s].rate;
+                if (step < 0 || seconds < step)
+                    step = seconds;
+            }
+            const double limit = step * (1 + TOGETHER);
+            now += step;
+            ended.clear();
+            released.clear();
+            for (const int64_t s : active) {
+                Stream &flowing = streams[s];
+                const bool ends = flowing.remaining / flowing.rate <= limit;
+                if (ends)
+                    ended.push_back(s);
+                else
+                    flowing.remaining -= flowing.rate * step;
+                if (!flowing.holds) {
+                    flowing.unreleased_bytes -= flowing.rate * step;
+                    if (ends || flowing.num_released < flowing.line.size())
+                        released.push_back(s);
+                }
+            }
+            for (const int64_t s : released)
+                release(s);
+            for (const int64_t s : ended)
+                end_phase(s);
+        }
+    }
+};
+
+void check_range(const Ints &values, size_t size, const char *name, size_t below) {
+    if (values.shape(0) != size)
+        throw std::invalid_argument(std::string("flow: ") + name + " has the wrong size");
+    for (size_t i = 0; i < size; ++i)
+        if (values.data()[i] < 0 || static_cast<size_t>(values.data()[i]) >= below)
+            throw std::out_of_range(std::string("flow: ") + name + " holds an index that does not exist");
+}
+
+void check_ends(const Ints &ends, size_t rows, size_t total, const char *name) {
+    bool fits = ends.shape(0) == rows + 1 && ends.data()[0] == 0 && ends.data()[rows] == static_cast<int64_t>(total);
+    for (size_t i = 0; fits && i < rows; ++i)
+        fits = ends.data()[i] <= ends.data()[i + 1];
+    if (!fits)
+        throw std::invalid_argument(std::string("flow: ") + name + " does not divide its rows");
+}
+
+std::vector<std::vector<int64_t>> members(const Ints &keys) {
+    std::vector<std::vector<int64_t>> rows;
+    for (size_t i = 0; i < keys.shape(0); ++i) {
+        const size_t key = static_cast<size_t>(keys.data()[i]);
+        if (key >= rows.size())
+            rows.resize(key + 1);
+        rows[key].push_back(static_cast<int64_t>(i));
+    }
+    return rows;
+}
+
+void flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats nbytes, Ints after_at, Ints after,
+          Ints port_at, Ints port, Ints hold_port, Floats hold_work, Floats buffer, Floats rate, Times start,
+          Times finish) {
+    const size_t n = queue.shape(0), num_streams = hold_port.shape(0), num_ports = rate.shape(0);
+    check_range(queue, n, "queue", n);
+    check_range(receiver, n, "receiver", n);
+    check_range(stream, n, "stream", num_streams);
+    check_range(after, after.shape(0), "after", n);
+    check_range(port, port.shape(0), "port", num_ports);
+    check_range(hold_port, num_streams, "hold_port", num_ports);
+    check_ends(after_at, n, after.shape(0), "after_at");
+    check_ends(port_at, num_streams, port.shape(0), "port_at");
+    if (window.shape(0) != n || ahead.shape(0) != n || nbytes.shape(0) != n || start.shape(0) != n ||
+        finish.shape(0) != n || hold_work.shape(0) != num_streams || buffer.shape(0) != num_streams)
+        throw std::invalid_argument("flow: arrays differ in size");
+    nb::gil_scoped_release release;
+    Flow f;
+    f.queue = queue.data(), f.stream = stream.data(), f.receiver = receiver.data(), f.window = window.data();
+    f.ahead = ahead.data(), f.port_at = port_at.data(), f.port = port.data(), f.hold_port = hold_port.data();
+    f.nbytes = nbytes.data(), f.hold_work = hold_work.data(), f.buffer = buffer.data(), f.port_rate = rate.data();
+    f.num_ports = num_ports;
+    f.start = start.data(), f.finish = finish.data();
+    f.left.resize(n), f.place.resize(n), f.next.resize(n), f.streams.resize(num_streams);
+    for (size_t i = 0; i < n; ++i) {
+        f.left[i] = after_at.data()[i + 1] - after_at.data()[i];
+        for (int64_t j = after_at.data()[i]; j < after_at.data()[i + 1]; ++j)
+            f.next[after.data()[j]].push_back(static_cast<int64_t>(i));
+    }
+    f.of_queue = members(queue), f.of_receiver = members(receiver);
+    for (const auto &row : f.of_receiver)
+        for (size_t i = 0; i < row.size(); ++i)
+            f.place[row[i]] = static_cast<int64_t>(i);
+    f.head.resize(f.of_queue.size()), f.open.resize(f.of_queue.size());
+    f.first.resize(f.of_receiver.size()), f.blocked.resize(f.of_receiver.size());
+    f.run();
+    for (size_t i = 0; i < n; ++i)
+        if (f.finish[i] < 0)
+            throw std::invalid_argument("message " + std::to_string(i) + " can never start");
+}
+
+} // namespace
+
+void bind_fluid(nb::module_ &m) {
+    m.def("flow", &flow, nb::arg("queue"), nb::arg("stream"), nb::arg("receiver"), nb::arg("window"),
+          nb::arg("ahead"), nb::arg("nbytes"), nb::arg("after_at"), nb::arg("after"), nb::arg("port_at"),
+          nb::arg("port"), nb::arg("hold_port"), nb::arg("hold_work"), nb::arg("buffer"), nb::arg("rate"),
+          nb::arg("start"), nb::arg("finish"), "Fill start and finish with the times of all messages.");
+}

@@ -1,0 +1,85 @@
+"""All messages of a plan as arrays, for what looks at the whole plan at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class MessageTable:
+    """One row per message in the plan's total order; boxes that travel together are one row. All int64.
+
+    Attributes:
+        id: the id of its (first) box. transfer, chunk: which part of the plan it is.
+        sender, receiver: ranks; equal for a copy. nbytes: its size.
+        parent: the row of the message that brings the data to the sender, -1 if it holds the data.
+        window: how many messages of its sender may be unfinished when it starts.
+    """
+
+    id: np.ndarray
+    transfer: np.ndarray
+    chunk: np.ndarray
+    sender: np.ndarray
+    receiver: np.ndarray
+    nbytes: np.ndarray
+    parent: np.ndarray
+    window: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.id)
+
+
+def tabulate_messages(plan: Plan) -> MessageTable:
+    """Every message of a plan."""
+    transfers = plan.transfers
+    num_edges = np.diff(transfers.edge_at)
+    num_boxes = np.diff(transfers.box_at)
+    counts = num_edges * transfers.num_chunks
+    first_row = np.concatenate([[0], np.cumsum(counts)])
+    transfer = np.repeat(np.arange(len(transfers)), counts)
+    within = np.arange(len(transfer)) - first_row[transfer]
+    chunk = within // num_edges[transfer]
+    edge = within - chunk * num_edges[transfer]
+    edge_row = transfers.edge_at[transfer] + edge
+    parent_edge = _parent_edges(plan)[edge_row]
+    return MessageTable(
+        id=transfers.first_message[transfer] + within * num_boxes[transfer],
+        transfer=transfer,
+        chunk=chunk,
+        sender=transfers.sender[edge_row],
+        receiver=transfers.receiver[edge_row],
+        nbytes=_chunk_bytes(plan, transfer, chunk),
+        parent=np.where(parent_edge < 0, -1, first_row[transfer] + chunk * num_edges[transfer] + parent_edge),
+        window=transfers.window[transfer],
+    )
+
+
+def _parent_edges(plan: Plan) -> np.ndarray:
+    """For each edge the position in its transfer of the edge that brings the data to its sender, or -1."""
+    transfers = plan.transfers
+    parents = np.full(len(transfers.sender), -1, dtype=np.int64)
+    for number in np.flatnonzero(np.diff(transfers.edge_at) > 1).tolist():
+        brought_by: dict[int, int] = {}
+        for position, (sender, receiver) in enumerate(transfers.edges_of(number)):
+            parents[int(transfers.edge_at[number]) + position] = brought_by.get(sender, -1)
+            if sender != receiver:
+                brought_by[receiver] = position
+    return parents
+
+
+def _chunk_bytes(plan: Plan, transfer: np.ndarray, chunk: np.ndarray) -> np.ndarray:
+    transfers = plan.transfers
+    box = transfers.box_at[:-1]
+    size = (transfers.box_stop - transfers.box_start)[box][transfer]
+    itemsize = np.array([spec.itemsize for spec in plan.tensors], dtype=np.int64)[transfers.box_tensor[box]]
+    numel = np.ones(len(transfer), dtype=np.int64)
+    rest = chunk.copy()
+    for dim in range(size.shape[1] - 1, -1, -1):
+        parts = transfers.splits[transfer, dim]
+        part, rest = rest % parts, rest // parts
+        numel *= size[:, dim] * (part + 1) // parts - size[:, dim] * part // parts
+    return np.where(np.diff(transfers.box_at)[transfer] > 1, plan.message_bytes[transfer], numel * itemsize[transfer])
