@@ -73,7 +73,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dst-first-rank", type=int, help="first destination rank; default: behind the source's, on other hosts"
     )
-    parser.add_argument("--strategy", help="send_recv, local_all_gather, broadcast_{naive,size,greedy}")
+    parser.add_argument("--strategy", help="send_recv, {local,global}_all_gather, broadcast_{naive,size,greedy,search}")
     parser.add_argument("--topology", help='JSON file: {"host_of_rank": [...], "nic_bytes_per_second": 1.25e9}')
     parser.add_argument("--rank", type=int, help="only the messages of this rank")
     parser.add_argument("--format", choices=("text", "json"), default="text")

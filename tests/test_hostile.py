@@ -130,7 +130,8 @@ def test_views_of_one_element_travel_whatever_their_strides():
 
 def _functions_as_strategies(rank):
     """Functions of one name are not taken for one another."""
-    from reshard.strategies import broadcast_size, send_recv
+    from reshard.broadcasts import broadcast_size
+    from reshard.exchanges import send_recv
 
     src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(3, first_rank=1))
     called = []

@@ -1,0 +1,175 @@
+"""Broadcasts of whole regions along chunked chains, in several orders."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import numpy as np
+
+from reshard.exchanges import send_recv
+from reshard.routes import Problem, Routes
+from reshard.senders import Loads, real_ranks, rotation
+from reshard.shards import NO_RANK
+from reshard.trees import along_trees
+
+GREEDY_TRIES = 100
+#: Visits that the greedy order may spend, one per class and random set. Past it, it tries fewer sets per round,
+#: then takes several tasks of each class at once.
+_GREEDY_VISITS = 200_000
+#: More tasks than this are sent in rotation, each from the host with the fewest bytes to send so far.
+_GREEDY_TASKS = 20_000
+
+
+def crosses_hosts(problem: Problem, task: int, sender: int) -> bool:
+    """True if a task sent from there leaves its host."""
+    hosts = problem.topology.host_of_rank
+    return any(hosts[rank] != hosts[sender] for rank in real_ranks(problem.receivers[task]))
+
+
+def needed_tasks(problem: Problem) -> list[int]:
+    """Tasks that some rank needs and does not hold."""
+    return np.flatnonzero((problem.receivers != NO_RANK).any(axis=1)).tolist()
+
+
+def broadcast_naive(problem: Problem) -> Routes:
+    """Broadcast each region from its first replica, in the order of the tasks.
+
+    Steps: one chunked chain per region. Bytes between hosts: unique.
+    """
+    return along_trees(problem, ((task, int(problem.holders[task, 0])) for task in needed_tasks(problem)))
+
+
+def broadcast_size(problem: Problem) -> Routes:
+    """Broadcast each region from the host with the fewest bytes to send so far, in the order of the tasks.
+
+    Steps: one chunked chain per region. Bytes between hosts: unique.
+    """
+    loads = Loads(problem)
+
+    def order() -> Iterable[tuple[int, int]]:
+        for task in needed_tasks(problem):
+            sender = loads.pick(real_ranks(problem.holders[task]))
+            loads.add(sender, int(problem.nbytes[task]), crosses=crosses_hosts(problem, task, sender))
+            yield task, sender
+
+    return along_trees(problem, order())
+
+
+def broadcast_greedy(problem: Problem) -> Routes:
+    """Broadcast in rounds of regions that do not get in each other's way.
+
+    Steps: one chunked chain per region. Bytes between hosts: unique. Each round tries random maximal sets of
+    regions that share no port, keeps the set with the most bytes (ties: the lowest spread of sender loads),
+    and appends it. A region takes its sender's host port out and every receiving host's port in (and out,
+    where it is passed on); one that stays inside a host takes the ports of its devices. The seed is fixed:
+    every rank derives the same plan. Source: the 2023 cross-mesh resharding study, with its weights corrected
+    to the bytes of the slice. Past 20,000 regions they are sent in rotation instead, as :func:`send_recv` does.
+    """
+    if len(problem) > _GREEDY_TASKS:
+        return _broadcast_in_rotation(problem)
+    return along_trees(problem, _greedy_order(problem))
+
+
+def _broadcast_in_rotation(problem: Problem) -> Routes:
+    if problem.holders.shape[1] == 1 and (problem.receivers != NO_RANK).sum(axis=1).max() <= 1:
+        return send_recv(problem)  # no sender to choose, no tree to build
+    needed = np.array(needed_tasks(problem), dtype=np.int64)
+    receiver = problem.receivers[needed].max(axis=1)
+    order = needed[rotation(problem.holders[needed, 0], receiver)]
+    loads = Loads(problem)
+
+    def with_senders() -> Iterable[tuple[int, int]]:
+        for task in order.tolist():
+            sender = loads.pick(real_ranks(problem.holders[task]))
+            loads.add(sender, int(problem.nbytes[task]), crosses=crosses_hosts(problem, task, sender))
+            yield task, sender
+
+    return along_trees(problem, with_senders())
+
+
+#: A way to broadcast a region: the sending host, and the ports taken as bits of a mask.
+Way = tuple[int, int]
+
+
+def port_classes(problem: Problem) -> tuple[list[tuple[tuple[Way, ...], list[int]]], int]:
+    """Tasks by the ways in which they can be broadcast, the first one last, and the first bit that is a rank's port.
+
+    A task takes its sender's host port out (bit ``2 * host``) and every receiving host's port in (the next bit), and
+    out where it is passed on; one that stays inside a host takes the ports of its devices. Tasks of one class exclude
+    each other, so only the head of each class competes.
+    """
+    host_of = problem.topology.host_of_rank
+    rank_port = 2 * (max(host_of, default=0) + 1)
+    classes: dict[tuple[Way, ...], list[int]] = {}
+    for task in needed_tasks(problem):
+        receivers = real_ranks(problem.receivers[task])
+        into = {host_of[rank] for rank in receivers}
+        ways: dict[Way, None] = {}
+        for holder in real_ranks(problem.holders[task]):
+            home = host_of[holder]
+            others = into - {home}
+            if others:
+                mask = 1 << 2 * home
+                for host in others:
+                    mask |= (2 << 2 * host) | ((1 << 2 * host) if len(others) > 1 else 0)
+            else:
+                mask = 1 << (rank_port + 2 * holder)
+                for rank in receivers:
+                    mask |= 1 << (rank_port + 2 * rank + 1)
+            ways[home, mask] = None
+        classes.setdefault(tuple(ways), []).append(task)
+    return [(ways, sorted(tasks, reverse=True)) for ways, tasks in classes.items()], rank_port
+
+
+def pick_on_host(problem: Problem, task: int, way: Way, rank_port: int, loads: Loads) -> int:
+    """The holder that sends a task in this way."""
+    home, mask = way
+    holders = [rank for rank in real_ranks(problem.holders[task]) if problem.topology.host_of_rank[rank] == home]
+    inside = mask >> rank_port
+    if inside:  # inside a host the ports name the sender
+        holders = [rank for rank in holders if inside >> 2 * rank & 1]
+    sender = min(holders, key=lambda rank: loads.rank.get(rank, 0))
+    loads.add(sender, int(problem.nbytes[task]), crosses=not inside)
+    return sender
+
+
+def _greedy_order(problem: Problem) -> Iterable[tuple[int, int]]:
+    queues, rank_port = port_classes(problem)
+    num_hosts = rank_port // 2
+    weights = {task: int(problem.nbytes[task]) for _, tasks in queues for task in tasks}
+    longest = max((len(tasks) for _, tasks in queues), default=0)
+    visits = longest * max(1, len(queues) // num_hosts) * len(queues)  # of one random set per round
+    tries = max(1, min(GREEDY_TRIES, _GREEDY_VISITS // max(1, visits)))
+    at_once = max(1, min(longest, visits // _GREEDY_VISITS))
+    loads = Loads(problem)
+    rng = random.Random(2023)  # random() is the same on every version of Python, shuffle() need not be
+    while queues:
+        best: tuple[tuple[int, float], list[tuple[int, int, int]]] | None = None
+        for _ in range(tries):
+            order = sorted(range(len(queues)), key=lambda _: rng.random())
+            taken, chosen, total = 0, [], 0
+            sent: dict[int, int] = {}
+            for index in order:
+                options, tasks = queues[index]
+                free = [option for option in options if not option[1] & taken]
+                if free:
+                    home, mask = min(free, key=lambda option: loads.host[option[0]] + sent.get(option[0], 0))
+                    taken |= mask
+                    nbytes = weights[tasks[-1]]
+                    total += nbytes
+                    sent[home] = sent.get(home, 0) + nbytes
+                    chosen.append((index, home, mask))
+            after = [loads.host[host] + sent.get(host, 0) for host in loads.host]
+            mean = sum(after) / len(after)
+            score = (total, -sum((load - mean) ** 2 for load in after))
+            if best is None or score > best[0]:
+                best = (score, chosen)
+        assert best is not None
+        taken_now = [(index, home, mask) for index, home, mask in sorted(best[1]) for _ in range(at_once)]
+        for index, home, mask in taken_now:
+            if not queues[index][1]:
+                continue
+            task = queues[index][1].pop()
+            yield task, pick_on_host(problem, task, (home, mask), rank_port, loads)
+        queues = [queue for queue in queues if queue[1]]
