@@ -131,16 +131,16 @@ struct Flow {
         }
         const int64_t to = receiver[message];
         auto &row = of_receiver[to];
-        bool moved = false;
-        while (first[to] < static_cast<int64_t>(row.size()) && finish[row[first[to]]] >= 0) {
+        const int64_t before = first[to];
+        while (first[to] < static_cast<int64_t>(row.size()) && finish[row[first[to]]] >= 0)
             ++first[to];
-            moved = true;
-        }
+        const int64_t passed = first[to];
         start_from(q);
-        for (const int64_t later : next[message])
-            if (--left[later] == 0)
-                start_from(queue[later]);
-        if (moved) {
+        for (int64_t at = before; at < passed; ++at)
+            for (const int64_t later : next[row[at]])
+                if (--left[later] == 0)
+                    start_from(queue[later]);
+        if (passed > before) {
             std::vector<int64_t> waiting;
             waiting.swap(blocked[to]);
             for (const int64_t q2 : waiting)

@@ -19,7 +19,8 @@ _TOGETHER = 1e-9
 class Network:
     """Messages, the queues they start in, the streams they flow in, and the ports those pass. All int64 or float64.
 
-    A message starts when it is the first of its queue that has not, all messages it comes after have finished, fewer
+    A message starts when it is the first of its queue that has not, all messages it comes after have finished (and
+    those before them into the same receivers, which take them in order), fewer
     than ``window`` started ones of its queue are unfinished, and its place among those of its receiver is less than
     ``ahead`` behind the first unfinished one. Messages of one stream flow one after the other; the foremost of
     each stream share their ports by max-min fairness. A message first holds ``hold_port`` of its stream as
@@ -225,16 +226,16 @@ class _Flow:
             self.changed = True
         receiver = self.receiver[message]
         row = self.of_receiver[receiver]
-        moved = False
+        before = self.first[receiver]
         while self.first[receiver] < len(row) and self.finish[row[self.first[receiver]]] >= 0:
             self.first[receiver] += 1
-            moved = True
         self.start_from(queue)
-        for later in self.next[message]:
-            self.left[later] -= 1
-            if not self.left[later]:
-                self.start_from(self.queue[later])
-        if moved:
+        for place in range(before, self.first[receiver]):
+            for later in self.next[row[place]]:
+                self.left[later] -= 1
+                if not self.left[later]:
+                    self.start_from(self.queue[later])
+        if self.first[receiver] > before:
             waiting, self.blocked[receiver] = self.blocked[receiver], []
             for blocked in waiting:
                 self.start_from(blocked)

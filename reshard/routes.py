@@ -16,6 +16,9 @@ from reshard.topology import Topology
 #: Pieces of a transfer with one hop, or inside one host: large, so that there are few, and packing one overlaps
 #: with sending another.
 DIRECT_CHUNK_BYTES = 8 * 2**20
+#: Where such pieces must be packed: four of them fit what a queue of sends may stage of the usual 64 MiB, so that
+#: staging never allows fewer than the window says.
+PACKED_CHUNK_BYTES = 4 * 2**20
 #: Pieces that pass from host to host: small, so that the pipeline fills fast (0.25 to 1 MB measured best).
 TREE_CHUNK_BYTES = 2**20
 #: Regions below this travel together when they follow the same tree.
@@ -23,7 +26,8 @@ SMALL_BYTES = 2**16
 DIRECT_WINDOW = 4
 TREE_WINDOW = 2
 MIN_STAGING_BYTES = 2**16
-#: No piece is larger than this part of what a rank may stage.
+#: No piece is larger than this part of what a rank may stage: then a rank can always stage as many as windows let it,
+#: four out of a queue, which has a quarter of the staging, and eight in, which have half.
 _STAGING_PARTS = 8
 
 
@@ -33,7 +37,7 @@ class Problem:
 
     Attributes:
         tensors, topology: what moves, and where ranks are.
-        tensor, nbytes: ``(tasks,)``. start, stop: ``(tasks, ndim)``, missing dims are ``0:1``.
+        tensor, nbytes: ``(tasks,)``. is_strided: ``(tasks,)`` what must be packed or unpacked. start, stop: ``(tasks, ndim)``, missing dims are ``0:1``.
         holders, needers: ``(tasks, replicas)`` ranks, padded with -1.
     """
 
@@ -41,6 +45,7 @@ class Problem:
     topology: Topology
     tensor: np.ndarray
     nbytes: np.ndarray
+    is_strided: np.ndarray
     start: np.ndarray
     stop: np.ndarray
     holders: np.ndarray
@@ -59,6 +64,7 @@ class Problem:
             topology=topology,
             tensor=np.repeat(np.arange(len(tensors)), [len(t) for t in tasks]),
             nbytes=np.concatenate([t.numel * spec.itemsize for t, spec in zip(tasks, tensors, strict=True)]),
+            is_strided=np.concatenate([t.is_strided for t in tasks]),
             start=np.concatenate([_widen(t.start, ndim, 0) for t in tasks]),
             stop=np.concatenate([_widen(t.stop, ndim, 1) for t in tasks]),
             holders=_stack([t.holders for t in tasks]),
@@ -170,7 +176,8 @@ def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Trans
     is_copy = routes.sender[routes.edge_at[:-1]] == routes.receiver[routes.edge_at[:-1]]
     has_one_hop, crosses = _shapes(routes, problem.topology)
     limit = staging_bytes // _STAGING_PARTS
-    chunk_bytes = np.where(has_one_hop | ~crosses, min(DIRECT_CHUNK_BYTES, limit), min(TREE_CHUNK_BYTES, limit))
+    direct = np.where(problem.is_strided[routes.task], min(PACKED_CHUNK_BYTES, limit), min(DIRECT_CHUNK_BYTES, limit))
+    chunk_bytes = np.where(has_one_hop | ~crosses, direct, min(TREE_CHUNK_BYTES, limit))
     chunk_bytes = np.where(is_copy, np.int64(2**62), chunk_bytes)
     bundle_of = _bundle(routes, nbytes, itemsize, is_copy, min(SMALL_BYTES, limit), min(TREE_CHUNK_BYTES, limit))
     order = np.argsort(bundle_of, kind="stable")

@@ -37,6 +37,18 @@ class UnitTasks:
         """Elements of each task."""
         return (self.stop - self.start).prod(axis=1, dtype=np.int64)
 
+    @cached_property
+    def is_strided(self) -> np.ndarray:
+        """``(tasks,)`` True where the box does not lie in one piece in its source or its destination tile."""
+        strided = np.zeros(len(self), dtype=bool)
+        for shards, tile in ((self.src, self.src_tile), (self.dst, self.dst_tile)):
+            size, whole = self.stop - self.start, (shards.stop - shards.start)[tile]
+            is_outer = np.ones(len(self), dtype=bool)  # every dim before this one is one element wide
+            for dim in range(size.shape[1]):
+                strided |= ~is_outer & (size[:, dim] != whole[:, dim])
+                is_outer &= size[:, dim] == 1
+        return strided
+
     @property
     def holders(self) -> np.ndarray:
         """``(tasks, replicas)`` ranks that hold each region, padded with -1."""

@@ -1,0 +1,131 @@
+"""Layout pairs on emulated hosts: ``python -m microbench``.
+
+Builds a cluster of emulated hosts for each group of rows, runs every contender of every row in turns, checks every
+element, and writes JSON lines and a table of seconds, seconds over the lower bound, and predicted over measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from microbench.cluster import ClusterError
+from microbench.namespaces import why_unsupported
+from microbench.report import format_summary, format_table
+from microbench.rows import SUITES, Row, all_rows
+from microbench.run import ALL_CONTENDERS, DEFAULT_CONTENDERS, Planned, describe_machine, plan_row, run_cluster, stderr
+from reshard.errors import ReshardError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what was asked for; returns 1 if an element was wrong or the links were not as they should be."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog="python -m microbench", description=__doc__)
+    parser.add_argument(
+        "--suite", action="append", help=f"only this suite, may be repeated: {', '.join([*SUITES, 'random'])}"
+    )
+    parser.add_argument("--row", action="append", help="only rows whose name contains this, may be repeated")
+    parser.add_argument("--full", action="store_true", help="all rows and all contenders; at most an hour")
+    parser.add_argument(
+        "--contender", action="append", help=f"only this one, may be repeated: {', '.join(ALL_CONTENDERS)}"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each contender after the first (5)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random rows (0)")
+    parser.add_argument("--random", type=int, default=12, help="how many random rows there are (12)")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiply the rows of every tensor")
+    parser.add_argument("--out", type=Path, help="write JSON lines here")
+    parser.add_argument("--list", action="store_true", help="show the rows and the seconds they should take, and stop")
+    options = parser.parse_args(arguments)
+    if not 1 <= options.repeats <= 1000 or not 0 <= options.random <= 10_000 or not 1e-6 <= options.scale <= 64:
+        parser.error("--repeats is 1 to 1000, --random 0 to 10000, --scale 1e-6 to 64")
+    try:
+        rows = _choose(options, parser)
+        contenders = options.contender or (ALL_CONTENDERS if options.full else DEFAULT_CONTENDERS)
+        planned = [plan_row(row, str(number), contenders, options.repeats) for number, row in enumerate(rows)]
+        if options.list:
+            for one in planned:
+                print(f"{one.row.suite:13} {one.row.name:52.52} {one.row.title:48.48} {one.expected_seconds:6.1f} s")
+            print(f"{len(planned)} rows, about {sum(one.expected_seconds for one in planned):.0f} s of transfers")
+            return 0
+        reason = why_unsupported()
+        if reason is not None:
+            stderr(f"microbench: {reason}")
+            return 2
+        return _run(options, arguments, planned)
+    except (ClusterError, ReshardError) as error:
+        stderr(f"microbench: {type(error).__name__}: {error}")
+        return 2
+
+
+def _choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Row]:
+    rows = all_rows(options.seed, options.random, options.scale)
+    known = {row.suite for row in rows} | set(SUITES)
+    for suite in options.suite or []:
+        if suite not in known:
+            parser.error(f"no suite {suite!r}; there are {', '.join(sorted(known))}")
+    for contender in options.contender or []:
+        if contender not in ALL_CONTENDERS:
+            parser.error(f"no contender {contender!r}; there are {', '.join(ALL_CONTENDERS)}")
+    named = options.suite or options.row
+    rows = [row for row in rows if options.suite is None or row.suite in options.suite]
+    rows = [row for row in rows if options.row is None or any(part in row.name for part in options.row)]
+    if not (options.full or named):
+        rows = [row for row in rows if row.is_default]
+    if not rows:
+        parser.error("no row has such a name; --list shows them")
+    return rows
+
+
+def _run(options: argparse.Namespace, arguments: list[str], planned: list[Planned]) -> int:
+    records: list[dict[str, Any]] = []
+    file = options.out.open("w") if options.out else None
+    begun = time.monotonic()
+
+    def write(record: dict[str, Any]) -> None:
+        records.append(record)
+        if file is not None:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+
+    write(describe_machine(arguments))
+    with _progress(sum(one.expected_seconds for one in planned)) as advance:
+        for cluster in dict.fromkeys(one.row.cluster for one in planned):
+            run_cluster(cluster, [one for one in planned if one.row.cluster == cluster], write, advance)
+    write({"kind": "end", "took_seconds": round(time.monotonic() - begun, 1)})
+    if file is not None:
+        file.close()
+    print(format_table(records))
+    print(format_summary(records))
+    wrong = sum(record.get("wrong", 0) for record in records)
+    valid = all(record["valid"] for record in records if record["kind"] == "cluster")
+    return 1 if wrong or not valid else 0
+
+
+@contextlib.contextmanager
+def _progress(total: float) -> Iterator[Callable[[float, str], None]]:
+    """A bar on a terminal, one line per step elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda seconds, what: stderr(what)
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda seconds, what: stderr(what)
+        return
+    with tqdm(total=total, unit="s", bar_format="{l_bar}{bar}| {n:.0f}/{total:.0f} s {postfix}") as bar:
+
+        def advance(seconds: float, what: str) -> None:
+            bar.update(seconds)
+            bar.set_postfix_str(what)
+
+        yield advance
+
+
+if __name__ == "__main__":
+    sys.exit(main())

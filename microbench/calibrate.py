@@ -1,0 +1,283 @@
+"""What the links of a cluster carry, measured with plain Gloo traffic.
+
+Each direction of each NIC and uplink is the bottleneck of one test: flows whose other ends together carry at least as
+much. Tests that share no port run at the same time. A flow is a train of messages, and its rate is taken between the
+arrival of the second and that of the last.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from microbench.wiring import PAYLOAD_SHARE
+from reshard.topology import Host, Port, Topology
+
+TRAIN_SECONDS = 0.6
+MESSAGES = 12
+WARM = 2
+#: A round in which a rate is further than this from what the link should carry is measured twice.
+AGAIN = 0.01
+#: ``(kind, host or pod, nic)``.
+PortName = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class Test:
+    """Flows ``(sender, receiver, bytes per second)`` that together fill the ports named."""
+
+    fills: tuple[PortName, ...]
+    flows: tuple[tuple[int, int, float], ...]
+    takes: frozenset[PortName]
+
+
+def plan_tests(topology: Topology) -> list[list[Test]]:
+    """Rounds of tests that fill every port once, those of one round on different ports."""
+    nics: dict[tuple[int, int], int] = {}
+    for rank in range(len(topology.host_of_rank)):
+        nics.setdefault((topology.host_of_rank[rank], topology.nic_of_rank[rank]), rank)
+    tests: list[Test] = []
+    done: set[PortName] = set()
+    places = sorted(nics)
+    for shift, here in enumerate(places):
+        port = topology.host(here[0]).nics[here[1]]
+        for kind, other_kind, rate in (
+            ("egress", "ingress", port.egress_bytes_per_second),
+            ("ingress", "egress", port.ingress_bytes_per_second),
+        ):
+            if (kind, *here) in done:
+                continue
+            others = [there for there in places[shift + 1 :] + places[:shift] if there[0] != here[0]]
+            pod = topology.host(here[0]).pod
+            others = [there for there in others if topology.host(there[0]).pod == pod] or others
+            ends = _fill(rate, [(there, _rate(topology, there, other_kind)) for there in others])
+            flows = [(nics[here], nics[there], part) for there, part in ends]
+            if kind == "ingress":
+                flows = [(b, a, part) for a, b, part in flows]
+            fills = [(kind, *here)]
+            if (
+                len(ends) == 1
+                and _rate(topology, ends[0][0], other_kind) == rate
+                and (other_kind, *ends[0][0]) not in done
+            ):
+                fills.append((other_kind, *ends[0][0]))
+            done.update(fills)
+            takes = {(kind, *here), *((other_kind, *there) for there, _ in ends)}
+            for there in [here, *(there for there, _ in ends)]:
+                # acknowledgements would queue behind what fills the slower direction
+                if _rate(topology, there, "egress") != _rate(topology, there, "ingress"):
+                    takes |= {("egress", *there), ("ingress", *there)}
+            tests.append(Test(tuple(fills), tuple(flows), frozenset(takes)))
+    tests += _uplink_tests(topology, nics)
+    rounds: list[list[Test]] = []
+    for test in tests:
+        for row in rounds:
+            if all(test.takes.isdisjoint(other.takes) for other in row):
+                row.append(test)
+                break
+        else:
+            rounds.append([test])
+    return rounds
+
+
+def _uplink_tests(topology: Topology, nics: dict[tuple[int, int], int]) -> list[Test]:
+    tests = []
+    for number, pod in enumerate(topology.pods):
+        inner = [place for place in sorted(nics) if topology.host(place[0]).pod == number]
+        outer = [place for place in sorted(nics) if topology.host(place[0]).pod != number]
+        if not inner or not outer:
+            continue
+        for kind, rate in (("up", pod.egress_bytes_per_second), ("down", pod.ingress_bytes_per_second)):
+            a_kind, b_kind = ("egress", "ingress") if kind == "up" else ("ingress", "egress")
+            pairs = list(zip(inner, outer, strict=False))
+            flows: list[tuple[int, int, float]] = []
+            takes: set[PortName] = {(kind, number, 0)}
+            left = rate
+            for a, b in pairs:
+                part = min(left, _rate(topology, a, a_kind), _rate(topology, b, b_kind))
+                if part <= 0:
+                    break
+                flows.append((nics[a], nics[b], part) if kind == "up" else (nics[b], nics[a], part))
+                takes |= {(a_kind, *a), (b_kind, *b)}
+                takes.add(("down" if kind == "up" else "up", topology.host(b[0]).pod or 0, 0))
+                left -= part
+            tests.append(Test(((kind, number, 0),), tuple(flows), frozenset(takes)))
+    return tests
+
+
+def _rate(topology: Topology, place: tuple[int, int], kind: str) -> float:
+    port = topology.host(place[0]).nics[place[1]]
+    return port.egress_bytes_per_second if kind == "egress" else port.ingress_bytes_per_second
+
+
+def _fill(rate: float, ends: list[tuple[tuple[int, int], float]]) -> list[tuple[tuple[int, int], float]]:
+    """Ends that together carry a rate, one if possible, with what each gets of it."""
+    alone = next((there for there, carries in ends if carries == rate), None)
+    alone = alone or next((there for there, carries in ends if carries > rate), None)
+    if alone is not None:
+        return [(alone, rate)]
+    chosen, left = [], rate
+    for there, carries in sorted(ends, key=lambda end: -end[1]):
+        if left > 0:
+            chosen.append((there, min(carries, left)))
+            left -= carries
+    return chosen
+
+
+def measure_links(rank: int, report: Callable[[Any], None], topology: Topology) -> dict[str, Any]:
+    """Run the tests; returns ``{"rates": {port: bytes per second}, "inside", "latency", "inside_latency"}``."""
+    rates: dict[PortName, float] = {}
+    for row in plan_tests(topology):
+        found = _run_round(rank, row)
+        if any(abs(rate / carries(test) - 1) > AGAIN for rate, test in zip(found, row, strict=True)):
+            # other work on the machine can only slow a train down, so the faster of two is nearer to the link
+            found = [max(pair) for pair in zip(found, _run_round(rank, row), strict=True)]
+        for test, rate in zip(row, found, strict=True):
+            rates.update(dict.fromkeys(test.fills, rate))
+    return {"rates": rates, **_measure_inside(rank, topology)}
+
+
+def carries(test: Test) -> float:
+    """What the flows of a test should carry together as payload."""
+    return PAYLOAD_SHARE * sum(part for _, _, part in test.flows)
+
+
+def _run_round(rank: int, tests: list[Test]) -> list[float]:
+    works: list[tuple[int, list[Any]]] = []
+    buffers = []
+    mine = [(number, flow) for number, test in enumerate(tests) for flow in test.flows]
+    sizes = {flow: int(flow[2] * TRAIN_SECONDS / MESSAGES) for _, flow in mine}
+    receiving = [(number, flow) for number, flow in mine if flow[1] == rank]
+    sending = [(number, flow) for number, flow in mine if flow[0] == rank]
+    dist.barrier()
+    for number, flow in receiving:
+        buffer = torch.empty(sizes[flow], dtype=torch.uint8)
+        buffers.append(buffer)
+        works.append((number, [dist.irecv(buffer, flow[0]) for _ in range(MESSAGES)]))
+    sends = []
+    for _, flow in sending:
+        buffer = torch.zeros(sizes[flow], dtype=torch.uint8)
+        buffers.append(buffer)
+        sends += [dist.isend(buffer, flow[1]) for _ in range(MESSAGES)]
+    times: dict[int, list[float]] = {}
+    for nth in range(MESSAGES):
+        for number, train in works:
+            train[nth].wait()
+            if nth == WARM - 1 or nth == MESSAGES - 1:
+                times.setdefault(number, []).append(time.monotonic())
+    for work in sends:
+        work.wait()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, times)
+    rates = []
+    for number, test in enumerate(tests):
+        # a rank with several flows into it has a time for each, first those of the warm-up, then those of the end
+        begins, ends = [], []
+        for seen in gathered:
+            row = seen.get(number, [])
+            begins += row[: len(row) // 2]
+            ends += row[len(row) // 2 :]
+        passed = sum(sizes[flow] for flow in test.flows) * (MESSAGES - WARM)
+        rates.append(passed / (statistics.mean(ends) - statistics.mean(begins)))
+    return rates
+
+
+def _measure_inside(rank: int, topology: Topology) -> dict[str, float | None]:
+    """Rate and latency between two ranks of one host, and latency between two hosts."""
+    found: dict[str, float | None] = {"inside": None, "latency": None, "inside_latency": None}
+    hosts = topology.host_of_rank
+    inside = next(((a, b) for a in range(len(hosts)) for b in range(a + 1, len(hosts)) if hosts[a] == hosts[b]), None)
+    across = next(((0, b) for b in range(1, len(hosts)) if hosts[b] != hosts[0]), None)
+    for name, pair in (("inside_latency", inside), ("latency", across)):
+        if pair is not None:
+            found[name] = _ping_pong(rank, *pair, nbytes=1, count=200)
+    if inside is not None:
+        found["inside"] = 2**24 / (_ping_pong(rank, *inside, nbytes=2**24, count=10) or 1.0)
+    return found
+
+
+def _ping_pong(rank: int, a: int, b: int, nbytes: int, count: int) -> float:
+    """Median seconds of one way."""
+    buffer = torch.zeros(nbytes, dtype=torch.uint8)
+    times = []
+    dist.barrier()
+    if rank in (a, b):
+        for _ in range(count):
+            begun = time.perf_counter()
+            if rank == a:
+                dist.send(buffer, b)
+                dist.recv(buffer, b)
+            else:
+                dist.recv(buffer, a)
+                dist.send(buffer, a)
+            times.append((time.perf_counter() - begun) / 2)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, statistics.median(times) if times else None)
+    return float(gathered[a])
+
+
+def measured_topology(topology: Topology, found: dict[str, Any], send_buffer_bytes: int) -> Topology:
+    """A topology with the rates that were measured."""
+    rates = found["rates"]
+    hosts = []
+    for number in range(topology.num_hosts):
+        host = topology.host(number)
+        ports = tuple(
+            Port(
+                rates.get(("egress", number, nic), port.egress_bytes_per_second),
+                rates.get(("ingress", number, nic), port.ingress_bytes_per_second),
+            )
+            for nic, port in enumerate(host.nics)
+        )
+        hosts.append(Host(ports, host.pod))
+    pods = tuple(
+        Port(
+            rates.get(("up", number, 0), pod.egress_bytes_per_second),
+            rates.get(("down", number, 0), pod.ingress_bytes_per_second),
+        )
+        for number, pod in enumerate(topology.pods)
+    )
+    return replace(
+        topology,
+        hosts=tuple(hosts),
+        pods=pods,
+        inside_bytes_per_second=found["inside"],
+        latency_seconds=found["latency"] or 0.0,
+        inside_latency_seconds=found["inside_latency"] or 0.0,
+        send_buffer_bytes=send_buffer_bytes,
+    )
+
+
+def mean_topology(before: Topology, after: Topology) -> Topology:
+    """The mean of two measurements of the same links."""
+
+    def mean(a: Port, b: Port) -> Port:
+        return Port(
+            (a.egress_bytes_per_second + b.egress_bytes_per_second) / 2,
+            (a.ingress_bytes_per_second + b.ingress_bytes_per_second) / 2,
+        )
+
+    hosts = tuple(
+        replace(before.host(h), nics=tuple(map(mean, before.host(h).nics, after.host(h).nics)))
+        for h in range(before.num_hosts)
+    )
+    return replace(before, hosts=hosts, pods=tuple(map(mean, before.pods, after.pods)))
+
+
+def deviations(a: Topology, b: Topology) -> dict[str, float]:
+    """Of each port of ``a`` how far its rate is from that in ``b``, as a part of the latter."""
+    found = {}
+    for number in range(a.num_hosts):
+        for nic, (ours, theirs) in enumerate(zip(a.host(number).nics, b.host(number).nics, strict=True)):
+            found[f"host {number} NIC {nic} out"] = ours.egress_bytes_per_second / theirs.egress_bytes_per_second - 1
+            found[f"host {number} NIC {nic} in"] = ours.ingress_bytes_per_second / theirs.ingress_bytes_per_second - 1
+    for number, (ours, theirs) in enumerate(zip(a.pods, b.pods, strict=True)):
+        found[f"pod {number} out"] = ours.egress_bytes_per_second / theirs.egress_bytes_per_second - 1
+        found[f"pod {number} in"] = ours.ingress_bytes_per_second / theirs.ingress_bytes_per_second - 1
+    return found

@@ -1,0 +1,234 @@
+"""Runs rows on clusters and turns what was measured into records."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from microbench.calibrate import deviations, mean_topology, measure_links, measured_topology
+from microbench.cluster import Cluster
+from microbench.contenders import OTHERS
+from microbench.rows import Row, read_cluster
+from microbench.wiring import SEND_BUFFER_BYTES, nominal
+from microbench.worker import Job, Turn, run_jobs
+from reshard.plan import Plan, Transfers
+from reshard.planning import plan_tensors
+from reshard.simulation import simulate
+from reshard.strategies import DEFAULT_STRATEGY
+from reshard.topology import Topology
+
+#: Links may move by this much between before and after, and be this far from what the shaper should give.
+MOST_DEVIATION = 0.03
+#: Contenders predicted to take more than this many times the bound run less often.
+SLOW_RATIO, SLOW_REPEATS = 3.0, 3
+OURS = DEFAULT_STRATEGY
+DEFAULT_CONTENDERS = (OURS, "send_recv", "local_all_gather", "full_tensor + broadcast")
+ALL_CONTENDERS = (
+    OURS,
+    "send_recv",
+    "local_all_gather",
+    "global_all_gather",
+    "broadcast_naive",
+    "broadcast_size",
+    "broadcast_search",
+    *OTHERS,
+)
+
+Record = dict[str, Any]
+
+
+@dataclass
+class Planned:
+    """A row with its plans on the nominal topology, and what each contender is called."""
+
+    row: Row
+    key: str
+    topology: Topology
+    plans: dict[str, Plan]
+    same_as: dict[str, str]
+    turns: tuple[Turn, ...]
+    bound_seconds: float
+    expected_seconds: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        total = 0.0
+        for turn in self.turns:
+            once = 4 * self.bound_seconds if turn.plan is None else simulate(turn.plan, self.topology).makespan_seconds
+            total += (turn.repeats + 1) * (once + 0.1)
+        self.expected_seconds = total
+
+
+def plan_row(row: Row, key: str, contenders: Sequence[str], repeats: int) -> Planned:
+    """Plan every strategy; those whose plans are the same run once."""
+    topology = nominal(read_cluster(row.cluster))
+    plans: dict[str, Plan] = {}
+    same_as: dict[str, str] = {}
+    turns = []
+    bound = 0.0
+    for name in contenders:
+        if name in OTHERS:
+            turns.append(Turn(name, None, repeats))
+            continue
+        plan = plan_tensors(row.tensors, strategy=name, topology=topology)
+        bound = plan.lower_bound_seconds
+        twin = next((other for other, seen in plans.items() if _same(seen, plan)), None)
+        if twin is not None:
+            same_as[name] = twin
+            continue
+        plans[name] = plan
+        slow = bound > 0 and simulate(plan).makespan_seconds > SLOW_RATIO * bound
+        turns.append(Turn(name, plan, min(repeats, SLOW_REPEATS) if slow else repeats))
+    if not bound:
+        bound = plan_tensors(row.tensors, topology=topology).lower_bound_seconds
+    return Planned(row, key, topology, plans, same_as, tuple(turns), bound)
+
+
+def _same(a: Plan, b: Plan) -> bool:
+    return all(
+        np.array_equal(getattr(a.transfers, name), getattr(b.transfers, name))
+        for name in Transfers.__dataclass_fields__
+    )
+
+
+def describe_machine(arguments: Sequence[str]) -> Record:
+    """The first record of a file: what ran, on what, when."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "numpy", "scipy", "reshard", "awex"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "kind": "run",
+        "command": " ".join(["python -m microbench", *arguments]),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": f"{os.cpu_count()} cores, {_processor()}, Linux {platform.release().split('-')[0]}",
+        "load": round(os.getloadavg()[0], 2),
+        "versions": versions,
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def run_cluster(
+    name: str, planned: Sequence[Planned], write: Callable[[Record], None], advance: Callable[[float, str], None]
+) -> None:
+    """All rows of one cluster: links measured, rows run, links measured again, records written.
+
+    Args:
+        name: the cluster. planned: its rows. write: takes each record.
+        advance: takes seconds of expected work that are done, and what is running.
+    """
+    shaped = read_cluster(name)
+    expected = nominal(shaped)
+    rows: dict[str, dict[str, Any]] = {}
+    crossed: dict[tuple[str, str], list[Any]] = {}
+    by_key = {one.key: one for one in planned}
+    begun = time.monotonic()
+    with Cluster(shaped) as cluster:
+        set_up = time.monotonic() - begun
+        advance(0.0, f"{name}: measuring links")
+        before = measured_topology(shaped, cluster.run(measure_links, shaped)[0], SEND_BUFFER_BYTES)
+        last = cluster.crossed_bytes()
+
+        def on_report(_: int, said: tuple[Any, ...]) -> None:
+            nonlocal last
+            kind, key, what = said
+            if kind == "row":
+                rows[key] = what
+                advance(by_key[key].expected_seconds, f"{name}: {by_key[key].row.name}")
+                return
+            now = cluster.crossed_bytes()
+            if kind == "turn":
+                crossed[key, what] = [
+                    [(b[0] - a[0], b[1] - a[1]) for a, b in zip(host_before, host_now, strict=True)]
+                    for host_before, host_now in zip(last, now, strict=True)
+                ]
+            last = now
+
+        jobs = [Job(one.key, one.row.tensors, one.turns) for one in planned]
+        limit = 120.0 + 4 * sum(one.expected_seconds for one in planned)
+        cluster.run(run_jobs, jobs, timeout_seconds=limit, on_report=on_report)
+        advance(0.0, f"{name}: measuring links")
+        after = measured_topology(shaped, cluster.run(measure_links, shaped)[0], SEND_BUFFER_BYTES)
+    moved = max(map(abs, deviations(after, before).values()))
+    off = max(max(map(abs, deviations(side, expected).values())) for side in (before, after))
+    links = mean_topology(before, after)
+    is_valid = moved <= MOST_DEVIATION and off <= MOST_DEVIATION
+    write(
+        {
+            "kind": "cluster",
+            "cluster": name,
+            "topology": links.to_json(),
+            "set_up_seconds": round(set_up, 3),
+            "moved": round(moved, 4),
+            "off": round(off, 4),
+            "valid": is_valid,
+        }
+    )
+    for one in planned:
+        for record in make_records(one, rows[one.key], crossed, links):
+            write(record | {"valid": is_valid})
+
+
+def make_records(
+    one: Planned, measured: dict[str, Any], crossed: dict[tuple[str, str], list[Any]], links: Topology
+) -> list[Record]:
+    """One record per contender of a row, against the rates that were measured."""
+    bound = plan_tensors(one.row.tensors, topology=links).lower_bound_seconds
+    records = []
+    for name in [*(turn.name for turn in one.turns), *one.same_as]:
+        record: Record = {
+            "kind": "row",
+            "suite": one.row.suite,
+            "row": one.row.name,
+            "title": one.row.title,
+            "cluster": one.row.cluster,
+            "bytes": one.row.nbytes,
+            "contender": name,
+            "bound_seconds": bound,
+        }
+        result = measured.get(one.same_as.get(name, name), {})
+        if name in one.same_as:
+            record["same_as"] = one.same_as[name]
+        if "refused" in result:
+            records.append(record | {"refused": result["refused"]})
+            continue
+        seconds = result["seconds"]
+        record |= {
+            "seconds": [round(took, 6) for took in seconds],
+            "median_seconds": statistics.median(seconds),
+            "ratio": statistics.median(seconds) / bound if bound else None,
+            "first_use_seconds": round(result["first_use_seconds"], 6),
+            "wrong": result["wrong"],
+            "crossed_bytes": crossed.get((one.key, one.same_as.get(name, name))),
+        }
+        plan = one.plans.get(one.same_as.get(name, name))
+        if plan is not None:
+            predicted = simulate(plan, links).makespan_seconds
+            record["predicted_seconds"] = predicted
+            record["predicted_ratio"] = predicted / bound if bound else None
+            record["predicted_over_measured"] = predicted / record["median_seconds"]
+        records.append(record)
+    return records
+
+
+def stderr(text: str) -> None:
+    """A line for people."""
+    print(text, file=sys.stderr, flush=True)

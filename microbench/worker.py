@@ -1,0 +1,148 @@
+"""What every rank of a benchmark does: all contenders of each row in turns, every element checked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from microbench.contenders import OTHERS, NotApplicable, make_ours
+from reshard.demo import count_unlike, shard_of_positions
+from reshard.errors import ReshardError
+from reshard.plan import Plan, TensorSpec
+
+#: From the agreement on a start to the start, so that all ranks are asleep by then.
+SETTLE_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One contender of a row: a plan of ours or the name of another, and how often it runs after its first turn."""
+
+    name: str
+    plan: Plan | None
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row: the tensors and who moves them."""
+
+    key: str
+    tensors: tuple[TensorSpec, ...]
+    turns: tuple[Turn, ...]
+
+
+class Stopwatch:
+    """Times what all ranks do together, from one start to the end of the last.
+
+    Ranks that share a kernel share its clock: they start at one agreed instant, asleep until then. On several
+    machines they start behind a barrier, and the longest of the ranks' own times counts.
+    """
+
+    def __init__(self) -> None:
+        boots: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(boots, Path("/proc/sys/kernel/random/boot_id").read_text())
+        self.shares_clock = len(set(boots)) == 1
+        self.begun = 0.0
+
+    def start(self) -> None:
+        """Wait for the common start."""
+        dist.barrier()
+        if self.shares_clock:
+            agreed = torch.tensor([time.monotonic() + SETTLE_SECONDS], dtype=torch.float64)
+            dist.broadcast(agreed, 0)
+            self.begun = float(agreed)
+            time.sleep(max(0.0, self.begun - time.monotonic()))
+        else:
+            self.begun = time.monotonic()
+
+    def stop(self) -> float:
+        """Seconds since the start on this rank; returns when all ranks have stopped."""
+        seconds = time.monotonic() - self.begun
+        dist.barrier()
+        return seconds
+
+
+def run_jobs(rank: int, report: Callable[[Any], None], jobs: Sequence[Job]) -> None:
+    """All rows in order. Rank 0 reports ``("turn", ...)`` behind each turn and ``("row", ...)`` behind each row."""
+    import warnings
+
+    warnings.filterwarnings("ignore")  # of the contenders; ours are errors in the tests
+    stopwatch = Stopwatch()
+    for job in jobs:
+        result = _run_job(rank, report if rank == 0 else lambda value: None, job, stopwatch)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, result)
+        if rank == 0:
+            report(("row", job.key, _merge(gathered)))
+
+
+def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stopwatch) -> dict[str, dict[str, Any]]:
+    sources = [shard_of_positions(spec.src, rank, spec.shape, spec.dtype) for spec in job.tensors]
+    expected = [shard_of_positions(spec.dst, rank, spec.shape, spec.dtype) for spec in job.tensors]
+    outs = [None if shard is None else torch.zeros_like(shard) for shard in expected]
+    results: dict[str, dict[str, Any]] = {}
+    contenders: dict[str, Callable[[], None]] = {}
+    for number in range(max(turn.repeats for turn in job.turns) + 1):
+        for turn in job.turns:
+            if number > turn.repeats or "refused" in results.get(turn.name, {}):
+                continue
+            for out in outs:
+                if out is not None:
+                    out.zero_()
+            report(("start", job.key, turn.name))
+            stopwatch.start()
+            if number == 0:  # the first turn includes making the contender
+                results[turn.name] = {"seconds": [], "wrong": 0, "first_use_seconds": 0.0}
+                try:
+                    contenders[turn.name] = _make(turn, job, rank, sources, outs)
+                except (NotApplicable, ReshardError, ValueError, NotImplementedError) as error:
+                    results[turn.name]["refused"] = f"{error}"
+                    stopwatch.stop()
+                    continue
+            contenders[turn.name]()
+            seconds = stopwatch.stop()
+            report(("turn", job.key, turn.name))
+            if number:
+                results[turn.name]["seconds"].append(seconds)
+            else:
+                results[turn.name]["first_use_seconds"] = seconds
+            for out, wanted in zip(outs, expected, strict=True):
+                if out is not None and wanted is not None and not _same(out, wanted):
+                    results[turn.name]["wrong"] += count_unlike(out, wanted)
+            dist.barrier()
+    return results
+
+
+def _make(turn: Turn, job: Job, rank: int, sources: Sequence[Any], outs: Sequence[Any]) -> Callable[[], None]:
+    if turn.plan is not None:
+        return make_ours(turn.plan, rank, sources, outs)
+    return OTHERS[turn.name](job.tensors, rank, sources, outs)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.view(integers), b.view(integers))
+
+
+def _merge(gathered: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The results of all ranks as one: a turn took as long as its last rank."""
+    merged: dict[str, dict[str, Any]] = {}
+    for name in gathered[0]:
+        rows = [result[name] for result in gathered]
+        refused = next((row["refused"] for row in rows if "refused" in row), None)
+        if refused is not None:
+            merged[name] = {"refused": refused}
+            continue
+        merged[name] = {
+            "seconds": [max(times) for times in zip(*(row["seconds"] for row in rows), strict=True)],
+            "wrong": sum(row["wrong"] for row in rows),
+            "first_use_seconds": max(row["first_use_seconds"] for row in rows),
+        }
+    return merged
