@@ -1,4 +1,4 @@
-.PHONY: install demo test check bench clean
+.PHONY: install demo test test-cluster check bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -20,13 +20,21 @@ demo: install
 test: install
 	$(BIN)/python -m pytest
 
+test-cluster: install
+	$(BIN)/python -m pytest -m cluster
+
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: install
-	$(BIN)/python -m microbench.loopback
+bench: $(VENV)/bench
+	$(BIN)/python -m microbench --out build/bench.jsonl
+	$(BIN)/python -m microbench.report build/bench.jsonl --into build/bench
+
+$(VENV)/bench: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	touch $@
 
 clean:
 	rm -rf build $(VENV)

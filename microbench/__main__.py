@@ -1,7 +1,8 @@
 """Layout pairs on emulated hosts: ``python -m microbench``.
 
 Builds a cluster of emulated hosts for each group of rows, runs every contender of every row in turns, checks every
-element, and writes JSON lines and a table of seconds, seconds over the lower bound, and predicted over measured.
+element, and writes JSON lines and a table of seconds, seconds over the lower bound, and predicted over measured. Under
+``torchrun`` the same rows run on the job's own machines.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,12 +42,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--random", type=int, default=12, help="how many random rows there are (12)")
     parser.add_argument("--scale", type=float, default=1.0, help="multiply the rows of every tensor")
     parser.add_argument("--out", type=Path, help="write JSON lines here")
+    parser.add_argument("--topology", type=Path, help="under torchrun: what the links should carry")
+    parser.add_argument(
+        "--rate", default="10 Gbit/s", help="under torchrun without --topology: of each NIC (10 Gbit/s)"
+    )
     parser.add_argument("--list", action="store_true", help="show the rows and the seconds they should take, and stop")
     options = parser.parse_args(arguments)
     if not 1 <= options.repeats <= 1000 or not 0 <= options.random <= 10_000 or not 1e-6 <= options.scale <= 64:
         parser.error("--repeats is 1 to 1000, --random 0 to 10000, --scale 1e-6 to 64")
     try:
         rows = _choose(options, parser)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            return _run_on_machines(options, arguments, rows)
         contenders = options.contender or (ALL_CONTENDERS if options.full else DEFAULT_CONTENDERS)
         planned = [plan_row(row, str(number), contenders, options.repeats) for number, row in enumerate(rows)]
         if options.list:
@@ -80,6 +88,22 @@ def _choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> lis
     if not rows:
         parser.error("no row has such a name; --list shows them")
     return rows
+
+
+def _run_on_machines(options: argparse.Namespace, arguments: list[str], rows: list[Row]) -> int:
+    from microbench.machines import run_on_machines
+
+    contenders = options.contender or (ALL_CONTENDERS if options.full else DEFAULT_CONTENDERS)
+    is_first = os.environ.get("RANK") == "0"
+    records: list[dict[str, Any]] = [describe_machine(arguments)]
+    run_on_machines(rows, contenders, options.repeats, records.append, stderr, options.topology, options.rate)
+    if not is_first:
+        return 0
+    if options.out:
+        options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
+    print(format_table(records))
+    print(format_summary(records))
+    return 1 if any(record.get("wrong") for record in records) else 0
 
 
 def _run(options: argparse.Namespace, arguments: list[str], planned: list[Planned]) -> int:

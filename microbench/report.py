@@ -1,9 +1,13 @@
-"""Tables from the records of a run."""
+"""Tables, pages and pictures from the records of a run: ``python -m microbench.report FILE --into PAGE``."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
@@ -26,10 +30,10 @@ def predicted(records: Iterable[Record]) -> list[Record]:
 
 
 def format_table(records: Sequence[Record]) -> str:
-    """One line per row and contender."""
+    """One line per row and contender; MB are what left and entered each host's NICs in the last turn, counted there."""
     lines = [
-        f"{'row':46} {'contender':24} {'median s':>9} {'min':>8} {'max':>8} {'x bound':>8} {'pred/meas':>9} "
-        f"{'first s':>8} {'MB across':>9}  ok"
+        f"  {'contender':24} {'median s':>9} {'min':>8} {'max':>8} {'x bound':>8} {'pred/meas':>9} {'first s':>8}  "
+        "elements  MB out and in per host"
     ]
     last = None
     for record in records:
@@ -40,21 +44,28 @@ def format_table(records: Sequence[Record]) -> str:
             lines.append(f"{name}  [{record['title']}], bound {record['bound_seconds']:.4f} s")
             last = name
         if "refused" in record:
-            lines.append(f"{'':46} {record['contender']:24} does not apply: {record['refused'].splitlines()[0][:80]}")
+            lines.append(f"  {record['contender']:24} does not apply: {record['refused'].splitlines()[0][:80]}")
             continue
         if "same_as" in record:
-            lines.append(f"{'':46} {record['contender']:24} the same plan as {record['same_as']}")
+            lines.append(f"  {record['contender']:24} the same plan as {record['same_as']}")
             continue
         seconds = record["seconds"]
         ratio = "" if record["ratio"] is None else f"{record['ratio']:8.3f}"
         agrees = f"{record['predicted_over_measured']:9.3f}" if "predicted_over_measured" in record else f"{'':9}"
-        across = sum(left for host in record["crossed_bytes"] for left, _ in host) / 1e6
         lines.append(
-            f"{'':46} {record['contender']:24} {record['median_seconds']:9.4f} {min(seconds):8.4f} {max(seconds):8.4f} "
-            f"{ratio:>8} {agrees} {record['first_use_seconds']:8.3f} {across:9.1f}  "
-            f"{'yes' if not record['wrong'] else str(record['wrong']) + ' WRONG'}"
+            f"  {record['contender']:24} {record['median_seconds']:9.4f} {min(seconds):8.4f} {max(seconds):8.4f} "
+            f"{ratio:>8} {agrees} {record['first_use_seconds']:8.3f}  "
+            f"{str(record['wrong']) + ' WRONG' if record['wrong'] else 'all':8}  {_crossed(record['crossed_bytes'])}"
         )
     return "\n".join(lines)
+
+
+def _crossed(hosts: Sequence[Sequence[Sequence[int]]] | None) -> str:
+    """Megabytes out of each host and into it, as ``33.6+33.6+0 > 0+0+67.2``."""
+    if not hosts:
+        return ""
+    out, into = ("+".join(f"{sum(nic[way] for nic in host) / 1e6:.3g}" for host in hosts) for way in (0, 1))
+    return f"{out} > {into}"
 
 
 def format_summary(records: Sequence[Record]) -> str:
@@ -92,3 +103,91 @@ def format_summary(records: Sequence[Record]) -> str:
 
 def _mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def format_markdown(records: Sequence[Record], contenders: Sequence[str]) -> str:
+    """A table for a page: per row the bound, and of each contender seconds over it (and what was predicted)."""
+    run = next(record for record in records if record["kind"] == "run")
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    lines = [
+        f"`{run['command']}` on {run['date']}: {run['machine']}; {versions}; load {run['load']} at the start. "
+        "Medians of interleaved runs, seconds over the lower bound at the measured link rates; in brackets what the "
+        "simulator predicts.",
+        "",
+        "| | bound, s | " + " | ".join(contenders) + " |",
+        "|---|---|" + "---|" * len(contenders),
+    ]
+    rows: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in records:
+        if record["kind"] == "row":
+            rows.setdefault((record["suite"], record["row"]), {})[record["contender"]] = record
+    for (suite, row), found in rows.items():
+        bound = next(iter(found.values()))["bound_seconds"]
+        cells = [_cell(found.get(contender)) for contender in contenders]
+        lines.append(f"| {suite}: {row} | {bound:.3g} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(record: Record | None) -> str:
+    if record is None or "refused" in record or record["ratio"] is None:
+        return "-"
+    text = f"{record['ratio']:.2f}"
+    return text + (f" ({record['predicted_ratio']:.2f})" if "predicted_ratio" in record else "")
+
+
+def replace_section(text: str, name: str, section: str) -> str:
+    """A page with what stands between its ``<!-- name -->`` marks replaced."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    if begin not in text or end not in text:
+        raise SystemExit(f"the page has no marks {begin.strip()} and {end}")
+    before, _, rest = text.partition(begin)
+    return before + begin + section.strip() + "\n" + end + rest.partition(end)[2]
+
+
+def main() -> int:
+    """Write the pages and pictures of a run."""
+    parser = argparse.ArgumentParser(prog="python -m microbench.report", description=main.__doc__)
+    parser.add_argument("records", type=Path, help="JSON lines of python -m microbench --out")
+    parser.add_argument("--into", type=Path, required=True, help="pages and pictures are written here, .md and .svg")
+    parser.add_argument("--readme", type=Path, help="also replace the benchmark section of this page")
+    parser.add_argument("--trace", default="study 3", help="the row whose links are drawn (study 3)")
+    parser.add_argument("--no-trace", action="store_true", help="do not run that row again to draw its links")
+    options = parser.parse_args()
+    records = [json.loads(line) for line in options.records.read_text().splitlines()]
+    write_pages(records, options.into, options.readme, None if options.no_trace else options.trace)
+    return 0
+
+
+def write_pages(records: Sequence[Record], into: Path, readme: Path | None, trace: str | None) -> None:
+    """``into.md`` with the whole table and the summary, ``into-*.svg``, and a page's section with fewer columns."""
+    from microbench.pictures import draw_bars, draw_links
+    from microbench.run import DEFAULT_CONTENDERS
+
+    ran = [record for record in records if record["kind"] == "row"]
+    contenders = list(dict.fromkeys(record["contender"] for record in ran))
+    shown = [name for name in (*DEFAULT_CONTENDERS, "awex") if name in contenders]
+    into.parent.mkdir(parents=True, exist_ok=True)
+    bars = into.with_name(into.name + "-bars.svg")
+    draw_bars([record for record in ran if record["bound_seconds"] >= LONG_SECONDS / 2], shown, bars)
+    pictures = f"![seconds over the bound]({bars.name})\n"
+    if trace is not None:
+        from microbench.rows import all_rows
+        from microbench.run import OURS
+        from microbench.trace import trace_row
+
+        row = next(row for row in all_rows(0, 0) if row.name == trace)
+        links = into.with_name(into.name + "-links.svg")
+        draw_links(trace_row(row, OURS), links)
+        pictures += f"\nThe links of `{trace}`, one colour per transfer:\n\n![links over time]({links.name})\n"
+    page = into.with_suffix(".md") if into.suffix else into.with_name(into.name + ".md")
+    summary = f"```text\n{format_summary(records)}\n```"
+    table, full = format_markdown(records, contenders), f"```text\n{format_table(records)}\n```"
+    page.write_text(f"# Emulated hosts\n\n{summary}\n\n{pictures}\n{table}\n\n## Every measurement\n\n{full}\n")
+    print(f"wrote {page}", file=sys.stderr)
+    if readme is not None:
+        section = f"{format_markdown(records, shown)}\n\n{summary}"
+        readme.write_text(replace_section(readme.read_text(), "benchmark", section))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -69,9 +69,10 @@ class Planned:
         self.expected_seconds = total
 
 
-def plan_row(row: Row, key: str, contenders: Sequence[str], repeats: int) -> Planned:
-    """Plan every strategy; those whose plans are the same run once."""
-    topology = nominal(read_cluster(row.cluster))
+def plan_row(row: Row, key: str, contenders: Sequence[str], repeats: int, topology: Topology | None = None) -> Planned:
+    """Plan every strategy, on the row's cluster if no topology is given; those whose plans are the same run once."""
+    if topology is None:
+        topology = nominal(read_cluster(row.cluster))
     plans: dict[str, Plan] = {}
     same_as: dict[str, str] = {}
     turns = []

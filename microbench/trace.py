@@ -48,7 +48,8 @@ class _Recorder:
     """A transport that notes when each message of a Mover's program was posted and had arrived."""
 
     def __init__(self, mover: reshard.Mover) -> None:
-        self._transport: Any = mover._transport
+        transport: Any = mover._transport
+        self._transport = transport
         self._program = mover._program
         self._hosts = mover.plan.topology.host_of_rank
         self.abort = self._transport.abort

@@ -35,7 +35,8 @@ struct Flow {
     size_t num_ports;
     double *start, *finish;
     std::vector<std::vector<int64_t>> next, of_queue, of_receiver, blocked;
-    std::vector<int64_t> left, place, head, open, first;
+    std::vector<int64_t> left, place, head, done, first;
+    std::vector<bool> released;
     std::vector<Stream> streams;
     std::vector<int64_t> active; // ascending
     std::vector<double> capacity;
@@ -47,7 +48,7 @@ struct Flow {
         auto &row = of_queue[q];
         while (head[q] < static_cast<int64_t>(row.size())) {
             const int64_t message = row[head[q]];
-            if (left[message] || open[q] >= window[message])
+            if (left[message] || head[q] - done[q] >= window[message])
                 return;
             const int64_t to = receiver[message];
             if (place[message] >= first[to] + ahead[message]) {
@@ -55,7 +56,6 @@ struct Flow {
                 return;
             }
             ++head[q];
-            ++open[q];
             const int64_t s = stream[message];
             Stream &flowing = streams[s];
             if (flowing.num_released == flowing.line.size())
@@ -86,12 +86,20 @@ struct Flow {
         while (flowing.num_released < flowing.line.size() &&
                flowing.unreleased_bytes <= buffer[s] * (1 + TOGETHER)) {
             freed = queue[flowing.line[flowing.num_released]];
-            --open[freed];
+            pass_window(flowing.line[flowing.num_released]);
             if (++flowing.num_released < flowing.line.size())
                 flowing.unreleased_bytes += nbytes[flowing.line[flowing.num_released]];
         }
         if (freed >= 0)
             start_from(freed);
+    }
+
+    void pass_window(int64_t message) {
+        released[message] = true;
+        const int64_t q = queue[message];
+        const auto &row = of_queue[q];
+        while (done[q] < static_cast<int64_t>(row.size()) && released[row[done[q]]])
+            ++done[q];
     }
 
     void begin(int64_t s) {
@@ -117,7 +125,7 @@ struct Flow {
         if (flowing.num_released) {
             --flowing.num_released;
         } else {
-            --open[q];
+            pass_window(message);
             if (flowing.line.size() > 1)
                 flowing.unreleased_bytes = nbytes[flowing.line[1]];
         }
@@ -202,7 +210,7 @@ struct Flow {
     void run() {
         for (size_t q = 0; q < of_queue.size(); ++q)
             start_from(static_cast<int64_t>(q));
-        std::vector<int64_t> ended, released;
+        std::vector<int64_t> ended, releasing;
         while (!active.empty()) {
             if (changed) {
                 share();
@@ -217,7 +225,7 @@ struct Flow {
             const double limit = step * (1 + TOGETHER);
             now += step;
             ended.clear();
-            released.clear();
+            releasing.clear();
             for (const int64_t s : active) {
                 Stream &flowing = streams[s];
                 const bool ends = flowing.remaining / flowing.rate <= limit;
@@ -228,10 +236,10 @@ struct Flow {
                 if (!flowing.holds) {
                     flowing.unreleased_bytes -= flowing.rate * step;
                     if (ends || flowing.num_released < flowing.line.size())
-                        released.push_back(s);
+                        releasing.push_back(s);
                 }
             }
-            for (const int64_t s : released)
+            for (const int64_t s : releasing)
                 release(s);
             for (const int64_t s : ended)
                 end_phase(s);
@@ -298,7 +306,7 @@ void flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Float
     for (const auto &row : f.of_receiver)
         for (size_t i = 0; i < row.size(); ++i)
             f.place[row[i]] = static_cast<int64_t>(i);
-    f.head.resize(f.of_queue.size()), f.open.resize(f.of_queue.size());
+    f.head.resize(f.of_queue.size()), f.done.resize(f.of_queue.size()), f.released.resize(n);
     f.first.resize(f.of_receiver.size()), f.blocked.resize(f.of_receiver.size());
     f.run();
     for (size_t i = 0; i < n; ++i)

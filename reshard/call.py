@@ -8,21 +8,12 @@ from typing import Any
 import torch
 
 from reshard.agreement import Record, TensorRecord, Verdict, resolve
+from reshard.arrays import as_plain, check_apart, check_array, check_movable
 from reshard.channel import MAX_CACHED, Channel, check_inside, find_channel, tell_error
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError
 from reshard.group import Group, find_group
-from reshard.mover import (
-    DEFAULT_TIMEOUT_SECONDS,
-    Handle,
-    Mover,
-    as_plain,
-    check_apart,
-    check_array,
-    check_movable,
-    check_timeout,
-    plan_arguments,
-)
+from reshard.mover import DEFAULT_TIMEOUT_SECONDS, Handle, Mover, check_timeout, plan_arguments
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec
 from reshard.planning import plan_tensors
 from reshard.program import Program, build_program

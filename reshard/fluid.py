@@ -20,12 +20,12 @@ class Network:
     """Messages, the queues they start in, the streams they flow in, and the ports those pass. All int64 or float64.
 
     A message starts when it is the first of its queue that has not, all messages it comes after have finished (and
-    those before them into the same receivers, which take them in order), fewer
-    than ``window`` started ones of its queue are unfinished, and its place among those of its receiver is less than
-    ``ahead`` behind the first unfinished one. Messages of one stream flow one after the other; the foremost of
-    each stream share their ports by max-min fairness. A message first holds ``hold_port`` of its stream as
-    ``hold_work`` bytes would, then its own bytes pass all ports of the stream. For the window of its queue a message
-    is finished once all that its stream has still to pass, up to and with it, fits ``buffer``.
+    those before them into the same receivers, which take them in order), it is less than ``window`` behind the first
+    unfinished one of its queue, and its place among those of its receiver is less than ``ahead`` behind the first
+    unfinished one. Messages of one stream flow one after the other; the foremost of each stream share their ports by
+    max-min fairness. A message first holds ``hold_port`` of its stream as ``hold_work`` bytes would, then its own
+    bytes pass all ports of the stream. For the window of its queue a message is finished once all that its stream has
+    still to pass, up to and with it, fits ``buffer``.
 
     Attributes:
         queue, stream, receiver, window, ahead: ``(messages,)``. nbytes: ``(messages,)`` float64.
@@ -94,7 +94,8 @@ class _Flow:
             for place, message in enumerate(row):
                 self.place[message] = place
         self.head = [0] * len(self.of_queue)  # of each queue, the first that has not started
-        self.open = [0] * len(self.of_queue)  # of each queue, how many are started and count for its window
+        self.done = [0] * len(self.of_queue)  # of each queue, the first that counts for its window
+        self.released = [False] * count  # whether a message no longer counts for the window of its queue
         self.first = [0] * len(self.of_receiver)  # of each receiver, the place of the first unfinished one
         self.blocked: list[list[int]] = [[] for _ in self.of_receiver]  # queues whose head waits for a receiver
         self.streams = [_Stream() for _ in self.ports]
@@ -148,14 +149,13 @@ class _Flow:
         row = self.of_queue[queue]
         while self.head[queue] < len(row):
             message = row[self.head[queue]]
-            if self.left[message] or self.open[queue] >= self.window[message]:
+            if self.left[message] or self.head[queue] - self.done[queue] >= self.window[message]:
                 return
             receiver = self.receiver[message]
             if self.place[message] >= self.first[receiver] + self.ahead[message]:
                 self.blocked[receiver].append(queue)
                 return
             self.head[queue] += 1
-            self.open[queue] += 1
             s = self.stream[message]
             stream = self.streams[s]
             if stream.num_released == len(stream.line):  # it is the next one to be released
@@ -184,12 +184,20 @@ class _Flow:
         queue = None
         while stream.num_released < len(stream.line) and (stream.unreleased_bytes <= self.buffer[s] * (1 + _TOGETHER)):
             queue = self.queue[stream.line[stream.num_released]]
-            self.open[queue] -= 1
+            self.pass_window(stream.line[stream.num_released])
             stream.num_released += 1
             if stream.num_released < len(stream.line):
                 stream.unreleased_bytes += self.nbytes[stream.line[stream.num_released]]
         if queue is not None:
             self.start_from(queue)
+
+    def pass_window(self, message: int) -> None:
+        """A sender is done with a message; it counts for the window until those before it are done too."""
+        self.released[message] = True
+        queue = self.queue[message]
+        row = self.of_queue[queue]
+        while self.done[queue] < len(row) and self.released[row[self.done[queue]]]:
+            self.done[queue] += 1
 
     def begin(self, s: int) -> None:
         """Let the oldest message of a stream flow."""
@@ -214,7 +222,7 @@ class _Flow:
         if stream.num_released:
             stream.num_released -= 1
         else:
-            self.open[queue] -= 1
+            self.pass_window(message)
             if len(stream.line) > 1:
                 stream.unreleased_bytes = self.nbytes[stream.line[1]]
         stream.line.popleft()

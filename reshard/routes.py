@@ -37,7 +37,8 @@ class Problem:
 
     Attributes:
         tensors, topology: what moves, and where ranks are.
-        tensor, nbytes: ``(tasks,)``. is_strided: ``(tasks,)`` what must be packed or unpacked. start, stop: ``(tasks, ndim)``, missing dims are ``0:1``.
+        tensor, nbytes: ``(tasks,)``. is_strided: ``(tasks,)`` what must be packed or unpacked.
+        start, stop: ``(tasks, ndim)``, missing dims are ``0:1``.
         holders, needers: ``(tasks, replicas)`` ranks, padded with -1.
     """
 

@@ -7,7 +7,8 @@ import time
 from collections import deque
 
 from reshard.program import build_program
-from reshard.progress import Staging, carrier, run_program
+from reshard.progress import run_program
+from reshard.staging import Staging, carrier
 
 
 class _Work:

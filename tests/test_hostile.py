@@ -151,7 +151,7 @@ def test_functions_as_strategies():
 
 
 def test_memory_shared_through_another_storage_is_found():
-    from reshard.mover import check_apart
+    from reshard.arrays import check_apart
 
     memory = np.arange(8, dtype=np.float32)
     source, out = torch.from_numpy(memory[:6]), torch.from_numpy(memory[2:])

@@ -11,8 +11,8 @@ from memory_transport import run_in_threads
 from tensors import same_bytes, take_shard, whole_tensor
 
 from reshard import Layout, Mesh, RegionLayout, check_plan, make_plan
-from reshard.progress import MANY_BOXES
 from reshard.runs import box_runs, copy_runs, copy_runs_native, copy_runs_python
+from reshard.staging import MANY_BOXES
 
 
 @st.composite

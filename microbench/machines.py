@@ -1,0 +1,88 @@
+"""The same rows on real machines, one process per device started by ``torchrun``; no cluster is made."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from microbench.calibrate import deviations, mean_topology, measure_links, measured_topology
+from microbench.rows import Row
+from microbench.run import MOST_DEVIATION, Planned, Record, make_records, plan_row
+from microbench.worker import Job, run_jobs
+from reshard.errors import TopologyError
+from reshard.topology import Host, Port, Topology
+from reshard.topology_json import parse_rate
+
+
+def run_on_machines(
+    rows: Sequence[Row],
+    contenders: Sequence[str],
+    repeats: int,
+    write: Callable[[Record], None],
+    say: Callable[[str], None],
+    topology_file: Path | None,
+    rate: str,
+) -> None:
+    """Run the rows that fit this job on its ranks; only rank 0 writes and says anything.
+
+    Args:
+        rows, contenders, repeats: as on a cluster; rows that need more ranks are left out.
+        topology_file: what the links should carry; omitted, hosts are told apart by name and have one NIC of ``rate``.
+
+    Raises:
+        TopologyError: the file does not cover the job's ranks.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if topology_file is None:
+        names: list[Any] = [None] * size
+        dist.all_gather_object(names, socket.gethostname())
+        hosts = (Host((Port.of(parse_rate(rate)),)),)
+        topology = Topology(Topology.from_hostnames(names).host_of_rank, hosts)
+    else:
+        topology = Topology.read(topology_file)
+    if len(topology.host_of_rank) != size:
+        raise TopologyError(f"the topology has {len(topology.host_of_rank)} ranks, the job {size}")
+    fitting = [row for row in rows if max(max(spec.src.ranks + spec.dst.ranks) for spec in row.tensors) < size]
+    if rank == 0:
+        say(f"{size} ranks on {topology.num_hosts} hosts; {len(rows) - len(fitting)} rows need more ranks")
+    before = measured_topology(topology, measure_links(rank, lambda value: None, topology), 0)
+    planned = [plan_row(row, str(n), contenders, repeats, before) for n, row in enumerate(fitting)]
+    by_key = {one.key: one for one in planned}
+    results: list[tuple[Planned, dict[str, Any]]] = []
+
+    def on_report(said: tuple[Any, ...]) -> None:
+        if said[0] == "row":
+            say(by_key[said[1]].row.name)
+            results.append((by_key[said[1]], said[2]))
+
+    run_jobs(rank, on_report, [Job(one.key, one.row.tensors, one.turns) for one in planned])
+    after = measured_topology(topology, measure_links(rank, lambda value: None, topology), 0)
+    if rank == 0:
+        moved = max(map(abs, deviations(after, before).values()), default=0.0)
+        off = max(max(map(abs, deviations(side, topology).values()), default=0.0) for side in (before, after))
+        links = mean_topology(before, after)
+        is_valid = moved <= MOST_DEVIATION
+        write(
+            {
+                "kind": "cluster",
+                "cluster": "this job",
+                "topology": links.to_json(),
+                "set_up_seconds": 0.0,
+                "moved": round(moved, 4),
+                "off": round(off, 4),
+                "valid": is_valid,
+            }
+        )
+        for one, result in results:
+            for record in make_records(one, result, {}, links):
+                write(record | {"valid": is_valid})
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,99 @@
+"""Which arrays a transfer takes: what fits its layout, and lies apart in memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError
+
+
+def check_array(
+    array: Any, shape: tuple[int, ...] | None, dtype: str, role: str, name: str | None, rank: int
+) -> torch.Tensor | None:
+    """The array if it is what the layout gives this rank.
+
+    Raises:
+        ArgumentError: it is missing, given where none belongs, or of the wrong kind, shape or dtype.
+    """
+    what = f"tensor {name!r}" if name is not None else "the tensor"
+    if shape is None:
+        if array is not None:
+            raise ArgumentError(f"{what}: rank {rank} is not in {role} layout and must pass None")
+        return None
+    if array is None:
+        raise ArgumentError(f"{what}: rank {rank} is in {role} layout, but passes None")
+    check_movable(array, what, rank)
+    if tuple(array.shape) != shape or dtype_name(array.dtype) != dtype:
+        raise ArgumentError(
+            f"{what}: rank {rank} passes {dtype_name(array.dtype)} {list(array.shape)}, "
+            f"but its shard in {role} is {dtype} {list(shape)}"
+        )
+    return array
+
+
+def as_plain(source: torch.Tensor | None) -> torch.Tensor | None:
+    """A source as plain memory, without autograd; a lazily conjugated or negated one is copied.
+
+    Only after :func:`check_apart`, which must see the memory that the caller passed.
+    """
+    return None if source is None else source.detach().resolve_conj().resolve_neg()
+
+
+def check_movable(array: Any, what: str, rank: int) -> None:
+    """Raise ArgumentError unless the array is a dense CPU tensor whose elements travel as bytes."""
+    if not isinstance(array, torch.Tensor):
+        raise ArgumentError(f"{what}: rank {rank} passes {type(array).__name__}, not a torch tensor")
+    if array.layout is not torch.strided or array.is_quantized:
+        raise ArgumentError(f"{what}: rank {rank} passes a sparse or quantized tensor; only dense ones can travel")
+    if getattr(array, "is_nested", False):
+        raise ArgumentError(f"{what}: rank {rank} passes a nested tensor; only dense ones can travel")
+    if array.device.type != "cpu":
+        raise ArgumentError(f"{what}: rank {rank} passes a tensor on {array.device}; this backend moves CPU tensors")
+
+
+def check_apart(src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> None:
+    """Raise ArgumentError if a destination shares storage with a source, or its elements with another or itself."""
+    filled = [array for array in src if array is not None and array.numel()]
+    sources = {array.untyped_storage().data_ptr() for array in filled}
+    reaches = [_reach(array) for array in filled]
+    ends: list[tuple[int, int]] = []
+    for array in dst:
+        if array is None or not array.numel():
+            continue
+        if array.untyped_storage().data_ptr() in sources:
+            raise ArgumentError("out shares storage with a source; they must be apart")
+        start, stop = _reach(array)
+        if any(start < last and first < stop for first, last in reaches):
+            raise ArgumentError("out shares memory with a source; they must be apart")
+        if _overlaps_itself(array):
+            raise ArgumentError(f"out of strides {array.stride()}: several of its elements are one place in memory")
+        if array.is_conj() or array.is_neg():
+            raise ArgumentError("out is a conjugated or negated view; pass out.resolve_conj().resolve_neg()")
+        if array.is_contiguous():
+            ends.append((start, stop))
+    ends.sort()
+    for (_, stop), (start, _) in itertools.pairwise(ends):
+        if start < stop:
+            raise ArgumentError("two outs share memory; they must be apart")
+
+
+def _reach(array: torch.Tensor) -> tuple[int, int]:
+    """The addresses from the first byte of an array to behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(array.shape, array.stride(), strict=True))
+    return array.data_ptr(), array.data_ptr() + (last + 1) * array.element_size()
+
+
+def _overlaps_itself(array: torch.Tensor) -> bool:
+    """True if two elements may be one place: a stride does not step over what smaller strides span."""
+    span = 0
+    for stride, size in sorted(zip(array.stride(), array.shape, strict=True)):
+        if size > 1:
+            if stride <= span:
+                return True
+            span += (size - 1) * stride
+    return False

@@ -1,0 +1,165 @@
+"""The benchmark's own arithmetic: which links a calibration fills, what becomes of measurements."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from microbench.__main__ import main
+from microbench.calibrate import deviations, mean_topology, measured_topology, plan_tests
+from microbench.pictures import draw_bars
+from microbench.report import format_markdown, format_table, replace_section
+from microbench.rows import CLUSTERS, read_cluster
+from microbench.run import make_records, plan_row
+from microbench.wiring import cluster_wires, etc_hosts, host_wires, nominal
+from microbench.worker import _merge
+from reshard.topology import Port
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CLUSTERS.glob("*.json")))
+def test_a_calibration_fills_every_port_once_and_nothing_else_is_narrower(name):
+    topology = read_cluster(name)
+    wanted = {
+        (way, host, nic)
+        for host in range(topology.num_hosts)
+        for nic in range(len(topology.host(host).nics))
+        for way in ("egress", "ingress")
+    } | {(way, pod, 0) for pod in range(len(topology.pods)) for way in ("up", "down")}
+    filled = []
+    for row in plan_tests(topology):
+        taken = [port for test in row for port in test.takes]
+        assert len(taken) == len(set(taken))
+        for test in row:
+            filled += test.fills
+            total = sum(rate for *_, rate in test.flows)
+            for way, place, nic in test.fills:
+                port = topology.pods[place] if way in ("up", "down") else topology.host(place).nics[nic]
+                rate = port.egress_bytes_per_second if way in ("egress", "up") else port.ingress_bytes_per_second
+                assert total == pytest.approx(rate)
+            for sender, receiver, rate in test.flows:
+                assert topology.host_of_rank[sender] != topology.host_of_rank[receiver]
+                assert rate <= topology.nic(sender).egress_bytes_per_second
+                assert rate <= topology.nic(receiver).ingress_bytes_per_second
+    assert sorted(filled) == sorted(wanted)
+
+
+def test_measured_rates_take_the_place_of_described_ones():
+    topology = read_cluster("pods")
+    found = {
+        "rates": {("egress", 1, 0): 4e7, ("down", 1, 0): 3e7},
+        "inside": 1e9,
+        "latency": 1e-4,
+        "inside_latency": None,
+    }
+    measured = measured_topology(topology, found, 5)
+    assert measured.host(1).nics[0] == Port(4e7, 5e7)
+    assert measured.host(0).nics[0] == Port.of(5e7)
+    assert measured.pods[1] == Port(5e7, 3e7)
+    assert (measured.latency_seconds, measured.send_buffer_bytes) == (1e-4, 5)
+    off = deviations(measured, topology)
+    assert {name for name, part in off.items() if part} == {"host 1 NIC 0 out", "pod 1 in"}
+    assert off["host 1 NIC 0 out"] == pytest.approx(-0.2)
+    assert mean_topology(measured, topology).host(1).nics[0].egress_bytes_per_second == 4.5e7
+
+
+def _records():
+    from microbench.rows import all_rows
+
+    row = next(row for row in all_rows(0, 0) if row.name == "study 3")
+    one = plan_row(row, "0", ("broadcast_greedy", "broadcast_search", "send_recv", "gloo broadcast"), 2)
+    links = nominal(read_cluster("five"))
+    gathered = [
+        {
+            "broadcast_greedy": {"seconds": [0.29, 0.28, 0.30 + rank / 100], "wrong": 0, "first_use_seconds": 0.5},
+            "send_recv": {"seconds": [1.1, 1.2, 1.3], "wrong": rank, "first_use_seconds": 1.5},
+            "gloo broadcast": {"refused": "both layouts must be replicated"} if rank else {"seconds": [], "wrong": 0},
+        }
+        for rank in range(2)
+    ]
+    return [
+        {
+            "kind": "run",
+            "command": "python -m microbench",
+            "date": "today",
+            "machine": "m",
+            "load": 0.0,
+            "versions": {"a": "1"},
+        },
+        *make_records(one, _merge(gathered), {}, links),
+    ]
+
+
+def test_records_tables_and_pages(tmp_path):
+    records = _records()
+    by_name = {record["contender"]: record for record in records[1:]}
+    ours = by_name["broadcast_greedy"]
+    assert ours["seconds"] == [0.29, 0.28, 0.31]  # of the slower rank
+    assert ours["bound_seconds"] == pytest.approx(2**25 / (1.25e8 * 1448 / 1514))
+    assert ours["ratio"] == pytest.approx(0.29 / ours["bound_seconds"])
+    assert ours["predicted_ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert by_name["broadcast_search"]["same_as"] == "broadcast_greedy"
+    assert by_name["send_recv"]["wrong"] == 1
+    assert by_name["gloo broadcast"]["refused"].startswith("both")
+    table = format_table(records)
+    assert "1 WRONG" in table
+    assert "does not apply: both layouts" in table
+    assert "the same plan as broadcast_greedy" in table
+    assert "| study: study 3 | 0.281 | 1.03 (1.00) | - |" in format_markdown(
+        records, ("broadcast_greedy", "gloo broadcast")
+    )
+    draw_bars(records[1:], ["broadcast_greedy", "send_recv"], tmp_path / "bars.svg")
+    assert "study: study 3" in (tmp_path / "bars.svg").read_text()
+    page = "a\n<!-- x -->\nold\n<!-- end of x -->\nb\n"
+    assert replace_section(page, "x", "new") == "a\n<!-- x -->\nnew\n<!-- end of x -->\nb\n"
+    with pytest.raises(SystemExit, match="no marks"):
+        replace_section("a", "x", "new")
+
+
+def test_wires_of_every_cluster_are_named_once():
+    for path in CLUSTERS.glob("*.json"):
+        topology = read_cluster(path.stem)
+        wires = cluster_wires(topology, list(range(100, 100 + topology.num_hosts)))
+        made = [line.split()[2] for line in wires.ip if line.startswith("link add")]
+        assert len(made) == len(set(made))
+        assert max(map(len, made)) <= 15  # the kernel's limit
+        num_nics = sum(len(topology.host(host).nics) for host in range(topology.num_hosts))
+        assert len(wires.tc) == num_nics + 2 * len(topology.pods)
+        assert len(host_wires(topology, 0, [7] * (len(topology.host(0).nics) - 1)).tc) == 1
+        assert etc_hosts(topology).count("host0\n") >= 2
+
+
+def test_the_list_of_rows(capsys):
+    assert main(["--list"]) == 0
+    said = capsys.readouterr().out
+    assert "study 9" in said
+    assert "about" in said
+    for wrong in (["--suite", "no"], ["--contender", "no"], ["--row", "no such row"], ["--repeats", "0"]):
+        with pytest.raises(SystemExit):
+            main(["--list", *wrong])
+
+
+def test_a_rank_counts_wrong_elements():
+    from microbench.worker import _same
+
+    a = torch.tensor([1.0, float("nan")])
+    assert _same(a, a.clone())
+    assert not _same(a, torch.tensor([1.0, 2.0]))
+
+
+@pytest.mark.slow
+def test_the_rows_run_under_torchrun(tmp_path):
+    out = tmp_path / "out.jsonl"
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "-m", "microbench",
+         "--suite", "sweep", "--row", "64 KiB", "--repeats", "2", "--out", str(out)],
+        capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {record["kind"] for record in records} == {"run", "cluster", "row"}
+    assert all(not record.get("wrong") for record in records)
