@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,16 @@ from microbench.cluster import ClusterError
 from microbench.namespaces import why_unsupported
 from microbench.report import format_summary, format_table
 from microbench.rows import SUITES, Row, all_rows
-from microbench.run import ALL_CONTENDERS, DEFAULT_CONTENDERS, Planned, describe_machine, plan_row, run_cluster, stderr
+from microbench.run import (
+    ALL_CONTENDERS,
+    ALSO_BY_DEFAULT,
+    DEFAULT_CONTENDERS,
+    Planned,
+    describe_machine,
+    plan_row,
+    run_cluster,
+    stderr,
+)
 from reshard.errors import ReshardError
 
 
@@ -39,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=int, default=5, help="turns of each contender after the first (5)")
     parser.add_argument("--seed", type=int, default=0, help="of the random rows (0)")
-    parser.add_argument("--random", type=int, default=12, help="how many random rows there are (12)")
+    parser.add_argument("--random", type=int, default=8, help="how many random rows there are (8)")
     parser.add_argument("--scale", type=float, default=1.0, help="multiply the rows of every tensor")
     parser.add_argument("--out", type=Path, help="write JSON lines here")
     parser.add_argument("--topology", type=Path, help="under torchrun: what the links should carry")
@@ -54,8 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
         rows = _choose(options, parser)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             return _run_on_machines(options, arguments, rows)
-        contenders = options.contender or (ALL_CONTENDERS if options.full else DEFAULT_CONTENDERS)
-        planned = [plan_row(row, str(number), contenders, options.repeats) for number, row in enumerate(rows)]
+        planned = [
+            plan_row(row, str(number), _contenders(options, row), options.repeats) for number, row in enumerate(rows)
+        ]
         if options.list:
             for one in planned:
                 print(f"{one.row.suite:13} {one.row.name:52.52} {one.row.title:48.48} {one.expected_seconds:6.1f} s")
@@ -69,6 +79,12 @@ def main(arguments: list[str] | None = None) -> int:
     except (ClusterError, ReshardError) as error:
         stderr(f"microbench: {type(error).__name__}: {error}")
         return 2
+
+
+def _contenders(options: argparse.Namespace, row: Row) -> Sequence[str]:
+    if options.contender:
+        return list(options.contender)
+    return ALL_CONTENDERS if options.full else (*DEFAULT_CONTENDERS, *ALSO_BY_DEFAULT.get(row.suite, ()))
 
 
 def _choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Row]:
@@ -108,6 +124,8 @@ def _run_on_machines(options: argparse.Namespace, arguments: list[str], rows: li
 
 def _run(options: argparse.Namespace, arguments: list[str], planned: list[Planned]) -> int:
     records: list[dict[str, Any]] = []
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
     file = options.out.open("w") if options.out else None
     begun = time.monotonic()
 

@@ -32,6 +32,9 @@ from microbench.wiring import port_name
 from reshard.launch import GRACE_SECONDS, LaunchError, RankFailure
 from reshard.topology import Topology
 
+#: How long ranks that have returned their result may take to end.
+ORDERLY_SECONDS = 2.0
+
 
 class ClusterError(RuntimeError):
     """The emulated cluster cannot be made, or is gone; says why and what to do."""
@@ -114,14 +117,17 @@ class Cluster:
             pipes[rank] = Connection(ours.detach())
             with contextlib.suppress(OSError):
                 pipes[rank].send_bytes(work)
+        patience = 0.0
         try:
-            return self._collect(pipes, timeout_seconds, grace_seconds, on_report)
+            results = self._collect(pipes, timeout_seconds, grace_seconds, on_report)
+            patience = ORDERLY_SECONDS  # ranks say goodbye to each other on their way out
+            return results
         finally:
             for pipe in pipes.values():
                 pipe.close()
             for host in self._hosts:
                 with contextlib.suppress(OSError):
-                    host.send(json.dumps({"end": self._runs}).encode())
+                    host.send(json.dumps({"end": self._runs, "patience": patience}).encode())
 
     def _collect(
         self,
@@ -173,11 +179,6 @@ class Cluster:
             if not said:
                 return "its host"
         return "an exit code that its host did not tell"
-
-    def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank of the run under way."""
-        host = self._hosts[self.topology.host_of_rank[rank]]
-        host.send(json.dumps({"signal": number, "rank": rank}).encode())
 
     def crossed_bytes(self) -> list[list[tuple[int, int]]]:
         """For each host and NIC the bytes that ``(left, entered)`` it so far, headers included."""

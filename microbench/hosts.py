@@ -153,13 +153,20 @@ def _host_main(topology: Topology, number: int, control: socket.socket) -> None:
     for nic, pid in enumerate(nic_pids, start=1):
         _make_nic_wires(topology, number, nic, pid)
     ranks: dict[int, tuple[int, int]] = {}  # pid -> run, rank
+    ends: dict[int, float] = {}  # run -> when those of its ranks that are left are killed
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writing)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     control.send(b'{"ready": true}')
     while True:
         waited: list[Any] = [control, reading]
-        readable = select.select(waited, [], [])[0]
+        due = min(ends.values(), default=None)
+        readable = select.select(waited, [], [], None if due is None else max(0.0, due - time.monotonic()))[0]
+        for run in [run for run, when in ends.items() if when <= time.monotonic()]:
+            del ends[run]
+            for pid, (of_run, _) in ranks.items():
+                if of_run == run:
+                    os.kill(pid, signal.SIGKILL)
         if reading in readable:
             os.read(reading, 4096)
             _tell_ends(ranks, control)
@@ -168,14 +175,8 @@ def _host_main(topology: Topology, number: int, control: socket.socket) -> None:
             if not data:
                 return  # and with the first process of a pid namespace the kernel ends all others in it
             request = json.loads(data)
-            if "signal" in request:
-                for pid, (_, rank) in ranks.items():
-                    if rank == request["rank"]:
-                        os.kill(pid, request["signal"])
-            elif "end" in request:
-                for pid, (run, _) in ranks.items():
-                    if run == request["end"]:
-                        os.kill(pid, signal.SIGKILL)
+            if "end" in request:
+                ends[request["end"]] = time.monotonic() + request["patience"]
             else:
                 for rank, descriptor in zip(request["ranks"], descriptors, strict=True):
                     pid = os.fork()

@@ -32,10 +32,12 @@ import torch
 import torch.distributed as dist
 
 import reshard
+from microbench.contenders import FullTensor
 from reshard.demo import count_unlike, shard_of_positions
 from reshard.launch import run_processes
 from reshard.layout import Layout
 from reshard.mesh import Mesh
+from reshard.plan import TensorSpec
 
 Slices = tuple[slice, ...]
 
@@ -160,42 +162,6 @@ def _local(layout: Layout, rank: int, shape: Sequence[int], rows: tuple[int, int
     return (slice(rows[0] - row, rows[1] - row), slice(columns[0] - column, columns[1] - column))
 
 
-class FullTensor:
-    """torch's own way: DTensor.full_tensor() on the source mesh, broadcast to the destination, slice."""
-
-    def __init__(self, case: Case, rank: int, source: Any, out: Any) -> None:
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor import DTensor
-
-        mesh = DeviceMesh("cpu", case.src.mesh.array.tolist())
-        self.first, self.out, self.shape = case.src.ranks[0], out, case.shape
-        self.members = [self.first, *case.dst.ranks]
-        self.group = dist.new_group(self.members)
-        self.at = None if out is None else tuple(slice(lo, hi) for lo, hi in _bounds(case.dst, rank, case.shape))
-        self.dtensor = None
-        if source is not None:
-            self.dtensor = DTensor.from_local(
-                source,
-                mesh,
-                case.src.to_placements(),
-                run_check=False,
-                shape=torch.Size(case.shape),
-                stride=(case.shape[1], 1),
-            )
-        self.rank = rank
-
-    def __call__(self) -> None:
-        full = None
-        if self.dtensor is not None:
-            full = self.dtensor.full_tensor()
-        if self.rank in self.members:
-            if full is None:
-                full = torch.empty(self.shape)
-            dist.broadcast(full, self.first, group=self.group)
-            if self.out is not None:
-                self.out.copy_(full[self.at])
-
-
 class Checkpoint:
     """torch's other way: distributed checkpoint, saved to and loaded from shared memory."""
 
@@ -254,7 +220,8 @@ def _run_rank(rank: int, case: Case, repeats: int, calls: int, everything: bool)
     contenders["point-to-point, whole"] = PointToPoint(case, rank, source, out, None)
     contenders["point-to-point, pieces"] = PointToPoint(case, rank, source, out, 4 * 2**20)
     if everything:
-        contenders["full_tensor + broadcast"] = FullTensor(case, rank, source, out)
+        spec = TensorSpec(case.shape, "float32", case.src, case.dst)
+        contenders["full_tensor + broadcast"] = FullTensor([spec], rank, [source], [out])
         contenders["checkpoint (DCP)"] = Checkpoint(case, rank, source, out)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     wrong: dict[str, int] = dict.fromkeys(contenders, 0)

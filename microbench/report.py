@@ -161,11 +161,12 @@ def main() -> int:
 def write_pages(records: Sequence[Record], into: Path, readme: Path | None, trace: str | None) -> None:
     """``into.md`` with the whole table and the summary, ``into-*.svg``, and a page's section with fewer columns."""
     from microbench.pictures import draw_bars, draw_links
-    from microbench.run import DEFAULT_CONTENDERS
+    from microbench.run import ALSO_BY_DEFAULT, DEFAULT_CONTENDERS
 
     ran = [record for record in records if record["kind"] == "row"]
     contenders = list(dict.fromkeys(record["contender"] for record in ran))
-    shown = [name for name in (*DEFAULT_CONTENDERS, "awex") if name in contenders]
+    also = [name for names in ALSO_BY_DEFAULT.values() for name in names]
+    shown = [name for name in (*DEFAULT_CONTENDERS, *also) if name in contenders]
     into.parent.mkdir(parents=True, exist_ok=True)
     bars = into.with_name(into.name + "-bars.svg")
     draw_bars([record for record in ran if record["bound_seconds"] >= LONG_SECONDS / 2], shown, bars)

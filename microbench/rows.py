@@ -86,11 +86,19 @@ def one_to_many() -> Iterable[Row]:
     for grid in ("1x1", "1x2", "1x3", "1x4", "2x2", "3x2", "4x2"):
         hosts, devices = map(int, grid.split("x"))
         dst = Mesh.from_array([[4 * (1 + host) + device for device in range(devices)] for host in range(hosts)])
-        for mib in (32, 1, 16, 64):
+        is_common = grid in ("1x4", "2x2", "4x2")
+        for mib in (32, 1, 16, 64) if is_common else (32, 1):
             rows = mib * _MIB // 4096
-            is_default = mib == 32 and grid in ("1x4", "2x2", "4x2")
             name = f"1 to {grid}, {mib} MiB"
-            yield _row("one to many", name, "five", (rows, 1024), (Mesh.of("1x1"), "R R"), (dst, "R R"), is_default)
+            yield _row(
+                "one to many",
+                name,
+                "five",
+                (rows, 1024),
+                (Mesh.of("1x1"), "R R"),
+                (dst, "R R"),
+                is_common and mib == 32,
+            )
 
 
 def peers() -> Iterable[Row]:
@@ -123,7 +131,7 @@ def hosts() -> Iterable[Row]:
 def shared() -> Iterable[Row]:
     """Source and destination share ranks or hosts."""
     mesh = Mesh.of("2x4")
-    yield _row("shared", "in place, rows -> columns", "five", (256, 256, 256), (mesh, "S0 R R"), (mesh, "R S0 R"))
+    yield _row("shared", "in place, rows -> columns", "five", (512, 256, 256), (mesh, "S0 R R"), (mesh, "R S0 R"))
     yield _row("shared", "in place, S0 -> S1", "five", (256, 256, 256), (mesh, "S0 R R"), (mesh, "S1 R R"), False)
     later = Mesh.of("2x4", first_rank=4)
     yield _row(

@@ -93,9 +93,10 @@ def trace_row(row: Row, strategy: str, repeats: int = 3) -> Trace:
 def _record(
     rank: int, report: Callable[[Any], None], plan: Plan, repeats: int
 ) -> tuple[float, dict[int, float], dict[int, float]]:
-    spec = plan.tensors[0]
-    source = shard_of_positions(spec.src, rank, spec.shape, spec.dtype)
-    out = shard_of_positions(spec.dst, rank, spec.shape, spec.dtype)
+    source: Any = {spec.name: shard_of_positions(spec.src, rank, spec.shape, spec.dtype) for spec in plan.tensors}
+    out: Any = {spec.name: shard_of_positions(spec.dst, rank, spec.shape, spec.dtype) for spec in plan.tensors}
+    if plan.tensors[0].name is None:
+        source, out = source[None], out[None]
     stopwatch = Stopwatch()
     mover = reshard.Mover(plan) if rank in plan.ranks else None
     recorder = None if mover is None or len(plan.ranks) == 1 else _Recorder(mover)

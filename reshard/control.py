@@ -74,12 +74,17 @@ class _Peer:
             self.send({"bye": True})
 
     def is_closed(self) -> bool:
-        """True if the other side has closed and nothing is left to read, not even a goodbye; reads nothing."""
+        """True if the other side has closed and nothing is left to read, not even a goodbye; reads nothing.
+
+        Never waits: Python's ``recv`` on a socket with a time-out would, whatever its flags.
+        """
         try:
-            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
+            poller = select.poll()
+            poller.register(self.connection, select.POLLIN)
+            if not poller.poll(0):
+                return False
+            return self.connection.recv(1, socket.MSG_PEEK) == b""
+        except (OSError, ValueError):  # reset, or closed on this side
             return True
 
     def close(self) -> None:

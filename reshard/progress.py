@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from reshard.errors import TransferTimeoutError
+from reshard.errors import PlanError, TransferTimeoutError
 from reshard.plan import recvs_ahead
 from reshard.program import Program, Recv, Send
 from reshard.staging import MANY_BOXES, Pool, Staging, flat_bytes, pack, unpack, view_of
@@ -115,6 +115,8 @@ class _Run:
             while True:
                 with self.changed:
                     while not lane.posted and not lane.is_over and self.error is None:
+                        if not any(other.posted for other in (self.recvs, *self.sends)):
+                            raise PlanError(f"rank {self.program.rank}: message {lane.ops[lane.at].id} can never start")
                         self.changed.wait(LOOK_SECONDS)
                         self.check()
                     if lane.is_over or self.error is not None:
@@ -260,5 +262,6 @@ def run_program(
 
     Raises:
         TransferTimeoutError: the deadline passed. ConnectionError: the transport failed.
+        PlanError: nothing is under way, and nothing can start.
     """
     _Run(program, transport, src, dst, staging, tag, deadline, check).run()

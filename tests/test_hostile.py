@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import time
 
 import numpy as np
 import pytest
@@ -186,3 +188,23 @@ def test_local_shards_of_the_wrong_kind():
         reshard_local([np.zeros((1, 2))], rows, rows, shape=(2, 2))
     with pytest.raises(ReshardError):
         reshard_local({0: [1], 1: [2]}, rows, rows, shape=(2, 2))
+
+
+def test_looking_whether_a_connection_is_closed_never_waits():
+    """An idle connection is not a dead one, and the thread that looks has other things to do."""
+    from reshard.control import _Peer
+
+    ours, theirs = socket.socketpair()
+    peer = _Peer.__new__(_Peer)
+    peer.connection = ours
+    ours.settimeout(60.0)
+    begun = time.monotonic()
+    assert not peer.is_closed()
+    theirs.sendall(b"x")
+    assert not peer.is_closed()
+    assert ours.recv(1) == b"x"
+    theirs.close()
+    assert peer.is_closed()
+    ours.close()
+    assert peer.is_closed()
+    assert time.monotonic() - begun < 1.0

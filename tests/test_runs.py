@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_transport import run_in_threads
+from memory_transport import MemoryHub, MemoryTransport, run_in_threads
 from tensors import same_bytes, take_shard, whole_tensor
 
-from reshard import Layout, Mesh, RegionLayout, check_plan, make_plan
+from reshard import Layout, Mesh, PlanError, RegionLayout, check_plan, make_plan
+from reshard.program import build_program
+from reshard.progress import run_program
 from reshard.runs import box_runs, copy_runs, copy_runs_native, copy_runs_python
-from reshard.staging import MANY_BOXES
+from reshard.staging import MANY_BOXES, Pool, Staging
 
 
 @st.composite
@@ -75,3 +79,13 @@ def test_a_message_of_many_boxes_of_two_tensors(contiguous):
         for k in range(2):
             assert same_bytes(outs[rank][k], take_shard(dst, rank, whole + k))
     assert copy_runs in (copy_runs_native, copy_runs_python)
+
+
+def test_a_program_that_cannot_go_on_says_so_at_once():
+    plan = make_plan(Layout(Mesh.of(2), "R S0"), Layout(Mesh.of(2, first_rank=2), "S0"), (4, 6), "int8")
+    program = build_program(plan, 2)
+    staging = Staging(program, plan.staging_bytes)
+    staging.recv = Pool([], 0)  # no room for what must be unpacked
+    out = torch.zeros(2, 6, dtype=torch.uint8)
+    with pytest.raises(PlanError, match=r"rank 2: message \d can never start"):
+        run_program(program, MemoryTransport(MemoryHub(), 2), [None], [out], staging, deadline=time.monotonic() + 60)
