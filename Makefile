@@ -1,4 +1,4 @@
-.PHONY: install demo test test-cluster check bench clean
+.PHONY: install install-bench demo test test-cluster check bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -28,9 +28,11 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+install-bench: $(VENV)/bench
+
 bench: $(VENV)/bench
-	$(BIN)/python -m microbench --out build/bench.jsonl
-	$(BIN)/python -m microbench.report build/bench.jsonl --into build/bench
+	$(BIN)/python -m microbench --out build/bench.jsonl; status=$$?; \
+	test $$status -eq 2 || $(BIN)/python -m microbench.report build/bench.jsonl --into build/bench; exit $$status
 
 $(VENV)/bench: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
