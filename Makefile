@@ -31,6 +31,7 @@ check: install
 install-bench: $(VENV)/bench
 
 bench: $(VENV)/bench
+	mkdir -p build
 	$(BIN)/python -m microbench --out build/bench.jsonl; status=$$?; \
 	test $$status -eq 2 || $(BIN)/python -m microbench.report build/bench.jsonl --into build/bench; exit $$status
 

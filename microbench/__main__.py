@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=int, default=5, help="turns of each contender after the first (5)")
     parser.add_argument("--seed", type=int, default=0, help="of the random rows (0)")
-    parser.add_argument("--random", type=int, default=8, help="how many random rows there are (8)")
+    parser.add_argument("--random", type=int, default=8, help="random rows of --full and --suite random (8)")
     parser.add_argument("--scale", type=float, default=1.0, help="multiply the rows of every tensor")
     parser.add_argument("--out", type=Path, help="write JSON lines here")
     parser.add_argument("--topology", type=Path, help="under torchrun: what the links should carry")
@@ -59,9 +59,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not 1 <= options.repeats <= 1000 or not 0 <= options.random <= 10_000 or not 1e-6 <= options.scale <= 64:
         parser.error("--repeats is 1 to 1000, --random 0 to 10000, --scale 1e-6 to 64")
+    is_job = "TORCHELASTIC_RUN_ID" in os.environ
+    if not is_job and options.topology:
+        parser.error("--topology is for torchrun; emulated clusters are those of the rows")
+    if options.out and not options.out.parent.is_dir():
+        parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
     try:
         rows = _choose(options, parser)
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if is_job:
             return _run_on_machines(options, arguments, rows)
         planned = [
             plan_row(row, str(number), _contenders(options, row), options.repeats) for number, row in enumerate(rows)
@@ -76,8 +81,9 @@ def main(arguments: list[str] | None = None) -> int:
             stderr(f"microbench: {reason}")
             return 2
         return _run(options, arguments, planned)
-    except (ClusterError, ReshardError) as error:
-        stderr(f"microbench: {type(error).__name__}: {error}")
+    except (ClusterError, ReshardError, OSError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            stderr(f"microbench: {type(error).__name__}: {error}")
         return 2
 
 
@@ -102,7 +108,8 @@ def _choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> lis
     if not (options.full or named):
         rows = [row for row in rows if row.is_default]
     if not rows:
-        parser.error("no row has such a name; --list shows them")
+        said = ", ".join(map(repr, [*(options.suite or []), *(options.row or [])]))
+        parser.error(f"no row is called {said}; --list shows them, with --full or --suite all of them")
     return rows
 
 
@@ -119,13 +126,11 @@ def _run_on_machines(options: argparse.Namespace, arguments: list[str], rows: li
         options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
     print(format_table(records))
     print(format_summary(records))
-    return 1 if any(record.get("wrong") for record in records) else 0
+    return _status(records)
 
 
 def _run(options: argparse.Namespace, arguments: list[str], planned: list[Planned]) -> int:
     records: list[dict[str, Any]] = []
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
     file = options.out.open("w") if options.out else None
     begun = time.monotonic()
 
@@ -144,9 +149,19 @@ def _run(options: argparse.Namespace, arguments: list[str], planned: list[Planne
         file.close()
     print(format_table(records))
     print(format_summary(records))
+    return _status(records)
+
+
+def _status(records: list[dict[str, Any]]) -> int:
+    """1 if an element was wrong, the links were not as they should be, or nothing was measured."""
     wrong = sum(record.get("wrong", 0) for record in records)
     valid = all(record["valid"] for record in records if record["kind"] == "cluster")
-    return 1 if wrong or not valid else 0
+    measured = any("seconds" in record for record in records)
+    if not measured:
+        stderr("microbench: nothing was measured")
+    elif not valid:
+        stderr("microbench: NOT VALID: the links moved, or are not what they should be")
+    return 0 if measured and valid and not wrong else 1
 
 
 @contextlib.contextmanager

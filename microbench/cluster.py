@@ -103,6 +103,12 @@ class Cluster:
         Raises:
             LaunchError: a rank raised, ended without a word, or did not end in time.
         """
+        try:
+            work = pickle.dumps((function, args, environment or {}))
+        except Exception as error:
+            raise ClusterError(
+                f"ranks get {function!r} and its arguments pickled, so it must be importable by name: {error}"
+            ) from None
         self._runs += 1
         num_ranks = len(self.topology.host_of_rank)
         pipes: dict[int, Connection] = {}
@@ -111,7 +117,6 @@ class Cluster:
             ranks = self.topology.ranks_of_host(number)
             request = {"run": self._runs, "ranks": ranks, "num_ranks": num_ranks, "port": self._port}
             socket.send_fds(host, [json.dumps(request).encode()], [ends[rank][1].fileno() for rank in ranks])
-        work = pickle.dumps((function, args, environment or {}))
         for rank, (ours, theirs) in enumerate(ends):
             theirs.close()
             pipes[rank] = Connection(ours.detach())

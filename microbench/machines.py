@@ -69,13 +69,14 @@ def run_on_machines(
         moved = max(map(abs, deviations(after, before).values()), default=0.0)
         off = max(max(map(abs, deviations(side, topology).values()), default=0.0) for side in (before, after))
         links = mean_topology(before, after)
-        is_valid = moved <= MOST_DEVIATION
+        is_valid = moved <= MOST_DEVIATION and (topology_file is None or off <= MOST_DEVIATION)
         write(
             {
                 "kind": "cluster",
                 "cluster": "this job",
                 "topology": links.to_json(),
                 "set_up_seconds": 0.0,
+                "latency_seconds": links.latency_seconds,
                 "moved": round(moved, 4),
                 "off": round(off, 4),
                 "valid": is_valid,

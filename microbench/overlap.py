@@ -67,15 +67,17 @@ def measure(rank: int, report: Callable[[Any], None], mib: int, repeats: int) ->
 def main() -> int:
     """Print the three times and how long both took over the longer one."""
     parser = argparse.ArgumentParser(prog="python -m microbench.overlap", description=__doc__)
-    parser.add_argument("--mib", type=int, default=64)
+    parser.add_argument("--mib", type=int, default=64, help="MiB to move (64)")
     parser.add_argument("--rate", default="1 Gbit/s", help="of the link (1 Gbit/s)")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help="turns of each (7)")
     options = parser.parse_args()
-    topology = Topology.from_json({"hosts": [{"count": 2, "devices": 1, "nics": [options.rate]}]})
+    if not 1 <= options.mib <= 4096 or not 1 <= options.repeats <= 1000:
+        parser.error("--mib is 1 to 4096, --repeats 1 to 1000")
     try:
+        topology = Topology.from_json({"hosts": [{"count": 2, "devices": 1, "nics": [options.rate]}]})
         with Cluster(topology) as cluster:
             results = cluster.run(measure, options.mib, options.repeats, timeout_seconds=600.0)
-    except ClusterError as error:
+    except (ClusterError, reshard.ReshardError) as error:
         stderr(f"overlap: {error}")
         return 2
     run = describe_machine([])

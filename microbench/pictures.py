@@ -70,7 +70,7 @@ def draw_bars(records: Sequence[dict[str, Any]], contenders: Sequence[str], path
     axes.invert_yaxis()
     axes.set_xlim(0, MOST_RATIO * 1.06)
     axes.set_xlabel("seconds over the lower bound of the measured links (median; tick: predicted)")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.4, 1.0), ncols=len(contenders), fontsize=7, frameon=False)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=len(contenders), fontsize=7, frameon=False)
     axes.margins(y=0.01)
     _save(figure, path)
 

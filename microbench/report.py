@@ -75,7 +75,8 @@ def format_summary(records: Sequence[Record]) -> str:
         if record["kind"] == "cluster":
             lines.append(
                 f"cluster {record['cluster']:9} set up in {record['set_up_seconds']:.2f} s; links moved by "
-                f"{100 * record['moved']:.1f} %, at most {100 * record['off']:.1f} % from what they should carry"
+                f"{100 * record['moved']:.1f} %, at most {100 * record['off']:.1f} % from what they should carry, "
+                f"latency {1e6 * record.get('latency_seconds', 0.0):.0f} us"
                 f"{'' if record['valid'] else '  NOT VALID'}"
             )
     judged = predicted(records)
@@ -148,13 +149,29 @@ def main() -> int:
     """Write the pages and pictures of a run."""
     parser = argparse.ArgumentParser(prog="python -m microbench.report", description=main.__doc__)
     parser.add_argument("records", type=Path, help="JSON lines of python -m microbench --out")
-    parser.add_argument("--into", type=Path, required=True, help="pages and pictures are written here, .md and .svg")
+    parser.add_argument(
+        "--into",
+        type=Path,
+        required=True,
+        help="where to write, without ending: INTO.md, INTO-bars.svg, INTO-links.svg",
+    )
     parser.add_argument("--readme", type=Path, help="also replace the benchmark section of this page")
-    parser.add_argument("--trace", default="study 3", help="the row whose links are drawn (study 3)")
-    parser.add_argument("--no-trace", action="store_true", help="do not run that row again to draw its links")
+    parser.add_argument("--trace", help="the row whose links are drawn (study 3, else the first of the run)")
+    parser.add_argument("--no-trace", action="store_true", help="do not run that row once more to draw its links")
     options = parser.parse_args()
-    records = [json.loads(line) for line in options.records.read_text().splitlines()]
-    write_pages(records, options.into, options.readme, None if options.no_trace else options.trace)
+    try:
+        records = [json.loads(line) for line in options.records.read_text().splitlines()]
+        names = list(dict.fromkeys(record["row"] for record in records if record["kind"] == "row"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"{options.records} does not hold the records of a run: {error}")
+    if not names:
+        parser.error(f"{options.records} holds no row")
+    if not options.into.parent.is_dir():
+        parser.error(f"there is no folder {options.into.parent}")
+    trace = options.trace or ("study 3" if "study 3" in names else names[0])
+    if trace not in names:
+        parser.error(f"no row of this run is called {trace!r}; there are {', '.join(names)}")
+    write_pages(records, options.into, options.readme, None if options.no_trace else trace)
     return 0
 
 
@@ -167,7 +184,6 @@ def write_pages(records: Sequence[Record], into: Path, readme: Path | None, trac
     contenders = list(dict.fromkeys(record["contender"] for record in ran))
     also = [name for names in ALSO_BY_DEFAULT.values() for name in names]
     shown = [name for name in (*DEFAULT_CONTENDERS, *also) if name in contenders]
-    into.parent.mkdir(parents=True, exist_ok=True)
     bars = into.with_name(into.name + "-bars.svg")
     draw_bars([record for record in ran if record["bound_seconds"] >= LONG_SECONDS / 2], shown, bars)
     pictures = f"![seconds over the bound]({bars.name})\n"
@@ -176,15 +192,19 @@ def write_pages(records: Sequence[Record], into: Path, readme: Path | None, trac
         from microbench.run import OURS
         from microbench.trace import trace_row
 
-        row = next(row for row in all_rows(0, 0) if row.name == trace)
+        row = next((row for row in all_rows(0, 100) if row.name == trace), None)
+        if row is None:
+            raise SystemExit(f"row {trace!r} is not one of the suites: give --no-trace")
         links = into.with_name(into.name + "-links.svg")
         draw_links(trace_row(row, OURS), links)
-        pictures += f"\nThe links of `{trace}`, one colour per transfer:\n\n![links over time]({links.name})\n"
+        pictures += f"\nThe links of `{trace}`, run once more for this picture, one colour per transfer:\n\n"
+        pictures += f"![links over time]({links.name})\n"
     page = into.with_suffix(".md") if into.suffix else into.with_name(into.name + ".md")
     summary = f"```text\n{format_summary(records)}\n```"
     table, full = format_markdown(records, contenders), f"```text\n{format_table(records)}\n```"
     page.write_text(f"# Emulated hosts\n\n{summary}\n\n{pictures}\n{table}\n\n## Every measurement\n\n{full}\n")
-    print(f"wrote {page}", file=sys.stderr)
+    written = sorted(str(path) for path in into.parent.glob(into.name + "*") if path.suffix in (".md", ".svg"))
+    print(f"wrote {', '.join(written)}", file=sys.stderr)
     if readme is not None:
         section = f"{format_markdown(records, shown)}\n\n{summary}"
         readme.write_text(replace_section(readme.read_text(), "benchmark", section))

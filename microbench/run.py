@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -130,7 +131,7 @@ def describe_machine(arguments: Sequence[str]) -> Record:
             continue
     return {
         "kind": "run",
-        "command": " ".join(["python -m microbench", *arguments]),
+        "command": shlex.join(["python", "-m", "microbench", *arguments]),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": f"{os.cpu_count()} cores, {_processor()}, Linux {platform.release().split('-')[0]}",
         "load": round(os.getloadavg()[0], 2),
@@ -196,6 +197,7 @@ def run_cluster(
             "cluster": name,
             "topology": links.to_json(),
             "set_up_seconds": round(set_up, 3),
+            "latency_seconds": links.latency_seconds,
             "moved": round(moved, 4),
             "off": round(off, 4),
             "valid": is_valid,

@@ -24,7 +24,7 @@ from reshard.simulation import Timeline, simulate
 
 @dataclass(frozen=True)
 class Trace:
-    """``measured[id]`` is ``(posted, arrived)`` of each message in seconds after the start."""
+    """``measured[id]`` is ``(posted, arrived)`` of each message in seconds after the start; posted by both ends."""
 
     plan: Plan
     measured: dict[int, tuple[float, float]]
@@ -58,6 +58,7 @@ class _Recorder:
     def forget(self) -> None:
         """Begin anew."""
         self.sent: dict[int, float] = {}
+        self.awaited: dict[int, float] = {}
         self.arrived: dict[int, float] = {}
         program = self._program
         self._next = [iter(program.sends_across), iter(program.sends_inside)]
@@ -70,6 +71,7 @@ class _Recorder:
 
     def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Any:
         op = next(self._next_recv)
+        self.awaited[op.id] = time.monotonic()
         work = self._transport.recv(buffer, rank, tag)
         return _Watched(work, lambda now: self.arrived.__setitem__(op.id, now))
 
@@ -82,17 +84,18 @@ def trace_row(row: Row, strategy: str, repeats: int = 3) -> Trace:
         links = measured_topology(shaped, cluster.run(measure_links, shaped)[0], SEND_BUFFER_BYTES)
         results = cluster.run(_record, plan, repeats, timeout_seconds=600.0)
     sent: dict[int, float] = {}
+    awaited: dict[int, float] = {}
     arrived: dict[int, float] = {}
-    for _, ours, theirs in results:
-        sent.update(ours)
-        arrived.update(theirs)
-    measured = {ident: (sent[ident], arrived[ident]) for ident in sorted(arrived)}
+    for _, *times in results:
+        for merged, found in zip((sent, awaited, arrived), times, strict=True):
+            merged.update(found)
+    measured = {ident: (max(sent[ident], awaited[ident]), arrived[ident]) for ident in sorted(arrived)}
     return Trace(plan, measured, max(result[0] for result in results), simulate(plan, links))
 
 
 def _record(
     rank: int, report: Callable[[Any], None], plan: Plan, repeats: int
-) -> tuple[float, dict[int, float], dict[int, float]]:
+) -> tuple[float, dict[int, float], dict[int, float], dict[int, float]]:
     source: Any = {spec.name: shard_of_positions(spec.src, rank, spec.shape, spec.dtype) for spec in plan.tensors}
     out: Any = {spec.name: shard_of_positions(spec.dst, rank, spec.shape, spec.dtype) for spec in plan.tensors}
     if plan.tensors[0].name is None:
@@ -111,7 +114,10 @@ def _record(
             mover(source, out=out)
         seconds = stopwatch.stop()
     dist.barrier()
-    begin = stopwatch.begun
-    sent = {} if recorder is None else {ident: at - begin for ident, at in recorder.sent.items()}
-    arrived = {} if recorder is None else {ident: at - begin for ident, at in recorder.arrived.items()}
-    return seconds, sent, arrived
+    if recorder is None:
+        return seconds, {}, {}, {}
+    sent, awaited, arrived = (
+        {ident: at - stopwatch.begun for ident, at in times.items()}
+        for times in (recorder.sent, recorder.awaited, recorder.arrived)
+    )
+    return seconds, sent, awaited, arrived

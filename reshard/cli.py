@@ -74,7 +74,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--dst-first-rank", type=int, help="first destination rank; default: behind the source's, on other hosts"
     )
     parser.add_argument("--strategy", help="send_recv, {local,global}_all_gather, broadcast_{naive,size,greedy,search}")
-    parser.add_argument("--topology", help='JSON file: {"host_of_rank": [...], "nic_bytes_per_second": 1.25e9}')
+    parser.add_argument(
+        "--topology",
+        help='JSON file: {"hosts": [{"devices": 4, "nics": ["25 Gbit/s"]}, ...]}; pods, rates: docs/concepts.md',
+    )
     parser.add_argument("--rank", type=int, help="only the messages of this rank")
     parser.add_argument("--format", choices=("text", "json"), default="text")
 

@@ -30,6 +30,9 @@ class Timeline:
     start: np.ndarray
     finish: np.ndarray
 
+    def __repr__(self) -> str:
+        return f"<Timeline of {len(self.messages)} messages, {self.makespan_seconds:.6g} s>"
+
     @cached_property
     def makespan_seconds(self) -> float:
         """When the last message has arrived."""

@@ -125,7 +125,8 @@ class Topology:
             raise TopologyError(f"a rank is on host {most}, but only {len(self.hosts)} hosts are described")
         for number, host in enumerate(self.hosts):
             if (host.pod is not None) != bool(self.pods) or not 0 <= (host.pod or 0) < max(len(self.pods), 1):
-                raise TopologyError(f"host {number} is in pod {host.pod}, but {len(self.pods)} pods are described")
+                where = "in no pod" if host.pod is None else f"in pod {host.pod}"
+                raise TopologyError(f"host {number} is {where}, but {len(self.pods)} pods are described")
         if self.nic_of_rank != ():
             set_(self, "nic_of_rank", check_indices(self.nic_of_rank, "NICs"))
             if len(self.nic_of_rank) != len(self.host_of_rank):
@@ -227,7 +228,8 @@ class Topology:
         """Raise TopologyError unless every rank has a host."""
         if ranks and max(ranks) >= len(self.host_of_rank):
             raise TopologyError(
-                f"rank {max(ranks)} has no host: the topology covers ranks 0..{len(self.host_of_rank) - 1}"
+                f"rank {max(ranks)} has no host: the topology covers ranks 0..{len(self.host_of_rank) - 1}, "
+                f"{1 + max(ranks)} are needed"
             )
 
 

@@ -134,7 +134,9 @@ def parse_rate(value: Any) -> float:
         return check_rate(value, "a rate")
     match = _RATE.fullmatch(value) if isinstance(value, str) and len(value) < 60 else None
     if match is None:
-        raise TopologyError(f"a rate is a number of bytes per second or text such as '25 Gbit/s', not {value!r:.60}")
+        raise TopologyError(
+            f"a rate is a positive number of bytes per second or text such as '25 Gbit/s', not {value!r:.60}"
+        )
     return check_rate(float(match[1]) * _PREFIX[match[2]] / (8 if match[3] == "bit" else 1), "a rate")
 
 
@@ -151,38 +153,49 @@ def _read_hosts(rows: Any) -> tuple[tuple[Host, ...], list[int | list[int]], lis
     hosts: list[Host] = []
     ranks: list[int | list[int]] = []
     nics: list[list[int] | None] = []
-    for row in rows:
-        if not isinstance(row, dict):
-            raise TopologyError(f"a host is an object, not {row!r:.60}")
-        _refuse_unknown(row, {"devices", "ranks", "nics", "nic_of_device", "pod", "count"}, "a host")
-        if ("devices" in row) == ("ranks" in row):
-            raise TopologyError("a host has either devices, a number, or ranks, a list")
-        count = row.get("count", 1)
-        ports = row.get("nics", [TEN_GBIT])
-        if not isinstance(ports, list):
-            raise TopologyError("nics must be a list of ports")
-        host = Host(tuple(_read_port(port) for port in ports), row.get("pod"))
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_RANK:
-            raise TopologyError(f"count is {count!r:.60}; it must be a positive integer")
-        if host.pod is not None and (isinstance(host.pod, bool) or not isinstance(host.pod, int)):
-            raise TopologyError(f"pod is {host.pod!r:.60}; it must be an integer")
-        if "ranks" in row:
-            if count > 1 or not isinstance(row["ranks"], list):
-                raise TopologyError("ranks are a list, of one host: count must be 1")
-            ranks.append(list(check_indices(row["ranks"], "ranks")))
-        else:
-            devices = row["devices"]
-            if isinstance(devices, bool) or not isinstance(devices, int) or not 0 <= devices <= MAX_RANK:
-                raise TopologyError(f"devices is {devices!r:.60}; it must be a number of ranks")
-            if devices * count + len(ranks) > MAX_RANK:
-                raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks")
-            ranks.extend([devices] * count)
-        nic_of_device = row.get("nic_of_device")
-        if nic_of_device is not None and not isinstance(nic_of_device, list):
-            raise TopologyError("nic_of_device must be a list")
+    for number, row in enumerate(rows):
+        try:
+            host, count, devices, nic_of_device = _read_host(row)
+        except TopologyError as error:
+            raise TopologyError(f"entry {number} of hosts: {error}") from None
+        if len(ranks) + count > MAX_RANK or (isinstance(devices, int) and devices * count > MAX_RANK):
+            raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks and hosts")
+        ranks.extend([devices] * count)
         hosts.extend([host] * count)
-        nics.extend([None if nic_of_device is None else list(check_indices(nic_of_device, "NICs"))] * count)
+        nics.extend([nic_of_device] * count)
     return tuple(hosts), ranks, nics
+
+
+def _read_host(row: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
+    """A host, how many there are of it, its number of devices or its ranks, and the NICs of its devices."""
+    if not isinstance(row, dict):
+        raise TopologyError(f"a host is an object, not {row!r:.60}")
+    known = ("devices", "ranks", "nics", "nic_of_device", "pod", "count")
+    _refuse_unknown(row, set(known), f"a host, which has {', '.join(known)}")
+    if ("devices" in row) == ("ranks" in row):
+        raise TopologyError("a host has either devices, a number, or ranks, a list")
+    count = row.get("count", 1)
+    ports = row.get("nics", [TEN_GBIT])
+    if not isinstance(ports, list):
+        raise TopologyError("nics must be a list of ports")
+    host = Host(tuple(_read_port(port) for port in ports), row.get("pod"))
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_RANK:
+        raise TopologyError(f"count is {count!r:.60}; it must be a positive integer")
+    if host.pod is not None and (isinstance(host.pod, bool) or not isinstance(host.pod, int)):
+        raise TopologyError(f"pod is {host.pod!r:.60}; it must be an integer")
+    devices: int | list[int]
+    if "ranks" in row:
+        if count > 1 or not isinstance(row["ranks"], list):
+            raise TopologyError("ranks are a list, of one host: count must be 1")
+        devices = list(check_indices(row["ranks"], "ranks"))
+    else:
+        devices = row["devices"]
+        if isinstance(devices, bool) or not isinstance(devices, int) or not 0 <= devices <= MAX_RANK:
+            raise TopologyError(f"devices is {devices!r:.60}; it must be a number of ranks")
+    nic_of_device = row.get("nic_of_device")
+    if nic_of_device is not None and not isinstance(nic_of_device, list):
+        raise TopologyError("nic_of_device must be a list")
+    return host, count, devices, None if nic_of_device is None else list(check_indices(nic_of_device, "NICs"))
 
 
 def _place_ranks(
