@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -36,8 +37,27 @@ from reshard.topology import Topology
 ORDERLY_SECONDS = 2.0
 
 
+MAX_CLUSTER_HOSTS = 250
+#: Bytes per second that a link can be shaped to.
+MIN_RATE, MAX_RATE = 1e3, 1e11
+
+
 class ClusterError(RuntimeError):
     """The emulated cluster cannot be made, or is gone; says why and what to do."""
+
+
+#: Clusters of this process.
+_open: weakref.WeakSet[Cluster] = weakref.WeakSet()
+
+
+def _why_too_much(topology: Topology) -> str | None:
+    if topology.num_hosts > MAX_CLUSTER_HOSTS:
+        return f"an emulated cluster has at most {MAX_CLUSTER_HOSTS} hosts, not {topology.num_hosts}"
+    ports = [*topology.pods, *(nic for host in topology.hosts for nic in host.nics)]
+    rates = [rate for port in ports for rate in (port.egress_bytes_per_second, port.ingress_bytes_per_second)]
+    if min(rates) < MIN_RATE or max(rates) > MAX_RATE:
+        return f"rates of emulated links are {MIN_RATE:g} to {MAX_RATE:g} bytes per second"
+    return None
 
 
 class Cluster:
@@ -46,12 +66,17 @@ class Cluster:
     Args:
         topology: ranks, hosts, NICs and pods; rates are those of the links, of which 95.6 % carries payload.
 
+    The hosts end with the thread that made them, as they do with its process.
+
     Raises:
         ClusterError: this machine cannot make it.
     """
 
+    _control: socket.socket
+    _hosts: list[socket.socket]
+
     def __init__(self, topology: Topology) -> None:
-        reason = why_unsupported()
+        reason = why_unsupported() or _why_too_much(topology)
         if reason is not None:
             raise ClusterError(reason)
         self.topology = topology
@@ -61,6 +86,9 @@ class Cluster:
         sys.stderr.flush()
         self._pid = os.fork()
         if self._pid == 0:
+            for other in _open:  # else an end of another cluster would stay open here, and it would not see its end
+                for control in (other._control, *other._hosts):
+                    control.close()
             for ours, _ in pairs:
                 ours.close()
             run_and_exit(lambda: run_cluster(topology, [theirs for _, theirs in pairs]), pairs[0][1])
@@ -71,6 +99,7 @@ class Cluster:
         self._port = int(self._expect(self._control)["port"])
         for host in self._hosts:
             self._expect(host)
+        _open.add(self)
 
     def _expect(self, control: socket.socket) -> dict[str, Any]:
         control.settimeout(SET_UP_SECONDS)
@@ -109,14 +138,25 @@ class Cluster:
             raise ClusterError(
                 f"ranks get {function!r} and its arguments pickled, so it must be importable by name: {error}"
             ) from None
+        if not self._pid:
+            raise ClusterError("this cluster is closed")
         self._runs += 1
+        for host in self._hosts:  # what was told of earlier runs
+            host.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while host.recv(2**16):
+                    pass
+            host.setblocking(True)
         num_ranks = len(self.topology.host_of_rank)
         pipes: dict[int, Connection] = {}
         ends = [socket.socketpair() for _ in range(num_ranks)]
         for number, host in enumerate(self._hosts):
             ranks = self.topology.ranks_of_host(number)
             request = {"run": self._runs, "ranks": ranks, "num_ranks": num_ranks, "port": self._port}
-            socket.send_fds(host, [json.dumps(request).encode()], [ends[rank][1].fileno() for rank in ranks])
+            try:
+                socket.send_fds(host, [json.dumps(request).encode()], [ends[rank][1].fileno() for rank in ranks])
+            except OSError as error:
+                raise ClusterError(f"host {number} of the emulated cluster is gone: {error}") from None
         for rank, (ours, theirs) in enumerate(ends):
             theirs.close()
             pipes[rank] = Connection(ours.detach())
@@ -157,6 +197,8 @@ class Cluster:
                     kind, value, text = pipes[rank].recv()
                 except (EOFError, OSError):
                     kind, value, text = "error", None, f"ended with {self._how_it_ended(rank)}"
+                except Exception as error:  # what it raised or returned does not unpickle here
+                    kind, value, text = "error", None, f"said what cannot be read: {type(error).__name__}: {error}"
                 if kind == "report":
                     if on_report is not None:
                         on_report(rank, value)
@@ -196,6 +238,7 @@ class Cluster:
 
     def close(self) -> None:
         """Take everything down."""
+        _open.discard(self)
         for control in (self._control, *getattr(self, "_hosts", [])):
             control.close()
         if self._pid:

@@ -243,7 +243,8 @@ def _tell_ends(ranks: dict[int, tuple[int, int]], control: socket.socket) -> Non
             code = os.waitstatus_to_exitcode(status)
             if code:
                 with contextlib.suppress(OSError):
-                    control.send(json.dumps({"run": run, "rank": rank, "exit_code": code}).encode())
+                    said = json.dumps({"run": run, "rank": rank, "exit_code": code})
+                    control.send(said.encode(), socket.MSG_DONTWAIT)  # if nobody reads them, rather lose one
 
 
 def _rank_main(interface_name: str, rank: int, request: dict[str, Any], pipe: Connection) -> None:

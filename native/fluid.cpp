@@ -80,7 +80,7 @@ struct Flow {
         return (flowing.holds ? nbytes[flowing.line[0]] : flowing.remaining) + rest;
     }
 
-    void release(int64_t s) {
+    int64_t release(int64_t s) {
         Stream &flowing = streams[s];
         int64_t freed = -1;
         while (flowing.num_released < flowing.line.size() &&
@@ -90,8 +90,7 @@ struct Flow {
             if (++flowing.num_released < flowing.line.size())
                 flowing.unreleased_bytes += nbytes[flowing.line[flowing.num_released]];
         }
-        if (freed >= 0)
-            start_from(freed);
+        return freed;
     }
 
     void pass_window(int64_t message) {
@@ -239,8 +238,11 @@ struct Flow {
                         releasing.push_back(s);
                 }
             }
-            for (const int64_t s : releasing)
-                release(s);
+            for (const int64_t s : releasing) {
+                const int64_t q = release(s);
+                if (q >= 0)
+                    start_from(q);
+            }
             for (const int64_t s : ended)
                 end_phase(s);
         }

@@ -107,6 +107,8 @@ def least_largest_share(held: dict[HostSet, int], egress: Mapping[int, float]) -
         return sum(held.values()) / sum(egress[place] for place in places)
     share = [(k, place) for k, key in enumerate(held) for place in key]
     value, duals = _solve(share, places, egress, [(list(held.values()), "=")], [range(len(share))])
+    if not value:
+        return max((total / egress[key[0]] for key, total in held.items() if len(key) == 1), default=0.0)
     binding = {place for place, dual in zip(places, duals, strict=True) if dual < -1e-9 * max(map(abs, duals))}
     exact = sum(total for key, total in held.items() if binding.issuperset(key)) / max(
         sum(egress[place] for place in binding), 1e-300
@@ -182,4 +184,6 @@ def _solve(
         b_eq=np.concatenate(equal_values),
         method="highs",
     )
+    if solved.fun is None:  # rates a billion times apart are beyond the solver; the other bounds still hold
+        return 0.0, [0.0] * len(places)
     return float(solved.fun) * scale / fastest, solved.ineqlin.marginals[: len(places)].tolist()

@@ -128,7 +128,9 @@ class _Flow:
                     if ends or stream.num_released < len(stream.line):
                         released.append(s)
             for s in released:
-                self.release(s)
+                freed = self.release(s)
+                if freed is not None:
+                    self.start_from(freed)
             for s in ended:
                 self.end_phase(s)
         if any(done < 0 for done in self.finish):
@@ -178,8 +180,8 @@ class _Flow:
             rest += self.nbytes[message]
         return (self.nbytes[stream.line[0]] if stream.holds else stream.remaining) + rest
 
-    def release(self, s: int) -> None:
-        """Let messages that fit the buffer no longer count for the window of their queue."""
+    def release(self, s: int) -> int | None:
+        """Let messages that fit the buffer no longer count for the window of their queue; returns it if some did."""
         stream = self.streams[s]
         queue = None
         while stream.num_released < len(stream.line) and (stream.unreleased_bytes <= self.buffer[s] * (1 + _TOGETHER)):
@@ -188,8 +190,7 @@ class _Flow:
             stream.num_released += 1
             if stream.num_released < len(stream.line):
                 stream.unreleased_bytes += self.nbytes[stream.line[stream.num_released]]
-        if queue is not None:
-            self.start_from(queue)
+        return queue
 
     def pass_window(self, message: int) -> None:
         """A sender is done with a message; it counts for the window until those before it are done too."""

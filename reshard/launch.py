@@ -108,6 +108,8 @@ def run_processes(
                 except EOFError:
                     processes[rank].join(1.0)
                     ok, value, text = False, None, f"ended with exit code {processes[rank].exitcode}"
+                except Exception as error:  # what it raised or returned does not unpickle here
+                    ok, value, text = False, None, f"said what cannot be read: {type(error).__name__}: {error}"
                 if ok:
                     results[rank] = value
                 else:

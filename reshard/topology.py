@@ -18,6 +18,16 @@ from reshard.mesh import MAX_RANK
 #: One 10 Gbit/s interface, in bytes per second each way.
 TEN_GBIT = 1.25e9
 MAX_NICS = 64
+#: Of hosts that are not all alike with one NIC.
+MAX_HOSTS = 2**16
+
+
+def brief(value: Any) -> str:
+    """A value in a message: short, whatever it is."""
+    try:
+        return f"{value!r:.60}"
+    except ValueError:  # an integer of thousands of digits
+        return "a huge number"
 
 
 def check_rate(value: Any, name: str) -> float:
@@ -25,7 +35,7 @@ def check_rate(value: Any, name: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise TopologyError(f"{name} must be a number of bytes per second, not {value!r:.60}") from None
+        raise TopologyError(f"{name} must be a number of bytes per second, not {brief(value)}") from None
     if not (math.isfinite(number) and number > 0):
         raise TopologyError(f"{name} is {number}; it must be positive and finite")
     return number
@@ -61,10 +71,12 @@ class Host:
 
     def __post_init__(self) -> None:
         if not isinstance(self.nics, (tuple, list)) or not all(isinstance(nic, Port) for nic in self.nics):
-            raise TopologyError(f"nics must be a list of Port values, not {self.nics!r:.60}")
+            raise TopologyError(f"nics must be a list of Port values, not {brief(self.nics)}")
         if not 1 <= len(self.nics) <= MAX_NICS:
             raise TopologyError(f"a host has 1 to {MAX_NICS} NICs, not {len(self.nics)}")
         object.__setattr__(self, "nics", tuple(self.nics))
+        if self.pod is not None and (isinstance(self.pod, bool) or not isinstance(self.pod, int)):
+            raise TopologyError(f"pod is {brief(self.pod)}; it must be an integer")
 
     @property
     def egress_bytes_per_second(self) -> float:
@@ -116,11 +128,15 @@ class Topology:
             if not isinstance(values, (tuple, list)) or not all(isinstance(value, kind) for value in values):
                 raise TopologyError(f"{name} must be a list of {kind.__name__} values")
             set_(self, name, tuple(values))
-        if not self.hosts:
-            raise TopologyError("a topology has at least one host")
+        if not 1 <= len(self.hosts) <= MAX_HOSTS:
+            raise TopologyError(
+                f"a topology describes at least one host and at most {MAX_HOSTS}, not {len(self.hosts)}"
+            )
         if len(set(self.hosts)) == 1:
             set_(self, "hosts", self.hosts[:1])  # one form for what is the same
         most = max(self.host_of_rank, default=0)
+        if (len(self.hosts) > 1 or len(self.hosts[0].nics) > 1 or self.pods) and most >= MAX_HOSTS:
+            raise TopologyError(f"a topology of hosts that are not alike has at most {MAX_HOSTS}, not {most + 1}")
         if len(self.hosts) > 1 and most >= len(self.hosts):
             raise TopologyError(f"a rank is on host {most}, but only {len(self.hosts)} hosts are described")
         for number, host in enumerate(self.hosts):
@@ -146,7 +162,7 @@ class Topology:
             set_(self, name, _latency(getattr(self, name), name))
         buffer = self.send_buffer_bytes
         if isinstance(buffer, bool) or not isinstance(buffer, int) or not 0 <= buffer < 2**63:
-            raise TopologyError(f"send_buffer_bytes is {buffer!r:.60}; it must be a number of bytes")
+            raise TopologyError(f"send_buffer_bytes is {brief(buffer)}; it must be a number of bytes")
 
     def _deal_nics(self) -> tuple[int, ...]:
         if all(len(host.nics) == 1 for host in self.hosts):
@@ -222,7 +238,13 @@ class Topology:
         """The topology of the first ``count`` ranks; what a plan does not touch does not enter its hash."""
         if len(self.host_of_rank) <= count:
             return self
-        return replace(self, host_of_rank=self.host_of_rank[:count], nic_of_rank=self.nic_of_rank[:count])
+        host_of_rank = self.host_of_rank[:count]
+        return replace(
+            self,
+            host_of_rank=host_of_rank,
+            nic_of_rank=self.nic_of_rank[:count],
+            hosts=self.hosts[: 1 + max(host_of_rank, default=0)],
+        )
 
     def check_covers(self, ranks: Sequence[int]) -> None:
         """Raise TopologyError unless every rank has a host."""
@@ -235,7 +257,7 @@ class Topology:
 
 def _latency(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise TopologyError(f"{name} is {value!r:.60}; it must be from 0 to 1 s")
+        raise TopologyError(f"{name} is {brief(value)}; it must be from 0 to 1 s")
     return float(value)
 
 

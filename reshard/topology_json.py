@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.errors import ReshardError, TopologyError
 from reshard.mesh import MAX_RANK
-from reshard.topology import TEN_GBIT, Host, Port, Topology, check_indices, check_rate
+from reshard.topology import MAX_HOSTS, TEN_GBIT, Host, Port, Topology, brief, check_indices, check_rate
 
 MAX_TOPOLOGY_BYTES = 2**26
 
@@ -135,7 +135,7 @@ def parse_rate(value: Any) -> float:
     match = _RATE.fullmatch(value) if isinstance(value, str) and len(value) < 60 else None
     if match is None:
         raise TopologyError(
-            f"a rate is a positive number of bytes per second or text such as '25 Gbit/s', not {value!r:.60}"
+            f"a rate is a positive number of bytes per second or text such as '25 Gbit/s', not {brief(value)}"
         )
     return check_rate(float(match[1]) * _PREFIX[match[2]] / (8 if match[3] == "bit" else 1), "a rate")
 
@@ -158,8 +158,8 @@ def _read_hosts(rows: Any) -> tuple[tuple[Host, ...], list[int | list[int]], lis
             host, count, devices, nic_of_device = _read_host(row)
         except TopologyError as error:
             raise TopologyError(f"entry {number} of hosts: {error}") from None
-        if len(ranks) + count > MAX_RANK or (isinstance(devices, int) and devices * count > MAX_RANK):
-            raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks and hosts")
+        if len(ranks) + count > MAX_HOSTS or (isinstance(devices, int) and devices * count > MAX_RANK):
+            raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks on at most {MAX_HOSTS} hosts")
         ranks.extend([devices] * count)
         hosts.extend([host] * count)
         nics.extend([nic_of_device] * count)
@@ -169,7 +169,7 @@ def _read_hosts(rows: Any) -> tuple[tuple[Host, ...], list[int | list[int]], lis
 def _read_host(row: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
     """A host, how many there are of it, its number of devices or its ranks, and the NICs of its devices."""
     if not isinstance(row, dict):
-        raise TopologyError(f"a host is an object, not {row!r:.60}")
+        raise TopologyError(f"a host is an object, not {brief(row)}")
     known = ("devices", "ranks", "nics", "nic_of_device", "pod", "count")
     _refuse_unknown(row, set(known), f"a host, which has {', '.join(known)}")
     if ("devices" in row) == ("ranks" in row):
@@ -180,9 +180,7 @@ def _read_host(row: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
         raise TopologyError("nics must be a list of ports")
     host = Host(tuple(_read_port(port) for port in ports), row.get("pod"))
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_RANK:
-        raise TopologyError(f"count is {count!r:.60}; it must be a positive integer")
-    if host.pod is not None and (isinstance(host.pod, bool) or not isinstance(host.pod, int)):
-        raise TopologyError(f"pod is {host.pod!r:.60}; it must be an integer")
+        raise TopologyError(f"count is {brief(count)}; it must be a positive integer")
     devices: int | list[int]
     if "ranks" in row:
         if count > 1 or not isinstance(row["ranks"], list):
@@ -191,7 +189,7 @@ def _read_host(row: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
     else:
         devices = row["devices"]
         if isinstance(devices, bool) or not isinstance(devices, int) or not 0 <= devices <= MAX_RANK:
-            raise TopologyError(f"devices is {devices!r:.60}; it must be a number of ranks")
+            raise TopologyError(f"devices is {brief(devices)}; it must be a number of ranks")
     nic_of_device = row.get("nic_of_device")
     if nic_of_device is not None and not isinstance(nic_of_device, list):
         raise TopologyError("nic_of_device must be a list")

@@ -165,6 +165,32 @@ def test_a_rank_that_fails_is_named_and_the_next_run_works():
         assert cluster.run(_who_am_i)[3][0] == "host1"
 
 
+class _Unreadable(Exception):
+    def __init__(self, a, b):
+        super().__init__("a and b")
+
+
+def _raise_unreadable(rank, report):
+    raise _Unreadable(1, 2)
+
+
+@on_hosts
+def test_two_clusters_at_once_and_what_cannot_be_run():
+    first, second = Cluster(_cluster(devices=1)), Cluster(_cluster(devices=1))
+    for cluster in (first, second):
+        assert cluster.run(_who_am_i)[1][0] == "host1"
+        with pytest.raises(LaunchError, match="cannot be read"):
+            cluster.run(_raise_unreadable, grace_seconds=1.0)
+        with pytest.raises(ClusterError, match="importable by name"):
+            cluster.run(lambda rank, report: rank)
+    begun = time.monotonic()
+    first.close()
+    second.close()
+    assert time.monotonic() - begun < 3.0
+    with pytest.raises(ClusterError, match="closed"):
+        first.run(_who_am_i)
+
+
 def _sleep(rank, report):
     time.sleep(30)
 
@@ -216,6 +242,11 @@ def test_where_hosts_cannot_be_made_the_command_says_what_to_do(monkeypatch):
     monkeypatch.setattr("microbench.cluster.why_unsupported", lambda: "no namespaces here")
     with pytest.raises(ClusterError, match="no namespaces here"):
         Cluster(_cluster())
+    monkeypatch.setattr("microbench.cluster.why_unsupported", lambda: None)
+    with pytest.raises(ClusterError, match="at most 250 hosts"):
+        Cluster(_cluster(count=251))
+    with pytest.raises(ClusterError, match="rates of emulated links"):
+        Cluster(Topology.uniform((0, 1), 1.0))
 
 
 def test_clusters_and_rows_fit_each_other():

@@ -160,3 +160,16 @@ def test_native_refuses_what_would_lead_outside_its_arrays():
             flow_native(replace(network, **{name: wrong}))
     with pytest.raises(ValueError, match="after_at"):
         flow_native(replace(network, after_at=network.after_at[:-1]))
+
+
+def test_thousands_of_receivers_of_one_sender():
+    """Each start frees room for the next one in the sender's buffer."""
+    topology = Topology(tuple(range(3001)), send_buffer_bytes=10**6)
+    src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(3000, first_rank=1), "S0")
+    plan = make_plan(src, dst, (12000,), "int8", topology=topology, strategy="send_recv")
+    messages = tabulate_messages(plan)
+    network = _network(messages, np.arange(len(messages)), topology)
+    _, finish = flow_python(network)
+    assert finish.max() == pytest.approx(12000 / 1.25e9)
+    if flow_native is not None:
+        assert (finish == flow_native(network)[1]).all()

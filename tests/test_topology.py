@@ -129,3 +129,18 @@ def test_no_file_is_a_crash(data):
         Topology.from_json(data)
     with contextlib.suppress(ReshardError):
         Topology.from_json({"hosts": [data]})
+
+
+def test_what_would_cost_much_or_print_badly_is_refused():
+    for build, match in (
+        (lambda: Host(pod="a"), "pod is 'a'"),
+        (lambda: Host(pod=0.5), "pod is 0.5"),
+        (lambda: Topology((0, 4_000_000), (Host((Port.of(1), Port.of(2))),)), "at most 65536"),
+        (lambda: Topology.from_json({"hosts": [{"devices": 0, "count": 4_000_000}]}), "65536 hosts"),
+        (lambda: Topology.from_json({"hosts": [{"devices": 10**5000}]}), "a huge number"),
+        (lambda: Topology.from_json({"hosts": [{"devices": 1}], "send_buffer_bytes": 10**5000}), "a huge number"),
+    ):
+        with pytest.raises(TopologyError, match=match):
+            build()
+    hosts = tuple(Host((Port.of(host + 1),)) for host in range(9))
+    assert len(Topology(tuple(range(9)), hosts).first(2).hosts) == 2

@@ -286,3 +286,9 @@ def test_a_million_slices():
     assert len(tasks) == 1024 * 1024
     assert int(tasks.numel.sum()) == 2048 * 2048 * 64
     assert tasks.start.nbytes + tasks.stop.nbytes < 64 * 2**20
+
+
+def test_a_bound_where_rates_are_a_billion_times_apart():
+    hosts = (Host((Port(1.0, 1e9),)), Host((Port(1e9, 1.0),)))
+    spec = TensorSpec((8192,), "int8", Layout(Mesh.of(4), "S0"), Layout(Mesh.of(4)))
+    assert lower_bound([spec], Topology((0, 0, 1, 1), hosts)) >= 4096.0
