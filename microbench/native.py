@@ -10,10 +10,15 @@ from collections.abc import Callable
 
 import numpy as np
 
+from reshard.fluid import flow_native, flow_python
 from reshard.layout import Layout
 from reshard.mesh import Mesh
+from reshard.messages import tabulate_messages
 from reshard.plan import TensorSpec
+from reshard.planning import make_plan
 from reshard.runs import copy_runs_native, copy_runs_python
+from reshard.simulation import network_of
+from reshard.topology import Topology
 
 
 def _median_seconds(function: Callable[[], object], repeats: int = 15) -> float:
@@ -42,6 +47,25 @@ def copies() -> None:
         print(f"{run:6} bytes a run  {1e3 * native:8.3f} ms {1e3 * twin:8.3f} ms {twin / native:6.1f}")
 
 
+def simulator() -> None:
+    """Plans of 2 to 16 hosts of 4, 2 GiB, in the default strategy."""
+    print("simulate                  native      twin    ratio")
+    for hosts in (2, 4, 8, 16):
+        src = Layout(Mesh.of((hosts, 4)), "R S01 R")
+        dst = Layout(Mesh.of((hosts, 4), first_rank=4 * hosts), "S0 R R")
+        topology = Topology(tuple(rank // 4 for rank in range(8 * hosts)))
+        plan = make_plan(src, dst, (1024, 1024, 512), "float32", topology=topology)
+        messages = tabulate_messages(plan)
+        network = network_of(messages, np.flatnonzero(messages.sender != messages.receiver), topology)
+        twin = _median_seconds(lambda network=network: flow_python(network), 3)  # type: ignore[misc]
+        said = f"{2 * hosts:3} hosts {len(messages):6} messages"
+        if flow_native is None:
+            print(f"{said} not built {1e3 * twin:9.1f} ms")
+            continue
+        native = _median_seconds(lambda network=network: flow_native(network), 5)  # type: ignore[misc]
+        print(f"{said} {1e3 * native:6.1f} ms {1e3 * twin:6.0f} ms {twin / native:6.1f}")
+
+
 def geometry() -> None:
     """R S01 R -> S01 R R: every source rank has something for every destination rank."""
     print("unit tasks of R S01 R -> S01 R R")
@@ -60,5 +84,6 @@ def geometry() -> None:
 
 if __name__ == "__main__":
     copies()
+    simulator()
     geometry()
     sys.exit(0)

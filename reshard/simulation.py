@@ -67,13 +67,14 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
     start, finish = np.zeros(len(messages)), np.zeros(len(messages))
     if len(moves):
         try:
-            start[moves], finish[moves] = flow(_network(messages, moves, topology))
+            start[moves], finish[moves] = flow(network_of(messages, moves, topology))
         except ValueError as error:
             raise PlanError(f"the plan never ends: {error}") from None
     return Timeline(messages, start, finish)
 
 
-def _network(messages: MessageTable, moves: np.ndarray, topology: Topology) -> Network:
+def network_of(messages: MessageTable, moves: np.ndarray, topology: Topology) -> Network:
+    """The rows ``moves`` of a table, none of them a copy, as messages on the ports of a topology."""
     sender, receiver = messages.sender[moves], messages.receiver[moves]
     host = topology.host_by_rank
     inside = (host[sender] == host[receiver]).astype(np.int64)

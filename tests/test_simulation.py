@@ -15,7 +15,7 @@ from reshard.fluid import flow_native, flow_python
 from reshard.messages import tabulate_messages
 from reshard.plan import expand_messages, message_nbytes
 from reshard.plan_text import parse_plan
-from reshard.simulation import _network
+from reshard.simulation import network_of
 from reshard.strategies import STRATEGIES
 from reshard.topology import Host, Port
 
@@ -137,7 +137,7 @@ def test_native_and_twin_agree_and_no_plan_beats_the_bound(problem, strategy, la
     messages = tabulate_messages(plan)
     moves = np.flatnonzero(messages.sender != messages.receiver)
     if len(moves):
-        network = _network(messages, moves, plan.topology)
+        network = network_of(messages, moves, plan.topology)
         start, finish = flow_python(network)
         assert finish.max() == pytest.approx(makespan, rel=1e-12)
         assert (start <= finish).all()
@@ -152,7 +152,7 @@ def test_native_refuses_what_would_lead_outside_its_arrays():
         pytest.skip("native code is not built")
     src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2))
     messages = tabulate_messages(make_plan(src, dst, (8,), "int8"))
-    network = _network(messages, np.arange(len(messages)), Topology((0, 1, 2, 3)))
+    network = network_of(messages, np.arange(len(messages)), Topology((0, 1, 2, 3)))
     for name in ("queue", "stream", "receiver", "port", "hold_port"):
         wrong = getattr(network, name).copy()
         wrong[0] = 10**6
@@ -168,7 +168,7 @@ def test_thousands_of_receivers_of_one_sender():
     src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(3000, first_rank=1), "S0")
     plan = make_plan(src, dst, (12000,), "int8", topology=topology, strategy="send_recv")
     messages = tabulate_messages(plan)
-    network = _network(messages, np.arange(len(messages)), topology)
+    network = network_of(messages, np.arange(len(messages)), topology)
     _, finish = flow_python(network)
     assert finish.max() == pytest.approx(12000 / 1.25e9)
     if flow_native is not None:
