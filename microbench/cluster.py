@@ -4,7 +4,7 @@
 
     this process                    Cluster
     └─ cluster process              its own net and mount namespaces: bridges, uplinks, the store, byte counters
-       └─ one agent per host        new net, pid, ipc, uts and mount namespaces
+       └─ one keeper per host        new net, pid, ipc, uts and mount namespaces
           └─ the host's first process    names, addresses, shaping; forks the ranks and tells how they ended
              └─ ranks
 

@@ -69,7 +69,7 @@ def run_cluster(topology: Topology, controls: list[socket.socket]) -> None:
             for other in controls:
                 if other is not host:
                     other.close()
-            run_and_exit(lambda number=number, host=host: _agent_main(topology, number, host), host)  # type: ignore[misc]
+            run_and_exit(lambda number=number, host=host: _keeper_main(topology, number, host), host)  # type: ignore[misc]
         pids.append(pid)
     for pid in pids:
         _await_namespace(pid)
@@ -88,7 +88,7 @@ def run_cluster(topology: Topology, controls: list[socket.socket]) -> None:
 
 
 def _await_namespace(pid: int) -> None:
-    """Wait until an agent has a network namespace of its own."""
+    """Wait until a keeper has a network namespace of its own."""
     ours = Path("/proc/self/ns/net").readlink()
     deadline = time.monotonic() + SET_UP_SECONDS
     while Path(f"/proc/{pid}/ns/net").readlink() == ours:
@@ -132,7 +132,7 @@ def _fork_store(controls: list[socket.socket]) -> int:
 # One host
 
 
-def _agent_main(topology: Topology, number: int, control: socket.socket) -> None:
+def _keeper_main(topology: Topology, number: int, control: socket.socket) -> None:
     die_with_parent()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     enter_host()

@@ -209,7 +209,7 @@ def test_a_killed_launcher_leaves_nothing():
         assert launcher.stdout.readline() == "up\n"
         deadline = time.monotonic() + 5
         while len(_processes_of(launcher.pid)) < 10 and time.monotonic() < deadline:
-            time.sleep(0.02)  # cluster, store, 2 agents, 2 first processes, 4 ranks
+            time.sleep(0.02)  # cluster, store, 2 keepers, 2 first processes, 4 ranks
         inside = _processes_of(launcher.pid)
         assert len(inside) >= 10
     finally:
