@@ -93,7 +93,7 @@ def plan_row(row: Row, key: str, contenders: Sequence[str], repeats: int, topolo
     for name in contenders:
         if name in OTHERS:
             # point to point takes about what our plain sends do
-            likely = plan_tensors(row.tensors, strategy="send_recv", topology=topology)
+            likely = plans.get("send_recv") or plan_tensors(row.tensors, strategy="send_recv", topology=topology)
             slow = name in SLOW_OTHERS or _is_slow(likely)
             turns.append(Turn(name, None, min(repeats, SLOW_REPEATS) if slow else repeats))
             continue

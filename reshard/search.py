@@ -42,12 +42,13 @@ class _Search:
     def __init__(self, problem: Problem, queues: list[tuple[tuple[Way, ...], list[int]]]) -> None:
         self.ways = [[(way, _bits(way[1])) for way in ways] for ways, _ in queues]
         rates = _port_rates(problem)
-        self.seconds: list[list[float]] = []  # of each queue, of its tasks, the next one last
-        for index, (_, tasks) in enumerate(queues):
-            slowest = min(rates.get(port, float("inf")) for _, ports in self.ways[index] for port in ports)
-            self.seconds.append(
-                [int(problem.nbytes[task]) / slowest if slowest < float("inf") else 0.0 for task in tasks]
-            )
+        # of each queue and way the rate of its slowest port
+        self.rate = [[min(rates.get(port, float("inf")) for port in ports) for _, ports in ways] for ways in self.ways]
+        # of each queue the bytes of its tasks, the next one last, and their seconds in the fastest way
+        self.nbytes = [[int(problem.nbytes[task]) for task in tasks] for _, tasks in queues]
+        self.seconds = [
+            [nbytes / max(rate) for nbytes in tasks] for tasks, rate in zip(self.nbytes, self.rate, strict=True)
+        ]
         # ports that every way of a queue takes must carry all of it
         self.certain = [set.intersection(*(set(ports) for _, ports in ways)) for ways in self.ways]
         self.work: dict[int, float] = {}  # of each port, what must still pass it
@@ -120,10 +121,10 @@ class _Search:
         found = []
         for queue, count in enumerate(left):
             if count:
-                seconds = self.seconds[queue][count - 1]
+                nbytes = self.nbytes[queue][count - 1]
                 for number, (_, ports) in enumerate(self.ways[queue]):
                     start = max(self.free.get(port, 0.0) for port in ports)
-                    found.append((start, start + seconds, queue, number))
+                    found.append((start, start + nbytes / self.rate[queue][number], queue, number))
         earliest = min(finish for _, finish, _, _ in found)
         # what starts after something else could have ended can always come later
         found = [choice for choice in found if choice[0] < earliest or choice[1] <= max(end, earliest)]
