@@ -224,7 +224,7 @@ def _ping_pong(rank: int, a: int, b: int, nbytes: int, count: int) -> float:
     return float(gathered[a])
 
 
-def measured_topology(topology: Topology, found: dict[str, Any], send_buffer_bytes: int) -> Topology:
+def measured_topology(topology: Topology, found: dict[str, Any]) -> Topology:
     """A topology with the rates that were measured."""
     rates = found["rates"]
     hosts = []
@@ -252,7 +252,6 @@ def measured_topology(topology: Topology, found: dict[str, Any], send_buffer_byt
         inside_bytes_per_second=found["inside"],
         latency_seconds=found["latency"] or 0.0,
         inside_latency_seconds=found["inside_latency"] or 0.0,
-        send_buffer_bytes=send_buffer_bytes,
     )
 
 

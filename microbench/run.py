@@ -21,7 +21,7 @@ from microbench.calibrate import deviations, mean_topology, measure_links, measu
 from microbench.cluster import Cluster
 from microbench.contenders import OTHERS
 from microbench.rows import Row, read_cluster
-from microbench.wiring import SEND_BUFFER_BYTES, nominal
+from microbench.wiring import nominal
 from microbench.worker import Job, Turn, run_jobs
 from reshard.plan import Plan, Transfers
 from reshard.planning import plan_tensors
@@ -164,7 +164,7 @@ def run_cluster(
     with Cluster(shaped) as cluster:
         set_up = time.monotonic() - begun
         advance(0.0, f"{name}: measuring links")
-        before = measured_topology(shaped, cluster.run(measure_links, shaped)[0], SEND_BUFFER_BYTES)
+        before = measured_topology(expected, cluster.run(measure_links, shaped)[0])
         last = cluster.crossed_bytes()
 
         def on_report(_: int, said: tuple[Any, ...]) -> None:
@@ -186,7 +186,7 @@ def run_cluster(
         limit = 120.0 + 4 * sum(one.expected_seconds for one in planned)
         cluster.run(run_jobs, jobs, timeout_seconds=limit, on_report=on_report)
         advance(0.0, f"{name}: measuring links")
-        after = measured_topology(shaped, cluster.run(measure_links, shaped)[0], SEND_BUFFER_BYTES)
+        after = measured_topology(expected, cluster.run(measure_links, shaped)[0])
     moved = max(map(abs, deviations(after, before).values()))
     off = max(max(map(abs, deviations(side, expected).values())) for side in (before, after))
     links = mean_topology(before, after)

@@ -14,7 +14,7 @@ import reshard
 from microbench.calibrate import measure_links, measured_topology
 from microbench.cluster import Cluster
 from microbench.rows import Row, read_cluster
-from microbench.wiring import SEND_BUFFER_BYTES, nominal
+from microbench.wiring import nominal
 from microbench.worker import Stopwatch
 from reshard.demo import shard_of_positions
 from reshard.plan import Plan
@@ -81,7 +81,7 @@ def trace_row(row: Row, strategy: str, repeats: int = 3) -> Trace:
     shaped = read_cluster(row.cluster)
     plan = plan_tensors(row.tensors, strategy=strategy, topology=nominal(shaped))
     with Cluster(shaped) as cluster:
-        links = measured_topology(shaped, cluster.run(measure_links, shaped)[0], SEND_BUFFER_BYTES)
+        links = measured_topology(nominal(shaped), cluster.run(measure_links, shaped)[0])
         results = cluster.run(_record, plan, repeats, timeout_seconds=600.0)
     sent: dict[int, float] = {}
     awaited: dict[int, float] = {}

@@ -156,10 +156,16 @@ def nic_wires(topology: Topology, number: int, nic: int) -> Wires:
 
 
 def nominal(topology: Topology) -> Topology:
-    """What the shaped links should carry of TCP payload."""
+    """What the shaped links should carry of TCP payload, and what else a simulation has to know of them."""
 
     def carried(port: Port) -> Port:
         return Port(port.egress_bytes_per_second * PAYLOAD_SHARE, port.ingress_bytes_per_second * PAYLOAD_SHARE)
 
     hosts = tuple(replace(host, nics=tuple(carried(nic) for nic in host.nics)) for host in topology.hosts)
-    return replace(topology, hosts=hosts, pods=tuple(carried(pod) for pod in topology.pods))
+    return replace(
+        topology,
+        hosts=hosts,
+        pods=tuple(carried(pod) for pod in topology.pods),
+        send_buffer_bytes=SEND_BUFFER_BYTES,
+        burst_bytes=round(BURST_BYTES * PAYLOAD_SHARE),
+    )

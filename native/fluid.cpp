@@ -20,6 +20,8 @@ using Times = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 namespace {
 
 constexpr double TOGETHER = 1e-9;
+constexpr double AT_ONCE = 1e18;
+constexpr double EMPTY = 1.0;
 
 struct Stream {
     std::deque<int64_t> line;    // started and not arrived, oldest first
@@ -31,7 +33,7 @@ struct Stream {
 
 struct Flow {
     const int64_t *queue, *stream, *receiver, *window, *ahead, *port_at, *port, *hold_port;
-    const double *nbytes, *hold_work, *buffer, *port_rate;
+    const double *nbytes, *hold_work, *buffer, *port_rate, *burst;
     size_t num_ports;
     double *start, *finish;
     std::vector<std::vector<int64_t>> next, of_queue, of_receiver, blocked;
@@ -41,6 +43,9 @@ struct Flow {
     std::vector<int64_t> active; // ascending
     std::vector<double> capacity;
     std::vector<int64_t> count;
+    std::vector<bool> held;
+    std::vector<double> saved, saving;
+    bool bursts = false;
     double now = 0;
     bool changed = true;
 
@@ -167,9 +172,16 @@ struct Flow {
     void share() {
         capacity.assign(port_rate, port_rate + num_ports);
         count.assign(num_ports, 0);
+        held.assign(num_ports, false);
         std::vector<int64_t> open_ = active, rest;
         for (const int64_t s : open_)
-            each_port(s, [&](int64_t p) { ++count[p]; });
+            each_port(s, [&](int64_t p) {
+                ++count[p];
+                held[p] = held[p] || streams[s].holds;
+            });
+        for (size_t p = 0; p < num_ports; ++p)
+            if (saved[p] > EMPTY && !held[p])
+                capacity[p] = AT_ONCE;
         while (!open_.empty()) {
             double least = -1;
             int64_t tightest = -1;
@@ -193,6 +205,29 @@ struct Flow {
                 });
             }
             open_.swap(rest);
+        }
+        if (bursts) {
+            saving.assign(port_rate, port_rate + num_ports);
+            for (const int64_t s : active)
+                each_port(s, [&](int64_t p) { saving[p] -= streams[s].rate; });
+        }
+    }
+
+    double until_empty(double step) const {
+        for (size_t p = 0; p < num_ports; ++p)
+            if (saving[p] < 0 && saved[p] > 0)
+                step = std::min(step, saved[p] / -saving[p]);
+        return step;
+    }
+
+    void save(double step, double limit) {
+        for (size_t p = 0; p < num_ports; ++p) {
+            if (saving[p] < 0 && saved[p] > 0 && saved[p] / -saving[p] <= limit) {
+                saved[p] = 0;
+                changed = true;
+            } else {
+                saved[p] = std::min(std::max(saved[p] + saving[p] * step, 0.0), burst[p]);
+            }
         }
     }
 
@@ -221,8 +256,12 @@ struct Flow {
                 if (step < 0 || seconds < step)
                     step = seconds;
             }
+            if (bursts)
+                step = until_empty(step);
             const double limit = step * (1 + TOGETHER);
             now += step;
+            if (bursts)
+                save(step, limit);
             ended.clear();
             releasing.clear();
             for (const int64_t s : active) {
@@ -277,8 +316,8 @@ std::vector<std::vector<int64_t>> members(const Ints &keys) {
 }
 
 void flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats nbytes, Ints after_at, Ints after,
-          Ints port_at, Ints port, Ints hold_port, Floats hold_work, Floats buffer, Floats rate, Times start,
-          Times finish) {
+          Ints port_at, Ints port, Ints hold_port, Floats hold_work, Floats buffer, Floats rate, Floats burst,
+          Times start, Times finish) {
     const size_t n = queue.shape(0), num_streams = hold_port.shape(0), num_ports = rate.shape(0);
     check_range(queue, n, "queue", n);
     check_range(receiver, n, "receiver", n);
@@ -289,14 +328,16 @@ void flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Float
     check_ends(after_at, n, after.shape(0), "after_at");
     check_ends(port_at, num_streams, port.shape(0), "port_at");
     if (window.shape(0) != n || ahead.shape(0) != n || nbytes.shape(0) != n || start.shape(0) != n ||
-        finish.shape(0) != n || hold_work.shape(0) != num_streams || buffer.shape(0) != num_streams)
+        finish.shape(0) != n || burst.shape(0) != num_ports || hold_work.shape(0) != num_streams || buffer.shape(0) != num_streams)
         throw std::invalid_argument("flow: arrays differ in size");
     nb::gil_scoped_release release;
     Flow f;
     f.queue = queue.data(), f.stream = stream.data(), f.receiver = receiver.data(), f.window = window.data();
     f.ahead = ahead.data(), f.port_at = port_at.data(), f.port = port.data(), f.hold_port = hold_port.data();
     f.nbytes = nbytes.data(), f.hold_work = hold_work.data(), f.buffer = buffer.data(), f.port_rate = rate.data();
-    f.num_ports = num_ports;
+    f.num_ports = num_ports, f.burst = burst.data();
+    f.saved.assign(burst.data(), burst.data() + num_ports), f.saving.assign(num_ports, 0);
+    f.bursts = std::any_of(f.saved.begin(), f.saved.end(), [](double bytes) { return bytes > 0; });
     f.start = start.data(), f.finish = finish.data();
     f.left.resize(n), f.place.resize(n), f.next.resize(n), f.streams.resize(num_streams);
     for (size_t i = 0; i < n; ++i) {
@@ -321,6 +362,6 @@ void flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Float
 void bind_fluid(nb::module_ &m) {
     m.def("flow", &flow, nb::arg("queue"), nb::arg("stream"), nb::arg("receiver"), nb::arg("window"),
           nb::arg("ahead"), nb::arg("nbytes"), nb::arg("after_at"), nb::arg("after"), nb::arg("port_at"),
-          nb::arg("port"), nb::arg("hold_port"), nb::arg("hold_work"), nb::arg("buffer"), nb::arg("rate"),
+          nb::arg("port"), nb::arg("hold_port"), nb::arg("hold_work"), nb::arg("buffer"), nb::arg("rate"), nb::arg("burst"),
           nb::arg("start"), nb::arg("finish"), "Fill start and finish with the times of all messages.");
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ import numpy as np
 
 #: Events closer together than this part of the step happen at once.
 _TOGETHER = 1e-9
+#: Bytes per second that a port passes as long as it has saved some.
+_AT_ONCE = 1e18
+#: Bytes: a bucket with less is empty.
+_EMPTY = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +32,15 @@ class Network:
     bytes pass all ports of the stream. For the window of its queue a message is finished once all that its stream has
     still to pass, up to and with it, fits ``buffer``.
 
+    A port is a token bucket: it saves up to ``burst`` bytes of what it could have passed and did not, full at the
+    start, and passes those at once.
+
     Attributes:
         queue, stream, receiver, window, ahead: ``(messages,)``. nbytes: ``(messages,)`` float64.
         after_at, after: message i comes after messages ``after[after_at[i]:after_at[i + 1]]``, all before i.
         port_at, port: stream s passes ports ``port[port_at[s]:port_at[s + 1]]``, at least one.
         hold_port, hold_work, buffer: ``(streams,)``; the last two float64.
-        rate: ``(ports,)`` float64, bytes per second.
+        rate, burst: ``(ports,)`` float64, bytes per second and bytes.
     """
 
     queue: np.ndarray
@@ -49,6 +57,7 @@ class Network:
     hold_work: np.ndarray
     buffer: np.ndarray
     rate: np.ndarray
+    burst: np.ndarray
 
 
 def flow_python(network: Network) -> tuple[np.ndarray, np.ndarray]:
@@ -80,6 +89,10 @@ class _Flow:
         self.window, self.ahead, self.nbytes = n.window.tolist(), n.ahead.tolist(), n.nbytes.tolist()
         self.hold_port, self.hold_work = n.hold_port.tolist(), n.hold_work.tolist()
         self.buffer, self.port_rate = n.buffer.tolist(), n.rate.tolist()
+        self.burst = n.burst.tolist()
+        self.saved = n.burst.tolist()  # of each port
+        self.saving = [0.0] * len(self.burst)  # bytes per second, negative while it spends
+        self.bursts = max(self.burst, default=0.0) > 0
         self.ports = _rows(n.port_at, n.port)
         after = _rows(n.after_at, n.after)
         self.left = [len(row) for row in after]  # messages that this one still comes after
@@ -113,8 +126,12 @@ class _Flow:
                 self.share()
                 self.changed = False
             step = min(self.until_event(s) / self.streams[s].rate for s in self.active)
+            if self.bursts:
+                step = min(step, self.until_empty())
             limit = step * (1 + _TOGETHER)
             self.now += step
+            if self.bursts:
+                self.save(step, limit)
             ended, released = [], []
             for s in self.active:
                 stream = self.streams[s]
@@ -145,6 +162,19 @@ class _Flow:
             if 0 < until_release < stream.remaining:
                 return until_release
         return stream.remaining
+
+    def until_empty(self) -> float:
+        """Seconds until a port has spent what it had saved."""
+        ports = zip(self.saved, self.saving, strict=True)
+        return min((saved / -saving for saved, saving in ports if saving < 0 < saved), default=math.inf)
+
+    def save(self, step: float, limit: float) -> None:
+        for port, saving in enumerate(self.saving):
+            if saving < 0 < self.saved[port] and self.saved[port] / -saving <= limit:
+                self.saved[port] = 0.0
+                self.changed = True
+            else:
+                self.saved[port] = min(max(self.saved[port] + saving * step, 0.0), self.burst[port])
 
     def start_from(self, queue: int) -> None:
         """Start what may start."""
@@ -253,10 +283,15 @@ class _Flow:
         """Max-min fair rates of the streams that flow."""
         capacity = list(self.port_rate)
         count = [0] * len(capacity)
+        held = [False] * len(capacity)
         open_ = list(self.active)
         for s in open_:
             for port in self.passed(s):
                 count[port] += 1
+                held[port] |= self.streams[s].holds
+        for port, saved in enumerate(self.saved):
+            if saved > _EMPTY and not held[port]:  # a latency lasts as long with a full bucket
+                capacity[port] = _AT_ONCE
         while open_:
             share, tightest = min((capacity[port] / count[port], port) for port in range(len(count)) if count[port])
             rest = []
@@ -269,6 +304,11 @@ class _Flow:
                 else:
                     rest.append(s)
             open_ = rest
+        if self.bursts:
+            self.saving = list(self.port_rate)
+            for s in self.active:
+                for port in self.passed(s):
+                    self.saving[port] -= self.streams[s].rate
 
     def passed(self, s: int) -> list[int]:
         return [self.hold_port[s]] if self.streams[s].holds else self.ports[s]

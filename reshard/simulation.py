@@ -49,6 +49,8 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
     * Links: messages of the same two ranks flow one after the other; others share NICs, uplinks of pods and links
       inside hosts by max-min fairness.
     * Buffers: a message stops counting for its sender's window once all but ``send_buffer_bytes`` of it has left.
+    * Bursts: NICs and uplinks are token buckets of ``burst_bytes``, full at the start: what they could have passed
+      while idle they pass at once later.
     * Latency: a message first holds its sender's port for the latency, then its bytes flow.
 
     Args:
@@ -105,6 +107,7 @@ def network_of(messages: MessageTable, moves: np.ndarray, topology: Topology) ->
         hold_work=np.array(hold, dtype=np.float64) * rate[hold_port],
         buffer=np.full(len(paths), float(topology.send_buffer_bytes)),
         rate=rate,
+        burst=np.where(ports.are_inside, 0.0, float(topology.burst_bytes)),
     )
 
 
@@ -120,6 +123,7 @@ class _Ports:
         self._topology = topology
         self._number: dict[tuple[str, int, int], int] = {}
         self.rates: list[float] = []
+        self.are_inside: list[bool] = []  # hosts
 
     def share_host(self, a: int, b: int) -> bool:
         return self._topology.host_of_rank[a] == self._topology.host_of_rank[b]
@@ -146,4 +150,5 @@ class _Ports:
         number = self._number.setdefault((kind, place, nic), len(self.rates))
         if number == len(self.rates):
             self.rates.append(rate)
+            self.are_inside.append(kind in ("out", "in"))
         return number

@@ -106,6 +106,8 @@ class Topology:
         latency_seconds, inside_latency_seconds: from sending the first byte of a message to its arrival, between
             hosts and inside them; it holds the sender's port.
         send_buffer_bytes: of each two ranks' connection; a sender is done with what lies in it.
+        burst_bytes: what each NIC and uplink saves while it is idle and passes at once later, where links are shaped
+            by token buckets.
 
     Raises:
         TopologyError: a negative or missing host, NIC or pod, or a rate or latency that cannot be.
@@ -119,6 +121,7 @@ class Topology:
     latency_seconds: float = field(default=0.0, kw_only=True)
     inside_latency_seconds: float = field(default=0.0, kw_only=True)
     send_buffer_bytes: int = field(default=0, kw_only=True)
+    burst_bytes: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -160,9 +163,10 @@ class Topology:
             )
         for name in ("latency_seconds", "inside_latency_seconds"):
             set_(self, name, _latency(getattr(self, name), name))
-        buffer = self.send_buffer_bytes
-        if isinstance(buffer, bool) or not isinstance(buffer, int) or not 0 <= buffer < 2**63:
-            raise TopologyError(f"send_buffer_bytes is {brief(buffer)}; it must be a number of bytes")
+        for name in ("send_buffer_bytes", "burst_bytes"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < 2**63:
+                raise TopologyError(f"{name} is {brief(size)}; it must be a number of bytes")
 
     def _deal_nics(self) -> tuple[int, ...]:
         if all(len(host.nics) == 1 for host in self.hosts):

@@ -12,6 +12,7 @@ from reshard.mesh import MAX_RANK
 from reshard.topology import MAX_HOSTS, TEN_GBIT, Host, Port, Topology, brief, check_indices, check_rate
 
 MAX_TOPOLOGY_BYTES = 2**26
+_NUMBERS = ("latency_seconds", "inside_latency_seconds", "send_buffer_bytes", "burst_bytes")
 
 
 def read_topology(path: str | Path) -> Topology:
@@ -38,7 +39,7 @@ def topology_from_json(data: Any) -> Topology:
         {"hosts": [{"devices": 4, "nics": ["25 Gbit/s"], "count": 2, "pod": 0}, ...],
          "pods": ["100 Gbit/s", {"egress": ..., "ingress": ...}],
          "inside": "400 Gbit/s", "latency_seconds": 2e-5, "inside_latency_seconds": 5e-6,
-         "send_buffer_bytes": 0}
+         "send_buffer_bytes": 0, "burst_bytes": 0}
 
     ``count`` hosts of that kind; ranks are dealt out to the hosts in order, unless each has ``"ranks": [...]``
     in place of devices. ``"nic_of_device": [0, 0, 1, 1]`` says which NIC each device of a host uses.
@@ -50,8 +51,7 @@ def topology_from_json(data: Any) -> Topology:
         if not isinstance(data["host_of_rank"], list):
             raise TopologyError("host_of_rank must be a list")
         return Topology.uniform(data["host_of_rank"], parse_rate(data.get("nic_bytes_per_second", TEN_GBIT)))
-    known = {"hosts", "pods", "inside", "latency_seconds", "inside_latency_seconds", "send_buffer_bytes"}
-    _refuse_unknown(data, known, "topology")
+    _refuse_unknown(data, {"hosts", "pods", "inside", *_NUMBERS}, "topology")
     hosts, ranks_of, nics_of = _read_hosts(data.get("hosts"))
     host_of_rank, nic_of_rank = _place_ranks(ranks_of, nics_of, [len(host.nics) for host in hosts])
     pods = data.get("pods", [])
@@ -64,9 +64,7 @@ def topology_from_json(data: Any) -> Topology:
         nic_of_rank,
         tuple(_read_port(pod) for pod in pods),
         None if inside is None else parse_rate(inside),
-        latency_seconds=data.get("latency_seconds", 0.0),
-        inside_latency_seconds=data.get("inside_latency_seconds", 0.0),
-        send_buffer_bytes=data.get("send_buffer_bytes", 0),
+        **{name: data[name] for name in _NUMBERS if name in data},
     )
 
 
@@ -98,7 +96,7 @@ def topology_to_json(topology: Topology) -> dict[str, Any]:
         data["pods"] = [_port_to_json(pod) for pod in topology.pods]
     if topology.inside_bytes_per_second is not None:
         data["inside"] = topology.inside_bytes_per_second
-    for name in ("latency_seconds", "inside_latency_seconds", "send_buffer_bytes"):
+    for name in _NUMBERS:
         if getattr(topology, name):
             data[name] = getattr(topology, name)
     return data

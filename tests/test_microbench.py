@@ -56,11 +56,13 @@ def test_measured_rates_take_the_place_of_described_ones():
         "latency": 1e-4,
         "inside_latency": None,
     }
-    measured = measured_topology(topology, found, 5)
+    measured = measured_topology(topology, found)
     assert measured.host(1).nics[0] == Port(4e7, 5e7)
     assert measured.host(0).nics[0] == Port.of(5e7)
     assert measured.pods[1] == Port(5e7, 3e7)
-    assert (measured.latency_seconds, measured.send_buffer_bytes) == (1e-4, 5)
+    assert measured.latency_seconds == 1e-4
+    shaped = measured_topology(nominal(topology), found)
+    assert (shaped.send_buffer_bytes, shaped.burst_bytes) == (262144, 125358)
     off = deviations(measured, topology)
     assert {name for name, part in off.items() if part} == {"host 1 NIC 0 out", "pod 1 in"}
     assert off["host 1 NIC 0 out"] == pytest.approx(-0.2)
@@ -101,7 +103,8 @@ def test_records_tables_and_pages():
     assert ours["seconds"] == [0.29, 0.28, 0.31]  # of the slower rank
     assert ours["bound_seconds"] == pytest.approx(2**25 / (1.25e8 * 1448 / 1514))
     assert ours["ratio"] == pytest.approx(0.29 / ours["bound_seconds"])
-    assert ours["predicted_ratio"] == pytest.approx(1.0, abs=1e-6)
+    burst = 125358 / 2**25  # passes at once
+    assert ours["predicted_ratio"] == pytest.approx(1 - burst, abs=1e-6)
     assert by_name["broadcast_search"]["same_as"] == "broadcast_greedy"
     assert by_name["send_recv"]["wrong"] == 1
     assert by_name["gloo broadcast"]["refused"].startswith("both")
