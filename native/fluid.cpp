@@ -11,6 +11,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include "sharing.h"
+
 namespace nb = nanobind;
 
 using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -42,7 +44,8 @@ struct Flow {
     std::vector<Stream> streams;
     std::vector<int64_t> active; // ascending
     std::vector<double> capacity;
-    std::vector<int64_t> count;
+    std::vector<Path> paths; // of those
+    Sharing sharing;
     std::vector<bool> held;
     std::vector<double> saved, saving;
     bool bursts = false;
@@ -171,41 +174,22 @@ struct Flow {
 
     void share() {
         capacity.assign(port_rate, port_rate + num_ports);
-        count.assign(num_ports, 0);
         held.assign(num_ports, false);
-        std::vector<int64_t> open_ = active, rest;
-        for (const int64_t s : open_)
-            each_port(s, [&](int64_t p) {
-                ++count[p];
-                held[p] = held[p] || streams[s].holds;
-            });
+        paths.clear();
+        for (const int64_t s : active) {
+            if (streams[s].holds) {
+                held[hold_port[s]] = true;
+                paths.push_back({hold_port + s, hold_port + s + 1});
+            } else {
+                paths.push_back({port + port_at[s], port + port_at[s + 1]});
+            }
+        }
         for (size_t p = 0; p < num_ports; ++p)
             if (saved[p] > EMPTY && !held[p])
                 capacity[p] = AT_ONCE;
-        while (!open_.empty()) {
-            double least = -1;
-            int64_t tightest = -1;
-            for (size_t p = 0; p < num_ports; ++p)
-                if (count[p] && (tightest < 0 || capacity[p] / static_cast<double>(count[p]) < least)) {
-                    least = capacity[p] / static_cast<double>(count[p]);
-                    tightest = static_cast<int64_t>(p);
-                }
-            rest.clear();
-            for (const int64_t s : open_) {
-                bool passes = false;
-                each_port(s, [&](int64_t p) { passes |= p == tightest; });
-                if (!passes) {
-                    rest.push_back(s);
-                    continue;
-                }
-                streams[s].rate = least;
-                each_port(s, [&](int64_t p) {
-                    capacity[p] = std::max(capacity[p] - least, 0.0);
-                    --count[p];
-                });
-            }
-            open_.swap(rest);
-        }
+        sharing.share(paths, capacity);
+        for (size_t i = 0; i < active.size(); ++i)
+            streams[active[i]].rate = sharing.rate[i];
         if (bursts) {
             saving.assign(port_rate, port_rate + num_ports);
             for (const int64_t s : active)
@@ -336,6 +320,7 @@ void flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Float
     f.ahead = ahead.data(), f.port_at = port_at.data(), f.port = port.data(), f.hold_port = hold_port.data();
     f.nbytes = nbytes.data(), f.hold_work = hold_work.data(), f.buffer = buffer.data(), f.port_rate = rate.data();
     f.num_ports = num_ports, f.burst = burst.data();
+    f.sharing.price.assign(num_ports, 0);
     f.saved.assign(burst.data(), burst.data() + num_ports), f.saving.assign(num_ports, 0);
     f.bursts = std::any_of(f.saved.begin(), f.saved.end(), [](double bytes) { return bytes > 0; });
     f.start = start.data(), f.finish = finish.data();

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from reshard.sharing import share_ports
+
 #: Events closer together than this part of the step happen at once.
 _TOGETHER = 1e-9
 #: Bytes per second that a port passes as long as it has saved some.
@@ -27,8 +29,8 @@ class Network:
     A message starts when it is the first of its queue that has not, all messages it comes after have finished (and
     those before them into the same receivers, which take them in order), it is less than ``window`` behind the first
     unfinished one of its queue, and its place among those of its receiver is less than ``ahead`` behind the first
-    unfinished one. Messages of one stream flow one after the other; the foremost of each stream share their ports by
-    max-min fairness. A message first holds ``hold_port`` of its stream as ``hold_work`` bytes would, then its own
+    unfinished one. Messages of one stream flow one after the other; the foremost of each stream share their ports (see
+    :func:`~reshard.sharing.share_ports`). A message first holds ``hold_port`` of its stream as ``hold_work`` bytes would, then its own
     bytes pass all ports of the stream. For the window of its queue a message is finished once all that its stream has
     still to pass, up to and with it, fits ``buffer``.
 
@@ -91,6 +93,7 @@ class _Flow:
         self.buffer, self.port_rate = n.buffer.tolist(), n.rate.tolist()
         self.burst = n.burst.tolist()
         self.saved = n.burst.tolist()  # of each port
+        self.price = [0.0] * len(self.burst)
         self.saving = [0.0] * len(self.burst)  # bytes per second, negative while it spends
         self.bursts = max(self.burst, default=0.0) > 0
         self.ports = _rows(n.port_at, n.port)
@@ -280,30 +283,18 @@ class _Flow:
                 self.start_from(blocked)
 
     def share(self) -> None:
-        """Max-min fair rates of the streams that flow."""
+        """Rates of the streams that flow."""
         capacity = list(self.port_rate)
-        count = [0] * len(capacity)
         held = [False] * len(capacity)
-        open_ = list(self.active)
-        for s in open_:
-            for port in self.passed(s):
-                count[port] += 1
-                held[port] |= self.streams[s].holds
+        for s in self.active:
+            if self.streams[s].holds:
+                held[self.hold_port[s]] = True
         for port, saved in enumerate(self.saved):
             if saved > _EMPTY and not held[port]:  # a latency lasts as long with a full bucket
                 capacity[port] = _AT_ONCE
-        while open_:
-            share, tightest = min((capacity[port] / count[port], port) for port in range(len(count)) if count[port])
-            rest = []
-            for s in open_:
-                if tightest in self.passed(s):
-                    self.streams[s].rate = share
-                    for port in self.passed(s):
-                        capacity[port] = max(capacity[port] - share, 0.0)
-                        count[port] -= 1
-                else:
-                    rest.append(s)
-            open_ = rest
+        rates = share_ports([self.passed(s) for s in self.active], capacity, self.price)
+        for s, rate in zip(self.active, rates, strict=True):
+            self.streams[s].rate = rate
         if self.bursts:
             self.saving = list(self.port_rate)
             for s in self.active:

@@ -1,0 +1,164 @@
+// How flows share ports. The Python twin, with the explanation, is reshard.sharing; both do the same floating point
+// operations in the same order.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+struct Path {
+    const int64_t *first, *last;
+    const int64_t *begin() const { return first; }
+    const int64_t *end() const { return last; }
+};
+
+class Sharing {
+  public:
+    std::vector<double> price; // of each port
+    std::vector<double> rate;  // of each flow
+
+    void share(const std::vector<Path> &paths, const std::vector<double> &capacity) {
+        if (!share_single_bottlenecks(paths, capacity))
+            search_prices(paths, capacity);
+    }
+
+  private:
+    static constexpr double EQUAL = 1e-9, EXACT = 1e-4;
+    static constexpr int SWEEPS = 200, STEPS = 20;
+    struct Held {
+        int64_t port;
+        double least;
+        size_t first, last; // of here_
+    };
+    std::vector<double> left_, cost_, over_, exact_;
+    std::vector<int64_t> count_, open_, rest_, here_;
+    std::vector<Held> held_;
+    std::vector<std::vector<int64_t>> flows_;
+
+    bool share_single_bottlenecks(const std::vector<Path> &paths, const std::vector<double> &capacity) {
+        const size_t num_ports = capacity.size();
+        left_ = capacity;
+        count_.assign(num_ports, 0);
+        for (const Path &path : paths)
+            for (const int64_t port : path)
+                ++count_[port];
+        rate.assign(paths.size(), 0);
+        open_.resize(paths.size());
+        for (size_t flow = 0; flow < paths.size(); ++flow)
+            open_[flow] = static_cast<int64_t>(flow);
+        held_.clear(), here_.clear();
+        while (!open_.empty()) {
+            Held held{0, std::numeric_limits<double>::infinity(), here_.size(), 0};
+            for (size_t port = 0; port < num_ports; ++port)
+                if (count_[port] && left_[port] / static_cast<double>(count_[port]) < held.least)
+                    held.least = left_[port] / static_cast<double>(count_[port]), held.port = static_cast<int64_t>(port);
+            rest_.clear();
+            for (const int64_t flow : open_) {
+                if (std::find(paths[flow].begin(), paths[flow].end(), held.port) == paths[flow].end()) {
+                    rest_.push_back(flow);
+                    continue;
+                }
+                here_.push_back(flow);
+                rate[flow] = held.least;
+                for (const int64_t port : paths[flow]) {
+                    left_[port] = std::max(left_[port] - held.least, 0.0);
+                    --count_[port];
+                }
+            }
+            held.last = here_.size();
+            held_.push_back(held);
+            open_.swap(rest_);
+        }
+        exact_.assign(num_ports, 0);
+        for (size_t i = held_.size(); i-- > 0;) {
+            const Held &held = held_[i];
+            double cheapest = std::numeric_limits<double>::infinity(), dearest = 0;
+            for (size_t at = held.first; at < held.last; ++at) {
+                double others = 0;
+                for (const int64_t port : paths[here_[at]])
+                    others += exact_[port];
+                cheapest = std::min(cheapest, others), dearest = std::max(dearest, others);
+            }
+            if ((dearest - cheapest) * held.least > EQUAL || dearest * held.least > 1 + EQUAL)
+                return false;
+            exact_[held.port] = std::max(1 / held.least - dearest, 0.0);
+        }
+        return true;
+    }
+
+    void search_prices(const std::vector<Path> &paths, const std::vector<double> &capacity) {
+        flows_.resize(capacity.size());
+        for (auto &row : flows_)
+            row.clear();
+        cost_.assign(paths.size(), 0);
+        for (size_t flow = 0; flow < paths.size(); ++flow)
+            for (const int64_t port : paths[flow]) {
+                flows_[port].push_back(static_cast<int64_t>(flow));
+                cost_[flow] += price[port];
+            }
+        for (size_t flow = 0; flow < paths.size(); ++flow)
+            if (cost_[flow] == 0) {
+                const int64_t port = *paths[flow].begin();
+                price[port] = static_cast<double>(flows_[port].size()) / capacity[port];
+                for (const int64_t other : flows_[port])
+                    cost_[other] += price[port];
+            }
+        for (int sweep = 0; sweep < SWEEPS; ++sweep) {
+            double worst = 0;
+            for (size_t port = 0; port < capacity.size(); ++port)
+                if (!flows_[port].empty())
+                    worst = std::max(worst, set_price(port, capacity[port]));
+            if (worst <= EXACT)
+                break;
+        }
+        over_.assign(capacity.size(), 0);
+        for (size_t port = 0; port < capacity.size(); ++port) {
+            for (const int64_t flow : flows_[port])
+                over_[port] += 1 / cost_[flow];
+            over_[port] /= capacity[port];
+        }
+        for (size_t flow = 0; flow < paths.size(); ++flow) {
+            double most = 1;
+            for (const int64_t port : paths[flow])
+                most = std::max(most, over_[port]);
+            rate[flow] = 1 / (cost_[flow] * most);
+        }
+    }
+
+    double set_price(size_t port, double capacity) {
+        const double old = price[port];
+        double load = 0, others = std::numeric_limits<double>::infinity();
+        for (const int64_t flow : flows_[port]) {
+            load += 1 / cost_[flow];
+            others = std::min(others, cost_[flow] - old);
+        }
+        const double off = load / capacity - 1;
+        if (off < 0 && old == 0)
+            return 0;
+        if (std::abs(off) <= EXACT / 4)
+            return std::abs(off);
+        const double lowest = std::max(1 / capacity - std::max(others, 0.0), 0.0);
+        double now = std::max(old, lowest);
+        for (int step = 0; step < STEPS; ++step) {
+            load = 0;
+            double slope = 0;
+            for (const int64_t flow : flows_[port]) {
+                const double part = 1 / (cost_[flow] - old + now);
+                load += part;
+                slope += part * part;
+            }
+            const double following = std::max(now + (load / capacity - 1) * load / slope, lowest);
+            const bool close = std::abs(following - now) <= EXACT / 8 * following;
+            now = following;
+            if (close)
+                break;
+        }
+        price[port] = now;
+        for (const int64_t flow : flows_[port])
+            cost_[flow] += now - old;
+        return std::abs(off);
+    }
+};
