@@ -26,7 +26,7 @@ class Sharing {
     }
 
   private:
-    static constexpr double EQUAL = 1e-9, EXACT = 1e-4;
+    static constexpr double EQUAL = 1e-9, EXACT = 1e-6;
     static constexpr int SWEEPS = 200, STEPS = 20;
     struct Held {
         int64_t port;

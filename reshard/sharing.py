@@ -7,7 +7,7 @@ import math
 #: Shares closer than this part of each other are equal.
 _EQUAL = 1e-9
 #: How far the load of a port may be from what it carries, as a part of that, when the search for prices stops.
-_EXACT = 1e-4
+_EXACT = 1e-6
 _SWEEPS = 200
 _STEPS = 20
 
