@@ -53,7 +53,7 @@ def run_on_machines(
     fitting = [row for row in rows if max(max(spec.src.ranks + spec.dst.ranks) for spec in row.tensors) < size]
     if rank == 0:
         say(f"{size} ranks on {topology.num_hosts} hosts; {len(rows) - len(fitting)} rows need more ranks")
-    before = measured_topology(topology, measure_links(rank, lambda value: None, topology), 0)
+    before = measured_topology(topology, measure_links(rank, lambda value: None, topology))
     planned = [plan_row(row, str(n), contenders, repeats, before) for n, row in enumerate(fitting)]
     by_key = {one.key: one for one in planned}
     results: list[tuple[Planned, dict[str, Any]]] = []
@@ -64,7 +64,7 @@ def run_on_machines(
             results.append((by_key[said[1]], said[2]))
 
     run_jobs(rank, on_report, [Job(one.key, one.row.tensors, one.turns) for one in planned])
-    after = measured_topology(topology, measure_links(rank, lambda value: None, topology), 0)
+    after = measured_topology(topology, measure_links(rank, lambda value: None, topology))
     if rank == 0:
         moved = max(map(abs, deviations(after, before).values()), default=0.0)
         off = max(max(map(abs, deviations(side, topology).values()), default=0.0) for side in (before, after))

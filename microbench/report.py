@@ -30,9 +30,12 @@ def predicted(records: Iterable[Record]) -> list[Record]:
 
 
 def format_table(records: Sequence[Record]) -> str:
-    """One line per row and contender; MB are what left and entered each host's NICs in the last turn, counted there."""
+    """One line per row and contender; MB are what left and entered each host's NICs in the last turn, counted there.
+
+    Busy is the part of this machine's processors that was in use.
+    """
     lines = [
-        f"  {'contender':24} {'median s':>9} {'min':>8} {'max':>8} {'x bound':>8} {'pred/meas':>9} {'first s':>8}  "
+        f"  {'contender':24} {'median s':>9} {'min':>8} {'max':>8} {'x bound':>8} {'pred/meas':>9} {'first s':>8} {'busy':>5}  "
         "elements  MB out and in per host"
     ]
     last = None
@@ -54,7 +57,7 @@ def format_table(records: Sequence[Record]) -> str:
         agrees = f"{record['predicted_over_measured']:9.3f}" if "predicted_over_measured" in record else f"{'':9}"
         lines.append(
             f"  {record['contender']:24} {record['median_seconds']:9.4f} {min(seconds):8.4f} {max(seconds):8.4f} "
-            f"{ratio:>8} {agrees} {record['first_use_seconds']:8.3f}  "
+            f"{ratio:>8} {agrees} {record['first_use_seconds']:8.3f} {record['busy']:5.0%}  "
             f"{str(record['wrong']) + ' WRONG' if record['wrong'] else 'all':8}  {_crossed(record['crossed_bytes'])}"
         )
     return "\n".join(lines)

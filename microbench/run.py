@@ -237,6 +237,7 @@ def make_records(
             "median_seconds": statistics.median(seconds),
             "ratio": statistics.median(seconds) / bound if bound else None,
             "first_use_seconds": round(result["first_use_seconds"], 6),
+            "busy": round(result["busy"], 3),
             "wrong": result["wrong"],
             "crossed_bytes": crossed.get((one.key, one.same_as.get(name, name))),
         }

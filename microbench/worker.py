@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,6 +52,8 @@ class Stopwatch:
         dist.all_gather_object(boots, Path("/proc/sys/kernel/random/boot_id").read_text())
         self.shares_clock = len(set(boots)) == 1
         self.begun = 0.0
+        self.busy = 0.0  # part of this machine's processor time that was used between the last start and stop
+        self._idle = 0.0
 
     def start(self) -> None:
         """Wait for the common start."""
@@ -61,12 +65,21 @@ class Stopwatch:
             time.sleep(max(0.0, self.begun - time.monotonic()))
         else:
             self.begun = time.monotonic()
+        self._idle = idle_seconds()
 
     def stop(self) -> float:
         """Seconds since the start on this rank; returns when all ranks have stopped."""
         seconds = time.monotonic() - self.begun
         dist.barrier()
+        available = (time.monotonic() - self.begun) * (os.cpu_count() or 1)
+        self.busy = max(0.0, 1 - (idle_seconds() - self._idle) / available)
         return seconds
+
+
+def idle_seconds() -> float:
+    """What the processors of this machine have idled since it started, all together."""
+    idle, waiting = Path("/proc/stat").read_text().splitlines()[0].split()[4:6]
+    return (int(idle) + int(waiting)) / os.sysconf("SC_CLK_TCK")
 
 
 def run_jobs(rank: int, report: Callable[[Any], None], jobs: Sequence[Job]) -> None:
@@ -99,7 +112,7 @@ def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stop
             report(("start", job.key, turn.name))
             stopwatch.start()
             if number == 0:  # the first turn includes making the contender
-                results[turn.name] = {"seconds": [], "wrong": 0, "first_use_seconds": 0.0}
+                results[turn.name] = {"seconds": [], "busy": [], "wrong": 0, "first_use_seconds": 0.0}
                 try:
                     contenders[turn.name] = _make(turn, job, rank, sources, outs)
                 except (NotApplicable, ReshardError, ValueError, NotImplementedError) as error:
@@ -111,6 +124,7 @@ def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stop
             report(("turn", job.key, turn.name))
             if number:
                 results[turn.name]["seconds"].append(seconds)
+                results[turn.name]["busy"].append(stopwatch.busy)
             else:
                 results[turn.name]["first_use_seconds"] = seconds
             for out, wanted in zip(outs, expected, strict=True):
@@ -142,6 +156,7 @@ def _merge(gathered: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str,
             continue
         merged[name] = {
             "seconds": [max(times) for times in zip(*(row["seconds"] for row in rows), strict=True)],
+            "busy": max(statistics.median(row["busy"]) for row in rows),
             "wrong": sum(row["wrong"] for row in rows),
             "first_use_seconds": max(row["first_use_seconds"] for row in rows),
         }

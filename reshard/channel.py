@@ -19,10 +19,8 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from reshard.agreement import Record, Verdict, describe_error, name_rank, rebuild_error
@@ -31,39 +29,11 @@ from reshard.errors import ArgumentError, DisagreementError, RemoteError, Reshar
 from reshard.group import Group
 from reshard.mesh import format_ranks
 from reshard.monitor import Monitor, call_at_exit
-from reshard.progress import Work
+from reshard.transport import Connections, GlooTransport
 
 #: After this long in a round, a rank says what it waits for and looks at what the others wait for.
 PATIENCE_SECONDS = 0.2
 MAX_CACHED = 32
-#: A tag that no transfer uses: those count rounds.
-ABORT_TAG = 2**31 - 1
-
-
-class ProcessGroupTransport:
-    """Messages over a process group whose ranks are positions in ``members``."""
-
-    def __init__(self, process_group: Any, members: Sequence[int]) -> None:
-        self._process_group = process_group
-        self._position = {rank: i for i, rank in enumerate(members)}
-
-    def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
-        """Start sending a flat buffer."""
-        return self._process_group.send([buffer], self._position[rank], tag)
-
-    def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
-        """Start receiving into a flat buffer."""
-        return self._process_group.recv([buffer], self._position[rank], tag)
-
-    def abort(self) -> None:
-        """End every wait on this group, here and soon at the other ranks.
-
-        Gloo has no abort that does this from Python, but a wait that times out closes all connections of its group.
-        """
-        other = next(position for position in self._position.values() if position != self._process_group.rank())
-        with contextlib.suppress(RuntimeError):
-            never = self._process_group.recv([torch.empty(1, dtype=torch.uint8)], other, ABORT_TAG)
-            never.wait(timedelta(milliseconds=1))
 
 
 class Channel:
@@ -82,7 +52,7 @@ class Channel:
         self.idle_staging: Any = None  # of the last call, for the next one of the same plan
         self._hub: Hub | None = None
         self._spoke: Spoke | None = None
-        self._transports: dict[int, ProcessGroupTransport] = {}
+        self._connections: tuple[int, Connections] | None = None  # of a generation
         self.cache: OrderedDict[Any, Any] = OrderedDict()
 
     # Agreement
@@ -271,22 +241,19 @@ class Channel:
             if end is not None:
                 end.close()
 
-    def transport(self, generation: int, timeout_seconds: float) -> ProcessGroupTransport | None:
-        """The transport of this generation, made by all members together on first use; None for one rank."""
+    def transport(self, generation: int, is_two_way: bool, timeout_seconds: float) -> GlooTransport | None:
+        """A transport of this generation, made by all members together; None for one rank."""
         if len(self.members) == 1:
             return None
         with self._lock:
-            if generation not in self._transports:
+            if self._connections is None or self._connections[0] != generation:
                 Monitor.of(self.group)
                 store = dist.PrefixStore(f"gloo/{generation}", self._store)
-                position = self.members.index(self.group.rank)
-                limit = timedelta(seconds=timeout_seconds)
-                try:
-                    process_group = dist.ProcessGroupGloo(store, position, len(self.members), limit)
-                except RuntimeError as error:
-                    raise self.fail(generation, ConnectionError(f"cannot connect: {error}")) from error
-                self._transports = {generation: ProcessGroupTransport(process_group, self.members)}
-            return self._transports[generation]
+                self._connections = generation, Connections(store, self.group.rank, self.members)
+            try:
+                return self._connections[1].transport(is_two_way, timeout_seconds)
+            except RuntimeError as error:
+                raise self.fail(generation, ConnectionError(f"cannot connect: {error}")) from error
 
     def fail(self, generation: int, error: BaseException) -> ReshardError:
         """Tell all members that a transfer failed; returns the error that they all take, the first one told."""
@@ -320,8 +287,8 @@ class Channel:
             return error
         if self.broken is None:
             self.broken = error
-            if generation in self._transports:
-                self._transports[generation].abort()
+            if self._connections is not None and self._connections[0] == generation:
+                self._connections[1].abort()
         return self.broken
 
     def check_usable(self, generation: int) -> None:

@@ -29,10 +29,10 @@ class Network:
     A message starts when it is the first of its queue that has not, all messages it comes after have finished (and
     those before them into the same receivers, which take them in order), it is less than ``window`` behind the first
     unfinished one of its queue, and its place among those of its receiver is less than ``ahead`` behind the first
-    unfinished one. Messages of one stream flow one after the other; the foremost of each stream share their ports (see
-    :func:`~reshard.sharing.share_ports`). A message first holds ``hold_port`` of its stream as ``hold_work`` bytes would, then its own
-    bytes pass all ports of the stream. For the window of its queue a message is finished once all that its stream has
-    still to pass, up to and with it, fits ``buffer``.
+    unfinished one. Messages of one stream flow one after the other; the foremost of each stream share their ports as
+    :func:`~reshard.sharing.share_ports` says. A message first holds ``hold_port`` of its stream as ``hold_work`` bytes
+    would, then its own bytes pass all ports of the stream. For the window of its queue a message is finished once all
+    that its stream has still to pass, up to and with it, fits ``buffer``.
 
     A port is a token bucket: it saves up to ``burst`` bytes of what it could have passed and did not, full at the
     start, and passes those at once.

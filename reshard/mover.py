@@ -13,7 +13,7 @@ import torch
 
 from reshard.agreement import Record, Verdict, resolve
 from reshard.arrays import as_plain, check_apart, check_array
-from reshard.channel import ABORT_TAG, Channel, find_channel
+from reshard.channel import Channel, find_channel
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.group import find_group
 from reshard.monitor import Monitor, call_at_exit
@@ -21,6 +21,7 @@ from reshard.plan import Plan
 from reshard.program import Program, build_program
 from reshard.progress import run_program
 from reshard.staging import Staging, carrier
+from reshard.transport import ABORT_TAG
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 #: How long the end of the process waits for a transfer under way.
@@ -139,7 +140,7 @@ class Mover:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._keeps_staging = False  # hand the buffers to the next call of the same plan
-        self._transport = channel.transport(self._generation, timeout_seconds)
+        self._transport = channel.transport(self._generation, plan.is_two_way, timeout_seconds)
 
     @property
     def staging_allocated_bytes(self) -> int:

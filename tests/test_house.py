@@ -16,7 +16,7 @@ PACKAGE = Path(reshard.__file__).parent
 LAYERS = [
     "version", "errors", "dtypes", "mesh", "notation", "layout", "shards", "tasks", "topology", "topology_json", "bound", "plan",
     "plan_text", "plan_json", "messages", "sharing", "fluid", "simulation", "routes", "senders", "trees", "exchanges", "broadcasts", "search", "strategies", "planning", "check", "runs", "program", "local", "staging", "progress",
-    "agreement", "control", "group", "monitor", "channel", "arrays", "mover", "request", "call", "launch", "cases", "demo", "cli",
+    "agreement", "control", "group", "monitor", "transport", "channel", "arrays", "mover", "request", "call", "launch", "cases", "demo", "cli",
 ]  # fmt: skip
 #: Imports inside functions that go up on purpose: a plan prints itself and knows its bound.
 UPWARD = {

@@ -77,8 +77,13 @@ def _records():
     links = nominal(read_cluster("five"))
     gathered = [
         {
-            "broadcast_greedy": {"seconds": [0.29, 0.28, 0.30 + rank / 100], "wrong": 0, "first_use_seconds": 0.5},
-            "send_recv": {"seconds": [1.1, 1.2, 1.3], "wrong": rank, "first_use_seconds": 1.5},
+            "broadcast_greedy": {
+                "seconds": [0.29, 0.28, 0.30 + rank / 100],
+                "wrong": 0,
+                "busy": [0.5, 0.4, 0.45],
+                "first_use_seconds": 0.5,
+            },
+            "send_recv": {"seconds": [1.1, 1.2, 1.3], "wrong": rank, "busy": [0.1], "first_use_seconds": 1.5},
             "gloo broadcast": {"refused": "both layouts must be replicated"} if rank else {"seconds": [], "wrong": 0},
         }
         for rank in range(2)
@@ -103,6 +108,7 @@ def test_records_tables_and_pages():
     assert ours["seconds"] == [0.29, 0.28, 0.31]  # of the slower rank
     assert ours["bound_seconds"] == pytest.approx(2**25 / (1.25e8 * 1448 / 1514))
     assert ours["ratio"] == pytest.approx(0.29 / ours["bound_seconds"])
+    assert ours["busy"] == 0.45
     burst = 125358 / 2**25  # passes at once
     assert ours["predicted_ratio"] == pytest.approx(1 - burst, abs=1e-6)
     assert by_name["broadcast_search"]["same_as"] == "broadcast_greedy"

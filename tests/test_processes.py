@@ -64,3 +64,27 @@ def test_a_shard_of_the_wrong_shape_is_one_error_on_every_rank_and_the_next_call
     assert "rank 1 passes a shard of shape [4, 4]" in text
     assert "[3, 4]" in text
     assert good
+
+
+def _one_way_beside_two_way(rank):
+    whole = whole_tensor((8, 12))
+    topology = reshard.Topology((0, 0, 1, 1))
+    one_way = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2), "R S0")
+    two_way = Layout(Mesh.of("4"), "S0"), Layout(Mesh.of("4"), "R S0")
+    plans = [reshard.make_plan(*pair, whole.shape, whole.dtype, topology=topology) for pair in (one_way, two_way)]
+    movers = [reshard.Mover(plan) for plan in plans]
+    for _ in range(3):  # both under way at once
+        handles = [
+            mover.start(take_shard(src, rank, whole))
+            for mover, (src, _) in zip(movers, (one_way, two_way), strict=True)
+        ]
+        for handle, (_, dst) in zip(handles, (one_way, two_way), strict=True):
+            out, expected = handle.wait(), take_shard(dst, rank, whole)
+            assert (out is None) == (expected is None)
+            assert expected is None or same_bytes(out, expected)
+    ours = movers[0]._channel._connections[1]
+    return [plan.is_two_way for plan in plans], len(ours._groups)
+
+
+def test_traffic_both_ways_has_a_connection_for_each():
+    assert run_processes(_one_way_beside_two_way, 4) == [([False, True], 2)] * 4

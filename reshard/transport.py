@@ -1,0 +1,79 @@
+"""Messages between ranks over Gloo."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.progress import Work
+
+#: A tag that no transfer uses: those count rounds.
+ABORT_TAG = 2**31 - 1
+
+
+class Connections:
+    """Gloo groups of the same ranks, each with a connection between each two of them, made when first needed."""
+
+    def __init__(self, store: dist.Store, rank: int, members: Sequence[int]) -> None:
+        self._store = store
+        self._own = members.index(rank)
+        self._position = {member: position for position, member in enumerate(members)}
+        self._groups: list[Any] = []
+
+    def transport(self, is_two_way: bool, timeout_seconds: float) -> GlooTransport:
+        """A transport; all ranks must ask for the same one.
+
+        Gloo has a receiver say to the sender that it waits, on their connection, behind all that it sends to it itself.
+        With traffic both ways a sender would wait for the end of a message in the other direction after each of its own
+        (an exchange in place took 1.25 times the bound): a two-way transport has a connection for each direction.
+
+        Raises:
+            RuntimeError: not all ranks came in time.
+        """
+        while len(self._groups) < 1 + is_two_way:
+            store = dist.PrefixStore(str(len(self._groups)), self._store)
+            limit = timedelta(seconds=timeout_seconds)
+            self._groups.append(dist.ProcessGroupGloo(store, self._own, len(self._position), limit))
+        return GlooTransport(self._groups[0], self._groups[is_two_way], self._own, self._position)
+
+    def abort(self) -> None:
+        """End every wait of any transport, here and soon at the other ranks."""
+        for group in self._groups:
+            abort_group(group)
+
+
+class GlooTransport:
+    """Messages to ranks of later positions go over one group, those to earlier ones over another, or the same."""
+
+    def __init__(self, later: Any, earlier: Any, own: int, position: dict[int, int]) -> None:
+        self._later, self._earlier, self._own, self._position = later, earlier, own, position
+
+    def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
+        """Start sending a flat buffer."""
+        to = self._position[rank]
+        return (self._later if to > self._own else self._earlier).send([buffer], to, tag)
+
+    def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
+        """Start receiving into a flat buffer."""
+        sender = self._position[rank]
+        return (self._later if sender < self._own else self._earlier).recv([buffer], sender, tag)
+
+    def abort(self) -> None:
+        """End every wait on this transport, here and soon at the other ranks."""
+        for group in {self._later, self._earlier}:
+            abort_group(group)
+
+
+def abort_group(group: Any) -> None:
+    """Close all connections of a group.
+
+    Gloo has no abort that does this from Python, but a wait that times out closes all connections of its group.
+    """
+    with contextlib.suppress(RuntimeError):
+        never = group.recv([torch.empty(1, dtype=torch.uint8)], int(group.rank() == 0), ABORT_TAG)
+        never.wait(timedelta(milliseconds=1))
