@@ -49,14 +49,18 @@ def slices_of(spec: TensorSpec, layout: Any, rank: int) -> tuple[slice, ...]:
     return tuple(slice(lo, hi) for lo, hi in boxes[0])
 
 
+def are_replicated(specs: Sequence[TensorSpec]) -> bool:
+    """Whether every rank of both layouts holds whole tensors."""
+    layouts = [layout for spec in specs for layout in (spec.src, spec.dst)]
+    return all(isinstance(layout, Layout) and not any(layout.spec) for layout in layouts)
+
+
 class GlooBroadcast:
     """Gloo's own ``broadcast`` from the first source rank to all destination ranks."""
 
     def __init__(self, specs: Sequence[TensorSpec], rank: int, sources: Tensors, outs: Tensors) -> None:
-        for spec in specs:
-            for layout in (spec.src, spec.dst):
-                if not isinstance(layout, Layout) or any(layout.spec):
-                    raise NotApplicable("it moves whole tensors: both layouts must be replicated")
+        if not are_replicated(specs):
+            raise NotApplicable("it moves whole tensors: both layouts must be replicated")
         self.root = specs[0].src.ranks[0]
         members = sorted({self.root, *specs[0].dst.ranks})
         self.group = dist.new_group(members)

@@ -19,7 +19,7 @@ import numpy as np
 
 from microbench.calibrate import deviations, mean_topology, measure_links, measured_topology
 from microbench.cluster import Cluster
-from microbench.contenders import OTHERS
+from microbench.contenders import OTHERS, are_replicated
 from microbench.rows import Row, read_cluster
 from microbench.wiring import nominal
 from microbench.worker import Job, Turn, run_jobs
@@ -76,6 +76,8 @@ class Planned:
         """Roughly what one turn of another contender takes, for the progress bar."""
         slowest = min(self.topology.host(host).egress_bytes_per_second for host in range(self.topology.num_hosts))
         receivers = len({rank for spec in self.row.tensors for rank in spec.dst.ranks})
+        if name == "gloo broadcast" and not are_replicated(self.row.tensors):
+            return 0.0
         if name in SLOW_OTHERS:
             return self.row.nbytes / slowest * receivers
         plan = self.plans.get("send_recv")
