@@ -35,8 +35,8 @@ def format_table(records: Sequence[Record]) -> str:
     Busy is the part of this machine's processors that was in use.
     """
     lines = [
-        f"  {'contender':24} {'median s':>9} {'min':>8} {'max':>8} {'x bound':>8} {'pred/meas':>9} {'first s':>8} {'busy':>5}  "
-        "elements  MB out and in per host"
+        f"  {'contender':24} {'median s':>9} {'min':>8} {'max':>8} {'x bound':>8} {'pred/meas':>9} {'first s':>8} "
+        f"{'busy':>5}  elements  MB out and in per host"
     ]
     last = None
     for record in records:
