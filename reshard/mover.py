@@ -192,7 +192,7 @@ class Mover:
         """End the progress thread; transfers under way are finished first. The group's connections stay."""
         if not self._closed:
             self._closed = True
-            self._jobs.put(None)
+            self._jobs.put((self, None, None, None))
 
     def __enter__(self) -> Mover:
         return self
@@ -233,11 +233,12 @@ class Mover:
         if self._transport is not None:
             Monitor.of(self._channel.group).watch(handle)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="reshard-progress", daemon=True)
+            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="reshard-progress", daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._jobs.put, None).atexit = False  # dropped without close()
             _running.add(self)
             call_at_exit(_finish_all, priority=20)
-        self._jobs.put((handle, src, dst))
+        self._jobs.put((self, handle, src, dst))
         return handle
 
     def finish(self, timeout_seconds: float) -> None:
@@ -249,14 +250,8 @@ class Mover:
                 self._transport.abort()
                 self._thread.join(1.0)
 
-    def _loop(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            handle, src, dst = job
-            try:
-                self._run(handle, src, dst)
-            finally:
-                if self._transport is not None:
-                    Monitor.of(self._channel.group).forget(handle)
+    def _end(self) -> None:
+        """What the thread does last once the Mover is closed."""
         if self._keeps_staging and self._channel.broken is None:
             self._channel.idle_staging = self.plan.plan_hash, self._staging
 
@@ -284,6 +279,20 @@ class Mover:
                 handle.stop(error)  # told by another rank, or by an earlier transfer
             else:
                 handle.stop(self._channel.fail(self._generation, error))
+        finally:
+            if self._transport is not None:
+                Monitor.of(self._channel.group).forget(handle)
+
+
+def _serve(jobs: queue.SimpleQueue[Any]) -> None:
+    """Run transfers one after the other. Between them it holds nothing of its Mover, which may be dropped."""
+    while (job := jobs.get()) is not None:
+        mover, handle, src, dst = job
+        if handle is None:
+            mover._end()
+            return
+        mover._run(handle, src, dst)
+        del job, mover, handle, src, dst
 
 
 #: Movers with a thread. A thread that is inside a wait when the interpreter ends would end the process abnormally.

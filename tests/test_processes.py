@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+
 import pytest
 import torch
 from tensors import same_bytes, take_shard, whole_tensor
@@ -88,3 +92,20 @@ def _one_way_beside_two_way(rank):
 
 def test_traffic_both_ways_has_a_connection_for_each():
     assert run_processes(_one_way_beside_two_way, 4) == [([False, True], 2)] * 4
+
+
+def _dropped(rank):
+    src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2"), "R S0")
+    plan = reshard.make_plan(src, dst, (8, 8), "float32")
+    before = threading.active_count()
+    for _ in range(3):
+        reshard.Mover(plan)(torch.ones(4, 8))
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before + 1 and time.monotonic() < deadline:  # one more watches the ranks
+        time.sleep(0.01)
+    return threading.active_count() - before
+
+
+def test_movers_that_are_dropped_leave_no_thread():
+    assert max(run_processes(_dropped, 2)) <= 1
