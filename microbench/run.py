@@ -23,11 +23,12 @@ from microbench.contenders import OTHERS, are_replicated
 from microbench.rows import Row, read_cluster
 from microbench.wiring import nominal
 from microbench.worker import Job, Turn, run_jobs
-from reshard.plan import Plan, Transfers
+from reshard.plan import Plan
 from reshard.planning import plan_tensors
 from reshard.simulation import simulate
 from reshard.strategies import DEFAULT_STRATEGY
 from reshard.topology import Topology
+from reshard.transfers import Transfers
 
 #: Links may move by this much between before and after, and be this far from what the shaper should give.
 MOST_DEVIATION = 0.03
@@ -46,6 +47,7 @@ ALL_CONTENDERS = (
     "broadcast_naive",
     "broadcast_size",
     "broadcast_search",
+    "multicast",
     *OTHERS,
 )
 

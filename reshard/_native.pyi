@@ -20,7 +20,24 @@ def flow(
     hold_work: Any,
     buffer: Any,
     rate: Any,
+    burst: Any,
     start: Any,
     finish: Any,
 ) -> None:
     """Fill start and finish with the times of all messages; see reshard.fluid.Network."""
+
+def make_schedule(
+    host: Any,
+    out: Any,
+    into: Any,
+    of_rank: Any,
+    pod: Any,
+    up: Any,
+    down: Any,
+    holders_at: Any,
+    holders: Any,
+    receivers_at: Any,
+    receivers: Any,
+    class_of: Any,
+) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
+    """chunk, sender, receiver, source, after_at, after and end of all messages; see reshard.schedule."""

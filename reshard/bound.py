@@ -18,10 +18,10 @@ Classes = dict[tuple[HostSet, HostSet], int]
 def lower_bound(tensors: Sequence[TensorSpec], topology: Topology) -> float:
     """Seconds below which no plan without relays can be.
 
-    The host-NIC model: a host sends at most what its NICs send together, receives at most what they receive, and what
-    moves inside a host costs nothing. With pods the same holds for each pod and its uplink, and the bound is the
-    larger of the two. It is the optimum of this linear program, in which x[k, h] are the bytes of class k (the regions
-    with the same holders A and needers R) that leave host h::
+    The host-NIC model: a host sends at most what its NICs send together (those that a rank of either layout uses),
+    receives at most what they receive, and what moves inside a host costs nothing. With pods the same holds for each
+    pod and its uplink, and the bound is the larger of the two. It is the optimum of this linear program, in which
+    x[k, h] are the bytes of class k (the regions with the same holders A and needers R) that leave host h::
 
         minimise T    with    sum of x[k, h] over h in A        >= bytes[k]
                               sum of x[k, h] over h in A and R  =  bytes[k] * |R|
@@ -32,10 +32,14 @@ def lower_bound(tensors: Sequence[TensorSpec], topology: Topology) -> float:
     sends slower than it receives, it is the larger of the largest arrival and the least possible largest share of the
     senders, which is computed exactly.
     """
+    used: dict[int, set[int]] = {}
+    for spec in tensors:
+        for rank in (*spec.src.ranks, *spec.dst.ranks):
+            used.setdefault(topology.host_of_rank[rank], set()).add(topology.nic_of_rank[rank])
 
     def nics_of(host: int) -> Port:
-        nics = topology.host(host)
-        return Port(nics.egress_bytes_per_second, nics.ingress_bytes_per_second)
+        nics = [topology.host(host).nics[number] for number in sorted(used[host])]
+        return Port(sum(nic.egress_bytes_per_second for nic in nics), sum(nic.ingress_bytes_per_second for nic in nics))
 
     bound = _bound_of_places(_classes(tensors, topology.host_of_rank.__getitem__), nics_of)
     if topology.pods:

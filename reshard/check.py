@@ -145,7 +145,7 @@ def _check_sender(
 ) -> None:
     tensor, start, stop = message.boxes[i]
     key = (message.sender, tensor)
-    if message.after is None and key in holds:
+    if message.source is None and key in holds:
         pieces = holds[key].overlap(start, stop)[0]
         if int(pieces.sum()) == numel:
             if len(pieces) > 1:
@@ -154,7 +154,7 @@ def _check_sender(
     shared, ids = came[key].overlap(start, stop) if key in came else (np.zeros(0), np.zeros(0, dtype=np.int64))
     if int(shared.sum()) != numel:
         raise PlanError(f"{where}: rank {message.sender} sends {numel} elements, but has {int(shared.sum())} by then")
-    known = set() if message.after is None else {message.after + i}
+    known = set() if message.source is None else {message.source + i}
     missing = sorted(set(ids.tolist()) - known)
     if missing:
         raise PlanError(f"{where}: rank {message.sender} gets it from message {missing[0]}, which is not in `after`")

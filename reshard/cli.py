@@ -121,7 +121,7 @@ def _plan(options: argparse.Namespace) -> int:
             f"t{tensor} [{', '.join(f'{a}:{b}' for a, b in zip(start, stop, strict=True))}]"
             for tensor, start, stop in message.boxes
         )
-        after = "" if message.after is None else f" after {message.after}"
+        after = "" if message.source is None else f" after {message.source}"
         print(f"{message.id}: {boxes} {message.sender} -> {message.receiver}{after}")
     return 0
 

@@ -42,10 +42,10 @@ def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dic
     for message in expand_messages(plan):
         for i, (tensor, start, stop) in enumerate(message.boxes):
             spec = plan.tensors[tensor]
-            if message.after is None:
+            if message.source is None:
                 data = _view(spec.src_shards, message.sender, shards[tensor][message.sender], start, stop)
-            elif (message.after + i, message.sender) in staging:
-                data = staging[message.after + i, message.sender]
+            elif (message.source + i, message.sender) in staging:
+                data = staging[message.source + i, message.sender]
             else:
                 data = _view(spec.dst_shards, message.sender, out[tensor][message.sender], start, stop)
             assert data is not None, f"message {message.id + i}: the sender does not have it; see check_plan"

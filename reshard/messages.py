@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.plan import Plan
+from reshard.shards import ranges
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,7 +17,8 @@ class MessageTable:
     Attributes:
         id: the id of its (first) box. transfer, chunk: which part of the plan it is.
         sender, receiver: ranks; equal for a copy. nbytes: its size.
-        parent: the row of the message that brings the data to the sender, -1 if it holds the data.
+        source: the row of the message that brings the data to the sender, -1 if it holds the data.
+        after_at, after: message i starts when those of rows ``after[after_at[i]:after_at[i + 1]]`` have finished.
         window: how many messages of its sender may be unfinished when it starts.
     """
 
@@ -26,7 +28,9 @@ class MessageTable:
     sender: np.ndarray
     receiver: np.ndarray
     nbytes: np.ndarray
-    parent: np.ndarray
+    source: np.ndarray
+    after_at: np.ndarray
+    after: np.ndarray
     window: np.ndarray
 
     def __len__(self) -> int:
@@ -46,6 +50,20 @@ def tabulate_messages(plan: Plan) -> MessageTable:
     edge = within - chunk * num_edges[transfer]
     edge_row = transfers.edge_at[transfer] + edge
     parent_edge = _parent_edges(plan)[edge_row]
+    source = np.where(parent_edge < 0, -1, first_row[transfer] + chunk * num_edges[transfer] + parent_edge)
+    after_at, after = np.concatenate([[0], np.cumsum(source >= 0)]), source[source >= 0]
+    if len(transfers.after):
+        outer = transfers.source[transfer]
+        source = np.where((source < 0) & (outer >= 0), first_row[outer], source)
+        num_after = np.diff(transfers.after_at)[transfer]
+        within_tree = np.flatnonzero(parent_edge >= 0)
+        later = np.concatenate([np.repeat(np.arange(len(transfer)), num_after), within_tree])
+        earlier = np.concatenate(
+            [first_row[transfers.after[ranges(transfers.after_at[transfer], num_after)]], source[within_tree]]
+        )
+        order = np.argsort(later, kind="stable")
+        after_at = np.concatenate([[0], np.cumsum(np.bincount(later, minlength=len(transfer)))])
+        after = earlier[order]
     return MessageTable(
         id=transfers.first_message[transfer] + within * num_boxes[transfer],
         transfer=transfer,
@@ -53,7 +71,9 @@ def tabulate_messages(plan: Plan) -> MessageTable:
         sender=transfers.sender[edge_row],
         receiver=transfers.receiver[edge_row],
         nbytes=_chunk_bytes(plan, transfer, chunk),
-        parent=np.where(parent_edge < 0, -1, first_row[transfer] + chunk * num_edges[transfer] + parent_edge),
+        source=source,
+        after_at=after_at,
+        after=after,
         window=transfers.window[transfer],
     )
 

@@ -19,9 +19,8 @@ from reshard.group import find_group
 from reshard.monitor import Monitor, call_at_exit
 from reshard.plan import Plan
 from reshard.program import Program, build_program
-from reshard.progress import run_program
+from reshard.progress import TOLD_TAG, run_program
 from reshard.staging import Staging, carrier
-from reshard.transport import ABORT_TAG
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 #: How long the end of the process waits for a transfer under way.
@@ -133,7 +132,7 @@ class Mover:
         self, plan: Plan, program: Program, channel: Channel, call: int, verdict: Verdict, timeout_seconds: float
     ) -> None:
         self.plan, self._program = plan, program
-        self._channel, self._tag, self._generation = channel, call % ABORT_TAG, verdict.generation
+        self._channel, self._tag, self._generation = channel, call % (TOLD_TAG - 1), verdict.generation
         self._timeout_seconds = timeout_seconds
         self._staging = Staging(program, plan.staging_bytes)
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()

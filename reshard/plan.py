@@ -17,6 +17,7 @@ from reshard.layout import AnyLayout, Layout, RegionLayout
 from reshard.shards import Shards, check_shape, cut_shards
 from reshard.tasks import UnitTasks, cut_unit_tasks
 from reshard.topology import Topology
+from reshard.transfers import Transfers
 
 #: Bytes that a rank may hold beyond its source and destination shards.
 DEFAULT_STAGING_BYTES = 64 * 2**20
@@ -96,80 +97,6 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class Transfers:
-    """Regions and the trees they travel along, in order. All arrays are int64.
-
-    Transfer ``i`` moves boxes ``box_at[i]:box_at[i + 1]`` along edges ``edge_at[i]:edge_at[i + 1]``. Edges stand
-    in an order in which each sender holds the data or stands before as a receiver; an edge from a rank to
-    itself is a copy. A transfer of one box travels in ``prod(splits[i])`` chunks, one of several small boxes in
-    one chunk, all boxes in one message.
-
-    Attributes:
-        box_tensor: ``(boxes,)``. box_start, box_stop: ``(boxes, ndim)``, dims that a tensor lacks are ``0:1``.
-        sender, receiver: ``(edges,)``. splits: ``(transfers, ndim)`` into how many parts each dim is cut.
-        window: ``(transfers,)`` how many messages a sender may have unfinished when one of these starts.
-    """
-
-    box_at: np.ndarray
-    box_tensor: np.ndarray
-    box_start: np.ndarray
-    box_stop: np.ndarray
-    edge_at: np.ndarray
-    sender: np.ndarray
-    receiver: np.ndarray
-    splits: np.ndarray
-    window: np.ndarray
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            array = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
-            if array.base is not None or array is getattr(self, name):
-                array = array.copy()
-            array.setflags(write=False)
-            object.__setattr__(self, name, array)
-
-    def __len__(self) -> int:
-        return len(self.window)
-
-    @cached_property
-    def num_chunks(self) -> np.ndarray:
-        """``(transfers,)`` chunks of each transfer."""
-        return self.splits.prod(axis=1, dtype=np.int64)
-
-    @cached_property
-    def first_message(self) -> np.ndarray:
-        """``(transfers + 1,)`` the id of each transfer's first message; the last entry counts all messages."""
-        counts = np.diff(self.box_at) * self.num_chunks * np.diff(self.edge_at)
-        return np.concatenate([[0], np.cumsum(counts)])
-
-    @cached_property
-    def transfer_of_edge(self) -> np.ndarray:
-        """``(edges,)`` the transfer that each edge belongs to."""
-        return np.repeat(np.arange(len(self)), np.diff(self.edge_at))
-
-    def chunk_box(self, transfer: int, chunk: int) -> tuple[list[int], list[int]]:
-        """``(start, stop)`` of one chunk of a transfer of one box."""
-        box = int(self.box_at[transfer])
-        start, stop = self.box_start[box].tolist(), self.box_stop[box].tolist()
-        lo, hi = list(start), list(stop)
-        splits = self.splits[transfer].tolist()
-        for dim in range(len(splits) - 1, -1, -1):
-            n = splits[dim]
-            if n > 1:
-                index = chunk % n
-                chunk //= n
-                size = stop[dim] - start[dim]
-                lo[dim] = start[dim] + size * index // n
-                hi[dim] = start[dim] + size * (index + 1) // n
-        return lo, hi
-
-    def edges_of(self, transfer: int) -> list[tuple[int, int]]:
-        """``(sender, receiver)`` of each edge of one transfer."""
-        at = slice(int(self.edge_at[transfer]), int(self.edge_at[transfer + 1]))
-        return list(zip(self.sender[at].tolist(), self.receiver[at].tolist(), strict=True))
-
-
-@dataclass(frozen=True, eq=False)
 class Plan:
     """Which messages move tensors from their source to their destination layouts, in one total order.
 
@@ -208,6 +135,8 @@ class Plan:
         digest.update(json.dumps(header).encode())
         for name in Transfers.__dataclass_fields__:
             array = getattr(self.transfers, name)
+            if name in ("after_at", "after", "source") and not len(self.transfers.after):
+                continue
             digest.update(repr((name, array.shape)).encode() + array.astype("<i8").tobytes())
         return digest.hexdigest()
 
@@ -290,7 +219,8 @@ class Message:
     Attributes:
         id: the id of its first box; box ``i`` of it has id ``id + i``.
         boxes: ``(tensor, start, stop)`` of each box, in elements.
-        after: the id of the message that brings the same boxes to the sender, None if it holds them.
+        source: the id of the message that brings the same boxes to the sender, None if it holds them.
+        after: the ids of further messages, by their last box, that must have completed.
     """
 
     id: int
@@ -299,7 +229,8 @@ class Message:
     sender: int
     receiver: int
     boxes: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
-    after: int | None
+    source: int | None
+    after: tuple[int, ...]
     window: int
 
 
@@ -326,6 +257,10 @@ def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
         first_box, end_box = int(transfers.box_at[transfer]), int(transfers.box_at[transfer + 1])
         num_boxes = end_box - first_box
         base, window = int(transfers.first_message[transfer]), int(transfers.window[transfer])
+        fed_by = int(transfers.source[transfer])
+        source = int(transfers.first_message[fed_by]) if fed_by >= 0 else None
+        order = transfers.after[transfers.after_at[transfer] : transfers.after_at[transfer + 1]]
+        after = tuple((transfers.first_message[order[order != fed_by] + 1] - 1).tolist())
         for chunk in range(int(transfers.num_chunks[transfer])):
             if num_boxes == 1:
                 bounds = [transfers.chunk_box(transfer, chunk)]
@@ -348,7 +283,8 @@ def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
                     sender=sender,
                     receiver=receiver,
                     boxes=tuple(boxes),
-                    after=None if parent is None else at + parent * num_boxes,
+                    source=source if parent is None else at + parent * num_boxes,
+                    after=after,
                     window=window,
                 )
 

@@ -29,7 +29,7 @@ def plan_to_json(plan: Plan, rank: int | None = None) -> dict[str, Any]:
                     "receiver": message.receiver,
                     "start": list(start),
                     "stop": list(stop),
-                    "after": [] if message.after is None else [message.after + i],
+                    "after": [*([] if message.source is None else [message.source + i]), *message.after],
                     # boxes that travel in one message are listed one by one, so the window counts them so
                     "window": message.window * len(message.boxes),
                 }

@@ -10,7 +10,8 @@
     # lower bound: 1.28e-07 s
 
 A transfer's line gives the id of its first message, its boxes, its tree (``0 -> 2 -> 3, 2 -> 4``: edges in
-order, a path for as long as one follows from the other), into how many parts each dim is cut, and the window. Lines
+order, a path for as long as one follows from the other), into how many parts each dim is cut, and the window; where it
+has them, ``from 12`` for the message that brings its data, and ``after 7,9`` for others that must have finished. Lines
 that begin with # are for people.
 """
 
@@ -27,8 +28,9 @@ from reshard.errors import PlanError, ReshardError
 from reshard.layout import AnyLayout, Box, Layout, RegionLayout, format_box
 from reshard.mesh import Mesh, format_ranks, parse_ranks
 from reshard.notation import parse_ours
-from reshard.plan import Plan, TensorSpec, Transfers
+from reshard.plan import Plan, TensorSpec
 from reshard.topology import Topology
+from reshard.transfers import Transfers
 
 MAX_TEXT_BYTES = 2**30
 
@@ -68,8 +70,18 @@ def format_transfer(plan: Plan, transfer: int) -> str:
     splits = "x".join(map(str, transfers.splits[transfer].tolist())) or "1"
     return (
         f"{transfers.first_message[transfer]}: {' + '.join(boxes)} {format_edges(transfers.edges_of(transfer))} "
-        f"splits {splits} window {transfers.window[transfer]}"
+        f"splits {splits} window {transfers.window[transfer]}{_format_after(transfers, transfer)}"
     )
+
+
+def _format_after(transfers: Transfers, transfer: int) -> str:
+    after = transfers.after[transfers.after_at[transfer] : transfers.after_at[transfer + 1]]
+    if not len(after):
+        return ""
+    source = int(transfers.source[transfer])
+    text = f" from {transfers.first_message[source]}" if source >= 0 else ""
+    others = transfers.first_message[after[after != source]].tolist()
+    return text + (f" after {','.join(map(str, others))}" if others else "")
 
 
 def format_edges(edges: Sequence[tuple[int, int]]) -> str:
@@ -102,7 +114,9 @@ _INT = r"[0-9]{1,19}"
 _PLAN = re.compile(rf"plan (\S+) staging_bytes=({_INT})")
 _TOPOLOGY = re.compile(r"topology (?:nic_bytes_per_second=([0-9.e+-]{1,40}) hosts ([0-9*,]*)|(\{.*\}))")
 _TENSOR = re.compile(rf"tensor ({_INT}) (\w+) (\[[0-9, ]*\])(?: named (\"(?:[^\"\\]|\\.)*\"))? from (.*)")
-_TRANSFER = re.compile(rf"({_INT}): (t.*?\]) ([0-9 ,>-]+) splits ([0-9x]+) window ({_INT})")
+_TRANSFER = re.compile(
+    rf"({_INT}): (t.*?\]) ([0-9 ,>-]+) splits ([0-9x]+) window ({_INT})(?: from ({_INT}))?(?: after ([0-9,]+))?"
+)
 _BOX = re.compile(rf"t({_INT}) \[([0-9:, ]*)\]")
 
 
@@ -190,9 +204,12 @@ class TransferRow:
         edges: list[tuple[int, int]],
         splits: list[int],
         window: int,
+        source: int | None = None,
+        after: Sequence[int] = (),
     ) -> None:
         self.first_message, self.boxes, self.edges = first_message, boxes, edges
         self.splits, self.window = splits, window
+        self.source, self.after = source, after  # first messages of other transfers
 
 
 def _parse_transfer(match: re.Match[str], tensors: Sequence[TensorSpec]) -> TransferRow:
@@ -222,14 +239,16 @@ def _parse_transfer(match: re.Match[str], tensors: Sequence[TensorSpec]) -> Tran
             raise PlanError(f"path {path.strip()!r} has no receiver")
         edges.extend(itertools.pairwise(ranks))
     splits = [int(split) for split in match[4].split("x")]
-    return TransferRow(int(match[1]), boxes, edges, splits, int(match[5]))
+    source = None if match[6] is None else int(match[6])
+    after = [int(ident) for ident in match[7].split(",")] if match[7] else []
+    return TransferRow(int(match[1]), boxes, edges, splits, int(match[5]), source, after)
 
 
 def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
     """Arrays from rows.
 
     Raises:
-        PlanError: splits that do not fit, or a window below 1.
+        PlanError: splits that do not fit, a window below 1, or messages that begin no transfer before.
     """
     boxes = [box for row in rows for box in row.boxes]
     start = np.zeros((len(boxes), ndim), dtype=np.int64)
@@ -249,6 +268,15 @@ def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
             raise PlanError(f"window {row.window} must be at least 1")
         splits[i] = given
     edges = np.array([edge for row in rows for edge in row.edges], dtype=np.int64).reshape(-1, 2)
+    number: dict[int, int] = {}
+    after = []
+    for i, row in enumerate(rows):
+        named = [*([] if row.source is None else [row.source]), *row.after]
+        for ident in named:
+            if ident not in number:
+                raise PlanError(f"message {ident} begins no transfer before message {row.first_message}")
+        after.append([number[ident] for ident in named])
+        number[row.first_message] = i
     return Transfers(
         box_at=np.cumsum([0] + [len(row.boxes) for row in rows]),
         box_tensor=np.array([tensor for tensor, _ in boxes], dtype=np.int64),
@@ -259,6 +287,9 @@ def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
         receiver=edges[:, 1],
         splits=splits,
         window=np.array([row.window for row in rows], dtype=np.int64),
+        after_at=np.cumsum([0] + [len(row) for row in after]),
+        after=np.array([i for row in after for i in row], dtype=np.int64),
+        source=np.array([-1 if row.source is None else number[row.source] for row in rows], dtype=np.int64),
     )
 
 

@@ -8,10 +8,11 @@ from typing import Any
 from reshard.errors import ArgumentError
 from reshard.layout import AnyLayout
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec, check_tensors
-from reshard.routes import Problem, Strategy, cut_transfers
+from reshard.routes import Problem, Routes, Strategy, cut_transfers, join_transfers
 from reshard.shards import check_shape
 from reshard.strategies import find_strategy
 from reshard.topology import Topology
+from reshard.transfers import Transfers
 
 
 def make_plan(
@@ -78,8 +79,13 @@ def plan_tensors(
         topology = Topology((0,) * count)
     topology = topology.first(count)
     problem = Problem.of(tensors, topology)
-    transfers = cut_transfers(problem, function(problem), staging_bytes)
-    return Plan(tuple(tensors), topology, name, transfers, staging_bytes)
+    chosen = function(problem)
+    if isinstance(chosen, Transfers):
+        copies = cut_transfers(problem, Routes.of(problem, []), staging_bytes)
+        chosen = join_transfers(copies, chosen)
+    else:
+        chosen = cut_transfers(problem, chosen, staging_bytes)
+    return Plan(tuple(tensors), topology, name, chosen, staging_bytes)
 
 
 def _of(value: Any, name: str, names: list[str], what: str) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from reshard.errors import PlanError
 from reshard.layout import format_box
+from reshard.order import find_waits
 from reshard.plan import Message, Plan, expand_messages, message_nbytes
 from reshard.shards import Shards, find_overlaps
 
@@ -33,9 +34,16 @@ class Copy:
     place: Place
 
 
+#: That a message is over, as its sender (True) or its receiver (False) sees it.
+Event = tuple[int, bool]
+
+
 @dataclass(frozen=True)
 class Recv:
-    """One message in. ``num_forwards`` sends pass it on from where it was staged; a relay keeps none of it."""
+    """One message in. ``num_forwards`` sends pass it on from where it was staged; a relay keeps none of it.
+
+    It may be posted when all of ``waits`` have come.
+    """
 
     id: int
     sender: int
@@ -43,6 +51,7 @@ class Recv:
     nbytes: int
     num_forwards: int
     window: int
+    waits: tuple[Event, ...] = ()
 
     @property
     def is_relay(self) -> bool:
@@ -52,7 +61,10 @@ class Recv:
 
 @dataclass(frozen=True)
 class Send:
-    """One message out. ``forwards`` is the index of the receive that brings the data, None for a holder."""
+    """One message out. ``forwards`` is the index of the receive that brings the data, None for a holder.
+
+    It may be posted when all of ``waits`` have come.
+    """
 
     id: int
     receiver: int
@@ -60,13 +72,15 @@ class Send:
     nbytes: int
     forwards: int | None
     window: int
+    waits: tuple[Event, ...] = ()
 
 
 @dataclass(frozen=True)
 class Program:
     """All that one rank does, each list in the plan's total order.
 
-    Sends that cross hosts and sends that stay inside are two queues, as their windows are.
+    Sends that cross hosts and sends that stay inside are two queues, as their windows are. ``awaited`` are events of
+    other ranks that this one waits for, each with the rank that tells of it; ``told`` says whom to tell of own events.
     """
 
     rank: int
@@ -76,6 +90,8 @@ class Program:
     sends_inside: tuple[Send, ...]
     src_shapes: tuple[tuple[int, ...] | None, ...] = field(default=())
     dst_shapes: tuple[tuple[int, ...] | None, ...] = field(default=())
+    awaited: tuple[tuple[Event, int], ...] = field(default=())
+    told: Mapping[Event, tuple[int, ...]] = field(default_factory=dict)
 
 
 def build_program(plan: Plan, rank: int) -> Program:
@@ -92,9 +108,10 @@ def build_program(plan: Plan, rank: int) -> Program:
     received: dict[int, int] = {}  # message id -> index of the receive
     num_forwards: dict[int, int] = {}
     for message in messages:
-        if message.sender == rank and message.after is not None:
-            num_forwards[message.after] = num_forwards.get(message.after, 0) + 1
+        if message.sender == rank and message.source is not None:
+            num_forwards[message.source] = num_forwards.get(message.source, 0) + 1
     hosts = plan.topology.host_of_rank
+    waits, awaited, told = _waits_of(plan, rank)
     for message in messages:
         nbytes = message_nbytes(plan, message)
         if message.sender == message.receiver:
@@ -112,10 +129,18 @@ def build_program(plan: Plan, rank: int) -> Program:
                 raise PlanError(f"message {message.id}: rank {rank} needs some of its boxes only")
             received[message.id] = len(recvs)
             recvs.append(
-                Recv(message.id, message.sender, places, nbytes, num_forwards.get(message.id, 0), message.window)
+                Recv(
+                    message.id,
+                    message.sender,
+                    places,
+                    nbytes,
+                    num_forwards.get(message.id, 0),
+                    message.window,
+                    waits.get(message.transfer, ()),
+                )
             )
         else:
-            forwards = None if message.after is None else received[message.after]
+            forwards = None if message.source is None else received[message.source]
             places = tuple(
                 Place(box[0], src.find(message.id + i) if forwards is None else None, dst.find(message.id + i))
                 for i, box in enumerate(message.boxes)
@@ -123,7 +148,8 @@ def build_program(plan: Plan, rank: int) -> Program:
             if forwards is None and any(place.src is None for place in places):
                 raise PlanError(f"message {message.id}: rank {rank} sends what it does not hold")
             queue = queues[hosts[rank] == hosts[message.receiver]]
-            queue.append(Send(message.id, message.receiver, places, nbytes, forwards, message.window))
+            before = waits.get(message.transfer, ())
+            queue.append(Send(message.id, message.receiver, places, nbytes, forwards, message.window, before))
     _check_complete(plan, rank, copies, recvs)
     return Program(
         rank=rank,
@@ -133,7 +159,35 @@ def build_program(plan: Plan, rank: int) -> Program:
         sends_inside=tuple(queues[True]),
         src_shapes=tuple(s.src_shards.local_shape(rank) if rank in s.src.ranks else None for s in plan.tensors),
         dst_shapes=tuple(s.dst_shards.local_shape(rank) if rank in s.dst.ranks else None for s in plan.tensors),
+        awaited=awaited,
+        told=told,
     )
+
+
+def _waits_of(
+    plan: Plan, rank: int
+) -> tuple[dict[int, tuple[Event, ...]], tuple[tuple[Event, int], ...], dict[Event, tuple[int, ...]]]:
+    """Of each transfer of a rank the events that it waits for; those of other ranks; and whom to tell of its own."""
+    found, ids = find_waits(plan), plan.transfers.first_message
+    waits: dict[int, tuple[Event, ...]] = {}
+    awaited: dict[Event, int] = {}
+    mine = np.flatnonzero(found.waiter == rank)
+    for later, earlier, actor, is_sent in zip(
+        *(column[mine].tolist() for column in (found.later, found.earlier, found.actor, found.is_sent)), strict=True
+    ):
+        event = (int(ids[earlier]), is_sent)
+        waits[later] = (*waits.get(later, ()), event)
+        if actor != rank:
+            awaited[event] = actor
+    told: dict[Event, tuple[int, ...]] = {}
+    others = np.flatnonzero((found.actor == rank) & (found.waiter != rank))
+    for earlier, waiter, is_sent in zip(
+        *(column[others].tolist() for column in (found.earlier, found.waiter, found.is_sent)), strict=True
+    ):
+        event = (int(ids[earlier]), is_sent)
+        if waiter not in told.get(event, ()):
+            told[event] = (*told.get(event, ()), waiter)
+    return waits, tuple(sorted(awaited.items())), told
 
 
 def _check_complete(plan: Plan, rank: int, copies: Sequence[Copy], recvs: Sequence[Recv]) -> None:

@@ -11,6 +11,9 @@ earliest unfinished message of all: all that is before it is finished, and each 
 Hence its sender has its data, both ends have a buffer, and both have posted their operation.
 
 Receives are posted before sends because Gloo otherwise may run the two directions one after the other.
+
+A plan may ask for an order among messages of several ranks of one host. Whoever ends such a message tells the rank that
+waits for it with a byte, which comes on a lane of its own in the plan's order.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -27,11 +31,14 @@ import torch
 
 from reshard.errors import PlanError, TransferTimeoutError
 from reshard.plan import recvs_ahead
-from reshard.program import Program, Recv, Send
+from reshard.program import Event, Program, Recv, Send
 from reshard.staging import MANY_BOXES, Pool, Staging, flat_bytes, pack, unpack, view_of
 
 #: How often a lane with nothing to wait for looks whether the transfer was told to stop.
 LOOK_SECONDS = 0.2
+#: Bytes that tell of the end of a message have tags of their own, above those of transfers.
+TOLD_TAG = 2**30
+_TOLD_AHEAD = 8
 
 
 class Work(Protocol):
@@ -53,11 +60,21 @@ class Transport(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Told:
+    """A byte from another rank that says that a message is over there."""
+
+    id: int
+    sender: int
+    event: Event
+
+
 class _Lane:
     """Operations of one kind, those before ``at`` posted, those in ``posted`` not waited for yet."""
 
-    def __init__(self, ops: Sequence[Recv] | Sequence[Send], pool: Pool) -> None:
-        self.ops, self.pool, self.at = ops, pool, 0
+    def __init__(self, ops: Sequence[Any], pool: Pool | None = None) -> None:
+        self.ops, self.at = ops, 0
+        self.pool: Any = pool
         self.posted: deque[tuple[Any, Work, torch.Tensor | None]] = deque()
 
     @property
@@ -83,6 +100,10 @@ class _Run:
         self.changed = threading.Condition()  # guards all below
         self.recvs = _Lane(program.recvs, staging.recv)
         self.sends = [_Lane(program.sends_across, staging.across), _Lane(program.sends_inside, staging.inside)]
+        self.told = _Lane([_Told(event[0], rank, event) for event, rank in program.awaited])
+        self.lanes = (self.recvs, *self.sends, self.told)
+        self.over: set[Event] = set()
+        self.telling: list[tuple[Work, torch.Tensor]] = []
         self.slot_of: dict[int, torch.Tensor] = {}  # receive -> its staging slot
         self.uses: dict[int, int] = {}  # receive -> forwards that still read its slot
         self.recvs_done = 0
@@ -95,7 +116,7 @@ class _Run:
         for copy in self.program.copies:
             target = view_of(self.dst, copy.place.tensor, copy.place.dst)
             target.copy_(view_of(self.src, copy.place.tensor, copy.place.src))
-        lanes = [lane for lane in (self.recvs, *self.sends) if lane.ops]
+        lanes = [lane for lane in self.lanes if lane.ops]
         self.num_lanes = len(lanes)
         others = [
             threading.Thread(target=self.follow, args=(lane,), name="reshard-lane", daemon=True) for lane in lanes[1:]
@@ -106,6 +127,8 @@ class _Run:
             self.follow(lanes[0])
         for thread in others:
             thread.join()
+        for work, _ in self.telling if self.error is None else []:
+            self.wait(work, None)
         if self.error is not None:
             raise self.error
 
@@ -115,7 +138,7 @@ class _Run:
             while True:
                 with self.changed:
                     while not lane.posted and not lane.is_over and self.error is None:
-                        if not any(other.posted for other in (self.recvs, *self.sends)):
+                        if not any(other.posted for other in self.lanes):
                             raise PlanError(f"rank {self.program.rank}: message {lane.ops[lane.at].id} can never start")
                         self.changed.wait(LOOK_SECONDS)
                         self.check()
@@ -129,8 +152,12 @@ class _Run:
                     lane.posted.popleft()
                     if isinstance(op, Recv):
                         self.finish_recv(op, slot)
-                    else:
+                        self.end((op.id, False))
+                    elif isinstance(op, Send):
                         self.finish_send(lane, op, slot)
+                        self.end((op.id, True))
+                    else:
+                        self.over.add(op.event)
                     self.post()
                     self.changed.notify_all()
         except BaseException as error:
@@ -143,10 +170,22 @@ class _Run:
                 with contextlib.suppress(Exception):
                     abort()
 
+    def end(self, event: Event) -> None:
+        """Note that a message is over, and tell those who wait for it."""
+        self.over.add(event)
+        for rank in self.program.told.get(event, ()):
+            byte = torch.zeros(1, dtype=torch.uint8)
+            self.telling.append((self.transport.send(byte, rank, self.tag + TOLD_TAG), byte))
+
     def post(self) -> None:
         """Post what can be posted, receives first."""
         if self.error is not None:
             return
+        told = self.told
+        while told.at < len(told.ops) and len(told.posted) < _TOLD_AHEAD:
+            op, byte = told.ops[told.at], torch.empty(1, dtype=torch.uint8)
+            told.posted.append((op, self.transport.recv(byte, op.sender, self.tag + TOLD_TAG), byte))
+            told.at += 1
         while self.recvs.at < len(self.recvs.ops) and self.post_recv():
             pass
         for lane in self.sends:
@@ -156,7 +195,7 @@ class _Run:
     def post_recv(self) -> bool:
         lane = self.recvs
         index, op = lane.at, self.program.recvs[lane.at]
-        if len(lane.posted) >= recvs_ahead(op.window):
+        if len(lane.posted) >= recvs_ahead(op.window) or not self.over.issuperset(op.waits):
             return False
         buffer, slot = None, None
         if len(op.places) == 1 and not op.is_relay:
@@ -197,6 +236,8 @@ class _Run:
         op: Send = lane.ops[lane.at]  # type: ignore[assignment]
         if len(lane.posted) >= op.window or (op.forwards is not None and self.recvs_done <= op.forwards):
             return False
+        if not self.over.issuperset(op.waits):
+            return False
         slot = None
         if op.forwards is not None and op.forwards in self.slot_of:
             buffer = self.slot_of[op.forwards][: op.nbytes]
@@ -226,14 +267,16 @@ class _Run:
             self.uses[op.forwards] -= 1
             self.release_if_unused(op.forwards)
 
-    def wait(self, work: Work, op: Recv | Send) -> None:
+    def wait(self, work: Work, op: Recv | Send | _Told | None) -> None:
         self.check()
         left = self.deadline - time.monotonic()
         try:
             work.wait(timedelta(seconds=max(left, 0.001)))
         except Exception as error:
             self.check()
-            way, rank = ("from", op.sender) if isinstance(op, Recv) else ("to", op.receiver)
+            if op is None:
+                raise ConnectionError(f"telling another rank failed: {error}") from error
+            way, rank = ("to", op.receiver) if isinstance(op, Send) else ("from", op.sender)
             if time.monotonic() >= self.deadline:
                 raise TransferTimeoutError(
                     f"rank {self.program.rank}: message {op.id} {way} rank {rank} did not finish in time"

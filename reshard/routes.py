@@ -9,9 +9,10 @@ from functools import cached_property
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.plan import TensorSpec, Transfers
+from reshard.plan import TensorSpec
 from reshard.shards import NO_RANK
 from reshard.topology import Topology
+from reshard.transfers import Transfers
 
 #: Pieces of a transfer with one hop, or inside one host: large, so that there are few, and packing one overlaps
 #: with sending another.
@@ -151,8 +152,9 @@ class Routes:
         return len(self.task)
 
 
-#: A strategy chooses senders, trees and their order for every receiver of every task.
-Strategy = Callable[[Problem], Routes]
+#: A strategy chooses senders, trees and their order for every receiver of every task. One that also cuts regions into
+#: chunks returns transfers.
+Strategy = Callable[[Problem], "Routes | Transfers"]
 
 
 def copy_routes(problem: Problem) -> Routes:
@@ -160,6 +162,29 @@ def copy_routes(problem: Problem) -> Routes:
     task, replica = np.nonzero(problem.keeps)
     rank = problem.needers[task, replica]
     return Routes.direct(problem, task, rank, rank)
+
+
+def join_transfers(first: Transfers, second: Transfers) -> Transfers:
+    """One after the other."""
+    boxes, edges = len(first.box_tensor), len(first.sender)
+
+    def both(name: str) -> np.ndarray:
+        return np.concatenate([getattr(first, name), getattr(second, name)])
+
+    return Transfers(
+        box_at=np.concatenate([first.box_at, second.box_at[1:] + boxes]),
+        box_tensor=both("box_tensor"),
+        box_start=both("box_start"),
+        box_stop=both("box_stop"),
+        edge_at=np.concatenate([first.edge_at, second.edge_at[1:] + edges]),
+        sender=both("sender"),
+        receiver=both("receiver"),
+        splits=both("splits"),
+        window=both("window"),
+        after_at=np.concatenate([first.after_at, second.after_at[1:] + len(first.after)]),
+        after=np.concatenate([first.after, second.after + len(first)]),
+        source=np.concatenate([first.source, np.where(second.source < 0, -1, second.source + len(first))]),
+    )
 
 
 def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Transfers:

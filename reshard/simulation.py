@@ -11,6 +11,7 @@ from reshard.errors import PlanError
 from reshard.fluid import Network, flow
 from reshard.messages import MessageTable, tabulate_messages
 from reshard.plan import Plan, recvs_ahead
+from reshard.shards import ranges
 from reshard.topology import Topology
 
 #: Messages times ranks up to which a plan is simulated without being asked for: a few seconds.
@@ -83,10 +84,11 @@ def network_of(messages: MessageTable, moves: np.ndarray, topology: Topology) ->
     _, queue = np.unique(sender * 2 + inside, return_inverse=True)
     pairs, stream = np.unique(np.stack([sender, receiver], axis=1), axis=0, return_inverse=True)
     _, to = np.unique(receiver, return_inverse=True)
-    row_of = np.full(len(messages) + 1, -1, dtype=np.int64)
+    row_of = np.full(len(messages), -1, dtype=np.int64)
     row_of[moves] = np.arange(len(moves))
-    parent = row_of[messages.parent[moves]]  # -1 stays -1; so does a parent that is a copy
-    has_parent = parent >= 0
+    num_after = np.diff(messages.after_at)[moves]
+    after = row_of[messages.after[ranges(messages.after_at[moves], num_after)]]
+    later = np.repeat(np.arange(len(moves)), num_after)[after >= 0]  # what comes after a copy need not wait
     ports = _Ports(topology)
     paths = [ports.path(a, b) for a, b in pairs.tolist()]
     hold = [topology.inside_latency_seconds if ports.share_host(a, b) else topology.latency_seconds for a, b in pairs]
@@ -98,8 +100,8 @@ def network_of(messages: MessageTable, moves: np.ndarray, topology: Topology) ->
         receiver=to.ravel().astype(np.int64),
         window=np.ascontiguousarray(messages.window[moves]),
         nbytes=messages.nbytes[moves].astype(np.float64),
-        after_at=np.concatenate([[0], np.cumsum(has_parent)]).astype(np.int64),
-        after=parent[has_parent],
+        after_at=np.concatenate([[0], np.cumsum(np.bincount(later, minlength=len(moves)))]).astype(np.int64),
+        after=after[after >= 0],
         ahead=_ahead(messages.window[moves]),
         port_at=np.cumsum([0] + [len(path) for path in paths]).astype(np.int64),
         port=np.array([port for path in paths for port in path], dtype=np.int64),

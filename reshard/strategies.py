@@ -10,6 +10,7 @@ from __future__ import annotations
 from reshard.broadcasts import broadcast_greedy, broadcast_naive, broadcast_size
 from reshard.errors import ArgumentError
 from reshard.exchanges import global_all_gather, local_all_gather, send_recv
+from reshard.multicast import multicast
 from reshard.routes import Strategy
 from reshard.search import broadcast_search
 
@@ -22,6 +23,7 @@ STRATEGIES: dict[str, Strategy] = {
     "broadcast_size": broadcast_size,
     "broadcast_greedy": broadcast_greedy,
     "broadcast_search": broadcast_search,
+    "multicast": multicast,
 }
 
 DEFAULT_STRATEGY = "broadcast_greedy"

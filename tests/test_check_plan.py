@@ -11,9 +11,9 @@ from memory_transport import run_in_threads
 from tensors import same_bytes, take_shard, whole_tensor
 
 from reshard import Layout, Mesh, PlanError, Topology, check_plan, make_plan
-from reshard.plan import Transfers
 from reshard.plan_text import parse_plan
 from reshard.strategies import STRATEGIES
+from reshard.transfers import Transfers
 
 SRC, DST = Layout(Mesh.of("2x2"), "S0 S1"), Layout(Mesh.of("2x2", first_rank=4), "R S0")
 TOPOLOGY = Topology((0, 0, 1, 1, 2, 2, 3, 3))
@@ -82,6 +82,9 @@ def _twice(plan):
         receiver=np.append(t.receiver, t.receiver[edges]),
         splits=np.concatenate([t.splits, t.splits[-1:]]),
         window=np.append(t.window, t.window[-1]),
+        after_at=np.append(t.after_at, 2 * t.after_at[-1] - t.after_at[-2]),
+        after=np.append(t.after, t.after[t.after_at[-2] :]),
+        source=np.append(t.source, t.source[-1]),
     )
 
 
@@ -164,7 +167,7 @@ def test_first_hops_first_with_one_buffer_each_is_refused_and_would_deadlock(mon
     swapped = [in_order[i] for i in (0, 2, 1, 3, 4, 5)]
     number = {message.id: i for i, message in enumerate(swapped)}
     bad = [
-        replace(message, id=i, after=None if message.after is None else number[message.after])
+        replace(message, id=i, source=None if message.source is None else number[message.source])
         for i, message in enumerate(swapped)
     ]
 

@@ -116,13 +116,18 @@ def test_the_table_holds_what_expansion_gives(problem, strategy):
     table = tabulate_messages(plan)
     messages = list(expand_messages(plan))
     assert len(table) == len(messages)
+    num_boxes = [len(message.boxes) for message in messages]
     for row, message in enumerate(messages):
         assert table.id[row] == message.id
         assert (table.sender[row], table.receiver[row]) == (message.sender, message.receiver)
         assert (table.transfer[row], table.chunk[row]) == (message.transfer, message.chunk)
         assert table.window[row] == message.window
         assert table.nbytes[row] == message_nbytes(plan, message)
-        assert (table.id[table.parent[row]] if table.parent[row] >= 0 else None) == message.after
+        assert (table.id[table.source[row]] if table.source[row] >= 0 else None) == message.source
+        after = table.after[table.after_at[row] : table.after_at[row + 1]]
+        assert {int(table.id[earlier]) for earlier in after if earlier != table.source[row]} == {
+            int(table.id[at]) for at in range(len(table)) if table.id[at] + num_boxes[at] - 1 in message.after
+        }
 
 
 @given(

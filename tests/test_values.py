@@ -250,8 +250,10 @@ def test_the_bound_of_pods_is_that_of_their_uplinks():
     hosts = tuple(Host((Port.of(1.0),), pod=int(host > 1)) for host in range(6))
     topology = Topology(tuple(range(6)), hosts, pods=(Port.of(0.5), Port.of(0.25)))
     assert lower_bound([TensorSpec((8,), "int8", src, dst)], topology) == pytest.approx(32.0)  # once into the pod
-    two_nics = Topology(tuple(range(6)), (Host((Port.of(1.0), Port.of(2.0))),))
+    two_nics = Topology((0, 0, 1, 1, 2, 2), (Host((Port.of(1.0), Port.of(2.0))),))
     assert lower_bound([TensorSpec((9,), "int8", src, dst)], two_nics) == pytest.approx(3.0)
+    idle = Topology(tuple(range(6)), two_nics.hosts)  # nobody uses the second NICs
+    assert lower_bound([TensorSpec((9,), "int8", src, dst)], idle) == pytest.approx(9.0)
 
 
 def test_small_regions_of_one_pair_travel_together():

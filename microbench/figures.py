@@ -1,0 +1,186 @@
+"""Makespan over the lower bound, by strategy, on many layout pairs and topologies: ``python -m microbench.figures``.
+
+Nothing is moved: plans are made and simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from reshard.layout import Layout
+from reshard.mesh import Mesh
+from reshard.plan import TensorSpec
+from reshard.planning import plan_tensors
+from reshard.simulation import simulate
+from reshard.topology import Host, Port, Topology
+
+TEN_GBIT = 1.25e9
+_SHAPES = ((1024, 1024, 32), (1000, 1100, 40), (840, 840, 64), (2048, 512, 48), (1021, 997, 37), (96, 4096, 128))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A layout pair on a topology."""
+
+    spec: TensorSpec
+    topology: Topology
+
+
+def random_layout(rng: random.Random, mesh: Mesh) -> Layout:
+    """Each mesh axis shards some tensor dim or none."""
+    axes = ["R"] * 3
+    for axis in rng.choice(("", "0", "1", "01", "10", "0 1", "1 0")).split():
+        dim = rng.choice([dim for dim in range(3) if axes[dim] == "R"])
+        axes[dim] = "S" + axis
+    return Layout(mesh, " ".join(axes))
+
+
+def random_pair(rng: random.Random, hosts: tuple[int, int], devices: int = 4) -> tuple[TensorSpec, int]:
+    """Disjoint meshes of ``hosts`` hosts each."""
+    src = Mesh.of((hosts[0], devices))
+    dst = Mesh.of((hosts[1], devices), first_rank=hosts[0] * devices)
+    spec = TensorSpec(rng.choice(_SHAPES), "float32", random_layout(rng, src), random_layout(rng, dst))
+    return spec, sum(hosts)
+
+
+def uniform(num_hosts: int, devices: int = 4) -> Topology:
+    """One NIC of 10 Gbit/s per host."""
+    return Topology.uniform([rank // devices for rank in range(num_hosts * devices)], TEN_GBIT)
+
+
+def one_nic(seed: int, count: int) -> Iterator[Pair]:
+    """1 to 8 hosts a side."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        spec, hosts = random_pair(rng, (rng.randint(1, 8), rng.randint(1, 8)))
+        yield Pair(spec, uniform(hosts))
+
+
+def listed(seed: int, count: int) -> Iterator[Pair]:
+    """Layout pairs that the field's tools are compared on."""
+    for line in (
+        "2 2 S0RR>S0RR RRR>S0RR RS0R>S0RR RS01R>S01RR S1RR>S0RR S0RR>S01RR S01RR>S0RR RS0R>RRS0 S0RR>RRR RRR>RRR",
+        "1 2 S1RR>S0RR S1RR>RRR RRR>S01RR",
+        "2 3 S0RR>S0RR RRR>S0RR S1RR>S0RR RS0R>S0RR",
+        "3 2 S0RR>S0RR RRR>S0RR",
+        "3 4 RRR>S0RR RRR>RS0R",
+        "4 4 RS01R>S01RR S1RR>S0RR RS0R>S0RR",
+        "4 3 RRR>S0RR",
+        "4 5 RRR>S0RR",
+        "2 5 RRR>S0RR",
+        "4 6 RS0R>S0RR S0RR>S0RR",
+    ):
+        a, b, *pairs = line.split()
+        shape = (3072, 1024, 170) if "3" in (a, b) else (1024, 1024, 512)
+        src, dst = Mesh.of((int(a), 4)), Mesh.of((int(b), 4), first_rank=4 * int(a))
+        for pair in pairs:
+            left, right = (_spaced(side) for side in pair.split(">"))
+            yield Pair(TensorSpec(shape, "float32", Layout(src, left), Layout(dst, right)), uniform(int(a) + int(b)))
+
+
+def _spaced(spec: str) -> str:
+    return spec.replace("R", " R").replace("S", " S").strip()
+
+
+def several_nics(seed: int, count: int) -> Iterator[Pair]:
+    """2, 4 or 8 NICs per host, one device or more at each."""
+    rng = random.Random(seed)
+    for number in range(count):
+        nics = (2, 4, 8)[number % 3]
+        devices = max(4, nics)
+        spec, hosts = random_pair(rng, (rng.randint(1, 4), rng.randint(1, 4)), devices)
+        topology = uniform(hosts, devices)
+        yield Pair(spec, replace(topology, hosts=(Host((Port.of(TEN_GBIT),) * nics),), nic_of_rank=()))
+
+
+def unequal(seed: int, count: int) -> Iterator[Pair]:
+    """Each host's NIC has 1, 1/2 or 1/4 of 10 Gbit/s."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        spec, num_hosts = random_pair(rng, (rng.randint(1, 6), rng.randint(1, 6)))
+        hosts = tuple(Host((Port.of(TEN_GBIT / rng.choice((1, 2, 4))),)) for _ in range(num_hosts))
+        yield Pair(spec, replace(uniform(num_hosts), hosts=hosts))
+
+
+def pods(seed: int, count: int) -> Iterator[Pair]:
+    """Two to four pods of four hosts whose uplink carries what one host's NIC does; either side in any of them."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        num_pods = rng.randint(2, 4)
+        places = list(range(4 * num_pods))
+        if rng.random() < 0.5:
+            rng.shuffle(places)
+        half = 2 * num_pods
+        a, b = rng.randint(1, half), rng.randint(1, half)
+        src = Mesh.from_array([[4 * host + device for device in range(4)] for host in places[:a]])
+        dst = Mesh.from_array([[4 * host + device for device in range(4)] for host in places[half : half + b]])
+        spec = TensorSpec(rng.choice(_SHAPES), "float32", random_layout(rng, src), random_layout(rng, dst))
+        hosts = tuple(Host((Port.of(TEN_GBIT),), host // 4) for host in range(4 * num_pods))
+        yield Pair(spec, replace(uniform(4 * num_pods), hosts=hosts, pods=(Port.of(TEN_GBIT),) * num_pods))
+
+
+def shared(seed: int, count: int) -> Iterator[Pair]:
+    """Both layouts on the same hosts, or on some of them."""
+    rng = random.Random(seed)
+    for number in range(count):
+        a = rng.randint(1, 6)
+        b = a if number % 2 else rng.randint(1, 6)
+        first = 0 if number % 2 else rng.randint(0, a)
+        src, dst = Mesh.of((a, 4)), Mesh.of((b, 4), first_rank=4 * first)
+        spec = TensorSpec(rng.choice(_SHAPES), "float32", random_layout(rng, src), random_layout(rng, dst))
+        yield Pair(spec, uniform(max(a, first + b)))
+
+
+SETS: dict[str, tuple[Callable[[int, int], Iterator[Pair]], int]] = {
+    "one NIC": (one_nic, 600),
+    "listed": (listed, 29),
+    "several NICs": (several_nics, 200),
+    "unequal rates": (unequal, 200),
+    "pods 4:1": (pods, 100),
+    "in place, overlapping": (shared, 200),
+}
+
+
+def main() -> int:
+    """Print the geometric mean and the largest ratio of each set and strategy."""
+    parser = argparse.ArgumentParser(prog="python -m microbench.figures", description=main.__doc__)
+    parser.add_argument("--set", action="append", choices=list(SETS), help="only this set, may be repeated")
+    parser.add_argument("--strategy", action="append", help="strategies to compare (multicast)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, help="pairs of each set")
+    parser.add_argument("--worst", type=int, default=0, help="also show that many of the worst pairs")
+    options = parser.parse_args()
+    strategies = options.strategy or ["multicast"]
+    for name in options.set or SETS:
+        make, count = SETS[name]
+        rows: dict[str, list[tuple[float, str]]] = {strategy: [] for strategy in strategies}
+        spent = dict.fromkeys(strategies, 0.0)
+        for pair in make(options.seed, options.count or count):
+            for strategy in strategies:
+                begun = time.perf_counter()
+                plan = plan_tensors([pair.spec], strategy=strategy, topology=pair.topology)
+                spent[strategy] += time.perf_counter() - begun
+                bound = plan.lower_bound_seconds
+                if bound:
+                    rows[strategy].append((simulate(plan).makespan_seconds / bound, str(pair.spec)))
+        for strategy, found in rows.items():
+            ratios = [ratio for ratio, _ in found]
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            print(
+                f"{name:22} {strategy:18} {len(found):4} pairs  mean {mean:.4f}  max {max(ratios):.4f}  "
+                f"planned in {1e3 * spent[strategy] / len(found):.1f} ms each",
+                flush=True,
+            )
+            for ratio, title in sorted(found, reverse=True)[: options.worst]:
+                print(f"    {ratio:.4f}  {title}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+// Which sender serves which receiver. The Python twin, with the explanation, is reshard.matching.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+class Matching {
+  public:
+    /// The sender of each receiver, -1 for none.
+    const std::vector<int64_t> &find_pairs(const std::vector<int64_t> &senders, const std::vector<int64_t> &receivers,
+                                           const std::vector<std::vector<int64_t>> &partners,
+                                           const std::vector<double> &weight) {
+        const size_t num_ports = partners.size();
+        partners_ = &partners, weight_ = &weight;
+        sender_of_.assign(num_ports, -1), receiver_of_.assign(num_ports, -1);
+        size_t matched = 0;
+        for (const int64_t r : receivers) {
+            if (matched == senders.size())
+                break;
+            seen_.assign(num_ports, 0);
+            matched += augment(r);
+        }
+        wanting_.assign(num_ports, {});
+        for (const int64_t r : receivers)
+            for (const int64_t s : partners[r])
+                wanting_[s].push_back(r);
+        for (const int64_t s : senders)
+            if (receiver_of_[s] < 0) {
+                seen_.assign(num_ports, 0);
+                replace(s, weight[s]);
+            }
+        return sender_of_;
+    }
+
+  private:
+    const std::vector<std::vector<int64_t>> *partners_ = nullptr;
+    const std::vector<double> *weight_ = nullptr;
+    std::vector<std::vector<int64_t>> wanting_;
+    std::vector<int64_t> sender_of_, receiver_of_;
+    std::vector<char> seen_;
+
+    bool augment(int64_t r) {
+        for (const int64_t s : (*partners_)[r])
+            if (!seen_[s]) {
+                seen_[s] = 1;
+                if (receiver_of_[s] < 0 || augment(receiver_of_[s])) {
+                    receiver_of_[s] = r, sender_of_[r] = s;
+                    return true;
+                }
+            }
+        return false;
+    }
+
+    bool replace(int64_t s, double heaviest) {
+        for (const int64_t r : wanting_[s]) {
+            if (seen_[r] || sender_of_[r] < 0)
+                continue;
+            seen_[r] = 1;
+            const int64_t other = sender_of_[r];
+            if ((*weight_)[other] < heaviest)
+                receiver_of_[other] = -1;
+            else if (!replace(other, heaviest))
+                continue;
+            receiver_of_[s] = r, sender_of_[r] = s;
+            return true;
+        }
+        return false;
+    }
+};

@@ -1,0 +1,115 @@
+"""Regions and the trees they travel along: the part of a plan that strategies choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from reshard.errors import PlanError
+
+
+@dataclass(frozen=True, eq=False)
+class Transfers:
+    """Regions and the trees they travel along, in order. All arrays are int64.
+
+    Transfer ``i`` moves boxes ``box_at[i]:box_at[i + 1]`` along edges ``edge_at[i]:edge_at[i + 1]``. Edges stand
+    in an order in which each sender holds the data or stands before as a receiver; an edge from a rank to
+    itself is a copy. A transfer of one box travels in ``prod(splits[i])`` chunks, one of several small boxes in
+    one chunk, all boxes in one message. A transfer may come after others of one message each: where those bring its
+    data to its sender, and where the plan asks for more order than each rank keeps by itself.
+
+    Attributes:
+        box_tensor: ``(boxes,)``. box_start, box_stop: ``(boxes, ndim)``, dims that a tensor lacks are ``0:1``.
+        sender, receiver: ``(edges,)``. splits: ``(transfers, ndim)`` into how many parts each dim is cut.
+        window: ``(transfers,)`` how many messages a sender may have unfinished when one of these starts.
+        after_at, after: transfer i starts when transfers ``after[after_at[i]:after_at[i + 1]]`` have finished.
+        source: ``(transfers,)`` which of those brings the data to the first sender, -1 where it holds the data.
+
+    Raises:
+        PlanError: a transfer comes after one that is not before it or has several messages, or its source is none of
+            those.
+    """
+
+    box_at: np.ndarray
+    box_tensor: np.ndarray
+    box_start: np.ndarray
+    box_stop: np.ndarray
+    edge_at: np.ndarray
+    sender: np.ndarray
+    receiver: np.ndarray
+    splits: np.ndarray
+    window: np.ndarray
+    after_at: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    after: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    source: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def __post_init__(self) -> None:
+        if not len(self.after_at):
+            object.__setattr__(self, "after_at", np.zeros(len(self) + 1, dtype=np.int64))
+            object.__setattr__(self, "source", np.full(len(self), -1, dtype=np.int64))
+        for name in self.__dataclass_fields__:
+            array = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
+            if array.base is not None or array is getattr(self, name):
+                array = array.copy()
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+        if len(self.after):
+            self._check_after()
+
+    def _check_after(self) -> None:
+        later = np.repeat(np.arange(len(self)), np.diff(self.after_at))
+        single = (np.diff(self.edge_at) == 1) & (self.num_chunks == 1)
+        wrong = np.flatnonzero((self.after < 0) | (self.after >= later) | ~single[np.minimum(self.after, later)])
+        if len(wrong):
+            raise PlanError(
+                f"transfer {later[wrong[0]]} comes after transfer {self.after[wrong[0]]}, which is not an earlier one "
+                "of a single message"
+            )
+        fed = np.flatnonzero(self.source >= 0)
+        named = np.zeros(len(self), dtype=bool)
+        named[later[self.after == self.source[later]]] = True
+        if not named[fed].all():
+            lost = fed[~named[fed]][0]
+            raise PlanError(f"transfer {lost} gets data from transfer {self.source[lost]}, but does not come after it")
+
+    def __len__(self) -> int:
+        return len(self.window)
+
+    @cached_property
+    def num_chunks(self) -> np.ndarray:
+        """``(transfers,)`` chunks of each transfer."""
+        return self.splits.prod(axis=1, dtype=np.int64)
+
+    @cached_property
+    def first_message(self) -> np.ndarray:
+        """``(transfers + 1,)`` the id of each transfer's first message; the last entry counts all messages."""
+        counts = np.diff(self.box_at) * self.num_chunks * np.diff(self.edge_at)
+        return np.concatenate([[0], np.cumsum(counts)])
+
+    @cached_property
+    def transfer_of_edge(self) -> np.ndarray:
+        """``(edges,)`` the transfer that each edge belongs to."""
+        return np.repeat(np.arange(len(self)), np.diff(self.edge_at))
+
+    def chunk_box(self, transfer: int, chunk: int) -> tuple[list[int], list[int]]:
+        """``(start, stop)`` of one chunk of a transfer of one box."""
+        box = int(self.box_at[transfer])
+        start, stop = self.box_start[box].tolist(), self.box_stop[box].tolist()
+        lo, hi = list(start), list(stop)
+        splits = self.splits[transfer].tolist()
+        for dim in range(len(splits) - 1, -1, -1):
+            n = splits[dim]
+            if n > 1:
+                index = chunk % n
+                chunk //= n
+                size = stop[dim] - start[dim]
+                lo[dim] = start[dim] + size * index // n
+                hi[dim] = start[dim] + size * (index + 1) // n
+        return lo, hi
+
+    def edges_of(self, transfer: int) -> list[tuple[int, int]]:
+        """``(sender, receiver)`` of each edge of one transfer."""
+        at = slice(int(self.edge_at[transfer]), int(self.edge_at[transfer + 1]))
+        return list(zip(self.sender[at].tolist(), self.receiver[at].tolist(), strict=True))

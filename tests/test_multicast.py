@@ -1,0 +1,92 @@
+"""The default planner: chunks, ports, order."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies_of_cases import cases
+
+from reshard import Layout, Mesh, Topology, make_plan, simulate
+from reshard.check import check_plan
+from reshard.chunks import Classes, cut_boxes
+from reshard.multicast import _members, count_chunks, ports_of
+from reshard.plan import TensorSpec
+from reshard.plan_text import format_plan, parse_plan
+from reshard.routes import Problem
+from reshard.schedule import schedule_native, schedule_python
+from reshard.topology import Host, Port
+
+ROWS_TO_COLUMNS = ("S0 R", "R S0")
+
+
+def _plan(src, dst, src_hosts, dst_hosts, shape=(1024, 1024), **topology):
+    a, b = Mesh.of((src_hosts, 2)), Mesh.of((dst_hosts, 2), first_rank=2 * src_hosts)
+    hosts = Topology(tuple(rank // 2 for rank in range(2 * (src_hosts + dst_hosts))), **topology)
+    return make_plan(Layout(a, src), Layout(b, dst), shape, "float32", strategy="multicast", topology=hosts)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "src_hosts", "dst_hosts"),
+    [
+        ("S0 R", "R S0", 2, 2),
+        ("R R", "S0 R", 2, 3),
+        ("R R", "R R", 3, 4),
+        ("S0 R", "R R", 1, 4),
+        ("S1 R", "S0 R", 3, 5),
+    ],
+)
+def test_plans_are_at_the_bound(src, dst, src_hosts, dst_hosts):
+    plan = _plan(src, dst, src_hosts, dst_hosts)
+    check_plan(plan)
+    assert simulate(plan).makespan_seconds <= 1.015 * plan.lower_bound_seconds
+
+
+def test_text_and_json_keep_the_order_across_ranks():
+    plan = _plan("R R", "R R", 2, 3)
+    assert len(plan.transfers.after)
+    assert parse_plan(format_plan(plan)) == plan
+
+
+@given(cases(), st.integers(1, 3), st.booleans(), st.lists(st.sampled_from([1e9, 5e8, 2.5e8]), min_size=4, max_size=4))
+def test_native_and_twin_make_the_same_schedule(problem, nics, in_pods, rates):
+    shape, src, dst, topology = problem
+    hosts = tuple(Host((Port.of(rate),) * nics, i % 2 if in_pods else None) for i, rate in enumerate(rates))
+    topology = replace(topology, hosts=hosts, nic_of_rank=(), pods=(Port.of(5e8), Port.of(1e9)) if in_pods else ())
+    plan = make_plan(src, dst, shape, "float32", strategy="multicast", topology=topology)
+    check_plan(plan)
+    if schedule_native is None:
+        return
+    cut = Problem.of([TensorSpec(shape, "float32", src, dst)], plan.topology)
+    classes = Classes.of(cut)
+    class_of = np.repeat(np.arange(len(classes)), count_chunks(plan.topology, classes))
+    arguments = ports_of(cut), _members(classes.holders), _members(classes.receivers), class_of
+    ours, twin = schedule_native(*arguments), schedule_python(*arguments)
+    for name in ours.__dataclass_fields__:
+        assert (getattr(ours, name) == getattr(twin, name)).all(), name
+
+
+@given(cases(), st.integers(1, 40))
+def test_chunks_cover_their_class_evenly(problem, count):
+    shape, src, dst, topology = problem
+    cut = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
+    classes = Classes.of(cut)
+    total = classes.nbytes // classes.itemsize
+    counts = np.minimum(np.full(len(classes), count), total)
+    boxes = cut_boxes(cut, classes, counts)
+    numel = (boxes.stop - boxes.start).prod(axis=1)
+    assert (numel > 0).all()
+    sizes = np.add.reduceat(numel, boxes.at[:-1]) if len(numel) else numel
+    of = np.repeat(np.arange(len(classes)), counts)
+    for k in range(len(classes)):
+        mine = sizes[of == k]
+        assert mine.sum() == total[k]
+        assert mine.max() <= mine.mean() * 1.1 + 1
+        seen = np.zeros(shape, dtype=np.int64)
+        for chunk in np.flatnonzero(of == k):
+            for row in range(boxes.at[chunk], boxes.at[chunk + 1]):
+                at = tuple(slice(a, b) for a, b in zip(boxes.start[row], boxes.stop[row], strict=True))[: len(shape)]
+                seen[at] += 1
+        assert seen.max() <= 1
+        assert seen.sum() == total[k]
