@@ -7,8 +7,9 @@ import math
 import numpy as np
 
 from reshard.chunks import Boxes, Classes, cut_boxes
+from reshard.dealer import Ports
 from reshard.routes import Problem
-from reshard.schedule import Members, Messages, Ports, make_schedule
+from reshard.schedule import Members, Messages, make_schedule
 from reshard.shards import NO_RANK, ranges
 from reshard.topology import Topology
 from reshard.transfers import Transfers
