@@ -15,13 +15,14 @@
 #include <nanobind/ndarray.h>
 
 #include "matching.h"
+#include "sharing.h"
 
 namespace nb = nanobind;
 
 using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-constexpr double LEAST_PART = 0.5;
+constexpr double LEAST_PART = 0.25;
 constexpr double TOGETHER = 1e-9;
 
 class Bits {
@@ -40,9 +41,10 @@ class Bits {
 };
 
 struct Resource {
+    int64_t number;
     double rate, free;
     std::vector<int64_t> unclaimed, claimed;
-    explicit Resource(double r) : rate(r), free(r) {}
+    Resource(int64_t n, double r) : number(n), rate(r), free(r) {}
     const std::vector<int64_t> &take(double taken) {
         free -= taken;
         if (!unclaimed.empty()) {
@@ -72,10 +74,10 @@ struct Schedule {
 };
 
 struct Flow {
-    double end;
     int64_t s, r, chunk;
     double rate;
     int64_t message, rank;
+    double left, speed;
 };
 
 class Scheduler {
@@ -87,14 +89,15 @@ class Scheduler {
               const Ints &receivers_at, const Ints &receivers, const Ints &class_of)
         : host_(host.data(), host.data() + host.shape(0)), of_rank_(of_rank.data(), of_rank.data() + of_rank.shape(0)),
           pod_(pod.data(), pod.data() + pod.shape(0)), class_of_(class_of.data(), class_of.data() + class_of.shape(0)) {
-        for (size_t p = 0; p < host_.size(); ++p) {
-            out_.emplace_back(out.data()[p]);
-            into_.emplace_back(into.data()[p]);
-        }
-        for (size_t p = 0; p < up.shape(0); ++p) {
-            up_.emplace_back(up.data()[p]);
-            down_.emplace_back(down.data()[p]);
-        }
+        const auto add = [&](std::vector<Resource> &resources, const Floats &rates) {
+            for (size_t i = 0; i < rates.shape(0); ++i) {
+                resources.emplace_back(static_cast<int64_t>(capacity_.size()), rates.data()[i]);
+                capacity_.push_back(rates.data()[i]);
+            }
+        };
+        add(out_, out), add(into_, into), add(up_, up), add(down_, down);
+        sharing_.price.assign(capacity_.size(), 0);
+        is_even_ = std::all_of(capacity_.begin(), capacity_.end(), [&](double rate) { return rate == capacity_[0]; });
         num_hosts_ = static_cast<size_t>(*std::max_element(host_.begin(), host_.end())) + 1;
         ranks_of_port_.resize(host_.size());
         for (size_t rank = 0; rank < of_rank_.size(); ++rank)
@@ -133,6 +136,11 @@ class Scheduler {
     std::vector<Flow> flows_, rest_;
     double now_ = 0;
     Matching matching_;
+    Sharing sharing_;
+    std::vector<double> capacity_;
+    bool is_even_ = true;
+    std::vector<Path> paths_;
+    std::vector<int64_t> numbers_;
 
     ByHost by_host(const Ints &ranks, int64_t first, int64_t last) const {
         ByHost found;
@@ -200,9 +208,9 @@ class Scheduler {
         for (int64_t p = 0; p < num_ports; ++p) {
             if (ranks_of_port_[p].empty())
                 continue;
-            if (out_[p].free > LEAST_PART / 8 * out_[p].rate && have_[host_[p]].any())
+            if (out_[p].free > LEAST_PART / 4 * out_[p].rate && have_[host_[p]].any())
                 senders.push_back(p);
-            if (into_[p].free > LEAST_PART / 8 * into_[p].rate && miss_[host_[p]].any())
+            if (into_[p].free > LEAST_PART / 4 * into_[p].rate && miss_[host_[p]].any())
                 receivers.push_back(p);
         }
         if (senders.empty() || receivers.empty())
@@ -321,10 +329,10 @@ class Scheduler {
                 if (std::find(order.begin(), order.end(), message) == order.end())
                     order.push_back(message);
         });
-        const int64_t message = schedule.add(chunk, sender, receiver, source, order, now_ + 1 / taken);
+        const int64_t message = schedule.add(chunk, sender, receiver, source, order, now_);
         ++sent_[sender];
         ++landed_[receiver];
-        flows_.push_back({now_ + 1 / taken, s, r, chunk, taken, message, receiver});
+        flows_.push_back({s, r, chunk, taken, message, receiver, 1, 0});
         return true;
     }
 
@@ -362,14 +370,16 @@ class Scheduler {
     }
 
     void advance() {
-        double end = std::numeric_limits<double>::infinity();
+        set_speeds();
+        double step = std::numeric_limits<double>::infinity();
         for (const Flow &flow : flows_)
-            end = std::min(end, flow.end);
-        const double limit = end * (1 + TOGETHER);
-        now_ = end;
+            step = std::min(step, flow.left / flow.speed);
+        const double limit = step * (1 + TOGETHER);
+        now_ += step;
         rest_.clear();
-        for (const Flow &flow : flows_) {
-            if (flow.end > limit) {
+        for (Flow &flow : flows_) {
+            if (flow.left / flow.speed > limit) {
+                flow.left -= flow.speed * step;
                 rest_.push_back(flow);
                 continue;
             }
@@ -385,5 +395,25 @@ class Scheduler {
                     known.emplace_back(needer, inside(flow.chunk, flow.rank, needer, flow.message));
         }
         flows_.swap(rest_);
+    }
+
+    void set_speeds() {
+        if (is_even_) {
+            for (Flow &flow : flows_)
+                flow.speed = flow.rate;
+            return;
+        }
+        numbers_.clear();
+        std::vector<size_t> ends;
+        for (const Flow &flow : flows_) {
+            each_resource(flow.s, flow.r, [&](const Resource &resource) { numbers_.push_back(resource.number); });
+            ends.push_back(numbers_.size());
+        }
+        paths_.clear();
+        for (size_t i = 0; i < ends.size(); ++i)
+            paths_.push_back({numbers_.data() + (i ? ends[i - 1] : 0), numbers_.data() + ends[i]});
+        sharing_.share(paths_, capacity_);
+        for (size_t i = 0; i < flows_.size(); ++i)
+            flows_[i].speed = sharing_.rate[i];
     }
 };

@@ -7,13 +7,15 @@ equal rates all transfers end together and this fills slot after slot; with othe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from reshard.matching import find_pairs
+from reshard.sharing import share_ports
 
 #: A transfer starts only if it gets this part of what its ports could give it.
-_LEAST_PART = 0.5
+_LEAST_PART = 0.25
 _TOGETHER = 1e-9
 
 
@@ -65,9 +67,10 @@ class Schedule:
 class _Resource:
     """Something with a rate that flows share, and the messages whose ends made room for what starts next."""
 
-    __slots__ = ("claimed", "free", "rate", "unclaimed")
+    __slots__ = ("claimed", "free", "number", "rate", "unclaimed")
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, number: int, rate: float) -> None:
+        self.number = number
         self.rate = self.free = rate
         self.unclaimed: list[int] = []
         self.claimed: list[int] = []
@@ -81,6 +84,20 @@ class _Resource:
     def give(self, rate: float, message: int) -> None:
         self.free += rate
         self.unclaimed.append(message)
+
+
+@dataclass(slots=True)
+class _Flow:
+    """A transfer under way: its ports, what was set aside for it, what is left of its chunk, and what it gets."""
+
+    s: int
+    r: int
+    chunk: int
+    rate: float
+    message: int
+    rank: int
+    left: float = 1.0
+    speed: float = 0.0
 
 
 class Dealer:
@@ -101,10 +118,13 @@ class Dealer:
             if port >= 0:
                 self.ranks_of_port[port].append(rank)
         self.used = [port for port, ranks in enumerate(self.ranks_of_port) if ranks]
-        self.out = [_Resource(rate) for rate in ports.out]
-        self.into = [_Resource(rate) for rate in ports.into]
-        self.up = [_Resource(rate) for rate in ports.up]
-        self.down = [_Resource(rate) for rate in ports.down]
+        self.capacity = [*ports.out, *ports.into, *ports.up, *ports.down]
+        resources = iter([_Resource(number, rate) for number, rate in enumerate(self.capacity)])
+        self.out, self.into, self.up, self.down = (
+            list(itertools.islice(resources, len(rates))) for rates in (ports.out, ports.into, ports.up, ports.down)
+        )
+        self.price = [0.0] * len(self.capacity)  # for the next search
+        self.is_even = len(set(self.capacity)) == 1
         self.schedule = Schedule()
         self.sent = [0] * len(ports.of_rank)  # chunks that each rank was given to send, and to receive
         self.landed = [0] * len(ports.of_rank)
@@ -120,8 +140,7 @@ class Dealer:
         self.fresh = 0  # chunks that no host but their holders has
         self.missing = [0] * num_hosts  # how many of each
         self.where: dict[tuple[int, int], dict[int, int]] = {}  # (chunk, host) -> {rank: message that brought it}
-        # end, sending port, receiving port, chunk, rate, message, receiving rank
-        self.flows: list[tuple[float, int, int, int, float, int, int]] = []
+        self.flows: list[_Flow] = []
         self.now = 0.0
         self.prepare()
 
@@ -185,7 +204,7 @@ class Dealer:
     def match(self) -> bool:
         """Start transfers between ports that are free now; returns whether one started."""
         host, out, into = self.ports.host, self.out, self.into
-        least = _LEAST_PART / 8
+        least = _LEAST_PART / 4
         senders = [p for p in self.used if out[p].free > least * out[p].rate and self.have[host[p]]]
         receivers = [p for p in self.used if into[p].free > least * into[p].rate and self.miss[host[p]]]
         if not senders or not receivers:
@@ -264,10 +283,10 @@ class Dealer:
         order: dict[int, None] = {} if source < 0 else {source: None}
         for resource in self.path(s, r):
             order.update(dict.fromkeys(resource.take(rate)))
-        message = self.schedule.add(chunk, sender, receiver, source, list(order), self.now + 1 / rate)
+        message = self.schedule.add(chunk, sender, receiver, source, list(order), self.now)
         self.sent[sender] += 1
         self.landed[receiver] += 1
-        self.flows.append((self.now + 1 / rate, s, r, chunk, rate, message, receiver))
+        self.flows.append(_Flow(s, r, chunk, rate, message, receiver))
         return True
 
     def find_sender(self, chunk: int, host: int, port: int) -> tuple[int, int]:
@@ -296,24 +315,35 @@ class Dealer:
 
     def advance(self) -> None:
         """To the next end of a transfer."""
-        end = min(flow[0] for flow in self.flows)
-        limit = end * (1 + _TOGETHER)
-        self.now = end
+        self.set_speeds()
+        step = min(flow.left / flow.speed for flow in self.flows)
+        limit = step * (1 + _TOGETHER)
+        self.now += step
         rest = []
         for flow in self.flows:
-            if flow[0] > limit:
+            if flow.left / flow.speed > limit:
+                flow.left -= flow.speed * step
                 rest.append(flow)
                 continue
-            _, s, r, chunk, rate, message, rank = flow
-            self.schedule.end[message] = self.now
-            for resource in self.path(s, r):
-                resource.give(rate, message)
-            host = self.ports.host[r]
-            self.have[host] |= 1 << chunk
+            self.schedule.end[flow.message] = self.now
+            for resource in self.path(flow.s, flow.r):
+                resource.give(flow.rate, flow.message)
+            host = self.ports.host[flow.r]
+            self.have[host] |= 1 << flow.chunk
             self.missing[host] -= 1
-            brought = self.where.setdefault((chunk, host), {})
-            brought[rank] = message
-            for needer in self.receivers[self.class_of[chunk]][host]:
-                if needer != rank:
-                    brought[needer] = self.inside(chunk, rank, needer, message)
+            brought = self.where.setdefault((flow.chunk, host), {})
+            brought[flow.rank] = flow.message
+            for needer in self.receivers[self.class_of[flow.chunk]][host]:
+                if needer != flow.rank:
+                    brought[needer] = self.inside(flow.chunk, flow.rank, needer, flow.message)
         self.flows = rest
+
+    def set_speeds(self) -> None:
+        """What each transfer gets; more than was set aside for it where others leave some."""
+        if self.is_even:  # then each has its ports to itself
+            for flow in self.flows:
+                flow.speed = flow.rate
+            return
+        paths = [[resource.number for resource in self.path(flow.s, flow.r)] for flow in self.flows]
+        for flow, speed in zip(self.flows, share_ports(paths, self.capacity, self.price), strict=True):
+            flow.speed = speed
