@@ -169,16 +169,20 @@ class Scheduler {
         for (size_t chunk = 0; chunk < count; ++chunk) {
             const int64_t c = static_cast<int64_t>(chunk);
             const ByHost &holders = holders_[class_of_[chunk]];
+            bool is_needed = false;
+            for (const auto &entry : receivers_[class_of_[chunk]])
+                if (!at_host(holders, entry.first)) {
+                    miss_[entry.first].set(c);
+                    ++missing_[entry.first];
+                    is_needed = true;
+                }
+            if (!is_needed)
+                continue;
             for (const auto &entry : holders) {
                 have_[entry.first].set(c);
                 if (!pod_.empty())
                     in_pod_[pod_[entry.first]].set(c);
             }
-            for (const auto &entry : receivers_[class_of_[chunk]])
-                if (!at_host(holders, entry.first)) {
-                    miss_[entry.first].set(c);
-                    ++missing_[entry.first];
-                }
             copies_[chunk] = static_cast<int64_t>(holders.size());
             level_[copies_[chunk]].set(c);
             fresh_.set(c);

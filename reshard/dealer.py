@@ -155,15 +155,17 @@ class Dealer:
         """Who has and lacks what at first."""
         pod = self.ports.pod
         for chunk, k in enumerate(self.class_of):
+            needing = [host for host in self.receivers[k] if host not in self.holders[k]]
+            if not needing:
+                continue
             bit = 1 << chunk
+            for host in needing:
+                self.miss[host] |= bit
+                self.missing[host] += 1
             for host in self.holders[k]:
                 self.have[host] |= bit
                 if pod:
                     self.in_pod[pod[host]] |= bit
-            for host in self.receivers[k]:
-                if host not in self.holders[k]:
-                    self.miss[host] |= bit
-                    self.missing[host] += 1
             self.copies[chunk] = len(self.holders[k])
             self.level[self.copies[chunk]] |= bit
             self.fresh |= bit
