@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from reshard.plan import TensorSpec
+from reshard.pod_bound import bound_in_pods
 from reshard.shards import NO_RANK
 from reshard.topology import Port, Topology
 
@@ -20,8 +21,9 @@ def lower_bound(tensors: Sequence[TensorSpec], topology: Topology) -> float:
 
     The host-NIC model: a host sends at most what its NICs send together (those that a rank of either layout uses),
     receives at most what they receive, and what moves inside a host costs nothing. With pods the same holds for each
-    pod and its uplink, and the bound is the larger of the two. It is the optimum of this linear program, in which
-    x[k, h] are the bytes of class k (the regions with the same holders A and needers R) that leave host h::
+    pod and its uplink, and for both at once (:func:`~reshard.pod_bound.bound_in_pods`); the largest counts. It is the
+    optimum of this linear program, in which x[k, h] are the bytes of class k (the regions with the same holders A and
+    needers R) that leave host h::
 
         minimise T    with    sum of x[k, h] over h in A        >= bytes[k]
                               sum of x[k, h] over h in A and R  =  bytes[k] * |R|
@@ -41,13 +43,17 @@ def lower_bound(tensors: Sequence[TensorSpec], topology: Topology) -> float:
         nics = [topology.host(host).nics[number] for number in sorted(used[host])]
         return Port(sum(nic.egress_bytes_per_second for nic in nics), sum(nic.ingress_bytes_per_second for nic in nics))
 
-    bound = _bound_of_places(_classes(tensors, topology.host_of_rank.__getitem__), nics_of)
+    of_hosts = _classes(tensors, topology.host_of_rank.__getitem__)
+    bound = _bound_of_places(of_hosts, nics_of)
     if topology.pods:
 
         def pod_of(rank: int) -> int:
             return topology.host(topology.host_of_rank[rank]).pod or 0
 
         bound = max(bound, _bound_of_places(_classes(tensors, pod_of), topology.pods.__getitem__))
+        hosts = {host: nics_of(host) for host in used}
+        pods = {host: topology.host(host).pod or 0 for host in used}
+        bound = max(bound, bound_in_pods(of_hosts, hosts, pods, topology.pods))
     return bound
 
 

@@ -250,6 +250,13 @@ def test_the_bound_of_pods_is_that_of_their_uplinks():
     hosts = tuple(Host((Port.of(1.0),), pod=int(host > 1)) for host in range(6))
     topology = Topology(tuple(range(6)), hosts, pods=(Port.of(0.5), Port.of(0.25)))
     assert lower_bound([TensorSpec((8,), "int8", src, dst)], topology) == pytest.approx(32.0)  # once into the pod
+    # three hosts in a pod need a third each: one beside them holds all, and so do two behind an uplink as fast as one
+    src = Layout(Mesh([0, 4, 5], {"x": 3}))
+    dst = Layout(Mesh([1, 2, 3], {"x": 3}), "S0")
+    hosts = tuple(Host((Port.of(1.0),), pod=int(host > 3)) for host in range(6))
+    topology = Topology(tuple(range(6)), hosts, pods=(Port.of(1.0), Port.of(1.0)))
+    assert lower_bound([TensorSpec((12,), "int8", src, dst)], topology) == pytest.approx(6.0)
+    src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("4", first_rank=2))
     two_nics = Topology((0, 0, 1, 1, 2, 2), (Host((Port.of(1.0), Port.of(2.0))),))
     assert lower_bound([TensorSpec((9,), "int8", src, dst)], two_nics) == pytest.approx(3.0)
     idle = Topology(tuple(range(6)), two_nics.hosts)  # nobody uses the second NICs
