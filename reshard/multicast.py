@@ -95,6 +95,9 @@ def count_chunks(topology: Topology, classes: Classes) -> np.ndarray:
     host_of = topology.host_by_rank
     into = np.zeros((hosts, len(classes)))
     only = np.zeros((hosts, len(classes)))  # what a host must send, where it alone holds it
+    pods = len(topology.pods)
+    entering = np.zeros((pods, len(classes)))
+    leaving = np.zeros((pods, len(classes)))
     shared = np.zeros(len(classes), dtype=bool)
     for k in range(len(classes)):
         held = set(host_of[_ranks(classes.holders[k])].tolist())
@@ -104,9 +107,24 @@ def count_chunks(topology: Topology, classes: Classes) -> np.ndarray:
         if needed and len(held) == 1:
             only[held.pop(), k] = 1
         shared[k] = bool(needed)
+        if pods:
+            holding = {topology.host(host).pod or 0 for host in host_of[_ranks(classes.holders[k])].tolist()}
+            lacking = {topology.host(host).pod or 0 for host in needed} - holding
+            entering[list(lacking), k] = 1
+            if lacking and len(holding) == 1:
+                leaving[holding.pop(), k] = 1
     rate_in = np.array([topology.host(h).ingress_bytes_per_second for h in range(hosts)])
     rate_out = np.array([topology.host(h).egress_bytes_per_second for h in range(hosts)])
-    load = np.concatenate([into / rate_in[:, None], only / rate_out[:, None]])
+    rate_up = np.array([pod.egress_bytes_per_second for pod in topology.pods])
+    rate_down = np.array([pod.ingress_bytes_per_second for pod in topology.pods])
+    load = np.concatenate(
+        [
+            into / rate_in[:, None],
+            only / rate_out[:, None],
+            entering / rate_down[:, None],
+            leaving / rate_up[:, None],
+        ]
+    )
     total_out = rate_out[sorted(set(host_of[classes.holders[classes.holders != NO_RANK]].tolist()))].sum()
     nbytes = classes.nbytes.astype(np.float64)
     least = max(float((load @ nbytes).max()), float(nbytes[shared].sum() / total_out))
