@@ -15,6 +15,7 @@
 #include <nanobind/ndarray.h>
 
 #include "matching.h"
+#include "parts.h"
 #include "sharing.h"
 
 namespace nb = nanobind;
@@ -24,61 +25,6 @@ using Floats = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::
 
 constexpr double LEAST_PART = 0.25;
 constexpr double TOGETHER = 1e-9;
-
-class Bits {
-  public:
-    explicit Bits(size_t size = 0) : words_((size + 63) / 64) {}
-    void set(int64_t i) { words_[static_cast<size_t>(i) / 64] |= uint64_t{1} << (i % 64); }
-    void clear(int64_t i) { words_[static_cast<size_t>(i) / 64] &= ~(uint64_t{1} << (i % 64)); }
-    uint64_t word(size_t i) const { return words_[i]; }
-    size_t num_words() const { return words_.size(); }
-    bool any() const {
-        return std::any_of(words_.begin(), words_.end(), [](uint64_t word) { return word != 0; });
-    }
-
-  private:
-    std::vector<uint64_t> words_;
-};
-
-struct Resource {
-    int64_t number;
-    double rate, free;
-    std::vector<int64_t> unclaimed, claimed;
-    Resource(int64_t n, double r) : number(n), rate(r), free(r) {}
-    const std::vector<int64_t> &take(double taken) {
-        free -= taken;
-        if (!unclaimed.empty()) {
-            claimed.swap(unclaimed);
-            unclaimed.clear();
-        }
-        return claimed;
-    }
-    void give(double given, int64_t message) {
-        free += given;
-        unclaimed.push_back(message);
-    }
-};
-
-using ByHost = std::vector<std::pair<int64_t, std::vector<int64_t>>>; // in the order in which hosts appear
-
-struct Schedule {
-    std::vector<int64_t> chunk, sender, receiver, source, after_at{0}, after;
-    std::vector<double> end;
-    int64_t add(int64_t c, int64_t s, int64_t r, int64_t from, const std::vector<int64_t> &order, double when) {
-        end.push_back(when);
-        chunk.push_back(c), sender.push_back(s), receiver.push_back(r), source.push_back(from);
-        after.insert(after.end(), order.begin(), order.end());
-        after_at.push_back(static_cast<int64_t>(after.size()));
-        return static_cast<int64_t>(chunk.size()) - 1;
-    }
-};
-
-struct Flow {
-    int64_t s, r, chunk;
-    double rate;
-    int64_t message, rank;
-    double left, speed;
-};
 
 class Scheduler {
   public:
@@ -129,7 +75,7 @@ class Scheduler {
     std::vector<std::vector<int64_t>> ranks_of_port_;
     std::vector<int64_t> sent_, landed_;
     std::vector<ByHost> holders_, receivers_;
-    std::vector<Bits> have_, miss_, in_pod_, level_;
+    std::vector<Bits> have_, miss_, in_pod_;
     std::vector<int64_t> copies_, missing_;
     Bits fresh_;
     std::unordered_map<int64_t, std::vector<std::pair<int64_t, int64_t>>> where_;
@@ -164,7 +110,7 @@ class Scheduler {
     void prepare() {
         const size_t count = class_of_.size();
         have_.assign(num_hosts_, Bits(count)), miss_.assign(num_hosts_, Bits(count));
-        in_pod_.assign(up_.size(), Bits(count)), level_.assign(num_hosts_ + 1, Bits(count));
+        in_pod_.assign(up_.size(), Bits(count));
         copies_.assign(count, 0), missing_.assign(num_hosts_, 0), fresh_ = Bits(count);
         for (size_t chunk = 0; chunk < count; ++chunk) {
             const int64_t c = static_cast<int64_t>(chunk);
@@ -184,7 +130,6 @@ class Scheduler {
                     in_pod_[pod_[entry.first]].set(c);
             }
             copies_[chunk] = static_cast<int64_t>(holders.size());
-            level_[copies_[chunk]].set(c);
             fresh_.set(c);
         }
         for (size_t chunk = 0; chunk < count; ++chunk)
@@ -318,8 +263,7 @@ class Scheduler {
             return false;
         const int64_t a = host_[s], b = host_[r];
         miss_[b].clear(chunk);
-        level_[copies_[chunk]].clear(chunk);
-        level_[++copies_[chunk]].set(chunk);
+        ++copies_[chunk];
         fresh_.clear(chunk);
         if (!pod_.empty())
             in_pod_[pod_[b]].set(chunk);
