@@ -1,4 +1,4 @@
-"""The default strategy: chunks of all regions dealt out to ports, so that the busiest is never idle."""
+"""Multicast: chunks of all regions dealt out to ports, so that the busiest is never idle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from reshard.chunks import Boxes, Classes, cut_boxes
 from reshard.dealer import Ports
-from reshard.routes import Problem
+from reshard.routes import DIRECT_CHUNK_BYTES, STAGING_PARTS, Problem
 from reshard.schedule import Members, Messages, make_schedule
 from reshard.shards import NO_RANK, ranges
 from reshard.topology import Topology
@@ -25,10 +25,12 @@ def multicast(problem: Problem) -> Transfers:
     """Cut regions into equal chunks and deal them out to ports as those become free.
 
     Steps: chunks of the busiest port, and a few until the first ones have reached the last host. Bytes between hosts:
-    unique. Source: the rarest-first maximum-weight assignment of ``planner.md``, with ports of any rate.
+    unique. Source: list scheduling by matching free ports, rarest chunk first.
     """
     classes = Classes.of(problem)
     counts = count_chunks(problem.topology, classes)
+    largest = max(min(DIRECT_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS) * 15 // 16, 1)  # cuts snap to slices
+    counts = np.minimum(np.maximum(counts, -(-classes.nbytes // largest)), classes.nbytes // classes.itemsize)
     boxes = cut_boxes(problem, classes, counts)
     class_of = np.repeat(np.arange(len(classes)), counts)
     holders, receivers = _members(classes.holders), _members(classes.receivers)

@@ -78,7 +78,7 @@ def plan_tensors(
     if topology is None:
         topology = Topology((0,) * count)
     topology = topology.first(count)
-    problem = Problem.of(tensors, topology)
+    problem = Problem.of(tensors, topology, staging_bytes)
     chosen = function(problem)
     if isinstance(chosen, Transfers):
         copies = cut_transfers(problem, Routes.of(problem, []), staging_bytes)

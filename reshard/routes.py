@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.plan import TensorSpec
+from reshard.plan import DEFAULT_STAGING_BYTES, TensorSpec
 from reshard.shards import NO_RANK
 from reshard.topology import Topology
 from reshard.transfers import Transfers
@@ -29,7 +29,7 @@ TREE_WINDOW = 2
 MIN_STAGING_BYTES = 2**16
 #: No piece is larger than this part of what a rank may stage: then a rank can always stage as many as windows let it,
 #: four out of a queue, which has a quarter of the staging, and eight in, which have half.
-_STAGING_PARTS = 8
+STAGING_PARTS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,7 @@ class Problem:
         tensor, nbytes: ``(tasks,)``. is_strided: ``(tasks,)`` what must be packed or unpacked.
         start, stop: ``(tasks, ndim)``, missing dims are ``0:1``.
         holders, needers: ``(tasks, replicas)`` ranks, padded with -1.
+        staging_bytes: what a rank may hold beyond its shards.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -52,9 +53,12 @@ class Problem:
     stop: np.ndarray
     holders: np.ndarray
     needers: np.ndarray
+    staging_bytes: int = DEFAULT_STAGING_BYTES
 
     @classmethod
-    def of(cls, tensors: Sequence[TensorSpec], topology: Topology) -> Problem:
+    def of(
+        cls, tensors: Sequence[TensorSpec], topology: Topology, staging_bytes: int = DEFAULT_STAGING_BYTES
+    ) -> Problem:
         """Cut every tensor and put the tasks in one table."""
         for spec in tensors:
             topology.check_covers(spec.src.ranks)
@@ -71,6 +75,7 @@ class Problem:
             stop=np.concatenate([_widen(t.stop, ndim, 1) for t in tasks]),
             holders=_stack([t.holders for t in tasks]),
             needers=_stack([t.needers for t in tasks]),
+            staging_bytes=staging_bytes,
         )
 
     def __len__(self) -> int:
@@ -201,7 +206,7 @@ def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Trans
     num_edges = np.diff(routes.edge_at)
     is_copy = routes.sender[routes.edge_at[:-1]] == routes.receiver[routes.edge_at[:-1]]
     has_one_hop, crosses = _shapes(routes, problem.topology)
-    limit = staging_bytes // _STAGING_PARTS
+    limit = staging_bytes // STAGING_PARTS
     direct = np.where(problem.is_strided[routes.task], min(PACKED_CHUNK_BYTES, limit), min(DIRECT_CHUNK_BYTES, limit))
     chunk_bytes = np.where(has_one_hop | ~crosses, direct, min(TREE_CHUNK_BYTES, limit))
     chunk_bytes = np.where(is_copy, np.int64(2**62), chunk_bytes)

@@ -90,3 +90,14 @@ def test_chunks_cover_their_class_evenly(problem, count):
                 seen[at] += 1
         assert seen.max() <= 1
         assert seen.sum() == total[k]
+
+
+def test_chunks_leave_room_for_several_in_staging():
+    src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2), "R S0")
+    topology = Topology((0, 1, 2, 3), latency_seconds=1e-2)  # asks for few chunks
+    for staging in (2**16, 2**20, 2**26):
+        plan = make_plan(
+            src, dst, (1024, 2048), "float32", strategy="multicast", topology=topology, staging_bytes=staging
+        )
+        assert plan.message_bytes.max() <= staging // 8
+        check_plan(plan)
