@@ -1,21 +1,63 @@
-// What the scheduler is made of: sets of chunks, ports and links, messages, and transfers under way.
+// What the dealer is made of: arrays from Python, sets of chunks, ports and links, deals, and transfers under way.
 
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
+#include <deque>
 #include <utility>
 #include <vector>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+namespace nb = nanobind;
+
+using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+constexpr double NO_RATE = 1e-9;
+constexpr double UNITS = 1024; // of sizes of chunks
+
+// Rows of integers: row k is values[at[k]] up to values[at[k + 1]].
+class Members {
+  public:
+    Members(const Ints &at, const Ints &values)
+        : at_(at.data()), values_(values.data()), size_(static_cast<int64_t>(at.shape(0)) - 1) {}
+    struct Row {
+        const int64_t *first, *last;
+        const int64_t *begin() const { return first; }
+        const int64_t *end() const { return last; }
+        bool empty() const { return first == last; }
+        int64_t size() const { return last - first; }
+    };
+    Row operator[](int64_t k) const { return {values_ + at_[k], values_ + at_[k + 1]}; }
+    int64_t size() const { return size_; }
+
+  private:
+    const int64_t *at_, *values_;
+    int64_t size_;
+};
 
 class Bits {
   public:
     explicit Bits(size_t size = 0) : words_((size + 63) / 64) {}
     void set(int64_t i) { words_[static_cast<size_t>(i) / 64] |= uint64_t{1} << (i % 64); }
     void clear(int64_t i) { words_[static_cast<size_t>(i) / 64] &= ~(uint64_t{1} << (i % 64)); }
+    bool has(int64_t i) const { return words_[static_cast<size_t>(i) / 64] >> (i % 64) & 1; }
     uint64_t word(size_t i) const { return words_[i]; }
+    int64_t count() const {
+        int64_t found = 0;
+        for (const uint64_t word : words_)
+            found += std::popcount(word);
+        return found;
+    }
     size_t num_words() const { return words_.size(); }
-    bool any() const {
-        return std::any_of(words_.begin(), words_.end(), [](uint64_t word) { return word != 0; });
+    template <typename F> void each(F f) const {
+        for (size_t i = 0; i < words_.size(); ++i)
+            for (uint64_t word = words_[i]; word; word &= word - 1)
+                f(static_cast<int64_t>(64 * i) + std::countr_zero(word));
     }
 
   private:
@@ -25,39 +67,72 @@ class Bits {
 struct Resource {
     int64_t number;
     double rate, free;
-    std::vector<int64_t> unclaimed, claimed;
-    Resource(int64_t n, double r) : number(n), rate(r), free(r) {}
-    const std::vector<int64_t> &take(double taken) {
+    std::deque<std::pair<int64_t, double>> room; // deals that have ended, and what each set free
+    Resource(int64_t n, double r) : number(n), rate(r), free(r), room{{-1, r}} {}
+    template <typename F> void take(double taken, F before) {
         free -= taken;
-        if (!unclaimed.empty()) {
-            claimed.swap(unclaimed);
-            unclaimed.clear();
+        while (taken > NO_RATE && !room.empty()) {
+            const auto [deal, freed] = room.front();
+            room.pop_front();
+            if (deal >= 0)
+                before(deal);
+            if (freed > taken + NO_RATE)
+                room.emplace_front(deal, freed - taken);
+            taken -= freed;
         }
-        return claimed;
     }
-    void give(double given, int64_t message) {
+    void give(double given, int64_t deal) {
         free += given;
-        unclaimed.push_back(message);
+        room.emplace_back(deal, given);
     }
 };
 
-using ByHost = std::vector<std::pair<int64_t, std::vector<int64_t>>>; // in the order in which hosts appear
+struct Ports {
+    std::vector<int64_t> host, of_rank, pod;
+    std::vector<double> out, into, up, down;
+    std::vector<std::vector<int64_t>> ranks;
+    int64_t num_hosts = 0;
+    bool are_shared = false;
 
-struct Schedule {
-    std::vector<int64_t> chunk, sender, receiver, source, after_at{0}, after;
-    std::vector<double> end;
-    int64_t add(int64_t c, int64_t s, int64_t r, int64_t from, const std::vector<int64_t> &order, double when) {
-        end.push_back(when);
-        chunk.push_back(c), sender.push_back(s), receiver.push_back(r), source.push_back(from);
-        after.insert(after.end(), order.begin(), order.end());
-        after_at.push_back(static_cast<int64_t>(after.size()));
-        return static_cast<int64_t>(chunk.size()) - 1;
+    bool are_alike() const {
+        for (const auto *rates : {&out, &into, &up, &down})
+            for (const double rate : *rates)
+                if (rate != out[0])
+                    return false;
+        return true;
     }
+    int64_t count() const { return static_cast<int64_t>(host.size()); }
+    void find_ranks() {
+        ranks.resize(host.size());
+        for (size_t rank = 0; rank < of_rank.size(); ++rank)
+            if (of_rank[rank] >= 0)
+                ranks[of_rank[rank]].push_back(static_cast<int64_t>(rank));
+        num_hosts = *std::max_element(host.begin(), host.end()) + 1;
+        std::vector<char> used(num_hosts);
+        for (size_t port = 0; port < host.size(); ++port)
+            if (!ranks[port].empty()) {
+                are_shared |= used[host[port]] != 0;
+                used[host[port]] = 1;
+            }
+    }
+};
+
+struct Freight {
+    Members lane_holders, lane_needers;
+    std::vector<int64_t> lane_size, lane_of;
+    Members class_holders, class_receivers;
+    std::vector<int64_t> piece_at, piece_class, piece_bytes;
+};
+
+struct Deal {
+    int64_t chunk, sender, receiver, source;
+    std::vector<int64_t> after;
+    double start, end;
 };
 
 struct Flow {
     int64_t s, r, chunk;
     double rate;
-    int64_t message, rank;
+    int64_t deal;
     double left, speed;
 };

@@ -1,11 +1,13 @@
-// The scheduler as a function of arrays, which are checked.
+// Schedules as a function of arrays, which are checked.
 
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "schedule.h"
+#include "pod_dealer.h"
+#include "sequence.h"
 
 namespace {
 
@@ -15,59 +17,96 @@ template <typename T> nb::object give(std::vector<T> &&values) {
     return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
 }
 
-void check_below(const Ints &values, size_t below, int64_t least, const char *name) {
-    for (size_t i = 0; i < values.shape(0); ++i)
-        if (values.data()[i] < least || values.data()[i] >= static_cast<int64_t>(below))
+std::vector<int64_t> list(const Ints &values, size_t below, int64_t least, const char *name) {
+    std::vector<int64_t> found(values.data(), values.data() + values.shape(0));
+    for (const int64_t value : found)
+        if (value < least || value >= static_cast<int64_t>(below))
             throw std::out_of_range(std::string("make_schedule: ") + name + " holds an index that does not exist");
+    return found;
 }
 
-size_t check_members(const Ints &at, const Ints &ranks, const Ints &of_rank, const char *name) {
-    const size_t n = at.shape(0);
-    bool fits = n > 0 && at.data()[0] == 0 && at.data()[n - 1] == static_cast<int64_t>(ranks.shape(0));
-    for (size_t i = 1; fits && i < n; ++i)
-        fits = at.data()[i - 1] <= at.data()[i];
+std::vector<double> list(const Floats &values) { return {values.data(), values.data() + values.shape(0)}; }
+
+Members members(const Ints &at, const Ints &values, size_t rows, size_t below, const char *name) {
+    bool fits = at.shape(0) == rows + 1 && at.data()[0] == 0 &&
+                at.data()[rows] == static_cast<int64_t>(values.shape(0)) &&
+                std::is_sorted(at.data(), at.data() + rows + 1);
     if (!fits)
-        throw std::invalid_argument(std::string("make_schedule: ") + name + " are not divided into classes");
-    check_below(ranks, of_rank.shape(0), 0, name);
-    for (size_t i = 0; i < ranks.shape(0); ++i)
-        if (of_rank.data()[ranks.data()[i]] < 0)
-            throw std::out_of_range(std::string("make_schedule: ") + name + " hold a rank without a port");
-    return n - 1;
+        throw std::invalid_argument(std::string("make_schedule: ") + name + " are not divided into rows");
+    list(values, below, 0, name);
+    return {at, values};
 }
+
+size_t rows(const Ints &at) { return at.shape(0) ? at.shape(0) - 1 : 0; }
 
 nb::tuple make_schedule(Ints host, Floats out, Floats into, Ints of_rank, Ints pod, Floats up, Floats down,
-                        Ints holders_at, Ints holders, Ints receivers_at, Ints receivers, Ints class_of) {
-    check_below(of_rank, host.shape(0), -1, "of_rank");
-    check_below(host, 1 << 20, 0, "host");
-    if (out.shape(0) != host.shape(0) || into.shape(0) != host.shape(0) || up.shape(0) != down.shape(0))
-        throw std::invalid_argument("make_schedule: arrays differ in size");
-    const size_t num_classes = check_members(holders_at, holders, of_rank, "holders");
-    if (check_members(receivers_at, receivers, of_rank, "receivers") != num_classes)
-        throw std::invalid_argument("make_schedule: holders and receivers differ in size");
-    check_below(class_of, num_classes, 0, "class_of");
-    check_below(pod, up.shape(0), 0, "pod");
-    for (size_t p = 0; p < host.shape(0) && pod.shape(0); ++p)
-        if (static_cast<size_t>(host.data()[p]) >= pod.shape(0))
-            throw std::invalid_argument("make_schedule: a host has no pod");
-    Scheduler scheduler(host, out, into, of_rank, pod, up, down, holders_at, holders, receivers_at, receivers,
-                        class_of);
+                        Ints lane_holders_at, Ints lane_holders, Ints lane_needers_at, Ints lane_needers,
+                        Ints lane_size, Ints lane_of,
+                        Ints class_holders_at, Ints class_holders, Ints class_receivers_at, Ints class_receivers,
+                        Ints piece_at, Ints piece_class, Ints piece_bytes) {
+    Ports ports{list(host, 1 << 20, 0, "host"), list(of_rank, host.shape(0), -1, "of_rank"),
+                list(pod, up.shape(0), 0, "pod"), list(out), list(into), list(up), list(down)};
+    if (!ports.count() || out.shape(0) != host.shape(0) || into.shape(0) != host.shape(0) ||
+        up.shape(0) != down.shape(0))
+        throw std::invalid_argument("make_schedule: ports are not as many as their rates");
+    ports.find_ranks();
+    if (pod.shape(0) && static_cast<int64_t>(pod.shape(0)) < ports.num_hosts)
+        throw std::invalid_argument("make_schedule: a host has no pod");
+    const size_t lanes = rows(lane_holders_at), classes = rows(class_holders_at);
+    const size_t hosts = static_cast<size_t>(ports.num_hosts), ranks = of_rank.shape(0);
+    const size_t pieces = piece_class.shape(0);
+    Freight freight{members(lane_holders_at, lane_holders, lanes, hosts, "lane_holders"),
+                    members(lane_needers_at, lane_needers, lanes, hosts, "lane_needers"),
+                    list(lane_size, INT64_MAX, 1, "lane_size"),
+                    list(lane_of, lanes, 0, "lane_of"),
+                    members(class_holders_at, class_holders, classes, ranks, "class_holders"),
+                    members(class_receivers_at, class_receivers, classes, ranks, "class_receivers"),
+                    list(piece_at, pieces + 1, 0, "piece_at"),
+                    list(piece_class, classes, 0, "piece_class"),
+                    list(piece_bytes, INT64_MAX, 0, "piece_bytes")};
+    for (const Ints *table : {&class_holders, &class_receivers})
+        for (size_t i = 0; i < table->shape(0); ++i)
+            if (ports.of_rank[table->data()[i]] < 0)
+                throw std::out_of_range("make_schedule: a rank has no port");
+    if (lane_size.shape(0) != lanes)
+        throw std::invalid_argument("make_schedule: lanes are not as many as their sizes");
+    if (piece_bytes.shape(0) != pieces || freight.piece_at.size() != freight.lane_of.size() + 1 ||
+        freight.piece_at.back() != static_cast<int64_t>(pieces) ||
+        std::adjacent_find(freight.piece_at.begin(), freight.piece_at.end(), std::greater_equal<>()) !=
+            freight.piece_at.end())
+        throw std::invalid_argument("make_schedule: chunks are not divided into pieces");
+    Messages made;
+    std::vector<int64_t> order;
     bool done;
     {
         nb::gil_scoped_release release;
-        done = scheduler.run();
+        std::unique_ptr<Dealer> dealer;
+        if (ports.pod.empty())
+            dealer = std::make_unique<Dealer>(ports, freight);
+        else
+            dealer = std::make_unique<PodDealer>(ports, freight);
+        done = dealer->run();
+        if (done) {
+            Landing landing(ports, freight, dealer->deals);
+            landing.run();
+            made = std::move(landing.messages);
+            if (ports.are_alike()) { // what starts first ends first
+                for (size_t i = 0; i < made.piece.size(); ++i)
+                    order.push_back(static_cast<int64_t>(i));
+                std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return made.end[a] < made.end[b]; });
+            } else
+                order = Sequence(made).order;
+        }
     }
     if (!done)
         throw std::invalid_argument("a chunk cannot reach a host that needs it");
-    Schedule &made = scheduler.schedule;
-    return nb::make_tuple(give(std::move(made.chunk)), give(std::move(made.sender)), give(std::move(made.receiver)),
+    return nb::make_tuple(give(std::move(made.piece)), give(std::move(made.sender)), give(std::move(made.receiver)),
                           give(std::move(made.source)), give(std::move(made.after_at)), give(std::move(made.after)),
-                          give(std::move(made.end)));
+                          give(std::move(order)));
 }
 
 } // namespace
 
 void bind_schedule(nb::module_ &m) {
-    m.def("make_schedule", &make_schedule, nb::arg("host"), nb::arg("out"), nb::arg("into"), nb::arg("of_rank"),
-          nb::arg("pod"), nb::arg("up"), nb::arg("down"), nb::arg("holders_at"), nb::arg("holders"),
-          nb::arg("receivers_at"), nb::arg("receivers"), nb::arg("class_of"), "The messages of a schedule.");
+    m.def("make_schedule", &make_schedule, "The messages of a schedule.");
 }

@@ -11,7 +11,10 @@ from reshard.shards import NO_RANK, ranges
 
 #: A dim is cut alone when a chunk is at least this many of its slices: then no chunk is more than one part in as many
 #: larger than another. Else the next dim is cut too, and a chunk is up to three boxes.
-_EVEN = 32
+EVEN = 64
+#: Where the next class begins within one part in as many of a chunk's end, the chunk ends there.
+_NEAR = 64
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,17 +47,14 @@ class Classes:
             ],
             axis=1,
         )
-        first, inverse = _group(rows)
+        first, inverse = group_rows(rows)
         order = np.argsort(inverse, kind="stable")
         counts = np.bincount(inverse, minlength=len(first))
-        task = needed[order]
         lead = needed[first]
-        nbytes = np.zeros(len(first), dtype=np.int64)
-        np.add.at(nbytes, inverse, problem.nbytes[needed])
         return cls(
-            task=task,
+            task=needed[order],
             task_at=np.concatenate([[0], np.cumsum(counts)]),
-            nbytes=nbytes,
+            nbytes=sum_by(inverse, problem.nbytes[needed], len(first)),
             itemsize=itemsize[lead],
             holders=problem.holders[lead],
             receivers=problem.receivers[lead],
@@ -63,17 +63,106 @@ class Classes:
     def __len__(self) -> int:
         return len(self.nbytes)
 
+    def take(self, order: np.ndarray) -> Classes:
+        """The same classes in another order."""
+        counts = np.diff(self.task_at)[order]
+        return Classes(
+            task=self.task[ranges(self.task_at[order], counts)],
+            task_at=np.concatenate([[0], np.cumsum(counts)]),
+            nbytes=self.nbytes[order],
+            itemsize=self.itemsize[order],
+            holders=self.holders[order],
+            receivers=self.receivers[order],
+        )
 
-def _group(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+
+def sum_by(key: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
+    """``(count,)`` sums of the integers whose key it is."""
+    total = np.zeros(count, dtype=np.int64)
+    np.add.at(total, key, values)
+    return total
+
+
+def group_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The first of each set of equal rows, ascending, and for each row the number of its set."""
-    _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    key = np.zeros(len(rows), dtype=np.uint64)
+    for column in rows.T:
+        key = (key ^ (key >> np.uint64(29))) * _MIX + column.astype(np.uint64)
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    if not (rows == rows[first[inverse]]).all():  # two rows have one key
+        _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     rank = np.argsort(np.argsort(first, kind="stable"), kind="stable")
     return np.sort(first), rank[inverse.ravel()]
 
 
 @dataclass(frozen=True, eq=False)
-class Boxes:
-    """The boxes of chunks: chunk i has rows ``at[i]:at[i + 1]`` of ``tensor``, ``start`` and ``stop``."""
+class Pieces:
+    """Chunks cut where other ranks hold or need what follows: each piece is one message wherever it goes.
+
+    Attributes:
+        chunk, class_of: ``(pieces,)`` in the order of the chunks; every chunk has a piece.
+        lane_of: ``(chunks,)``. nbytes: ``(pieces,)``.
+        at, tensor, start, stop: piece i has boxes ``at[i]:at[i + 1]`` of ``tensor``, ``start`` and ``stop``.
+    """
+
+    chunk: np.ndarray
+    class_of: np.ndarray
+    lane_of: np.ndarray
+    nbytes: np.ndarray
+    at: np.ndarray
+    tensor: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+
+def cut_pieces(problem: Problem, classes: Classes, lane: np.ndarray, num_chunks: np.ndarray) -> Pieces:
+    """Lay the classes of each lane end to end and cut them into ``num_chunks`` chunks, as even as elements allow.
+
+    Args:
+        lane: ``(classes,)`` ascending. num_chunks: ``(lanes,)``.
+    """
+    total = sum_by(lane, classes.nbytes, len(num_chunks))
+    before = np.cumsum(classes.nbytes) - classes.nbytes
+    first_class = np.searchsorted(lane, np.arange(len(num_chunks)))
+    offset = before - before[first_class][lane]  # of each class in its lane
+    whole, count = total[lane], num_chunks[lane]
+    # chunk j of a lane begins at byte whole * j // count; ends close to those of a class are moved there
+    near = whole // count // _NEAR
+    after_first = np.minimum((offset + near) * count // whole + 1, count)
+    upto = offset + classes.nbytes - near
+    after_last = np.maximum(-(-upto * count // whole), after_first)  # ends in between are after_first : after_last
+    met = after_last - after_first + 1
+    class_of = np.repeat(np.arange(len(classes)), met)
+    nth = np.arange(len(class_of)) - np.repeat(np.cumsum(met) - met, met)
+    number = after_first[class_of] - 1 + nth  # of its chunk in its lane
+    itemsize, numel = classes.itemsize[class_of], (classes.nbytes // classes.itemsize)[class_of]
+
+    def element(j: np.ndarray) -> np.ndarray:
+        return (whole[class_of] * j // count[class_of] - offset[class_of]) // itemsize
+
+    lo = np.where(nth == 0, 0, element(number))
+    hi = np.where(nth == met[class_of] - 1, numel, element(number + 1))
+    boxes = _cut_boxes(problem, classes, class_of, lo, hi, np.maximum(whole // count // classes.itemsize, 1))
+    some = np.diff(boxes.at) > 0
+    chunk = number + np.concatenate([[0], np.cumsum(num_chunks)])[lane[class_of]]
+    present, numbered = np.unique(chunk[some], return_inverse=True)
+    box_bytes = (boxes.stop - boxes.start).prod(axis=1, dtype=np.int64)
+    ends = np.concatenate([[0], np.cumsum(box_bytes)])[boxes.at]
+    return Pieces(
+        chunk=numbered,
+        class_of=class_of[some],
+        lane_of=np.repeat(np.arange(len(num_chunks)), num_chunks)[present],
+        nbytes=(np.diff(ends) * itemsize)[some],
+        at=np.concatenate([[0], np.cumsum(np.diff(boxes.at)[some])]),
+        tensor=boxes.tensor,
+        start=boxes.start,
+        stop=boxes.stop,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Boxes:
+    """Row i of what was cut has boxes ``at[i]:at[i + 1]`` of ``tensor``, ``start`` and ``stop``."""
 
     at: np.ndarray
     tensor: np.ndarray
@@ -81,57 +170,48 @@ class Boxes:
     stop: np.ndarray
 
 
-def cut_boxes(problem: Problem, classes: Classes, num_chunks: np.ndarray) -> Boxes:
-    """Cut each class into ``num_chunks`` chunks, in the order of the classes, as even as elements allow.
+def _cut_boxes(
+    problem: Problem, classes: Classes, class_of: np.ndarray, lo: np.ndarray, hi: np.ndarray, per_chunk: np.ndarray
+) -> _Boxes:
+    """The boxes of elements ``lo`` to ``hi`` of classes whose tasks are laid end to end.
 
-    The tasks of a class are laid end to end and cut at equal distances.
+    Rows follow each other without a gap in each class. ``per_chunk`` are elements of a chunk, by class.
     """
     size = (problem.stop - problem.start)[classes.task]
     numel = size.prod(axis=1, dtype=np.int64)
-    counts = np.diff(classes.task_at)
-    class_of = np.repeat(np.arange(len(classes)), counts)
-    total = classes.nbytes // classes.itemsize
-    # per chunk of a class, the elements at which it begins and ends in its class
-    chunk_class = np.repeat(np.arange(len(classes)), num_chunks)
-    nth = np.arange(len(chunk_class)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
-    grain = _grains(size, numel, class_of, total, num_chunks)
+    of_task = np.repeat(np.arange(len(classes)), np.diff(classes.task_at))
+    grain = _grains(size, numel, per_chunk[of_task])
     before = np.cumsum(numel) - numel
-    before -= before[classes.task_at[:-1]][class_of]  # elements of its class before each task
-    lo = total[chunk_class] * nth // num_chunks[chunk_class]
-    hi = total[chunk_class] * (nth + 1) // num_chunks[chunk_class]
-    # each chunk meets a run of tasks
-    key = before + numel  # end of each task in its class, made ascending over all classes
-    base = np.concatenate([[0], np.cumsum(total)])[:-1]
-    ends = key + base[class_of]
-    first = np.searchsorted(ends, lo + base[chunk_class], side="right")
-    last = np.searchsorted(ends, hi + base[chunk_class] - 1, side="right")
-    met = last - first + 1
-    chunk = np.repeat(np.arange(len(chunk_class)), met)
+    before -= before[classes.task_at[:-1]][of_task]  # elements of its class before each task
+    # each row meets a run of tasks
+    base = np.cumsum(classes.nbytes // classes.itemsize) - classes.nbytes // classes.itemsize
+    ends = before + numel + base[of_task]
+    first = np.searchsorted(ends, lo + base[class_of], side="right")
+    last = np.searchsorted(ends, hi + base[class_of] - 1, side="right")
+    met = np.where(hi > lo, last - first + 1, 0)
+    piece = np.repeat(np.arange(len(class_of)), met)
     row = ranges(first, met)
-    start = np.maximum(lo[chunk] - before[row], 0)
-    stop = np.minimum(hi[chunk] - before[row], numel[row])
+    start = np.maximum(lo[piece] - before[row], 0)
+    stop = np.minimum(hi[piece] - before[row], numel[row])
     # ends inside a task stand at whole slices of the dim that is fine enough
     start = np.where(start < numel[row], _snap(start, grain[row]), start)
     stop = np.where(stop < numel[row], _snap(stop, grain[row]), stop)
     some = stop > start
-    return _flat_boxes(problem, classes.task, size, chunk[some], row[some], start[some], stop[some], len(chunk_class))
+    return _flat_boxes(problem, classes.task, size, piece[some], row[some], start[some], stop[some], len(class_of))
 
 
 def _snap(at: np.ndarray, grain: np.ndarray) -> np.ndarray:
     return (at + grain // 2) // grain * grain
 
 
-def _grains(
-    size: np.ndarray, numel: np.ndarray, class_of: np.ndarray, total: np.ndarray, num_chunks: np.ndarray
-) -> np.ndarray:
+def _grains(size: np.ndarray, numel: np.ndarray, per_chunk: np.ndarray) -> np.ndarray:
     """Of each task, in how many elements it may be cut: the largest slice that a chunk is many of."""
-    per_chunk = np.maximum(total // np.maximum(num_chunks, 1), 1)[class_of]
     grain = np.ones(len(size), dtype=np.int64)
     slice_ = numel.copy()
     found = np.zeros(len(size), dtype=bool)
     for dim in range(size.shape[1]):
         slice_ = slice_ // np.maximum(size[:, dim], 1)
-        fits = ~found & (slice_ * _EVEN <= per_chunk)
+        fits = ~found & (slice_ * EVEN <= per_chunk)
         grain = np.where(fits, slice_, grain)
         found |= fits
     return grain
@@ -141,12 +221,12 @@ def _flat_boxes(
     problem: Problem,
     task: np.ndarray,
     size: np.ndarray,
-    chunk: np.ndarray,
+    piece: np.ndarray,
     row: np.ndarray,
     start: np.ndarray,
     stop: np.ndarray,
-    num_chunks: int,
-) -> Boxes:
+    num_pieces: int,
+) -> _Boxes:
     """The boxes of ranges of elements of tasks, in C order.
 
     From the innermost dim outwards: what begins or ends inside a slice is a box of its own, whole slices are a range of
@@ -170,7 +250,7 @@ def _flat_boxes(
             last[:, d] = first[:, d] + 1
             outer = outer // dims[:, d]
         origin = problem.start[task[row[which]]]
-        found.append((chunk[which], row[which], origin + first, origin + last))
+        found.append((piece[which], row[which], origin + first, origin + last))
 
     for dim in range(ndim - 1, -1, -1):
         inner = size[row[at], dim]
@@ -185,14 +265,14 @@ def _flat_boxes(
         at, start, stop = at[more], start[more], stop[more]
     if not ndim:
         origin = problem.start[task[row[at]]]
-        found.append((chunk[at], row[at], origin, origin))
+        found.append((piece[at], row[at], origin, origin))
     if not found:
         none = np.zeros((0, ndim), dtype=np.int64)
-        return Boxes(np.zeros(num_chunks + 1, dtype=np.int64), np.zeros(0, dtype=np.int64), none, none)
+        return _Boxes(np.zeros(num_pieces + 1, dtype=np.int64), np.zeros(0, dtype=np.int64), none, none)
     owner, of, first, last = (np.concatenate(column) for column in zip(*found, strict=True))
     order = np.lexsort((*(first[:, d] for d in range(ndim - 1, -1, -1)), of, owner))
-    return Boxes(
-        at=np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=num_chunks))]),
+    return _Boxes(
+        at=np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=num_pieces))]),
         tensor=problem.tensor[task[of[order]]],
         start=first[order],
         stop=last[order],

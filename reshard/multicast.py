@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from reshard.chunks import Boxes, Classes, cut_boxes
-from reshard.dealer import Ports
+from reshard.chunks import EVEN, Classes, Pieces, cut_pieces
+from reshard.freight import UNITS, Freight, Ports
+from reshard.lanes import Lanes, count_chunks, members_of
 from reshard.routes import DIRECT_CHUNK_BYTES, STAGING_PARTS, Problem
-from reshard.schedule import Members, Messages, make_schedule
-from reshard.shards import NO_RANK, ranges
-from reshard.topology import Topology
+from reshard.schedule import Schedule, make_schedule
+from reshard.shards import ranges
 from reshard.transfers import Transfers
 
-#: Chunks that the busiest port passes where messages cost nothing: so few are lost while the first reach the last host.
-SLOTS = 256
 WINDOW = 8
+#: Of what needs no packing, for links so fast that smaller chunks would wait for latencies.
+LARGEST_CHUNK_BYTES = 32 * 2**20
 #: Rates closer together than this part are taken as equal, so that transfers end together.
 _ALIKE = 0.04
 
@@ -27,23 +25,47 @@ def multicast(problem: Problem) -> Transfers:
     Steps: chunks of the busiest port, and a few until the first ones have reached the last host. Bytes between hosts:
     unique. Source: list scheduling by matching free ports, rarest chunk first.
     """
-    classes = Classes.of(problem)
-    counts = count_chunks(problem.topology, classes)
-    largest = max(min(DIRECT_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS) * 15 // 16, 1)  # cuts snap to slices
-    counts = np.minimum(np.maximum(counts, -(-classes.nbytes // largest)), classes.nbytes // classes.itemsize)
-    boxes = cut_boxes(problem, classes, counts)
-    class_of = np.repeat(np.arange(len(classes)), counts)
-    holders, receivers = _members(classes.holders), _members(classes.receivers)
-    return _to_transfers(problem, boxes, make_schedule(ports_of(problem), holders, receivers, class_of))
+    freight, pieces = load_freight(problem)
+    return _to_transfers(problem, pieces, make_schedule(ports_of(problem), freight))
 
 
-def _members(table: np.ndarray) -> Members:
-    real = table != NO_RANK
-    return np.concatenate([[0], np.cumsum(real.sum(axis=1))]), table[real]
+def load_freight(problem: Problem) -> tuple[Freight, Pieces]:
+    """What is to be dealt out, and the boxes of its pieces."""
+    lanes = Lanes.of(Classes.of(problem), problem.topology)
+    counts, part = count_chunks(problem.topology, lanes, _largest_chunks(problem, lanes))
+    pieces = cut_pieces(problem, lanes.classes, lanes.lane, counts)
+    freight = Freight(
+        lane_holders=lanes.holders,
+        lane_needers=lanes.needers,
+        lane_size=np.maximum(np.round(part * UNITS), 1).astype(np.int64),
+        lane_of=pieces.lane_of,
+        class_holders=members_of(lanes.classes.holders),
+        class_receivers=members_of(lanes.classes.receivers),
+        piece_at=np.searchsorted(pieces.chunk, np.arange(len(pieces.lane_of) + 1)),
+        piece_class=pieces.class_of,
+        piece_bytes=pieces.nbytes,
+    )
+    return freight, pieces
 
 
-def _ranks(row: np.ndarray) -> list[int]:
-    return [rank for rank in row.tolist() if rank != NO_RANK]
+def _largest_chunks(problem: Problem, lanes: Lanes) -> np.ndarray:
+    """``(lanes,)`` bytes that no chunk may exceed: of what is packed or staged, several must fit at once."""
+    packed = max(min(DIRECT_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS) * 15 // 16, 1)  # cuts snap to slices
+    largest = np.full(len(lanes), packed, dtype=np.int64)
+    if any(len(host.nics) > 1 for host in problem.topology.hosts):
+        return largest
+    # regions that are cut at whole slices of their first dim lie in one piece wherever they are
+    lead = lanes.classes.task[lanes.classes.task_at[:-1]]
+    size = (problem.stop - problem.start)[lead]
+    first = (size > 1).argmax(axis=1)[:, None] if size.shape[1] else np.zeros((len(lead), 0), dtype=np.int64)
+    rows = np.take_along_axis(size, first, axis=1).prod(axis=1)
+    is_plain = ~problem.is_strided[lead] & (np.diff(lanes.classes.task_at) == 1)
+    is_plain &= problem.nbytes[lead] // rows * EVEN <= packed
+    return (
+        np.where(np.logical_and.reduceat(is_plain, lanes.first_class), LARGEST_CHUNK_BYTES, largest)
+        if len(lanes)
+        else largest
+    )
 
 
 def ports_of(problem: Problem) -> Ports:
@@ -89,83 +111,19 @@ def _make_alike(rates: list[float]) -> dict[float, float]:
     return alike
 
 
-def count_chunks(topology: Topology, classes: Classes) -> np.ndarray:
-    """``(classes,)`` chunks of each class: the size that wastes least where ports get whole chunks."""
-    if not len(classes):
-        return np.zeros(0, dtype=np.int64)
-    hosts = topology.num_hosts
-    host_of = topology.host_by_rank
-    into = np.zeros((hosts, len(classes)))
-    only = np.zeros((hosts, len(classes)))  # what a host must send, where it alone holds it
-    pods = len(topology.pods)
-    entering = np.zeros((pods, len(classes)))
-    leaving = np.zeros((pods, len(classes)))
-    shared = np.zeros(len(classes), dtype=bool)
-    for k in range(len(classes)):
-        held = set(host_of[_ranks(classes.holders[k])].tolist())
-        needed = set(host_of[_ranks(classes.receivers[k])].tolist()) - held
-        for host in needed:
-            into[host, k] = 1
-        if needed and len(held) == 1:
-            only[held.pop(), k] = 1
-        shared[k] = bool(needed)
-        if pods:
-            holding = {topology.host(host).pod or 0 for host in host_of[_ranks(classes.holders[k])].tolist()}
-            lacking = {topology.host(host).pod or 0 for host in needed} - holding
-            entering[list(lacking), k] = 1
-            if lacking and len(holding) == 1:
-                leaving[holding.pop(), k] = 1
-    rate_in = np.array([topology.host(h).ingress_bytes_per_second for h in range(hosts)])
-    rate_out = np.array([topology.host(h).egress_bytes_per_second for h in range(hosts)])
-    rate_up = np.array([pod.egress_bytes_per_second for pod in topology.pods])
-    rate_down = np.array([pod.ingress_bytes_per_second for pod in topology.pods])
-    load = np.concatenate(
-        [
-            into / rate_in[:, None],
-            only / rate_out[:, None],
-            entering / rate_down[:, None],
-            leaving / rate_up[:, None],
-        ]
-    )
-    total_out = rate_out[sorted(set(host_of[classes.holders[classes.holders != NO_RANK]].tolist()))].sum()
-    nbytes = classes.nbytes.astype(np.float64)
-    least = max(float((load @ nbytes).max()), float(nbytes[shared].sum() / total_out))
-    if not least:
-        return np.ones(len(classes), dtype=np.int64)
-    fastest = float(max(rate_in.max(), rate_out.max()))
-    total = classes.nbytes // classes.itemsize
-    target = slots(topology, least)
-    best, chosen = math.inf, 1.0
-    for n in range(target, 2 * target + 1, max(1, target // 64)):
-        size = least * fastest / n
-        counts = np.ceil(nbytes / size - 1e-9)
-        cost = float((load @ counts).max()) * size * (1 + 2 / n)
-        if cost < best:
-            best, chosen = cost, size
-    counts = np.maximum(np.ceil(nbytes / chosen - 1e-9), 1).astype(np.int64)
-    return np.minimum(counts, total)
-
-
-def slots(topology: Topology, seconds: float) -> int:
-    """Into how many chunks to cut what the busiest port passes in ``seconds``."""
-    if not topology.latency_seconds:
-        return SLOTS
-    return max(1, min(SLOTS, round(math.sqrt(seconds / topology.latency_seconds))))
-
-
-def _to_transfers(problem: Problem, boxes: Boxes, made: Messages) -> Transfers:
-    counts = np.diff(boxes.at)[made.chunk]
-    rows = ranges(boxes.at[made.chunk], counts)
+def _to_transfers(problem: Problem, pieces: Pieces, made: Schedule) -> Transfers:
+    counts = np.diff(pieces.at)[made.piece]
+    rows = ranges(pieces.at[made.piece], counts)
     return Transfers(
         box_at=np.concatenate([[0], np.cumsum(counts)]),
-        box_tensor=boxes.tensor[rows],
-        box_start=boxes.start[rows],
-        box_stop=boxes.stop[rows],
-        edge_at=np.arange(len(made.chunk) + 1),
+        box_tensor=pieces.tensor[rows],
+        box_start=pieces.start[rows],
+        box_stop=pieces.stop[rows],
+        edge_at=np.arange(len(made.piece) + 1),
         sender=made.sender,
         receiver=made.receiver,
-        splits=np.ones((len(made.chunk), problem.start.shape[1]), dtype=np.int64),
-        window=np.full(len(made.chunk), WINDOW, dtype=np.int64),
+        splits=np.ones((len(made.piece), problem.start.shape[1]), dtype=np.int64),
+        window=np.full(len(made.piece), WINDOW, dtype=np.int64),
         after_at=made.after_at,
         after=made.after,
         source=made.source,

@@ -1,175 +1,156 @@
-"""Scheduling where pods of hosts stand behind uplinks, which are scarce and come first."""
+"""Dealing where pods of hosts stand behind uplinks, which several pairs of ports want at once."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from reshard.dealer import Dealer
-from reshard.matching import find_pairs
+from reshard.freight import UNITS
+
+_PASSES = 8
+_GAIN = 1e-9
+
+
+@dataclass(eq=False, slots=True)
+class _Choice:
+    """A transfer that could start: what it passes (resources by number), and what that is worth."""
+
+    s: int
+    r: int
+    rate: float
+    passes: list[int]
+    weight: float
+
+
+@dataclass(slots=True)
+class _Chosen:
+    """Transfers that can start together. A port takes one, an uplink as many as its rate allows."""
+
+    room: dict[int, float]  # of uplinks
+    by: dict[int, list[_Choice]] = field(default_factory=dict)
+
+    def add(self, choice: _Choice) -> None:
+        for number in choice.passes:
+            self.by.setdefault(number, []).append(choice)
+
+    def remove(self, choice: _Choice) -> None:
+        for number in choice.passes:
+            self.by[number].remove(choice)
+
+    def has(self, choice: _Choice) -> bool:
+        return choice in self.by.get(choice.passes[0], ())
+
+    def in_the_way(self, choice: _Choice) -> list[_Choice]:
+        """What must go so that this one can start."""
+        found: list[_Choice] = []
+        for number in choice.passes:
+            others = [other for other in self.by.get(number, ()) if other not in found]
+            if number in self.room:
+                left = self.room[number] * (1 + _GAIN) - choice.rate - sum(other.rate for other in others)
+                others.sort(key=lambda other: other.weight)
+                while left < 0 and others:
+                    left += others[0].rate
+                    found.append(others.pop(0))
+            else:
+                found.extend(others)
+        return found
 
 
 class PodDealer(Dealer):
-    """Fills uplinks first, with what no other pod can give, then the ports inside pods.
+    """Chooses transfers so that what has most left to do is busy: ports and uplinks alike.
 
-    A pod gets a chunk over its uplink once; uplinks with time to spare may bring what the pod has already.
+    Each is worth more the closer its remaining time is to the longest one. Choices are made heaviest first, and then
+    exchanged as long as that gains. A pod gets a chunk over its uplink once; uplinks with time to spare may bring what
+    the pod has already.
     """
-
-    may_enter_again = False
 
     def pair(
         self, senders: list[int], receivers: list[int], to_get: dict[int, float], to_give: dict[int, float]
     ) -> bool:
         """See :meth:`Dealer.pair`."""
-        free = _Free(self, senders, receivers, to_get)
-        started = self.enter_pods(free)
-        senders = [s for s in senders if s not in free.sending]
-        receivers = [r for r in receivers if r not in free.receiving]
-        partners = {r: [s for s in free.inside[r] if s not in free.sending] for r in receivers}
-        sender_of = find_pairs(senders, receivers, partners, to_give)
+        worth = self.worth(to_get, to_give)
+        choices = []
         for r in receivers:
-            if r in sender_of:
-                started |= free.start(sender_of[r], r)
-        return self.help_pods(free) or started
-
-    def enter_pods(self, free: _Free) -> bool:
-        """Start transfers that bring pods what they lack; whether one started."""
-        to_enter, to_leave = self.uplink_loads()
-        pods = range(len(self.up))
-        refused: set[tuple[int, int]] = set()
+            for s in senders:
+                if self.can_start(s, r):
+                    passes = [resource.number for resource in self.path(s, r)]
+                    choices.append(_Choice(s, r, self.rate(s, r), passes, sum(worth[number] for number in passes)))
+        choices.sort(key=lambda choice: (-choice.weight, choice.r, choice.s))
+        chosen = self.choose_transfers(choices)
         started = False
-        while True:
-            down = sorted((q for q in pods if self.down[q].free > 0), key=lambda q: (-to_enter[q], q))
-            up = sorted((p for p in pods if self.up[p].free > 0), key=lambda p: (-to_leave[p], p))
-            partners = {
-                q: [p for p in up if p != q and (p, q) not in refused and free.best_entry(p, q) is not None]
-                for q in down
-            }
-            up_of = find_pairs(up, down, partners, to_leave)
-            if not up_of:
-                return started
-            for q in down:
-                if q in up_of:
-                    entry = free.best_entry(up_of[q], q)
-                    if entry is not None and free.start(*entry):
-                        started = True
-                    else:
-                        refused.add((up_of[q], q))
+        for choice in choices:
+            if chosen.has(choice):
+                started |= self.start(choice.s, choice.r)
+        return self.help_pods(senders, receivers, to_get) or started
 
-    def uplink_loads(self) -> tuple[dict[int, float], dict[int, float]]:
-        """What each pod must still let in, and what it must let out because no other pod has it, in time."""
-        pods = range(len(self.up))
-        lacks = [self.missing_in(q) & ~self.in_pod[q] for q in pods]
-        once = several = 0
-        for q in pods:
-            several |= once & self.in_pod[q]
-            once |= self.in_pod[q]
-        to_enter = {q: lacks[q].bit_count() / self.down[q].rate for q in pods}
-        to_leave = {}
-        for p in pods:
-            alone = self.in_pod[p] & ~several
-            count = sum((alone & lacks[q]).bit_count() for q in pods if q != p)
-            to_leave[p] = count / self.up[p].rate
-        return to_enter, to_leave
+    def worth(self, to_get: dict[int, float], to_give: dict[int, float]) -> dict[int, float]:
+        """What it is worth to keep each resource busy, by number: 1 where most is left, steeply less elsewhere."""
+        left = {
+            **{self.into[r].number: load for r, load in to_get.items()},
+            **{self.out[s].number: load for s, load in to_give.items()},
+            **{
+                down.number: load / UNITS / down.rate for down, load in zip(self.down, self.board.to_enter, strict=True)
+            },
+            **{up.number: load / UNITS / up.rate for up, load in zip(self.up, self.board.to_leave, strict=True)},
+        }
+        most = max(left.values())
+        worth = {}
+        for number, load in left.items():
+            near = 1.0 / (1.0 + (most - load))
+            worth[number] = near * near * near + 0.001 * (load / most)
+        return worth
 
-    def missing_in(self, pod: int) -> int:
-        """The chunks that some host of a pod lacks."""
-        missing = 0
-        for host, its in enumerate(self.ports.pod):
-            if its == pod:
-                missing |= self.miss[host]
-        return missing
+    def choose_transfers(self, choices: list[_Choice]) -> _Chosen:
+        """The heaviest first, then exchanges of one for those in its way, as long as those gain."""
+        room = {resource.number: resource.free for resource in (*self.up, *self.down)}
+        chosen = _Chosen(room)
+        around: dict[int, list[_Choice]] = {}
+        for choice in choices:
+            if not chosen.in_the_way(choice):
+                chosen.add(choice)
+            for number in choice.passes[0], choice.passes[-1]:
+                around.setdefault(number, []).append(choice)
+        for _ in range(_PASSES):
+            exchanged = [self.exchange(choice, chosen, around) for choice in choices]
+            if not any(exchanged):
+                break
+        return chosen
 
-    def help_pods(self, free: _Free) -> bool:
+    def exchange(self, choice: _Choice, chosen: _Chosen, around: dict[int, list[_Choice]]) -> bool:
+        """Take one in place of those in its way, and what else there is room for then, if that gains."""
+        if chosen.has(choice):
+            return False
+        gone = chosen.in_the_way(choice)
+        gain = choice.weight - sum(other.weight for other in gone)
+        for other in gone:
+            chosen.remove(other)
+        chosen.add(choice)
+        added = [choice]
+        for other in gone:
+            for number in other.passes[0], other.passes[-1]:
+                for more in around[number]:
+                    if not chosen.has(more) and not chosen.in_the_way(more):
+                        chosen.add(more)
+                        added.append(more)
+                        gain += more.weight
+        if gain > _GAIN:
+            return True
+        for more in added:
+            chosen.remove(more)
+        for other in gone:
+            chosen.add(other)
+        return False
+
+    def help_pods(self, senders: list[int], receivers: list[int], to_get: dict[int, float]) -> bool:
         """Let idle senders of other pods serve idle receivers, over uplinks that have the time."""
         started = False
-        for r in free.receivers:
-            q = free.pod_of[r]
-            must = (self.missing_in(q) & ~self.in_pod[q]).bit_count() / self.down[q].rate
-            if r in free.receiving or must + 1 > free.to_get[r]:
+        host, pod = self.ports.host, self.ports.pod
+        for r in receivers:
+            q = pod[host[r]]
+            if self.board.to_enter[q] / UNITS / self.down[q].rate + 1 > to_get[r]:
                 continue
-            for s in free.senders:
-                if s in free.sending or free.pod_of[s] == q or self.rate(s, r) <= 0:
-                    continue
-                self.may_enter_again = True
-                begun = free.start(s, r)
-                self.may_enter_again = False
-                started |= begun
-                if begun:
+            for s in senders:
+                if pod[host[s]] != q and self.rate(s, r) > 0 and self.start(s, r, may_enter_again=True):
+                    started = True
                     break
         return started
-
-    def candidates(self, s: int, r: int) -> int:
-        """See :meth:`Dealer.candidates`."""
-        if self.may_enter_again:
-            return self.have[self.ports.host[s]] & self.miss[self.ports.host[r]]
-        return super().candidates(s, r)
-
-
-class _Free:
-    """Ports that were free, which of them have been taken since, and who can feed whom inside a pod."""
-
-    def __init__(self, dealer: PodDealer, senders: list[int], receivers: list[int], to_get: dict[int, float]) -> None:
-        self.dealer, self.senders, self.receivers, self.to_get = dealer, senders, receivers, to_get
-        ports = dealer.ports
-        self.pod_of = {p: ports.pod[ports.host[p]] for p in (*senders, *receivers)}
-        self.sending: set[int] = set()
-        self.receiving: set[int] = set()
-        self.inside = {
-            r: [s for s in senders if self.pod_of[s] == self.pod_of[r] and dealer.can_start(s, r)] for r in receivers
-        }
-
-    def start(self, s: int, r: int) -> bool:
-        """Start a transfer and take its ports."""
-        if not self.dealer.start(s, r):
-            return False
-        self.sending.add(s)
-        self.receiving.add(r)
-        return True
-
-    def best_entry(self, p: int, q: int) -> tuple[int, int] | None:
-        """The sender in pod p and the receiver in pod q that leave most others fed inside their pods.
-
-        None if more, or more urgent, receivers would go without for it.
-        """
-        best: tuple[tuple[int, float], int, int] | None = None
-        before = self.fed(p) | self.fed(q)
-        fed_beside: dict[int, set[int]] = {}
-        for s in self.senders:
-            if s in self.sending or self.pod_of[s] != p:
-                continue
-            fed_without: set[int] | None = None
-            for r in self.receivers:
-                if r in self.receiving or self.pod_of[r] != q or not self.dealer.can_start(s, r):
-                    continue
-                if fed_without is None:
-                    fed_without = self.fed(p, without=s)
-                if r not in fed_beside:
-                    fed_beside[r] = self.fed(q, beside=r) | {r}
-                after = fed_without | fed_beside[r]
-                won, lost = after - before, before - after
-                worth = len(won) - len(lost), self.most_urgent(won) - self.most_urgent(lost)
-                if best is None or worth > best[0]:
-                    best = worth, s, r
-            if best is not None and best[0][0] >= 1:
-                break
-        return None if best is None or best[0] <= (0, 0.0) else (best[1], best[2])
-
-    def most_urgent(self, receivers: set[int]) -> float:
-        """The most that one of them has left to get."""
-        return max((self.to_get[r] for r in receivers), default=0.0)
-
-    def fed(self, pod: int, without: int = -1, beside: int = -1) -> set[int]:
-        """The free receivers of a pod that its own free senders can feed, but for sender and receiver given."""
-        receiver_of: dict[int, int] = {}
-
-        def augment(r: int, seen: set[int]) -> bool:
-            for s in self.inside[r]:
-                if s not in self.sending and s != without and s not in seen:
-                    seen.add(s)
-                    if s not in receiver_of or augment(receiver_of[s], seen):
-                        receiver_of[s] = r
-                        return True
-            return False
-
-        for r in self.receivers:
-            if self.pod_of[r] == pod and r not in self.receiving and r != beside:
-                augment(r, set())
-        return set(receiver_of.values())

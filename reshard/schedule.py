@@ -9,19 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from reshard.dealer import Dealer, Ports
+from reshard.dealer import Dealer
+from reshard.freight import Freight, Ports
+from reshard.landing import Landing
 from reshard.pod_dealer import PodDealer
+from reshard.sequence import find_sequence
 from reshard.shards import ranges
 
-Members = tuple[np.ndarray, np.ndarray]
-_Makes = Callable[[Ports, Members, Members, np.ndarray], "Messages"]
+_Makes = Callable[[Ports, Freight], "Schedule"]
 
 
 @dataclass(frozen=True, eq=False)
-class Messages:
-    """A schedule as arrays, int64: ``after[after_at[i]:after_at[i + 1]]`` come before message i."""
+class Schedule:
+    """Messages as arrays, int64: ``after[after_at[i]:after_at[i + 1]]`` come before message i."""
 
-    chunk: np.ndarray
+    piece: np.ndarray
     sender: np.ndarray
     receiver: np.ndarray
     source: np.ndarray
@@ -29,43 +31,35 @@ class Messages:
     after: np.ndarray
 
 
-def _dealer(ports: Ports) -> type[Dealer]:
-    return PodDealer if ports.pod else Dealer
-
-
-def schedule_python(ports: Ports, holders: Members, receivers: Members, class_of: np.ndarray) -> Messages:
-    """Who sends which chunk to whom.
-
-    Args:
-        ports: the network. holders, receivers: ``(at, ranks)``: class k has ``ranks[at[k]:at[k + 1]]``.
-        class_of: the class of each chunk.
-    """
-    classes = [
-        (holders[1][a:b].tolist(), receivers[1][c:d].tolist())
-        for a, b, c, d in zip(holders[0][:-1], holders[0][1:], receivers[0][:-1], receivers[0][1:], strict=True)
-    ]
-    made = _dealer(ports)(ports, classes, class_of.tolist()).run()
+def schedule_python(ports: Ports, freight: Freight) -> Schedule:
+    """Who sends which piece to whom."""
+    deals = (PodDealer if ports.pod else Dealer)(ports, freight).run()
+    made = Landing(ports, freight, deals).run()
     after_at = np.cumsum([0] + [len(row) for row in made.after])
     after = np.array([i for row in made.after for i in row], dtype=np.int64)
-    chunk, sender, receiver, source = (
-        np.array(column, dtype=np.int64) for column in (made.chunk, made.sender, made.receiver, made.source)
+    piece, sender, receiver, source = (
+        np.array(column, dtype=np.int64) for column in (made.piece, made.sender, made.receiver, made.source)
     )
-    return in_order(Messages(chunk, sender, receiver, source, after_at, after), np.array(made.end, dtype=np.float64))
+    if ports.are_alike:  # what starts first ends first
+        order = np.argsort(np.array(made.end, dtype=np.float64), kind="stable")
+    else:
+        host = [ports.host[port] for port in ports.of_rank]
+        crosses = [host[a] != host[b] for a, b in zip(made.sender, made.receiver, strict=True)]
+        order = np.array(find_sequence(made, crosses), dtype=np.int64)
+    return _in_order(Schedule(piece, sender, receiver, source, after_at, after), order)
 
 
-def in_order(messages: Messages, end: np.ndarray) -> Messages:
-    """Messages in the order in which they end: receivers take them in that order."""
-    order = np.argsort(end, kind="stable")
+def _in_order(schedule: Schedule, order: np.ndarray) -> Schedule:
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    counts = np.diff(messages.after_at)[order]
-    return Messages(
-        chunk=messages.chunk[order],
-        sender=messages.sender[order],
-        receiver=messages.receiver[order],
-        source=np.where(messages.source < 0, -1, place[messages.source])[order],
+    counts = np.diff(schedule.after_at)[order]
+    return Schedule(
+        piece=schedule.piece[order],
+        sender=schedule.sender[order],
+        receiver=schedule.receiver[order],
+        source=np.where(schedule.source < 0, -1, place[schedule.source])[order],
         after_at=np.concatenate([[0], np.cumsum(counts)]),
-        after=place[messages.after[ranges(messages.after_at[order], counts)]],
+        after=place[schedule.after[ranges(schedule.after_at[order], counts)]],
     )
 
 
@@ -75,21 +69,20 @@ with contextlib.suppress(ImportError, AttributeError):  # where it is not built 
 
     _make: Callable[..., Any] = _native.make_schedule
 
-    def _call_native(ports: Ports, holders: Members, receivers: Members, class_of: np.ndarray) -> Messages:
-        if ports.pod:  # has no native code yet
-            return schedule_python(ports, holders, receivers, class_of)
-
+    def _call_native(ports: Ports, freight: Freight) -> Schedule:
         def ints(values: Sequence[int]) -> np.ndarray:
             return np.array(values, dtype=np.int64)
 
         def floats(values: Sequence[float]) -> np.ndarray:
             return np.array(values, dtype=np.float64)
 
-        chunk, sender, receiver, source, after_at, after, end = _make(
+        *columns, order = _make(
             ints(ports.host), floats(ports.out), floats(ports.into), ints(ports.of_rank), ints(ports.pod),
-            floats(ports.up), floats(ports.down), *holders, *receivers, class_of,
+            floats(ports.up), floats(ports.down), *freight.lane_holders, *freight.lane_needers, freight.lane_size,
+            freight.lane_of, *freight.class_holders, *freight.class_receivers, freight.piece_at,
+            freight.piece_class, freight.piece_bytes,
         )  # fmt: skip
-        return in_order(Messages(chunk, sender, receiver, source, after_at, after), end)
+        return _in_order(Schedule(*columns), order)
 
     schedule_native = _call_native
 

@@ -10,8 +10,9 @@ from strategies_of_cases import cases
 
 from reshard import Layout, Mesh, Topology, make_plan, simulate
 from reshard.check import check_plan
-from reshard.chunks import Classes, cut_boxes
-from reshard.multicast import _members, count_chunks, ports_of
+from reshard.chunks import Classes, cut_pieces
+from reshard.lanes import Lanes
+from reshard.multicast import load_freight, ports_of
 from reshard.plan import TensorSpec
 from reshard.plan_text import format_plan, parse_plan
 from reshard.routes import Problem
@@ -59,37 +60,41 @@ def test_native_and_twin_make_the_same_schedule(problem, nics, in_pods, rates):
     if schedule_native is None:
         return
     cut = Problem.of([TensorSpec(shape, "float32", src, dst)], plan.topology)
-    classes = Classes.of(cut)
-    class_of = np.repeat(np.arange(len(classes)), count_chunks(plan.topology, classes))
-    arguments = ports_of(cut), _members(classes.holders), _members(classes.receivers), class_of
-    ours, twin = schedule_native(*arguments), schedule_python(*arguments)
+    freight, _ = load_freight(cut)
+    ours, twin = schedule_native(ports_of(cut), freight), schedule_python(ports_of(cut), freight)
     for name in ours.__dataclass_fields__:
         assert (getattr(ours, name) == getattr(twin, name)).all(), name
 
 
 @given(cases(), st.integers(1, 40))
-def test_chunks_cover_their_class_evenly(problem, count):
+def test_chunks_cover_their_lane_evenly(problem, count):
     shape, src, dst, topology = problem
     cut = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
     classes = Classes.of(cut)
-    total = classes.nbytes // classes.itemsize
-    counts = np.minimum(np.full(len(classes), count), total)
-    boxes = cut_boxes(cut, classes, counts)
-    numel = (boxes.stop - boxes.start).prod(axis=1)
+    lanes = Lanes.of(classes, topology)
+    assert lanes.nbytes.sum() == classes.nbytes.sum()
+    assert (np.diff(lanes.lane) >= 0).all()
+    pieces = cut_pieces(cut, lanes.classes, lanes.lane, np.full(len(lanes), count))
+    numel = (pieces.stop - pieces.start).prod(axis=1)
     assert (numel > 0).all()
-    sizes = np.add.reduceat(numel, boxes.at[:-1]) if len(numel) else numel
-    of = np.repeat(np.arange(len(classes)), counts)
-    for k in range(len(classes)):
-        mine = sizes[of == k]
-        assert mine.sum() == total[k]
-        assert mine.max() <= mine.mean() * 1.1 + 1
+    assert (np.diff(pieces.at) > 0).all()
+    assert (np.unique(pieces.chunk) == np.arange(len(pieces.lane_of))).all()
+    assert (np.diff(pieces.chunk) >= 0).all()
+    assert (lanes.lane[pieces.class_of] == pieces.lane_of[pieces.chunk]).all()
+    of_piece = np.repeat(np.arange(len(pieces.chunk)), np.diff(pieces.at))
+    assert (np.bincount(of_piece, weights=4 * numel, minlength=len(pieces.chunk)) == pieces.nbytes).all()
+    sizes = np.bincount(pieces.chunk, weights=pieces.nbytes)
+    for lane, total in enumerate(lanes.nbytes.tolist()):
+        mine = sizes[pieces.lane_of == lane]
+        assert mine.sum() == total
+        assert mine.max() <= total / count * 1.05 + 8
+    for k in range(len(lanes.classes)):
         seen = np.zeros(shape, dtype=np.int64)
-        for chunk in np.flatnonzero(of == k):
-            for row in range(boxes.at[chunk], boxes.at[chunk + 1]):
-                at = tuple(slice(a, b) for a, b in zip(boxes.start[row], boxes.stop[row], strict=True))[: len(shape)]
-                seen[at] += 1
+        for row in np.flatnonzero(pieces.class_of[of_piece] == k).tolist():
+            at = tuple(slice(a, b) for a, b in zip(pieces.start[row], pieces.stop[row], strict=True))[: len(shape)]
+            seen[at] += 1
         assert seen.max() <= 1
-        assert seen.sum() == total[k]
+        assert 4 * seen.sum() == lanes.classes.nbytes[k]
 
 
 def test_chunks_leave_room_for_several_in_staging():

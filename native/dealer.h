@@ -1,0 +1,200 @@
+// Which chunk passes from which port to which, and when. The Python twin, with the explanation, is reshard.dealer; both
+// take the same decisions in the same order.
+
+#pragma once
+
+#include "board.h"
+#include "matching.h"
+#include "sharing.h"
+
+constexpr double LEAST_PART = 0.25;
+constexpr double TOGETHER = 1e-9;
+
+class Dealer {
+  public:
+    std::vector<Deal> deals;
+
+    Dealer(const Ports &ports, const Freight &freight) : ports_(ports), board_(ports, freight) {
+        const auto add = [&](std::vector<Resource> &resources, const std::vector<double> &rates) {
+            for (const double rate : rates) {
+                resources.emplace_back(static_cast<int64_t>(capacity_.size()), rate);
+                capacity_.push_back(rate);
+            }
+        };
+        add(out_, ports.out), add(into_, ports.into), add(up_, ports.up), add(down_, ports.down);
+        sharing_.price.assign(capacity_.size(), 0);
+        is_even_ = ports.are_alike();
+        to_get_.resize(ports.host.size()), to_give_.resize(ports.host.size()), partners_.resize(ports.host.size());
+    }
+    virtual ~Dealer() = default;
+
+    bool run() {
+        while (true) {
+            while (match()) {
+            }
+            if (flows_.empty())
+                break;
+            advance();
+        }
+        for (int64_t h = 0; h < ports_.num_hosts; ++h)
+            if (board_.to_get(h))
+                return false;
+        return true;
+    }
+
+  protected:
+    const Ports &ports_;
+    Board board_;
+    std::vector<Resource> out_, into_, up_, down_;
+    std::vector<double> to_get_, to_give_;
+    Matching matching_;
+    std::vector<std::vector<int64_t>> partners_;
+
+    bool match() {
+        std::vector<int64_t> senders, receivers;
+        for (int64_t p = 0; p < ports_.count(); ++p) {
+            if (ports_.ranks[p].empty())
+                continue;
+            const int64_t host = ports_.host[p];
+            if (out_[p].free > LEAST_PART / 4 * out_[p].rate && board_.held(host))
+                senders.push_back(p);
+            if (into_[p].free > LEAST_PART / 4 * into_[p].rate && board_.untaken(host))
+                receivers.push_back(p);
+        }
+        if (senders.empty() || receivers.empty())
+            return false;
+        for (const int64_t p : receivers)
+            to_get_[p] = static_cast<double>(board_.to_get(ports_.host[p])) / UNITS / into_[p].rate;
+        for (const int64_t p : senders)
+            to_give_[p] = static_cast<double>(board_.to_give(ports_.host[p])) / UNITS / out_[p].rate;
+        std::stable_sort(receivers.begin(), receivers.end(), [&](auto a, auto b) { return to_get_[a] > to_get_[b]; });
+        std::stable_sort(senders.begin(), senders.end(), [&](auto a, auto b) { return to_give_[a] > to_give_[b]; });
+        return pair(senders, receivers);
+    }
+
+    virtual bool pair(const std::vector<int64_t> &senders, const std::vector<int64_t> &receivers) {
+        for (const int64_t r : receivers) {
+            partners_[r].clear();
+            for (const int64_t s : senders)
+                if (can_start(s, r))
+                    partners_[r].push_back(s);
+        }
+        const std::vector<int64_t> &sender_of = matching_.find_pairs(senders, receivers, partners_, to_give_);
+        bool started = false;
+        for (const int64_t r : receivers)
+            if (sender_of[r] >= 0)
+                started |= start(sender_of[r], r);
+        return started;
+    }
+
+    bool crosses_pods(int64_t s, int64_t r) const {
+        return !ports_.pod.empty() && ports_.pod[ports_.host[s]] != ports_.pod[ports_.host[r]];
+    }
+
+    bool can_start(int64_t s, int64_t r) {
+        return board_.can_send(s, r) && rate(s, r) > 0 && !would_be_late(s, r);
+    }
+
+    bool would_be_late(int64_t s, int64_t r) {
+        const double left = static_cast<double>(board_.to_get(ports_.host[r])) / UNITS / into_[r].rate;
+        const double passes = rate(s, r) * left;
+        if (is_even_ || passes >= 1)
+            return false;
+        const int64_t chunk = board_.choose(s, r, false);
+        if (static_cast<double>(board_.size(chunk)) / UNITS <= passes)
+            return false;
+        for (int64_t p = 0; p < ports_.count(); ++p)
+            if (!ports_.ranks[p].empty() && out_[p].rate > out_[s].rate && board_.has(chunk, ports_.host[p]))
+                return true;
+        return false;
+    }
+
+    template <typename F> void each_resource(int64_t s, int64_t r, F f) {
+        f(out_[s]);
+        if (crosses_pods(s, r)) {
+            f(up_[ports_.pod[ports_.host[s]]]);
+            f(down_[ports_.pod[ports_.host[r]]]);
+        }
+        f(into_[r]);
+    }
+
+    double rate(int64_t s, int64_t r) {
+        double free = std::numeric_limits<double>::infinity(), full = free;
+        each_resource(s, r, [&](const Resource &resource) {
+            free = std::min(free, resource.free);
+            full = std::min(full, resource.rate);
+        });
+        return free >= LEAST_PART * full ? free : 0;
+    }
+
+    bool start(int64_t s, int64_t r, bool may_enter_again = false) {
+        const double taken = rate(s, r);
+        if (taken <= 0)
+            return false;
+        const int64_t chunk = board_.choose(s, r, may_enter_again);
+        if (chunk < 0)
+            return false;
+        const int64_t source = board_.source(chunk, ports_.host[s]), deal = static_cast<int64_t>(deals.size());
+        board_.start(chunk, ports_.host[r]);
+        std::vector<int64_t> order;
+        each_resource(s, r, [&](Resource &resource) {
+            resource.take(taken, [&](int64_t earlier) {
+                if (std::find(order.begin(), order.end(), earlier) == order.end())
+                    order.push_back(earlier);
+            });
+        });
+        deals.push_back({chunk, s, r, source, std::move(order), now_, now_});
+        flows_.push_back({s, r, chunk, taken, deal, static_cast<double>(board_.size(chunk)) / UNITS, 0});
+        return true;
+    }
+
+  private:
+    std::vector<Flow> flows_, rest_;
+    double now_ = 0;
+    Sharing sharing_;
+    std::vector<double> capacity_;
+    bool is_even_ = true;
+    std::vector<Path> paths_;
+    std::vector<int64_t> numbers_;
+
+    void advance() {
+        set_speeds();
+        double step = std::numeric_limits<double>::infinity();
+        for (const Flow &flow : flows_)
+            step = std::min(step, flow.left / flow.speed);
+        const double limit = step * (1 + TOGETHER);
+        now_ += step;
+        rest_.clear();
+        for (Flow &flow : flows_) {
+            if (flow.left / flow.speed > limit) {
+                flow.left -= flow.speed * step;
+                rest_.push_back(flow);
+                continue;
+            }
+            deals[flow.deal].end = now_;
+            each_resource(flow.s, flow.r, [&](Resource &resource) { resource.give(flow.rate, flow.deal); });
+            board_.land(flow.chunk, flow.r, flow.deal);
+        }
+        flows_.swap(rest_);
+    }
+
+    void set_speeds() {
+        if (is_even_) {
+            for (Flow &flow : flows_)
+                flow.speed = flow.rate;
+            return;
+        }
+        numbers_.clear();
+        std::vector<size_t> ends;
+        for (const Flow &flow : flows_) {
+            each_resource(flow.s, flow.r, [&](const Resource &resource) { numbers_.push_back(resource.number); });
+            ends.push_back(numbers_.size());
+        }
+        paths_.clear();
+        for (size_t i = 0; i < ends.size(); ++i)
+            paths_.push_back({numbers_.data() + (i ? ends[i - 1] : 0), numbers_.data() + ends[i]});
+        sharing_.share(paths_, capacity_);
+        for (size_t i = 0; i < flows_.size(); ++i)
+            flows_[i].speed = sharing_.rate[i];
+    }
+};

@@ -1,0 +1,148 @@
+// From chunks between ports to messages between ranks. The Python twin, with the explanation, is reshard.landing.
+
+#pragma once
+
+#include "parts.h"
+
+struct Messages {
+    std::vector<int64_t> piece, sender, receiver, source, after_at{0}, after;
+    std::vector<double> start, end;
+    std::vector<char> crosses; // from host to host
+};
+
+class Landing {
+  public:
+    Messages messages;
+
+    Landing(const Ports &ports, const Freight &freight, const std::vector<Deal> &deals)
+        : ports_(ports), freight_(freight), deals_(deals), sent_(ports.of_rank.size()), landed_(ports.of_rank.size()),
+          where_(freight.piece_class.size()) {
+        for (const int64_t port : ports.of_rank)
+            host_of_.push_back(port < 0 ? -1 : ports.host[port]);
+    }
+
+    void run() {
+        for (size_t i = 0; i < freight_.piece_class.size(); ++i) {
+            const int64_t piece = static_cast<int64_t>(i), k = freight_.piece_class[i];
+            for (const auto &[host, ranks] : by_host(freight_.class_receivers[k])) {
+                near_.clear();
+                for (const int64_t rank : freight_.class_holders[k])
+                    if (host_of_[rank] == host)
+                        near_.push_back(rank);
+                if (near_.empty())
+                    continue;
+                const int64_t holder = least(near_, sent_);
+                for (const int64_t rank : ranks)
+                    send(piece, holder, rank, -1, {}, 0, 0);
+            }
+        }
+        std::vector<int64_t> last(deals_.size(), -1), after;
+        for (size_t deal = 0; deal < deals_.size(); ++deal) {
+            const int64_t chunk = deals_[deal].chunk;
+            const int64_t first = freight_.piece_at[chunk], end = freight_.piece_at[chunk + 1];
+            int64_t total = 0, passed = 0;
+            for (int64_t piece = first; piece < end; ++piece)
+                total += freight_.piece_bytes[piece];
+            const double start = deals_[deal].start, took = deals_[deal].end - start;
+            after.clear();
+            for (const int64_t earlier : deals_[deal].after)
+                after.push_back(last[earlier]);
+            double begun = start;
+            for (int64_t piece = first; piece < end; ++piece) {
+                passed += freight_.piece_bytes[piece];
+                const double part = static_cast<double>(passed) / static_cast<double>(total);
+                const double end_of_piece = start + took * part;
+                last[deal] = pass_on(piece, deals_[deal], after, begun, end_of_piece);
+                after.assign(1, last[deal]);
+                begun = end_of_piece;
+            }
+        }
+    }
+
+  private:
+    struct Copy {
+        int64_t host, rank, message;
+    };
+    using ByHost = std::vector<std::pair<int64_t, std::vector<int64_t>>>; // in the order in which hosts appear
+
+    const Ports &ports_;
+    const Freight &freight_;
+    const std::vector<Deal> &deals_;
+    std::vector<int64_t> host_of_, sent_, landed_, near_;
+    std::vector<std::vector<Copy>> where_; // of each piece
+
+    ByHost by_host(const Members::Row &ranks) const {
+        ByHost found;
+        for (const int64_t rank : ranks) {
+            const int64_t host = host_of_[rank];
+            auto row = std::find_if(found.begin(), found.end(), [&](const auto &entry) { return entry.first == host; });
+            if (row == found.end())
+                row = found.insert(found.end(), {host, {}});
+            row->second.push_back(rank);
+        }
+        return found;
+    }
+
+    static int64_t least(const std::vector<int64_t> &ranks, const std::vector<int64_t> &load) {
+        return *std::min_element(ranks.begin(), ranks.end(), [&](int64_t a, int64_t b) { return load[a] < load[b]; });
+    }
+
+    int64_t send(int64_t piece, int64_t sender, int64_t receiver, int64_t source, const std::vector<int64_t> &after,
+                 double start, double end) {
+        sent_[sender] += freight_.piece_bytes[piece];
+        Messages &m = messages;
+        m.piece.push_back(piece), m.sender.push_back(sender), m.receiver.push_back(receiver);
+        m.source.push_back(source), m.start.push_back(start), m.end.push_back(end);
+        m.crosses.push_back(host_of_[sender] != host_of_[receiver]);
+        if (source >= 0)
+            m.after.push_back(source);
+        for (const int64_t earlier : after)
+            if (earlier != source)
+                m.after.push_back(earlier);
+        m.after_at.push_back(static_cast<int64_t>(m.after.size()));
+        return static_cast<int64_t>(m.piece.size()) - 1;
+    }
+
+    int64_t pass_on(int64_t piece, const Deal &deal, const std::vector<int64_t> &after, double start,
+                    double end) {
+        const int64_t port = deal.receiver, host = ports_.host[port];
+        const auto [sender, source] = find_sender(piece, deal.sender, deal.start);
+        int64_t receiver = -1;
+        for (const int64_t rank : freight_.class_receivers[freight_.piece_class[piece]])
+            if (ports_.of_rank[rank] == port && (receiver < 0 || landed_[rank] < landed_[receiver]))
+                receiver = rank;
+        if (receiver < 0)
+            receiver = least(ports_.ranks[port], landed_);
+        const int64_t message = send(piece, sender, receiver, source, after, start, end);
+        landed_[receiver] += freight_.piece_bytes[piece];
+        where_[piece].push_back({host, receiver, message});
+        for (const int64_t rank : freight_.class_receivers[freight_.piece_class[piece]])
+            if (host_of_[rank] == host && rank != receiver)
+                where_[piece].push_back({host, rank, send(piece, receiver, rank, message, {}, end, end)});
+        return message;
+    }
+
+    std::pair<int64_t, int64_t> find_sender(int64_t piece, int64_t port, double when) {
+        const int64_t host = ports_.host[port];
+        std::vector<Copy> &copies = where_[piece];
+        if (std::none_of(copies.begin(), copies.end(), [&](const Copy &copy) { return copy.host == host; }))
+            for (const int64_t rank : freight_.class_holders[freight_.piece_class[piece]])
+                if (host_of_[rank] == host)
+                    copies.push_back({host, rank, -1});
+        const Copy *here = nullptr, *near = nullptr;
+        for (const Copy &copy : copies) {
+            if (copy.host != host)
+                continue;
+            if (ports_.of_rank[copy.rank] == port && (!here || sent_[copy.rank] < sent_[here->rank]))
+                here = &copy;
+            if (!near || sent_[copy.rank] < sent_[near->rank])
+                near = &copy;
+        }
+        if (here)
+            return {here->rank, here->message};
+        const int64_t rank = least(ports_.ranks[port], landed_);
+        const int64_t message = send(piece, near->rank, rank, near->message, {}, when, when);
+        copies.push_back({host, rank, message});
+        return {rank, message};
+    }
+};

@@ -1,0 +1,130 @@
+"""From chunks between ports to messages between ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from reshard.dealer import Deals
+from reshard.freight import Freight, Ports, rows_of
+
+
+@dataclass
+class Messages:
+    """Pieces of chunks on their way between ranks, with the times at which each should start and end.
+
+    ``after`` holds the numbers of messages that must have ended: ``source`` brings the piece to the sender (-1: it
+    holds it), the others keep the order at ports.
+    """
+
+    piece: list[int] = field(default_factory=list)
+    sender: list[int] = field(default_factory=list)
+    receiver: list[int] = field(default_factory=list)
+    source: list[int] = field(default_factory=list)
+    after: list[list[int]] = field(default_factory=list)
+    start: list[float] = field(default_factory=list)
+    end: list[float] = field(default_factory=list)
+
+    def add(
+        self, piece: int, sender: int, receiver: int, source: int, after: list[int], start: float, end: float
+    ) -> int:
+        """Note a message; returns its number."""
+        self.piece.append(piece)
+        self.sender.append(sender)
+        self.receiver.append(receiver)
+        self.source.append(source)
+        self.after.append(after if source < 0 else [source, *(i for i in after if i != source)])
+        self.start.append(start)
+        self.end.append(end)
+        return len(self.piece) - 1
+
+
+class Landing:
+    """Chooses ranks for deals: a rank that has the piece at the sending port, one that needs it at the other.
+
+    Pieces of a chunk follow each other. Where a port has no such rank a neighbour stages the piece; what else needs it
+    on its host gets it from the rank where it landed.
+    """
+
+    def __init__(self, ports: Ports, freight: Freight, deals: Deals) -> None:
+        self.ports, self.freight, self.deals = ports, freight, deals
+        self.host_of = [ports.host[port] if port >= 0 else -1 for port in ports.of_rank]
+        self.holders = [self.by_host(ranks) for ranks in rows_of(freight.class_holders)]
+        self.receivers = [self.by_host(ranks) for ranks in rows_of(freight.class_receivers)]
+        self.piece_class, self.piece_bytes = freight.piece_class.tolist(), freight.piece_bytes.tolist()
+        self.sent = [0] * len(ports.of_rank)  # bytes that each rank was given to send, and to receive
+        self.landed = [0] * len(ports.of_rank)
+        self.where: dict[tuple[int, int], dict[int, int]] = {}  # (piece, host) -> {rank: message that brought it}
+        self.messages = Messages()
+
+    def by_host(self, ranks: list[int]) -> dict[int, list[int]]:
+        """Ranks by their host."""
+        found: dict[int, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(self.host_of[rank], []).append(rank)
+        return found
+
+    def run(self) -> Messages:
+        """All messages: first those that need no port, then deal by deal."""
+        for piece, k in enumerate(self.piece_class):
+            for host, ranks in self.receivers[k].items():
+                if host in self.holders[k]:
+                    holder = self.least(self.holders[k][host], self.sent)
+                    for rank in ranks:
+                        self.send(piece, holder, rank, -1, [], 0.0, 0.0)
+        deals, piece_at = self.deals, self.freight.piece_at.tolist()
+        last = [-1] * len(deals.chunk)  # the last message of each deal
+        for deal, chunk in enumerate(deals.chunk):
+            pieces = range(piece_at[chunk], piece_at[chunk + 1])
+            total, passed = sum(self.piece_bytes[piece] for piece in pieces), 0
+            start, took = deals.start[deal], deals.end[deal] - deals.start[deal]
+            after = [last[earlier] for earlier in deals.after[deal]]
+            begun = start
+            for piece in pieces:
+                passed += self.piece_bytes[piece]
+                end = start + took * (passed / total)
+                last[deal] = self.pass_on(piece, deal, after, begun, end)
+                after, begun = [last[deal]], end
+        return self.messages
+
+    def least(self, ranks: list[int], load: list[int]) -> int:
+        """The first of those with the least load."""
+        return min(ranks, key=lambda rank: load[rank])
+
+    def send(
+        self, piece: int, sender: int, receiver: int, source: int, after: list[int], start: float, end: float
+    ) -> int:
+        """Note a message; returns its number."""
+        self.sent[sender] += self.piece_bytes[piece]
+        return self.messages.add(piece, sender, receiver, source, after, start, end)
+
+    def pass_on(self, piece: int, deal: int, after: list[int], start: float, end: float) -> int:
+        """A piece crosses from host to host and reaches all who need it there; returns the message between hosts."""
+        port = self.deals.receiver[deal]
+        host = self.ports.host[port]
+        sender, source = self.find_sender(piece, self.deals.sender[deal], self.deals.start[deal])
+        needers = self.receivers[self.piece_class[piece]][host]
+        here = [rank for rank in needers if self.ports.of_rank[rank] == port]
+        receiver = self.least(here or self.ports.ranks[port], self.landed)
+        message = self.send(piece, sender, receiver, source, after, start, end)
+        self.landed[receiver] += self.piece_bytes[piece]
+        brought = self.where[piece, host] = {receiver: message}
+        for rank in needers:
+            if rank != receiver:
+                brought[rank] = self.send(piece, receiver, rank, message, [], end, end)
+        return message
+
+    def find_sender(self, piece: int, port: int, when: float) -> tuple[int, int]:
+        """A rank at a port that has a piece, and the message that brought it; staged there if need be."""
+        host = self.ports.host[port]
+        brought = self.where.get((piece, host))
+        if brought is None:
+            brought = dict.fromkeys(self.holders[self.piece_class[piece]][host], -1)
+            self.where[piece, host] = brought
+        here = [rank for rank in brought if self.ports.of_rank[rank] == port]
+        if here:
+            rank = self.least(here, self.sent)
+            return rank, brought[rank]
+        near = self.least(list(brought), self.sent)
+        rank = self.least(self.ports.ranks[port], self.landed)
+        brought[rank] = self.send(piece, near, rank, brought[near], [], when, when)
+        return rank, brought[rank]
