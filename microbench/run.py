@@ -26,7 +26,7 @@ from microbench.worker import Job, Turn, run_jobs
 from reshard.plan import Plan
 from reshard.planning import plan_tensors
 from reshard.simulation import simulate
-from reshard.strategies import DEFAULT_STRATEGY
+from reshard.strategies import AUTO
 from reshard.topology import Topology
 from reshard.transfers import Transfers
 
@@ -34,7 +34,7 @@ from reshard.transfers import Transfers
 MOST_DEVIATION = 0.03
 #: Contenders predicted to take more than this many times the bound run less often.
 SLOW_RATIO, SLOW_REPEATS = 3.0, 3
-OURS = DEFAULT_STRATEGY
+OURS = AUTO
 DEFAULT_CONTENDERS = (OURS, "send_recv", "local_all_gather", "awex")
 #: In the default run these stand beside them in some suites only: they take 5 to 20 times the bound.
 ALSO_BY_DEFAULT = {"peers": ("full_tensor + broadcast",), "one to many": ("gloo broadcast",)}
@@ -46,8 +46,8 @@ ALL_CONTENDERS = (
     "global_all_gather",
     "broadcast_naive",
     "broadcast_size",
+    "broadcast_greedy",
     "broadcast_search",
-    "multicast",
     *OTHERS,
 )
 

@@ -12,6 +12,8 @@ from reshard.shards import NO_RANK, ranges
 #: A dim is cut alone when a chunk is at least this many of its slices: then no chunk is more than one part in as many
 #: larger than another. Else the next dim is cut too, and a chunk is up to three boxes.
 EVEN = 64
+#: Inside hosts, where chunks need not be even, whole slices are worth more: they need no packing.
+_EVEN_INSIDE = 8
 #: Where the next class begins within one part in as many of a chunk's end, the chunk ends there.
 _NEAR = 64
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -115,11 +117,13 @@ class Pieces:
     stop: np.ndarray
 
 
-def cut_pieces(problem: Problem, classes: Classes, lane: np.ndarray, num_chunks: np.ndarray) -> Pieces:
+def cut_pieces(
+    problem: Problem, classes: Classes, lane: np.ndarray, num_chunks: np.ndarray, is_even: np.ndarray
+) -> Pieces:
     """Lay the classes of each lane end to end and cut them into ``num_chunks`` chunks, as even as elements allow.
 
     Args:
-        lane: ``(classes,)`` ascending. num_chunks: ``(lanes,)``.
+        lane: ``(classes,)`` ascending. num_chunks: ``(lanes,)``. is_even: ``(lanes,)`` where sizes must be equal.
     """
     total = sum_by(lane, classes.nbytes, len(num_chunks))
     before = np.cumsum(classes.nbytes) - classes.nbytes
@@ -142,7 +146,8 @@ def cut_pieces(problem: Problem, classes: Classes, lane: np.ndarray, num_chunks:
 
     lo = np.where(nth == 0, 0, element(number))
     hi = np.where(nth == met[class_of] - 1, numel, element(number + 1))
-    boxes = _cut_boxes(problem, classes, class_of, lo, hi, np.maximum(whole // count // classes.itemsize, 1))
+    per_slice = np.maximum(whole // count // classes.itemsize, 1) // np.where(is_even[lane], EVEN, _EVEN_INSIDE)
+    boxes = _cut_boxes(problem, classes, class_of, lo, hi, per_slice)
     some = np.diff(boxes.at) > 0
     chunk = number + np.concatenate([[0], np.cumsum(num_chunks)])[lane[class_of]]
     present, numbered = np.unique(chunk[some], return_inverse=True)
@@ -171,16 +176,17 @@ class _Boxes:
 
 
 def _cut_boxes(
-    problem: Problem, classes: Classes, class_of: np.ndarray, lo: np.ndarray, hi: np.ndarray, per_chunk: np.ndarray
+    problem: Problem, classes: Classes, class_of: np.ndarray, lo: np.ndarray, hi: np.ndarray, per_slice: np.ndarray
 ) -> _Boxes:
     """The boxes of elements ``lo`` to ``hi`` of classes whose tasks are laid end to end.
 
-    Rows follow each other without a gap in each class. ``per_chunk`` are elements of a chunk, by class.
+    Rows follow each other without a gap in each class. ``per_slice`` are elements that a slice may have where ends are
+    moved to whole slices, by class.
     """
     size = (problem.stop - problem.start)[classes.task]
     numel = size.prod(axis=1, dtype=np.int64)
     of_task = np.repeat(np.arange(len(classes)), np.diff(classes.task_at))
-    grain = _grains(size, numel, per_chunk[of_task])
+    grain = _grains(size, numel, per_slice[of_task])
     before = np.cumsum(numel) - numel
     before -= before[classes.task_at[:-1]][of_task]  # elements of its class before each task
     # each row meets a run of tasks
@@ -204,14 +210,14 @@ def _snap(at: np.ndarray, grain: np.ndarray) -> np.ndarray:
     return (at + grain // 2) // grain * grain
 
 
-def _grains(size: np.ndarray, numel: np.ndarray, per_chunk: np.ndarray) -> np.ndarray:
-    """Of each task, in how many elements it may be cut: the largest slice that a chunk is many of."""
+def _grains(size: np.ndarray, numel: np.ndarray, per_slice: np.ndarray) -> np.ndarray:
+    """Of each task, in how many elements it may be cut: the largest slice of at most so many."""
     grain = np.ones(len(size), dtype=np.int64)
     slice_ = numel.copy()
     found = np.zeros(len(size), dtype=bool)
     for dim in range(size.shape[1]):
         slice_ = slice_ // np.maximum(size[:, dim], 1)
-        fits = ~found & (slice_ * EVEN <= per_chunk)
+        fits = ~found & (slice_ <= per_slice)
         grain = np.where(fits, slice_, grain)
         found |= fits
     return grain

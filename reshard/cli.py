@@ -73,7 +73,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dst-first-rank", type=int, help="first destination rank; default: behind the source's, on other hosts"
     )
-    parser.add_argument("--strategy", help="send_recv, {local,global}_all_gather, broadcast_{naive,size,greedy,search}")
+    parser.add_argument(
+        "--strategy",
+        help="auto (default), multicast, send_recv, {local,global}_all_gather, broadcast_{naive,size,greedy,search}",
+    )
     parser.add_argument(
         "--topology",
         help='JSON file: {"hosts": [{"devices": 4, "nics": ["25 Gbit/s"]}, ...]}; pods, rates: docs/concepts.md',

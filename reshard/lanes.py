@@ -17,9 +17,11 @@ SLOTS = 256
 _MOST_ARRIVALS = 2**14
 _FEWEST_SLOTS = 64
 #: Of a host with several NICs, at each of them.
-_SLOTS_OF_NIC = 96
+_SLOTS_OF_NIC = 128
 #: Chunks to the slowest ports are at least this part of the largest.
 _LEAST_SPEED = 1 / 8
+#: Where nothing is known of what a message costs.
+_LEAST_CHUNK_BYTES = 2**14
 _NO_HOST = np.iinfo(np.int64).max
 
 Members = tuple[np.ndarray, np.ndarray]
@@ -61,6 +63,11 @@ class Lanes:
 
     def __len__(self) -> int:
         return len(self.nbytes)
+
+    @property
+    def moves(self) -> np.ndarray:
+        """``(lanes,)`` whether another host needs it."""
+        return np.diff(self.needers[0]) > 0
 
     @property
     def first_class(self) -> np.ndarray:
@@ -119,7 +126,7 @@ def _find_loads(lanes: Lanes, topology: Topology, senders: list[int]) -> _Loads:
     rates_in = [host.ingress_bytes_per_second for host in hosts]
     rates_out = [host.egress_bytes_per_second for host in hosts]
     nics = [len(host.nics) for host in hosts]
-    moves = np.diff(lanes.needers[0]) > 0
+    moves = lanes.moves
     arriving, leaving = _arrivals_and_departures(lanes.holders, lanes.needers, moves)
     moving = np.flatnonzero(moves)
     sides = [arriving, leaving, (np.zeros_like(moving), moving)]
@@ -159,6 +166,19 @@ def _places(members: Members, place_of: np.ndarray, count: int) -> np.ndarray:
     return found
 
 
+def _senders(lanes: Lanes) -> list[int]:
+    """The hosts that hold what others need."""
+    first, counts = lanes.holders[0][:-1], np.diff(lanes.holders[0])
+    moves = lanes.moves
+    return np.unique(lanes.holders[1][ranges(first[moves], counts[moves])]).tolist()
+
+
+def least_seconds(topology: Topology, lanes: Lanes) -> float:
+    """Below which no plan can be, found fast: the busiest arrival, departure of one holder, or share of all senders."""
+    senders = _senders(lanes)
+    return _find_loads(lanes, topology, senders).seconds(lanes.nbytes.astype(np.float64)) if senders else 0.0
+
+
 def count_chunks(topology: Topology, lanes: Lanes, largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Chunks of each lane: as many as make the least of what the busiest port passes and of the fill.
 
@@ -175,12 +195,11 @@ def count_chunks(topology: Topology, lanes: Lanes, largest: np.ndarray) -> tuple
         return np.zeros(0, dtype=np.int64), np.zeros(0)
     nbytes = lanes.nbytes.astype(np.float64)
     fewest = -(-lanes.nbytes // largest)
-    num_needers = np.diff(lanes.needers[0])
-    moves = num_needers > 0
+    num_needers, moves = np.diff(lanes.needers[0]), lanes.moves
     if not moves.any():
         return fewest, np.ones(len(lanes))
-    senders = np.unique(lanes.holders[1][ranges(lanes.holders[0][:-1][moves], np.diff(lanes.holders[0])[moves])])
-    loads = _find_loads(lanes, topology, senders.tolist())
+    senders = _senders(lanes)
+    loads = _find_loads(lanes, topology, senders)
     least = loads.seconds(nbytes)
     copies = int(num_needers.max())
     fill = max(math.ceil(math.log2(copies / len(senders) + 1)) - 1, int(copies > 1))
@@ -195,9 +214,12 @@ def count_chunks(topology: Topology, lanes: Lanes, largest: np.ndarray) -> tuple
         of_one = float(size.max()) / fastest + topology.latency_seconds
         return loads.seconds_of_chunks(counts, size, topology.latency_seconds) + fill * of_one, n
 
-    most = _most_slots(len(np.unique(lanes.needers[1])), max(len(topology.host(h).nics) for h in senders.tolist()))
+    most = _most_slots(len(np.unique(lanes.needers[1])), max(len(topology.host(h).nics) for h in senders))
     first, last = most, most * 3 // 2
-    if topology.latency_seconds:
+    if not topology.latency_seconds:  # nothing is known of what a message costs
+        last = max(min(last, int(least * fastest) // _LEAST_CHUNK_BYTES), 1)
+        first = min(first, last)
+    else:
         _, near = min(cost(n) for n in sorted({round(1.25**i) for i in range(40) if 1.25**i < most}))
         first, last = max(round(near / 1.25), 1), min(round(near * 1.25), last)
     _, n = min(cost(n) for n in range(first, last + 1, max(1, (last - first) // 32)))
@@ -211,10 +233,8 @@ def _speeds(lanes: Lanes, topology: Topology) -> np.ndarray:
     out = np.array([max(nic.egress_bytes_per_second for nic in host.nics) for host in hosts])
     into = np.array([max(nic.ingress_bytes_per_second for nic in host.nics) for host in hosts])
     speed = np.maximum.reduceat(out[lanes.holders[1]], lanes.holders[0][:-1])
-    some = np.diff(lanes.needers[0]) > 0
-    if some.any():
-        slowest = np.minimum.reduceat(into[lanes.needers[1]], lanes.needers[0][:-1][some])
-        speed[some] = np.minimum(speed[some], slowest)
+    slowest = np.minimum.reduceat(into[lanes.needers[1]], lanes.needers[0][:-1][lanes.moves])
+    speed[lanes.moves] = np.minimum(speed[lanes.moves], slowest)
     return np.maximum(speed, _LEAST_SPEED * speed.max())
 
 

@@ -33,7 +33,7 @@ def load_freight(problem: Problem) -> tuple[Freight, Pieces]:
     """What is to be dealt out, and the boxes of its pieces."""
     lanes = Lanes.of(Classes.of(problem), problem.topology)
     counts, part = count_chunks(problem.topology, lanes, _largest_chunks(problem, lanes))
-    pieces = cut_pieces(problem, lanes.classes, lanes.lane, counts)
+    pieces = cut_pieces(problem, lanes.classes, lanes.lane, counts, lanes.moves)
     freight = Freight(
         lane_holders=lanes.holders,
         lane_needers=lanes.needers,

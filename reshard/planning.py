@@ -8,11 +8,11 @@ from typing import Any
 from reshard.errors import ArgumentError
 from reshard.layout import AnyLayout
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec, check_tensors
-from reshard.routes import Problem, Routes, Strategy, cut_transfers, join_transfers
+from reshard.portfolio import choose_fastest
+from reshard.routes import Problem, Strategy, complete
 from reshard.shards import check_shape
 from reshard.strategies import find_strategy
 from reshard.topology import Topology
-from reshard.transfers import Transfers
 
 
 def make_plan(
@@ -31,7 +31,8 @@ def make_plan(
         src, dst: the layouts; for several tensors ``{name: layout}``, or one layout for all of them.
         shape: the global shape; for several tensors ``{name: shape}``.
         dtype: the dtype (string, torch or NumPy); for several tensors one for all, or ``{name: dtype}``.
-        strategy: a name in :data:`reshard.strategies.STRATEGIES` or a function of that form.
+        strategy: a name in :data:`reshard.strategies.STRATEGIES` or a function of that form. Omitted, or "auto": the
+            one that is predicted to be fastest, as a rule "multicast"; the plan says which.
         topology: where ranks are; omitted, all ranks are on one host.
         staging_bytes: what a rank may hold beyond its shards, 64 MiB by default.
 
@@ -79,13 +80,11 @@ def plan_tensors(
         topology = Topology((0,) * count)
     topology = topology.first(count)
     problem = Problem.of(tensors, topology, staging_bytes)
-    chosen = function(problem)
-    if isinstance(chosen, Transfers):
-        copies = cut_transfers(problem, Routes.of(problem, []), staging_bytes)
-        chosen = join_transfers(copies, chosen)
+    if function is None:
+        name, transfers = choose_fastest(problem)
     else:
-        chosen = cut_transfers(problem, chosen, staging_bytes)
-    return Plan(tuple(tensors), topology, name, chosen, staging_bytes)
+        transfers = complete(problem, function(problem))
+    return Plan(tuple(tensors), topology, name, transfers, staging_bytes)
 
 
 def _of(value: Any, name: str, names: list[str], what: str) -> Any:

@@ -231,6 +231,14 @@ def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Trans
     )
 
 
+def complete(problem: Problem, chosen: Routes | Transfers) -> Transfers:
+    """All transfers of a plan: what a strategy returned, cut into chunks if it is not yet, and the copies first."""
+    if isinstance(chosen, Transfers):
+        copies = cut_transfers(problem, Routes.of(problem, []), problem.staging_bytes)
+        return join_transfers(copies, chosen)
+    return cut_transfers(problem, chosen, problem.staging_bytes)
+
+
 def _shapes(routes: Routes, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
     """For each route: is every edge from its first sender, and does an edge cross hosts."""
     if not len(routes):

@@ -26,24 +26,29 @@ STRATEGIES: dict[str, Strategy] = {
     "multicast": multicast,
 }
 
-DEFAULT_STRATEGY = "broadcast_greedy"
+#: The name of what is used where no strategy is given: :func:`reshard.portfolio.choose_fastest`.
+AUTO = "auto"
 
 
-def find_strategy(strategy: str | Strategy | None) -> tuple[str, Strategy]:
-    """The name and the function of a strategy given as either; None is the default, and so is "broadcast".
+def find_strategy(strategy: str | Strategy | None) -> tuple[str, Strategy | None]:
+    """The name and the function of a strategy given as either.
+
+    None is "auto", which has no function of its own; "broadcast" is "broadcast_greedy".
 
     Raises:
         ArgumentError: no strategy of that name.
     """
     if strategy is None:
-        strategy = DEFAULT_STRATEGY
+        strategy = AUTO
     if callable(strategy):
         name = getattr(strategy, "__name__", type(strategy).__name__)
         return "".join(name.split()) or "strategy", strategy
     if not isinstance(strategy, str):
         raise ArgumentError(f"strategy must be a name or a function, not {type(strategy).__name__}")
+    if strategy == AUTO:
+        return AUTO, None
     if strategy == "broadcast":  # in its best order
-        strategy = DEFAULT_STRATEGY
+        strategy = "broadcast_greedy"
     if strategy not in STRATEGIES:
-        raise ArgumentError(f"no strategy {strategy!r}; there are {', '.join(STRATEGIES)}")
+        raise ArgumentError(f"no strategy {strategy!r}; there are {AUTO}, {', '.join(STRATEGIES)}")
     return strategy, STRATEGIES[strategy]

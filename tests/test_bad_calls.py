@@ -69,7 +69,7 @@ def _cases(rank):
             "disagree on the destination layout",
         ),
         "other strategy": (give | {"strategy": "send_recv" if rank == 1 else None}, "disagree on strategy"),
-        "unknown strategy": (give | {"strategy": "teleport"}, "there are send_recv"),
+        "unknown strategy": (give | {"strategy": "teleport"}, "there are auto, send_recv"),
         "other topology": (give | {"topology": Topology((0, 0, 1, 1)) if rank else None}, "disagree on topology"),
         "topology too small": (give | {"topology": Topology((0, 0))}, "rank 3 has no host"),
         "other names": (
@@ -215,7 +215,7 @@ def _different_plans(rank):
 def test_movers_of_different_plans_name_the_first_difference():
     texts = run_processes(_different_plans, 4)
     assert len(set(texts)) == 1
-    assert "disagree on strategy: rank 0 passes broadcast_greedy, rank 2 passes send_recv" in texts[0]
+    assert "disagree on strategy: rank 0 passes multicast, rank 2 passes send_recv" in texts[0]
 
 
 def _one_start_fails(rank):
