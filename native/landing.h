@@ -4,6 +4,8 @@
 
 #include "parts.h"
 
+constexpr int64_t RUN = 8;
+
 struct Messages {
     std::vector<int64_t> piece, sender, receiver, source, after_at{0}, after;
     std::vector<double> start, end;
@@ -16,7 +18,7 @@ class Landing {
 
     Landing(const Ports &ports, const Freight &freight, const std::vector<Deal> &deals)
         : ports_(ports), freight_(freight), deals_(deals), sent_(ports.of_rank.size()), landed_(ports.of_rank.size()),
-          where_(freight.piece_class.size()) {
+          last_sender_(ports.host.size(), -1), last_receiver_(ports.host.size(), -1), where_(freight.piece_class.size()) {
         for (const int64_t port : ports.of_rank)
             host_of_.push_back(port < 0 ? -1 : ports.host[port]);
     }
@@ -68,7 +70,8 @@ class Landing {
     const Ports &ports_;
     const Freight &freight_;
     const std::vector<Deal> &deals_;
-    std::vector<int64_t> host_of_, sent_, landed_, near_;
+    std::vector<int64_t> host_of_, sent_, landed_, near_, here_;
+    std::vector<int64_t> last_sender_, last_receiver_; // at each port, -1 for none
     std::vector<std::vector<Copy>> where_; // of each piece
 
     ByHost by_host(const Members::Row &ranks) const {
@@ -85,6 +88,13 @@ class Landing {
 
     static int64_t least(const std::vector<int64_t> &ranks, const std::vector<int64_t> &load) {
         return *std::min_element(ranks.begin(), ranks.end(), [&](int64_t a, int64_t b) { return load[a] < load[b]; });
+    }
+
+    static int64_t keep_or_least(const std::vector<int64_t> &ranks, const std::vector<int64_t> &load, int64_t last,
+                                 int64_t nbytes) {
+        const int64_t first = least(ranks, load);
+        const bool is_one = std::find(ranks.begin(), ranks.end(), last) != ranks.end();
+        return is_one && load[last] < load[first] + RUN * nbytes ? last : first;
     }
 
     int64_t send(int64_t piece, int64_t sender, int64_t receiver, int64_t source, const std::vector<int64_t> &after,
@@ -107,12 +117,14 @@ class Landing {
                     double end) {
         const int64_t port = deal.receiver, host = ports_.host[port];
         const auto [sender, source] = find_sender(piece, deal.sender, deal.start);
-        int64_t receiver = -1;
+        here_.clear();
         for (const int64_t rank : freight_.class_receivers[freight_.piece_class[piece]])
-            if (ports_.of_rank[rank] == port && (receiver < 0 || landed_[rank] < landed_[receiver]))
-                receiver = rank;
-        if (receiver < 0)
-            receiver = least(ports_.ranks[port], landed_);
+            if (ports_.of_rank[rank] == port)
+                here_.push_back(rank);
+        if (here_.empty())
+            here_ = ports_.ranks[port];
+        const int64_t receiver = keep_or_least(here_, landed_, last_receiver_[port], freight_.piece_bytes[piece]);
+        last_receiver_[port] = receiver;
         const int64_t message = send(piece, sender, receiver, source, after, start, end);
         landed_[receiver] += freight_.piece_bytes[piece];
         where_[piece].push_back({host, receiver, message});
@@ -129,17 +141,23 @@ class Landing {
             for (const int64_t rank : freight_.class_holders[freight_.piece_class[piece]])
                 if (host_of_[rank] == host)
                     copies.push_back({host, rank, -1});
-        const Copy *here = nullptr, *near = nullptr;
+        const Copy *near = nullptr;
+        here_.clear();
         for (const Copy &copy : copies) {
             if (copy.host != host)
                 continue;
-            if (ports_.of_rank[copy.rank] == port && (!here || sent_[copy.rank] < sent_[here->rank]))
-                here = &copy;
+            if (ports_.of_rank[copy.rank] == port)
+                here_.push_back(copy.rank);
             if (!near || sent_[copy.rank] < sent_[near->rank])
                 near = &copy;
         }
-        if (here)
-            return {here->rank, here->message};
+        if (!here_.empty()) {
+            const int64_t rank = keep_or_least(here_, sent_, last_sender_[port], freight_.piece_bytes[piece]);
+            last_sender_[port] = rank;
+            return {rank, std::find_if(copies.begin(), copies.end(), [&](const Copy &copy) {
+                              return copy.host == host && copy.rank == rank;
+                          })->message};
+        }
         const int64_t rank = least(ports_.ranks[port], landed_);
         const int64_t message = send(piece, near->rank, rank, near->message, {}, when, when);
         copies.push_back({host, rank, message});

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from reshard.dealer import Deals
 from reshard.freight import Freight, Ports, rows_of
 
+#: How many pieces a rank sends or receives more than others of its host before those have their turn.
+_RUN = 8
+
 
 @dataclass
 class Messages:
@@ -53,6 +56,8 @@ class Landing:
         self.piece_class, self.piece_bytes = freight.piece_class.tolist(), freight.piece_bytes.tolist()
         self.sent = [0] * len(ports.of_rank)  # bytes that each rank was given to send, and to receive
         self.landed = [0] * len(ports.of_rank)
+        self.last_sender: dict[int, int] = {}  # at each port
+        self.last_receiver: dict[int, int] = {}
         self.where: dict[tuple[int, int], dict[int, int]] = {}  # (piece, host) -> {rank: message that brought it}
         self.messages = Messages()
 
@@ -90,6 +95,14 @@ class Landing:
         """The first of those with the least load."""
         return min(ranks, key=lambda rank: load[rank])
 
+    def keep_or_least(self, ranks: list[int], load: list[int], last: int | None, nbytes: int) -> int:
+        """The rank that was used last, unless it is a run ahead of the least loaded one.
+
+        Ranks that take turns wait for each other at each turn, so turns are long.
+        """
+        least = self.least(ranks, load)
+        return last if last in ranks and load[last] < load[least] + _RUN * nbytes else least
+
     def send(
         self, piece: int, sender: int, receiver: int, source: int, after: list[int], start: float, end: float
     ) -> int:
@@ -104,9 +117,11 @@ class Landing:
         sender, source = self.find_sender(piece, self.deals.sender[deal], self.deals.start[deal])
         needers = self.receivers[self.piece_class[piece]][host]
         here = [rank for rank in needers if self.ports.of_rank[rank] == port]
-        receiver = self.least(here or self.ports.ranks[port], self.landed)
+        ranks, nbytes = here or self.ports.ranks[port], self.piece_bytes[piece]
+        receiver = self.keep_or_least(ranks, self.landed, self.last_receiver.get(port), nbytes)
+        self.last_receiver[port] = receiver
         message = self.send(piece, sender, receiver, source, after, start, end)
-        self.landed[receiver] += self.piece_bytes[piece]
+        self.landed[receiver] += nbytes
         brought = self.where[piece, host] = {receiver: message}
         for rank in needers:
             if rank != receiver:
@@ -122,7 +137,8 @@ class Landing:
             self.where[piece, host] = brought
         here = [rank for rank in brought if self.ports.of_rank[rank] == port]
         if here:
-            rank = self.least(here, self.sent)
+            rank = self.keep_or_least(here, self.sent, self.last_sender.get(port), self.piece_bytes[piece])
+            self.last_sender[port] = rank
             return rank, brought[rank]
         near = self.least(list(brought), self.sent)
         rank = self.least(self.ports.ranks[port], self.landed)

@@ -202,7 +202,7 @@ def count_chunks(topology: Topology, lanes: Lanes, largest: np.ndarray) -> tuple
     loads = _find_loads(lanes, topology, senders)
     least = loads.seconds(nbytes)
     copies = int(num_needers.max())
-    fill = max(math.ceil(math.log2(copies / len(senders) + 1)) - 1, int(copies > 1))
+    fill = max(math.ceil(math.log2(copies / len(senders) + 1)) - 1, 1)
     fastest = float((loads.rate / loads.ports).max())
     speed = _speeds(lanes, topology)
     part = np.where(moves, speed / speed.max(), 1.0)
