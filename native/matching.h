@@ -42,9 +42,14 @@ class Matching {
 
     bool augment(int64_t r) {
         for (const int64_t s : (*partners_)[r])
+            if (receiver_of_[s] < 0) {
+                receiver_of_[s] = r, sender_of_[r] = s;
+                return true;
+            }
+        for (const int64_t s : (*partners_)[r])
             if (!seen_[s]) {
                 seen_[s] = 1;
-                if (receiver_of_[s] < 0 || augment(receiver_of_[s])) {
+                if (augment(receiver_of_[s])) {
                     receiver_of_[s] = r, sender_of_[r] = s;
                     return true;
                 }

@@ -16,9 +16,13 @@ def find_pairs(
 
     def augment(r: int, seen: set[int]) -> bool:
         for s in partners[r]:
+            if s not in receiver_of:
+                receiver_of[s], sender_of[r] = r, s
+                return True
+        for s in partners[r]:
             if s not in seen:
                 seen.add(s)
-                if s not in receiver_of or augment(receiver_of[s], seen):
+                if augment(receiver_of[s], seen):
                     receiver_of[s], sender_of[r] = r, s
                     return True
         return False
