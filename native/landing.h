@@ -63,7 +63,11 @@ class Landing {
 
   private:
     struct Copy {
-        int64_t host, rank, message;
+        int64_t rank, message;
+    };
+    struct Place { // a host and its copies of a piece
+        int64_t host;
+        std::vector<Copy> copies;
     };
     using ByHost = std::vector<std::pair<int64_t, std::vector<int64_t>>>; // in the order in which hosts appear
 
@@ -72,7 +76,7 @@ class Landing {
     const std::vector<Deal> &deals_;
     std::vector<int64_t> host_of_, sent_, landed_, near_, here_;
     std::vector<int64_t> last_sender_, last_receiver_; // at each port, -1 for none
-    std::vector<std::vector<Copy>> where_; // of each piece
+    std::vector<std::vector<Place>> where_; // of each piece
 
     ByHost by_host(const Members::Row &ranks) const {
         ByHost found;
@@ -127,25 +131,28 @@ class Landing {
         last_receiver_[port] = receiver;
         const int64_t message = send(piece, sender, receiver, source, after, start, end);
         landed_[receiver] += freight_.piece_bytes[piece];
-        where_[piece].push_back({host, receiver, message});
+        Place place{host, {{receiver, message}}};
         for (const int64_t rank : freight_.class_receivers[freight_.piece_class[piece]])
             if (host_of_[rank] == host && rank != receiver)
-                where_[piece].push_back({host, rank, send(piece, receiver, rank, message, {}, end, end)});
+                place.copies.push_back({rank, send(piece, receiver, rank, message, {}, end, end)});
+        where_[piece].push_back(std::move(place));
         return message;
     }
 
     std::pair<int64_t, int64_t> find_sender(int64_t piece, int64_t port, double when) {
         const int64_t host = ports_.host[port];
-        std::vector<Copy> &copies = where_[piece];
-        if (std::none_of(copies.begin(), copies.end(), [&](const Copy &copy) { return copy.host == host; }))
+        std::vector<Place> &places = where_[piece];
+        auto place = std::find_if(places.begin(), places.end(), [&](const Place &p) { return p.host == host; });
+        if (place == places.end()) {
+            place = places.insert(places.end(), {host, {}});
             for (const int64_t rank : freight_.class_holders[freight_.piece_class[piece]])
                 if (host_of_[rank] == host)
-                    copies.push_back({host, rank, -1});
+                    place->copies.push_back({rank, -1});
+        }
+        std::vector<Copy> &copies = place->copies;
         const Copy *near = nullptr;
         here_.clear();
         for (const Copy &copy : copies) {
-            if (copy.host != host)
-                continue;
             if (ports_.of_rank[copy.rank] == port)
                 here_.push_back(copy.rank);
             if (!near || sent_[copy.rank] < sent_[near->rank])
@@ -155,12 +162,12 @@ class Landing {
             const int64_t rank = keep_or_least(here_, sent_, last_sender_[port], freight_.piece_bytes[piece]);
             last_sender_[port] = rank;
             return {rank, std::find_if(copies.begin(), copies.end(), [&](const Copy &copy) {
-                              return copy.host == host && copy.rank == rank;
+                              return copy.rank == rank;
                           })->message};
         }
         const int64_t rank = least(ports_.ranks[port], landed_);
         const int64_t message = send(piece, near->rank, rank, near->message, {}, when, when);
-        copies.push_back({host, rank, message});
+        copies.push_back({rank, message});
         return {rank, message};
     }
 };

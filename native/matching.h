@@ -2,7 +2,9 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 class Matching {
@@ -14,6 +16,7 @@ class Matching {
         const size_t num_ports = partners.size();
         partners_ = &partners, weight_ = &weight;
         sender_of_.assign(num_ports, -1), receiver_of_.assign(num_ports, -1);
+        tried_.assign(num_ports, 0);
         size_t matched = 0;
         for (const int64_t r : receivers) {
             if (matched == senders.size())
@@ -25,8 +28,12 @@ class Matching {
         for (const int64_t r : receivers)
             for (const int64_t s : partners[r])
                 wanting_[s].push_back(r);
+        double lightest = std::numeric_limits<double>::infinity(); // of those that are matched; it only grows
         for (const int64_t s : senders)
-            if (receiver_of_[s] < 0) {
+            if (receiver_of_[s] >= 0)
+                lightest = std::min(lightest, weight[s]);
+        for (const int64_t s : senders)
+            if (receiver_of_[s] < 0 && weight[s] > lightest) {
                 seen_.assign(num_ports, 0);
                 replace(s, weight[s]);
             }
@@ -39,14 +46,16 @@ class Matching {
     std::vector<std::vector<int64_t>> wanting_;
     std::vector<int64_t> sender_of_, receiver_of_;
     std::vector<char> seen_;
+    std::vector<size_t> tried_; // partners of each receiver
 
     bool augment(int64_t r) {
-        for (const int64_t s : (*partners_)[r])
-            if (receiver_of_[s] < 0) {
-                receiver_of_[s] = r, sender_of_[r] = s;
+        const std::vector<int64_t> &row = (*partners_)[r];
+        for (size_t &i = tried_[r]; i < row.size(); ++i) // who is taken stays so
+            if (receiver_of_[row[i]] < 0) {
+                receiver_of_[row[i]] = r, sender_of_[r] = row[i];
                 return true;
             }
-        for (const int64_t s : (*partners_)[r])
+        for (const int64_t s : row)
             if (!seen_[s]) {
                 seen_[s] = 1;
                 if (augment(receiver_of_[s])) {
