@@ -93,8 +93,10 @@ def group_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     if not (rows == rows[first[inverse]]).all():  # two rows have one key
         _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    rank = np.argsort(np.argsort(first, kind="stable"), kind="stable")
-    return np.sort(first), rank[inverse.ravel()]
+    order = np.argsort(first, kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return first[order], rank[inverse.ravel()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,7 +242,10 @@ def _flat_boxes(
     """
     ndim = size.shape[1]
     found: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
-    at = np.arange(len(row))
+    is_whole = (start == 0) & (stop == size.prod(axis=1)[row])
+    found.append((piece[is_whole], row[is_whole], problem.start[task[row[is_whole]]], problem.stop[task[row[is_whole]]]))
+    at = np.flatnonzero(~is_whole)
+    start, stop = start[at], stop[at]
 
     def emit(which: np.ndarray, lo: np.ndarray, hi: np.ndarray, dim: int) -> None:
         """Elements lo to hi of dim ``dim``, counted over all dims before it, in one slice of those."""
@@ -269,14 +274,8 @@ def _flat_boxes(
         start, stop = -(-start // inner), stop // inner
         more = stop > start
         at, start, stop = at[more], start[more], stop[more]
-    if not ndim:
-        origin = problem.start[task[row[at]]]
-        found.append((piece[at], row[at], origin, origin))
-    if not found:
-        none = np.zeros((0, ndim), dtype=np.int64)
-        return _Boxes(np.zeros(num_pieces + 1, dtype=np.int64), np.zeros(0, dtype=np.int64), none, none)
     owner, of, first, last = (np.concatenate(column) for column in zip(*found, strict=True))
-    order = np.lexsort((*(first[:, d] for d in range(ndim - 1, -1, -1)), of, owner))
+    order = np.lexsort((*(first[:, d] for d in range(ndim - 1, -1, -1)), of, owner)) if len(found) > 1 else slice(None)
     return _Boxes(
         at=np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=num_pieces))]),
         tensor=problem.tensor[task[of[order]]],
