@@ -19,6 +19,7 @@ from microbench.worker import Stopwatch
 from reshard.demo import shard_of_positions
 from reshard.plan import Plan
 from reshard.planning import plan_tensors
+from reshard.progress import TOLD_TAG
 from reshard.simulation import Timeline, simulate
 
 
@@ -65,11 +66,15 @@ class _Recorder:
         self._next_recv = iter(program.recvs)
 
     def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Any:
+        if tag >= TOLD_TAG:
+            return self._transport.send(buffer, rank, tag)
         op = next(self._next[self._hosts[rank] == self._hosts[self._program.rank]])
         self.sent[op.id] = time.monotonic()
         return self._transport.send(buffer, rank, tag)
 
     def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Any:
+        if tag >= TOLD_TAG:
+            return self._transport.recv(buffer, rank, tag)
         op = next(self._next_recv)
         self.awaited[op.id] = time.monotonic()
         work = self._transport.recv(buffer, rank, tag)
