@@ -24,6 +24,7 @@ class Dealer {
         add(out_, ports.out), add(into_, ports.into), add(up_, ports.up), add(down_, ports.down);
         sharing_.price.assign(capacity_.size(), 0);
         is_even_ = ports.are_alike();
+        partner_.assign(ports.host.size(), -1);
         to_get_.resize(ports.host.size()), to_give_.resize(ports.host.size()), partners_.resize(ports.host.size());
     }
     virtual ~Dealer() = default;
@@ -47,6 +48,7 @@ class Dealer {
     Board board_;
     std::vector<Resource> out_, into_, up_, down_;
     std::vector<double> to_get_, to_give_;
+    std::vector<int64_t> partner_; // who served each receiver last
     Matching matching_;
     std::vector<std::vector<int64_t>> partners_;
 
@@ -78,12 +80,17 @@ class Dealer {
             for (const int64_t s : senders)
                 if (can_start(s, r))
                     partners_[r].push_back(s);
+            const auto last = std::find(partners_[r].begin(), partners_[r].end(), partner_[r]);
+            if (last != partners_[r].end() && to_give_[*last] == 0)
+                std::rotate(partners_[r].begin(), last, last + 1);
         }
         const std::vector<int64_t> &sender_of = matching_.find_pairs(senders, receivers, partners_, to_give_);
         bool started = false;
         for (const int64_t r : receivers)
-            if (sender_of[r] >= 0)
-                started |= start(sender_of[r], r);
+            if (sender_of[r] >= 0 && start(sender_of[r], r)) {
+                partner_[r] = sender_of[r];
+                started = true;
+            }
         return started;
     }
 

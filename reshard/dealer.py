@@ -109,6 +109,7 @@ class Dealer:
         )
         self.price = [0.0] * len(self.capacity)  # for the next search
         self.deals = Deals()
+        self.partner: dict[int, int] = {}  # who served each receiver last
         self.flows: list[_Flow] = []
         self.now = 0.0
 
@@ -149,12 +150,19 @@ class Dealer:
         self, senders: list[int], receivers: list[int], to_get: dict[int, float], to_give: dict[int, float]
     ) -> bool:
         """Start transfers between free ports, both lists with those first that have most left to do."""
-        partners = {r: [s for s in senders if self.can_start(s, r)] for r in receivers}
+        partners = {}
+        for r in receivers:
+            partners[r] = row = [s for s in senders if self.can_start(s, r)]
+            last = self.partner.get(r, -1)
+            if last in row and not to_give[last]:  # turns cost time, and it has nothing that others lack
+                row.remove(last)
+                row.insert(0, last)
         sender_of = find_pairs(senders, receivers, partners, to_give)
         started = False
         for r in receivers:
-            if r in sender_of:
-                started |= self.start(sender_of[r], r)
+            if r in sender_of and self.start(sender_of[r], r):
+                self.partner[r] = sender_of[r]
+                started = True
         return started
 
     def can_start(self, s: int, r: int) -> bool:

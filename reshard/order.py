@@ -14,8 +14,9 @@ class Waits:
     """Who waits for what: transfer ``later`` starts when ``earlier`` is over, and ``waiter`` sees to it.
 
     The waiter is an end of ``later``. ``actor`` is a rank of its host, or itself, that knows when ``earlier`` is over:
-    its sender, who is done with it (``is_sent``), or its receiver, who has it. What neither end of a transfer can learn
-    on its own host is not here: such order is kept by the times that the plan expects, not by force.
+    its sender, who is done with it (``is_sent``), or its receiver, who has it. Transfers of the same two ranks are not
+    here: they pass one connection, one after the other. Nor is what neither end of a transfer can learn on its own
+    host: such order is kept by the times that the plan expects, not by force.
     """
 
     later: np.ndarray
@@ -39,7 +40,7 @@ def find_waits(plan: Plan) -> Waits:
     leaves = host[a] == host[sender]
     enters = ~leaves & (host[b] == host[receiver])
     passes = ~leaves & ~enters & (host[b] == host[sender])
-    kept = leaves | enters | passes
+    kept = (leaves | enters | passes) & ((a != sender) | (b != receiver))
     return Waits(
         later=later[kept],
         earlier=earlier[kept],
