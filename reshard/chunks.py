@@ -243,7 +243,8 @@ def _flat_boxes(
     ndim = size.shape[1]
     found: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
     is_whole = (start == 0) & (stop == size.prod(axis=1)[row])
-    found.append((piece[is_whole], row[is_whole], problem.start[task[row[is_whole]]], problem.stop[task[row[is_whole]]]))
+    of_whole = task[row[is_whole]]
+    found.append((piece[is_whole], row[is_whole], problem.start[of_whole], problem.stop[of_whole]))
     at = np.flatnonzero(~is_whole)
     start, stop = start[at], stop[at]
 
