@@ -1,8 +1,9 @@
-"""The least time in which the links between hosts can do the job."""
+"""The least time in which the links between hosts can do the job, and which of them say so."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,8 +17,24 @@ HostSet = tuple[int, ...]
 Classes = dict[tuple[HostSet, HostSet], int]
 
 
+@dataclass(frozen=True)
+class Bound:
+    """A time below which no plan without relays can be, and in words which links take it."""
+
+    seconds: float
+    reason: str
+
+
+NOTHING = Bound(0.0, "nothing crosses hosts")
+
+
 def lower_bound(tensors: Sequence[TensorSpec], topology: Topology) -> float:
-    """Seconds below which no plan without relays can be.
+    """Seconds below which no plan without relays can be; see :func:`find_bound`."""
+    return find_bound(tensors, topology).seconds
+
+
+def find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
+    """The time below which no plan without relays can be, and why.
 
     The host-NIC model: a host sends at most what its NICs send together (those that a rank of either layout uses),
     receives at most what they receive, and what moves inside a host costs nothing. With pods the same holds for each
@@ -44,16 +61,19 @@ def lower_bound(tensors: Sequence[TensorSpec], topology: Topology) -> float:
         return Port(sum(nic.egress_bytes_per_second for nic in nics), sum(nic.ingress_bytes_per_second for nic in nics))
 
     of_hosts = _classes(tensors, topology.host_of_rank.__getitem__)
-    bound = _bound_of_places(of_hosts, nics_of)
+    bound = _bound_of_places(of_hosts, nics_of, "host")
     if topology.pods:
 
         def pod_of(rank: int) -> int:
             return topology.host(topology.host_of_rank[rank]).pod or 0
 
-        bound = max(bound, _bound_of_places(_classes(tensors, pod_of), topology.pods.__getitem__))
+        of_pods = _bound_of_places(_classes(tensors, pod_of), topology.pods.__getitem__, "pod")
         hosts = {host: nics_of(host) for host in used}
         pods = {host: topology.host(host).pod or 0 for host in used}
-        bound = max(bound, bound_in_pods(of_hosts, hosts, pods, topology.pods))
+        seconds, busy_hosts, busy_pods = bound_in_pods(of_hosts, hosts, pods, topology.pods)
+        both = [_name("host", busy_hosts), _name("the uplink of pod", busy_pods)]
+        of_both = Bound(seconds, f"what crosses them keeps {' and '.join(filter(None, both))} busy")
+        bound = max(bound, of_pods, of_both, key=lambda found: round(found.seconds, 12))
     return bound
 
 
@@ -86,20 +106,60 @@ def _place_sets(ranks: np.ndarray, place_of: Callable[[int], int]) -> tuple[list
     return list(number), np.array(which, dtype=np.int64)
 
 
-def _bound_of_places(classes: Classes, port_of: Callable[[int], Port]) -> float:
+def _name(kind: str, places: Sequence[int]) -> str:
+    """As ``host 3`` or ``hosts 0, 1 and 2``; nothing for none."""
+    numbers = [str(place) for place in sorted(places)]
+    if len(numbers) < 2:
+        return f"{kind} {numbers[0]}" if numbers else ""
+    return f"{kind}s {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def say_bytes(nbytes: float) -> str:
+    """As ``1.5 MiB`` or ``17 bytes``."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.4g} {name}"
+    return f"{nbytes:.4g} bytes"
+
+
+def _say_rate(rate: float) -> str:
+    for unit, name in ((1e9, "GB/s"), (1e6, "MB/s")):
+        if rate >= unit:
+            return f"{rate / unit:.4g} {name}"
+    return f"{rate:.4g} bytes/s"
+
+
+def _bound_of_places(classes: Classes, port_of: Callable[[int], Port], kind: str) -> Bound:
     arrives: dict[int, int] = {}
     held: dict[HostSet, int] = {}
     for (holders, needers), nbytes in classes.items():
         held[holders] = held.get(holders, 0) + nbytes
         for place in needers:
             arrives[place] = arrives.get(place, 0) + nbytes
-    arrival = max((total / port_of(place).ingress_bytes_per_second for place, total in arrives.items()), default=0.0)
+    if not arrives:
+        return NOTHING
+    times = {place: total / port_of(place).ingress_bytes_per_second for place, total in arrives.items()}
+    last = max(times, key=lambda place: (times[place], -place))
+    rate = port_of(last).ingress_bytes_per_second
+    arrival = Bound(
+        times[last],
+        f"{_name(kind, [last])} must receive {say_bytes(arrives[last])} and can receive {_say_rate(rate)}",
+    )
     sources = {place for holders in held for place in holders}
     egress = {place: port_of(place).egress_bytes_per_second for place in sources | set(arrives)}
     passes_on = all(egress[place] >= port_of(place).ingress_bytes_per_second for place in arrives)
     if passes_on and sources.isdisjoint(arrives):
-        return max(arrival, least_largest_share(held, egress))
-    return max(arrival, _least_egress(classes, egress))
+        seconds, places = _find_share(held, egress)
+        alone = sum(total for key, total in held.items() if set(places).issuperset(key))
+        verb = "holds" if len(places) == 1 else "hold"
+        words = f"{_name(kind, places)} {verb} {say_bytes(alone)} that no other {kind} has and can send "
+    else:
+        seconds, places = _least_egress(classes, egress)
+        total = seconds * sum(egress[place] for place in places)
+        words = f"{_name(kind, places)} must send {say_bytes(total)} and can send "
+    together = " together" if len(places) > 1 else ""
+    leaving = Bound(seconds, words + _say_rate(sum(egress[place] for place in places)) + together)
+    return leaving if leaving.seconds > arrival.seconds * (1 + 1e-9) else arrival
 
 
 def least_largest_share(held: dict[HostSet, int], egress: Mapping[int, float]) -> float:
@@ -108,28 +168,39 @@ def least_largest_share(held: dict[HostSet, int], egress: Mapping[int, float]) -
     Solved as a linear program; its dual names the set of places that binds, from which the value is
     recomputed exactly.
     """
+    return _find_share(held, egress)[0]
+
+
+def _find_share(held: dict[HostSet, int], egress: Mapping[int, float]) -> tuple[float, list[int]]:
+    """As :func:`least_largest_share`, and the places that bind."""
     places = sorted({place for key in held for place in key})
     if not places:
-        return 0.0
-    if all(len(key) == 1 for key in held):
-        return max(total / egress[key[0]] for key, total in held.items())
+        return 0.0, []
+    alone = {key[0]: total / egress[key[0]] for key, total in held.items() if len(key) == 1}
+    slowest = max(alone, key=lambda place: (alone[place], -place), default=places[0])
+    if len(alone) == len(held):
+        return alone[slowest], [slowest]
     if len(held) == 1:
-        return sum(held.values()) / sum(egress[place] for place in places)
+        return sum(held.values()) / sum(egress[place] for place in places), places
     share = [(k, place) for k, key in enumerate(held) for place in key]
     value, duals = _solve(share, places, egress, [(list(held.values()), "=")], [range(len(share))])
     if not value:
-        return max((total / egress[key[0]] for key, total in held.items() if len(key) == 1), default=0.0)
-    binding = {place for place, dual in zip(places, duals, strict=True) if dual < -1e-9 * max(map(abs, duals))}
-    exact = sum(total for key, total in held.items() if binding.issuperset(key)) / max(
+        return alone.get(slowest, 0.0), [slowest]
+    binding = _binding(places, duals)
+    exact = sum(total for key, total in held.items() if set(binding).issuperset(key)) / max(
         sum(egress[place] for place in binding), 1e-300
     )
-    return exact if abs(exact - value) <= 1e-6 * value else value
+    return (exact if abs(exact - value) <= 1e-6 * value else value), binding
 
 
-def _least_egress(classes: Classes, egress: Mapping[int, float]) -> float:
-    """The least time in which all that must leave some place can, where receivers pass on."""
-    if not classes:
-        return 0.0
+def _binding(places: Sequence[int], duals: Sequence[float]) -> list[int]:
+    """The places whose load row has a dual."""
+    least = 1e-9 * max(map(abs, duals), default=0.0)
+    return [place for place, dual in zip(places, duals, strict=True) if dual < -least]
+
+
+def _least_egress(classes: Classes, egress: Mapping[int, float]) -> tuple[float, list[int]]:
+    """The least time in which all that must leave some place can, where receivers pass on; the places that bind."""
     places = sorted({place for holders, needers in classes for place in (*holders, *needers)})
     share: list[tuple[int, int]] = []
     from_holders: list[int] = []
@@ -138,8 +209,8 @@ def _least_egress(classes: Classes, egress: Mapping[int, float]) -> float:
         share.extend((k, place) for place in (*holders, *needers))
     nbytes = list(classes.values())
     arrivals = [total * len(needers) for (_, needers), total in classes.items()]
-    value, _ = _solve(share, places, egress, [(nbytes, ">="), (arrivals, "=")], [from_holders, range(len(share))])
-    return value
+    value, duals = _solve(share, places, egress, [(nbytes, ">="), (arrivals, "=")], [from_holders, range(len(share))])
+    return value, _binding(places, duals)
 
 
 def _solve(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from reshard.errors import ArgumentError, ReshardError
 from reshard.layout import Layout
 from reshard.mesh import Mesh
+from reshard.presets import MACHINES
 from reshard.topology import Topology
 from reshard.version import __version__
 
@@ -79,22 +80,24 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--topology",
-        help='JSON file: {"hosts": [{"devices": 4, "nics": ["25 Gbit/s"]}, ...]}; pods, rates: docs/concepts.md',
+        help=f"{', '.join(MACHINES)}, or a JSON or YAML file: "
+        '{"hosts": [{"devices": 4, "nics": ["25 Gbit/s"]}, ...]}; pods, rates: docs/concepts.md',
     )
     parser.add_argument("--rank", type=int, help="only the messages of this rank")
-    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("--format", choices=("text", "json", "html"), default="text")
 
 
 def _plan(options: argparse.Namespace) -> int:
     """Print a plan and the least time that the network allows."""
     from reshard.plan import expand_messages
+    from reshard.plan_html import format_html
     from reshard.plan_text import describe_plan
     from reshard.planning import make_plan
 
     src_mesh = Mesh.of(options.src_mesh)
     first = src_mesh.size if options.dst_first_rank is None else options.dst_first_rank
     dst_mesh = Mesh.of(options.dst_mesh, first_rank=first)
-    topology = default_topology(src_mesh, dst_mesh) if options.topology is None else Topology.read(options.topology)
+    topology = _topology(options.topology, src_mesh, dst_mesh)
     plan = make_plan(
         Layout(src_mesh, options.src),
         Layout(dst_mesh, options.dst),
@@ -115,6 +118,13 @@ def _plan(options: argparse.Namespace) -> int:
         json.dump(plan.to_json(options.rank), sys.stdout)
         print()
         return 0
+    if options.format == "html":
+        if options.rank is not None:
+            raise ArgumentError("--format html draws the whole plan; leave --rank away")
+        if plan.predicted_seconds is None:
+            raise ArgumentError(f"the plan has {plan.num_messages} messages, too many to draw")
+        print(format_html(plan), end="")
+        return 0
     if options.rank is None:
         print(describe_plan(plan))
         return 0
@@ -134,6 +144,15 @@ def _parse_shape(text: str) -> list[int]:
         return [int(size) for size in text.split(",")] if text.strip() else []
     except ValueError:
         raise ArgumentError(f"shape {text!r} is not of the form 1024,1024,512") from None
+
+
+def _topology(given: str | None, src: Mesh, dst: Mesh) -> Topology:
+    """A file, or the name of a preset."""
+    if given is None:
+        return default_topology(src, dst)
+    if given in MACHINES:
+        return Topology.preset(given, 1 + max(*src.ranks, *dst.ranks))
+    return Topology.read(given)
 
 
 def default_topology(src: Mesh, dst: Mesh) -> Topology:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from reshard.shards import Shards, check_shape, cut_shards
 from reshard.tasks import UnitTasks, cut_unit_tasks
 from reshard.topology import Topology
 from reshard.transfers import Transfers
+
+if TYPE_CHECKING:
+    from reshard.bound import Bound
 
 #: Bytes that a rank may hold beyond its source and destination shards.
 DEFAULT_STAGING_BYTES = 64 * 2**20
@@ -143,9 +146,14 @@ class Plan:
     @cached_property
     def lower_bound_seconds(self) -> float:
         """No plan is faster on this topology; see :func:`reshard.lower_bound`."""
-        from reshard.bound import lower_bound
+        return self.bound.seconds
 
-        return lower_bound(self.tensors, self.topology)
+    @cached_property
+    def bound(self) -> Bound:
+        """The lower bound, and in words which links make it."""
+        from reshard.bound import find_bound
+
+        return find_bound(self.tensors, self.topology)
 
     @cached_property
     def predicted_seconds(self) -> float | None:

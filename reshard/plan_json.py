@@ -42,6 +42,7 @@ def plan_to_json(plan: Plan, rank: int | None = None) -> dict[str, Any]:
         "staging_bytes": plan.staging_bytes,
         "plan_hash": plan.plan_hash,
         "lower_bound_seconds": plan.lower_bound_seconds,
+        "lower_bound_reason": plan.bound.reason,
         "predicted_seconds": plan.predicted_seconds,
         "transfers": [format_transfer(plan, i) for i in range(len(plan.transfers))],
         "messages": messages,

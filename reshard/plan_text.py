@@ -352,7 +352,7 @@ def describe_plan(plan: Plan, max_lines: int = 40) -> str:
         f"ranks        {ranks}",
         f"messages     {plan.num_messages} in {len(plan.transfers)} transfers",
         f"bytes        {across} between hosts, {inside} inside hosts, {copied} copied within ranks",
-        f"lower bound  {_format_bound(plan)}",
+        f"lower bound  {_format_bound(plan)}: {plan.bound.reason}",
         f"predicted    {_format_prediction(plan)}",
         "",
     ]

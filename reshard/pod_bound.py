@@ -38,8 +38,8 @@ def bound_in_pods(
     host_port: Mapping[int, Port],
     pod_of: Mapping[int, int],
     pods: Sequence[Port],
-) -> float:
-    """Seconds below which no plan without relays can be.
+) -> tuple[float, list[int], list[int]]:
+    """Seconds below which no plan without relays can be, and the hosts and pods whose links are busy all the time.
 
     The optimum of a linear program in which x[k, h, q] are the bytes of class k (holders A, needers R) that leave
     host h for needers in pod q::
@@ -54,7 +54,7 @@ def bound_in_pods(
     from scipy.sparse import coo_matrix
 
     if not classes:
-        return 0.0
+        return 0.0, [], []
     scale = float(max(classes.values()))
     fastest = max(port.egress_bytes_per_second for port in (*host_port.values(), *pods))
     leaving: dict[int, list[int]] = {}
@@ -88,6 +88,7 @@ def bound_in_pods(
                 least.add(outside, share, -1.0)
         least.add(first, share, -1.0)
     time = count  # the last variable
+    first_load = len(least.right)
     for host, columns in leaving.items():
         least.add(columns, 0.0, extra=(time, -host_port[host].egress_bytes_per_second / fastest))
     for pod, columns in up.items():
@@ -102,5 +103,10 @@ def bound_in_pods(
 
     solved = linprog(cost, A_ub=matrix(least), b_ub=least.right, A_eq=matrix(equal), b_eq=equal.right, method="highs")
     if solved.fun is None:  # rates a billion times apart are beyond the solver; other bounds still hold
-        return 0.0
-    return float(solved.fun) * scale / fastest * (1 - 1e-9)
+        return 0.0, [], []
+    duals = solved.ineqlin.marginals[first_load:]
+    busy = duals < -1e-9 * max(abs(duals).max(), 1e-300)
+    links = [("host", host) for host in leaving] + [("pod", pod) for pod in (*up, *down)]
+    found = {link for link, binds in zip(links, busy.tolist(), strict=True) if binds}
+    hosts, uplinks = (sorted(place for what, place in found if what == kind) for kind in ("host", "pod"))
+    return float(solved.fun) * scale / fastest * (1 - 1e-9), hosts, uplinks

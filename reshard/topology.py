@@ -19,7 +19,7 @@ from reshard.mesh import MAX_RANK
 TEN_GBIT = 1.25e9
 #: What a message between hosts costs where nothing better is known: TCP, and the work at both ends.
 MESSAGE_SECONDS = 1e-4
-MAX_NICS = 64
+MAX_NICS = 128
 #: Of hosts that are not all alike with one NIC.
 MAX_HOSTS = 2**16
 
@@ -197,7 +197,7 @@ class Topology:
 
     @classmethod
     def read(cls, path: str | Path) -> Topology:
-        """From a JSON file; see :meth:`from_json`.
+        """From a JSON or YAML file; see :meth:`from_json`.
 
         Raises:
             TopologyError: the file cannot be read, or does not describe a topology.
@@ -205,6 +205,17 @@ class Topology:
         from reshard.topology_json import read_topology
 
         return read_topology(path)
+
+    @classmethod
+    def preset(cls, name: str, num_ranks: int) -> Topology:
+        """Machines of a kind that many have, such as "dgx_h100", filled with ranks in order.
+
+        Raises:
+            TopologyError: no such name; the names are in :data:`reshard.presets.MACHINES`.
+        """
+        from reshard.presets import preset
+
+        return preset(name, num_ranks)
 
     @classmethod
     def from_json(cls, data: Any) -> Topology:

@@ -16,7 +16,7 @@ _NUMBERS = ("latency_seconds", "inside_latency_seconds", "send_buffer_bytes", "b
 
 
 def read_topology(path: str | Path) -> Topology:
-    """From a JSON file.
+    """From a JSON file, or a YAML file (``.yaml`` or ``.yml``) of the same form.
 
     Raises:
         TopologyError: the file cannot be read, or does not describe a topology.
@@ -24,11 +24,23 @@ def read_topology(path: str | Path) -> Topology:
     try:
         if Path(path).stat().st_size > MAX_TOPOLOGY_BYTES:
             raise TopologyError(f"it is larger than {MAX_TOPOLOGY_BYTES} bytes")
-        return topology_from_json(json.loads(Path(path).read_text()))
+        text = Path(path).read_text()
+        return topology_from_json(_load_yaml(text) if Path(path).suffix in (".yaml", ".yml") else json.loads(text))
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ReshardError):
             raise TopologyError(f"{path}: {error}") from None
         raise TopologyError(f"cannot read {path}: {error}") from None
+
+
+def _load_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise TopologyError("YAML needs PyYAML: pip install 'reshard[yaml]', or write it as JSON") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise TopologyError(f"not YAML: {error}") from None
 
 
 def topology_from_json(data: Any) -> Topology:

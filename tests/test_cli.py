@@ -45,6 +45,28 @@ def test_json_is_the_contract(capsys):
         done.add(number)
 
 
+def test_html_draws_the_plan(capsys):
+    assert main([*PLAN, *TO, "--strategy", "broadcast", "--format", "html"]) == 0
+    page = capsys.readouterr().out
+    assert page.count("<svg") == page.count("</svg>") > 2
+    assert "host 4 in" in page
+    assert "holds 1 GiB that no other host has" in page
+    assert "NaN" not in page
+    assert main([*PLAN, "--dst-mesh", "1x4", "--dst-first-rank", "0", "--format", "html"]) == 0  # on shared hosts
+    assert (
+        main([*PLAN[:-4], "--src-mesh", "1x4", "--dst-mesh", "1x4", "--dst-first-rank", "0", "--format", "html"]) == 0
+    )
+    assert "Nothing crosses hosts." in capsys.readouterr().out
+    assert main([*PLAN, *TO, "--format", "html", "--rank", "1"]) == 2
+    assert "leave --rank away" in capsys.readouterr().err
+
+
+def test_a_preset_stands_for_a_file(capsys):
+    assert main([*PLAN, *TO, "--topology", "dgx_h100", "--strategy", "broadcast"]) == 0
+    assert '"inside": 450000000000.0' in capsys.readouterr().out
+    assert main([*PLAN, *TO, "--topology", "dgx_h101"]) == 2
+
+
 def test_one_rank_prints_its_own_messages(capsys):
     assert main([*PLAN, *TO, "--format", "json", "--rank", "13"]) == 0
     data = json.loads(capsys.readouterr().out)

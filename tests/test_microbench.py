@@ -14,6 +14,7 @@ import torch
 from microbench.__main__ import main
 from microbench.calibrate import deviations, mean_topology, measured_topology, plan_tests
 from microbench.pictures import draw_bars
+from microbench.plan import Case, growth, time_case
 from microbench.report import format_markdown, format_table, replace_section
 from microbench.rows import CLUSTERS, read_cluster
 from microbench.run import make_records, plan_row
@@ -177,3 +178,12 @@ def test_the_rows_run_under_torchrun(tmp_path):
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert {record["kind"] for record in records} == {"run", "cluster", "row"}
     assert all(not record.get("wrong") for record in records)
+
+
+def test_planning_time_is_measured_in_a_process_of_its_own():
+    seconds, messages, memory = time_case(Case(16, 16, "S0 R", "R S1"), 1)
+    assert 0 < seconds < 10
+    assert messages > 16
+    assert 20 < memory < 2048
+    assert growth([2, 4, 8], [3.0, 6.0, 12.0]) == pytest.approx(1.0)
+    assert growth([2, 4, 8], [1.0, 4.0, 16.0]) == pytest.approx(2.0)

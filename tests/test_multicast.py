@@ -1,5 +1,6 @@
 """The default planner: chunks, ports, order."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -42,6 +43,49 @@ def test_plans_are_at_the_bound(src, dst, src_hosts, dst_hosts):
     plan = _plan(src, dst, src_hosts, dst_hosts)
     check_plan(plan)
     assert simulate(plan).makespan_seconds <= 1.015 * plan.lower_bound_seconds
+
+
+@pytest.mark.parametrize("hosts", [5, 16])
+@pytest.mark.parametrize("nbytes", [2**10, 2**16, 2**22, 2**28])
+def test_one_holder_is_at_the_round_optimal_formula(hosts, nbytes):
+    rate, latency = 4e11, 1.5e-5
+    topology = Topology(tuple(range(hosts + 1)), (Host((Port.of(rate),)),), latency_seconds=latency)
+    src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(hosts, first_rank=1))
+    plan = make_plan(src, dst, (nbytes,), "int8", strategy="multicast", topology=topology)
+    rounds = math.ceil(math.log2(hosts + 1))
+    best = min((n - 1 + rounds) * (latency + nbytes / n / rate) for n in range(1, 100))
+    assert simulate(plan).makespan_seconds <= 1.1 * best
+
+
+@pytest.mark.parametrize("rates", [(1e9, 5e8, 2.5e8, 1e9, 1e9), (1e9, 1e9, 2.5e8, 2.5e8, 5e8)])
+@pytest.mark.parametrize(("src", "dst"), [("S0 R", "R S0"), ("R R", "S0 R"), ("S0 R", "R R"), ("R S1", "S1 R")])
+def test_the_default_is_never_much_slower_than_another_strategy(src, dst, rates):
+    topology = Topology(tuple(rank // 2 for rank in range(10)), tuple(Host((Port.of(rate),)) for rate in rates))
+    layouts = Layout(Mesh.of((2, 2)), src), Layout(Mesh.of((3, 2), first_rank=4), dst)
+    for shape in ((3000, 1024), (12, 8)):
+        for latency in (0.0, 1e-4):
+            on = replace(topology, latency_seconds=latency)
+            seconds = {
+                name: simulate(make_plan(*layouts, shape, "float32", strategy=name, topology=on)).makespan_seconds
+                for name in (None, "multicast", "send_recv", "broadcast_greedy", "broadcast_size")
+            }
+            assert seconds[None] <= 1.01 * min(seconds.values())
+
+
+def test_the_plan_names_the_strategy_that_won():
+    src, dst = Layout(Mesh.of(4), "S0"), Layout(Mesh.of(4, first_rank=4), "R S0")
+    topology = Topology((0, 0, 1, 1, 2, 2, 3, 3), latency_seconds=1e-4)
+    assert make_plan(src, dst, (4096, 4096), "float32", topology=topology).strategy == "multicast"
+    assert make_plan(src, dst, (8, 8), "float32", topology=topology).strategy == "send_recv"
+    assert make_plan(src, dst, (8, 8), "float32", topology=topology, strategy="auto").strategy == "send_recv"
+
+
+def test_a_rank_lands_several_pieces_before_the_next_one_does():
+    plan = _plan("R R", "R R", 1, 2, shape=(4096, 1024))
+    into = plan.transfers.receiver[plan.topology.host_by_rank[plan.transfers.sender] == 0]
+    into = into[plan.topology.host_by_rank[into] == 1]
+    assert set(into.tolist()) == {2, 3}
+    assert (np.diff(into) != 0).mean() < 0.25
 
 
 def test_text_and_json_keep_the_order_across_ranks():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from reshard import Layout, Mesh, ReshardError, Topology, TopologyError, make_plan
 from reshard.plan_json import plan_from_json
 from reshard.plan_text import parse_plan
+from reshard.presets import MACHINES
 from reshard.topology import Host, Port
 from reshard.topology_json import parse_rate
 
@@ -24,6 +26,39 @@ FILE = {
     "inside": "8 GB/s",
     "latency_seconds": 6e-5,
 }
+
+
+def test_yaml_says_the_same(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(FILE))
+    assert Topology.read(path) == Topology.from_json(FILE)
+    path.write_text("hosts: [")
+    with pytest.raises(TopologyError, match="not YAML"):
+        Topology.read(path)
+
+
+def test_yaml_without_its_package_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    path = tmp_path / "cluster.yml"
+    path.write_text("hosts: []")
+    with pytest.raises(TopologyError, match=r"pip install 'reshard\[yaml\]'"):
+        Topology.read(path)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_presets_are_hosts_filled_in_order(name):
+    machine = MACHINES[name]
+    topology = Topology.preset(name, 2 * machine.devices + 1)
+    assert topology.host_of_rank == (0,) * machine.devices + (1,) * machine.devices + (2,)
+    assert len(set(topology.nic_of_rank[: machine.devices])) == machine.nics
+    assert topology.nic(0).egress_bytes_per_second == machine.nic_gbit * 1e9 / 8
+    assert Topology.from_json(topology.to_json()) == topology
+
+
+def test_an_unknown_preset_names_those_that_there_are():
+    with pytest.raises(TopologyError, match=r"no preset 'dgx'; there are p3\.8xlarge, dgx_a100"):
+        Topology.preset("dgx", 8)
 
 
 def test_a_file_as_people_write_it(tmp_path):
@@ -80,7 +115,7 @@ def test_json_and_plans_carry_any_topology(topology, count):
         ({"hosts": [{"ranks": [0]}, {"ranks": [0]}], "pods": []}, "rank 0 is on hosts 0 and 1"),
         ({"hosts": [{"ranks": [0]}, {"ranks": [2]}], "pods": []}, "rank 1 has no host"),
         ({"hosts": [{"devices": 1, "nics": ["fast"]}], "pods": []}, "'25 Gbit/s'"),
-        ({"hosts": [{"devices": 1, "nics": []}], "pods": []}, "1 to 64 NICs"),
+        ({"hosts": [{"devices": 1, "nics": []}], "pods": []}, "1 to 128 NICs"),
         ({"hosts": [{"devices": 1, "nics": [0]}], "pods": []}, "positive"),
         ({"hosts": [{"devices": 1, "nics": [{"egress": 1}]}], "pods": []}, "egress"),
         ({"hosts": [{"devices": 2, "nic_of_device": [0]}], "pods": []}, "NICs for 1"),

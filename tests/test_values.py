@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies_of_cases import cases
 from tensors import same_bytes, take_shard, whole_tensor
 
 from reshard import (
@@ -26,7 +27,7 @@ from reshard import (
     lower_bound,
     make_plan,
 )
-from reshard.bound import least_largest_share
+from reshard.bound import Bound, _classes, _least_egress, find_bound, least_largest_share
 from reshard.cases import study_cases
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.mesh import format_ranks, parse_ranks
@@ -262,6 +263,48 @@ def test_the_bound_of_pods_is_that_of_their_uplinks():
     assert lower_bound([TensorSpec((9,), "int8", src, dst)], two_nics) == pytest.approx(3.0)
     idle = Topology(tuple(range(6)), two_nics.hosts)  # nobody uses the second NICs
     assert lower_bound([TensorSpec((9,), "int8", src, dst)], idle) == pytest.approx(9.0)
+
+
+def test_the_bound_says_which_links_bind():
+    hosts = Topology(
+        (0, 1, 2, 3), (Host((Port.of(1e9),)), Host((Port.of(1e9),)), Host((Port.of(1e9),)), Host((Port(1e9, 2.5e8),)))
+    )
+    rows, whole = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2))
+    pair, one = Mesh.of(2, first_rank=2), Mesh.of(1, first_rank=2)
+
+    def reason(src, dst, topology=hosts):
+        return find_bound([TensorSpec((2**30,), "int8", src, dst)], topology)
+
+    assert reason(rows, Layout(pair, "S0")) == Bound(
+        2**29 / 2.5e8, "host 3 must receive 512 MiB and can receive 250 MB/s"
+    )
+    even = Topology((0, 1, 2, 3), (Host((Port.of(1e9),)),))
+    slow = Topology(
+        (0, 1, 2, 3), (Host((Port.of(5e8),)), Host((Port.of(2.5e8),)), Host((Port.of(1e9),)), Host((Port.of(1e9),)))
+    )
+    assert reason(rows, Layout(one), slow) == Bound(
+        2**29 / 2.5e8, "host 1 holds 512 MiB that no other host has and can send 250 MB/s"
+    )
+    assert reason(whole, Layout(pair), slow) == Bound(
+        2**30 / 7.5e8, "hosts 0 and 1 hold 1 GiB that no other host has and can send 750 MB/s together"
+    )
+    assert reason(rows, Layout(Mesh.of(2), "S0"), even).reason == "nothing crosses hosts"
+    swapped = reason(rows, Layout(Mesh.from_array([1, 0]), "S0"), even)
+    assert swapped.seconds == pytest.approx(2**29 / 1e9)
+
+
+@given(cases())
+def test_closed_form_and_linear_program_agree(problem):
+    shape, src, dst, topology = problem
+    classes = _classes([TensorSpec(shape, "float32", src, dst)], topology.host_of_rank.__getitem__)
+    needers = {host for _, row in classes for host in row}
+    if not classes or needers & {host for row, _ in classes for host in row}:
+        return
+    rate = 1e9
+    arrival = max(sum(n for (_, row), n in classes.items() if host in row) for host in needers) / rate
+    egress = dict.fromkeys(range(topology.num_hosts), rate)
+    found = lower_bound([TensorSpec(shape, "float32", src, dst)], Topology.uniform(topology.host_of_rank, rate))
+    assert found == pytest.approx(max(arrival, _least_egress(classes, egress)[0]), rel=1e-6)
 
 
 def test_small_regions_of_one_pair_travel_together():

@@ -1,0 +1,196 @@
+"""A plan as one HTML page: who sends what to whom along which trees, when, and what binds."""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Iterator, Sequence
+from html import escape
+
+import numpy as np
+
+from reshard.bound import say_bytes
+from reshard.plan import Plan
+from reshard.plan_text import describe_plan
+from reshard.simulation import Timeline, simulate
+
+Tree = tuple[tuple[int, int], ...]
+
+MOST_TREES = 24
+#: Messages of one pair of hosts that follow each other within this part of the whole are drawn as one.
+_GAP = 0.002
+_WIDTH, _LANE, _LEFT = 1000, 14, 90
+_STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1120px; padding: 0 1em; }
+pre { background: #f4f4f4; padding: 0.8em; overflow-x: auto; }
+table { border-collapse: collapse; } td, th { padding: 0.2em 0.7em; text-align: right; border: 1px solid #ddd; }
+svg text { font: 11px system-ui, sans-serif; } .trees { display: flex; flex-wrap: wrap; gap: 1em; }
+@media (prefers-color-scheme: dark) {
+  body { background: #16181c; color: #dde; } pre { background: #22252b; } td, th { border-color: #444; }
+  svg text { fill: #dde; } svg line, svg path { stroke: #aab; }
+}
+"""
+
+
+def format_html(plan: Plan) -> str:
+    """The page. It needs nothing beside it."""
+    timeline = simulate(plan)
+    parts = [
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>reshard plan</title>",
+        f"<style>{_STYLE}</style></head><body><h1>{escape(str(plan.tensors[0]))}</h1>",
+    ]
+    if len(plan.tensors) > 1:
+        parts.append(f"<p>and {len(plan.tensors) - 1} more tensors</p>")
+    parts.append(f"<pre>{escape(describe_plan(plan, max_lines=0).split('...')[0].strip())}</pre>")
+    parts.append("<h2>Links</h2><p>Bytes from the host of the row to that of the column.</p>")
+    parts.append(_links(plan))
+    parts.append("<h2>Trees</h2><p>The hosts that regions pass, those with most bytes first.</p>")
+    parts.append(_trees(plan))
+    parts.append(
+        "<h2>Times</h2><p>What leaves and enters each host when, as simulated; the colour is that of the other host. "
+        "The line is the lower bound.</p>"
+    )
+    parts.append(_times(plan, timeline))
+    parts.append("</body></html>")
+    return "\n".join(parts) + "\n"
+
+
+def _colour(host: int) -> str:
+    red, green, blue = colorsys.hls_to_rgb(host * 0.618034 % 1.0, 0.55, 0.6)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+
+
+def _crossing(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of each edge between hosts: its transfer, both hosts, and its bytes."""
+    hosts, transfers = plan.topology.host_by_rank, plan.transfers
+    a, b = hosts[transfers.sender], hosts[transfers.receiver]
+    edges = np.flatnonzero(a != b)
+    of = transfers.transfer_of_edge[edges]
+    return of, a[edges], b[edges], plan.message_bytes[of]
+
+
+def _links(plan: Plan) -> str:
+    _, a, b, nbytes = _crossing(plan)
+    if not len(a):
+        return "<p>Nothing crosses hosts.</p>"
+    total: dict[tuple[int, int], int] = {}
+    for pair in zip(a.tolist(), b.tolist(), nbytes.tolist(), strict=True):
+        total[pair[:2]] = total.get(pair[:2], 0) + pair[2]
+    rows = sorted({pair[0] for pair in total})
+    columns = sorted({pair[1] for pair in total})
+    most = max(total.values())
+    lines = ["<table><tr><th></th>", *(f"<th>host {column}</th>" for column in columns), "<th>sends</th></tr>"]
+    for row in rows:
+        lines.append(f"<tr><th>host {row}</th>")
+        for column in columns:
+            cell = total.get((row, column), 0)
+            shade = f" style='background: rgba(70, 130, 220, {0.6 * cell / most:.2f})'" if cell else ""
+            lines.append(f"<td{shade}>{say_bytes(cell) if cell else ''}</td>")
+        lines.append(f"<td>{say_bytes(sum(total.get((row, column), 0) for column in columns))}</td></tr>")
+    lines.append("<tr><th>receives</th>")
+    lines.extend(f"<td>{say_bytes(sum(total.get((row, column), 0) for row in rows))}</td>" for column in columns)
+    lines.append("<td></td></tr></table>")
+    return "\n".join(lines)
+
+
+def _find_trees(plan: Plan) -> list[tuple[Tree, int]]:
+    """The trees of hosts that regions pass, and the bytes of each region that does, most first."""
+    transfers = plan.transfers
+    of, a, b, nbytes = _crossing(plan)
+    first = transfers.box_at[:-1]
+    key = np.concatenate([transfers.box_tensor[first, None], transfers.box_start[first]], axis=1)
+    edges: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    size: dict[tuple[int, ...], int] = {}
+    for transfer, x, y, n in zip(of.tolist(), a.tolist(), b.tolist(), nbytes.tolist(), strict=True):
+        region = tuple(key[transfer].tolist())
+        edges.setdefault(region, []).append((x, y))
+        size[region] = n
+    total: dict[Tree, int] = {}
+    for region, row in edges.items():
+        tree = tuple(sorted(set(row)))
+        total[tree] = total.get(tree, 0) + size[region]
+    return sorted(total.items(), key=lambda entry: (-entry[1], entry[0]))
+
+
+def _trees(plan: Plan) -> str:
+    found = _find_trees(plan)
+    lines = ["<div class='trees'>"]
+    for tree, nbytes in found[:MOST_TREES]:
+        lines.append(f"<figure>{_draw_tree(tree)}<figcaption>{say_bytes(nbytes)}</figcaption></figure>")
+    lines.append("</div>")
+    if len(found) > MOST_TREES:
+        lines.append(f"<p>and {len(found) - MOST_TREES} more trees</p>")
+    return "\n".join(lines)
+
+
+def _draw_tree(tree: Tree) -> str:
+    """Hosts in columns by how far from a source they are."""
+    entered = {host for _, host in tree}
+    depth = {host: 0 for host, _ in tree if host not in entered}
+    while True:
+        more = {y: depth[x] + 1 for x, y in tree if x in depth and y not in depth}
+        if not more:
+            break
+        depth.update(more)
+    columns: dict[int, list[int]] = {}
+    for host, column in sorted(depth.items()):
+        columns.setdefault(column, []).append(host)
+    at = {host: (22 + 60 * column, 18 + 30 * i) for column, row in columns.items() for i, host in enumerate(row)}
+    width, height = 44 + 60 * max(columns), 36 + 30 * (max(map(len, columns.values())) - 1)
+    lines = [f"<svg width='{width}' height='{height}'>"]
+    for x, y in tree:
+        if x in at and y in at:
+            (x0, y0), (x1, y1) = at[x], at[y]
+            lines.append(f"<line x1='{x0}' y1='{y0}' x2='{x1}' y2='{y1}' stroke='#888'/>")
+    for host, (x, y) in at.items():
+        lines.append(f"<circle cx='{x}' cy='{y}' r='12' fill='{_colour(host)}'/>")
+        lines.append(f"<text x='{x}' y='{y + 4}' text-anchor='middle'>{host}</text>")
+    lines.append("</svg>")
+    return "".join(lines)
+
+
+def _times(plan: Plan, timeline: Timeline) -> str:
+    hosts = plan.topology.host_by_rank
+    messages = timeline.messages
+    a, b = hosts[messages.sender], hosts[messages.receiver]
+    crossing = np.flatnonzero(a != b)
+    if not len(crossing):
+        return "<p>Nothing crosses hosts.</p>"
+    end = max(timeline.makespan_seconds, plan.lower_bound_seconds)
+    scale = (_WIDTH - _LEFT - 10) / end
+    lanes = [(host, side) for host in sorted({*a[crossing].tolist(), *b[crossing].tolist()}) for side in (0, 1)]
+    height = _LANE * len(lanes) + 30
+    lines = [f"<svg width='{_WIDTH}' height='{height}'>"]
+    for row, (host, side) in enumerate(lanes):
+        y = _LANE * row + 4
+        lines.append(f"<text x='{_LEFT - 6}' y='{y + 10}' text-anchor='end'>host {host} {('out', 'in')[side]}</text>")
+        mine, other = (a, b) if side == 0 else (b, a)
+        which = crossing[mine[crossing] == host]
+        for peer, start, stop in _join(which, other, timeline, _GAP * end):
+            lines.append(
+                f"<rect x='{_LEFT + start * scale:.2f}' y='{y}' width='{max((stop - start) * scale, 0.3):.2f}' "
+                f"height='{_LANE - 3}' fill='{_colour(peer)}' fill-opacity='0.75'>"
+                f"<title>{'to' if side == 0 else 'from'} host {peer}: {start:.6g} to {stop:.6g} s</title></rect>"
+            )
+    x = _LEFT + plan.lower_bound_seconds * scale
+    bottom = _LANE * len(lanes) + 6
+    lines.append(f"<line x1='{x:.2f}' y1='0' x2='{x:.2f}' y2='{bottom}' stroke='#c22' stroke-dasharray='4 3'/>")
+    lines.append(f"<text x='{_LEFT}' y='{bottom + 14}'>0</text>")
+    lines.append(f"<text x='{_WIDTH - 10}' y='{bottom + 14}' text-anchor='end'>{end:.6g} s</text></svg>")
+    return "\n".join(lines)
+
+
+def _join(which: np.ndarray, other: np.ndarray, timeline: Timeline, gap: float) -> Iterator[tuple[int, float, float]]:
+    """``(peer, start, stop)`` of messages, those that follow each other as one."""
+    order: Sequence[int] = which[np.argsort(timeline.start[which], kind="stable")].tolist()
+    open_: dict[int, tuple[float, float]] = {}
+    for message in order:
+        peer = int(other[message])
+        start, stop = float(timeline.start[message]), float(timeline.finish[message])
+        if peer in open_ and start <= open_[peer][1] + gap:
+            open_[peer] = open_[peer][0], max(stop, open_[peer][1])
+            continue
+        if peer in open_:
+            yield peer, *open_[peer]
+        open_[peer] = start, stop
+    for peer, (start, stop) in open_.items():
+        yield peer, start, stop
