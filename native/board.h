@@ -92,12 +92,8 @@ class Board {
             if (has_pods() && !in_pod_[ports_.pod[b]].has(chunk))
                 ++can_enter_[host * hosts_ + b];
         });
-        if (ports_.are_shared) {
+        if (ports_.are_shared)
             near_out_[port].set(chunk);
-            for (const int64_t p : ports_of_host_[host])
-                if (near_in_[p].has(chunk))
-                    near_out_[p].set(chunk);
-        }
     }
 
   private:
@@ -113,7 +109,6 @@ class Board {
     Bits is_fresh_;
     std::vector<Bits> pods_with_, pods_without_; // of each chunk
     std::vector<Bits> near_out_, near_in_;
-    std::vector<std::vector<int64_t>> ports_of_host_;
 
     size_t chunks() const { return freight_.lane_of.size(); }
     Bits none() const { return Bits(chunks()); }
@@ -152,10 +147,6 @@ class Board {
     void place_ranks() {
         near_out_.assign(ports_.host.size(), none());
         near_in_ = near_out_;
-        ports_of_host_.resize(hosts_);
-        for (int64_t p = 0; p < ports_.count(); ++p)
-            if (!ports_.ranks[p].empty())
-                ports_of_host_[ports_.host[p]].push_back(p);
         for (size_t i = 0; i < chunks(); ++i) {
             const int64_t k = freight_.piece_class[freight_.piece_at[i]], c = static_cast<int64_t>(i);
             for (const int64_t rank : freight_.class_holders[k])

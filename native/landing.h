@@ -4,12 +4,13 @@
 
 #include "parts.h"
 
-constexpr int64_t RUN = 8;
-
 struct Messages {
     std::vector<int64_t> piece, sender, receiver, source, after_at{0}, after;
     std::vector<double> start, end;
     std::vector<char> crosses; // from host to host
+    bool ends_before(int64_t a, int64_t b) const { // what arrives comes before what is done with it
+        return end[a] != end[b] ? end[a] < end[b] : crosses[a] > crosses[b];
+    }
 };
 
 class Landing {
@@ -94,11 +95,11 @@ class Landing {
         return *std::min_element(ranks.begin(), ranks.end(), [&](int64_t a, int64_t b) { return load[a] < load[b]; });
     }
 
-    static int64_t keep_or_least(const std::vector<int64_t> &ranks, const std::vector<int64_t> &load, int64_t last,
-                                 int64_t nbytes) {
+    int64_t keep_or_least(const std::vector<int64_t> &ranks, const std::vector<int64_t> &load, int64_t last,
+                          int64_t nbytes) const {
         const int64_t first = least(ranks, load);
         const bool is_one = std::find(ranks.begin(), ranks.end(), last) != ranks.end();
-        return is_one && load[last] < load[first] + RUN * nbytes ? last : first;
+        return is_one && load[last] < load[first] + freight_.run * nbytes ? last : first;
     }
 
     int64_t send(int64_t piece, int64_t sender, int64_t receiver, int64_t source, const std::vector<int64_t> &after,
@@ -106,13 +107,18 @@ class Landing {
         sent_[sender] += freight_.piece_bytes[piece];
         Messages &m = messages;
         m.piece.push_back(piece), m.sender.push_back(sender), m.receiver.push_back(receiver);
-        m.source.push_back(source), m.start.push_back(start), m.end.push_back(end);
+        m.source.push_back(source);
         m.crosses.push_back(host_of_[sender] != host_of_[receiver]);
         if (source >= 0)
             m.after.push_back(source);
         for (const int64_t earlier : after)
             if (earlier != source)
                 m.after.push_back(earlier);
+        double ready = start;
+        for (size_t i = static_cast<size_t>(m.after_at.back()); i < m.after.size(); ++i)
+            ready = std::max(ready, m.end[m.after[i]]);
+        m.start.push_back(ready);
+        m.end.push_back(ready > start ? ready + (end - start) : end);
         m.after_at.push_back(static_cast<int64_t>(m.after.size()));
         return static_cast<int64_t>(m.piece.size()) - 1;
     }
@@ -132,9 +138,14 @@ class Landing {
         const int64_t message = send(piece, sender, receiver, source, after, start, end);
         landed_[receiver] += freight_.piece_bytes[piece];
         Place place{host, {{receiver, message}}};
-        for (const int64_t rank : freight_.class_receivers[freight_.piece_class[piece]])
-            if (host_of_[rank] == host && rank != receiver)
-                place.copies.push_back({rank, send(piece, receiver, rank, message, {}, end, end)});
+        const double took =
+            freight_.inside_each + static_cast<double>(freight_.piece_bytes[piece]) * freight_.inside_per_byte;
+        for (const bool is_behind : {true, false})
+            for (const int64_t rank : freight_.class_receivers[freight_.piece_class[piece]])
+                if (host_of_[rank] == host && rank != receiver && (rank > receiver) == is_behind) {
+                    place.copies.push_back({rank, send(piece, receiver, rank, message, {}, end, end + took)});
+                    end += took;
+                }
         where_[piece].push_back(std::move(place));
         return message;
     }

@@ -122,6 +122,8 @@ struct Freight {
     std::vector<int64_t> lane_size, lane_of;
     Members class_holders, class_receivers;
     std::vector<int64_t> piece_at, piece_class, piece_bytes;
+    int64_t run; // pieces of one rank before others have their turn
+    double inside_each, inside_per_byte;
 };
 
 struct Deal {

@@ -43,7 +43,8 @@ nb::tuple make_schedule(Ints host, Floats out, Floats into, Ints of_rank, Ints p
                         Ints lane_holders_at, Ints lane_holders, Ints lane_needers_at, Ints lane_needers,
                         Ints lane_size, Ints lane_of,
                         Ints class_holders_at, Ints class_holders, Ints class_receivers_at, Ints class_receivers,
-                        Ints piece_at, Ints piece_class, Ints piece_bytes) {
+                        Ints piece_at, Ints piece_class, Ints piece_bytes, int64_t run,
+                        double inside_each, double inside_per_byte) {
     Ports ports{list(host, 1 << 20, 0, "host"), list(of_rank, host.shape(0), -1, "of_rank"),
                 list(pod, up.shape(0), 0, "pod"), list(out), list(into), list(up), list(down)};
     if (!ports.count() || out.shape(0) != host.shape(0) || into.shape(0) != host.shape(0) ||
@@ -63,7 +64,10 @@ nb::tuple make_schedule(Ints host, Floats out, Floats into, Ints of_rank, Ints p
                     members(class_receivers_at, class_receivers, classes, ranks, "class_receivers"),
                     list(piece_at, pieces + 1, 0, "piece_at"),
                     list(piece_class, classes, 0, "piece_class"),
-                    list(piece_bytes, INT64_MAX, 0, "piece_bytes")};
+                    list(piece_bytes, INT64_MAX, 0, "piece_bytes"),
+                    run,
+                    inside_each,
+                    inside_per_byte};
     for (const Ints *table : {&class_holders, &class_receivers})
         for (size_t i = 0; i < table->shape(0); ++i)
             if (ports.of_rank[table->data()[i]] < 0)
@@ -90,10 +94,10 @@ nb::tuple make_schedule(Ints host, Floats out, Floats into, Ints of_rank, Ints p
             Landing landing(ports, freight, dealer->deals);
             landing.run();
             made = std::move(landing.messages);
-            if (ports.are_alike()) { // what starts first ends first
+            if (ports.are_alike()) {
                 for (size_t i = 0; i < made.piece.size(); ++i)
                     order.push_back(static_cast<int64_t>(i));
-                std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return made.end[a] < made.end[b]; });
+                std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return made.ends_before(a, b); });
             } else
                 order = Sequence(made).order;
         }

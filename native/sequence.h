@@ -4,6 +4,7 @@
 
 #include <map>
 #include <queue>
+#include <tuple>
 
 #include "landing.h"
 
@@ -21,23 +22,23 @@ class Sequence {
             if (m_.crosses[i])
                 crossing.push_back(i);
         }
-        chain(crossing, m_.sender, m_.start);
-        chain(everything, m_.receiver, m_.end);
+        chain(crossing, m_.sender, [&](int64_t a, int64_t b) { return m_.start[a] < m_.start[b]; });
+        chain(everything, m_.receiver, [&](int64_t a, int64_t b) { return m_.ends_before(a, b); });
         for (int64_t i = 0; i < count; ++i)
             for (int64_t at = m_.after_at[i]; at < m_.after_at[i + 1]; ++at)
                 put(m_.after[at], i);
         std::vector<int64_t> by_end = everything;
-        std::stable_sort(by_end.begin(), by_end.end(), [&](auto a, auto b) { return m_.end[a] < m_.end[b]; });
+        std::stable_sort(by_end.begin(), by_end.end(), [&](auto a, auto b) { return m_.ends_before(a, b); });
         for (const int64_t i : everything)
             if (!num_before_[i])
-                ready_.emplace(m_.end[i], i);
+                make_ready(i);
         for (auto first = by_end.begin();;) {
             drain();
             first = std::find_if(first, by_end.end(), [&](int64_t i) { return !is_done_[i]; });
             if (first == by_end.end())
                 break;
             const int64_t stuck = *std::find_if(first, by_end.end(), [&](int64_t i) { return can_come(i); });
-            ready_.emplace(m_.end[stuck], stuck);
+            make_ready(stuck);
         }
     }
 
@@ -46,19 +47,23 @@ class Sequence {
     std::vector<std::vector<int64_t>> later_;
     std::vector<int64_t> num_before_;
     std::vector<char> is_done_;
-    std::priority_queue<std::pair<double, int64_t>, std::vector<std::pair<double, int64_t>>, std::greater<>> ready_;
+    using Entry = std::tuple<double, bool, int64_t>;
+    std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ready_;
+
+    void make_ready(int64_t i) { ready_.emplace(m_.end[i], !m_.crosses[i], i); }
 
     void put(int64_t first, int64_t second) {
         later_[first].push_back(second);
         ++num_before_[second];
     }
 
-    void chain(const std::vector<int64_t> &members, const std::vector<int64_t> &owner, const std::vector<double> &key) {
+    template <typename Less>
+    void chain(const std::vector<int64_t> &members, const std::vector<int64_t> &owner, Less less) {
         std::map<int64_t, std::vector<int64_t>> rows;
         for (const int64_t i : members)
             rows[owner[i]].push_back(i);
         for (auto &[rank, row] : rows) {
-            std::stable_sort(row.begin(), row.end(), [&](auto a, auto b) { return key[a] < key[b]; });
+            std::stable_sort(row.begin(), row.end(), less);
             for (size_t k = 1; k < row.size(); ++k)
                 put(row[k - 1], row[k]);
         }
@@ -72,7 +77,7 @@ class Sequence {
 
     void drain() {
         while (!ready_.empty()) {
-            const int64_t i = ready_.top().second;
+            const int64_t i = std::get<2>(ready_.top());
             ready_.pop();
             if (is_done_[i])
                 continue;
@@ -80,7 +85,7 @@ class Sequence {
             order.push_back(i);
             for (const int64_t second : later_[i])
                 if (!--num_before_[second] && !is_done_[second])
-                    ready_.emplace(m_.end[second], second);
+                    make_ready(second);
         }
     }
 };

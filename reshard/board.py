@@ -34,12 +34,8 @@ class Board:
         self.lane_of = freight.lane_of.tolist()
         self.pods_with: list[set[int]] = [set() for _ in range(num_chunks)]  # and without
         self.pods_without: list[set[int]] = [set() for _ in range(num_chunks)]
-        self.near_out = [0] * len(ports.host)  # chunks that a rank at the port has, or needs
+        self.near_out = [0] * len(ports.host)  # chunks that a rank at the port holds or got from afar, or needs
         self.near_in = [0] * len(ports.host)
-        self.ports_of_host: list[list[int]] = [[] for _ in range(num_hosts)]
-        for port, ranks in enumerate(ports.ranks):
-            if ranks:
-                self.ports_of_host[ports.host[port]].append(port)
         self.source: dict[tuple[int, int], int] = {}
         needers = rows_of(freight.lane_needers)
         for chunk, lane in enumerate(self.lane_of):
@@ -132,5 +128,3 @@ class Board:
         self.source[chunk, host] = deal
         if self.ports.are_shared:
             self.near_out[port] |= bit
-            for near in self.ports_of_host[host]:
-                self.near_out[near] |= bit & self.near_in[near]

@@ -62,6 +62,8 @@ class Freight:
             rate 1 passes in one step of the clock. lane_of: the lane of each chunk.
         class_holders, class_receivers: ranks of each class. piece_at: chunk i has pieces
             ``piece_at[i]:piece_at[i + 1]``. piece_class, piece_bytes: of each piece.
+        run: how many pieces a rank sends or receives more than others of its host before those have their turn.
+        inside_each, inside_per_byte: what a message inside a host takes, in steps of the clock.
     """
 
     lane_holders: Members
@@ -73,6 +75,9 @@ class Freight:
     piece_at: np.ndarray
     piece_class: np.ndarray
     piece_bytes: np.ndarray
+    run: int = 1
+    inside_each: float = 0.0
+    inside_per_byte: float = 0.0
 
 
 def rows_of(members: Members) -> list[list[int]]:

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 from reshard.dealer import Deals
 from reshard.freight import Freight, Ports, rows_of
 
-#: How many pieces a rank sends or receives more than others of its host before those have their turn.
-_RUN = 8
-
 
 @dataclass
 class Messages:
@@ -30,12 +27,16 @@ class Messages:
     def add(
         self, piece: int, sender: int, receiver: int, source: int, after: list[int], start: float, end: float
     ) -> int:
-        """Note a message; returns its number."""
+        """Note a message, not before what it comes after has ended; returns its number."""
+        before = after if source < 0 else [source, *(i for i in after if i != source)]
+        ready = max((self.end[i] for i in before), default=start)
+        if ready > start:
+            start, end = ready, ready + (end - start)
         self.piece.append(piece)
         self.sender.append(sender)
         self.receiver.append(receiver)
         self.source.append(source)
-        self.after.append(after if source < 0 else [source, *(i for i in after if i != source)])
+        self.after.append(before)
         self.start.append(start)
         self.end.append(end)
         return len(self.piece) - 1
@@ -101,7 +102,7 @@ class Landing:
         Ranks that take turns wait for each other at each turn, so turns are long.
         """
         least = self.least(ranks, load)
-        return last if last in ranks and load[last] < load[least] + _RUN * nbytes else least
+        return last if last in ranks and load[last] < load[least] + self.freight.run * nbytes else least
 
     def send(
         self, piece: int, sender: int, receiver: int, source: int, after: list[int], start: float, end: float
@@ -123,9 +124,11 @@ class Landing:
         message = self.send(piece, sender, receiver, source, after, start, end)
         self.landed[receiver] += nbytes
         brought = self.where[piece, host] = {receiver: message}
-        for rank in needers:
-            if rank != receiver:
-                brought[rank] = self.send(piece, receiver, rank, message, [], end, end)
+        later = [rank for rank in needers if rank > receiver]  # those behind it first: each sends to another at a time
+        took = self.freight.inside_each + nbytes * self.freight.inside_per_byte
+        for rank in (*later, *(rank for rank in needers if rank < receiver)):
+            brought[rank] = self.send(piece, receiver, rank, message, [], end, end + took)
+            end += took
         return message
 
     def find_sender(self, piece: int, port: int, when: float) -> tuple[int, int]:

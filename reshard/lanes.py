@@ -22,6 +22,8 @@ _SLOTS_OF_NIC = 128
 _LEAST_SPEED = 1 / 8
 #: Where nothing is known of what a message costs.
 _LEAST_CHUNK_BYTES = 2**14
+#: What one rank may have to pass on, over what it can.
+_MOST_INSIDE = 0.5
 _NO_HOST = np.iinfo(np.int64).max
 
 Members = tuple[np.ndarray, np.ndarray]
@@ -120,6 +122,51 @@ class _Loads:
         return np.bincount(self.place, weights=amount[self.lane], minlength=len(self.rate))
 
 
+@dataclass(frozen=True, eq=False)
+class _FanOut:
+    """What passes inside hosts: chunks of lane ``lane[i]`` land on host ``host[i]`` and go on ``times[i]`` times."""
+
+    host: np.ndarray
+    lane: np.ndarray
+    times: np.ndarray
+    num_ranks: np.ndarray
+    bytes_per_second: float
+    latency_seconds: float
+
+    @classmethod
+    def of(cls, lanes: Lanes, topology: Topology) -> _FanOut:
+        real = lanes.classes.receivers != NO_RANK
+        hosts = np.diff(lanes.needers[0])
+        share = lanes.classes.nbytes / lanes.nbytes[lanes.lane]
+        receivers = np.bincount(lanes.lane, weights=real.sum(axis=1) * share, minlength=len(lanes))
+        lane = np.repeat(np.arange(len(lanes)), hosts)
+        ranks = np.unique(lanes.classes.receivers[real])
+        return cls(
+            host=lanes.needers[1],
+            lane=lane,
+            times=np.maximum(receivers / np.maximum(hosts, 1) - 1, 0)[lane],
+            num_ranks=np.bincount(topology.host_by_rank[ranks], minlength=topology.num_hosts),
+            bytes_per_second=topology.inside_bytes_per_second or math.inf,
+            latency_seconds=topology.inside_latency_seconds,
+        )
+
+    def seconds(self, counts: np.ndarray, nbytes: np.ndarray) -> float:
+        """Of the busiest host, whose ranks share the work."""
+        of_one = self.times * (self.latency_seconds + nbytes[self.lane] / self.bytes_per_second)
+        total = np.bincount(self.host, weights=counts[self.lane] * of_one, minlength=len(self.num_ranks))
+        last = float(of_one.max(initial=0.0))  # what lands last has yet to go on
+        return float((total / np.maximum(self.num_ranks, 1)).max(initial=0.0)) + last
+
+
+def is_fast_inside(topology: Topology, lanes: Lanes) -> bool:
+    """Whether one rank can pass on all that enters at its NIC."""
+    if topology.inside_bytes_per_second is None:
+        return True
+    fastest = max(nic.ingress_bytes_per_second for host in topology.hosts for nic in host.nics)
+    times = _FanOut.of(lanes, topology).times
+    return float(times.max(initial=0.0)) * fastest <= _MOST_INSIDE * topology.inside_bytes_per_second
+
+
 def _find_loads(lanes: Lanes, topology: Topology, senders: list[int]) -> _Loads:
     """Arrivals, departures where one place alone holds a lane, what all senders must send; pods' uplinks alike."""
     hosts, pods = [topology.host(h) for h in range(topology.num_hosts)], len(topology.pods)
@@ -207,16 +254,18 @@ def count_chunks(topology: Topology, lanes: Lanes, largest: np.ndarray) -> tuple
     speed = _speeds(lanes, topology)
     part = np.where(moves, speed / speed.max(), 1.0)
     cap = float(largest[moves].max())
+    fan_out = _FanOut.of(lanes, topology)
 
     def cost(n: int) -> tuple[float, int]:
         size = np.minimum(least * fastest / n * part, cap)
         counts = np.where(moves, np.maximum(np.ceil(nbytes / size - 1e-9), fewest), 0.0)
         of_one = float(size.max()) / fastest + topology.latency_seconds
-        return loads.seconds_of_chunks(counts, size, topology.latency_seconds) + fill * of_one, n
+        across = loads.seconds_of_chunks(counts, size, topology.latency_seconds)
+        return max(across, fan_out.seconds(counts, size)) + fill * of_one, n
 
     most = _most_slots(len(np.unique(lanes.needers[1])), max(len(topology.host(h).nics) for h in senders))
     first, last = most, most * 3 // 2
-    if not topology.latency_seconds:  # nothing is known of what a message costs
+    if not topology.latency_seconds and not topology.inside_latency_seconds:  # nothing says what a message costs
         last = max(min(last, int(least * fastest) // _LEAST_CHUNK_BYTES), 1)
         first = min(first, last)
     else:

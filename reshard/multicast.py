@@ -6,15 +6,19 @@ import numpy as np
 
 from reshard.chunks import EVEN, Classes, Pieces, cut_pieces
 from reshard.freight import UNITS, Freight, Ports
-from reshard.lanes import Lanes, count_chunks, members_of
+from reshard.lanes import Lanes, count_chunks, is_fast_inside, members_of
 from reshard.routes import DIRECT_CHUNK_BYTES, STAGING_PARTS, Problem
 from reshard.schedule import Schedule, make_schedule
 from reshard.shards import ranges
 from reshard.transfers import Transfers
 
 WINDOW = 8
+#: Of messages inside hosts: those that a rank sends at once share its links, and all arrive late.
+INSIDE_WINDOW = 4
 #: Of what needs no packing, for links so fast that smaller chunks would wait for latencies.
 LARGEST_CHUNK_BYTES = 32 * 2**20
+#: Ranks of a host that take turns wait for each other at each turn, so turns are long.
+_RUN = 8
 #: Rates closer together than this part are taken as equal, so that transfers end together.
 _ALIKE = 0.04
 
@@ -32,7 +36,13 @@ def multicast(problem: Problem) -> Transfers:
 def load_freight(problem: Problem) -> tuple[Freight, Pieces]:
     """What is to be dealt out, and the boxes of its pieces."""
     lanes = Lanes.of(Classes.of(problem), problem.topology)
-    counts, part = count_chunks(problem.topology, lanes, _largest_chunks(problem, lanes))
+    topology = problem.topology
+    counts, part = count_chunks(topology, lanes, _largest_chunks(problem, lanes))
+    # seconds in which a port of rate 1 passes a chunk of size 1
+    fastest = max(
+        max(nic.egress_bytes_per_second, nic.ingress_bytes_per_second) for h in topology.hosts for nic in h.nics
+    )
+    step = float((lanes.nbytes / counts / part)[lanes.moves].max(initial=0.0)) / fastest
     pieces = cut_pieces(problem, lanes.classes, lanes.lane, counts, lanes.moves)
     freight = Freight(
         lane_holders=lanes.holders,
@@ -44,6 +54,11 @@ def load_freight(problem: Problem) -> tuple[Freight, Pieces]:
         piece_at=np.searchsorted(pieces.chunk, np.arange(len(pieces.lane_of) + 1)),
         piece_class=pieces.class_of,
         piece_bytes=pieces.nbytes,
+        run=_RUN if is_fast_inside(topology, lanes) else 1,
+        inside_each=topology.inside_latency_seconds / step if step else 0.0,
+        inside_per_byte=1.0 / (topology.inside_bytes_per_second * step)
+        if topology.inside_bytes_per_second and step
+        else 0.0,
     )
     return freight, pieces
 
@@ -112,6 +127,7 @@ def _make_alike(rates: list[float]) -> dict[float, float]:
 
 
 def _to_transfers(problem: Problem, pieces: Pieces, made: Schedule) -> Transfers:
+    host = problem.topology.host_by_rank
     counts = np.diff(pieces.at)[made.piece]
     rows = ranges(pieces.at[made.piece], counts)
     return Transfers(
@@ -123,7 +139,7 @@ def _to_transfers(problem: Problem, pieces: Pieces, made: Schedule) -> Transfers
         sender=made.sender,
         receiver=made.receiver,
         splits=np.ones((len(made.piece), problem.start.shape[1]), dtype=np.int64),
-        window=np.full(len(made.piece), WINDOW, dtype=np.int64),
+        window=np.where(host[made.sender] == host[made.receiver], INSIDE_WINDOW, WINDOW),
         after_at=made.after_at,
         after=made.after,
         source=made.source,

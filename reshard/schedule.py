@@ -40,12 +40,12 @@ def schedule_python(ports: Ports, freight: Freight) -> Schedule:
     piece, sender, receiver, source = (
         np.array(column, dtype=np.int64) for column in (made.piece, made.sender, made.receiver, made.source)
     )
-    if ports.are_alike:  # what starts first ends first
-        order = np.argsort(np.array(made.end, dtype=np.float64), kind="stable")
+    host = np.array([ports.host[port] for port in ports.of_rank])
+    crosses = host[sender] != host[receiver]
+    if ports.are_alike:  # what starts first ends first, and what arrives comes before what is done with it
+        order = np.lexsort((~crosses, np.array(made.end, dtype=np.float64)))
     else:
-        host = [ports.host[port] for port in ports.of_rank]
-        crosses = [host[a] != host[b] for a, b in zip(made.sender, made.receiver, strict=True)]
-        order = np.array(find_sequence(made, crosses), dtype=np.int64)
+        order = np.array(find_sequence(made, crosses.tolist()), dtype=np.int64)
     return _in_order(Schedule(piece, sender, receiver, source, after_at, after), order)
 
 
@@ -80,7 +80,8 @@ with contextlib.suppress(ImportError, AttributeError):  # where it is not built 
             ints(ports.host), floats(ports.out), floats(ports.into), ints(ports.of_rank), ints(ports.pod),
             floats(ports.up), floats(ports.down), *freight.lane_holders, *freight.lane_needers, freight.lane_size,
             freight.lane_of, *freight.class_holders, *freight.class_receivers, freight.piece_at,
-            freight.piece_class, freight.piece_bytes,
+            freight.piece_class, freight.piece_bytes, freight.run,
+            freight.inside_each, freight.inside_per_byte,
         )  # fmt: skip
         return _in_order(Schedule(*columns), order)
 

@@ -27,7 +27,7 @@ def find_sequence(messages: Messages, crosses: list[bool]) -> list[int]:
         later[first].append(second)
         num_before[second] += 1
 
-    def chain(members: list[int], owner: list[int], key: Callable[[int], tuple[float, int]]) -> None:
+    def chain(members: list[int], owner: list[int], key: Callable[[int], tuple[float, bool, int]]) -> None:
         rows: dict[int, list[int]] = {}
         for i in members:
             rows.setdefault(owner[i], []).append(i)
@@ -37,20 +37,24 @@ def find_sequence(messages: Messages, crosses: list[bool]) -> list[int]:
                 put(first, second)
 
     everything = list(range(count))
-    chain([i for i in everything if crosses[i]], messages.sender, lambda i: (messages.start[i], i))
-    chain(everything, messages.receiver, lambda i: (messages.end[i], i))
+
+    def by_end(i: int) -> tuple[float, bool, int]:
+        return messages.end[i], not crosses[i], i
+
+    chain([i for i in everything if crosses[i]], messages.sender, lambda i: (messages.start[i], False, i))
+    chain(everything, messages.receiver, by_end)
     for i in everything:
         for first in messages.after[i]:
             put(first, i)
-    ready = [(messages.end[i], i) for i in everything if not num_before[i]]
+    ready = [by_end(i) for i in everything if not num_before[i]]
     heapq.heapify(ready)
-    by_end = sorted(everything, key=lambda i: (messages.end[i], i))
+    in_line = sorted(everything, key=by_end)
     is_done = [False] * count
     sequence: list[int] = []
     at = 0
     while True:
         while ready:
-            _, i = heapq.heappop(ready)
+            i = heapq.heappop(ready)[-1]
             if is_done[i]:
                 continue
             is_done[i] = True
@@ -58,10 +62,10 @@ def find_sequence(messages: Messages, crosses: list[bool]) -> list[int]:
             for second in later[i]:
                 num_before[second] -= 1
                 if not num_before[second] and not is_done[second]:
-                    heapq.heappush(ready, (messages.end[second], second))
-        while at < count and is_done[by_end[at]]:
+                    heapq.heappush(ready, by_end(second))
+        while at < count and is_done[in_line[at]]:
             at += 1
         if at == count:
             return sequence
-        stuck = next(i for i in by_end[at:] if not is_done[i] and all(is_done[first] for first in messages.after[i]))
-        ready.append((messages.end[stuck], stuck))
+        stuck = next(i for i in in_line[at:] if not is_done[i] and all(is_done[first] for first in messages.after[i]))
+        ready.append(by_end(stuck))

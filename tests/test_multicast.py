@@ -73,11 +73,22 @@ def test_the_default_is_never_much_slower_than_another_strategy(src, dst, rates)
 
 
 def test_the_plan_names_the_strategy_that_won():
-    src, dst = Layout(Mesh.of(4), "S0"), Layout(Mesh.of(4, first_rank=4), "R S0")
-    topology = Topology((0, 0, 1, 1, 2, 2, 3, 3), latency_seconds=1e-4)
-    assert make_plan(src, dst, (4096, 4096), "float32", topology=topology).strategy == "multicast"
-    assert make_plan(src, dst, (8, 8), "float32", topology=topology).strategy == "send_recv"
-    assert make_plan(src, dst, (8, 8), "float32", topology=topology, strategy="auto").strategy == "send_recv"
+    """Four devices of a host take a latency each at the same time, where chunks of their host pass one by one."""
+    src, dst = Layout(Mesh.of((4, 4)), "S1 R"), Layout(Mesh.of((1, 4), first_rank=16), "R S1")
+    topology = Topology(tuple(rank // 4 for rank in range(20)), latency_seconds=1e-4)
+    assert make_plan(src, dst, (8192, 4096), "float32", topology=topology).strategy == "multicast"
+    for strategy in (None, "auto"):
+        plan = make_plan(src, dst, (32, 32), "float32", topology=topology, strategy=strategy)
+        assert plan.strategy == "send_recv"
+        assert simulate(plan).makespan_seconds < 5e-4
+
+
+def test_what_arrives_on_several_ranks_at_once_fans_out_at_once():
+    topology = Topology.preset("dgx_h100", 24)
+    src, dst = Layout(Mesh.of((1, 8)), "S0 S1"), Layout(Mesh.of((2, 8), first_rank=8))
+    topology = replace(topology, latency_seconds=0.0, inside_latency_seconds=0.0)
+    plan = make_plan(src, dst, (16384, 16384), "bfloat16", topology=topology)
+    assert simulate(plan).makespan_seconds < 1.1 * plan.lower_bound_seconds
 
 
 def test_a_rank_lands_several_pieces_before_the_next_one_does():

@@ -31,7 +31,7 @@ from reshard.bound import Bound, _classes, _least_egress, find_bound, least_larg
 from reshard.cases import study_cases
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.mesh import format_ranks, parse_ranks
-from reshard.multicast import WINDOW
+from reshard.multicast import INSIDE_WINDOW
 from reshard.plan import TensorSpec
 from reshard.shards import cut_shards
 from reshard.topology import Host, Port
@@ -315,7 +315,7 @@ def test_small_regions_of_one_pair_travel_together():
     assert len(plan.transfers) == 2
     assert plan.num_messages == 64
     assert {len(m["after"]) for m in plan.to_json()["messages"]} == {0}
-    assert plan.to_json()["messages"][0]["window"] == 32 * WINDOW
+    assert plan.to_json()["messages"][0]["window"] == 32 * INSIDE_WINDOW
 
 
 def test_eight_dims_and_no_more():
