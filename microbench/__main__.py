@@ -55,17 +55,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--rate", default="10 Gbit/s", help="under torchrun without --topology: of each NIC (10 Gbit/s)"
     )
+    parser.add_argument(
+        "--calibrate", type=Path, help="under torchrun: measure the links, write a topology file here, and stop"
+    )
     parser.add_argument("--list", action="store_true", help="show the rows and the seconds they should take, and stop")
     options = parser.parse_args(arguments)
     if not 1 <= options.repeats <= 1000 or not 0 <= options.random <= 10_000 or not 1e-6 <= options.scale <= 64:
         parser.error("--repeats is 1 to 1000, --random 0 to 10000, --scale 1e-6 to 64")
     is_job = "TORCHELASTIC_RUN_ID" in os.environ
-    if not is_job and options.topology:
-        parser.error("--topology is for torchrun; emulated clusters are those of the rows")
-    if options.out and not options.out.parent.is_dir():
-        parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
+    if not is_job and (options.topology or options.calibrate):
+        parser.error("--topology and --calibrate are for torchrun; emulated clusters are those of the rows")
+    for name, file in (("--out", options.out), ("--calibrate", options.calibrate)):
+        if file and not file.parent.is_dir():
+            parser.error(f"{name} {file}: there is no folder {file.parent}")
     try:
         rows = _choose(options, parser)
+        if options.calibrate:
+            from microbench.machines import write_topology
+
+            write_topology(options.calibrate, options.topology, options.rate, stderr)
+            return 0
         if is_job:
             return _run_on_machines(options, arguments, rows)
         planned = [

@@ -24,13 +24,13 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 from microbench.hosts import SET_UP_SECONDS, run_and_exit, run_cluster
 from microbench.namespaces import why_unsupported
 from microbench.wiring import port_name
-from reshard.launch import GRACE_SECONDS, LaunchError, RankFailure
+from reshard.launch import GRACE_SECONDS, collect_results
 from reshard.topology import Topology
 
 #: How long ranks that have returned their result may take to end.
@@ -164,7 +164,7 @@ class Cluster:
                 pipes[rank].send_bytes(work)
         patience = 0.0
         try:
-            results = self._collect(pipes, timeout_seconds, grace_seconds, on_report)
+            results = collect_results(pipes, timeout_seconds, grace_seconds, self._how_it_ended, on_report)
             patience = ORDERLY_SECONDS  # ranks say goodbye to each other on their way out
             return results
         finally:
@@ -173,43 +173,6 @@ class Cluster:
             for host in self._hosts:
                 with contextlib.suppress(OSError):
                     host.send(json.dumps({"end": self._runs, "patience": patience}).encode())
-
-    def _collect(
-        self,
-        pipes: dict[int, Connection],
-        timeout_seconds: float,
-        grace_seconds: float,
-        on_report: Callable[[int, Any], None] | None,
-    ) -> list[Any]:
-        results: dict[int, Any] = {}
-        failures: dict[int, RankFailure] = {}
-        deadline = time.monotonic() + timeout_seconds
-        while len(results) + len(failures) < len(pipes):
-            waiting: dict[Any, int] = {pipes[r]: r for r in pipes if r not in results and r not in failures}
-            ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0.0))
-            if not ready:
-                for rank in waiting.values():
-                    failures[rank] = RankFailure(rank, None, "did not end in time")
-                break
-            for readable in ready:
-                rank = waiting[readable]
-                try:
-                    kind, value, text = pipes[rank].recv()
-                except (EOFError, OSError):
-                    kind, value, text = "error", None, f"ended with {self._how_it_ended(rank)}"
-                except Exception as error:  # what it raised or returned does not unpickle here
-                    kind, value, text = "error", None, f"said what cannot be read: {type(error).__name__}: {error}"
-                if kind == "report":
-                    if on_report is not None:
-                        on_report(rank, value)
-                elif kind == "result":
-                    results[rank] = value
-                else:
-                    failures[rank] = RankFailure(rank, value, text)
-                    deadline = min(deadline, time.monotonic() + grace_seconds)
-        if failures:
-            raise LaunchError([failures[rank] for rank in sorted(failures)], results)
-        return [results[rank] for rank in range(len(pipes))]
 
     def _how_it_ended(self, rank: int) -> str:
         """What the host's first process says of a rank that ended without a word."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,6 +19,50 @@ from microbench.worker import Job, run_jobs
 from reshard.errors import TopologyError
 from reshard.topology import Host, Port, Topology
 from reshard.topology_json import parse_rate
+
+
+def _join_job(topology_file: Path | None, rate: str) -> tuple[int, Topology]:
+    """Join the job's group; the own rank, and what the links should carry.
+
+    Raises:
+        TopologyError: the file does not cover the job's ranks.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if topology_file is None:
+        names: list[Any] = [None] * size
+        dist.all_gather_object(names, socket.gethostname())
+        hosts = (Host((Port.of(parse_rate(rate)),)),)
+        topology = Topology(Topology.from_hostnames(names).host_of_rank, hosts)
+    else:
+        topology = Topology.read(topology_file)
+    if len(topology.host_of_rank) != size:
+        raise TopologyError(f"the topology has {len(topology.host_of_rank)} ranks, the job {size}")
+    return rank, topology
+
+
+def _measure(rank: int, topology: Topology) -> Topology:
+    return measured_topology(topology, measure_links(rank, lambda value: None, topology))
+
+
+def write_topology(out: Path, topology_file: Path | None, rate: str, say: Callable[[str], None]) -> None:
+    """Measure what the links between the job's ranks carry, and write it as a file that ``Topology.read`` reads.
+
+    Args:
+        out: where rank 0 writes it.
+        topology_file, rate: as for :func:`run_on_machines`; hosts, NICs and pods are taken from there.
+
+    Raises:
+        TopologyError: the file does not cover the job's ranks.
+    """
+    rank, topology = _join_job(topology_file, rate)
+    found = _measure(rank, topology)
+    if rank == 0:
+        out.write_text(json.dumps(found.to_json(), indent=1) + "\n")
+        say(f"{len(found.host_of_rank)} ranks on {found.num_hosts} hosts; the topology is in {out}")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def run_on_machines(
@@ -38,22 +83,12 @@ def run_on_machines(
     Raises:
         TopologyError: the file does not cover the job's ranks.
     """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if topology_file is None:
-        names: list[Any] = [None] * size
-        dist.all_gather_object(names, socket.gethostname())
-        hosts = (Host((Port.of(parse_rate(rate)),)),)
-        topology = Topology(Topology.from_hostnames(names).host_of_rank, hosts)
-    else:
-        topology = Topology.read(topology_file)
-    if len(topology.host_of_rank) != size:
-        raise TopologyError(f"the topology has {len(topology.host_of_rank)} ranks, the job {size}")
+    rank, topology = _join_job(topology_file, rate)
+    size = len(topology.host_of_rank)
     fitting = [row for row in rows if max(max(spec.src.ranks + spec.dst.ranks) for spec in row.tensors) < size]
     if rank == 0:
         say(f"{size} ranks on {topology.num_hosts} hosts; {len(rows) - len(fitting)} rows need more ranks")
-    before = measured_topology(topology, measure_links(rank, lambda value: None, topology))
+    before = _measure(rank, topology)
     planned = [plan_row(row, str(n), contenders, repeats, before) for n, row in enumerate(fitting)]
     by_key = {one.key: one for one in planned}
     results: list[tuple[Planned, dict[str, Any]]] = []
@@ -64,7 +99,7 @@ def run_on_machines(
             results.append((by_key[said[1]], said[2]))
 
     run_jobs(rank, on_report, [Job(one.key, one.row.tensors, one.turns) for one in planned])
-    after = measured_topology(topology, measure_links(rank, lambda value: None, topology))
+    after = _measure(rank, topology)
     if rank == 0:
         moved = max(map(abs, deviations(after, before).values()), default=0.0)
         off = max(max(map(abs, deviations(side, topology).values()), default=0.0) for side in (before, after))

@@ -68,7 +68,8 @@ def _check_ranks(plan: Plan) -> None:
             np.maximum.reduceat(itemsize, transfers.box_at[:-1]) != np.minimum.reduceat(itemsize, transfers.box_at[:-1])
         )
         if len(unlike):
-            raise PlanError(f"transfer {unlike[0]} joins boxes of different itemsizes in one message")
+            wrong = int(np.flatnonzero(np.isin(transfers.region, unlike))[0])
+            raise PlanError(f"transfer {wrong} joins boxes of different itemsizes in one message")
 
 
 def check_plan(plan: Plan) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.routes import Problem
-from reshard.shards import NO_RANK, ranges
+from reshard.shards import NO_RANK, mix_rows, ranges
 
 #: A dim is cut alone when a chunk is at least this many of its slices: then no chunk is more than one part in as many
 #: larger than another. Else the next dim is cut too, and a chunk is up to three boxes.
@@ -16,7 +16,6 @@ EVEN = 64
 _EVEN_INSIDE = 8
 #: Where the next class begins within one part in as many of a chunk's end, the chunk ends there.
 _NEAR = 64
-_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +86,7 @@ def sum_by(key: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
 
 def group_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The first of each set of equal rows, ascending, and for each row the number of its set."""
-    key = np.zeros(len(rows), dtype=np.uint64)
-    for column in rows.T:
-        key = (key ^ (key >> np.uint64(29))) * _MIX + column.astype(np.uint64)
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    _, first, inverse = np.unique(mix_rows(rows), return_index=True, return_inverse=True)
     if not (rows == rows[first[inverse]]).all():  # two rows have one key
         _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")

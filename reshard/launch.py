@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -88,36 +88,19 @@ def run_processes(
     port = server_pipe.recv()
     for pipe in pipes:
         pipe.send(port)
-    results: dict[int, Any] = {}
-    failures: dict[int, RankFailure] = {}
-    deadline = time.monotonic() + timeout_seconds
+
+    def how_it_ended(rank: int) -> str:
+        processes[rank].join(1.0)
+        return f"exit code {processes[rank].exitcode}"
+
+    patience = 0.2
     try:
-        while len(results) + len(failures) < num_ranks:
-            open_pipes: dict[Any, int] = {
-                pipes[rank]: rank for rank in range(num_ranks) if rank not in results and rank not in failures
-            }
-            ready = wait(list(open_pipes), timeout=max(deadline - time.monotonic(), 0.0))
-            if not ready:
-                for rank in open_pipes.values():
-                    failures[rank] = RankFailure(rank, None, "did not end in time")
-                break
-            for readable in ready:
-                rank = open_pipes[readable]
-                try:
-                    ok, value, text = pipes[rank].recv()
-                except EOFError:
-                    processes[rank].join(1.0)
-                    ok, value, text = False, None, f"ended with exit code {processes[rank].exitcode}"
-                except Exception as error:  # what it raised or returned does not unpickle here
-                    ok, value, text = False, None, f"said what cannot be read: {type(error).__name__}: {error}"
-                if ok:
-                    results[rank] = value
-                else:
-                    failures[rank] = RankFailure(rank, value, text)
-                    deadline = min(deadline, time.monotonic() + grace_seconds)
+        results = collect_results(dict(enumerate(pipes)), timeout_seconds, grace_seconds, how_it_ended)
+        patience = 1.0
+        return results
     finally:
         for process in processes:
-            process.join(1.0 if not failures else 0.2)
+            process.join(patience)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -127,9 +110,56 @@ def run_processes(
         if server.is_alive():
             server.kill()
             server.join()
+
+
+def collect_results(
+    pipes: Mapping[int, Connection],
+    timeout_seconds: float,
+    grace_seconds: float,
+    how_it_ended: Callable[[int], str],
+    on_report: Callable[[int, Any], None] | None = None,
+) -> list[Any]:
+    """What each rank says over its pipe, once: ``(kind, value, text)`` with a kind of "result" or "error".
+
+    Args:
+        pipes: of each rank. timeout_seconds: for all of them; grace_seconds: for the others once one has failed.
+        how_it_ended: of a rank that ended without a word. on_report: takes what ranks say before, of kind "report".
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        LaunchError: a rank failed, ended without a word, or said nothing in time.
+    """
+    results: dict[int, Any] = {}
+    failures: dict[int, RankFailure] = {}
+    deadline = time.monotonic() + timeout_seconds
+    while len(results) + len(failures) < len(pipes):
+        waiting: dict[Any, int] = {pipes[r]: r for r in pipes if r not in results and r not in failures}
+        ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0.0))
+        if not ready:
+            for rank in waiting.values():
+                failures[rank] = RankFailure(rank, None, "did not end in time")
+            break
+        for readable in ready:
+            rank = waiting[readable]
+            try:
+                kind, value, text = pipes[rank].recv()
+            except (EOFError, OSError):
+                kind, value, text = "error", None, f"ended with {how_it_ended(rank)}"
+            except Exception as error:  # what it raised or returned does not unpickle here
+                kind, value, text = "error", None, f"said what cannot be read: {type(error).__name__}: {error}"
+            if kind == "report":
+                if on_report is not None:
+                    on_report(rank, value)
+            elif kind == "result":
+                results[rank] = value
+            else:
+                failures[rank] = RankFailure(rank, value, text)
+                deadline = min(deadline, time.monotonic() + grace_seconds)
     if failures:
         raise LaunchError([failures[rank] for rank in sorted(failures)], results)
-    return [results[rank] for rank in range(num_ranks)]
+    return [results[rank] for rank in sorted(results)]
 
 
 def _serve_store(pipe: Connection, launchers_end: Connection) -> None:
@@ -161,15 +191,15 @@ def _main(
             value = function(rank, *args)
         else:
             value = function(rank, port, *args)
-        message: tuple[bool, Any, str] = (True, value, "")
+        message: tuple[str, Any, str] = ("result", value, "")
     except BaseException as error:
-        message = (False, error, traceback.format_exc())
+        message = ("error", error, traceback.format_exc())
     try:
         pipe.send(message)
     except Exception as error:  # a result or an error that does not pickle
-        pipe.send((False, None, f"{message[2]}{type(error).__name__}: {error}"))
+        pipe.send(("error", None, f"{message[2]}{type(error).__name__}: {error}"))
     pipe.close()
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # as any child of multiprocessing: transfers end, connections say goodbye
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if message[0] else 1)
+    os._exit(0 if message[0] == "result" else 1)

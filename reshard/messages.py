@@ -41,7 +41,7 @@ def tabulate_messages(plan: Plan) -> MessageTable:
     """Every message of a plan."""
     transfers = plan.transfers
     num_edges = np.diff(transfers.edge_at)
-    num_boxes = np.diff(transfers.box_at)
+    num_boxes = transfers.num_boxes
     counts = num_edges * transfers.num_chunks
     first_row = np.concatenate([[0], np.cumsum(counts)])
     transfer = np.repeat(np.arange(len(transfers)), counts)
@@ -93,7 +93,7 @@ def _parent_edges(plan: Plan) -> np.ndarray:
 
 def _chunk_bytes(plan: Plan, transfer: np.ndarray, chunk: np.ndarray) -> np.ndarray:
     transfers = plan.transfers
-    box = transfers.box_at[:-1]
+    box = transfers.first_box
     size = (transfers.box_stop - transfers.box_start)[box][transfer]
     itemsize = np.array([spec.itemsize for spec in plan.tensors], dtype=np.int64)[transfers.box_tensor[box]]
     numel = np.ones(len(transfer), dtype=np.int64)
@@ -102,4 +102,4 @@ def _chunk_bytes(plan: Plan, transfer: np.ndarray, chunk: np.ndarray) -> np.ndar
         parts = transfers.splits[transfer, dim]
         part, rest = rest % parts, rest // parts
         numel *= size[:, dim] * (part + 1) // parts - size[:, dim] * part // parts
-    return np.where(np.diff(transfers.box_at)[transfer] > 1, plan.message_bytes[transfer], numel * itemsize[transfer])
+    return np.where(transfers.num_boxes[transfer] > 1, plan.message_bytes[transfer], numel * itemsize[transfer])

@@ -9,7 +9,6 @@ from reshard.freight import UNITS, Freight, Ports
 from reshard.lanes import Lanes, count_chunks, is_fast_inside, members_of
 from reshard.routes import DIRECT_CHUNK_BYTES, STAGING_PARTS, Problem
 from reshard.schedule import Schedule, make_schedule
-from reshard.shards import ranges
 from reshard.transfers import Transfers
 
 WINDOW = 8
@@ -128,13 +127,12 @@ def _make_alike(rates: list[float]) -> dict[float, float]:
 
 def _to_transfers(problem: Problem, pieces: Pieces, made: Schedule) -> Transfers:
     host = problem.topology.host_by_rank
-    counts = np.diff(pieces.at)[made.piece]
-    rows = ranges(pieces.at[made.piece], counts)
     return Transfers(
-        box_at=np.concatenate([[0], np.cumsum(counts)]),
-        box_tensor=pieces.tensor[rows],
-        box_start=pieces.start[rows],
-        box_stop=pieces.stop[rows],
+        box_at=pieces.at,
+        box_tensor=pieces.tensor,
+        box_start=pieces.start,
+        box_stop=pieces.stop,
+        region=made.piece,
         edge_at=np.arange(len(made.piece) + 1),
         sender=made.sender,
         receiver=made.receiver,

@@ -14,7 +14,7 @@ import numpy as np
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError, PlanError
 from reshard.layout import AnyLayout, Layout, RegionLayout
-from reshard.shards import Shards, check_shape, cut_shards
+from reshard.shards import Shards, check_shape, cut_shards, mix_rows
 from reshard.tasks import UnitTasks, cut_unit_tasks
 from reshard.topology import Topology
 from reshard.transfers import Transfers
@@ -140,8 +140,21 @@ class Plan:
             array = getattr(self.transfers, name)
             if name in ("after_at", "after", "source") and not len(self.transfers.after):
                 continue
-            digest.update(repr((name, array.shape)).encode() + array.astype("<i8").tobytes())
+            if name not in ("box_at", "box_tensor", "box_start", "box_stop", "region"):
+                digest.update(repr((name, array.shape)).encode() + array.astype("<i8").tobytes())
+        digest.update(self._region_marks()[self.transfers.region].astype("<u8").tobytes())
         return digest.hexdigest()
+
+    def _region_marks(self) -> np.ndarray:
+        """``(regions, 2)`` numbers, 128 bits, that stand for the boxes of each region wherever it is stored."""
+        transfers = self.transfers
+        if not len(transfers.box_tensor):
+            return np.zeros((0, 2), dtype=np.uint64)
+        columns = transfers.box_tensor[:, None], transfers.box_start, transfers.box_stop
+        counts = np.diff(transfers.box_at)
+        place = np.arange(len(transfers.box_tensor)) - np.repeat(transfers.box_at[:-1], counts)
+        rows = np.concatenate([*columns, place[:, None], np.repeat(counts, counts)[:, None]], axis=1)
+        return np.stack([np.add.reduceat(mix_rows(rows, seed), transfers.box_at[:-1]) for seed in (1, 2)], axis=1)
 
     @cached_property
     def lower_bound_seconds(self) -> float:
@@ -173,7 +186,7 @@ class Plan:
         """How many messages one rank sends or receives, boxes that travel together counted one by one."""
         transfers = self.transfers
         mine = (transfers.sender == rank) | (transfers.receiver == rank)
-        per_edge = np.diff(transfers.box_at) * transfers.num_chunks
+        per_edge = transfers.num_boxes * transfers.num_chunks
         return int(per_edge[transfers.transfer_of_edge[mine]].sum())
 
     @cached_property
@@ -182,7 +195,7 @@ class Plan:
         numel = (self.transfers.box_stop - self.transfers.box_start).prod(axis=1, dtype=np.int64)
         itemsize = np.array([spec.itemsize for spec in self.tensors], dtype=np.int64)
         total = np.concatenate([[0], np.cumsum(numel * itemsize[self.transfers.box_tensor])])
-        return np.diff(total[self.transfers.box_at])
+        return np.diff(total[self.transfers.box_at])[self.transfers.region]
 
     def bytes_moved(self) -> tuple[int, int, int]:
         """Bytes ``(between hosts, between ranks of one host, copied within a rank)``."""
@@ -262,8 +275,7 @@ def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
                 kept.append((edge, sender, receiver, brought_by.get(sender)))
             if sender != receiver:
                 brought_by[receiver] = edge
-        first_box, end_box = int(transfers.box_at[transfer]), int(transfers.box_at[transfer + 1])
-        num_boxes = end_box - first_box
+        first_box, num_boxes = int(transfers.first_box[transfer]), int(transfers.num_boxes[transfer])
         base, window = int(transfers.first_message[transfer]), int(transfers.window[transfer])
         fed_by = int(transfers.source[transfer])
         source = int(transfers.first_message[fed_by]) if fed_by >= 0 else None
@@ -275,7 +287,7 @@ def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
             else:
                 bounds = [
                     (transfers.box_start[box].tolist(), transfers.box_stop[box].tolist())
-                    for box in range(first_box, end_box)
+                    for box in range(first_box, first_box + num_boxes)
                 ]
             boxes = []
             for i, (start, stop) in enumerate(bounds):

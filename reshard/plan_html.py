@@ -96,7 +96,7 @@ def _find_trees(plan: Plan) -> list[tuple[Tree, int]]:
     """The trees of hosts that regions pass, and the bytes of each region that does, most first."""
     transfers = plan.transfers
     of, a, b, nbytes = _crossing(plan)
-    first = transfers.box_at[:-1]
+    first = transfers.first_box
     key = np.concatenate([transfers.box_tensor[first, None], transfers.box_start[first]], axis=1)
     edges: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     size: dict[tuple[int, ...], int] = {}

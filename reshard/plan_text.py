@@ -62,7 +62,8 @@ def format_transfer(plan: Plan, transfer: int) -> str:
     """One line: ``0: t0 [0:4, 0:1] 0 -> 2 splits 1x1 window 4``."""
     transfers = plan.transfers
     boxes = []
-    for box in range(int(transfers.box_at[transfer]), int(transfers.box_at[transfer + 1])):
+    first = int(transfers.first_box[transfer])
+    for box in range(first, first + int(transfers.num_boxes[transfer])):
         tensor = int(transfers.box_tensor[box])
         ndim = plan.tensors[tensor].ndim
         bounds = zip(transfers.box_start[box, :ndim].tolist(), transfers.box_stop[box, :ndim].tolist(), strict=True)

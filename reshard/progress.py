@@ -275,13 +275,14 @@ class _Run:
         except Exception as error:
             self.check()
             if op is None:
-                raise ConnectionError(f"telling another rank failed: {error}") from error
-            way, rank = ("to", op.receiver) if isinstance(op, Send) else ("from", op.sender)
+                what = "a word to another rank of its host"
+            elif isinstance(op, Send):
+                what = f"message {op.id} to rank {op.receiver}"
+            else:
+                what = f"message {op.id} from rank {op.sender}"
             if time.monotonic() >= self.deadline:
-                raise TransferTimeoutError(
-                    f"rank {self.program.rank}: message {op.id} {way} rank {rank} did not finish in time"
-                ) from error
-            raise ConnectionError(f"message {op.id} {way} rank {rank} failed: {error}") from error
+                raise TransferTimeoutError(f"rank {self.program.rank}: {what} did not finish in time") from error
+            raise ConnectionError(f"{what} failed: {error}") from error
 
 
 def run_program(

@@ -18,6 +18,7 @@ from reshard.layout import MAX_NDIM, AnyLayout, Box, Layout, RegionLayout, forma
 from reshard.notation import Step, axis_of, split_factor_of
 
 NO_RANK = -1
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 MAX_PIECES = 2**22
 #: Cells into which regions that overlap in part may be cut.
 MAX_CELLS = 2**17
@@ -353,6 +354,14 @@ def find_overlaps(
     a, b = np.concatenate(found_a), np.concatenate(found_b)
     order = np.lexsort((b, a))
     return a[order], b[order]
+
+
+def mix_rows(rows: np.ndarray, seed: int = 0) -> np.ndarray:
+    """``(rows,)`` a number of 64 bits for each row of integers; equal rows have equal numbers, others hardly ever."""
+    key = np.full(len(rows), seed, dtype=np.uint64)
+    for column in (*rows.T, np.full(len(rows), rows.shape[1])):
+        key = (key ^ (key >> np.uint64(29))) * _MIX + column.astype(np.uint64)
+    return (key ^ (key >> np.uint64(32))) * _MIX
 
 
 def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:

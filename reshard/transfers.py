@@ -14,7 +14,8 @@ from reshard.errors import PlanError
 class Transfers:
     """Regions and the trees they travel along, in order. All arrays are int64.
 
-    Transfer ``i`` moves boxes ``box_at[i]:box_at[i + 1]`` along edges ``edge_at[i]:edge_at[i + 1]``. Edges stand
+    Transfer ``i`` moves region ``r = region[i]``, boxes ``box_at[r]:box_at[r + 1]``, along edges
+    ``edge_at[i]:edge_at[i + 1]``. Several transfers may move one region. Edges stand
     in an order in which each sender holds the data or stands before as a receiver; an edge from a rank to
     itself is a copy. A transfer of one box travels in ``prod(splits[i])`` chunks, one of several small boxes in
     one chunk, all boxes in one message. A transfer may come after others of one message each: where those bring its
@@ -25,6 +26,7 @@ class Transfers:
         sender, receiver: ``(edges,)``. splits: ``(transfers, ndim)`` into how many parts each dim is cut.
         window: ``(transfers,)`` how many messages a sender may have unfinished when one of these starts.
         after_at, after: transfer i starts when transfers ``after[after_at[i]:after_at[i + 1]]`` have finished.
+        region: ``(transfers,)``; omitted, each transfer has its own.
         source: ``(transfers,)`` which of those brings the data to the first sender, -1 where it holds the data.
 
     Raises:
@@ -44,11 +46,14 @@ class Transfers:
     after_at: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     after: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     source: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    region: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
         if not len(self.after_at):
             object.__setattr__(self, "after_at", np.zeros(len(self) + 1, dtype=np.int64))
             object.__setattr__(self, "source", np.full(len(self), -1, dtype=np.int64))
+        if not len(self.region):
+            object.__setattr__(self, "region", np.arange(len(self)))
         for name in self.__dataclass_fields__:
             array = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
             if array.base is not None or array is getattr(self, name):
@@ -78,6 +83,16 @@ class Transfers:
         return len(self.window)
 
     @cached_property
+    def first_box(self) -> np.ndarray:
+        """``(transfers,)`` the first box of each transfer."""
+        return self.box_at[self.region]
+
+    @cached_property
+    def num_boxes(self) -> np.ndarray:
+        """``(transfers,)`` boxes of each transfer."""
+        return self.box_at[self.region + 1] - self.first_box
+
+    @cached_property
     def num_chunks(self) -> np.ndarray:
         """``(transfers,)`` chunks of each transfer."""
         return self.splits.prod(axis=1, dtype=np.int64)
@@ -85,7 +100,7 @@ class Transfers:
     @cached_property
     def first_message(self) -> np.ndarray:
         """``(transfers + 1,)`` the id of each transfer's first message; the last entry counts all messages."""
-        counts = np.diff(self.box_at) * self.num_chunks * np.diff(self.edge_at)
+        counts = self.num_boxes * self.num_chunks * np.diff(self.edge_at)
         return np.concatenate([[0], np.cumsum(counts)])
 
     @cached_property
@@ -95,7 +110,7 @@ class Transfers:
 
     def chunk_box(self, transfer: int, chunk: int) -> tuple[list[int], list[int]]:
         """``(start, stop)`` of one chunk of a transfer of one box."""
-        box = int(self.box_at[transfer])
+        box = int(self.first_box[transfer])
         start, stop = self.box_start[box].tolist(), self.box_stop[box].tolist()
         lo, hi = list(start), list(stop)
         splits = self.splits[transfer].tolist()

@@ -70,13 +70,10 @@ def _wrong_sender(plan):
 def _twice(plan):
     """The last transfer once more."""
     t = plan.transfers
-    boxes, edges = slice(t.box_at[-2], t.box_at[-1]), slice(t.edge_at[-2], t.edge_at[-1])
+    edges = slice(t.edge_at[-2], t.edge_at[-1])
     return _with(
         plan,
-        box_at=np.append(t.box_at, t.box_at[-1] + t.box_at[-1] - t.box_at[-2]),
-        box_tensor=np.append(t.box_tensor, t.box_tensor[boxes]),
-        box_start=np.concatenate([t.box_start, t.box_start[boxes]]),
-        box_stop=np.concatenate([t.box_stop, t.box_stop[boxes]]),
+        region=np.append(t.region, t.region[-1]),
         edge_at=np.append(t.edge_at, t.edge_at[-1] + t.edge_at[-1] - t.edge_at[-2]),
         sender=np.append(t.sender, t.sender[edges]),
         receiver=np.append(t.receiver, t.receiver[edges]),

@@ -20,7 +20,7 @@ from microbench.rows import CLUSTERS, read_cluster
 from microbench.run import make_records, plan_row
 from microbench.wiring import cluster_wires, etc_hosts, host_wires, nominal
 from microbench.worker import _merge
-from reshard.topology import Port
+from reshard.topology import Port, Topology
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CLUSTERS.glob("*.json")))
@@ -187,3 +187,27 @@ def test_planning_time_is_measured_in_a_process_of_its_own():
     assert 20 < memory < 2048
     assert growth([2, 4, 8], [3.0, 6.0, 12.0]) == pytest.approx(1.0)
     assert growth([2, 4, 8], [1.0, 4.0, 16.0]) == pytest.approx(2.0)
+
+
+@pytest.mark.slow
+def test_links_of_a_job_are_written_as_a_topology(tmp_path):
+    out = tmp_path / "cluster.json"
+    given = tmp_path / "given.yaml"
+    given.write_text("hosts: [{devices: 2, nics: [10 Gbit/s], count: 2}]\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "microbench",
+         "--calibrate", str(out), "--topology", str(given)],
+        capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "4 ranks on 2 hosts" in run.stderr
+    topology = Topology.read(out)
+    assert topology.host_of_rank == (0, 0, 1, 1)
+    assert topology.latency_seconds > 0
+    assert topology.nic(0).egress_bytes_per_second > 1e6
+
+
+def test_calibration_needs_a_job(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--calibrate", str(tmp_path / "cluster.json")])
+    assert "--calibrate are for torchrun" in capsys.readouterr().err
