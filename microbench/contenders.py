@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -92,6 +93,8 @@ class FullTensor:
                 raise NotApplicable("DTensor has no layout of explicit regions")
         src, dst = specs[0].src, specs[0].dst
         assert isinstance(src, Layout)
+        if any((np.diff(src.mesh.array, axis=axis) < 0).any() for axis in range(src.mesh.array.ndim)):
+            raise NotApplicable("torch sorts the ranks of a group, so along each mesh axis they must ascend")
         mesh = DeviceMesh("cpu", src.mesh.array.tolist())
         self.root = src.ranks[0]
         self.members = sorted({self.root, *dst.ranks})

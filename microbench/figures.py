@@ -169,12 +169,12 @@ def main() -> int:
     """Print the geometric mean and the largest ratio of each set and strategy."""
     parser = argparse.ArgumentParser(prog="python -m microbench.figures", description=main.__doc__)
     parser.add_argument("--set", action="append", choices=list(SETS), help="only this set, may be repeated")
-    parser.add_argument("--strategy", action="append", help="strategies to compare (multicast)")
+    parser.add_argument("--strategy", action="append", help="strategies to compare (auto)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, help="pairs of each set")
     parser.add_argument("--worst", type=int, default=0, help="also show that many of the worst pairs")
     options = parser.parse_args()
-    strategies = options.strategy or ["multicast"]
+    strategies = options.strategy or ["auto"]
     for name in options.set or SETS:
         make, count = SETS[name]
         rows: dict[str, list[tuple[float, str]]] = {strategy: [] for strategy in strategies}
