@@ -145,7 +145,7 @@ class Dealer {
         board_.start(chunk, ports_.host[r]);
         std::vector<int64_t> order;
         each_resource(s, r, [&](Resource &resource) {
-            resource.take(taken, [&](int64_t earlier) {
+            resource.take(taken, s, [&](int64_t earlier) {
                 if (std::find(order.begin(), order.end(), earlier) == order.end())
                     order.push_back(earlier);
             });
@@ -179,7 +179,7 @@ class Dealer {
                 continue;
             }
             deals[flow.deal].end = now_;
-            each_resource(flow.s, flow.r, [&](Resource &resource) { resource.give(flow.rate, flow.deal); });
+            each_resource(flow.s, flow.r, [&](Resource &resource) { resource.give(flow.rate, flow.deal, flow.s); });
             board_.land(flow.chunk, flow.r, flow.deal);
         }
         flows_.swap(rest_);

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
-#include <deque>
 #include <utility>
 #include <vector>
 
@@ -67,23 +66,28 @@ class Bits {
 struct Resource {
     int64_t number;
     double rate, free;
-    std::deque<std::pair<int64_t, double>> room; // deals that have ended, and what each set free
-    Resource(int64_t n, double r) : number(n), rate(r), free(r), room{{-1, r}} {}
-    template <typename F> void take(double taken, F before) {
+    struct Room {
+        int64_t deal, sender;
+        double freed;
+    };
+    std::vector<Room> room; // deals that have ended, and what each set free
+    Resource(int64_t n, double r) : number(n), rate(r), free(r), room{{-1, -1, r}} {}
+    template <typename F> void take(double taken, int64_t sender, F before) { // that of the same sender first
         free -= taken;
+        std::stable_partition(room.begin(), room.end(), [&](const Room &entry) { return entry.sender == sender; });
         while (taken > NO_RATE && !room.empty()) {
-            const auto [deal, freed] = room.front();
-            room.pop_front();
-            if (deal >= 0)
-                before(deal);
-            if (freed > taken + NO_RATE)
-                room.emplace_front(deal, freed - taken);
-            taken -= freed;
+            const Room entry = room.front();
+            room.erase(room.begin());
+            if (entry.deal >= 0)
+                before(entry.deal);
+            if (entry.freed > taken + NO_RATE)
+                room.insert(room.begin(), {entry.deal, entry.sender, entry.freed - taken});
+            taken -= entry.freed;
         }
     }
-    void give(double given, int64_t deal) {
+    void give(double given, int64_t deal, int64_t sender) {
         free += given;
-        room.emplace_back(deal, given);
+        room.push_back({deal, sender, given});
     }
 };
 

@@ -8,7 +8,6 @@ equal rates all transfers end together and this fills slot after slot; with othe
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from dataclasses import dataclass, field
 
 from reshard.board import Board
@@ -58,24 +57,25 @@ class _Resource:
     def __init__(self, number: int, rate: float) -> None:
         self.number = number
         self.rate = self.free = rate
-        self.room: deque[tuple[int, float]] = deque([(-1, rate)])  # deals that have ended, and what each set free
+        self.room = [(-1, -1, rate)]  # deals that have ended, their senders, and what each set free
 
-    def take(self, rate: float) -> list[int]:
-        """Set some rate aside; returns the deals that had it before."""
+    def take(self, rate: float, sender: int) -> list[int]:
+        """Set some rate aside, that of the same sender first; returns the deals that had it before."""
         self.free -= rate
         before = []
+        self.room.sort(key=lambda entry: entry[1] != sender)
         while rate > _NO_RATE and self.room:
-            deal, freed = self.room.popleft()
+            deal, its, freed = self.room.pop(0)
             if deal >= 0:
                 before.append(deal)
             if freed > rate + _NO_RATE:
-                self.room.appendleft((deal, freed - rate))
+                self.room.insert(0, (deal, its, freed - rate))
             rate -= freed
         return before
 
-    def give(self, rate: float, deal: int) -> None:
+    def give(self, rate: float, deal: int, sender: int) -> None:
         self.free += rate
-        self.room.append((deal, rate))
+        self.room.append((deal, sender, rate))
 
 
 @dataclass(slots=True)
@@ -203,7 +203,7 @@ class Dealer:
         self.board.start(chunk, self.ports.host[r])
         order: dict[int, None] = {}
         for resource in self.path(s, r):
-            order.update(dict.fromkeys(resource.take(rate)))
+            order.update(dict.fromkeys(resource.take(rate, s)))
         deal = self.deals.add(chunk, s, r, source, list(order), self.now)
         self.flows.append(_Flow(s, r, chunk, rate, deal, self.board.size[chunk] / UNITS))
         return True
@@ -224,7 +224,7 @@ class Dealer:
                 continue
             self.deals.end[flow.deal] = self.now
             for resource in self.path(flow.s, flow.r):
-                resource.give(flow.rate, flow.deal)
+                resource.give(flow.rate, flow.deal, flow.s)
             self.board.land(flow.chunk, flow.r, flow.deal)
         self.flows = rest
 
