@@ -35,8 +35,12 @@ class Landing {
                 if (near_.empty())
                     continue;
                 const int64_t holder = least(near_, sent_);
+                Place place{host, {}};
+                for (const int64_t rank : near_)
+                    place.copies.push_back({rank, -1});
                 for (const int64_t rank : ranks)
-                    send(piece, holder, rank, -1, {}, 0, 0);
+                    place.copies.push_back({rank, send(piece, holder, rank, -1, {}, 0, 0)});
+                where_[piece].push_back(std::move(place));
             }
         }
         std::vector<int64_t> last(deals_.size(), -1), after;
@@ -161,20 +165,25 @@ class Landing {
                     place->copies.push_back({rank, -1});
         }
         std::vector<Copy> &copies = place->copies;
+        const bool is_held = std::any_of(copies.begin(), copies.end(), [](const Copy &c) { return c.message < 0; });
         const Copy *near = nullptr;
-        here_.clear();
-        for (const Copy &copy : copies) {
-            if (ports_.of_rank[copy.rank] == port)
-                here_.push_back(copy.rank);
-            if (!near || sent_[copy.rank] < sent_[near->rank])
-                near = &copy;
-        }
-        if (!here_.empty()) {
-            const int64_t rank = keep_or_least(here_, sent_, last_sender_[port], freight_.piece_bytes[piece]);
-            last_sender_[port] = rank;
-            return {rank, std::find_if(copies.begin(), copies.end(), [&](const Copy &copy) {
-                              return copy.rank == rank;
-                          })->message};
+        for (const bool only_holders : {is_held, false}) { // who holds it need not wait for it
+            here_.clear();
+            for (const Copy &copy : copies) {
+                if (only_holders && copy.message >= 0)
+                    continue;
+                if (ports_.of_rank[copy.rank] == port)
+                    here_.push_back(copy.rank);
+                if ((only_holders || !is_held) && (!near || sent_[copy.rank] < sent_[near->rank]))
+                    near = &copy;
+            }
+            if (!here_.empty()) {
+                const int64_t rank = keep_or_least(here_, sent_, last_sender_[port], freight_.piece_bytes[piece]);
+                last_sender_[port] = rank;
+                return {rank, std::find_if(copies.begin(), copies.end(), [&](const Copy &copy) {
+                                  return copy.rank == rank;
+                              })->message};
+            }
         }
         const int64_t rank = least(ports_.ranks[port], landed_);
         const int64_t message = send(piece, near->rank, rank, near->message, {}, when, when);

@@ -22,8 +22,7 @@ constexpr double UNITS = 1024; // of sizes of chunks
 // Rows of integers: row k is values[at[k]] up to values[at[k + 1]].
 class Members {
   public:
-    Members(const Ints &at, const Ints &values)
-        : at_(at.data()), values_(values.data()), size_(static_cast<int64_t>(at.shape(0)) - 1) {}
+    Members(const Ints &at, const Ints &values) : at_(at.data()), values_(values.data()) {}
     struct Row {
         const int64_t *first, *last;
         const int64_t *begin() const { return first; }
@@ -32,11 +31,9 @@ class Members {
         int64_t size() const { return last - first; }
     };
     Row operator[](int64_t k) const { return {values_ + at_[k], values_ + at_[k + 1]}; }
-    int64_t size() const { return size_; }
 
   private:
     const int64_t *at_, *values_;
-    int64_t size_;
 };
 
 class Bits {

@@ -13,7 +13,7 @@ from reshard.shards import NO_RANK, mix_rows, ranges
 #: larger than another. Else the next dim is cut too, and a chunk is up to three boxes.
 EVEN = 64
 #: Inside hosts, where chunks need not be even, whole slices are worth more: they need no packing.
-_EVEN_INSIDE = 8
+_EVEN_INSIDE = 16
 #: Where the next class begins within one part in as many of a chunk's end, the chunk ends there.
 _NEAR = 64
 

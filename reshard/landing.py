@@ -75,8 +75,9 @@ class Landing:
             for host, ranks in self.receivers[k].items():
                 if host in self.holders[k]:
                     holder = self.least(self.holders[k][host], self.sent)
+                    brought = self.where[piece, host] = dict.fromkeys(self.holders[k][host], -1)
                     for rank in ranks:
-                        self.send(piece, holder, rank, -1, [], 0.0, 0.0)
+                        brought[rank] = self.send(piece, holder, rank, -1, [], 0.0, 0.0)
         deals, piece_at = self.deals, self.freight.piece_at.tolist()
         last = [-1] * len(deals.chunk)  # the last message of each deal
         for deal, chunk in enumerate(deals.chunk):
@@ -138,12 +139,14 @@ class Landing:
         if brought is None:
             brought = dict.fromkeys(self.holders[self.piece_class[piece]][host], -1)
             self.where[piece, host] = brought
-        here = [rank for rank in brought if self.ports.of_rank[rank] == port]
-        if here:
-            rank = self.keep_or_least(here, self.sent, self.last_sender.get(port), self.piece_bytes[piece])
-            self.last_sender[port] = rank
-            return rank, brought[rank]
-        near = self.least(list(brought), self.sent)
+        ranks = [rank for rank in brought if brought[rank] < 0] or list(brought)  # who holds it need not wait for it
+        for choice in (ranks, list(brought)):
+            here = [rank for rank in choice if self.ports.of_rank[rank] == port]
+            if here:
+                rank = self.keep_or_least(here, self.sent, self.last_sender.get(port), self.piece_bytes[piece])
+                self.last_sender[port] = rank
+                return rank, brought[rank]
+        near = self.least(ranks, self.sent)
         rank = self.least(self.ports.ranks[port], self.landed)
         brought[rank] = self.send(piece, near, rank, brought[near], [], when, when)
         return rank, brought[rank]

@@ -10,6 +10,7 @@ from reshard.multicast import multicast
 from reshard.plan import Plan
 from reshard.routes import Problem, Strategy, complete
 from reshard.simulation import simulate
+from reshard.topology import Topology
 from reshard.transfers import Transfers
 
 #: What multicast is compared with where it may lose: rates that differ, and messages so short that latency counts.
@@ -29,8 +30,13 @@ _MOST_MESSAGES = 20_000
 def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
     """The name of the strategy with the least makespan by :func:`reshard.simulate`, and what it returns."""
     name, best = "multicast", complete(problem, multicast(problem))
-    bound = least_seconds(problem.topology, Lanes.of(Classes.of(problem), problem.topology))
-    if not _may_lose(problem, bound) or len(best) > _MOST_MESSAGES:
+    topology = problem.topology
+    latency = max(topology.latency_seconds, topology.inside_latency_seconds)
+    has_one_rate = _has_one_rate(topology)
+    if len(best) > _MOST_MESSAGES or (has_one_rate and not latency):
+        return name, best
+    bound = least_seconds(topology, Lanes.of(Classes.of(problem), topology))
+    if has_one_rate and bound >= _MANY_LATENCIES * latency:
         return name, best
     seconds = _time(problem, best)
     if seconds <= bound * (1 + _MARGIN):
@@ -43,15 +49,9 @@ def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
     return name, best
 
 
-def _may_lose(problem: Problem, bound: float) -> bool:
-    topology = problem.topology
-    rates = {
-        rate
-        for port in (*(nic for host in topology.hosts for nic in host.nics), *topology.pods)
-        for rate in (port.egress_bytes_per_second, port.ingress_bytes_per_second)
-    }
-    latency = max(topology.latency_seconds, topology.inside_latency_seconds)
-    return len(rates) > 1 or bound < _MANY_LATENCIES * latency
+def _has_one_rate(topology: Topology) -> bool:
+    ports = (*(nic for host in topology.hosts for nic in host.nics), *topology.pods)
+    return len({rate for port in ports for rate in (port.egress_bytes_per_second, port.ingress_bytes_per_second)}) == 1
 
 
 def _time(problem: Problem, transfers: Transfers) -> float:

@@ -105,11 +105,18 @@ def test_text_and_json_keep_the_order_across_ranks():
     assert parse_plan(format_plan(plan)) == plan
 
 
-@given(cases(), st.integers(1, 3), st.booleans(), st.lists(st.sampled_from([1e9, 5e8, 2.5e8]), min_size=4, max_size=4))
-def test_native_and_twin_make_the_same_schedule(problem, nics, in_pods, rates):
+@given(
+    cases(),
+    st.integers(1, 3),
+    st.booleans(),
+    st.lists(st.sampled_from([1e9, 5e8, 2.5e8]), min_size=4, max_size=4),
+    st.sampled_from([(None, 0.0), (4e9, 0.0), (5e8, 1e-5)]),
+)
+def test_native_and_twin_make_the_same_schedule(problem, nics, in_pods, rates, inside):
     shape, src, dst, topology = problem
     hosts = tuple(Host((Port.of(rate),) * nics, i % 2 if in_pods else None) for i, rate in enumerate(rates))
     topology = replace(topology, hosts=hosts, nic_of_rank=(), pods=(Port.of(5e8), Port.of(1e9)) if in_pods else ())
+    topology = replace(topology, inside_bytes_per_second=inside[0], inside_latency_seconds=inside[1])
     plan = make_plan(src, dst, shape, "float32", strategy="multicast", topology=topology)
     check_plan(plan)
     if schedule_native is None:
@@ -161,3 +168,21 @@ def test_chunks_leave_room_for_several_in_staging():
         )
         assert plan.message_bytes.max() <= staging // 8
         check_plan(plan)
+
+
+@pytest.mark.parametrize("width", [150, 197, 230, 239])
+def test_chunks_inside_a_host_leave_room_too(width):
+    src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(1, first_rank=1))
+    for rows in range(20, 120, 7):
+        plan = make_plan(src, dst, (rows, width), "float32", strategy="multicast", staging_bytes=2**16)
+        assert plan.message_bytes.max() <= 2**16 // 8
+
+
+def test_a_rank_that_got_its_copy_from_a_neighbour_is_not_sent_it_again():
+    """Rank 1 needs what rank 0 of its host holds, and its NIC passes half of that on to the other host."""
+    topology = Topology((0, 0, 1, 1), (Host((Port.of(1e9),) * 2),))
+    src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(3, first_rank=1))
+    plan = make_plan(src, dst, (2**20,), "float32", strategy="multicast", topology=topology)
+    check_plan(plan)
+    assert {0, 1} <= set(plan.transfers.sender.tolist())
+    assert simulate(plan).makespan_seconds <= 1.05 * plan.lower_bound_seconds
