@@ -11,7 +11,7 @@ import numpy as np
 from reshard.errors import PlanError
 from reshard.layout import format_box
 from reshard.order import find_waits
-from reshard.plan import Message, Plan, expand_messages, message_nbytes
+from reshard.plan import Message, Plan, expand_messages, message_nbytes, recvs_ahead
 from reshard.shards import Shards, find_overlaps
 
 Slices = tuple[slice, ...]
@@ -42,7 +42,7 @@ Event = tuple[int, bool]
 class Recv:
     """One message in. ``num_forwards`` sends pass it on from where it was staged; a relay keeps none of it.
 
-    It may be posted when all of ``waits`` have come.
+    It may be posted when all of ``waits`` have come and fewer than ``ahead`` receives are under way.
     """
 
     id: int
@@ -50,7 +50,7 @@ class Recv:
     places: tuple[Place, ...]
     nbytes: int
     num_forwards: int
-    window: int
+    ahead: int
     waits: tuple[Event, ...] = ()
 
     @property
@@ -63,7 +63,7 @@ class Recv:
 class Send:
     """One message out. ``forwards`` is the index of the receive that brings the data, None for a holder.
 
-    It may be posted when all of ``waits`` have come.
+    It may be posted when all of ``waits`` have come and fewer than ``window`` sends of its queue are under way.
     """
 
     id: int
@@ -135,7 +135,7 @@ def build_program(plan: Plan, rank: int) -> Program:
                     places,
                     nbytes,
                     num_forwards.get(message.id, 0),
-                    message.window,
+                    recvs_ahead(message.window),
                     waits.get(message.transfer, ()),
                 )
             )

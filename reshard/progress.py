@@ -30,7 +30,6 @@ from typing import Any, Protocol
 import torch
 
 from reshard.errors import PlanError, TransferTimeoutError
-from reshard.plan import recvs_ahead
 from reshard.program import Event, Program, Recv, Send
 from reshard.staging import MANY_BOXES, Pool, Staging, flat_bytes, pack, unpack, view_of
 
@@ -39,6 +38,9 @@ LOOK_SECONDS = 0.2
 #: Bytes that tell of the end of a message have tags of their own, above those of transfers.
 TOLD_TAG = 2**30
 _TOLD_AHEAD = 8
+#: Finished works of a lane that are kept. Gloo ends a wait before its own thread has let go of the buffer; who drops
+#: the work then spins until that thread gets a processor, and holds Python's lock meanwhile.
+_KEPT_WORKS = 16
 
 
 class Work(Protocol):
@@ -70,12 +72,18 @@ class _Told:
 
 
 class _Lane:
-    """Operations of one kind, those before ``at`` posted, those in ``posted`` not waited for yet."""
+    """Operations of one kind, those before ``at`` posted, those in ``posted`` not waited for yet.
 
-    def __init__(self, ops: Sequence[Any], pool: Pool | None = None) -> None:
+    ``changed`` wakes its thread, which sleeps while nothing is posted.
+    """
+
+    def __init__(self, lock: threading.Lock, ops: Sequence[Any], pool: Pool | None = None) -> None:
         self.ops, self.at = ops, 0
         self.pool: Any = pool
         self.posted: deque[tuple[Any, Work, torch.Tensor | None]] = deque()
+        self.finished: deque[Work] = deque(maxlen=_KEPT_WORKS)
+        self.changed = threading.Condition(lock)
+        self.sleeps = False
 
     @property
     def is_over(self) -> bool:
@@ -97,10 +105,15 @@ class _Run:
         self.program, self.transport, self.tag = program, transport, tag
         self.src, self.dst, self.staging = src, dst, staging
         self.deadline, self.check = deadline, check
-        self.changed = threading.Condition()  # guards all below
-        self.recvs = _Lane(program.recvs, staging.recv)
-        self.sends = [_Lane(program.sends_across, staging.across), _Lane(program.sends_inside, staging.inside)]
-        self.told = _Lane([_Told(event[0], rank, event) for event, rank in program.awaited])
+        # Looked up once: slicing a flat array takes a tenth of the time of indexing one of several dims.
+        self.flat_src, self.flat_dst = _flatten(src), _flatten(dst)
+        self.lock = threading.Lock()  # guards all below
+        self.recvs = _Lane(self.lock, program.recvs, staging.recv)
+        self.sends = [
+            _Lane(self.lock, program.sends_across, staging.across),
+            _Lane(self.lock, program.sends_inside, staging.inside),
+        ]
+        self.told = _Lane(self.lock, [_Told(event[0], rank, event) for event, rank in program.awaited])
         self.lanes = (self.recvs, *self.sends, self.told)
         self.over: set[Event] = set()
         self.telling: list[tuple[Work, torch.Tensor]] = []
@@ -111,7 +124,7 @@ class _Run:
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        with self.changed:
+        with self.lock:
             self.post()
         for copy in self.program.copies:
             target = view_of(self.dst, copy.place.tensor, copy.place.dst)
@@ -136,11 +149,13 @@ class _Run:
         """Wait for the operations of a lane, one after the other."""
         try:
             while True:
-                with self.changed:
+                with self.lock:
                     while not lane.posted and not lane.is_over and self.error is None:
                         if not any(other.posted for other in self.lanes):
                             raise PlanError(f"rank {self.program.rank}: message {lane.ops[lane.at].id} can never start")
-                        self.changed.wait(LOOK_SECONDS)
+                        lane.sleeps = True
+                        lane.changed.wait(LOOK_SECONDS)
+                        lane.sleeps = False
                         self.check()
                     if lane.is_over or self.error is not None:
                         return
@@ -148,8 +163,9 @@ class _Run:
                 self.wait(work, op)
                 if isinstance(op, Recv):
                     self.land(op, slot)
-                with self.changed:
+                with self.lock:
                     lane.posted.popleft()
+                    lane.finished.append(work)
                     if isinstance(op, Recv):
                         self.finish_recv(op, slot)
                         self.end((op.id, False))
@@ -159,12 +175,15 @@ class _Run:
                     else:
                         self.over.add(op.event)
                     self.post()
-                    self.changed.notify_all()
+                    for other in self.lanes:
+                        if other.sleeps and other.posted:
+                            other.changed.notify()
         except BaseException as error:
-            with self.changed:
+            with self.lock:
                 first = self.error is None
                 self.error = self.error or error
-                self.changed.notify_all()
+                for other in self.lanes:
+                    other.changed.notify()
             abort = getattr(self.transport, "abort", None)
             if first and abort is not None and self.num_lanes > 1:  # end the waits of the other lanes
                 with contextlib.suppress(Exception):
@@ -192,16 +211,27 @@ class _Run:
             while lane.at < len(lane.ops) and self.post_send(lane):
                 pass
 
+    def find_bytes(self, op: Recv | Send, side: str) -> torch.Tensor | None:
+        """The bytes of a message where they lie in an array of this rank; None if they must be packed."""
+        if len(op.places) > 1:
+            return None
+        place = op.places[0]
+        arrays, flats = (self.src, self.flat_src) if side == "src" else (self.dst, self.flat_dst)
+        array, flat = arrays[place.tensor], flats[place.tensor]
+        assert array is not None
+        if flat is None:
+            view = view_of(arrays, place.tensor, getattr(place, side))
+            return flat_bytes(view) if view.is_contiguous() else None
+        span = self.staging.span_of(op, array, side)
+        return None if span is None else flat[span[0] : span[1]]
+
     def post_recv(self) -> bool:
         lane = self.recvs
         index, op = lane.at, self.program.recvs[lane.at]
-        if len(lane.posted) >= recvs_ahead(op.window) or not self.over.issuperset(op.waits):
+        if len(lane.posted) >= op.ahead or (op.waits and not self.over.issuperset(op.waits)):
             return False
-        buffer, slot = None, None
-        if len(op.places) == 1 and not op.is_relay:
-            view = view_of(self.dst, op.places[0].tensor, op.places[0].dst)
-            if view.is_contiguous():
-                buffer = flat_bytes(view)
+        slot = None
+        buffer = None if op.is_relay else self.find_bytes(op, "dst")
         if buffer is None:
             slot = lane.pool.take()
             if slot is None:
@@ -236,16 +266,16 @@ class _Run:
         op: Send = lane.ops[lane.at]  # type: ignore[assignment]
         if len(lane.posted) >= op.window or (op.forwards is not None and self.recvs_done <= op.forwards):
             return False
-        if not self.over.issuperset(op.waits):
+        if op.waits and not self.over.issuperset(op.waits):
             return False
         slot = None
         if op.forwards is not None and op.forwards in self.slot_of:
             buffer = self.slot_of[op.forwards][: op.nbytes]
         else:
             arrays, side = (self.dst, "dst") if op.forwards is not None else (self.src, "src")
-            view = view_of(arrays, op.places[0].tensor, getattr(op.places[0], side))
-            if len(op.places) == 1 and view.is_contiguous():
-                buffer = flat_bytes(view)
+            found = self.find_bytes(op, side)
+            if found is not None:
+                buffer = found
             else:
                 slot = lane.pool.take()
                 if slot is None:
@@ -283,6 +313,10 @@ class _Run:
             if time.monotonic() >= self.deadline:
                 raise TransferTimeoutError(f"rank {self.program.rank}: {what} did not finish in time") from error
             raise ConnectionError(f"{what} failed: {error}") from error
+
+
+def _flatten(arrays: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    return [None if array is None or not array.is_contiguous() else flat_bytes(array) for array in arrays]
 
 
 def run_program(

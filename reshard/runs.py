@@ -40,6 +40,21 @@ def box_runs(shape: Sequence[int], itemsize: int, boxes: Sequence[Sequence[slice
     return np.concatenate(starts).astype(np.int64), np.concatenate(lengths).astype(np.int64)
 
 
+def box_span(shape: Sequence[int], itemsize: int, box: Sequence[slice]) -> tuple[int, int] | None:
+    """First byte and end of a box of a contiguous array if it is one run, else None."""
+    at, stride, inner = 0, itemsize, True  # inner: the dims so far are whole, or the box has one row of them
+    nbytes = itemsize
+    for size, cut in zip(reversed(shape), reversed(box), strict=True):
+        length = cut.stop - cut.start
+        if not inner and length > 1:
+            return None
+        inner = inner and length == size
+        at += cut.start * stride
+        stride *= size
+        nbytes *= length
+    return at, at + nbytes
+
+
 def copy_runs_python(src: Any, dst: Any, src_at: np.ndarray, dst_at: np.ndarray, length: np.ndarray) -> None:
     """Copy ``length[i]`` bytes from ``src[src_at[i]]`` to ``dst[dst_at[i]]``, for every i; flat uint8 arrays.
 

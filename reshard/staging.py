@@ -10,7 +10,7 @@ import torch
 
 from reshard.plan import num_recv_slots
 from reshard.program import Program, Recv, Send, Slices
-from reshard.runs import box_runs, copy_runs
+from reshard.runs import box_runs, box_span, copy_runs
 
 #: Packed messages that one queue of sends may have under way, whatever windows the plan has.
 MAX_WINDOW = 4
@@ -26,6 +26,14 @@ class Staging:
         self.across = Pool(program.sends_across, _num_send_slots(program.sends_across, staging_bytes))
         self.inside = Pool(program.sends_inside, _num_send_slots(program.sends_inside, staging_bytes))
         self._runs: dict[tuple[int, str], _Runs] = {}
+        self._spans: dict[tuple[int, str], tuple[int, int] | None] = {}
+
+    def span_of(self, op: Recv | Send, array: torch.Tensor, side: str) -> tuple[int, int] | None:
+        """Where a message of one box lies in a contiguous array, first byte and end; None if not in one run."""
+        key = op.id, side
+        if key not in self._spans:
+            self._spans[key] = box_span(array.shape, array.element_size(), getattr(op.places[0], side))
+        return self._spans[key]
 
     def runs_of(self, op: Recv | Send, arrays: Sequence[torch.Tensor | None], side: str) -> _Runs | None:
         """The boxes of a message as byte runs, worked out once; None if an array is not contiguous."""

@@ -15,7 +15,7 @@ from tensors import same_bytes, take_shard, whole_tensor
 from reshard import Layout, Mesh, PlanError, RegionLayout, check_plan, make_plan
 from reshard.program import build_program
 from reshard.progress import run_program
-from reshard.runs import box_runs, copy_runs, copy_runs_native, copy_runs_python
+from reshard.runs import box_runs, box_span, copy_runs, copy_runs_native, copy_runs_python
 from reshard.staging import MANY_BOXES, Pool, Staging
 
 
@@ -42,6 +42,19 @@ def test_runs_gather_what_indexing_gathers(case, copy):
     packed = np.zeros(int(length.sum()), dtype=np.uint8)
     copy(flat, packed, at, np.cumsum(length) - length, length)
     assert packed.tobytes() == expected.tobytes()
+
+
+@given(arrays_with_boxes())
+def test_a_box_that_is_one_run_is_found(case):
+    shape, boxes, dtype = case
+    array = np.arange(int(np.prod(shape))).astype(dtype).reshape(shape)
+    for box in boxes:
+        at, length = box_runs(shape, array.itemsize, [box])
+        span = box_span(shape, array.itemsize, box)
+        assert (span is not None) == array[box].flags.c_contiguous
+        if span is not None:
+            assert array.tobytes()[slice(*span)] == array[box].tobytes()
+            assert span == (at[0], at[-1] + length[-1])
 
 
 @pytest.mark.parametrize("copy", [f for f in (copy_runs_native, copy_runs_python) if f])
