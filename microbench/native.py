@@ -56,7 +56,7 @@ def simulator() -> None:
         topology = Topology(tuple(rank // 4 for rank in range(8 * hosts)))
         plan = make_plan(src, dst, (1024, 1024, 512), "float32", topology=topology)
         messages = tabulate_messages(plan)
-        network = network_of(messages, np.flatnonzero(messages.sender != messages.receiver), topology)
+        network = network_of(plan, messages, np.flatnonzero(messages.sender != messages.receiver), topology)
         twin = _median_seconds(lambda network=network: flow_python(network), 3)  # type: ignore[misc]
         said = f"{2 * hosts:3} hosts {len(messages):6} messages"
         if flow_native is None:

@@ -113,10 +113,10 @@ struct Flow {
         Stream &flowing = streams[s];
         const int64_t message = flowing.line.front();
         start[message] = now;
-        flowing.holds = hold_work[s] > 0;
+        flowing.holds = hold_work[message] > 0;
         if (flowing.holds)
             changed = true;
-        flowing.remaining = flowing.holds ? hold_work[s] : nbytes[message];
+        flowing.remaining = flowing.holds ? hold_work[message] : nbytes[message];
     }
 
     void end_phase(int64_t s) {
@@ -312,7 +312,7 @@ void flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Float
     check_ends(after_at, n, after.shape(0), "after_at");
     check_ends(port_at, num_streams, port.shape(0), "port_at");
     if (window.shape(0) != n || ahead.shape(0) != n || nbytes.shape(0) != n || start.shape(0) != n ||
-        finish.shape(0) != n || burst.shape(0) != num_ports || hold_work.shape(0) != num_streams || buffer.shape(0) != num_streams)
+        finish.shape(0) != n || burst.shape(0) != num_ports || hold_work.shape(0) != n || buffer.shape(0) != num_streams)
         throw std::invalid_argument("flow: arrays differ in size");
     nb::gil_scoped_release release;
     Flow f;

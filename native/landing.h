@@ -13,6 +13,8 @@ struct Messages {
     }
 };
 
+constexpr size_t LONGEST_CHAIN = 8; // ranks of a host that pass a piece on one to the next; more form a tree
+
 class Landing {
   public:
     Messages messages;
@@ -38,8 +40,7 @@ class Landing {
                 Place place{host, {}};
                 for (const int64_t rank : near_)
                     place.copies.push_back({rank, -1});
-                for (const int64_t rank : ranks)
-                    place.copies.push_back({rank, send(piece, holder, rank, -1, {}, 0, 0)});
+                fan_out(piece, holder, -1, ranks, place, 0, 0);
                 where_[piece].push_back(std::move(place));
             }
         }
@@ -144,14 +145,34 @@ class Landing {
         Place place{host, {{receiver, message}}};
         const double took =
             freight_.inside_each + static_cast<double>(freight_.piece_bytes[piece]) * freight_.inside_per_byte;
-        for (const bool is_behind : {true, false})
-            for (const int64_t rank : freight_.class_receivers[freight_.piece_class[piece]])
-                if (host_of_[rank] == host && rank != receiver && (rank > receiver) == is_behind) {
-                    place.copies.push_back({rank, send(piece, receiver, rank, message, {}, end, end + took)});
-                    end += took;
-                }
+        near_.clear();
+        for (const int64_t rank : freight_.class_receivers[freight_.piece_class[piece]])
+            if (host_of_[rank] == host)
+                near_.push_back(rank);
+        fan_out(piece, receiver, message, near_, place, end, took);
         where_[piece].push_back(std::move(place));
         return message;
+    }
+
+    void fan_out(int64_t piece, int64_t root, int64_t brought_by, const std::vector<int64_t> &ranks, Place &place,
+                 double when, double took) {
+        struct Node {
+            int64_t rank, message;
+            double free_at; // when it can send next
+        };
+        std::vector<Node> nodes{{root, brought_by, when}};
+        for (const bool is_behind : {true, false})
+            for (const int64_t rank : ranks)
+                if (rank != root && (rank > root) == is_behind)
+                    nodes.push_back({rank, -1, 0});
+        const size_t children = nodes.size() <= LONGEST_CHAIN ? 1 : 2;
+        for (size_t i = 1; i < nodes.size(); ++i) {
+            Node &parent = nodes[(i - 1) / children];
+            const double start = parent.free_at;
+            parent.free_at = nodes[i].free_at = start + took;
+            nodes[i].message = send(piece, parent.rank, nodes[i].rank, parent.message, {}, start, start + took);
+            place.copies.push_back({nodes[i].rank, nodes[i].message});
+        }
     }
 
     std::pair<int64_t, int64_t> find_sender(int64_t piece, int64_t port, double when) {
@@ -166,15 +187,18 @@ class Landing {
         }
         std::vector<Copy> &copies = place->copies;
         const bool is_held = std::any_of(copies.begin(), copies.end(), [](const Copy &c) { return c.message < 0; });
+        const auto comes_first = [&](const Copy &copy) { // who holds it need not wait; where it landed it is first
+            return is_held ? copy.message < 0 : freight_.run <= 1 || &copy == &copies.front();
+        };
         const Copy *near = nullptr;
-        for (const bool only_holders : {is_held, false}) { // who holds it need not wait for it
+        for (const bool takes_any : {false, true}) {
             here_.clear();
             for (const Copy &copy : copies) {
-                if (only_holders && copy.message >= 0)
+                if (!takes_any && !comes_first(copy))
                     continue;
                 if (ports_.of_rank[copy.rank] == port)
                     here_.push_back(copy.rank);
-                if ((only_holders || !is_held) && (!near || sent_[copy.rank] < sent_[near->rank]))
+                if (!takes_any && (!near || sent_[copy.rank] < sent_[near->rank]))
                     near = &copy;
             }
             if (!here_.empty()) {

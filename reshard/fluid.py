@@ -30,18 +30,18 @@ class Network:
     those before them into the same receivers, which take them in order), it is less than ``window`` behind the first
     unfinished one of its queue, and its place among those of its receiver is less than ``ahead`` behind the first
     unfinished one. Messages of one stream flow one after the other; the foremost of each stream share their ports as
-    :func:`~reshard.sharing.share_ports` says. A message first holds ``hold_port`` of its stream as ``hold_work`` bytes
-    would, then its own bytes pass all ports of the stream. For the window of its queue a message is finished once all
-    that its stream has still to pass, up to and with it, fits ``buffer``.
+    :func:`~reshard.sharing.share_ports` says. A message first holds ``hold_port`` of its stream as its ``hold_work``
+    bytes would, then its own bytes pass all ports of the stream. For the window of its queue a message is finished once
+    all that its stream has still to pass, up to and with it, fits ``buffer``.
 
     A port is a token bucket: it saves up to ``burst`` bytes of what it could have passed and did not, full at the
     start, and passes those at once.
 
     Attributes:
-        queue, stream, receiver, window, ahead: ``(messages,)``. nbytes: ``(messages,)`` float64.
+        queue, stream, receiver, window, ahead: ``(messages,)``. nbytes, hold_work: ``(messages,)`` float64.
         after_at, after: message i comes after messages ``after[after_at[i]:after_at[i + 1]]``, all before i.
         port_at, port: stream s passes ports ``port[port_at[s]:port_at[s + 1]]``, at least one.
-        hold_port, hold_work, buffer: ``(streams,)``; the last two float64.
+        hold_port, buffer: ``(streams,)``; the last float64.
         rate, burst: ``(ports,)`` float64, bytes per second and bytes.
     """
 
@@ -238,11 +238,11 @@ class _Flow:
         stream = self.streams[s]
         message = stream.line[0]
         self.start[message] = self.now
-        holds = self.hold_work[s] > 0
+        holds = self.hold_work[message] > 0
         if holds:
             self.changed = True
         stream.holds = holds
-        stream.remaining = self.hold_work[s] if holds else self.nbytes[message]
+        stream.remaining = self.hold_work[message] if holds else self.nbytes[message]
 
     def end_phase(self, s: int) -> None:
         stream = self.streams[s]

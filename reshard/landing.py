@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from reshard.dealer import Deals
 from reshard.freight import Freight, Ports, rows_of
+from reshard.lanes import LONGEST_CHAIN
 
 
 @dataclass
@@ -76,8 +77,7 @@ class Landing:
                 if host in self.holders[k]:
                     holder = self.least(self.holders[k][host], self.sent)
                     brought = self.where[piece, host] = dict.fromkeys(self.holders[k][host], -1)
-                    for rank in ranks:
-                        brought[rank] = self.send(piece, holder, rank, -1, [], 0.0, 0.0)
+                    self.fan_out(piece, holder, ranks, brought, 0.0, 0.0)
         deals, piece_at = self.deals, self.freight.piece_at.tolist()
         last = [-1] * len(deals.chunk)  # the last message of each deal
         for deal, chunk in enumerate(deals.chunk):
@@ -125,12 +125,24 @@ class Landing:
         message = self.send(piece, sender, receiver, source, after, start, end)
         self.landed[receiver] += nbytes
         brought = self.where[piece, host] = {receiver: message}
-        later = [rank for rank in needers if rank > receiver]  # those behind it first: each sends to another at a time
         took = self.freight.inside_each + nbytes * self.freight.inside_per_byte
-        for rank in (*later, *(rank for rank in needers if rank < receiver)):
-            brought[rank] = self.send(piece, receiver, rank, message, [], end, end + took)
-            end += took
+        self.fan_out(piece, receiver, needers, brought, end, took)
         return message
+
+    def fan_out(
+        self, piece: int, root: int, ranks: list[int], brought: dict[int, int], when: float, took: float
+    ) -> None:
+        """Pass a piece on inside a host, along a chain or, to many, a tree; those behind the root come first."""
+        later, before = [rank for rank in ranks if rank > root], [rank for rank in ranks if rank < root]
+        nodes = [root, *later, *before]
+        children = 1 if len(nodes) <= LONGEST_CHAIN else 2
+        free_at = [when]  # when each can send next
+        for i, rank in enumerate(nodes[1:]):
+            parent = i // children
+            start = free_at[parent]
+            free_at[parent] = end = start + took
+            free_at.append(end)
+            brought[rank] = self.send(piece, nodes[parent], rank, brought[nodes[parent]], [], start, end)
 
     def find_sender(self, piece: int, port: int, when: float) -> tuple[int, int]:
         """A rank at a port that has a piece, and the message that brought it; staged there if need be."""
@@ -139,7 +151,9 @@ class Landing:
         if brought is None:
             brought = dict.fromkeys(self.holders[self.piece_class[piece]][host], -1)
             self.where[piece, host] = brought
-        ranks = [rank for rank in brought if brought[rank] < 0] or list(brought)  # who holds it need not wait for it
+        ranks = [rank for rank in brought if brought[rank] < 0]  # who holds it need not wait for it
+        if not ranks:  # where it landed it is first
+            ranks = list(brought)[: 1 if self.freight.run > 1 else None]
         for choice in (ranks, list(brought)):
             here = [rank for rank in choice if self.ports.of_rank[rank] == port]
             if here:

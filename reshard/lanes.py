@@ -22,6 +22,8 @@ _SLOTS_OF_NIC = 128
 _LEAST_SPEED = 1 / 8
 #: Where nothing is known of what a message costs.
 _LEAST_CHUNK_BYTES = 2**14
+#: Ranks of a host that pass a piece on from one to the next; more of them form a tree of two branches each.
+LONGEST_CHAIN = 8
 #: What one rank may have to pass on, over what it can.
 _MOST_INSIDE = 0.5
 _NO_HOST = np.iinfo(np.int64).max
@@ -152,9 +154,10 @@ class _FanOut:
 
     def seconds(self, counts: np.ndarray, nbytes: np.ndarray) -> float:
         """Of the busiest host, whose ranks share the work."""
-        of_one = self.times * (self.latency_seconds + nbytes[self.lane] / self.bytes_per_second)
-        total = np.bincount(self.host, weights=counts[self.lane] * of_one, minlength=len(self.num_ranks))
-        last = float(of_one.max(initial=0.0))  # what lands last has yet to go on
+        of_one = self.latency_seconds + nbytes[self.lane] / self.bytes_per_second
+        total = np.bincount(self.host, weights=counts[self.lane] * self.times * of_one, minlength=len(self.num_ranks))
+        steps = np.where(self.times < LONGEST_CHAIN, self.times, 2 * np.log2(self.times + 1))
+        last = float((steps * of_one).max(initial=0.0))  # what lands last has yet to go on
         return float((total / np.maximum(self.num_ranks, 1)).max(initial=0.0)) + last
 
 
@@ -163,8 +166,9 @@ def is_fast_inside(topology: Topology, lanes: Lanes) -> bool:
     if topology.inside_bytes_per_second is None:
         return True
     fastest = max(nic.ingress_bytes_per_second for host in topology.hosts for nic in host.nics)
-    times = _FanOut.of(lanes, topology).times
-    return float(times.max(initial=0.0)) * fastest <= _MOST_INSIDE * topology.inside_bytes_per_second
+    times = float(_FanOut.of(lanes, topology).times.max(initial=0.0))
+    branches = min(times, 1.0 if times < LONGEST_CHAIN else 2.0)
+    return branches * fastest <= _MOST_INSIDE * topology.inside_bytes_per_second
 
 
 def _find_loads(lanes: Lanes, topology: Topology, senders: list[int]) -> _Loads:

@@ -16,8 +16,8 @@ WINDOW = 8
 INSIDE_WINDOW = 4
 #: Of what needs no packing, for links so fast that smaller chunks would wait for latencies.
 LARGEST_CHUNK_BYTES = 32 * 2**20
-#: Ranks of a host that take turns wait for each other at each turn, so turns are long.
-_RUN = 8
+#: Ranks of a host that take turns wait for each other at each turn, so where one can serve its port alone it does.
+_RUN = 2**20
 #: Rates closer together than this part are taken as equal, so that transfers end together.
 _ALIKE = 0.04
 

@@ -26,6 +26,15 @@ class Waits:
     is_sent: np.ndarray
 
 
+def find_turns(plan: Plan) -> np.ndarray:
+    """``(transfers,)`` True where a transfer enters its host only when one from another rank has ended."""
+    waits = find_waits(plan)
+    receiver = plan.transfers.receiver[plan.transfers.edge_at[:-1]]
+    found = np.zeros(len(plan.transfers), dtype=bool)
+    found[waits.later[waits.waiter == receiver[waits.later]]] = True
+    return found
+
+
 def find_waits(plan: Plan) -> Waits:
     """All waits of a plan."""
     transfers = plan.transfers

@@ -13,36 +13,45 @@ from reshard.simulation import simulate
 from reshard.topology import Topology
 from reshard.transfers import Transfers
 
-#: What multicast is compared with where it may lose: rates that differ, and messages so short that latency counts.
+#: What multicast is compared with where it may lose: rates that differ, and messages that cost something themselves.
 OTHERS: dict[str, Strategy] = {
     "send_recv": send_recv,
-    "broadcast_greedy": broadcast_greedy,
     "broadcast_size": broadcast_size,
+    "broadcast_greedy": broadcast_greedy,
 }
 #: Another strategy must win by this part; one within it of the bound is not compared.
 _MARGIN = 0.005
-#: Transfers that take more latencies than this are cut into so many chunks that latency hardly counts.
-_MANY_LATENCIES = 200
+#: The same where all rates are equal: there little is lost but latencies and the fill.
+_MARGIN_OF_EQUALS = 0.03
 #: Plans with more messages are not compared: simulating them takes longer than they would gain.
 _MOST_MESSAGES = 20_000
+_MOST_MESSAGES_OF_EQUALS = 6_000
+#: Nor are those of more regions, which others take long to plan; least of all in the greedy order.
+_MOST_REGIONS_OF_EQUALS = 512
+_MOST_REGIONS_IN_GREEDY_ORDER = 32
 
 
 def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
     """The name of the strategy with the least makespan by :func:`reshard.simulate`, and what it returns."""
     name, best = "multicast", complete(problem, multicast(problem))
     topology = problem.topology
-    latency = max(topology.latency_seconds, topology.inside_latency_seconds)
-    has_one_rate = _has_one_rate(topology)
-    if len(best) > _MOST_MESSAGES or (has_one_rate and not latency):
+    are_equal = _has_one_rate(topology)
+    costs_nothing = not (topology.latency_seconds or topology.inside_latency_seconds or topology.turn_seconds)
+    if len(best) > _MOST_MESSAGES:
+        return name, best
+    is_large = len(best) > _MOST_MESSAGES_OF_EQUALS or len(problem) > _MOST_REGIONS_OF_EQUALS
+    if are_equal and (costs_nothing or is_large):
         return name, best
     bound = least_seconds(topology, Lanes.of(Classes.of(problem), topology))
-    if has_one_rate and bound >= _MANY_LATENCIES * latency:
-        return name, best
     seconds = _time(problem, best)
-    if seconds <= bound * (1 + _MARGIN):
+    if seconds <= bound * (1 + (_MARGIN_OF_EQUALS if are_equal else _MARGIN)):
         return name, best
     for other, strategy in OTHERS.items():
+        if strategy is broadcast_greedy and are_equal and len(problem) > _MOST_REGIONS_IN_GREEDY_ORDER:
+            continue
         found = complete(problem, strategy(problem))
+        if are_equal and found.first_message[-1] > _MOST_MESSAGES_OF_EQUALS:
+            continue
         taken = _time(problem, found)
         if taken < seconds * (1 - _MARGIN):
             name, best, seconds = other, found, taken

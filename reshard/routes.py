@@ -20,7 +20,7 @@ DIRECT_CHUNK_BYTES = 8 * 2**20
 #: Where such pieces must be packed: four of them fit what a queue of sends may stage of the usual 64 MiB, so that
 #: staging never allows fewer than the window says.
 PACKED_CHUNK_BYTES = 4 * 2**20
-#: Pieces that pass from host to host: small, so that the pipeline fills fast (0.25 to 1 MB measured best).
+#: Pieces that pass from host to host, at most: small, so that the pipeline fills fast.
 TREE_CHUNK_BYTES = 2**20
 #: Regions below this travel together when they follow the same tree.
 SMALL_BYTES = 2**16
@@ -209,7 +209,7 @@ def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Trans
     has_one_hop, crosses = _shapes(routes, problem.topology)
     limit = staging_bytes // STAGING_PARTS
     direct = np.where(problem.is_strided[routes.task], min(PACKED_CHUNK_BYTES, limit), min(DIRECT_CHUNK_BYTES, limit))
-    chunk_bytes = np.where(has_one_hop | ~crosses, direct, min(TREE_CHUNK_BYTES, limit))
+    chunk_bytes = np.where(has_one_hop | ~crosses, direct, np.minimum(_tree_chunks(problem, routes, nbytes), limit))
     chunk_bytes = np.where(is_copy, np.int64(2**62), chunk_bytes)
     bundle_of = _bundle(routes, nbytes, itemsize, is_copy, min(SMALL_BYTES, limit), min(TREE_CHUNK_BYTES, limit))
     order = np.argsort(bundle_of, kind="stable")
@@ -248,6 +248,27 @@ def _shapes(routes: Routes, topology: Topology) -> tuple[np.ndarray, np.ndarray]
     from_root = routes.sender == np.repeat(routes.sender[first], np.diff(routes.edge_at))
     crosses = topology.host_by_rank[routes.sender] != topology.host_by_rank[routes.receiver]
     return np.logical_and.reduceat(from_root, first), np.logical_or.reduceat(crosses, first)
+
+
+def _tree_chunks(problem: Problem, routes: Routes, nbytes: np.ndarray) -> np.ndarray:
+    """``(routes,)`` bytes of a chunk with which what a host sends reaches the last hosts of its trees soonest.
+
+    With h hops behind the first, n chunks take ``n * latency + (n + h) / n * bytes / rate``, least at
+    ``n = sqrt(h * bytes / (rate * latency))``. All that leaves a host counts, as one region follows another.
+    """
+    chunk = np.full(len(routes), TREE_CHUNK_BYTES)
+    topology = problem.topology
+    if not topology.latency_seconds or not len(routes):
+        return chunk
+    hosts, first = topology.host_by_rank, routes.edge_at[:-1]
+    crosses = hosts[routes.sender] != hosts[routes.receiver]
+    home = hosts[routes.sender[first]]
+    leaves = np.logical_or.reduceat(crosses, first)
+    leaving = np.bincount(home[leaves], weights=nbytes[leaves], minlength=topology.num_hosts)
+    slowest = min(nic.egress_bytes_per_second for host in topology.hosts for nic in host.nics)
+    hops = np.maximum(np.add.reduceat(crosses, first) - 1, 1)
+    best = np.sqrt(leaving[home] * slowest * topology.latency_seconds / hops)
+    return np.clip(best, SMALL_BYTES, TREE_CHUNK_BYTES).astype(np.int64)
 
 
 def _bundle(

@@ -10,6 +10,7 @@ import numpy as np
 from reshard.errors import PlanError
 from reshard.fluid import Network, flow
 from reshard.messages import MessageTable, tabulate_messages
+from reshard.order import find_turns
 from reshard.plan import Plan, recvs_ahead
 from reshard.shards import ranges
 from reshard.topology import Topology
@@ -52,7 +53,8 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
     * Buffers: a message stops counting for its sender's window once all but ``send_buffer_bytes`` of it has left.
     * Bursts: NICs and uplinks are token buckets of ``burst_bytes``, full at the start: what they could have passed
       while idle they pass at once later.
-    * Latency: a message first holds its sender's port for the latency, then its bytes flow.
+    * Latency: a message first holds its sender's port for the latency, then its bytes flow. One that enters its host
+      only when another rank's message has ended holds it ``turn_seconds`` longer, while the sender learns of that.
 
     Args:
         plan: what to time. topology: rates and latencies, and who is where; omitted, those of the plan.
@@ -70,14 +72,14 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
     start, finish = np.zeros(len(messages)), np.zeros(len(messages))
     if len(moves):
         try:
-            start[moves], finish[moves] = flow(network_of(messages, moves, topology))
+            start[moves], finish[moves] = flow(network_of(plan, messages, moves, topology))
         except ValueError as error:
             raise PlanError(f"the plan never ends: {error}") from None
     return Timeline(messages, start, finish)
 
 
-def network_of(messages: MessageTable, moves: np.ndarray, topology: Topology) -> Network:
-    """The rows ``moves`` of a table, none of them a copy, as messages on the ports of a topology."""
+def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: Topology) -> Network:
+    """The rows ``moves`` of a plan's messages, none of them a copy, as messages on the ports of a topology."""
     sender, receiver = messages.sender[moves], messages.receiver[moves]
     host = topology.host_by_rank
     inside = (host[sender] == host[receiver]).astype(np.int64)
@@ -91,7 +93,10 @@ def network_of(messages: MessageTable, moves: np.ndarray, topology: Topology) ->
     later = np.repeat(np.arange(len(moves)), num_after)[after >= 0]  # what comes after a copy need not wait
     ports = _Ports(topology)
     paths = [ports.path(a, b) for a, b in pairs.tolist()]
-    hold = [topology.inside_latency_seconds if ports.share_host(a, b) else topology.latency_seconds for a, b in pairs]
+    hold = np.where(inside, topology.inside_latency_seconds, topology.latency_seconds)
+    if topology.turn_seconds:
+        takes_turn = find_turns(plan)[messages.transfer[moves]] & (messages.chunk[moves] == 0)
+        hold = hold + np.where(takes_turn, topology.turn_seconds, 0.0)
     rate = np.array(ports.rates, dtype=np.float64)
     hold_port = np.array([path[0] for path in paths], dtype=np.int64)
     return Network(
@@ -106,7 +111,7 @@ def network_of(messages: MessageTable, moves: np.ndarray, topology: Topology) ->
         port_at=np.cumsum([0] + [len(path) for path in paths]).astype(np.int64),
         port=np.array([port for path in paths for port in path], dtype=np.int64),
         hold_port=hold_port,
-        hold_work=np.array(hold, dtype=np.float64) * rate[hold_port],
+        hold_work=hold * rate[hold_port[stream.ravel()]],
         buffer=np.full(len(paths), float(topology.send_buffer_bytes)),
         rate=rate,
         burst=np.where(ports.are_inside, 0.0, float(topology.burst_bytes)),

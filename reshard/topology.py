@@ -107,6 +107,8 @@ class Topology:
         inside_bytes_per_second: what a rank can send, and at the same time receive, inside its host; None: no limit.
         latency_seconds, inside_latency_seconds: from sending the first byte of a message to its arrival, between
             hosts and inside them; it holds the sender's port.
+        turn_seconds: from the end of a message to the first byte of the next at the same receiving port, where that
+            one comes from another rank and has to wait for it.
         send_buffer_bytes: of each two ranks' connection; a sender is done with what lies in it.
         burst_bytes: what each NIC and uplink saves while it is idle and passes at once later, where links are shaped
             by token buckets.
@@ -122,6 +124,7 @@ class Topology:
     inside_bytes_per_second: float | None = None
     latency_seconds: float = field(default=0.0, kw_only=True)
     inside_latency_seconds: float = field(default=0.0, kw_only=True)
+    turn_seconds: float = field(default=0.0, kw_only=True)
     send_buffer_bytes: int = field(default=0, kw_only=True)
     burst_bytes: int = field(default=0, kw_only=True)
 
@@ -163,7 +166,7 @@ class Topology:
                 "inside_bytes_per_second",
                 check_rate(self.inside_bytes_per_second, "inside_bytes_per_second"),
             )
-        for name in ("latency_seconds", "inside_latency_seconds"):
+        for name in ("latency_seconds", "inside_latency_seconds", "turn_seconds"):
             set_(self, name, _latency(getattr(self, name), name))
         for name in ("send_buffer_bytes", "burst_bytes"):
             size = getattr(self, name)
@@ -190,10 +193,13 @@ class Topology:
 
     @classmethod
     def from_hostnames(cls, hostnames: Sequence[str]) -> Topology:
-        """Number hosts in the order in which their names first appear; one 10 Gbit/s NIC each, 100 us a message."""
+        """Number hosts in the order in which their names first appear; one 10 Gbit/s NIC each.
+
+        A message is taken to cost 100 us, and 200 us more where it waits for its turn.
+        """
         number: dict[str, int] = {}
         host_of_rank = tuple(number.setdefault(name, len(number)) for name in hostnames)
-        return cls(host_of_rank, latency_seconds=MESSAGE_SECONDS)
+        return cls(host_of_rank, latency_seconds=MESSAGE_SECONDS, turn_seconds=2 * MESSAGE_SECONDS)
 
     @classmethod
     def read(cls, path: str | Path) -> Topology:

@@ -12,7 +12,7 @@ from reshard.mesh import MAX_RANK
 from reshard.topology import MAX_HOSTS, TEN_GBIT, Host, Port, Topology, brief, check_indices, check_rate
 
 MAX_TOPOLOGY_BYTES = 2**26
-_NUMBERS = ("latency_seconds", "inside_latency_seconds", "send_buffer_bytes", "burst_bytes")
+_NUMBERS = ("latency_seconds", "inside_latency_seconds", "turn_seconds", "send_buffer_bytes", "burst_bytes")
 
 
 def read_topology(path: str | Path) -> Topology:

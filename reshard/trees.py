@@ -15,15 +15,16 @@ from reshard.shards import NO_RANK
 class _Trees:
     """Builds the trees of broadcasts, one after the other; each byte enters each host once.
 
-    Hosts form a chain that starts behind the sender's host in host order. The device of a host that was entered
-    by the fewest bytes so far passes on to the next host, and along a chain inside its own. On its own host a
-    sender serves every receiver itself as long as it then sends no more than the busiest device there must
+    Hosts form a chain that starts behind the sender's host in host order, pod after pod. The device of a host that
+    was entered by the fewest bytes so far passes on to the next host, and along a chain inside its own. On its own
+    host a sender serves every receiver itself as long as it then sends no more than the busiest device there must
     receive anyway; past that they form a chain too.
     """
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._host_of = problem.topology.host_of_rank
+        self._pod_of = [problem.topology.host(host).pod or 0 for host in range(problem.topology.num_hosts)]
         self._entered: dict[int, int] = {}
         self._sent: dict[int, int] = {}
         arriving = np.zeros(len(self._host_of), dtype=np.int64)
@@ -40,12 +41,10 @@ class _Trees:
             by_host.setdefault(self._host_of[rank], []).append(rank)
         home = self._host_of[sender]
         near = _behind(sender, by_host.pop(home, []))
-        later = sorted(host for host in by_host if host > home)
-        earlier = sorted(host for host in by_host if host < home)
         between: list[tuple[int, int]] = []
         inside: list[tuple[int, int]] = []
         last = sender
-        for host in later + earlier:
+        for host in self.behind(home, by_host):
             entry = min(by_host[host], key=lambda rank: (self._entered.get(rank, 0), rank))
             self._entered[entry] = self._entered.get(entry, 0) + nbytes
             between.append((last, entry))
@@ -58,6 +57,16 @@ class _Trees:
         for passing, _ in between + inside:
             self._sent[passing] = self._sent.get(passing, 0) + nbytes
         return between + inside
+
+    def behind(self, home: int, hosts: Iterable[int]) -> list[int]:
+        """Other hosts, the next higher one first and going round; those of the own pod before those of the next."""
+        pods = len(self._problem.topology.pods)
+
+        def place(host: int) -> tuple[int, bool, int]:
+            away = (self._pod_of[host] - self._pod_of[home]) % pods if pods else 0
+            return away, host < home, host
+
+        return sorted(hosts, key=place)
 
 
 def _behind(first: int, ranks: list[int]) -> list[int]:

@@ -13,6 +13,7 @@ from strategies_of_cases import cases
 from reshard import Layout, Mesh, Topology, lower_bound, make_plan, simulate
 from reshard.fluid import flow_native, flow_python
 from reshard.messages import tabulate_messages
+from reshard.order import find_turns
 from reshard.plan import expand_messages, message_nbytes
 from reshard.plan_text import parse_plan
 from reshard.simulation import network_of
@@ -146,8 +147,8 @@ def test_native_and_twin_agree_and_no_plan_beats_the_bound(
             topology, hosts=hosts, nic_of_rank=(), pods=(Port.of(1e8), Port(2e8, 3e8)) if in_pods else ()
         )
     topology = replace(
-        topology, latency_seconds=latency, inside_latency_seconds=latency / 2, inside_bytes_per_second=inside,
-        send_buffer_bytes=buffer, burst_bytes=burst,
+        topology, latency_seconds=latency, inside_latency_seconds=latency / 2, turn_seconds=latency / 3,
+        inside_bytes_per_second=inside, send_buffer_bytes=buffer, burst_bytes=burst,
     )  # fmt: skip
     plan = make_plan(src, dst, shape, "float32", strategy=strategy, topology=topology, staging_bytes=2**16)
     makespan = simulate(plan).makespan_seconds
@@ -155,7 +156,7 @@ def test_native_and_twin_agree_and_no_plan_beats_the_bound(
     messages = tabulate_messages(plan)
     moves = np.flatnonzero(messages.sender != messages.receiver)
     if len(moves):
-        network = network_of(messages, moves, plan.topology)
+        network = network_of(plan, messages, moves, plan.topology)
         start, finish = flow_python(network)
         assert finish.max() == pytest.approx(makespan, rel=1e-12)
         assert (start <= finish).all()
@@ -169,8 +170,9 @@ def test_native_refuses_what_would_lead_outside_its_arrays():
     if flow_native is None:
         pytest.skip("native code is not built")
     src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2))
-    messages = tabulate_messages(make_plan(src, dst, (8,), "int8"))
-    network = network_of(messages, np.arange(len(messages)), Topology((0, 1, 2, 3)))
+    plan = make_plan(src, dst, (8,), "int8")
+    messages = tabulate_messages(plan)
+    network = network_of(plan, messages, np.arange(len(messages)), Topology((0, 1, 2, 3)))
     for name in ("queue", "stream", "receiver", "port", "hold_port"):
         wrong = getattr(network, name).copy()
         wrong[0] = 10**6
@@ -186,8 +188,21 @@ def test_thousands_of_receivers_of_one_sender():
     src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(3000, first_rank=1), "S0")
     plan = make_plan(src, dst, (12000,), "int8", topology=topology, strategy="send_recv")
     messages = tabulate_messages(plan)
-    network = network_of(messages, np.arange(len(messages)), topology)
+    network = network_of(plan, messages, np.arange(len(messages)), topology)
     _, finish = flow_python(network)
     assert finish.max() == pytest.approx(12000 / 1.25e9)
     if flow_native is not None:
         assert (finish == flow_native(network)[1]).all()
+
+
+def test_turns_at_a_receiver_are_charged():
+    """Two hosts send one half each to a third; the chunks that change sides there wait for a turn."""
+    topology = Topology((0, 1, 2))
+    src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(1, first_rank=2))
+    plan = make_plan(src, dst, (2**22,), "float32", topology=topology, strategy="multicast")
+    turns = int(find_turns(plan).sum())
+    assert turns >= 1
+    took = [simulate(plan, replace(topology, turn_seconds=turn)).makespan_seconds for turn in (0.0, 1e-3)]
+    assert took[1] - took[0] == pytest.approx(turns * 1e-3, rel=1e-6)
+    alone = make_plan(Layout(Mesh.of(1)), Layout(Mesh.of(1, first_rank=2)), (2**22,), "float32", topology=topology)
+    assert not find_turns(alone).any()
