@@ -23,9 +23,9 @@ QUEUE_MILLISECONDS = 100
 #: Send buffers hold 2 ms of a gigabit link, about what the usual 4 MB hold of a fast one. With 4 MB a sender would be
 #: done with several messages before the first of them has left its host, and no window would mean anything.
 SEND_BUFFER_BYTES = 262144
-#: What planners are told that a message costs for each host, as all of them share the processors: with 0 they would
+#: What planners are told that a message costs for each rank, as all of them share the processors: with 0 they would
 #: cut regions into so many chunks that the processors, not the links, were busy.
-MESSAGE_SECONDS_OF_HOST = 5e-5
+MESSAGE_SECONDS_OF_RANK = 2e-5
 #: And for its turn at its receiver, with all hosts at work. Predictions do not use either, but what was measured.
 TURN_SECONDS = 8e-4
 TCP_SETTINGS = (
@@ -173,6 +173,6 @@ def nominal(topology: Topology) -> Topology:
         pods=tuple(carried(pod) for pod in topology.pods),
         send_buffer_bytes=SEND_BUFFER_BYTES,
         burst_bytes=round(BURST_BYTES * PAYLOAD_SHARE),
-        latency_seconds=MESSAGE_SECONDS_OF_HOST * topology.num_hosts,
+        latency_seconds=MESSAGE_SECONDS_OF_RANK * len(topology.host_of_rank),
         turn_seconds=TURN_SECONDS,
     )
