@@ -7,6 +7,7 @@
     ├── LayoutError          a spec or a set of regions that does not fit its mesh or its tensor
     │   └── PartialError     a placement with a pending reduction, which is not supported
     ├── PlanError            a plan that does not deliver, or a text that is not a plan
+    ├── ScheduleError        a schedule that does not fit its pipeline or never ends, or a text that is not one
     ├── TopologyError        a description of hosts and links that does not fit the ranks
     ├── ArgumentError        a call whose tensors, shapes, dtypes or keywords do not fit its layouts
     ├── DisagreementError    ranks that called with different arguments
@@ -38,6 +39,10 @@ class PartialError(LayoutError):
 
 class PlanError(ReshardError, ValueError):
     """A plan that does not deliver what it must, or a text that is not a plan."""
+
+
+class ScheduleError(ReshardError, ValueError):
+    """A schedule that does not fit its pipeline or never ends, or a text that is not a schedule."""
 
 
 class TopologyError(ReshardError, ValueError):

@@ -1,0 +1,219 @@
+"""Our schedule: as deep as its own communication needs, within a memory limit, backwards split where that gains."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from reshard.errors import ArgumentError, ScheduleError
+
+from .builders import check_microbatches, eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
+from .greedy import Policy, order_greedily
+from .pipeline import Pipeline
+from .schedule import Schedule
+from .simulation import simulate
+from .transfers import add_transfers
+
+NAME = "fitted"
+#: Makespans that differ by less are equal, and then memory decides.
+_SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class _Found:
+    schedule: Schedule
+    policy: Policy | None  # None: one of the known schedules
+    seconds: float
+    peak_bytes: int
+
+    def beats(self, other: _Found | None) -> bool:
+        if other is None:
+            return True
+        if abs(self.seconds - other.seconds) > _SAME * other.seconds:
+            return self.seconds < other.seconds
+        return self.peak_bytes < other.peak_bytes
+
+
+def fitted(
+    pipeline: Pipeline,
+    num_microbatches: int,
+    *,
+    memory_limit_bytes: int | None = None,
+    row_of_stage: Sequence[int] | None = None,
+    can_split: bool = True,
+) -> Schedule:
+    """The fastest schedule found for a pipeline by :func:`simulate`, of several as fast the one that keeps least.
+
+    Each stage needs as many microbatches in flight as fit the time from its forward to its backward, transfers
+    included, at the pace of the slowest stage or link. With that depth, and around it, orders are found by running the
+    pipeline forward in time under a few policies; depths are lowered, and backwards left whole, where nothing is lost.
+    The schedules of :mod:`~reshard.scheduler.builders` that keep as little are candidates too, so none is faster.
+
+    Args:
+        memory_limit_bytes: of the activations that a device keeps at once; omitted, no stage has more microbatches in
+            flight than its communication needs: where that is free, those of 1F1B. row_of_stage: who computes what;
+            omitted, one stage per row. can_split: whether backwards may be done in halves.
+
+    Raises:
+        ArgumentError: no microbatch, or rows that are not numbered from 0. ScheduleError: not even one microbatch at a
+            time fits the limit.
+    """
+    check_microbatches(num_microbatches)
+    rows = tuple(range(len(pipeline.stages))) if row_of_stage is None else tuple(row_of_stage)
+    if len(rows) != len(pipeline.stages) or set(rows) != set(range(max(rows) + 1)):
+        raise ArgumentError(f"rows {list(rows)}: each of {len(pipeline.stages)} stages needs one, numbered from 0")
+    depths_tried = [tuple(min(d, num_microbatches) for d in depths) for depths in _depths(pipeline)]
+    most = depths_tried[-1] if memory_limit_bytes is None else (num_microbatches,) * len(rows)
+    if memory_limit_bytes is not None:
+        depths_tried += [tuple(min(d + 1, num_microbatches) for d in depths) for depths in depths_tried] + [most]
+    search = _Search(pipeline, num_microbatches, rows, memory_limit_bytes, most)
+    for schedule in _known(pipeline, num_microbatches, rows, can_split):
+        search.look_at(schedule, None)
+    for depths in depths_tried:
+        for policy in _policies(depths, can_split):
+            search.try_policy(policy)
+    if search.best is None:
+        raise ScheduleError(
+            f"no schedule keeps at most {memory_limit_bytes:,} bytes of activations; one microbatch takes "
+            f"{max(stage.activation_bytes for stage in pipeline.stages):,}"
+        )
+    search.improve()
+    return replace(search.best.schedule, name=NAME)
+
+
+class _Search:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        num_microbatches: int,
+        rows: tuple[int, ...],
+        memory_limit_bytes: int | None,
+        most_in_flight: tuple[int, ...],
+    ) -> None:
+        self.pipeline, self.num, self.rows = pipeline, num_microbatches, rows
+        self.limit, self.most = memory_limit_bytes, most_in_flight
+        self.best: _Found | None = None
+        self.tried: set[Policy] = set()
+
+    def look_at(self, schedule: Schedule, policy: Policy | None) -> bool:
+        """Keep it if it is the best so far; returns whether it is."""
+        peaks = schedule.peak_bytes(self.pipeline)
+        if self.limit is not None and max(peaks) > self.limit:
+            return False
+        if any(depth > most for depth, most in zip(schedule.in_flight, self.most, strict=True)):
+            return False
+        try:
+            seconds = simulate(schedule, self.pipeline).makespan_seconds
+        except ScheduleError:
+            return False
+        found = _Found(schedule, policy, seconds, sum(peaks))
+        if not found.beats(self.best):
+            return False
+        self.best = found
+        return True
+
+    def try_policy(self, policy: Policy) -> bool:
+        policy = replace(policy, most_in_flight=self.within_limit(policy.most_in_flight))
+        if policy in self.tried or min(policy.most_in_flight) < 1:
+            return False
+        self.tried.add(policy)
+        order = order_greedily(self.pipeline, self.num, self.rows, policy)
+        if sum(map(len, order)) != sum(3 if split else 2 for split in policy.splits) * self.num:
+            return False  # it came to a halt: a row was full of what waits for another stage of it
+        return self.look_at(add_transfers(NAME, order, self.pipeline, self.rows, self.num), policy)
+
+    def within_limit(self, depths: tuple[int, ...]) -> tuple[int, ...]:
+        """Depths lowered so that what a row keeps fits; the deepest stage of a row gives way first."""
+        if self.limit is None:
+            return depths
+        lowered = list(depths)
+        for row in set(self.rows):
+            stages = [stage for stage, its in enumerate(self.rows) if its == row]
+            kept = [self.pipeline.stages[stage].activation_bytes for stage in stages]
+            while sum(lowered[s] * k for s, k in zip(stages, kept, strict=True)) > self.limit:
+                deepest = max(stages, key=lambda s: lowered[s])
+                if lowered[deepest] < 1:
+                    break
+                lowered[deepest] -= 1
+        return tuple(lowered)
+
+    def improve(self) -> None:
+        """Lower depths and join backwards again while nothing is lost; deepen where something is gained."""
+        moved = True
+        while moved and self.best is not None and self.best.policy is not None:
+            moved = False
+            for change in self.changes(self.best.policy):
+                if self.try_policy(change):
+                    moved = True
+                    break
+
+    def changes(self, policy: Policy) -> Iterable[Policy]:
+        for stage in range(len(self.rows)):
+            for step in (-1, 1):
+                depths = list(policy.most_in_flight)
+                depths[stage] += step
+                if 1 <= depths[stage] <= self.most[stage]:
+                    yield replace(policy, most_in_flight=tuple(depths))
+            if policy.splits[stage]:
+                whole = tuple(split and other != stage for other, split in enumerate(policy.splits))
+                yield replace(policy, splits=whole)
+
+
+def _known(pipeline: Pipeline, num_microbatches: int, rows: tuple[int, ...], can_split: bool) -> Iterable[Schedule]:
+    num = len(rows)
+    if rows == tuple(range(num)):
+        builders: list[Callable[[Pipeline, int], Schedule]] = [one_f_one_b, eager_1f1b, gpipe]
+        for build in [*builders, zero_bubble] if can_split else builders:
+            yield build(pipeline, num_microbatches)
+    num_rows = max(rows) + 1
+    deals_out = num > num_rows and rows == tuple(stage % num_rows for stage in range(num))
+    if deals_out and num % num_rows == 0 and num_microbatches % num_rows == 0:
+        yield interleaved_1f1b(pipeline, num_microbatches, num_rows)
+
+
+def _policies(depths: tuple[int, ...], can_split: bool) -> Iterable[Policy]:
+    num = len(depths)
+    yield Policy(depths, (False,) * num)
+    yield Policy(depths, (False,) * num, forward_first=True)
+    if can_split:
+        for forward_first, weights_first, patience in itertools.product((False, True), (False, True), (0.0, 0.5, 1.0)):
+            yield Policy(depths, (True,) * num, forward_first, weights_first, patience)
+
+
+def _depths(pipeline: Pipeline) -> list[tuple[int, ...]]:
+    """How many microbatches each stage needs in flight: at least, by its round trip, and with some for each boundary.
+
+    The second is the rule: a boundary with k forwards more in flight than the next one hides its crossings if k - 1 of
+    them take the stages as long as the crossings.
+    """
+    stages, num = pipeline.stages, len(pipeline.stages)
+    pace = max([stage.forward_seconds + stage.backward_seconds for stage in stages] + _link_seconds(pipeline))
+    round_trip = [0.0] * num
+    by_rule = [1] * num
+    for s in reversed(range(num)):
+        beyond = 0.0
+        for d in pipeline.outputs[s]:
+            edge = pipeline.edge_between[s, d]
+            crossing = edge.forward_seconds + edge.backward_seconds
+            beyond = max(beyond, crossing + round_trip[d])
+            by_rule[s] = max(by_rule[s], by_rule[d] + 1 + (math.ceil(crossing / pace - 1e-9) if pace else 0))
+        round_trip[s] = beyond + stages[s].forward_seconds + stages[s].backward_seconds
+    exact = [max(1, math.ceil(trip / pace - 1e-9)) if pace else 1 for trip in round_trip]
+    return [tuple(exact), tuple(by_rule)]
+
+
+def _link_seconds(pipeline: Pipeline) -> list[float]:
+    """What one microbatch takes of each channel and of each link that channels share."""
+    busy: dict[str, float] = {}
+    alone: list[float] = []
+    for edge in pipeline.edges:
+        for seconds, loads in (
+            (edge.forward_seconds, edge.forward_loads),
+            (edge.backward_seconds, edge.backward_loads),
+        ):
+            alone.append(seconds)
+            for link, part in loads:
+                busy[link] = busy.get(link, 0.0) + part
+    return [*alone, *busy.values()]

@@ -1,0 +1,156 @@
+"""Schedules as text, both ways, and as the CSV of torch.distributed.pipelining.
+
+::
+
+    1f1b: 2 microbatches, stages on rows 0 1
+    0: 0F0 0SEND_F0>1 0F1 ...
+    1: 1RECV_F0<0 1F0 ...
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+
+from reshard.errors import ScheduleError
+
+from .pipeline import Pipeline
+from .schedule import Action, Kind, Schedule
+
+_MOST_ACTIONS = 1_000_000
+_HEADER = re.compile(
+    r"(?P<name>[^:\n]{1,100}): (?P<num>\d{1,7}) microbatches, stages on rows (?P<rows>\d{1,5}( \d{1,5})*)"
+)
+_ACTION = re.compile(
+    r"(?P<stage>\d{1,5})(?P<kind>SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(?P<microbatch>\d{1,7})"
+    r"(?:(?P<way>[<>])(?P<other>\d{1,5}))?(?P<blocks>!)?"
+)
+
+
+def format_schedule(schedule: Schedule) -> str:
+    """A schedule as text that :func:`parse_schedule` reads."""
+    lines = [
+        f"{schedule.name}: {schedule.num_microbatches} microbatches, "
+        f"stages on rows {' '.join(map(str, schedule.row_of_stage))}"
+    ]
+    lines += [f"{row}: {' '.join(map(str, actions))}".rstrip() for row, actions in enumerate(schedule.rows)]
+    return "\n".join(lines) + "\n"
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The inverse of :func:`format_schedule`.
+
+    Raises:
+        ScheduleError: a line that cannot be read; it is not checked whether the schedule makes sense.
+    """
+    lines = [line for line in text.splitlines() if line.strip()]
+    header = _HEADER.fullmatch(lines[0].strip()) if lines else None
+    if header is None:
+        raise ScheduleError(
+            f"line 1: {lines[0][:80] if lines else ''!r} is no header like '1f1b: 8 microbatches, stages on rows 0 1'"
+        )
+    row_of_stage = tuple(map(int, header["rows"].split()))
+    rows = []
+    total = 0
+    for number, line in enumerate(lines[1:]):
+        row, _, rest = line.partition(":")
+        if row.strip() != str(number):
+            raise ScheduleError(f"line {number + 2}: row {number} is expected, not {row[:40]!r}")
+        words = rest.split()
+        total += len(words)
+        if total > _MOST_ACTIONS:
+            raise ScheduleError(f"more than {_MOST_ACTIONS:,} actions")
+        rows.append(tuple(parse_action(word) for word in words))
+    return Schedule(header["name"], tuple(rows), row_of_stage, int(header["num"]))
+
+
+def parse_action(word: str) -> Action:
+    """One action as it prints.
+
+    Raises:
+        ScheduleError: it is none.
+    """
+    found = _ACTION.fullmatch(word)
+    if found is None:
+        raise ScheduleError(f"{word[:40]!r} is no action like 0F3, 0SEND_F3>1 or 1RECV_F3<0")
+    kind = Kind(found["kind"])
+    if kind.is_transfer != (found["other"] is not None) or (found["blocks"] and not kind.is_transfer):
+        raise ScheduleError(f"{word!r}: transfers, and only they, name another stage and may block")
+    if kind.is_transfer and (found["way"] == ">") != kind.is_send:
+        raise ScheduleError(f"{word!r}: what is sent goes > to a stage, what is received comes < from one")
+    other = None if found["other"] is None else int(found["other"])
+    return Action(kind, int(found["stage"]), int(found["microbatch"]), other, bool(found["blocks"]))
+
+
+def to_torch_csv(schedule: Schedule, *, transfers: bool = True) -> str:
+    """The CSV that torch's pipeline runtime loads: one line per row, actions without the stages at other ends.
+
+    Raises:
+        ScheduleError: a transfer between stages that are not neighbours, or one that blocks; torch has neither.
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for row in schedule.rows:
+        words = []
+        for action in row:
+            if action.kind.is_transfer:
+                if not transfers:
+                    continue
+                if action.blocks or abs(action.stage - (action.other or 0)) != 1:
+                    raise ScheduleError(
+                        f"{action}: torch's text has transfers between neighbours only, none that block"
+                    )
+            words.append(f"{action.stage}{action.kind}{action.microbatch}")
+        writer.writerow(words)
+    return out.getvalue()
+
+
+def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedule:
+    """A schedule from torch's CSV, with its transfers if it has some and those of the pipeline's edges if not.
+
+    Raises:
+        ScheduleError: a cell that is no action, or a row that no stage belongs to.
+    """
+    from .transfers import add_transfers
+
+    rows: list[list[Action]] = []
+    for cells in csv.reader(io.StringIO(text)):
+        rows.append([_from_torch(cell.strip()) for cell in cells if cell.strip()])
+        if sum(map(len, rows)) > _MOST_ACTIONS:
+            raise ScheduleError(f"more than {_MOST_ACTIONS:,} actions")
+    row_of: dict[int, int] = {}
+    for row, actions in enumerate(rows):
+        for action in actions:
+            if row_of.setdefault(action.stage, row) != row:
+                raise ScheduleError(f"stage {action.stage} is on rows {row_of[action.stage]} and {row}")
+    if sorted(row_of) != list(range(len(pipeline.stages))):
+        raise ScheduleError(f"the text has stages {sorted(row_of)}, the pipeline 0 to {len(pipeline.stages) - 1}")
+    row_of_stage = tuple(row_of[stage] for stage in range(len(row_of)))
+    num = 1 + max(action.microbatch for row in rows for action in row)
+    if any(action.kind.is_transfer for row in rows for action in row):
+        return Schedule(name, tuple(map(tuple, rows)), row_of_stage, num)
+    return add_transfers(name, rows, pipeline, row_of_stage, num)
+
+
+#: Where torch's transfer of a stage leads.
+_TORCH_STEP = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
+_TORCH = re.compile(r"(\d{1,5})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,7})")
+
+
+def _from_torch(cell: str) -> Action:
+    found = _TORCH.fullmatch(cell)
+    if found is None:
+        raise ScheduleError(f"{cell[:40]!r} is no action of torch's text that is known here, like 0F3, 1SEND_B2 or 1W4")
+    kind, stage = Kind(found[2]), int(found[1])
+    other = stage + _TORCH_STEP[kind] if kind.is_transfer else None
+    return Action(kind, stage, int(found[3]), other)
+
+
+def grid(schedule: Schedule, rows: Sequence[int] | None = None) -> str:
+    """Computations alone, one row per line, for people."""
+    shown = range(len(schedule.rows)) if rows is None else rows
+    return "\n".join(
+        f"{row}: " + " ".join(str(a) for a in schedule.rows[row] if not a.kind.is_transfer) for row in shown
+    )

@@ -1,0 +1,153 @@
+"""What a schedule is made for: stages, what passes between them, and what each costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from reshard.errors import ArgumentError
+from reshard.plan import TensorSpec
+
+#: Seconds for which one crossing keeps each link busy, by the link's name.
+Loads = tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the model that one set of devices computes.
+
+    Args:
+        forward_seconds: of one microbatch. input_grad_seconds, weight_grad_seconds: the two halves of its backward:
+            the gradient of what came in, which earlier stages wait for, and that of the weights.
+        activation_bytes: what a device keeps of one microbatch from its forward to the end of its backward.
+        name: for people.
+
+    Raises:
+        ArgumentError: a cost is negative or no number.
+    """
+
+    forward_seconds: float
+    input_grad_seconds: float
+    weight_grad_seconds: float
+    activation_bytes: int = 1
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for cost in ("forward_seconds", "input_grad_seconds", "weight_grad_seconds", "activation_bytes"):
+            _check_cost(f"{cost} of stage {self.name!r}" if self.name else cost, getattr(self, cost))
+
+    @property
+    def backward_seconds(self) -> float:
+        """Both halves together."""
+        return self.input_grad_seconds + self.weight_grad_seconds
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What stage ``src`` passes to stage ``dst`` in the forward of a microbatch; its gradient goes the other way.
+
+    Args:
+        src, dst: stages. forward_seconds, backward_seconds: of one crossing with its links to itself.
+        forward_loads, backward_loads: what a crossing takes of links that others use too; omitted, it has its own.
+        tensors: what moves, with its layouts on both sides; empty where only the costs are known.
+
+    Raises:
+        ArgumentError: a cost is negative or no number; a link would be busy for longer than the crossing lasts.
+    """
+
+    src: int
+    dst: int
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    forward_loads: Loads = ()
+    backward_loads: Loads = ()
+    tensors: tuple[TensorSpec, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for direction in ("forward", "backward"):
+            seconds = getattr(self, f"{direction}_seconds")
+            _check_cost(f"{direction}_seconds of edge {self.src} -> {self.dst}", seconds)
+            for link, busy in getattr(self, f"{direction}_loads"):
+                _check_cost(f"the load of link {link}", busy)
+                if busy > seconds * (1 + 1e-9):
+                    raise ArgumentError(
+                        f"edge {self.src} -> {self.dst}: link {link} is busy for {busy:g} s "
+                        f"of a crossing of {seconds:g} s"
+                    )
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages and the edges between any two of them, forward only; no two edges join the same two stages.
+
+    Raises:
+        ArgumentError: no stage; an edge that names one that does not exist, leads backwards, or is there twice.
+    """
+
+    stages: tuple[Stage, ...]
+    edges: tuple[Edge, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self.stages))
+        object.__setattr__(self, "edges", tuple(sorted(self.edges, key=lambda edge: (edge.src, edge.dst))))
+        if not self.stages:
+            raise ArgumentError("a pipeline has at least one stage")
+        for edge in self.edges:
+            if not 0 <= edge.src < edge.dst < len(self.stages):
+                raise ArgumentError(
+                    f"edge {edge.src} -> {edge.dst} must lead forward between stages 0 to {len(self.stages) - 1}"
+                )
+        if len(self.edge_between) < len(self.edges):
+            raise ArgumentError("two edges join the same two stages; put their tensors into one")
+
+    @classmethod
+    def of_costs(
+        cls,
+        forward: Sequence[float],
+        backward: Sequence[float],
+        communication: Sequence[float],
+        *,
+        weight_grad_part: float = 0.5,
+    ) -> Pipeline:
+        """A chain of stages from seconds alone.
+
+        Args:
+            forward, backward: of one microbatch on each stage. communication: of one crossing of each boundary, the
+                same in both directions. weight_grad_part: of the backward.
+        """
+        if not len(forward) == len(backward) == len(communication) + 1:
+            raise ArgumentError(
+                f"{len(forward)} stages have {len(backward)} backwards and {len(communication)} boundaries; "
+                "there must be as many backwards and one boundary less"
+            )
+        stages = [
+            Stage(f, b * (1 - weight_grad_part), b * weight_grad_part) for f, b in zip(forward, backward, strict=True)
+        ]
+        return cls(tuple(stages), tuple(Edge(i, i + 1, c, c) for i, c in enumerate(communication)))
+
+    @cached_property
+    def edge_between(self) -> dict[tuple[int, int], Edge]:
+        """Edges by their two stages."""
+        return {(edge.src, edge.dst): edge for edge in self.edges}
+
+    @cached_property
+    def inputs(self) -> tuple[tuple[int, ...], ...]:
+        """Of each stage the stages it gets something from."""
+        return tuple(tuple(e.src for e in self.edges if e.dst == s) for s in range(len(self.stages)))
+
+    @cached_property
+    def outputs(self) -> tuple[tuple[int, ...], ...]:
+        """Of each stage the stages it gives something to."""
+        return tuple(tuple(e.dst for e in self.edges if e.src == s) for s in range(len(self.stages)))
+
+    def ideal_seconds(self, num_microbatches: int) -> float:
+        """What 1F1B takes where communication costs nothing and all stages are as slow as the slowest."""
+        slowest = max(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
+        return (num_microbatches + len(self.stages) - 1) * slowest
+
+
+def _check_cost(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ArgumentError(f"{what} is {value!r}; it must be a number from 0 on")

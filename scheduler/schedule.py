@@ -1,0 +1,123 @@
+"""Schedules as values: what each row of devices does, in order."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from .pipeline import Pipeline
+
+
+class Kind(enum.StrEnum):
+    """What an action does. ``B`` is a whole backward, ``I`` and ``W`` are its halves."""
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741 the field's name for it
+    W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether it moves something between stages."""
+        return self in _TRANSFERS
+
+    @property
+    def is_send(self) -> bool:
+        """Whether it is the sender's end of a transfer."""
+        return self in (Kind.SEND_F, Kind.SEND_B)
+
+
+_TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+#: By how much an action changes what is kept: microbatches begun and not finished.
+_KEPT = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a row does: compute for a microbatch of a stage, or start one end of a transfer.
+
+    ``other`` is the stage at the other end. A transfer goes on by itself: a send is never waited for, a receive by the
+    computation that needs it. One that ``blocks`` is waited for at once, and starts only when both ends have come.
+
+    Printed as ``0F3``, ``0SEND_F3>1``, ``1RECV_F3<0``, with a ``!`` behind those that block.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    other: int | None = None
+    blocks: bool = False
+
+    def __str__(self) -> str:
+        text = f"{self.stage}{self.kind}{self.microbatch}"
+        if self.other is not None:
+            text += f"{'>' if self.kind.is_send else '<'}{self.other}"
+        return text + "!" * self.blocks
+
+    @property
+    def channel(self) -> Channel:
+        """The transfers that it stands in line with."""
+        assert self.other is not None
+        ends = (self.stage, self.other) if self.kind.is_send else (self.other, self.stage)
+        return Channel(*ends, self.kind in (Kind.SEND_F, Kind.RECV_F))
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """All crossings of one edge in one direction; they pass one after the other, in the order of both ends."""
+
+    sender: int
+    receiver: int
+    is_forward: bool
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each row of devices does, in order; a row computes one stage or several.
+
+    Attributes:
+        name: of the builder and passes that made it. rows: the actions of each row. row_of_stage: who computes what.
+        num_microbatches: of each stage.
+    """
+
+    name: str
+    rows: tuple[tuple[Action, ...], ...]
+    row_of_stage: tuple[int, ...]
+    num_microbatches: int
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return len(self.row_of_stage)
+
+    def __iter__(self) -> Iterator[tuple[int, Action]]:
+        for row, actions in enumerate(self.rows):
+            for action in actions:
+                yield row, action
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """Of each stage the most microbatches that it has begun and not finished."""
+        now, most = [0] * self.num_stages, [0] * self.num_stages
+        for _, action in self:
+            now[action.stage] += _KEPT.get(action.kind, 0)
+            most[action.stage] = max(most[action.stage], now[action.stage])
+        return tuple(most)
+
+    def peak_bytes(self, pipeline: Pipeline) -> tuple[int, ...]:
+        """Of each row the most activations that a device keeps at once."""
+        now, most = [0] * len(self.rows), [0] * len(self.rows)
+        for row, action in self:
+            now[row] += _KEPT.get(action.kind, 0) * pipeline.stages[action.stage].activation_bytes
+            most[row] = max(most[row], now[row])
+        return tuple(most)
+
+    def __str__(self) -> str:
+        """One row per line; see :mod:`reshard.scheduler.notation`."""
+        return "\n".join(" ".join(map(str, actions)) for actions in self.rows)

@@ -1,0 +1,73 @@
+"""Puts transfers among the computations of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .pipeline import Pipeline
+from .schedule import Action, Kind, Schedule
+
+#: Receives that a stage has posted on a channel beyond the one that its next computation needs: one under way and one
+#: behind it keep the channel busy.
+RECVS_AHEAD = 2
+
+
+def add_transfers(
+    name: str,
+    rows: Sequence[Sequence[Action]],
+    pipeline: Pipeline,
+    row_of_stage: Sequence[int],
+    num_microbatches: int,
+    *,
+    recvs_ahead: int = RECVS_AHEAD,
+) -> Schedule:
+    """A schedule with every send right after its producer, and every receive ahead of its consumer.
+
+    Args:
+        rows: computations alone. recvs_ahead: how many a stage posts on a channel before it needs the first.
+    """
+    return Schedule(
+        name,
+        tuple(tuple(_with_transfers(row, pipeline, row_of_stage, recvs_ahead)) for row in rows),
+        tuple(row_of_stage),
+        num_microbatches,
+    )
+
+
+def _with_transfers(
+    row: Sequence[Action], pipeline: Pipeline, row_of_stage: Sequence[int], recvs_ahead: int
+) -> list[Action]:
+    recvs: dict[int, list[Action]] = {}  # by the place of the computation that they stand before
+    places: dict[tuple[int, int, Kind], list[int]] = {}  # of what needs something from a channel
+    for place, action in enumerate(row):
+        for other, kind in _needs(action, pipeline):
+            if row_of_stage[other] != row_of_stage[action.stage]:
+                before = places.setdefault((action.stage, other, kind), [])
+                # posted when the computation so many before it on this channel begins
+                at = before[-recvs_ahead] if len(before) >= recvs_ahead else 0
+                recvs.setdefault(at, []).append(Action(kind, action.stage, action.microbatch, other))
+                before.append(place)
+    out: list[Action] = []
+    for place, action in enumerate(row):
+        out += recvs.get(place, [])
+        out.append(action)
+        for other, kind in _gives(action, pipeline):
+            if row_of_stage[other] != row_of_stage[action.stage]:
+                out.append(Action(kind, action.stage, action.microbatch, other))
+    return out
+
+
+def _needs(action: Action, pipeline: Pipeline) -> list[tuple[int, Kind]]:
+    if action.kind is Kind.F:
+        return [(other, Kind.RECV_F) for other in pipeline.inputs[action.stage]]
+    if action.kind in (Kind.B, Kind.I):
+        return [(other, Kind.RECV_B) for other in pipeline.outputs[action.stage]]
+    return []
+
+
+def _gives(action: Action, pipeline: Pipeline) -> list[tuple[int, Kind]]:
+    if action.kind is Kind.F:
+        return [(other, Kind.SEND_F) for other in pipeline.outputs[action.stage]]
+    if action.kind in (Kind.B, Kind.I):
+        return [(other, Kind.SEND_B) for other in pipeline.inputs[action.stage]]
+    return []

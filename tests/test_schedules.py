@@ -1,0 +1,263 @@
+"""Schedules: what they must do, what they take beside known figures, faults planted in them, their text."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reshard.scheduler.builders import (
+    eager_1f1b,
+    from_warmups,
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    zero_bubble,
+)
+from reshard.scheduler.check import check_schedule
+from reshard.scheduler.fitted import fitted
+from reshard.scheduler.notation import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
+from reshard.scheduler.pipeline import Edge, Pipeline, Stage
+from reshard.scheduler.schedule import Action, Kind
+from reshard.scheduler.simulation import simulate
+
+from reshard.errors import ArgumentError, ScheduleError
+
+BUILDERS = [gpipe, one_f_one_b, eager_1f1b, zero_bubble]
+
+
+def chain(*communication, forward=1.0, backward=2.0):
+    num = len(communication) + 1
+    return Pipeline.of_costs([forward] * num, [backward] * num, communication)
+
+
+@st.composite
+def pipelines(draw, most_stages=4):
+    """Unequal costs, a chain with skips, some links shared by all."""
+    num = draw(st.integers(1, most_stages))
+    costs = st.sampled_from([0.5, 1.0, 1.5, 3.0])
+    stages = [Stage(draw(costs), draw(costs), draw(costs), draw(st.integers(1, 3))) for _ in range(num)]
+    pairs = [(i, i + 1) for i in range(num - 1)]
+    pairs += [(i, j) for i in range(num) for j in range(i + 2, num) if draw(st.integers(0, 3)) == 0]
+    crossing = st.sampled_from([0.0, 0.25, 1.0, 2.5])
+    edges = []
+    for i, j in pairs:
+        there, back, shares = draw(crossing), draw(crossing), draw(st.sampled_from([0.0, 0.5, 1.0]))
+        loads = [(("net", seconds * shares),) if shares else () for seconds in (there, back)]
+        edges.append(Edge(i, j, there, back, *loads))
+    return Pipeline(tuple(stages), tuple(edges))
+
+
+@pytest.mark.parametrize(
+    ("communication", "num", "build", "ratio"),
+    [
+        ((0.5,), 32, one_f_one_b, 1.162),
+        ((0.5,), 32, eager_1f1b, 1.010),
+        ((1.5,), 32, one_f_one_b, 1.485),
+        ((1.5,), 32, eager_1f1b, 1.030),
+        ((0.1, 2.5, 0.1), 64, one_f_one_b, 1.799),
+        ((0.1, 2.5, 0.1), 64, eager_1f1b, 1.230),
+        ((2.5, 2.5, 2.5), 64, one_f_one_b, 2.244),
+        ((2.5, 2.5, 2.5), 64, eager_1f1b, 1.343),
+    ],
+)
+def test_known_schedules_take_what_others_found(communication, num, build, ratio):
+    """The figures are those of docs/algorithms.md, found with another simulator."""
+    pipeline = chain(*communication)
+    took = simulate(build(pipeline, num), pipeline).makespan_seconds / pipeline.ideal_seconds(num)
+    assert took == pytest.approx(ratio, abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("communication", "num", "ratio"),
+    [((1.5,), 32, 1.03), ((0.1, 2.5, 0.1), 64, 1.03), ((2.5, 2.5, 2.5), 64, 1.08)],
+)
+def test_ours_hides_communication(communication, num, ratio):
+    pipeline = chain(*communication)
+    schedule = fitted(pipeline, num)
+    check_schedule(schedule, pipeline)
+    assert simulate(schedule, pipeline).makespan_seconds <= ratio * pipeline.ideal_seconds(num)
+
+
+def test_where_communication_is_free_ours_keeps_no_more_than_1f1b():
+    pipeline = chain(0.0, 0.0, 0.0)
+    schedule, plain = fitted(pipeline, 16), one_f_one_b(pipeline, 16)
+    assert schedule.in_flight == plain.in_flight == (4, 3, 2, 1)
+    assert simulate(schedule, pipeline).makespan_seconds <= simulate(plain, pipeline).makespan_seconds
+
+
+@given(pipelines(), st.integers(1, 6), st.data())
+def test_every_schedule_passes_the_checker_and_ours_is_never_slower(pipeline, num, data):
+    schedules = [build(pipeline, num) for build in BUILDERS]
+    for schedule in schedules:
+        check_schedule(schedule, pipeline)
+        assert parse_schedule(format_schedule(schedule)) == schedule
+    limit = max(data.draw(st.sampled_from(schedules)).peak_bytes(pipeline))
+    ours = fitted(pipeline, num, memory_limit_bytes=limit)
+    check_schedule(ours, pipeline, limit)
+    fit = [schedule for schedule in schedules if max(schedule.peak_bytes(pipeline)) <= limit]
+    took = simulate(ours, pipeline).makespan_seconds
+    assert took <= min(simulate(schedule, pipeline).makespan_seconds for schedule in fit) * (1 + 1e-9)
+
+
+@given(pipelines(), st.integers(1, 5))
+def test_nothing_is_faster_than_its_parts(pipeline, num):
+    """Every row computes all it has; nothing begins before what it needs has ended."""
+    for build in (one_f_one_b, zero_bubble):
+        schedule = build(pipeline, num)
+        timeline = simulate(schedule, pipeline)
+        for stage, costs in enumerate(pipeline.stages):
+            assert timeline.busy_seconds(stage) == pytest.approx(num * (costs.forward_seconds + costs.backward_seconds))
+            assert timeline.exposed_seconds(stage) >= 0
+        begins = {(s.action.kind, s.action.stage, s.action.microbatch): s.start for s in timeline.spans}
+        for crossing in timeline.crossings:
+            edge = pipeline.edge_between[tuple(sorted((crossing.channel.sender, crossing.channel.receiver)))]
+            alone = edge.forward_seconds if crossing.channel.is_forward else edge.backward_seconds
+            assert crossing.end - crossing.start >= alone * (1 - 1e-9)
+            assert crossing.ready <= crossing.start + 1e-12
+            kinds = (Kind.F,) if crossing.channel.is_forward else (Kind.B, Kind.I)
+            needs = [begins.get((kind, crossing.channel.receiver, crossing.microbatch)) for kind in kinds]
+            assert all(begin is None or begin >= crossing.end - 1e-12 for begin in needs)
+
+
+def test_crossings_that_share_a_link_get_equal_parts():
+    stages = (Stage(1.0, 1.0, 1.0),) * 3
+    edges = (Edge(0, 1, 2.0, 0.0), Edge(0, 2, 4.0, 0.0, (("nic", 4.0),)), Edge(1, 2, 0.0, 0.0))
+    alone = simulate(one_f_one_b(Pipeline(stages, edges), 1), Pipeline(stages, edges))
+    shared = replace(edges[0], forward_loads=(("nic", 2.0),))
+    pipeline = Pipeline(stages, (shared, *edges[1:]))
+    both = simulate(one_f_one_b(pipeline, 1), pipeline)
+
+    def ends(timeline):
+        return {c.channel.receiver: c.end for c in timeline.crossings if c.channel.sender == 0 and c.channel.is_forward}
+
+    assert ends(alone) == {1: pytest.approx(3.0), 2: pytest.approx(5.0)}
+    assert ends(both) == {1: pytest.approx(5.0), 2: pytest.approx(7.0)}  # 2 s at half speed each, then one alone
+
+
+def test_a_memory_limit_forbids_eager_depths():
+    pipeline = chain(2.5, 2.5, 2.5)
+    limit = 5
+    ours = fitted(pipeline, 32, memory_limit_bytes=limit)
+    check_schedule(ours, pipeline, limit)
+    with pytest.raises(ScheduleError, match=r"row 0 keeps 7 bytes of activations at once; at most 5 are allowed"):
+        check_schedule(eager_1f1b(pipeline, 32), pipeline, limit)
+    took = simulate(ours, pipeline).makespan_seconds
+    assert took < simulate(zero_bubble(pipeline, 32), pipeline).makespan_seconds
+    with pytest.raises(ScheduleError, match="one microbatch takes 1"):
+        fitted(pipeline, 4, memory_limit_bytes=0)
+
+
+def test_interleaved_stages_and_ours_on_the_same_rows():
+    pipeline = chain(0.2, 0.2, 0.2)
+    known = interleaved_1f1b(pipeline, 8, 2)
+    check_schedule(known, pipeline)
+    assert known.row_of_stage == (0, 1, 0, 1)
+    limit = max(known.peak_bytes(pipeline))
+    ours = fitted(pipeline, 8, row_of_stage=(0, 1, 0, 1), memory_limit_bytes=limit)
+    check_schedule(ours, pipeline, limit)
+    assert simulate(ours, pipeline).makespan_seconds <= simulate(known, pipeline).makespan_seconds
+    with pytest.raises(ArgumentError, match="3 rows must divide 4 stages"):
+        interleaved_1f1b(pipeline, 8, 3)
+
+
+def _without(schedule, row, place):
+    rows = list(schedule.rows)
+    rows[row] = rows[row][:place] + rows[row][place + 1 :]
+    return replace(schedule, rows=tuple(rows))
+
+
+def test_planted_faults_are_found():
+    """Any action left out or doubled, and any two neighbours that need each other in their order, exchanged."""
+    pipeline = Pipeline((Stage(1, 1, 1),) * 3, (Edge(0, 1, 1, 1), Edge(1, 2, 1, 1), Edge(0, 2, 1, 1)))
+    rng = random.Random(0)
+    for schedule in (one_f_one_b(pipeline, 3), zero_bubble(pipeline, 3)):
+        for row, actions in enumerate(schedule.rows):
+            for place, action in enumerate(actions):
+                with pytest.raises(ScheduleError, match=r"is there 0 times, not 1"):
+                    check_schedule(_without(schedule, row, place), pipeline)
+                rows = list(schedule.rows)
+                rows[row] = (*actions[:place], action, *actions[place:])
+                with pytest.raises(ScheduleError, match=r"is there 2 times, not 1"):
+                    check_schedule(replace(schedule, rows=tuple(rows)), pipeline)
+        for _ in range(40):
+            row = rng.randrange(3)
+            of_one = [a for a in schedule.rows[row] if a.stage == row and a.microbatch == rng.randrange(3)]
+            order = [a for a in of_one if a.kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
+            if len(order) < 2:
+                continue
+            first, second = order[0], order[-1]
+            swapped = [{first: second, second: first}.get(a, a) for a in schedule.rows[row]]
+            rows = list(schedule.rows)
+            rows[row] = tuple(swapped)
+            with pytest.raises(ScheduleError, match="stands before"):
+                check_schedule(replace(schedule, rows=tuple(rows)), pipeline)
+
+
+def test_a_deadlock_shows_where_rows_stand():
+    """Both ends send first and block: neither receives."""
+    pipeline = chain(1.0)
+    text = """\
+stuck: 2 microbatches, stages on rows 0 1
+0: 0F0 0SEND_F0>1! 0F1 0SEND_F1>1! 0RECV_B0<1! 0B0 0RECV_B1<1! 0B1
+1: 1RECV_F0<0! 1F0 1B0 1SEND_B0>0! 1RECV_F1<0! 1F1 1B1 1SEND_B1>0!
+"""
+    with pytest.raises(ScheduleError, match=r"never ends; row 0: .*\[0SEND_F1>1!\].*; row 1: .*\[1SEND_B0>0!\]"):
+        check_schedule(parse_schedule(text), pipeline)
+    mended = text.replace("0F1 0SEND_F1>1! 0RECV_B0<1!", "0RECV_B0<1 0F1 0SEND_F1>1!").replace(
+        "1SEND_B0>0! 1RECV_F1<0!", "1RECV_F1<0 1SEND_B0>0!"
+    )
+    check_schedule(parse_schedule(mended), pipeline)
+
+
+def test_ends_of_a_channel_in_different_orders_are_refused():
+    pipeline = chain(1.0)
+    schedule = gpipe(pipeline, 2)
+    rows = [list(row) for row in schedule.rows]
+    at = [i for i, a in enumerate(rows[1]) if a.kind is Kind.RECV_F]
+    rows[1][at[0]], rows[1][at[1]] = rows[1][at[1]], rows[1][at[0]]
+    with pytest.raises(ScheduleError, match="stage 0 sends microbatch 0 to stage 1 where that receives 1"):
+        check_schedule(replace(schedule, rows=tuple(map(tuple, rows))), pipeline)
+
+
+def test_warmups_are_checked():
+    pipeline = chain(1.0)
+    with pytest.raises(ArgumentError, match=r"warm-ups \[1\]"):
+        from_warmups("x", pipeline, 2, [1])
+    for num in (0, True, 1.5):
+        with pytest.raises(ArgumentError, match="num_microbatches"):
+            gpipe(pipeline, num)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["", "0F0", "x: 2 microbatches, stages on rows 0\n1: 0F0", "x: 1 microbatches, stages on rows 0\n0: 0X0",
+     "x: 1 microbatches, stages on rows 0\n0: 0F0>1", "x: 1 microbatches, stages on rows 0\n0: 0SEND_F0",
+     "x: 1 microbatches, stages on rows 0\n0: 0SEND_F0<1", "x: 1 microbatches, stages on rows 0\n0: 0F0!",
+     "x: 1 microbatches, stages on rows 0\n0: 0F99999999"],
+)  # fmt: skip
+def test_texts_that_are_no_schedule_are_refused(bad):
+    with pytest.raises(ScheduleError):
+        parse_schedule(bad)
+
+
+def test_an_action_says_all_of_itself():
+    assert str(Action(Kind.SEND_B, 2, 7, 0, blocks=True)) == "2SEND_B7>0!"
+
+
+def test_csv_of_torch_both_ways():
+    pipeline = chain(1.0, 1.0)
+    for build in BUILDERS:
+        schedule = build(pipeline, 4)
+        again = from_torch_csv(to_torch_csv(schedule), pipeline, schedule.name)
+        assert again == schedule
+        computed = from_torch_csv(to_torch_csv(schedule, transfers=False), pipeline, schedule.name)
+        assert computed == schedule
+    skips = Pipeline(pipeline.stages, (*pipeline.edges, Edge(0, 2, 1.0, 1.0)))
+    with pytest.raises(ScheduleError, match="neighbours only"):
+        to_torch_csv(gpipe(skips, 2))
+    for bad in ("0F0,0Q1\n", "0F0\n0B0\n", "1F0\n"):
+        with pytest.raises(ScheduleError):
+            from_torch_csv(bad, pipeline)
