@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.version import __version__
 
 if TYPE_CHECKING:
-    from reshard.bound import lower_bound
+    from reshard.bound import Bound, find_bound, lower_bound
     from reshard.call import reshard, reshard_async
     from reshard.check import check_plan
     from reshard.errors import (
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "ArgumentError": "errors",
+    "Bound": "bound",
     "DisagreementError": "errors",
     "Group": "group",
     "Handle": "mover",
@@ -61,6 +62,7 @@ _HOME = {
     "TransferTimeoutError": "errors",
     "check_plan": "check",
     "execute_local": "local",
+    "find_bound": "bound",
     "join": "group",
     "lower_bound": "bound",
     "make_plan": "planning",
@@ -72,6 +74,7 @@ _HOME = {
 
 __all__ = [
     "ArgumentError",
+    "Bound",
     "DisagreementError",
     "Group",
     "Handle",
@@ -93,6 +96,7 @@ __all__ = [
     "__version__",
     "check_plan",
     "execute_local",
+    "find_bound",
     "join",
     "lower_bound",
     "make_plan",

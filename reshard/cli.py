@@ -8,7 +8,8 @@ import importlib.util
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, ReshardError
 from reshard.layout import Layout
@@ -16,6 +17,9 @@ from reshard.mesh import Mesh
 from reshard.presets import MACHINES
 from reshard.topology import Topology
 from reshard.version import __version__
+
+if TYPE_CHECKING:
+    from reshard.plan import Plan
 
 #: Plans with more messages are printed one rank at a time.
 MAX_PRINTED_MESSAGES = 1_000_000
@@ -76,7 +80,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--strategy",
-        help="auto (default), multicast, send_recv, {local,global}_all_gather, broadcast_{naive,size,greedy,search}",
+        help="auto (default), multicast, send_recv, {local,global}_all_gather, broadcast_{naive,size,greedy,search}; "
+        "all: a table of them",
     )
     parser.add_argument(
         "--topology",
@@ -98,14 +103,22 @@ def _plan(options: argparse.Namespace) -> int:
     first = src_mesh.size if options.dst_first_rank is None else options.dst_first_rank
     dst_mesh = Mesh.of(options.dst_mesh, first_rank=first)
     topology = _topology(options.topology, src_mesh, dst_mesh)
-    plan = make_plan(
-        Layout(src_mesh, options.src),
-        Layout(dst_mesh, options.dst),
-        _parse_shape(options.shape),
-        options.dtype,
-        strategy=options.strategy,
-        topology=topology,
-    )
+
+    def plan_with(strategy: str | None) -> Plan:
+        return make_plan(
+            Layout(src_mesh, options.src),
+            Layout(dst_mesh, options.dst),
+            _parse_shape(options.shape),
+            options.dtype,
+            strategy=strategy,
+            topology=topology,
+        )
+
+    if options.strategy == "all":
+        if options.rank is not None or options.format != "text":
+            raise ArgumentError("--strategy all prints a table; leave --rank and --format away")
+        return _compare(plan_with)
+    plan = plan_with(options.strategy)
     if options.rank is not None and options.rank not in plan.ranks:
         raise ArgumentError(f"rank {options.rank} takes no part; the ranks are {plan.ranks[0]} to {plan.ranks[-1]}")
     if options.format == "json":
@@ -136,6 +149,28 @@ def _plan(options: argparse.Namespace) -> int:
         )
         after = "" if message.source is None else f" after {message.source}"
         print(f"{message.id}: {boxes} {message.sender} -> {message.receiver}{after}")
+    return 0
+
+
+def _compare(plan_with: Callable[[str | None], Plan]) -> int:
+    """Every strategy on one line."""
+    from reshard.strategies import AUTO, STRATEGIES
+
+    chosen = plan_with(None)
+    bound = chosen.lower_bound_seconds
+    print(f"lower bound  {bound:.6g} s: {chosen.bound.reason}")
+    print(f"{'':20} {'messages':>10} {'MiB between hosts':>18} {'MiB inside':>11} {'predicted, s':>13} {'x bound':>8}")
+    for name in [AUTO, *(name for name in STRATEGIES if name != AUTO)]:
+        plan = plan_with(name)
+        across, inside, _ = plan.bytes_moved()
+        seconds = plan.predicted_seconds
+        said = [
+            "-" if seconds is None else f"{seconds:.6g}",
+            "-" if seconds is None or not bound else f"{seconds / bound:.3f}",
+        ]
+        title = f"{name} ({plan.strategy})" if plan.strategy != name else name
+        sizes = f"{across / 2**20:.1f}", f"{inside / 2**20:.1f}"
+        print(f"{title:20} {plan.num_messages:>10} {sizes[0]:>18} {sizes[1]:>11} {said[0]:>13} {said[1]:>8}")
     return 0
 
 

@@ -45,6 +45,12 @@ class Mesh:
 
     def __init__(self, ranks: Iterable[int], axis_sizes: Mapping[str, int] | None = None) -> None:
         try:
+            ranks = tuple(ranks)
+            if any(isinstance(rank, (list, tuple)) for rank in ranks):
+                raise MeshError(
+                    "ranks are one flat list, major axis first, and a second argument names the axes, as in "
+                    "Mesh([2, 3, 4, 5], {'dp': 2, 'tp': 2}); a grid is Mesh.from_array([[2, 3], [4, 5]])"
+                )
             flat = tuple(index(rank) for rank in ranks)
             if axis_sizes is None:
                 axis_sizes = {"0": len(flat)}

@@ -55,7 +55,10 @@ def _format_prediction(plan: Plan) -> str:
         return f"not simulated: {plan.num_messages} messages among {len(plan.ranks)} ranks are many"
     if not plan.lower_bound_seconds:
         return f"{plan.predicted_seconds:.6g} s"
-    return f"{plan.predicted_seconds:.6g} s, {plan.predicted_seconds / plan.lower_bound_seconds:.3f} times the bound"
+    said = f"{plan.predicted_seconds:.6g} s, {plan.predicted_seconds / plan.lower_bound_seconds:.3f} times the bound"
+    if not plan.topology.latency_seconds:
+        said += "; messages cost nothing, as the topology has no latency_seconds"
+    return said
 
 
 def format_transfer(plan: Plan, transfer: int) -> str:

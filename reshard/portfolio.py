@@ -26,9 +26,8 @@ _MARGIN_OF_EQUALS = 0.03
 #: Plans with more messages are not compared: simulating them takes longer than they would gain.
 _MOST_MESSAGES = 20_000
 _MOST_MESSAGES_OF_EQUALS = 6_000
-#: Nor are those of more regions, which others take long to plan; least of all in the greedy order.
-_MOST_REGIONS_OF_EQUALS = 512
-_MOST_REGIONS_IN_GREEDY_ORDER = 32
+#: Past so many regions broadcasts are not tried, which take long to plan; least of all in the greedy order.
+_MOST_REGIONS_OF_EQUALS = {"broadcast_size": 512, "broadcast_greedy": 32}
 
 
 def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
@@ -39,15 +38,14 @@ def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
     costs_nothing = not (topology.latency_seconds or topology.inside_latency_seconds or topology.turn_seconds)
     if len(best) > _MOST_MESSAGES:
         return name, best
-    is_large = len(best) > _MOST_MESSAGES_OF_EQUALS or len(problem) > _MOST_REGIONS_OF_EQUALS
-    if are_equal and (costs_nothing or is_large):
+    if are_equal and (costs_nothing or len(best) > _MOST_MESSAGES_OF_EQUALS):
         return name, best
     bound = least_seconds(topology, Lanes.of(Classes.of(problem), topology))
     seconds = _time(problem, best)
     if seconds <= bound * (1 + (_MARGIN_OF_EQUALS if are_equal else _MARGIN)):
         return name, best
     for other, strategy in OTHERS.items():
-        if strategy is broadcast_greedy and are_equal and len(problem) > _MOST_REGIONS_IN_GREEDY_ORDER:
+        if are_equal and len(problem) > _MOST_REGIONS_OF_EQUALS.get(other, len(problem)):
             continue
         found = complete(problem, strategy(problem))
         if are_equal and found.first_message[-1] > _MOST_MESSAGES_OF_EQUALS:

@@ -12,6 +12,7 @@ from reshard.mesh import MAX_RANK
 from reshard.topology import MAX_HOSTS, TEN_GBIT, Host, Port, Topology, brief, check_indices, check_rate
 
 MAX_TOPOLOGY_BYTES = 2**26
+_EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
 _NUMBERS = ("latency_seconds", "inside_latency_seconds", "turn_seconds", "send_buffer_bytes", "burst_bytes")
 
 
@@ -37,10 +38,15 @@ def _load_yaml(text: str) -> Any:
         import yaml
     except ImportError:
         raise TopologyError("YAML needs PyYAML: pip install 'reshard[yaml]', or write it as JSON") from None
+
+    class Loader(yaml.SafeLoader):  # PyYAML alone takes 1e-5 and 2e9 for words
+        pass
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
-        raise TopologyError(f"not YAML: {error}") from None
+        raise TopologyError(f"not YAML: {' '.join(str(error).split())}") from None
 
 
 def topology_from_json(data: Any) -> Topology:

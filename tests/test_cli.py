@@ -10,6 +10,7 @@ import pytest
 from reshard.cli import default_topology, main
 from reshard.mesh import Mesh
 from reshard.plan_json import plan_from_json
+from reshard.strategies import STRATEGIES
 
 PLAN = ["plan", "--shape", "1024,1024,512", "--dtype", "float32", "--src-mesh", "2x4", "--src", "S0 R R"]
 TO = ["--dst-mesh", "3x4", "--dst", "S0 R R"]
@@ -124,3 +125,14 @@ def test_info_and_help(capsys):
     assert "native code  built" in capsys.readouterr().out
     assert main([]) == 2
     assert "A mesh is a grid of ranks" in capsys.readouterr().out
+
+
+def test_all_strategies_in_one_table(capsys):
+    arguments = ["plan", "--shape", "64,64", "--src-mesh", "2x2", "--src", "S0 R", "--dst-mesh", "1x2", "--dst", "R S1"]
+    assert main([*arguments, "--strategy", "all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "lower bound  1.31072e-05 s: host 2 must receive 16 KiB and can receive 1.25 GB/s"
+    assert [line.split()[0] for line in lines[2:]] == ["auto", *STRATEGIES]
+    assert lines[2].split()[:2] == ["auto", "(multicast)"]
+    assert main([*arguments, "--strategy", "all", "--format", "json"]) == 2
+    assert "--strategy all prints a table" in capsys.readouterr().err

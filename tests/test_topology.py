@@ -38,6 +38,19 @@ def test_yaml_says_the_same(tmp_path):
         Topology.read(path)
 
 
+def test_yaml_has_numbers_with_exponents(tmp_path):
+    pytest.importorskip("yaml")
+    path = tmp_path / "cluster.yaml"
+    path.write_text("hosts:\n- {devices: 2, nics: [12.5e9, 1e9]}\nlatency_seconds: 1e-5\n")
+    topology = Topology.read(path)
+    assert topology.latency_seconds == 1e-5
+    assert [nic.egress_bytes_per_second for nic in topology.host(0).nics] == [1.25e10, 1e9]
+    path.write_text("hosts: {\n")
+    with pytest.raises(TopologyError, match="not YAML: while parsing a flow node") as caught:
+        Topology.read(path)
+    assert "\n" not in str(caught.value)
+
+
 def test_yaml_without_its_package_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     path = tmp_path / "cluster.yml"
