@@ -31,16 +31,16 @@ class Dealer {
 
     bool run() {
         while (true) {
-            while (match()) {
-            }
-            if (flows_.empty())
+            while (match())
+                may_be_late_ = false;
+            if (!flows_.empty())
+                advance();
+            else if (may_be_late_ || !has_more())
                 break;
-            advance();
+            else // the faster port that has the last chunk may not send it
+                may_be_late_ = true;
         }
-        for (int64_t h = 0; h < ports_.num_hosts; ++h)
-            if (board_.to_get(h))
-                return false;
-        return true;
+        return !has_more();
     }
 
   protected:
@@ -49,6 +49,15 @@ class Dealer {
     std::vector<Resource> out_, into_, up_, down_;
     std::vector<double> to_get_, to_give_;
     std::vector<int64_t> partner_; // who served each receiver last
+    bool may_be_late_ = false;
+
+    bool has_more() const {
+        for (int64_t h = 0; h < ports_.num_hosts; ++h)
+            if (board_.to_get(h))
+                return true;
+        return false;
+    }
+
     Matching matching_;
     std::vector<std::vector<int64_t>> partners_;
 
@@ -105,7 +114,7 @@ class Dealer {
     bool would_be_late(int64_t s, int64_t r) {
         const double left = static_cast<double>(board_.to_get(ports_.host[r])) / UNITS / into_[r].rate;
         const double passes = rate(s, r) * left;
-        if (is_even_ || passes >= 1)
+        if (is_even_ || may_be_late_ || passes >= 1)
             return false;
         const int64_t chunk = board_.choose(s, r, false);
         if (static_cast<double>(board_.size(chunk)) / UNITS <= passes)

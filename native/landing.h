@@ -131,7 +131,7 @@ class Landing {
     int64_t pass_on(int64_t piece, const Deal &deal, const std::vector<int64_t> &after, double start,
                     double end) {
         const int64_t port = deal.receiver, host = ports_.host[port];
-        const auto [sender, source] = find_sender(piece, deal.sender, deal.start);
+        const auto [sender, source] = find_sender(piece, deal.sender, start);
         here_.clear();
         for (const int64_t rank : freight_.class_receivers[freight_.piece_class[piece]])
             if (ports_.of_rank[rank] == port)
@@ -166,11 +166,13 @@ class Landing {
                 if (rank != root && (rank > root) == is_behind)
                     nodes.push_back({rank, -1, 0});
         const size_t children = nodes.size() <= LONGEST_CHAIN ? 1 : 2;
+        // it must give its buffer back before the next lands
+        const bool is_relay = brought_by >= 0 && std::find(ranks.begin(), ranks.end(), root) == ranks.end();
         for (size_t i = 1; i < nodes.size(); ++i) {
             Node &parent = nodes[(i - 1) / children];
-            const double start = parent.free_at;
-            parent.free_at = nodes[i].free_at = start + took;
-            nodes[i].message = send(piece, parent.rank, nodes[i].rank, parent.message, {}, start, start + took);
+            const double start = parent.free_at, end = is_relay && (i - 1) / children == 0 ? start : start + took;
+            parent.free_at = nodes[i].free_at = end;
+            nodes[i].message = send(piece, parent.rank, nodes[i].rank, parent.message, {}, start, end);
             place.copies.push_back({nodes[i].rank, nodes[i].message});
         }
     }

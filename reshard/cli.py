@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 #: Plans with more messages are printed one rank at a time.
 MAX_PRINTED_MESSAGES = 1_000_000
+_LONGEST_ERROR = 2000
 
 _INTRO = """\
 Move a sharded tensor from one device mesh and layout to another.
@@ -59,7 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "info":
             return _info()
     except ReshardError as error:
-        print(f"reshard: {type(error).__name__}: {error}", file=sys.stderr)
+        text = str(error)
+        if len(text) > _LONGEST_ERROR:
+            text = f"{text[:_LONGEST_ERROR]} ..."
+        print(f"reshard: {type(error).__name__}: {text}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as head, has seen enough
         sys.stderr.close()
@@ -196,16 +200,16 @@ def default_topology(src: Mesh, dst: Mesh) -> Topology:
     A rank of both meshes is on its source host, and takes the rest of its row of the destination along.
     """
     host_of: dict[int, int] = {}
+    count = 0
     for mesh in (src, dst):
         devices = mesh.sizes[-1] if mesh.sizes else 1
         for at in range(0, mesh.size, devices):
             row = mesh.ranks[at : at + devices]
-            placed = [host_of[rank] for rank in row if rank in host_of]
-            host = placed[0] if placed else 1 + max(host_of.values(), default=-1)
+            host = next((host_of[rank] for rank in row if rank in host_of), count)
+            count = max(count, host + 1)
             for rank in row:
                 host_of.setdefault(rank, host)
-    unused = 1 + max(host_of.values())
-    return Topology(tuple(host_of.get(rank, unused) for rank in range(1 + max(host_of))))
+    return Topology(tuple(host_of.get(rank, count) for rank in range(1 + max(host_of))))
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -112,6 +112,7 @@ class Dealer:
         self.partner: dict[int, int] = {}  # who served each receiver last
         self.flows: list[_Flow] = []
         self.now = 0.0
+        self.may_be_late = False
 
     def run(self) -> Deals:
         """Deal out everything.
@@ -121,10 +122,13 @@ class Dealer:
         """
         while True:
             while self.match():
-                pass
-            if not self.flows:
+                self.may_be_late = False
+            if self.flows:
+                self.advance()
+            elif self.may_be_late or not any(self.board.to_get):
                 break
-            self.advance()
+            else:  # the faster port that has the last chunk may not send it
+                self.may_be_late = True
         if any(self.board.to_get):
             raise RuntimeError("a chunk cannot reach a host that needs it")
         return self.deals
@@ -172,7 +176,7 @@ class Dealer:
     def would_be_late(self, s: int, r: int) -> bool:
         """Whether a transfer would outlast all that its receiver has left to get, and a faster port has the chunk."""
         rate, left = self.rate(s, r), self.board.to_get[self.ports.host[r]] / UNITS / self.into[r].rate
-        if self.ports.are_alike or rate * left >= 1:
+        if self.ports.are_alike or self.may_be_late or rate * left >= 1:
             return False
         chunk = self.board.choose(s, r)
         if self.board.size[chunk] / UNITS <= rate * left:

@@ -116,7 +116,7 @@ class Landing:
         """A piece crosses from host to host and reaches all who need it there; returns the message between hosts."""
         port = self.deals.receiver[deal]
         host = self.ports.host[port]
-        sender, source = self.find_sender(piece, self.deals.sender[deal], self.deals.start[deal])
+        sender, source = self.find_sender(piece, self.deals.sender[deal], start)
         needers = self.receivers[self.piece_class[piece]][host]
         here = [rank for rank in needers if self.ports.of_rank[rank] == port]
         ranks, nbytes = here or self.ports.ranks[port], self.piece_bytes[piece]
@@ -137,10 +137,11 @@ class Landing:
         nodes = [root, *later, *before]
         children = 1 if len(nodes) <= LONGEST_CHAIN else 2
         free_at = [when]  # when each can send next
+        is_relay = brought[root] >= 0 and root not in ranks  # it must give its buffer back before the next lands
         for i, rank in enumerate(nodes[1:]):
             parent = i // children
             start = free_at[parent]
-            free_at[parent] = end = start + took
+            free_at[parent] = end = start if is_relay and not parent else start + took
             free_at.append(end)
             brought[rank] = self.send(piece, nodes[parent], rank, brought[nodes[parent]], [], start, end)
 

@@ -7,6 +7,7 @@ import numpy as np
 from reshard.chunks import EVEN, Classes, Pieces, cut_pieces
 from reshard.freight import UNITS, Freight, Ports
 from reshard.lanes import Lanes, count_chunks, is_fast_inside, members_of
+from reshard.relays import keep_staging_short
 from reshard.routes import DIRECT_CHUNK_BYTES, STAGING_PARTS, Problem
 from reshard.schedule import Schedule, make_schedule
 from reshard.transfers import Transfers
@@ -29,7 +30,9 @@ def multicast(problem: Problem) -> Transfers:
     unique. Source: list scheduling by matching free ports, rarest chunk first.
     """
     freight, pieces = load_freight(problem)
-    return _to_transfers(problem, pieces, make_schedule(ports_of(problem), freight))
+    made = make_schedule(ports_of(problem), freight)
+    num_ranks = len(problem.topology.host_of_rank)
+    return _to_transfers(problem, pieces, keep_staging_short(made, freight, num_ranks, problem.staging_bytes))
 
 
 def load_freight(problem: Problem) -> tuple[Freight, Pieces]:

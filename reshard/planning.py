@@ -79,7 +79,9 @@ def plan_tensors(
     if topology is None:
         topology = Topology((0,) * count)
     topology = topology.first(count)
-    problem = Problem.of(tensors, topology, staging_bytes)
+    taking_part = sorted({rank for spec in tensors for rank in (*spec.src.ranks, *spec.dst.ranks)})
+    topology.check_covers(taking_part)
+    problem = Problem.of(tensors, topology.only(taking_part), staging_bytes)
     if function is None:
         name, transfers = choose_fastest(problem)
     else:

@@ -46,10 +46,11 @@ def schedule_python(ports: Ports, freight: Freight) -> Schedule:
         order = np.lexsort((~crosses, np.array(made.end, dtype=np.float64)))
     else:
         order = np.array(find_sequence(made, crosses.tolist()), dtype=np.int64)
-    return _in_order(Schedule(piece, sender, receiver, source, after_at, after), order)
+    return put_in_order(Schedule(piece, sender, receiver, source, after_at, after), order)
 
 
-def _in_order(schedule: Schedule, order: np.ndarray) -> Schedule:
+def put_in_order(schedule: Schedule, order: np.ndarray) -> Schedule:
+    """The same messages with those first that ``order`` names first."""
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     counts = np.diff(schedule.after_at)[order]
@@ -83,7 +84,7 @@ with contextlib.suppress(ImportError, AttributeError):  # where it is not built 
             freight.piece_class, freight.piece_bytes, freight.run,
             freight.inside_each, freight.inside_per_byte,
         )  # fmt: skip
-        return _in_order(Schedule(*columns), order)
+        return put_in_order(Schedule(*columns), order)
 
     schedule_native = _call_native
 

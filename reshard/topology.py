@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +19,8 @@ from reshard.mesh import MAX_RANK
 TEN_GBIT = 1.25e9
 #: What a message between hosts costs where nothing better is known: TCP, and the work at both ends.
 MESSAGE_SECONDS = 1e-4
+#: Bytes per second. Beyond, quotients of rates and sizes could be no numbers.
+MIN_RATE, MAX_RATE = 1e-6, 1e18
 MAX_NICS = 128
 #: Of hosts that are not all alike with one NIC.
 MAX_HOSTS = 2**16
@@ -27,7 +29,7 @@ MAX_HOSTS = 2**16
 def brief(value: Any) -> str:
     """A value in a message: short, whatever it is."""
     try:
-        return f"{value!r:.60}"
+        return reprlib.repr(value)[:60]  # repr() itself would write out all of what aliases repeat
     except ValueError:  # an integer of thousands of digits
         return "a huge number"
 
@@ -38,8 +40,8 @@ def check_rate(value: Any, name: str) -> float:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         raise TopologyError(f"{name} must be a number of bytes per second, not {brief(value)}") from None
-    if not (math.isfinite(number) and number > 0):
-        raise TopologyError(f"{name} is {number}; it must be positive and finite")
+    if not MIN_RATE <= number <= MAX_RATE:
+        raise TopologyError(f"{name} is {number}; it must be positive and finite, from {MIN_RATE:g} to {MAX_RATE:g}")
     return number
 
 
@@ -268,6 +270,21 @@ class Topology:
             host_of_rank=host_of_rank,
             nic_of_rank=self.nic_of_rank[:count],
             hosts=self.hosts[: 1 + max(host_of_rank, default=0)],
+        )
+
+    def only(self, ranks: Iterable[int]) -> Topology:
+        """The same with the hosts of some ranks alone, numbered from 0; other ranks count for nothing."""
+        kept = sorted({self.host_of_rank[rank] for rank in ranks})
+        if kept == list(range(self.num_hosts)):
+            return self
+        number = {host: place for place, host in enumerate(kept)}
+        return replace(
+            self,
+            host_of_rank=tuple(number.get(host, 0) for host in self.host_of_rank),
+            nic_of_rank=tuple(
+                nic if host in number else 0 for nic, host in zip(self.nic_of_rank, self.host_of_rank, strict=True)
+            ),
+            hosts=self.hosts if len(self.hosts) == 1 else tuple(map(self.host, kept)),
         )
 
     def check_covers(self, ranks: Sequence[int]) -> None:

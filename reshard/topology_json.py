@@ -23,9 +23,11 @@ def read_topology(path: str | Path) -> Topology:
         TopologyError: the file cannot be read, or does not describe a topology.
     """
     try:
-        if Path(path).stat().st_size > MAX_TOPOLOGY_BYTES:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_TOPOLOGY_BYTES + 1)
+        if len(data) > MAX_TOPOLOGY_BYTES:
             raise TopologyError(f"it is larger than {MAX_TOPOLOGY_BYTES} bytes")
-        text = Path(path).read_text()
+        text = data.decode()
         return topology_from_json(_load_yaml(text) if Path(path).suffix in (".yaml", ".yml") else json.loads(text))
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ReshardError):
@@ -39,14 +41,20 @@ def _load_yaml(text: str) -> Any:
     except ImportError:
         raise TopologyError("YAML needs PyYAML: pip install 'reshard[yaml]', or write it as JSON") from None
 
-    class Loader(yaml.SafeLoader):  # PyYAML alone takes 1e-5 and 2e9 for words
-        pass
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):  # a few of them can stand for more than fits any memory
+                raise yaml.YAMLError("aliases such as *name are not taken; write it out")
+            return super().compose_node(parent, index)
 
+    # PyYAML alone takes 1e-5 and 2e9 for words
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
     try:
         return yaml.load(text, Loader=Loader)
-    except yaml.YAMLError as error:
-        raise TopologyError(f"not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise
+    except Exception as error:  # tags such as !!timestamp end in errors of all kinds
+        raise TopologyError(f"not YAML: {' '.join(str(error).split())[:300]}") from None
 
 
 def topology_from_json(data: Any) -> Topology:

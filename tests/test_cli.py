@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,14 @@ def test_all_strategies_in_one_table(capsys):
     assert lines[2].split()[:2] == ["auto", "(multicast)"]
     assert main([*arguments, "--strategy", "all", "--format", "json"]) == 2
     assert "--strategy all prints a table" in capsys.readouterr().err
+
+
+def test_a_long_argument_is_cut_in_its_error(capsys):
+    assert main(["plan", "--shape", "8" * 5000 + "x", "--src-mesh", "2", "--dst-mesh", "2"]) == 2
+    assert len(capsys.readouterr().err) < 2100
+
+
+def test_default_hosts_of_a_large_grid_are_found_at_once():
+    begun = time.perf_counter()
+    assert default_topology(Mesh.of("1x4"), Mesh.of("65536x2", first_rank=4)).num_hosts == 65537
+    assert time.perf_counter() - begun < 10

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_transport import run_in_threads
 from strategies_of_cases import cases
 
 from reshard import Layout, Mesh, Topology, make_plan, simulate
@@ -192,3 +194,43 @@ def test_a_rank_that_got_its_copy_from_a_neighbour_is_not_sent_it_again():
     check_plan(plan)
     assert {0, 1} <= set(plan.transfers.sender.tolist())
     assert simulate(plan).makespan_seconds <= 1.05 * plan.lower_bound_seconds
+
+
+@pytest.mark.parametrize("staging", [2**16, 2**20])
+@pytest.mark.parametrize("numel", [10**5, 10**6])
+@pytest.mark.parametrize(("latency", "inside"), [(1e-4, (None, 1e-4)), (0.0, (None, 1e-4)), (0.0, (1e8, 0.0))])
+def test_ranks_that_stage_for_slow_insides_have_room(staging, numel, latency, inside):
+    """Each NIC's rank needs what the other one must send: all of it is staged, and the hop inside is slow."""
+    topology = Topology(
+        (0, 0, 1, 1), (Host((Port.of(1e9),) * 2),), inside_bytes_per_second=inside[0],
+        latency_seconds=latency, inside_latency_seconds=inside[1],
+    )  # fmt: skip
+    src, dst = Layout(Mesh([1, 2], {"x": 2}), "S0"), Layout(Mesh([3, 0], {"x": 2}), "S0")
+    plan = make_plan(src, dst, (numel,), "int32", topology=topology, staging_bytes=staging, strategy="multicast")
+    check_plan(plan)
+    whole = torch.arange(numel, dtype=torch.int32)
+    halves = whole[: numel // 2], whole[numel // 2 :]
+    sources = {0: [None], 1: [halves[0]], 2: [halves[1]], 3: [None]}
+    outs = {0: [torch.zeros_like(halves[1])], 1: [None], 2: [None], 3: [torch.zeros_like(halves[0])]}
+    run_in_threads(plan, sources, outs, seconds=30)
+    assert torch.equal(outs[3][0], halves[0])
+    assert torch.equal(outs[0][0], halves[1])
+
+
+@pytest.mark.parametrize("slow", [5e8, 2.5e8, 1e7])
+@pytest.mark.parametrize("numel", [10, 100_000, 2**22])
+def test_the_last_chunk_comes_from_a_slow_port_if_the_fast_one_may_not_enter_the_pod(slow, numel):
+    hosts = (Host((Port.of(1e9),), 0), Host((Port.of(1e9),), 1), Host((Port.of(slow),), 0))
+    topology = Topology((0, 0, 1, 1, 2, 2), hosts, pods=(Port.of(1e9), Port.of(slow)))
+    src, dst = Layout(Mesh([4, 2], {"x": 2}), "S0"), Layout(Mesh([0, 1, 2], {"x": 3}))
+    plan = make_plan(src, dst, (numel,), "int8", topology=topology, strategy="multicast")
+    check_plan(plan)
+
+
+def test_hosts_that_take_no_part_cost_nothing():
+    src, dst = Layout(Mesh.of("1x4"), "S0 R"), Layout(Mesh.of("1x4", first_rank=4), "R S0")
+    near, far = (Topology((0,) * 4 + (host,) * 4) for host in (1, 2**20))
+    plans = [make_plan(src, dst, (64, 64), "float32", topology=topology) for topology in (near, far)]
+    assert plans[0].transfers.sender.tolist() == plans[1].transfers.sender.tolist()
+    assert plans[0].lower_bound_seconds == plans[1].lower_bound_seconds
+    check_plan(plans[1])

@@ -192,3 +192,26 @@ def test_what_would_cost_much_or_print_badly_is_refused():
             build()
     hosts = tuple(Host((Port.of(host + 1),)) for host in range(9))
     assert len(Topology(tuple(range(9)), hosts).first(2).hosts) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("a: &a [1, 1]\nhosts: [*a, *a]\n", "aliases such as"),
+        ("hosts: [{devices: 2}]\nlatency_seconds: !!timestamp zz\n", "not YAML"),
+        ("hosts: [{devices: 2}]\nlatency_seconds: !!bool zz\n", "not YAML"),
+        ("hosts: [{devices: 2, nics: [1e-300]}]\n", "positive and finite, from 1e-06 to 1e"),
+        ("hosts: [{devices: 2, nics: [1.7e308]}]\n", "positive and finite"),
+    ],
+)
+def test_hostile_yaml_is_refused(tmp_path, text, error):
+    pytest.importorskip("yaml")
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(TopologyError, match=error):
+        Topology.read(path)
+
+
+def test_a_file_without_end_is_not_read_to_it():
+    with pytest.raises(TopologyError, match="larger than"):
+        Topology.read("/dev/zero")
