@@ -122,7 +122,8 @@ def say_bytes(nbytes: float) -> str:
     return f"{nbytes:.4g} bytes"
 
 
-def _say_rate(rate: float) -> str:
+def say_rate(rate: float) -> str:
+    """As ``1.25 GB/s``."""
     for unit, name in ((1e9, "GB/s"), (1e6, "MB/s")):
         if rate >= unit:
             return f"{rate / unit:.4g} {name}"
@@ -143,7 +144,7 @@ def _bound_of_places(classes: Classes, port_of: Callable[[int], Port], kind: str
     rate = port_of(last).ingress_bytes_per_second
     arrival = Bound(
         times[last],
-        f"{_name(kind, [last])} must receive {say_bytes(arrives[last])} and can receive {_say_rate(rate)}",
+        f"{_name(kind, [last])} must receive {say_bytes(arrives[last])} and can receive {say_rate(rate)}",
     )
     sources = {place for holders in held for place in holders}
     egress = {place: port_of(place).egress_bytes_per_second for place in sources | set(arrives)}
@@ -158,7 +159,7 @@ def _bound_of_places(classes: Classes, port_of: Callable[[int], Port], kind: str
         total = seconds * sum(egress[place] for place in places)
         words = f"{_name(kind, places)} must send {say_bytes(total)} and can send "
     together = " together" if len(places) > 1 else ""
-    leaving = Bound(seconds, words + _say_rate(sum(egress[place] for place in places)) + together)
+    leaving = Bound(seconds, words + say_rate(sum(egress[place] for place in places)) + together)
     return leaving if leaving.seconds > arrival.seconds * (1 + 1e-9) else arrival
 
 

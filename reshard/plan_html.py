@@ -8,7 +8,8 @@ from html import escape
 
 import numpy as np
 
-from reshard.bound import say_bytes
+from reshard.bound import say_bytes, say_rate
+from reshard.loads import find_loads
 from reshard.plan import Plan
 from reshard.plan_text import describe_plan
 from reshard.simulation import Timeline, simulate
@@ -18,7 +19,7 @@ Tree = tuple[tuple[int, int], ...]
 MOST_TREES = 24
 #: Messages of one pair of hosts that follow each other within this part of the whole are drawn as one.
 _GAP = 0.002
-_WIDTH, _LANE, _LEFT = 1000, 14, 90
+_WIDTH, _LANE, _ROW, _LEFT, _TICKS = 1000, 14, 10, 90, 5
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1120px; padding: 0 1em; }
 pre { background: #f4f4f4; padding: 0.8em; overflow-x: auto; }
@@ -43,12 +44,15 @@ def format_html(plan: Plan) -> str:
     parts.append(f"<pre>{escape(describe_plan(plan, max_lines=0).split('...')[0].strip())}</pre>")
     parts.append("<h2>Links</h2><p>Bytes from the host of the row to that of the column.</p>")
     parts.append(_links(plan))
-    parts.append("<h2>Trees</h2><p>The hosts that regions pass, those with most bytes first.</p>")
+    parts.append("<h2>Ports</h2><p>What each has to pass, and for how long that keeps it busy.</p>")
+    parts.append(_ports(plan, timeline))
+    parts.append("<h2>Trees</h2><p>The hosts that regions pass, and the bytes of all regions that pass them.</p>")
     parts.append(_trees(plan))
     parts.append(
-        "<h2>Times</h2><p>What leaves and enters each host when, as simulated; the colour is that of the other host. "
-        "The line is the lower bound.</p>"
+        "<h2>Times</h2><p>What leaves and enters each host when, as simulated; the colour is that of the other host, "
+        "and the dashed line the lower bound.</p>"
     )
+    parts.append(_legend(plan))
     parts.append(_times(plan, timeline))
     parts.append("</body></html>")
     return "\n".join(parts) + "\n"
@@ -90,6 +94,33 @@ def _links(plan: Plan) -> str:
     lines.extend(f"<td>{say_bytes(sum(total.get((row, column), 0) for row in rows))}</td>" for column in columns)
     lines.append("<td></td></tr></table>")
     return "\n".join(lines)
+
+
+def _ports(plan: Plan, timeline: Timeline) -> str:
+    end = timeline.makespan_seconds or 1.0
+    lines = ["<table><tr><th></th><th>bytes</th><th>rate</th><th>busy, s</th><th>of the whole</th></tr>"]
+    for load in find_loads(plan):
+        part = load.seconds / end
+        shade = (
+            f" style='background: linear-gradient(to right, rgba(70, 130, 220, 0.5) {100 * part:.1f}%, transparent 0)'"
+        )
+        lines.append(
+            f"<tr><th>{load.port}</th><td>{say_bytes(load.nbytes)}</td><td>{say_rate(load.bytes_per_second)}</td>"
+            f"<td>{load.seconds:.4g}</td><td{shade}>{part:.1%}</td></tr>"
+        )
+    return "\n".join([*lines, "</table>"])
+
+
+def _legend(plan: Plan) -> str:
+    _, a, b, _ = _crossing(plan)
+    hosts = sorted({*a.tolist(), *b.tolist()})
+    return (
+        "<p>"
+        + " ".join(
+            f"<span style='background: {_colour(host)}; color: #000; padding: 0 0.5em'>{host}</span>" for host in hosts
+        )
+        + "</p>"
+    )
 
 
 def _find_trees(plan: Plan) -> list[tuple[Tree, int]]:
@@ -156,27 +187,36 @@ def _times(plan: Plan, timeline: Timeline) -> str:
     if not len(crossing):
         return "<p>Nothing crosses hosts.</p>"
     end = max(timeline.makespan_seconds, plan.lower_bound_seconds)
-    scale = (_WIDTH - _LEFT - 10) / end
-    lanes = [(host, side) for host in sorted({*a[crossing].tolist(), *b[crossing].tolist()}) for side in (0, 1)]
-    height = _LANE * len(lanes) + 30
-    lines = [f"<svg width='{_WIDTH}' height='{height}'>"]
-    for row, (host, side) in enumerate(lanes):
-        y = _LANE * row + 4
-        lines.append(f"<text x='{_LEFT - 6}' y='{y + 10}' text-anchor='end'>host {host} {('out', 'in')[side]}</text>")
-        mine, other = (a, b) if side == 0 else (b, a)
-        which = crossing[mine[crossing] == host]
-        for peer, start, stop in _join(which, other, timeline, _GAP * end):
-            lines.append(
-                f"<rect x='{_LEFT + start * scale:.2f}' y='{y}' width='{max((stop - start) * scale, 0.3):.2f}' "
-                f"height='{_LANE - 3}' fill='{_colour(peer)}' fill-opacity='0.75'>"
-                f"<title>{'to' if side == 0 else 'from'} host {peer}: {start:.6g} to {stop:.6g} s</title></rect>"
-            )
+    scale = (_WIDTH - _LEFT - 40) / end
+    lines: list[str] = []
+    top = 4
+    for host in sorted({*a[crossing].tolist(), *b[crossing].tolist()}):
+        for side, (mine, other) in enumerate(((a, b), (b, a))):
+            which = crossing[mine[crossing] == host]
+            spans = sorted(_join(which, other, timeline, _GAP * end), key=lambda span: span[1:])
+            rows: list[float] = [0.0]  # where the last span of each row ends; what is there at once is drawn apart
+            name = f"host {host} {('out', 'in')[side]}"
+            lines.append(f"<text x='{_LEFT - 6}' y='{top + 10}' text-anchor='end'>{name}</text>")
+            for peer, start, stop in spans:
+                free = next((i for i, until in enumerate(rows) if until <= start + _GAP * end), len(rows))
+                if free == len(rows):
+                    rows.append(0.0)
+                rows[free] = stop
+                lines.append(
+                    f"<rect x='{_LEFT + start * scale:.2f}' y='{top + free * _ROW}' "
+                    f"width='{max((stop - start) * scale, 0.3):.2f}' height='{_ROW - 1}' fill='{_colour(peer)}'>"
+                    f"<title>{'to' if side == 0 else 'from'} host {peer}: {start:.6g} to {stop:.6g} s</title></rect>"
+                )
+            top += max(_LANE, _ROW * len(rows) + 3)
+    for tick in range(_TICKS + 1):
+        x = _LEFT + tick / _TICKS * end * scale
+        lines.append(f"<line x1='{x:.2f}' y1='0' x2='{x:.2f}' y2='{top}' stroke='#888' stroke-opacity='0.3'/>")
+        lines.append(f"<text x='{x:.2f}' y='{top + 14}' text-anchor='middle'>{tick / _TICKS * end:.3g} s</text>")
     x = _LEFT + plan.lower_bound_seconds * scale
-    bottom = _LANE * len(lanes) + 6
-    lines.append(f"<line x1='{x:.2f}' y1='0' x2='{x:.2f}' y2='{bottom}' stroke='#c22' stroke-dasharray='4 3'/>")
-    lines.append(f"<text x='{_LEFT}' y='{bottom + 14}'>0</text>")
-    lines.append(f"<text x='{_WIDTH - 10}' y='{bottom + 14}' text-anchor='end'>{end:.6g} s</text></svg>")
-    return "\n".join(lines)
+    lines.append(f"<line x1='{x:.2f}' y1='0' x2='{x:.2f}' y2='{top + 18}' stroke='#c22' stroke-dasharray='4 3'/>")
+    lines.append(f"<text x='{x:.2f}' y='{top + 30}' text-anchor='middle'>bound {plan.lower_bound_seconds:.4g} s</text>")
+    size = f"viewBox='0 0 {_WIDTH} {top + 36}' style='width: 100%; max-width: {_WIDTH}px'"
+    return "\n".join([f"<svg {size}>", *lines, "</svg>"])
 
 
 def _join(which: np.ndarray, other: np.ndarray, timeline: Timeline, gap: float) -> Iterator[tuple[int, float, float]]:

@@ -24,8 +24,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from reshard.bound import say_bytes, say_rate
 from reshard.errors import PlanError, ReshardError
 from reshard.layout import AnyLayout, Box, Layout, RegionLayout, format_box
+from reshard.loads import find_loads
 from reshard.mesh import Mesh, format_ranks, parse_ranks
 from reshard.notation import parse_ours
 from reshard.plan import Plan, TensorSpec
@@ -48,6 +50,19 @@ def format_plan(plan: Plan) -> str:
 
 def _format_bound(plan: Plan) -> str:
     return f"{plan.lower_bound_seconds:.6g} s"
+
+
+def _format_busiest(plan: Plan) -> list[str]:
+    """The port that what passes it keeps busy longest."""
+    loads = find_loads(plan)
+    if not loads:
+        return []
+    most = max(loads, key=lambda load: load.seconds)
+    alike = sum(load.seconds > most.seconds * (1 - 1e-9) for load in loads) - 1
+    return [
+        f"busiest      {most.port}: {say_bytes(most.nbytes)} at {say_rate(most.bytes_per_second)}, {most.seconds:.6g} s"
+        + (f"; {alike} more as busy" if alike else "")
+    ]
 
 
 def _format_prediction(plan: Plan) -> str:
@@ -358,6 +373,7 @@ def describe_plan(plan: Plan, max_lines: int = 40) -> str:
         f"bytes        {across} between hosts, {inside} inside hosts, {copied} copied within ranks",
         f"lower bound  {_format_bound(plan)}: {plan.bound.reason}",
         f"predicted    {_format_prediction(plan)}",
+        *_format_busiest(plan),
         "",
     ]
     return "\n".join(facts + body)

@@ -44,7 +44,7 @@ def _with_transfers(
             if row_of_stage[other] != row_of_stage[action.stage]:
                 before = places.setdefault((action.stage, other, kind), [])
                 # posted when the computation so many before it on this channel begins
-                at = before[-recvs_ahead] if len(before) >= recvs_ahead else 0
+                at = place if not recvs_ahead else before[-recvs_ahead] if len(before) >= recvs_ahead else 0
                 recvs.setdefault(at, []).append(Action(kind, action.stage, action.microbatch, other))
                 before.append(place)
     out: list[Action] = []

@@ -15,6 +15,7 @@ from reshard import Layout, Mesh, Topology, make_plan, simulate
 from reshard.check import check_plan
 from reshard.chunks import Classes, cut_pieces
 from reshard.lanes import Lanes
+from reshard.loads import find_loads
 from reshard.multicast import load_freight, ports_of
 from reshard.plan import TensorSpec
 from reshard.plan_text import format_plan, parse_plan
@@ -234,3 +235,18 @@ def test_hosts_that_take_no_part_cost_nothing():
     assert plans[0].transfers.sender.tolist() == plans[1].transfers.sender.tolist()
     assert plans[0].lower_bound_seconds == plans[1].lower_bound_seconds
     check_plan(plans[1])
+
+
+def test_loads_are_the_bytes_of_each_port():
+    """One host of two NICs sends 4 MiB to two hosts of another pod, which pass it on between them."""
+    hosts = (Host((Port.of(1e9),) * 2, 0), Host((Port.of(5e8),), 1), Host((Port.of(5e8),), 1))
+    topology = Topology((0, 0, 1, 2), hosts, pods=(Port.of(1e9), Port.of(2e9)))
+    src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2))
+    plan = make_plan(src, dst, (2**20,), "float32", topology=topology, strategy="multicast")
+    loads = {load.port: load for load in find_loads(plan)}
+    assert loads["pod 0 up"].nbytes == loads["pod 1 down"].nbytes == 2**22
+    assert loads["pod 1 down"].seconds == 2**22 / 2e9
+    assert loads["host 0 out, NIC 0"].nbytes + loads["host 0 out, NIC 1"].nbytes == 2**22
+    assert loads["host 1 in"].nbytes == loads["host 2 in"].nbytes == 2**22
+    assert loads["host 1 out"].nbytes + loads["host 2 out"].nbytes == 2**22
+    assert max(load.seconds for load in loads.values()) <= plan.lower_bound_seconds * (1 + 1e-9)

@@ -1,0 +1,105 @@
+"""What surrounds schedules: passes, costs from the planner, traces and pictures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from reshard.scheduler import (
+    Pipeline,
+    Stage,
+    apply_passes,
+    block_transfers,
+    check_schedule,
+    eager_1f1b,
+    fitted,
+    gpipe,
+    issue_at_consumer,
+    one_f_one_b,
+    overlap_transfers,
+    plan_edge,
+    simulate,
+    to_chrome_trace,
+    to_svg,
+    zero_bubble,
+)
+
+from reshard import Layout, Mesh, Topology, make_plan
+from reshard.errors import ArgumentError
+from reshard.plan import TensorSpec
+
+
+def chain(*communication):
+    num = len(communication) + 1
+    return Pipeline.of_costs([1.0] * num, [2.0] * num, communication)
+
+
+@pytest.mark.parametrize(("c", "ratio"), [(0.5, 1.167), (1.5, 1.5)])
+def test_blocking_1f1b_takes_what_others_found(c, ratio):
+    pipeline = chain(c)
+    schedule = block_transfers(one_f_one_b(pipeline, 32), pipeline)
+    check_schedule(schedule, pipeline)
+    took = simulate(schedule, pipeline).makespan_seconds / pipeline.ideal_seconds(32)
+    assert took == pytest.approx(ratio, abs=0.02)
+
+
+@pytest.mark.parametrize("build", [gpipe, one_f_one_b, eager_1f1b, zero_bubble, fitted])
+@pytest.mark.parametrize("change", [block_transfers, issue_at_consumer])
+def test_passes_make_schedules_slower_and_back_again(build, change):
+    pipeline = chain(0.5, 2.0, 0.5)
+    schedule = build(pipeline, 8)
+    before = str(schedule)
+    changed, (report,) = apply_passes(schedule, pipeline, [change])
+    assert str(schedule) == before
+    check_schedule(changed, pipeline)
+    assert report.num_moved > 0
+    assert report.after_seconds >= report.before_seconds
+    back, (again,) = apply_passes(changed, pipeline, [overlap_transfers])
+    assert back.rows == schedule.rows
+    assert again.before_seconds == report.after_seconds
+    assert f"{report.num_moved} transfers moved" in str(report)
+
+
+def test_an_edge_costs_what_its_plans_take():
+    """Rows on two ranks of host 0 to columns on host 1, 8 MiB over 1 GB/s; gradients go back the other way."""
+    topology = Topology.uniform([0, 0, 1, 1], 1e9)
+    src, dst = Layout(Mesh.of(2), "S0 R"), Layout(Mesh.of(2, first_rank=2), "R S0")
+    tensors = [TensorSpec((2048, 1024), "float32", src, dst, "x")]
+    edge = plan_edge(0, 1, tensors, topology)
+    there = make_plan(src, dst, {"x": (2048, 1024)}, "float32", topology=topology)
+    assert edge.forward_seconds == pytest.approx(there.predicted_seconds)
+    assert edge.backward_seconds == pytest.approx(2**23 / 1e9, rel=0.02)
+    assert dict(edge.forward_loads) == {
+        "host 0 out": pytest.approx(2**23 / 1e9),
+        "host 1 in": pytest.approx(2**23 / 1e9),
+    }
+    assert {port for port, _ in edge.backward_loads} == {"host 1 out", "host 0 in"}
+    with pytest.raises(ArgumentError, match="has no tensors"):
+        plan_edge(0, 1, [], topology)
+
+
+def test_boundaries_behind_one_nic_share_it():
+    """Stages 0 and 1 of one host both send to others of host 1: two crossings take as long as one of both."""
+    topology = Topology.uniform([0, 0, 1, 1], 1e9)
+    ranks = [Mesh.of(1, first_rank=rank) for rank in range(4)]
+    tensors = [TensorSpec((2**20,), "float32", Layout(ranks[a]), Layout(ranks[b]), "x") for a, b in ((0, 2), (1, 3))]
+    edges = (plan_edge(0, 2, tensors[:1], topology), plan_edge(1, 3, tensors[1:], topology))
+    pipeline = Pipeline((Stage(0.001, 0.001, 0.001),) * 4, edges)
+    timeline = simulate(one_f_one_b(pipeline, 1), pipeline)
+    forward = [c for c in timeline.crossings if c.channel.is_forward]
+    assert max(c.end for c in forward) == pytest.approx(0.001 + 2 * 2**22 / 1e9, rel=0.02)
+
+
+def test_traces_and_pictures_hold_every_action():
+    pipeline = chain(0.5)
+    schedule = zero_bubble(pipeline, 3)
+    timeline = simulate(schedule, pipeline)
+    events = json.loads(to_chrome_trace(timeline))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert sum(event["pid"] == 0 for event in spans) == 2 * 3 * 3
+    assert sum(event["pid"] == 1 for event in spans) == 2 * 3
+    assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(1e6 * timeline.makespan_seconds)
+    picture = to_svg(schedule, timeline)
+    for _, action in schedule:
+        if not action.kind.is_transfer:
+            assert f"<title>{action}: " in picture
