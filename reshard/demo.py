@@ -29,7 +29,7 @@ Each case moves one tensor from one mesh of processes to another, three times, i
 default (auto), by plain sends, and by fetching parts and gathering them. The planner is told that every {devices}
 ranks share a host with one link of 10 Gbit/s. "between" and "inside" are the MiB that the plan sends between
 hosts and inside hosts, "x bound" what it would take on such hosts, over the least time that any plan could (-:
-nothing crosses hosts). Here all processes are on this machine and no link is slow, so "ms", the median time until
+less than a message costs). Here all processes are on this machine and no link is slow, so "ms", the median time until
 the last rank had its shard, says what the software costs. "elements" is how many were compared with what they
 must be, on every rank.
 """
@@ -97,7 +97,7 @@ def _print_row(case: Case, strategy: str, milliseconds: float, checked: int, ok:
     across, inside, _ = plan.bytes_moved()
     sizes = f"{across / _MIB:.1f}", f"{inside / _MIB:.1f}"
     seconds, bound = plan.predicted_seconds, plan.lower_bound_seconds
-    over = f"{seconds / bound:.2f}" if seconds is not None and across else "-"
+    over = f"{seconds / bound:.2f}" if seconds is not None and bound > MESSAGE_SECONDS else "-"
     print(
         _row(
             case.name, case.title, strategy, *sizes, over, f"{milliseconds:.1f}", f"{checked:,}", "yes" if ok else "NO"

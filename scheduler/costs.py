@@ -9,8 +9,8 @@ from reshard.errors import ArgumentError
 from reshard.loads import find_loads
 from reshard.plan import Plan, TensorSpec
 from reshard.planning import plan_tensors
+from reshard.routes import Strategy
 from reshard.simulation import simulate
-from reshard.strategies import Strategy
 from reshard.topology import Topology
 
 from .pipeline import Edge, Loads
