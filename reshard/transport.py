@@ -38,7 +38,10 @@ class Connections:
         while len(self._groups) < 1 + is_two_way:
             store = dist.PrefixStore(str(len(self._groups)), self._store)
             limit = timedelta(seconds=timeout_seconds)
-            self._groups.append(dist.ProcessGroupGloo(store, self._own, len(self._position), limit))
+            group = dist.ProcessGroupGloo(store, self._own, len(self._position), limit)
+            # who has nothing to do might end its process while others still connect, which fails for them then
+            group.barrier().wait(limit)
+            self._groups.append(group)
         return GlooTransport(self._groups[0], self._groups[is_two_way], self._own, self._position)
 
     def abort(self) -> None:
