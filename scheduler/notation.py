@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
 
 from reshard.errors import ScheduleError
 
@@ -146,11 +145,3 @@ def _from_torch(cell: str) -> Action:
     kind, stage = Kind(found[2]), int(found[1])
     other = stage + _TORCH_STEP[kind] if kind.is_transfer else None
     return Action(kind, stage, int(found[3]), other)
-
-
-def grid(schedule: Schedule, rows: Sequence[int] | None = None) -> str:
-    """Computations alone, one row per line, for people."""
-    shown = range(len(schedule.rows)) if rows is None else rows
-    return "\n".join(
-        f"{row}: " + " ".join(str(a) for a in schedule.rows[row] if not a.kind.is_transfer) for row in shown
-    )

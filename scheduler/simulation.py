@@ -18,7 +18,7 @@ _TOGETHER = 1e-12
 
 @dataclass(frozen=True)
 class Span:
-    """What a row did, from when to when, in seconds; ``waited_seconds`` of them before its start for a transfer."""
+    """What a row did, from when to when, in seconds; before that it waited ``exposed_seconds`` for a transfer alone."""
 
     row: int
     action: Action
