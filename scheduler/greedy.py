@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from .pipeline import Pipeline
 from .schedule import Action, Channel, Kind
-from .simulation import Line, share_links
+from .simulation import Line, make_lines, share_links
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,7 @@ class _Greedy:
         self.on_row: list[list[int]] = [[] for _ in range(max(row_of_stage) + 1)]
         for stage, row in enumerate(row_of_stage):
             self.on_row[row].append(stage)
-        self.lines: dict[Channel, Line] = {}
-        for edge in pipeline.edges:
-            there, back = Channel(edge.src, edge.dst, True), Channel(edge.dst, edge.src, False)
-            self.lines[there] = Line(there, edge.forward_seconds, edge.forward_loads)
-            self.lines[back] = Line(back, edge.backward_seconds, edge.backward_loads)
+        self.lines = make_lines(pipeline)
         for stage in range(len(pipeline.stages)):
             for other in pipeline.inputs[stage]:
                 self.stages[stage].came[other, True] = 0

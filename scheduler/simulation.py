@@ -111,6 +111,16 @@ class Line:
         return Crossing(self.channel, microbatch, ready, self.started, now)
 
 
+def make_lines(pipeline: Pipeline) -> dict[Channel, Line]:
+    """The two channels of every edge, with nothing on them yet."""
+    lines = {}
+    for edge in pipeline.edges:
+        there, back = Channel(edge.src, edge.dst, True), Channel(edge.dst, edge.src, False)
+        lines[there] = Line(there, edge.forward_seconds, edge.forward_loads)
+        lines[back] = Line(back, edge.backward_seconds, edge.backward_loads)
+    return lines
+
+
 class _Run:
     def __init__(self, schedule: Schedule, pipeline: Pipeline) -> None:
         self.schedule, self.pipeline = schedule, pipeline
@@ -119,11 +129,7 @@ class _Run:
         self.idle_since = [0.0] * len(schedule.rows)
         self.joined = [False] * len(schedule.rows)  # its action that blocks has come to its channel
         self.done: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, microbatch) -> when
-        self.lines: dict[Channel, Line] = {}
-        for edge in pipeline.edges:
-            there, back = Channel(edge.src, edge.dst, True), Channel(edge.dst, edge.src, False)
-            self.lines[there] = Line(there, edge.forward_seconds, edge.forward_loads)
-            self.lines[back] = Line(back, edge.backward_seconds, edge.backward_loads)
+        self.lines = make_lines(pipeline)
         self.spans: list[Span] = []
         self.crossings: list[Crossing] = []
         self.now = 0.0

@@ -40,7 +40,7 @@ def _with_transfers(
     recvs: dict[int, list[Action]] = {}  # by the place of the computation that they stand before
     places: dict[tuple[int, int, Kind], list[int]] = {}  # of what needs something from a channel
     for place, action in enumerate(row):
-        for other, kind in _needs(action, pipeline):
+        for other, kind in _crossings(action, pipeline)[0]:
             if row_of_stage[other] != row_of_stage[action.stage]:
                 before = places.setdefault((action.stage, other, kind), [])
                 # posted when the computation so many before it on this channel begins
@@ -51,23 +51,20 @@ def _with_transfers(
     for place, action in enumerate(row):
         out += recvs.get(place, [])
         out.append(action)
-        for other, kind in _gives(action, pipeline):
+        for other, kind in _crossings(action, pipeline)[1]:
             if row_of_stage[other] != row_of_stage[action.stage]:
                 out.append(Action(kind, action.stage, action.microbatch, other))
     return out
 
 
-def _needs(action: Action, pipeline: Pipeline) -> list[tuple[int, Kind]]:
-    if action.kind is Kind.F:
-        return [(other, Kind.RECV_F) for other in pipeline.inputs[action.stage]]
-    if action.kind in (Kind.B, Kind.I):
-        return [(other, Kind.RECV_B) for other in pipeline.outputs[action.stage]]
-    return []
+_Ends = list[tuple[int, Kind]]
 
 
-def _gives(action: Action, pipeline: Pipeline) -> list[tuple[int, Kind]]:
+def _crossings(action: Action, pipeline: Pipeline) -> tuple[_Ends, _Ends]:
+    """What a computation receives before it and sends behind it, each with the stage at the other end."""
+    before, behind = pipeline.inputs[action.stage], pipeline.outputs[action.stage]
     if action.kind is Kind.F:
-        return [(other, Kind.SEND_F) for other in pipeline.outputs[action.stage]]
+        return [(other, Kind.RECV_F) for other in before], [(other, Kind.SEND_F) for other in behind]
     if action.kind in (Kind.B, Kind.I):
-        return [(other, Kind.SEND_B) for other in pipeline.inputs[action.stage]]
-    return []
+        return [(other, Kind.RECV_B) for other in behind], [(other, Kind.SEND_B) for other in before]
+    return [], []

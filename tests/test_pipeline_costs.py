@@ -40,7 +40,7 @@ def test_blocking_1f1b_takes_what_others_found(c, ratio):
     schedule = block_transfers(one_f_one_b(pipeline, 32), pipeline)
     check_schedule(schedule, pipeline)
     took = simulate(schedule, pipeline).makespan_seconds / pipeline.ideal_seconds(32)
-    assert took == pytest.approx(ratio, abs=0.02)
+    assert took == pytest.approx(ratio, abs=6e-4)
 
 
 @pytest.mark.parametrize("build", [gpipe, one_f_one_b, eager_1f1b, zero_bubble, fitted])
