@@ -35,6 +35,9 @@ class Handle:
         self._done = threading.Event()
         self._error: ReshardError | None = None
         self._result: Any = None
+        #: ``time.monotonic()`` at which this rank's part began and ended; None before.
+        self.begun_at: float | None = None
+        self.ended_at: float | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -78,8 +81,13 @@ class Handle:
         if self._error is not None:
             raise self._error
 
+    def begin(self) -> None:
+        """Note that the part of this rank begins."""
+        self.begun_at = time.monotonic()
+
     def succeed(self) -> None:
         """The transfer is over."""
+        self.ended_at = time.monotonic()
         self._done.set()
 
 
@@ -93,18 +101,28 @@ class Mover:
         plan: what to do; equal on all ranks.
         group: whose ranks the plan names; omitted, the world. Or what :func:`reshard.join` returned.
         timeout_seconds: how long ranks may take to agree, and each transfer to finish.
+        both_ways: another Mover moves things the other way between the same ranks at the same time, so each direction
+            gets connections of its own. The same on all ranks.
 
     Raises:
         DisagreementError: ranks pass different plans. ArgumentError: the plan names ranks outside the group.
         TransferTimeoutError: some rank did not come.
     """
 
-    def __init__(self, plan: Plan, group: Any = None, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        group: Any = None,
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        both_ways: bool = False,
+    ) -> None:
         if not isinstance(plan, Plan):
             raise ArgumentError(f"a Mover needs a Plan, not {type(plan).__name__}")
         timeout_seconds = check_timeout(timeout_seconds)
         channel = find_channel(find_group(group), plan.ranks)
-        record = Record(channel.group.rank, arguments=plan_arguments(plan), hostname=channel.group.hostname)
+        arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways)))]
+        record = Record(channel.group.rank, arguments=arguments, hostname=channel.group.hostname)
         program = None
         try:
             plan.topology.check_covers(plan.ranks)
@@ -113,7 +131,7 @@ class Mover:
             record.error = ("PlanError", str(error))
         call, verdict = channel.agree(record, lambda records: resolve(records, {}), timeout_seconds)
         assert program is not None
-        self._setup(plan, program, channel, call, verdict, timeout_seconds)
+        self._setup(plan, program, channel, call, verdict, timeout_seconds, both_ways)
 
     @classmethod
     def agreed(
@@ -129,7 +147,14 @@ class Mover:
         return self
 
     def _setup(
-        self, plan: Plan, program: Program, channel: Channel, call: int, verdict: Verdict, timeout_seconds: float
+        self,
+        plan: Plan,
+        program: Program,
+        channel: Channel,
+        call: int,
+        verdict: Verdict,
+        timeout_seconds: float,
+        both_ways: bool = False,
     ) -> None:
         self.plan, self._program = plan, program
         self._channel, self._tag, self._generation = channel, call % (TOLD_TAG - 1), verdict.generation
@@ -139,7 +164,7 @@ class Mover:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._keeps_staging = False  # hand the buffers to the next call of the same plan
-        self._transport = channel.transport(self._generation, plan.is_two_way, timeout_seconds)
+        self._transport = channel.transport(self._generation, both_ways or plan.is_two_way, timeout_seconds)
 
     @property
     def staging_allocated_bytes(self) -> int:
@@ -186,6 +211,10 @@ class Mover:
     ) -> Handle:
         """As :meth:`start`, for arrays that were checked in the agreement round."""
         return self._enqueue(src, dst, finish)
+
+    def fail(self, error: BaseException) -> ReshardError:
+        """End all transfers under way between these ranks with an error, here and at the others; returns it."""
+        return self._channel.fail(self._generation, error)
 
     def close(self) -> None:
         """End the progress thread; transfers under way are finished first. The group's connections stay."""
@@ -258,6 +287,7 @@ class Mover:
         try:
             handle.check()
             self._channel.check_usable(self._generation)
+            handle.begin()
             run_program(
                 self._program,
                 self._transport,  # type: ignore[arg-type]

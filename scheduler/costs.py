@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from reshard.errors import ArgumentError
@@ -23,38 +23,37 @@ def plan_edge(
     topology: Topology,
     *,
     strategy: str | Strategy | None = None,
+    without_gradient: Iterable[str] = (),
 ) -> Edge:
     """An edge whose costs are those of the plans that move its tensors there and their gradients back.
 
     Args:
         src, dst: stages. tensors: what crosses for one microbatch, with its layouts on both sides; gradients have those
             of their tensors. topology: of all ranks. strategy: how they move; omitted, the default.
+            without_gradient: names of tensors that need none.
 
     Raises:
         ArgumentError: no tensors. What :func:`reshard.make_plan` raises.
     """
     if not tensors:
         raise ArgumentError(f"edge {src} -> {dst} has no tensors; where only costs are known, make an Edge of them")
-    there, back = edge_plans(tensors, topology, strategy=strategy)
-    return Edge(
-        src,
-        dst,
-        simulate(there).makespan_seconds,
-        simulate(back).makespan_seconds,
-        _loads(there),
-        _loads(back),
-        tuple(tensors),
+    edge = Edge(src, dst, tensors=tuple(tensors), without_gradient=frozenset(without_gradient))
+    there, back = edge_plans(edge, topology, strategy=strategy)
+    return replace(
+        edge,
+        forward_seconds=simulate(there).makespan_seconds,
+        backward_seconds=0.0 if back is None else simulate(back).makespan_seconds,
+        forward_loads=_loads(there),
+        backward_loads=() if back is None else _loads(back),
     )
 
 
-def edge_plans(
-    tensors: Sequence[TensorSpec], topology: Topology, *, strategy: str | Strategy | None = None
-) -> tuple[Plan, Plan]:
-    """The plans of one crossing, forward and backward."""
-    gradients = [replace(spec, src=spec.dst, dst=spec.src) for spec in tensors]
+def edge_plans(edge: Edge, topology: Topology, *, strategy: str | Strategy | None = None) -> tuple[Plan, Plan | None]:
+    """The plans of one crossing, forward and backward; None where nothing has a gradient."""
+    gradients = edge.gradients
     return (
-        plan_tensors(tensors, strategy=strategy, topology=topology),
-        plan_tensors(gradients, strategy=strategy, topology=topology),
+        plan_tensors(edge.tensors, strategy=strategy, topology=topology),
+        plan_tensors(gradients, strategy=strategy, topology=topology) if gradients else None,
     )
 
 

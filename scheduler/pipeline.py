@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from reshard.errors import ArgumentError
+from reshard.mesh import Mesh, format_ranks
 from reshard.plan import TensorSpec
 
 #: Seconds for which one crossing keeps each link busy, by the link's name.
 Loads = tuple[tuple[str, float], ...]
+#: How the names of dtypes begin whose tensors may have gradients.
+_DIFFERENTIABLE = ("float", "bfloat", "complex")
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Stage:
         forward_seconds: of one microbatch. input_grad_seconds, weight_grad_seconds: the two halves of its backward:
             the gradient of what came in, which earlier stages wait for, and that of the weights.
         activation_bytes: what a device keeps of one microbatch from its forward to the end of its backward.
-        name: for people.
+        name: for people. mesh: its devices; needed only to run it.
 
     Raises:
         ArgumentError: a cost is negative or no number.
@@ -33,6 +36,7 @@ class Stage:
     weight_grad_seconds: float
     activation_bytes: int = 1
     name: str = ""
+    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
         for cost in ("forward_seconds", "input_grad_seconds", "weight_grad_seconds", "activation_bytes"):
@@ -51,10 +55,12 @@ class Edge:
     Args:
         src, dst: stages. forward_seconds, backward_seconds: of one crossing with its links to itself.
         forward_loads, backward_loads: what a crossing takes of links that others use too; omitted, it has its own.
-        tensors: what moves, with its layouts on both sides; empty where only the costs are known.
+        tensors: what moves, each by a name, with its layouts on both sides; empty where only the costs are known.
+        without_gradient: names of those that need none, besides tensors of integers or booleans, which never do.
 
     Raises:
-        ArgumentError: a cost is negative or no number; a link would be busy for longer than the crossing lasts.
+        ArgumentError: a cost is negative or no number; a link would be busy for longer than the crossing lasts; a
+            tensor without a name, or a name given twice or for nothing.
     """
 
     src: int
@@ -64,8 +70,10 @@ class Edge:
     forward_loads: Loads = ()
     backward_loads: Loads = ()
     tensors: tuple[TensorSpec, ...] = field(default=())
+    without_gradient: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "without_gradient", frozenset(self.without_gradient))
         for direction in ("forward", "backward"):
             seconds = getattr(self, f"{direction}_seconds")
             _check_cost(f"{direction}_seconds of edge {self.src} -> {self.dst}", seconds)
@@ -76,6 +84,21 @@ class Edge:
                         f"edge {self.src} -> {self.dst}: link {link} is busy for {busy:g} s "
                         f"of a crossing of {seconds:g} s"
                     )
+        names = [spec.name for spec in self.tensors]
+        if None in names or len(set(names)) < len(names) or not self.without_gradient <= set(names):
+            raise ArgumentError(
+                f"edge {self.src} -> {self.dst}: tensors {names} must have a name each, and those without_gradient "
+                f"{sorted(self.without_gradient)} be among them"
+            )
+
+    @property
+    def gradients(self) -> tuple[TensorSpec, ...]:
+        """What moves backward: the gradients of the tensors that need one, with their layouts exchanged."""
+        return tuple(
+            replace(spec, src=spec.dst, dst=spec.src)
+            for spec in self.tensors
+            if spec.name not in self.without_gradient and spec.dtype.startswith(_DIFFERENTIABLE)
+        )
 
 
 @dataclass(frozen=True)
@@ -83,7 +106,8 @@ class Pipeline:
     """Stages and the edges between any two of them, forward only; no two edges join the same two stages.
 
     Raises:
-        ArgumentError: no stage; an edge that names one that does not exist, leads backwards, or is there twice.
+        ArgumentError: no stage; an edge that names one that does not exist, leads backwards, or is there twice;
+            a tensor whose layouts have other ranks than its stages, or that comes to a stage from two others.
     """
 
     stages: tuple[Stage, ...]
@@ -101,6 +125,19 @@ class Pipeline:
                 )
         if len(self.edge_between) < len(self.edges):
             raise ArgumentError("two edges join the same two stages; put their tensors into one")
+        for edge in self.edges:
+            for spec in edge.tensors:
+                for stage, layout in ((edge.src, spec.src), (edge.dst, spec.dst)):
+                    mesh = self.stages[stage].mesh
+                    if mesh is not None and set(layout.ranks) != set(mesh.ranks):
+                        raise ArgumentError(
+                            f"tensor {spec.name!r} of edge {edge.src} -> {edge.dst} is on ranks "
+                            f"{format_ranks(layout.ranks)}, stage {stage} on ranks {format_ranks(mesh.ranks)}"
+                        )
+        for stage in range(len(self.stages)):
+            names = [spec.name for edge in self.edges if edge.dst == stage for spec in edge.tensors]
+            if len(set(names)) < len(names):
+                raise ArgumentError(f"stage {stage} gets two tensors of one name: {sorted(map(str, names))}")
 
     @classmethod
     def of_costs(

@@ -1,0 +1,131 @@
+"""What a rank moves between stages: one :class:`~reshard.Mover` per edge and direction, made once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from reshard.errors import ReshardError
+from reshard.group import Group
+from reshard.layout import Layout
+from reshard.mesh import Mesh
+from reshard.mover import Handle, Mover
+from reshard.plan import Plan, TensorSpec
+from reshard.planning import plan_tensors
+from reshard.routes import Strategy
+from reshard.topology import Topology
+
+from .pipeline import Edge, Pipeline
+from .schedule import Channel
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One direction of an edge: what moves, and the plan; None where nothing moves, or nothing has to."""
+
+    channel: Channel
+    tensors: tuple[TensorSpec, ...]
+    plan: Plan | None
+
+
+def make_ways(
+    pipeline: Pipeline,
+    row_of_stage: Iterable[int],
+    topology: Topology,
+    strategy: str | Strategy | None,
+    *,
+    signal_only: bool = False,
+) -> list[Way]:
+    """Both directions of all edges, in one order for all ranks."""
+    rows = tuple(row_of_stage)
+    ways = []
+    for edge in pipeline.edges:
+        for channel, tensors in _directions(edge):
+            moved = [_signal(spec) for spec in tensors] if signal_only else tensors
+            stays = rows[edge.src] == rows[edge.dst] and all(spec.src == spec.dst for spec in tensors)
+            plan = None if stays or not moved else plan_tensors(moved, strategy=strategy, topology=topology)
+            ways.append(Way(channel, tensors, plan))
+    return ways
+
+
+def _directions(edge: Edge) -> list[tuple[Channel, tuple[TensorSpec, ...]]]:
+    return [
+        (Channel(edge.src, edge.dst, True), edge.tensors),
+        (Channel(edge.dst, edge.src, False), edge.gradients),
+    ]
+
+
+def _signal(spec: TensorSpec) -> TensorSpec:
+    """One element in place of a tensor, from the first rank that holds it to all that need it."""
+    return replace(spec, shape=(1,), src=Layout(Mesh(spec.src.ranks)), dst=Layout(Mesh(spec.dst.ranks)))
+
+
+class Crossing:
+    """One transfer under way; on the receiving side with what it brings.
+
+    ``made_at`` is when what it moves was computed, by ``time.monotonic()``, where this rank knows.
+    """
+
+    def __init__(self, handle: Handle | None, tensors: Mapping[str, torch.Tensor | None] | None = None) -> None:
+        self.handle, self._tensors = handle, tensors
+        self.made_at: float | None = None
+
+    def wait(self) -> dict[str, Any]:
+        """Block until it is over; returns what this rank received."""
+        brought = None if self.handle is None else self.handle.wait()
+        return dict(self._tensors if self._tensors is not None else brought or {})
+
+
+class Crossings:
+    """The Movers of one rank.
+
+    Args:
+        ways: of the pipeline, in one order for all ranks; each rank takes part in those that name it.
+        signal_only: move one element per tensor, and receive zeros; to measure what communication costs.
+    """
+
+    def __init__(self, ways: Iterable[Way], group: Group, timeout_seconds: float, *, signal_only: bool = False) -> None:
+        self._rank, self._signal_only = group.rank, signal_only
+        self._ways: dict[Channel, Way] = {}
+        self._movers: dict[Channel, Mover] = {}
+        for way in ways:
+            self._ways[way.channel] = way
+            if way.plan is not None and group.rank in way.plan.ranks:
+                self._movers[way.channel] = Mover(way.plan, group, timeout_seconds=timeout_seconds, both_ways=True)
+
+    def send(self, channel: Channel, tensors: Tensors) -> Crossing:
+        """Start the sender's part."""
+        mover = self._movers.get(channel)
+        if mover is None:
+            return Crossing(None, tensors)
+        if self._signal_only:
+            tensors = {name: torch.ones(1, dtype=array.dtype) for name, array in tensors.items()}
+        return Crossing(mover.start(tensors))
+
+    def recv(self, channel: Channel) -> Crossing:
+        """Start the receiver's part."""
+        mover = self._movers.get(channel)
+        if mover is None:
+            return Crossing(None)
+        return Crossing(mover.start(), self._zeros(channel) if self._signal_only else None)
+
+    def _zeros(self, channel: Channel) -> Tensors:
+        return {
+            str(spec.name): torch.zeros(spec.dst_shards.local_shape(self._rank), dtype=getattr(torch, spec.dtype))
+            for spec in self._ways[channel].tensors
+        }
+
+    def fail(self, error: BaseException) -> ReshardError | None:
+        """End all transfers of this rank with an error, here and at the ranks they join; returns the first told."""
+        told = [mover.fail(error) for mover in self._movers.values()]
+        return told[0] if told else None
+
+    def close(self) -> None:
+        """Close the Movers."""
+        for mover in self._movers.values():
+            mover.close()

@@ -1,0 +1,378 @@
+"""Runs a schedule on processes: one row's actions in order, transfers between stages behind them.
+
+A rank belongs to one row, and does what every other rank of that row does. Stages are ordinary modules; what is
+parallel inside one is torch's affair. Only this module and those that it imports need torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reshard.agreement import Record, describe_error, resolve
+from reshard.channel import find_channel
+from reshard.errors import ArgumentError, ReshardError
+from reshard.group import find_group
+from reshard.mesh import format_ranks
+from reshard.mover import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.routes import Strategy
+from reshard.topology import Topology
+
+from .check import check_schedule
+from .crossings import Crossing, Crossings, make_ways
+from .measured import Measured, Moment, Passage, gather
+from .notation import format_schedule
+from .pipeline import Pipeline
+from .schedule import Action, Channel, Kind, Schedule
+from .simulation import PipelineTimeline
+from .stage_run import StageRun, Tensors
+
+#: ``{stage: [{name: tensor} of each microbatch]}``
+Feed = Mapping[int, Sequence[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one iteration gave on this rank.
+
+    Attributes:
+        losses: of each microbatch, where a stage of this rank gives one; else empty.
+        loss: their weighted sum, None without them. seconds: from the first action to the last gradient.
+        waited_seconds: what this rank waited for transfers, and for those who had yet to compute what they bring.
+    """
+
+    losses: tuple[float, ...]
+    loss: float | None
+    seconds: float
+    waited_seconds: float
+
+
+class Engine:
+    """Runs a schedule, iteration after iteration. Every rank of the pipeline makes one, and calls it equally often.
+
+    Gradients add up in the parameters' ``.grad``, as those of the total loss: the weighted sum over microbatches, and
+    over ranks of the losses of copies that see different data. What to do with them is the caller's affair.
+
+    Args:
+        schedule: what to run. pipeline: what it is made for; every stage with a mesh, every edge with tensors.
+        modules: of each stage of this rank. A module is called with named tensors, those that edges bring and those
+            that it is fed, each this rank's shard; it returns ``{name: tensor}``, shards or DTensors (pending sums are
+            reduced), with the tensors that edges take and, to start a backward from, a scalar "loss".
+        group: whose ranks the meshes name; omitted, the world.
+        topology, strategy: how tensors move; omitted, by host names and by default.
+        last_pipeline: the same pipeline with the tensors of the last microbatch, where that is smaller than the others.
+        num_loss_shards: how many copies of the stage with the loss see different data; the total is their mean.
+        signal_only: move one element in place of each tensor, and compute on zeros; shows what communication costs.
+        timeout_seconds: how long ranks may take to agree, and each transfer to finish, including the wait for whoever
+            has yet to compute what it brings.
+
+    Raises:
+        ScheduleError: the schedule does not fit the pipeline. ArgumentError: modules or meshes do not fit.
+        DisagreementError: ranks pass different schedules or pipelines.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        pipeline: Pipeline,
+        modules: Mapping[int, torch.nn.Module],
+        *,
+        group: Any = None,
+        topology: Topology | None = None,
+        strategy: str | Strategy | None = None,
+        last_pipeline: Pipeline | None = None,
+        num_loss_shards: int = 1,
+        signal_only: bool = False,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        self.schedule, self.pipeline = schedule, pipeline
+        self._group = find_group(group)
+        timeout_seconds = check_timeout(timeout_seconds)
+        self._last = schedule.num_microbatches - 1
+        self._num_loss_shards = num_loss_shards
+        self._broken: BaseException | None = None
+        check_schedule(schedule, pipeline)
+        ranks_of_row = _find_rows(schedule, pipeline)
+        ranks = sorted(rank for row in ranks_of_row for rank in row)
+        channel = find_channel(self._group, tuple(ranks))
+        record = Record(self._group.rank, hostname=self._group.hostname)
+        record.arguments = _describe(
+            schedule, pipeline, last_pipeline, strategy, topology, num_loss_shards, signal_only
+        )
+        self.row = next(row for row, its in enumerate(ranks_of_row) if self._group.rank in its)
+        self._stages: dict[int, StageRun] = {}
+        try:
+            _check_last(pipeline, last_pipeline)
+            self._stages = self._make_stages(modules)
+        except ReshardError as error:
+            record.error = describe_error(error)
+        _, verdict = channel.agree(record, lambda records: resolve(records, {}), timeout_seconds)
+        if topology is None:
+            hosts = dict(zip(channel.members, verdict.hostnames, strict=True))
+            topology = Topology.from_hostnames([hosts.get(rank, "") for rank in range(ranks[-1] + 1)])
+        self._tensors = [pipeline, last_pipeline or pipeline]
+        self._crossings = []
+        for one in (pipeline, last_pipeline):
+            if one is not None:
+                ways = make_ways(one, schedule.row_of_stage, topology, strategy, signal_only=signal_only)
+                self._crossings.append(Crossings(ways, self._group, timeout_seconds, signal_only=signal_only))
+        self._run: _Run | None = None
+
+    def _make_stages(self, modules: Mapping[int, torch.nn.Module]) -> dict[int, StageRun]:
+        ours = [stage for stage, row in enumerate(self.schedule.row_of_stage) if row == self.row]
+        if sorted(modules) != ours:
+            raise ArgumentError(
+                f"rank {self._group.rank} computes stages {ours}, but has modules for {sorted(modules)}"
+            )
+        halves: dict[int, set[int]] = {stage: set() for stage in ours}
+        for action in self.schedule.rows[self.row]:
+            if action.kind is Kind.W:
+                halves[action.stage].add(action.microbatch)
+        return {
+            stage: StageRun(stage, modules[stage], self.pipeline, self._group.rank, halves[stage]) for stage in ours
+        }
+
+    def step(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:
+        """One iteration: forward and backward of every microbatch, and sums over copies.
+
+        Args:
+            feed: what stages of this rank get from outside, ``{stage: [{name: tensor} of each microbatch]}``; stages of
+                other ranks are passed over. loss_weights: of each microbatch's loss in the total; omitted, all alike.
+
+        Raises:
+            ReshardError: this rank or another failed; the same on all ranks in time. The engine cannot go on then.
+        """
+        if self._broken is not None:
+            raise ArgumentError(f"this engine cannot go on after an error: {self._broken}") from self._broken
+        try:
+            self._run = _Run(self, self._check_feed(feed or {}), self._check_weights(loss_weights))
+            return self._run.run()
+        except BaseException as error:
+            self._broken = error
+            for stage in self._stages.values():
+                stage.forget()
+            for crossings in self._crossings:
+                crossings.fail(error)
+            raise
+
+    def timeline(self) -> PipelineTimeline:
+        """When everything of the last step happened, on all ranks; every rank calls.
+
+        Raises:
+            ArgumentError: no step has been done yet.
+        """
+        if self._run is None:
+            raise ArgumentError("no step has been done yet, so there is no timeline")
+        return gather(self._run.measured, self._group)
+
+    def close(self) -> None:
+        """End the threads that move tensors."""
+        for crossings in self._crossings:
+            crossings.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_feed(self, feed: Feed) -> dict[int, Sequence[Mapping[str, Any]]]:
+        num = self.schedule.num_microbatches
+        for stage, rows in feed.items():
+            if stage not in range(len(self.pipeline.stages)):
+                raise ArgumentError(f"stage {stage!r} is fed; there are stages 0 to {len(self.pipeline.stages) - 1}")
+            if len(rows) != num or not all(isinstance(row, Mapping) for row in rows):
+                raise ArgumentError(
+                    f"stage {stage} is fed {len(rows)} microbatches; it needs {num}, each {{name: tensor}}"
+                )
+        return {stage: feed.get(stage, ({},) * num) for stage in self._stages}
+
+    def _check_weights(self, loss_weights: Sequence[float] | None) -> list[float]:
+        num = self.schedule.num_microbatches
+        weights = [1.0 / num] * num if loss_weights is None else [float(weight) for weight in loss_weights]
+        if len(weights) != num:
+            raise ArgumentError(f"{len(weights)} loss weights for {num} microbatches")
+        return [weight / self._num_loss_shards for weight in weights]
+
+
+class _Run:
+    """One step."""
+
+    def __init__(self, engine: Engine, feed: Mapping[int, Sequence[Mapping[str, Any]]], weights: list[float]) -> None:
+        self.engine, self.feed, self.weights = engine, feed, weights
+        self.schedule, self.pipeline, self.stages = engine.schedule, engine.pipeline, engine._stages
+        self.under_way: dict[tuple[Channel, int], Crossing] = {}  # received, or handed on within this row
+        self.sends: list[Crossing] = []
+        self.losses: dict[int, torch.Tensor] = {}
+        self.measured = Measured(engine.row)
+        self.waited = 0.0
+        self.last_backward = {
+            action.stage: action.microbatch for action in self.actions if action.kind in (Kind.B, Kind.I)
+        }
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        return self.schedule.rows[self.engine.row]
+
+    def run(self) -> Step:
+        begun = time.monotonic()
+        for action in self.actions:
+            if action.kind.is_transfer:
+                self.move(action)
+            else:
+                self.compute(action)
+        for crossing in self.sends:
+            crossing.wait()
+        for stage in self.stages.values():
+            stage.sum_over_copies()
+        num = self.schedule.num_microbatches
+        losses = tuple(float(self.losses[m]) for m in range(num)) if self.losses else ()
+        loss = sum(w * x for w, x in zip(self.weights, losses, strict=True)) if losses else None
+        if loss is not None:
+            loss *= self.engine._num_loss_shards
+        return Step(losses, loss, time.monotonic() - begun, self.waited)
+
+    def crossings(self, microbatch: int) -> Crossings:
+        return self.engine._crossings[-1 if microbatch == self.engine._last else 0]
+
+    def move(self, action: Action) -> None:
+        """Start one end of a transfer; wait for its end if it blocks."""
+        begun = time.monotonic()
+        channel, microbatch = action.channel, action.microbatch
+        if action.kind.is_send:
+            crossing = self.under_way.pop((channel, microbatch))
+            made_at = crossing.made_at
+            crossing = self.crossings(microbatch).send(channel, crossing.wait())
+            crossing.made_at = made_at
+            self.sends.append(crossing)
+        else:
+            crossing = self.crossings(microbatch).recv(channel)
+            self.under_way[channel, microbatch] = crossing
+        self.measured.passages.append(Passage(channel, microbatch, action.kind.is_send, crossing))
+        if action.blocks:
+            crossing.wait()
+            self.waited += time.monotonic() - begun
+            self.measured.moments.append(Moment(action, begun, begun, time.monotonic()))
+
+    def compute(self, action: Action) -> None:
+        """Wait for what the computation needs, and do it."""
+        stage, microbatch = action.stage, action.microbatch
+        since = time.monotonic()
+        if action.kind is Kind.W:
+            begun = since
+            self.stages[stage].finish(microbatch)
+        elif action.kind is Kind.F:
+            received = self.collect(stage, microbatch, is_forward=True)
+            begun = time.monotonic()
+            self.forward(stage, microbatch, received)
+        else:
+            received = self.collect(stage, microbatch, is_forward=False)
+            begun = time.monotonic()
+            back = self.stages[stage].backward(
+                microbatch, received, self.weights[microbatch], is_last=self.last_backward[stage] == microbatch
+            )
+            self.hand_on(stage, microbatch, back, is_forward=False)
+        self.waited += begun - since
+        self.measured.moments.append(Moment(action, since, begun, time.monotonic()))
+
+    def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensors]) -> None:
+        run = self.stages[stage]
+        sent = run.forward(microbatch, received, self.feed[stage][microbatch])
+        tensors = self.engine._tensors[microbatch == self.engine._last]
+        run.check_sizes(sent, {edge.dst: edge.tensors for edge in tensors.edges if edge.src == stage})
+        loss = run.loss_of(microbatch)
+        if loss is not None:
+            self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss
+        self.hand_on(stage, microbatch, sent, is_forward=True)
+
+    def collect(self, stage: int, microbatch: int, *, is_forward: bool) -> dict[int, Tensors]:
+        """What a computation needs from each other stage."""
+        others = self.pipeline.inputs[stage] if is_forward else self.pipeline.outputs[stage]
+        return {other: self.under_way.pop((Channel(other, stage, is_forward), microbatch)).wait() for other in others}
+
+    def hand_on(self, stage: int, microbatch: int, sent: Mapping[int, Tensors], *, is_forward: bool) -> None:
+        """Keep what a computation made until it is sent; within a row it goes to the other stage at once."""
+        now = time.monotonic()
+        for other, tensors in sent.items():
+            channel = Channel(stage, other, is_forward)
+            if self.schedule.row_of_stage[other] == self.engine.row:
+                crossing = self.crossings(microbatch).send(channel, tensors)
+            else:
+                crossing = Crossing(None, tensors)
+            crossing.made_at = now
+            self.under_way[channel, microbatch] = crossing
+
+
+def _find_rows(schedule: Schedule, pipeline: Pipeline) -> list[tuple[int, ...]]:
+    """The ranks of each row, ascending."""
+    rows: list[tuple[int, ...] | None] = [None] * len(schedule.rows)
+    for stage, row in enumerate(schedule.row_of_stage):
+        mesh = pipeline.stages[stage].mesh
+        if mesh is None:
+            raise ArgumentError(f"stage {stage} has no mesh; to run a pipeline each needs one")
+        ranks = tuple(sorted(mesh.ranks))
+        if rows[row] is None:
+            rows[row] = ranks
+        elif rows[row] != ranks:
+            raise ArgumentError(
+                f"row {row} has stages on ranks {format_ranks(rows[row] or ())} and on {format_ranks(ranks)}; "
+                "those of one row need the same"
+            )
+    found = [row for row in rows if row is not None]
+    if len(found) < len(rows):
+        raise ArgumentError(f"row {rows.index(None)} has no stage")
+    owner: dict[int, int] = {}
+    for row, ranks in enumerate(found):
+        for rank in ranks:
+            if owner.setdefault(rank, row) != row:
+                raise ArgumentError(f"rank {rank} is on rows {owner[rank]} and {row}; it can be on one")
+    for edge in pipeline.edges:
+        if not edge.tensors:
+            raise ArgumentError(f"edge {edge.src} -> {edge.dst} has no tensors; to run a pipeline it needs them")
+    return found
+
+
+def _check_last(pipeline: Pipeline, last: Pipeline | None) -> None:
+    if last is None:
+        return
+
+    def outline(one: Pipeline) -> list[Any]:
+        return [
+            (
+                edge.src,
+                edge.dst,
+                edge.without_gradient,
+                [(t.name, t.dtype, t.src.ranks, t.dst.ranks) for t in edge.tensors],
+            )
+            for edge in one.edges
+        ]
+
+    if outline(pipeline) != outline(last):
+        raise ArgumentError(
+            "last_pipeline must have the edges of the pipeline, and on each the same tensors but for shape"
+        )
+
+
+def _describe(
+    schedule: Schedule, pipeline: Pipeline, last: Pipeline | None, strategy: Any, topology: Topology | None, *rest: Any
+) -> list[tuple[str, str]]:
+    """What ranks compare."""
+    text = format_schedule(schedule)
+    said = [
+        ("the schedule", schedule.name),
+        ("the number of microbatches", str(schedule.num_microbatches)),
+        ("the schedule's actions", hashlib.sha256(text.encode()).hexdigest()[:16]),
+    ]
+    for name, one in (("pipeline", pipeline), ("last_pipeline", last)):
+        for edge in one.edges if one is not None else ():
+            tensors = "; ".join(map(str, edge.tensors))
+            said.append((f"edge {edge.src} -> {edge.dst} of {name}", f"{tensors} {sorted(edge.without_gradient)}"))
+    said.append(("strategy", getattr(strategy, "__name__", str(strategy))))
+    said.append(("topology", "by host names" if topology is None else str(topology.to_json())))
+    said += [(name, str(value)) for name, value in zip(("num_loss_shards", "signal_only"), rest, strict=True)]
+    return said

@@ -1,0 +1,62 @@
+"""What torch's data parallelism needs around a pipeline's backwards: no sum per microbatch, one for all at the end.
+
+Gradients are those of the total loss, so copies of a stage that see different data *add* theirs, whatever wrapper joins
+them: stages may have different numbers of copies, and a mean over each stage's own would weigh them differently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from reshard.errors import ArgumentError
+
+
+def check_module(stage: int, module: Any, is_split: bool) -> None:
+    """Raise ArgumentError unless a stage's module can be run as its schedule says."""
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(f"stage {stage} needs a torch.nn.Module, not {type(module).__name__}")
+    if is_split and _fsdp_modules(module):
+        raise ArgumentError(
+            f"stage {stage} is sharded by FSDP, which frees its weights with the first half of a backward; give it "
+            "whole backwards, as fitted(..., can_split=False) does"
+        )
+
+
+def quiet(module: Any) -> contextlib.AbstractContextManager[Any]:
+    """Within it no copy of the module hears of the others."""
+    return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
+
+
+def announce_backward(module: Any, *, is_last: bool) -> None:
+    """Before each backward: FSDP sums gradients with the last one."""
+    for each in _fsdp_modules(module):
+        each.set_gradient_divide_factor(1.0)
+        each.set_is_last_backward(is_last)
+        each.set_requires_gradient_sync(is_last, recurse=False)
+
+
+def sum_over_copies(module: Any) -> None:
+    """After the last backward: DDP's copies add their gradients, in its buckets and by its hook."""
+    if not isinstance(module, DistributedDataParallel):
+        return
+    copies = dist.get_world_size(module.process_group)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(copies)  # DDP takes the mean
+    # DDP sums where a parameter's gradient is accumulated, once for each that has one: so add nothing to every one.
+    # torch's own pipeline runtime calls its reducer in the same way.
+    module.reducer.prepare_for_backward([])
+    with torch.enable_grad():
+        aliases = [parameter.view_as(parameter) for parameter in parameters]
+    torch.autograd.backward(aliases, [torch.zeros_like(parameter) for parameter in parameters])
+
+
+def _fsdp_modules(module: Any) -> list[Any]:
+    return [each for each in module.modules() if hasattr(each, "set_requires_gradient_sync")]

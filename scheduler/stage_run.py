@@ -1,0 +1,196 @@
+"""One stage on this rank: its module, and the microbatches that it has begun. No communication between stages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError
+from reshard.layout import Layout
+from reshard.plan import TensorSpec
+
+from .pipeline import Pipeline
+from .replicas import announce_backward, check_module, quiet, sum_over_copies
+from .weight_gradients import PutOff, Tasks
+
+#: The name of the output that a backward starts from.
+LOSS = "loss"
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class _Live:
+    """A microbatch between its forward and the end of its backward."""
+
+    leaves: Tensors
+    sent: dict[int, Tensors]  # by the stage that it goes to, with the graph
+    loss: torch.Tensor | None
+    tasks: Tasks = field(default_factory=list)
+
+
+class StageRun:
+    """One stage on this rank.
+
+    Args:
+        stage: which. module: called with named tensors, gives named tensors. halves: microbatches whose backward comes
+            in two.
+
+    Raises:
+        ArgumentError: the module does not fit.
+    """
+
+    def __init__(self, stage: int, module: Any, pipeline: Pipeline, rank: int, halves: Collection[int]) -> None:
+        check_module(stage, module, bool(halves))
+        self.stage, self.module, self._rank, self._halves = stage, module, rank, halves
+        self._incoming = [edge for edge in pipeline.edges if edge.dst == stage]
+        self._outgoing = [edge for edge in pipeline.edges if edge.src == stage]
+        self._live: dict[int, _Live] = {}
+
+    def forward(self, microbatch: int, received: Mapping[int, Tensors], fed: Mapping[str, Any]) -> dict[int, Tensors]:
+        """What goes to each later stage, as local shards.
+
+        Args:
+            received: from each earlier stage. fed: from outside.
+
+        Raises:
+            ArgumentError: an output is missing, or not what the edge says.
+        """
+        leaves: Tensors = {}
+        for edge in self._incoming:
+            with_gradient = {spec.name for spec in edge.gradients}
+            for name, array in received[edge.src].items():
+                leaves[name] = array.detach().requires_grad_(name in with_gradient)
+        doubled = leaves.keys() & fed.keys()
+        if doubled:
+            raise ArgumentError(f"stage {self.stage} gets {sorted(doubled)} from another stage and is fed it too")
+        live = _Live(leaves, {}, None)
+        put_off = PutOff(live.tasks) if microbatch in self._halves else contextlib.nullcontext()
+        with quiet(self.module), put_off:
+            outputs = self._name(self.module(**leaves, **fed))
+            live.sent = {edge.dst: self._take(outputs, edge.dst, edge.tensors) for edge in self._outgoing}
+        live.loss = _whole(outputs.get(LOSS))
+        if live.loss is not None and live.loss.numel() != 1:
+            raise ArgumentError(
+                f"stage {self.stage} gives a loss of shape {list(live.loss.shape)}; it must be a scalar"
+            )
+        self._live[microbatch] = live
+        return {dst: {name: array.detach() for name, array in sent.items()} for dst, sent in live.sent.items()}
+
+    def loss_of(self, microbatch: int) -> torch.Tensor | None:
+        """The loss of a microbatch that has not ended, without its graph."""
+        loss = self._live[microbatch].loss
+        return None if loss is None else loss.detach()
+
+    def backward(
+        self, microbatch: int, gradients: Mapping[int, Tensors], loss_weight: float, *, is_last: bool
+    ) -> dict[int, Tensors]:
+        """The gradients that go to each earlier stage; those of weights too, or what puts them off.
+
+        Args:
+            gradients: from each later stage. loss_weight: of this microbatch's loss in the total.
+        """
+        live = self._live[microbatch]
+        roots: list[torch.Tensor] = []
+        weights: list[torch.Tensor | None] = []
+        for dst, sent in live.sent.items():
+            for name, gradient in gradients.get(dst, {}).items():
+                if sent[name].requires_grad:
+                    roots.append(sent[name])
+                    weights.append(gradient)
+        if live.loss is not None and live.loss.requires_grad:
+            roots.append(live.loss)
+            weights.append(torch.full_like(live.loss, loss_weight))
+        announce_backward(self.module, is_last=is_last)
+        if roots:
+            with quiet(self.module):
+                torch.autograd.backward(roots, weights)
+        back = {}
+        for edge in self._incoming:
+            back[edge.src] = {str(spec.name): _gradient_of(live.leaves[str(spec.name)]) for spec in edge.gradients}
+        live.leaves, live.sent, live.loss = {}, {}, None
+        if microbatch not in self._halves:
+            del self._live[microbatch]
+        return back
+
+    def finish(self, microbatch: int) -> None:
+        """The second half of a backward: what it put off."""
+        with quiet(self.module):
+            for task in self._live.pop(microbatch).tasks:
+                task()
+
+    def sum_over_copies(self) -> None:
+        """After all backwards: the copies of this stage that see other data add their gradients."""
+        sum_over_copies(self.module)
+
+    def forget(self) -> None:
+        """Drop what a step left behind that did not end."""
+        self._live.clear()
+
+    def _name(self, outputs: Any) -> Mapping[str, Any]:
+        """A single tensor is what the only edge carries, or the loss."""
+        if isinstance(outputs, Mapping):
+            return outputs
+        names = {spec.name for edge in self._outgoing for spec in edge.tensors} or {LOSS}
+        if not isinstance(outputs, torch.Tensor) or len(names) != 1:
+            raise ArgumentError(
+                f"stage {self.stage} must return {{name: tensor}} for {sorted(map(str, names))}, "
+                f"not {type(outputs).__name__}"
+            )
+        return {str(names.pop()): outputs}
+
+    def _take(self, outputs: Mapping[str, Any], dst: int, tensors: tuple[TensorSpec, ...]) -> Tensors:
+        taken = {}
+        for spec in tensors:
+            name = str(spec.name)
+            if name not in outputs:
+                raise ArgumentError(
+                    f"stage {self.stage} returns {sorted(map(str, outputs))}, not {name!r}, which stage {dst} needs"
+                )
+            taken[name] = _localize(outputs[name], spec)
+        return taken
+
+    def check_sizes(self, sent: Mapping[int, Tensors], tensors_of: Mapping[int, tuple[TensorSpec, ...]]) -> None:
+        """Raise ArgumentError unless local shards are what the layouts give this rank."""
+        for dst, tensors in tensors_of.items():
+            for spec in tensors:
+                array = sent[dst][str(spec.name)]
+                expected = list(spec.src_shards.local_shape(self._rank))
+                if list(array.shape) != expected or dtype_name(array.dtype) != spec.dtype:
+                    raise ArgumentError(
+                        f"stage {self.stage} gives {spec.name!r} as {dtype_name(array.dtype)} {list(array.shape)}; "
+                        f"rank {self._rank} holds {spec.dtype} {expected} of it on the edge to stage {dst}"
+                    )
+
+
+def _gradient_of(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _is_dtensor(value: Any) -> bool:
+    return hasattr(value, "placements") and hasattr(value, "redistribute")
+
+
+def _localize(value: Any, spec: TensorSpec) -> torch.Tensor:
+    """The shard of this rank; of a DTensor by way of the edge's layout, pending sums reduced."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(f"{spec.name!r} is {type(value).__name__}, not a tensor")
+    if not _is_dtensor(value):
+        return value
+    mesh = value.device_mesh
+    layout = spec.src
+    if not isinstance(layout, Layout) or layout.ranks != tuple(mesh.mesh.flatten().tolist()):
+        raise ArgumentError(f"{spec.name!r} is a DTensor on {mesh}, but its edge has it on {layout}")
+    local: torch.Tensor = value.redistribute(placements=layout.to_placements()).to_local()
+    return local
+
+
+def _whole(loss: Any) -> torch.Tensor | None:
+    if _is_dtensor(loss):
+        whole: torch.Tensor = loss.full_tensor()
+        return whole
+    return loss
