@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.plan import Plan
-from reshard.topology import MAX_NICS
+from reshard.topology import MAX_NICS, Topology
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,13 @@ class Load:
         return self.nbytes / self.bytes_per_second
 
 
-def find_loads(plan: Plan) -> list[Load]:
-    """The loads of all ports that anything passes: out and in of hosts, NIC by NIC, then the uplinks of pods."""
-    topology, transfers = plan.topology, plan.transfers
+def find_loads(plan: Plan, topology: Topology | None = None) -> list[Load]:
+    """The loads of all ports that anything passes: out and in of hosts, NIC by NIC, then the uplinks of pods.
+
+    Args:
+        topology: with other rates than the plan's own, such as measured ones.
+    """
+    topology, transfers = topology or plan.topology, plan.transfers
     host, nic = topology.host_by_rank, np.array(topology.nic_of_rank, dtype=np.int64)
     crosses = np.flatnonzero(host[transfers.sender] != host[transfers.receiver])
     nbytes = plan.message_bytes[transfers.transfer_of_edge[crosses]]

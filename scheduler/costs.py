@@ -38,13 +38,24 @@ def plan_edge(
     if not tensors:
         raise ArgumentError(f"edge {src} -> {dst} has no tensors; where only costs are known, make an Edge of them")
     edge = Edge(src, dst, tensors=tuple(tensors), without_gradient=frozenset(without_gradient))
+    return price_edge(edge, topology, strategy=strategy)
+
+
+def price_edge(
+    edge: Edge, topology: Topology, *, strategy: str | Strategy | None = None, links: Topology | None = None
+) -> Edge:
+    """An edge with tensors, its costs those of its plans.
+
+    Args:
+        topology: what the plans are made for. links: what they are timed on, such as measured rates; omitted, the same.
+    """
     there, back = edge_plans(edge, topology, strategy=strategy)
     return replace(
         edge,
-        forward_seconds=simulate(there).makespan_seconds,
-        backward_seconds=0.0 if back is None else simulate(back).makespan_seconds,
-        forward_loads=_loads(there),
-        backward_loads=() if back is None else _loads(back),
+        forward_seconds=simulate(there, links).makespan_seconds,
+        backward_seconds=0.0 if back is None else simulate(back, links).makespan_seconds,
+        forward_loads=_loads(there, links),
+        backward_loads=() if back is None else _loads(back, links),
     )
 
 
@@ -57,7 +68,7 @@ def edge_plans(edge: Edge, topology: Topology, *, strategy: str | Strategy | Non
     )
 
 
-def _loads(plan: Plan) -> Loads:
+def _loads(plan: Plan, links: Topology | None) -> Loads:
     """Seconds for which a plan keeps each port busy, at most those that it lasts."""
-    lasts = simulate(plan).makespan_seconds
-    return tuple((load.port, min(load.seconds, lasts)) for load in find_loads(plan))
+    lasts = simulate(plan, links).makespan_seconds
+    return tuple((load.port, min(load.seconds, lasts)) for load in find_loads(plan, links))

@@ -93,6 +93,7 @@ class Crossings:
         self._rank, self._signal_only = group.rank, signal_only
         self._ways: dict[Channel, Way] = {}
         self._movers: dict[Channel, Mover] = {}
+        self._zeros: dict[Channel, Tensors] = {}
         for way in ways:
             self._ways[way.channel] = way
             if way.plan is not None and group.rank in way.plan.ranks:
@@ -112,13 +113,12 @@ class Crossings:
         mover = self._movers.get(channel)
         if mover is None:
             return Crossing(None)
-        return Crossing(mover.start(), self._zeros(channel) if self._signal_only else None)
-
-    def _zeros(self, channel: Channel) -> Tensors:
-        return {
-            str(spec.name): torch.zeros(spec.dst_shards.local_shape(self._rank), dtype=getattr(torch, spec.dtype))
-            for spec in self._ways[channel].tensors
-        }
+        if self._signal_only and channel not in self._zeros:  # made once, as they must cost nothing
+            self._zeros[channel] = {
+                str(spec.name): torch.zeros(spec.dst_shards.local_shape(self._rank), dtype=getattr(torch, spec.dtype))
+                for spec in self._ways[channel].tensors
+            }
+        return Crossing(mover.start(), self._zeros.get(channel))
 
     def fail(self, error: BaseException) -> ReshardError | None:
         """End all transfers of this rank with an error, here and at the ranks they join; returns the first told."""

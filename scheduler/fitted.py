@@ -12,12 +12,14 @@ from reshard.errors import ArgumentError, ScheduleError
 from .builders import check_microbatches, eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
 from .greedy import Policy, order_greedily
 from .pipeline import Pipeline
-from .schedule import Schedule
+from .schedule import Action, Kind, Schedule
 from .simulation import simulate
-from .transfers import add_transfers
+from .transfers import add_transfers, compute_rows
 
 NAME = "fitted"
-#: Makespans that differ by less are equal, and then memory decides.
+#: What part of the makespan is given up for memory: real computations are slower the more is kept, by more than this.
+SLACK = 0.003
+#: Makespans that differ by less are equal, and then memory decides, and then how few actions there are.
 _SAME = 1e-9
 
 
@@ -27,13 +29,16 @@ class _Found:
     policy: Policy | None  # None: one of the known schedules
     seconds: float
     peak_bytes: int
+    num_actions: int
 
-    def beats(self, other: _Found | None) -> bool:
+    def beats(self, other: _Found | None, allowed_seconds: float) -> bool:
+        """Whether it is faster; where both are fast enough, or as fast, whether it keeps less or has fewer actions."""
         if other is None:
             return True
-        if abs(self.seconds - other.seconds) > _SAME * other.seconds:
+        enough = max(self.seconds, other.seconds) <= allowed_seconds
+        if not enough and abs(self.seconds - other.seconds) > _SAME * other.seconds:
             return self.seconds < other.seconds
-        return self.peak_bytes < other.peak_bytes
+        return (self.peak_bytes, self.num_actions) < (other.peak_bytes, other.num_actions)
 
 
 def fitted(
@@ -44,7 +49,7 @@ def fitted(
     row_of_stage: Sequence[int] | None = None,
     can_split: bool = True,
 ) -> Schedule:
-    """The fastest schedule found for a pipeline by :func:`simulate`, of several as fast the one that keeps least.
+    """The fastest schedule found for a pipeline by :func:`simulate`, but for 0.3 % that are given up for memory.
 
     Each stage needs as many microbatches in flight as fit the time from its forward to its backward, transfers
     included, at the pace of the slowest stage or link. With that depth, and around it, orders are found by running the
@@ -80,6 +85,8 @@ def fitted(
             f"{max(stage.activation_bytes for stage in pipeline.stages):,}"
         )
     search.improve()
+    search.spare()
+    search.join_halves()
     return replace(search.best.schedule, name=NAME)
 
 
@@ -96,6 +103,8 @@ class _Search:
         self.limit, self.most = memory_limit_bytes, most_in_flight
         self.best: _Found | None = None
         self.tried: set[Policy] = set()
+        self.known_seconds = math.inf  # of the fastest known schedule that fits
+        self.allowed_seconds = 0.0  # what is fast enough
 
     def look_at(self, schedule: Schedule, policy: Policy | None) -> bool:
         """Keep it if it is the best so far; returns whether it is."""
@@ -108,8 +117,10 @@ class _Search:
             seconds = simulate(schedule, self.pipeline).makespan_seconds
         except ScheduleError:
             return False
-        found = _Found(schedule, policy, seconds, sum(peaks))
-        if not found.beats(self.best):
+        found = _Found(schedule, policy, seconds, sum(peaks), sum(map(len, schedule.rows)))
+        if policy is None:
+            self.known_seconds = min(self.known_seconds, seconds)
+        if not found.beats(self.best, self.allowed_seconds):
             return False
         self.best = found
         return True
@@ -149,6 +160,31 @@ class _Search:
                     moved = True
                     break
 
+    def spare(self) -> None:
+        """Give up a little time for memory, but none that a known schedule would win by."""
+        assert self.best is not None
+        fastest = self.best.seconds
+        self.allowed_seconds = max(fastest, min(fastest * (1 + SLACK), self.known_seconds)) * (1 + _SAME)
+        self.tried.clear()
+        self.improve()
+
+    def join_halves(self) -> None:
+        """Where both halves of a backward follow each other, make them one, for as many microbatches as can be."""
+        assert self.best is not None
+        for row in range(len(self.best.schedule.rows)):
+            most, least_bad = 0, self.num + 1
+            tried = self.num
+            while most < tried < least_bad:
+                before = self.best.schedule
+                rows = compute_rows(before)
+                rows[row] = _join(rows[row], tried)
+                joined = add_transfers(NAME, rows, self.pipeline, self.rows, self.num)
+                if joined.rows == before.rows or self.look_at(joined, self.best.policy):
+                    most = tried
+                else:
+                    least_bad = tried
+                tried = (most + least_bad) // 2
+
     def changes(self, policy: Policy) -> Iterable[Policy]:
         for stage in range(len(self.rows)):
             for step in (-1, 1):
@@ -159,6 +195,19 @@ class _Search:
             if policy.splits[stage]:
                 whole = tuple(split and other != stage for other, split in enumerate(policy.splits))
                 yield replace(policy, splits=whole)
+
+
+def _join(actions: Sequence[Action], num_microbatches: int) -> list[Action]:
+    """Whole backwards in place of both halves in a row, for the first microbatches."""
+    joined: list[Action] = []
+    for action in actions:
+        before = joined[-1] if joined else None
+        both = action.kind is Kind.W and before == replace(action, kind=Kind.I)
+        if both and action.microbatch < num_microbatches:
+            joined[-1] = replace(action, kind=Kind.B)
+        else:
+            joined.append(action)
+    return joined
 
 
 def _known(pipeline: Pipeline, num_microbatches: int, rows: tuple[int, ...], can_split: bool) -> Iterable[Schedule]:

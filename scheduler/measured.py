@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from reshard.group import Group
 
 from .crossings import Crossing
-from .schedule import Action, Channel
+from .schedule import Action, Channel, Kind
 from .simulation import Crossing as TimedCrossing
 from .simulation import PipelineTimeline, Span
 
@@ -54,7 +55,7 @@ def gather(measured: Measured, group: Group) -> PipelineTimeline:
     """The timeline of all ranks of a group, each of which calls.
 
     Ranks of one machine share a clock; between machines clocks are set by a barrier, to a millisecond or so. A row is
-    shown by its first rank, a transfer from when all its ends had come to when the last of them had all.
+    shown by its first rank, a transfer from when both sides had come to when the last receiver had all.
     """
     passages: list[_Times] = []
     for passage in measured.passages:
@@ -76,19 +77,36 @@ def _boot_id() -> str:
     return path.read_text() if path.exists() else ""
 
 
+@dataclass
+class _Ends:
+    """When a transfer's data was there on all ranks, when each side first came, and when the last rank had it."""
+
+    ready: float = 0.0
+    begun: dict[bool, float] = field(default_factory=dict)
+    end: float = 0.0
+
+    @property
+    def start(self) -> float:
+        """When it could flow."""
+        return max(self.begun.values(), default=self.ready)
+
+
 def _merge(everybody: Sequence[Any]) -> PipelineTimeline:
     one_clock = len({said[3] for said in everybody}) == 1
     clocks = [0.0 if one_clock else said[4] for said in everybody]
     first = min(
         moment.since - clock for (_, moments, *_), clock in zip(everybody, clocks, strict=True) for moment in moments
     )
-    ends: dict[tuple[Channel, int], dict[str, float]] = {}
+    ends: dict[tuple[Channel, int], _Ends] = {}
     for (_, _, passages, *_), clock in zip(everybody, clocks, strict=True):
         for channel, microbatch, is_send, made, begun, ended in passages:
-            at = ends.setdefault((channel, microbatch), {"ready": 0.0, "start": 0.0, "end": 0.0})
-            for name, when, counts in (("ready", made, is_send), ("start", begun, True), ("end", ended, not is_send)):
-                if when is not None and counts:
-                    at[name] = max(at[name], when - clock - first)
+            at = ends.setdefault((channel, microbatch), _Ends())
+            if made is not None and is_send:
+                at.ready = max(at.ready, made - clock - first)
+            if begun is not None:
+                at.begun[is_send] = min(at.begun.get(is_send, math.inf), begun - clock - first)
+            if ended is not None and not is_send:
+                at.end = max(at.end, ended - clock - first)
     spans = []
     shown: set[int] = set()
     for (row, moments, *_), clock in zip(everybody, clocks, strict=True):
@@ -99,7 +117,7 @@ def _merge(everybody: Sequence[Any]) -> PipelineTimeline:
             since, start, end = (when - clock - first for when in (moment.since, moment.start, moment.end))
             spans.append(Span(row, moment.action, start, end, _exposed(moment.action, since, start, ends)))
     crossings = [
-        TimedCrossing(channel, microbatch, at["ready"], max(at["start"], at["ready"]), max(at["end"], at["start"]))
+        TimedCrossing(channel, microbatch, at.ready, at.start, max(at.end, at.start))
         for (channel, microbatch), at in ends.items()
     ]
     return PipelineTimeline(
@@ -108,13 +126,15 @@ def _merge(everybody: Sequence[Any]) -> PipelineTimeline:
     )
 
 
-def _exposed(action: Action, since: float, start: float, ends: dict[tuple[Channel, int], dict[str, float]]) -> float:
+def _exposed(action: Action, since: float, start: float, ends: Mapping[tuple[Channel, int], _Ends]) -> float:
     """How long a computation waited for transfers whose data had been computed."""
+    if action.kind is Kind.W or action.kind.is_transfer:
+        return 0.0
     ready = [
-        at["ready"]
+        at.ready
         for (channel, microbatch), at in ends.items()
         if channel.receiver == action.stage
         and microbatch == action.microbatch
-        and channel.is_forward == (action.kind.value == "F")
+        and channel.is_forward == (action.kind is Kind.F)
     ]
-    return max(0.0, start - max([since, *ready])) if ready and action.kind.value in "FBI" else 0.0
+    return max(0.0, start - max([since, *ready])) if ready else 0.0

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from .pipeline import Pipeline
-from .schedule import Action, Kind, Schedule
+from .schedule import Kind, Schedule
 from .simulation import simulate
-from .transfers import add_transfers
+from .transfers import add_transfers, compute_rows
 
 Pass = Callable[[Schedule, Pipeline], Schedule]
 
@@ -67,11 +67,6 @@ def issue_at_consumer(schedule: Schedule, pipeline: Pipeline) -> Schedule:
     for row in ahead.rows:
         rows.append(tuple(replace(a, blocks=True) if a.kind in (Kind.RECV_F, Kind.RECV_B) else a for a in row))
     return replace(ahead, name=f"{schedule.name}, at the consumer", rows=tuple(rows))
-
-
-def compute_rows(schedule: Schedule) -> list[list[Action]]:
-    """Computations alone."""
-    return [[action for action in row if not action.kind.is_transfer] for row in schedule.rows]
 
 
 def apply_passes(schedule: Schedule, pipeline: Pipeline, passes: Sequence[Pass]) -> tuple[Schedule, tuple[Report, ...]]:

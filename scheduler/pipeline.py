@@ -26,6 +26,7 @@ class Stage:
             the gradient of what came in, which earlier stages wait for, and that of the weights.
         activation_bytes: what a device keeps of one microbatch from its forward to the end of its backward.
         name: for people. mesh: its devices; needed only to run it.
+        whole_backward_seconds: of a backward done at once, where that is not as long as both halves.
 
     Raises:
         ArgumentError: a cost is negative or no number.
@@ -37,14 +38,19 @@ class Stage:
     activation_bytes: int = 1
     name: str = ""
     mesh: Mesh | None = None
+    whole_backward_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for cost in ("forward_seconds", "input_grad_seconds", "weight_grad_seconds", "activation_bytes"):
             _check_cost(f"{cost} of stage {self.name!r}" if self.name else cost, getattr(self, cost))
+        if self.whole_backward_seconds is not None:
+            _check_cost("whole_backward_seconds", self.whole_backward_seconds)
 
     @property
     def backward_seconds(self) -> float:
-        """Both halves together."""
+        """Of a backward done at once."""
+        if self.whole_backward_seconds is not None:
+            return self.whole_backward_seconds
         return self.input_grad_seconds + self.weight_grad_seconds
 
 

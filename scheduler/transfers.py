@@ -34,6 +34,11 @@ def add_transfers(
     )
 
 
+def compute_rows(schedule: Schedule) -> list[list[Action]]:
+    """Computations alone."""
+    return [[action for action in row if not action.kind.is_transfer] for row in schedule.rows]
+
+
 def _with_transfers(
     row: Sequence[Action], pipeline: Pipeline, row_of_stage: Sequence[int], recvs_ahead: int
 ) -> list[Action]:

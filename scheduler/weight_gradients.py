@@ -2,8 +2,8 @@
 
 While a forward runs under :class:`PutOff`, linear layers and convolutions are replaced by versions whose backward
 computes the gradient of their input at once and leaves that of their weight in a list, with just the two tensors that
-it takes. Gradients of all other parameters (norms, embeddings, biases elsewhere) come with the first half. Source of the
-idea: the weight gradient store of zero-bubble schedules (Qi et al., 2023).
+it takes. Gradients of all other parameters (norms, embeddings, biases elsewhere) come with the first half. Source: the
+weight gradient store of zero-bubble schedules (Qi et al., 2023).
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         array, used = ctx.saved_tensors
+        array = array.detach()  # else the task would hold the graph, and the graph the task
         weight, bias = ctx.weight, ctx.bias
 
         def finish() -> None:
@@ -168,6 +169,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         array, used = ctx.saved_tensors
+        array = array.detach()
         weight, bias, how = ctx.weight, ctx.bias, ctx.how
         sizes = None if bias is None else list(bias.shape)
 

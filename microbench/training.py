@@ -1,0 +1,145 @@
+"""What every rank of an end-to-end run does: one engine per method, iterations in turns."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from reshard.scheduler import Kind, Pipeline, PipelineTimeline, Schedule, one_f_one_b, zero_bubble
+from reshard.scheduler.engine import Engine, Feed
+
+from microbench.timed import TimedStage
+from microbench.worker import Stopwatch
+from reshard.topology import Topology
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train: a schedule, and how tensors move."""
+
+    name: str
+    schedule: Schedule
+    strategy: str | None
+    signal_only: bool = False
+
+
+@dataclass(frozen=True)
+class Training:
+    """What ranks do.
+
+    Attributes:
+        pipeline: with tensors, meshes and costs. config: whose ``make_stage`` and ``feed`` are used; None for stages
+            that sleep for what the pipeline says. topology: what plans are made for.
+    """
+
+    pipeline: Pipeline
+    methods: tuple[Method, ...]
+    topology: Topology
+    config: Any
+    repeats: int
+    timeout_seconds: float = 120.0
+
+
+def train_in_turns(rank: int, report: Callable[[Any], None], training: Training) -> dict[str, Any]:
+    """One iteration of each method in turns, after a warm-up; the seconds of each, and the last timeline."""
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    pin(rank, training)
+    report_first = report if rank == 0 else lambda value: None
+    stopwatch = Stopwatch()
+    groups = [dist.new_group(stage.mesh.ranks) for stage in training.pipeline.stages if stage.mesh is not None]
+    engines = {method.name: _make_engine(rank, training, method, groups) for method in training.methods}
+    seconds: dict[str, list[float]] = {method.name: [] for method in training.methods}
+    busy: dict[str, list[float]] = {method.name: [] for method in training.methods}
+    timelines: dict[str, PipelineTimeline] = {}
+    for number in range(training.repeats + 1):
+        feed = _local_feed(rank, training, number)
+        for method in training.methods:
+            engine = engines[method.name]
+            stopwatch.start()
+            engine.step(feed)
+            took = stopwatch.stop()
+            if number:
+                seconds[method.name].append(took)
+                busy[method.name].append(stopwatch.busy)
+            if number == training.repeats:
+                timelines[method.name] = engine.timeline()
+            report_first((method.name, took))
+    for engine in engines.values():
+        engine.close()
+    return {"seconds": seconds, "busy": busy, "timelines": timelines if rank == 0 else {}}
+
+
+def measure_stages(rank: int, report: Callable[[Any], None], training: Training, times: int) -> dict[str, Any]:
+    """What steps without bytes show.
+
+    Returns:
+        ``"stage"``: seconds of this rank's forwards, of both halves of its backwards and of whole ones; ``"crossing"``:
+        those of one message.
+    """
+    pin(rank, training)
+    groups = [dist.new_group(stage.mesh.ranks) for stage in training.pipeline.stages if stage.mesh is not None]
+    found: dict[Kind, list[float]] = {}
+    messages: list[float] = []
+    for build in (zero_bubble, one_f_one_b):
+        method = Method("measure", build(training.pipeline, times), None, signal_only=True)
+        with _make_engine(rank, training, method, groups) as engine:
+            for number in range(2):
+                dist.barrier()
+                engine.step(_local_feed(rank, training, number))
+            timeline = engine.timeline()
+        for span in timeline.spans:
+            if span.row == engine.row and not (build is one_f_one_b and span.action.kind is Kind.F):
+                found.setdefault(span.action.kind, []).append(span.end - span.start)
+        messages += [crossing.end - max(crossing.start, crossing.ready) for crossing in timeline.crossings]
+    costs = [statistics.median(found[kind]) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)]
+    return {"stage": costs, "crossing": statistics.median(messages)}
+
+
+def pin(rank: int, training: Training) -> None:
+    """With real computation each rank has a core of its own where there are as many."""
+    cores = sorted(os.sched_getaffinity(0))
+    if training.config is not None and dist.get_world_size() <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
+
+
+def _make_engine(rank: int, training: Training, method: Method, groups: Sequence[Any] = ()) -> Engine:
+    pipeline = training.pipeline
+    stages = [s for s, stage in enumerate(pipeline.stages) if stage.mesh is not None and rank in stage.mesh.ranks]
+    if training.config is None:
+        modules: dict[int, torch.nn.Module] = {
+            stage: TimedStage(pipeline, stage, rank, groups[stage]) for stage in stages
+        }
+    else:
+        torch.manual_seed(0)
+        modules = {stage: training.config.make_stage(stage) for stage in stages}
+    return Engine(
+        method.schedule,
+        pipeline,
+        modules,
+        topology=training.topology,
+        strategy=method.strategy,
+        signal_only=method.signal_only,
+        timeout_seconds=training.timeout_seconds,
+    )
+
+
+def _local_feed(rank: int, training: Training, step: int) -> Feed:
+    if training.config is None:
+        return {}
+    feed: Feed = training.config.feed(step)
+    return feed
+
+
+def merge_seconds(results: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """An iteration took as long as its last rank."""
+    return {
+        name: [max(each) for each in zip(*(result["seconds"][name] for result in results), strict=True)]
+        for name in results[0]["seconds"]
+    }
