@@ -31,6 +31,7 @@ from .pipeline import Pipeline
 from .schedule import Action, Channel, Kind, Schedule
 from .simulation import PipelineTimeline
 from .stage_run import StageRun, Tensors
+from .ties import Tie, Ties, check_ties
 
 #: ``{stage: [{name: tensor} of each microbatch]}``
 Feed = Mapping[int, Sequence[Mapping[str, Any]]]
@@ -66,6 +67,7 @@ class Engine:
         group: whose ranks the meshes name; omitted, the world.
         topology, strategy: how tensors move; omitted, by host names and by default.
         last_pipeline: the same pipeline with the tensors of the last microbatch, where that is smaller than the others.
+        ties: parameters that several stages have; the first stage's values are taken by the others now.
         num_loss_shards: how many copies of the stage with the loss see different data; the total is their mean.
         signal_only: move one element in place of each tensor, and compute on zeros; shows what communication costs.
         timeout_seconds: how long ranks may take to agree, and each transfer to finish, including the wait for whoever
@@ -86,6 +88,7 @@ class Engine:
         topology: Topology | None = None,
         strategy: str | Strategy | None = None,
         last_pipeline: Pipeline | None = None,
+        ties: Sequence[Tie] = (),
         num_loss_shards: int = 1,
         signal_only: bool = False,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
@@ -101,14 +104,15 @@ class Engine:
         ranks = sorted(rank for row in ranks_of_row for rank in row)
         channel = find_channel(self._group, tuple(ranks))
         record = Record(self._group.rank, hostname=self._group.hostname)
-        record.arguments = _describe(
-            schedule, pipeline, last_pipeline, strategy, topology, num_loss_shards, signal_only
-        )
+        record.arguments = _describe(schedule, pipeline, last_pipeline, strategy, topology)
+        record.arguments += [(f"tie {number}", str(tie)) for number, tie in enumerate(ties)]
+        record.arguments += [("num_loss_shards", str(num_loss_shards)), ("signal_only", str(signal_only))]
         self.row = next(row for row, its in enumerate(ranks_of_row) if self._group.rank in its)
         self._stages: dict[int, StageRun] = {}
         try:
             _check_last(pipeline, last_pipeline)
             self._stages = self._make_stages(modules)
+            check_ties(ties, pipeline, modules, self._group.rank)
         except ReshardError as error:
             record.error = describe_error(error)
         _, verdict = channel.agree(record, lambda records: resolve(records, {}), timeout_seconds)
@@ -121,6 +125,8 @@ class Engine:
             if one is not None:
                 ways = make_ways(one, schedule.row_of_stage, topology, strategy, signal_only=signal_only)
                 self._crossings.append(Crossings(ways, self._group, timeout_seconds, signal_only=signal_only))
+        self._ties = Ties(ties, pipeline, modules, self._group, topology, strategy, timeout_seconds)
+        self._ties.share_values()
         self._run: _Run | None = None
 
     def _make_stages(self, modules: Mapping[int, torch.nn.Module]) -> dict[int, StageRun]:
@@ -174,6 +180,7 @@ class Engine:
         """End the threads that move tensors."""
         for crossings in self._crossings:
             crossings.close()
+        self._ties.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -230,6 +237,7 @@ class _Run:
             crossing.wait()
         for stage in self.stages.values():
             stage.sum_over_copies()
+        self.engine._ties.add_gradients()
         num = self.schedule.num_microbatches
         losses = tuple(float(self.losses[m]) for m in range(num)) if self.losses else ()
         loss = sum(w * x for w, x in zip(self.weights, losses, strict=True)) if losses else None
@@ -359,7 +367,7 @@ def _check_last(pipeline: Pipeline, last: Pipeline | None) -> None:
 
 
 def _describe(
-    schedule: Schedule, pipeline: Pipeline, last: Pipeline | None, strategy: Any, topology: Topology | None, *rest: Any
+    schedule: Schedule, pipeline: Pipeline, last: Pipeline | None, strategy: Any, topology: Topology | None
 ) -> list[tuple[str, str]]:
     """What ranks compare."""
     text = format_schedule(schedule)
@@ -374,5 +382,4 @@ def _describe(
             said.append((f"edge {edge.src} -> {edge.dst} of {name}", f"{tensors} {sorted(edge.without_gradient)}"))
     said.append(("strategy", getattr(strategy, "__name__", str(strategy))))
     said.append(("topology", "by host names" if topology is None else str(topology.to_json())))
-    said += [(name, str(value)) for name, value in zip(("num_loss_shards", "signal_only"), rest, strict=True)]
     return said

@@ -1,0 +1,149 @@
+"""Stages that torch makes parallel inside: replicated, sharded, tensor-parallel; and parameters that stages share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from reshard.scheduler import Edge, Pipeline, Stage, fitted, one_f_one_b, zero_bubble
+from reshard.scheduler.engine import Engine
+from reshard.scheduler.ties import Tie
+from torch import nn
+
+from reshard import Layout, Mesh
+from reshard.launch import run_processes
+from reshard.plan import TensorSpec
+
+ROWS, WIDTH, NUM, VOCABULARY = 4, 8, 4, 6
+
+
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return {"x": self.down(self.up(x).relu())}
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x, targets):
+        return {"loss": nn.functional.cross_entropy(self.head(self.down(self.up(x).relu())), targets)}
+
+
+def make_modules():
+    torch.manual_seed(0)
+    return [First().double(), Last().double()]
+
+
+def data():
+    torch.manual_seed(1)
+    return [torch.randint(0, VOCABULARY, (2, ROWS)) for _ in range(NUM)]
+
+
+def single_process(tied):
+    first, last = make_modules()
+    if tied:
+        last.head.weight = first.embed.weight
+    losses = []
+    for tokens, targets in data():
+        loss = last(first(tokens)["x"], targets)["loss"]
+        losses.append(float(loss.detach()))
+        (loss / NUM).backward()
+    return losses, [{n: p.grad for n, p in module.named_parameters()} for module in (first, last)]
+
+
+def make_pipeline(meshes, specs):
+    layouts = [Layout(mesh, spec) for mesh, spec in zip(meshes, specs, strict=True)]
+    edge = Edge(0, 1, 0.5, 0.5, tensors=(TensorSpec((ROWS, WIDTH), "float64", *layouts, "x"),))
+    return Pipeline(tuple(Stage(1.0, 1.0, 1.0, mesh=mesh) for mesh in meshes), (edge,))
+
+
+def whole(gradient):
+    return (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).numpy().copy()
+
+
+def run_rank(rank, sizes, how, build, tied):
+    """Stage 0 on the first ranks, stage 1 on those behind; each is replicated by DDP, sharded by FSDP, or split by TP."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Partial, Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    meshes = [Mesh(range(sizes[0])), Mesh(range(sizes[0], sum(sizes)))]
+    specs = ["S0 R" if kind in ("ddp", "fsdp") and size > 1 else "R R" for kind, size in zip(how, sizes, strict=True)]
+    pipeline = make_pipeline(meshes, specs)
+    groups = [dist.new_group(mesh.ranks) for mesh in meshes]
+    stage = int(rank >= sizes[0])
+    module = make_modules()[stage]
+    place, size = rank - stage * sizes[0], sizes[stage]
+    kind = how[stage]
+    if kind == "ddp":
+        module = nn.parallel.DistributedDataParallel(module, process_group=groups[stage])
+    elif kind in ("fsdp", "tp"):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        mesh = DeviceMesh.from_group(groups[stage], "cpu")
+        if kind == "fsdp":
+            fully_shard(module, mesh=mesh)
+        else:
+            out = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+            plan = {"up": ColwiseParallel(), "down": out if stage == 0 else RowwiseParallel()}
+            parallelize_module(module, mesh, plan)
+    del init_device_mesh, Replicate
+
+    def mine(array):
+        return array.chunk(size)[place] if specs[stage] == "S0 R" else array
+
+    feed = {stage: [{"tokens": mine(a)} if stage == 0 else {"targets": mine(b)} for a, b in data()]}
+    prefix = "module." if kind == "ddp" else ""
+    ties = []
+    if tied:
+        names = {s: ("module." * (how[s] == "ddp")) + n for s, n in ((0, "embed.weight"), (1, "head.weight"))}
+        ties = [Tie(names, (VOCABULARY, WIDTH), "float64")]
+    shards = sizes[1] if specs[1] == "S0 R" else 1
+    schedule = build(pipeline, NUM)
+    with Engine(schedule, pipeline, {stage: module}, ties=ties, num_loss_shards=shards, timeout_seconds=30) as engine:
+        for _ in range(2):
+            module.zero_grad()
+            step = engine.step(feed)
+    return step.loss, {n.removeprefix(prefix): whole(p.grad) for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "how", "build"),
+    [
+        ((2, 1), ("ddp", "plain"), zero_bubble),
+        ((1, 2), ("plain", "ddp"), fitted),
+        ((2, 1), ("tp", "plain"), zero_bubble),
+        ((1, 2), ("plain", "tp"), one_f_one_b),
+        ((2, 1), ("fsdp", "plain"), one_f_one_b),
+        ((1, 2), ("plain", "fsdp"), one_f_one_b),
+    ],
+)
+def test_gradients_are_those_of_one_process_whatever_is_parallel(sizes, how, build):
+    losses, grads = single_process(False)
+    results = run_processes(run_rank, 3, sizes, how, build, False)
+    for rank, (_, named) in enumerate(results):
+        for name, gradient in named.items():
+            expected = grads[int(rank >= sizes[0])][name]
+            torch.testing.assert_close(torch.from_numpy(gradient), expected, rtol=1e-10, atol=1e-14)
+    said = [loss for loss, _ in results[sizes[0] :]]
+    assert sum(said) / len(said) == pytest.approx(sum(losses) / NUM, rel=1e-12)
+
+
+def test_tied_weights_stay_alike():
+    losses, grads = single_process(True)
+    results = run_processes(run_rank, 3, (2, 1), ("ddp", "plain"), zero_bubble, True)
+    assert results[2][0] == pytest.approx(sum(losses) / NUM, rel=1e-12)
+    for rank, name in ((0, "embed.weight"), (1, "embed.weight"), (2, "head.weight")):
+        torch.testing.assert_close(
+            torch.from_numpy(results[rank][1][name]), grads[0]["embed.weight"], rtol=1e-10, atol=1e-14
+        )
