@@ -86,13 +86,19 @@ def parse_action(word: str) -> Action:
 def to_torch_csv(schedule: Schedule, *, transfers: bool = True) -> str:
     """The CSV that torch's pipeline runtime loads: one line per row, actions without the stages at other ends.
 
+    Receives stand right before what needs them, since torch's dry run refuses any that stands before its send.
+
+    Args:
+        transfers: whether to write them; without, torch adds its own.
+
     Raises:
         ScheduleError: a transfer between stages that are not neighbours, or one that blocks; torch has neither.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for row in schedule.rows:
-        words = []
+        actions: list[Action] = []
+        held: dict[tuple[bool, int, int], list[Action]] = {}  # receives, by what needs them
         for action in row:
             if action.kind.is_transfer:
                 if not transfers:
@@ -101,13 +107,20 @@ def to_torch_csv(schedule: Schedule, *, transfers: bool = True) -> str:
                     raise ScheduleError(
                         f"{action}: torch's text has transfers between neighbours only, none that block"
                     )
-            words.append(f"{action.stage}{action.kind}{action.microbatch}")
-        writer.writerow(words)
+            if action.kind in (Kind.RECV_F, Kind.RECV_B):
+                held.setdefault((action.kind is Kind.RECV_F, action.stage, action.microbatch), []).append(action)
+                continue
+            if action.kind in (Kind.F, Kind.B, Kind.I):
+                actions += held.pop((action.kind is Kind.F, action.stage, action.microbatch), [])
+            actions.append(action)
+        writer.writerow(f"{action.stage}{action.kind}{action.microbatch}" for action in actions)
     return out.getvalue()
 
 
 def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedule:
     """A schedule from torch's CSV, with its transfers if it has some and those of the pipeline's edges if not.
+
+    What torch's FSDP does between (``0UNSHARD``, ``0RESHARD``, ``0REDUCE_GRAD``) is passed over.
 
     Raises:
         ScheduleError: a cell that is no action, or a row that no stage belongs to.
@@ -116,7 +129,8 @@ def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedu
 
     rows: list[list[Action]] = []
     for cells in csv.reader(io.StringIO(text)):
-        rows.append([_from_torch(cell.strip()) for cell in cells if cell.strip()])
+        words = [cell.strip() for cell in cells]
+        rows.append([_from_torch(word) for word in words if word and not _TORCH_FSDP.fullmatch(word)])
         if sum(map(len, rows)) > _MOST_ACTIONS:
             raise ScheduleError(f"more than {_MOST_ACTIONS:,} actions")
     row_of: dict[int, int] = {}
@@ -135,6 +149,7 @@ def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedu
 
 #: Where torch's transfer of a stage leads.
 _TORCH_STEP = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
+_TORCH_FSDP = re.compile(r"\d{1,5}(UNSHARD|RESHARD|REDUCE_GRAD)")
 _TORCH = re.compile(r"(\d{1,5})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,7})")
 
 

@@ -19,6 +19,7 @@ from reshard.scheduler.builders import (
 from reshard.scheduler.check import check_schedule
 from reshard.scheduler.fitted import fitted
 from reshard.scheduler.notation import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
+from reshard.scheduler.passes import overlap_transfers
 from reshard.scheduler.pipeline import Edge, Pipeline, Stage
 from reshard.scheduler.schedule import Action, Kind
 from reshard.scheduler.simulation import simulate
@@ -252,7 +253,7 @@ def test_csv_of_torch_both_ways():
     for build in BUILDERS:
         schedule = build(pipeline, 4)
         again = from_torch_csv(to_torch_csv(schedule), pipeline, schedule.name)
-        assert again == schedule
+        assert overlap_transfers(again, pipeline) == schedule  # torch's text has receives right before what needs them
         computed = from_torch_csv(to_torch_csv(schedule, transfers=False), pipeline, schedule.name)
         assert computed == schedule
     skips = Pipeline(pipeline.stages, (*pipeline.edges, Edge(0, 2, 1.0, 1.0)))
