@@ -83,10 +83,10 @@ def torch_schedule(make, rows, per_row, num):
 
 
 TORCHS = {
-    "interleaved": (lambda s, m: pipelining.ScheduleInterleaved1F1B(s, m), 4, 2, 8),
-    "looped": (lambda s, m: pipelining.ScheduleLoopedBFS(s, m), 2, 3, 6),
-    "interleaved zero-bubble": (lambda s, m: pipelining.ScheduleInterleavedZeroBubble(s, m), 4, 2, 8),
-    "zbv": (lambda s, m: pipelining.ScheduleZBVZeroBubble(s, m), 4, 2, 8),
+    "interleaved": (pipelining.ScheduleInterleaved1F1B, 4, 2, 8),
+    "looped": (pipelining.ScheduleLoopedBFS, 2, 3, 6),
+    "interleaved zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 4, 2, 8),
+    "zbv": (pipelining.ScheduleZBVZeroBubble, 4, 2, 8),
 }
 
 

@@ -1,0 +1,88 @@
+"""The least makespan of a small pipeline, by constraint programming; for tests."""
+
+from __future__ import annotations
+
+from reshard.scheduler import Pipeline
+
+
+def least_makespan(
+    pipeline: Pipeline, num: int, memory_limit: int | None, can_split: bool, seconds: float
+) -> tuple[int, bool]:
+    """The best makespan found, and whether it was proved that there is no better; costs are integers, one stage per row.
+
+    Crossings of a channel pass one after the other, and no two channels share a link.
+    """
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    stages, edges = pipeline.stages, pipeline.edges
+    total = num * int(
+        sum(s.forward_seconds + s.backward_seconds + s.input_grad_seconds + s.weight_grad_seconds for s in stages)
+        + sum(e.forward_seconds + e.backward_seconds for e in edges)
+    )
+    on_row: list[list[object]] = [[] for _ in stages]
+    ends: dict[tuple[str, int, int], object] = {}
+    starts: dict[tuple[str, int, int], object] = {}
+    spans: list[list[object]] = [[] for _ in stages]
+    makespan = model.new_int_var(0, total, "makespan")
+
+    def task(kind, s, m, cost, is_there=None):
+        start = model.new_int_var(0, total, f"{kind}{s}.{m}")
+        end = model.new_int_var(0, total, f"{kind}{s}.{m} end")
+        if is_there is None:
+            on_row[s].append(model.new_interval_var(start, int(cost), end, f"{kind}{s}.{m} on"))
+        else:
+            on_row[s].append(model.new_optional_interval_var(start, int(cost), end, is_there, f"{kind}{s}.{m} on"))
+        starts[kind, s, m], ends[kind, s, m] = start, end
+        return start, end
+
+    for s, stage in enumerate(stages):
+        for m in range(num):
+            begun, forward = task("F", s, m, stage.forward_seconds)
+            split = model.new_bool_var(f"split {s}.{m}")
+            if not can_split:
+                model.add(split == 0)
+            whole_start, whole_end = task("B", s, m, stage.backward_seconds, split.negated())
+            half_start, half_end = task("I", s, m, stage.input_grad_seconds, split)
+            weight_start, weight_end = task("W", s, m, stage.weight_grad_seconds, split)
+            # the gradient's start and end, and that of all, whichever way
+            at, out, last = (model.new_int_var(0, total, f"{name}{s}.{m}") for name in ("at", "out", "last"))
+            for of_whole, of_half, which in (
+                (whole_start, half_start, at),
+                (whole_end, half_end, out),
+                (whole_end, weight_end, last),
+            ):
+                model.add(which == of_whole).only_enforce_if(split.negated())
+                model.add(which == of_half).only_enforce_if(split)
+            model.add(weight_start >= half_end).only_enforce_if(split)
+            model.add(at >= forward)
+            model.add(makespan >= last)
+            starts["G", s, m], ends["G", s, m] = at, out
+            kept = model.new_int_var(0, total, f"kept {s}.{m}")
+            spans[s].append(model.new_interval_var(begun, kept, last, f"keeps {s}.{m}"))
+    for edge in edges:
+        for kind, sender, receiver, cost in (
+            ("F", edge.src, edge.dst, edge.forward_seconds),
+            ("G", edge.dst, edge.src, edge.backward_seconds),
+        ):
+            line = []
+            for m in range(num):
+                start = model.new_int_var(0, total, "")
+                line.append(model.new_fixed_size_interval_var(start, int(cost), ""))
+                model.add(start >= ends[kind, sender, m])
+                model.add(starts[kind, receiver, m] >= start + int(cost))
+            model.add_no_overlap(line)
+    for s, stage in enumerate(stages):
+        model.add_no_overlap(on_row[s])
+        if memory_limit is not None:
+            model.add_cumulative(spans[s], [stage.activation_bytes] * num, memory_limit)
+        for kind in ("F", "G"):  # microbatches are alike
+            for m in range(1, num):
+                model.add(starts[kind, s, m] >= starts[kind, s, m - 1])
+    model.minimize(makespan)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = 2
+    status = solver.solve(model)
+    assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return int(solver.objective_value), status == cp_model.OPTIMAL
