@@ -90,6 +90,7 @@ GPT_CONFIGS: Mapping[str, GPTConfig] = {
     "2.6B, 64 microbatches": GPTConfig(2560, 32, 32, 1024, 64, 2, 2, 2),
     "2.6B, 4 stages": GPTConfig(2560, 32, 32, 1024, 128, 2, 1, 4),
     "small": GPTConfig(64, 4, 4, 32, 8, 1, 1, 2, sequence=64, vocabulary=256, dtype="float32"),
+    "small, 2 x 2": GPTConfig(64, 4, 4, 32, 8, 2, 2, 2, sequence=64, vocabulary=256, dtype="float32"),
 }
 
 

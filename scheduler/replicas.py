@@ -36,6 +36,8 @@ def announce_backward(module: Any, *, is_last: bool) -> None:
     """Before each backward: FSDP sums gradients with the last one."""
     for each in _fsdp_modules(module):
         each.set_gradient_divide_factor(1.0)
+        if hasattr(each, "set_force_sum_reduction_for_comms"):  # Gloo has no other reduction that takes a factor
+            each.set_force_sum_reduction_for_comms(True)
         each.set_is_last_backward(is_last)
         each.set_requires_gradient_sync(is_last, recurse=False)
 
