@@ -102,38 +102,50 @@ class _Search:
         self.pipeline, self.num, self.rows = pipeline, num_microbatches, rows
         self.limit, self.most = memory_limit_bytes, most_in_flight
         self.best: _Found | None = None
-        self.tried: set[Policy] = set()
+        self.tried: dict[Policy, _Found | None] = {}
         self.known_seconds = math.inf  # of the fastest known schedule that fits
         self.allowed_seconds = 0.0  # what is fast enough
 
     def look_at(self, schedule: Schedule, policy: Policy | None) -> bool:
         """Keep it if it is the best so far; returns whether it is."""
-        peaks = schedule.peak_bytes(self.pipeline)
-        if self.limit is not None and max(peaks) > self.limit:
-            return False
-        if any(depth > most for depth, most in zip(schedule.in_flight, self.most, strict=True)):
-            return False
-        try:
-            seconds = simulate(schedule, self.pipeline).makespan_seconds
-        except ScheduleError:
-            return False
-        found = _Found(schedule, policy, seconds, sum(peaks), sum(map(len, schedule.rows)))
-        if policy is None:
-            self.known_seconds = min(self.known_seconds, seconds)
-        if not found.beats(self.best, self.allowed_seconds):
+        found = self.measure(schedule, policy)
+        if found is not None and policy is None:
+            self.known_seconds = min(self.known_seconds, found.seconds)
+        return self.keep_best(found)
+
+    def keep_best(self, found: _Found | None) -> bool:
+        if found is None or not found.beats(self.best, self.allowed_seconds):
             return False
         self.best = found
         return True
 
+    def measure(self, schedule: Schedule, policy: Policy | None) -> _Found | None:
+        """None if it keeps too much, or never ends."""
+        peaks = schedule.peak_bytes(self.pipeline)
+        if self.limit is not None and max(peaks) > self.limit:
+            return None
+        if any(depth > most for depth, most in zip(schedule.in_flight, self.most, strict=True)):
+            return None
+        try:
+            seconds = simulate(schedule, self.pipeline).makespan_seconds
+        except ScheduleError:
+            return None
+        return _Found(schedule, policy, seconds, sum(peaks), sum(map(len, schedule.rows)))
+
     def try_policy(self, policy: Policy) -> bool:
+        """Keep what it gives if that is the best so far; returns whether it is."""
         policy = replace(policy, most_in_flight=self.within_limit(policy.most_in_flight))
-        if policy in self.tried or min(policy.most_in_flight) < 1:
-            return False
-        self.tried.add(policy)
+        if policy not in self.tried:
+            self.tried[policy] = self.run_policy(policy)
+        return self.keep_best(self.tried[policy])
+
+    def run_policy(self, policy: Policy) -> _Found | None:
+        if min(policy.most_in_flight) < 1:
+            return None
         order = order_greedily(self.pipeline, self.num, self.rows, policy)
         if sum(map(len, order)) != sum(3 if split else 2 for split in policy.splits) * self.num:
-            return False  # it came to a halt: a row was full of what waits for another stage of it
-        return self.look_at(add_transfers(NAME, order, self.pipeline, self.rows, self.num), policy)
+            return None  # it came to a halt: a row was full of what waits for another stage of it
+        return self.measure(add_transfers(NAME, order, self.pipeline, self.rows, self.num), policy)
 
     def within_limit(self, depths: tuple[int, ...]) -> tuple[int, ...]:
         """Depths lowered so that what a row keeps fits; the deepest stage of a row gives way first."""
@@ -165,7 +177,6 @@ class _Search:
         assert self.best is not None
         fastest = self.best.seconds
         self.allowed_seconds = max(fastest, min(fastest * (1 + SLACK), self.known_seconds)) * (1 + _SAME)
-        self.tried.clear()
         self.improve()
 
     def join_halves(self) -> None:

@@ -87,6 +87,11 @@ class Line:
     rate: float = 0.0
     arrived: dict[int, float] = field(default_factory=dict)
 
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """What it takes of each link at full rate."""
+        return {link: busy / self.seconds for link, busy in self.loads if busy}
+
     @property
     def seconds_left(self) -> float:
         """Of the crossing under way at its rate of now."""
@@ -272,7 +277,11 @@ class _Run:
 def share_links(flowing: Iterable[Line]) -> None:
     """Set rates, as parts of what each gets alone: max-min over the links that they share."""
     lines = list(flowing)
-    loads = [{link: busy / line.seconds for link, busy in line.loads if busy} for line in lines]
+    loads = [line.parts for line in lines]
+    if not any(loads):
+        for line in lines:
+            line.rate = 1.0
+        return
     room = {link: 1.0 for load in loads for link in load}
     rate = [0.0] * len(lines)
     open_ = set(range(len(lines)))

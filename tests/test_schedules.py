@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard.scheduler.builders import (
     eager_1f1b,
@@ -89,6 +89,7 @@ def test_where_communication_is_free_ours_keeps_no_more_than_1f1b():
     assert simulate(schedule, pipeline).makespan_seconds <= simulate(plain, pipeline).makespan_seconds
 
 
+@settings(max_examples=20)
 @given(pipelines(), st.integers(1, 6), st.data())
 def test_every_schedule_passes_the_checker_and_ours_is_never_slower(pipeline, num, data):
     schedules = [build(pipeline, num) for build in BUILDERS]
@@ -141,12 +142,12 @@ def test_crossings_that_share_a_link_get_equal_parts():
 def test_a_memory_limit_forbids_eager_depths():
     pipeline = chain(2.5, 2.5, 2.5)
     limit = 5
-    ours = fitted(pipeline, 32, memory_limit_bytes=limit)
+    ours = fitted(pipeline, 16, memory_limit_bytes=limit)
     check_schedule(ours, pipeline, limit)
     with pytest.raises(ScheduleError, match=r"row 0 keeps 7 bytes of activations at once; at most 5 are allowed"):
-        check_schedule(eager_1f1b(pipeline, 32), pipeline, limit)
+        check_schedule(eager_1f1b(pipeline, 16), pipeline, limit)
     took = simulate(ours, pipeline).makespan_seconds
-    assert took < simulate(zero_bubble(pipeline, 32), pipeline).makespan_seconds
+    assert took < simulate(zero_bubble(pipeline, 16), pipeline).makespan_seconds
     with pytest.raises(ScheduleError, match="one microbatch takes 1"):
         fitted(pipeline, 4, memory_limit_bytes=0)
 

@@ -108,7 +108,7 @@ def run(config, schedule, steps):
     [
         (GPT_CONFIGS["small"], "fitted"),
         (U_TRANSFORMER_CONFIGS["small, 4 stages"], "zero_bubble"),
-        (replace(GPT_CONFIGS["small, 2 x 2"], num_layers=2), "1f1b"),
+        pytest.param(GPT_CONFIGS["small, 2 x 2"], "1f1b", marks=pytest.mark.slow),
     ],
     ids=["gpt", "u_transformer, 4 stages", "gpt, 2 x 2 devices"],
 )
