@@ -249,7 +249,7 @@ def _balance(setting: Setting, say: Callable[[str], None]) -> _Balance:
     pipeline = make_pipeline(setting, told, topology, None, topology)
     training = Training(pipeline, (), topology, None if setting.is_timed else setting.config, 1)
     with Cluster(topology) as cluster:
-        found = cluster.run(measure_stages, training, NUM_MICROBATCHES)
+        found = cluster.run(measure_stages, training, NUM_MICROBATCHES // 2, timeout_seconds=600.0)
     costs: list[tuple[float, ...]] = []
     for mesh in meshes:
         every = [found[rank]["stage"] for rank in mesh.ranks]

@@ -17,6 +17,9 @@ from microbench.timed import TimedStage
 from microbench.worker import Stopwatch
 from reshard.topology import Topology
 
+#: Steps without bytes from which the costs of stages are taken.
+MEASURED_STEPS = 3
+
 
 @dataclass(frozen=True)
 class Method:
@@ -87,17 +90,22 @@ def measure_stages(rank: int, report: Callable[[Any], None], training: Training,
     groups = [dist.new_group(stage.mesh.ranks) for stage in training.pipeline.stages if stage.mesh is not None]
     found: dict[Kind, list[float]] = {}
     messages: list[float] = []
-    for build in (zero_bubble, one_f_one_b):
-        method = Method("measure", build(training.pipeline, times), None, signal_only=True)
-        with _make_engine(rank, training, method, groups) as engine:
-            for number in range(2):
+    halves, whole = (
+        _make_engine(rank, training, Method("", build(training.pipeline, times), None, signal_only=True), groups)
+        for build in (zero_bubble, one_f_one_b)
+    )
+    with halves, whole:
+        for number in range(MEASURED_STEPS + 1):  # in turns, as machines change their pace
+            for engine in (halves, whole):
                 dist.barrier()
                 engine.step(_local_feed(rank, training, number))
-            timeline = engine.timeline()
-        for span in timeline.spans:
-            if span.row == engine.row and not (build is one_f_one_b and span.action.kind is Kind.F):
-                found.setdefault(span.action.kind, []).append(span.end - span.start)
-        messages += [crossing.end - max(crossing.start, crossing.ready) for crossing in timeline.crossings]
+                timeline = engine.timeline()
+                if not number:
+                    continue
+                for span in timeline.spans:
+                    if span.row == engine.row and not (engine is whole and span.action.kind is Kind.F):
+                        found.setdefault(span.action.kind, []).append(span.end - span.start)
+                messages += [crossing.end - max(crossing.start, crossing.ready) for crossing in timeline.crossings]
     costs = [statistics.median(found[kind]) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)]
     return {"stage": costs, "crossing": statistics.median(messages)}
 

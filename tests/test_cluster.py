@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from microbench import namespaces
+from microbench import end_to_end, namespaces
 from microbench.cluster import Cluster, ClusterError
 from microbench.rows import CLUSTERS, all_rows, read_cluster
 from microbench.run import plan_row
@@ -267,3 +268,22 @@ def test_random_rows_come_from_their_seed():
 
     assert said(7) == said(7) != said(8)
     plan_tensors(next(row for row in all_rows(7, 8) if row.suite == "random").tensors)
+
+
+@on_hosts
+def test_every_method_trains_on_emulated_hosts(monkeypatch):
+    """Timed stages on two hosts, a few microbatches: what the end-to-end command does, not how fast."""
+    monkeypatch.setattr(end_to_end, "NUM_MICROBATCHES", 4)
+    setting = end_to_end.settings("u_transformer")["timed 2"]
+    small = replace(setting, config=replace(setting.config, batch=16, num_microbatches=4))
+    said = []
+    record = end_to_end.run_setting(small, 1, said.append)
+    rows = {row["method"]: row for row in record["rows"]}
+    assert set(rows) == {*(way.name for way in end_to_end.WAYS), end_to_end.SIGNAL}
+    assert all(len(row["seconds"]) == 1 and row["predicted_seconds"] > 0 for row in rows.values())
+    timeline = record["timelines"][end_to_end.OURS]
+    moved = [c for c in timeline.crossings if c.channel.is_forward]
+    assert len(moved) == 4
+    assert all(c.ready <= c.end for c in timeline.crossings)
+    table = end_to_end.format_setting(record)
+    assert all(name in table for name in rows)

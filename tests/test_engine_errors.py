@@ -1,0 +1,164 @@
+"""What goes wrong on one rank ends the step on all, soon, with one error."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from reshard.scheduler import Edge, Pipeline, Stage, gpipe, one_f_one_b
+from reshard.scheduler.engine import Engine
+from reshard.scheduler.ties import Tie
+
+from reshard import Layout, Mesh
+from reshard.errors import ArgumentError, ReshardError
+from reshard.launch import LaunchError, run_processes
+from reshard.plan import TensorSpec
+
+NUM = 4
+
+
+class Part(torch.nn.Module):
+    def __init__(self, stage, fault):
+        super().__init__()
+        self.layer, self.stage, self.fault, self.calls = torch.nn.Linear(3, 3), stage, fault, 0
+
+    def forward(self, x):
+        self.calls += 1
+        y = self.layer(x)
+        if self.calls == 3:
+            if self.fault == "raises":
+                raise ValueError("the third is bad")
+            if self.fault == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.fault == "shape":
+                y = y[:1]
+            if self.fault == "name":
+                return {"z": y}
+            if self.fault == "dtype":
+                y = y.double()
+        return {"x": y} if self.stage < 2 else {"loss": y.sum()}
+
+
+def make_pipeline(num=3):
+    meshes = [Mesh([rank]) for rank in range(num)]
+    edges = [
+        Edge(s, s + 1, 1, 1, tensors=(TensorSpec((2, 3), "float32", Layout(meshes[s]), Layout(meshes[s + 1]), "x"),))
+        for s in range(num - 1)
+    ]
+    return Pipeline(tuple(Stage(1, 1, 1, mesh=mesh) for mesh in meshes), tuple(edges))
+
+
+def run_rank(rank, fault):
+    """What each rank gets, and after how many seconds."""
+    pipeline, build, num, modules = make_pipeline(), one_f_one_b, NUM, {rank: Part(rank, fault if rank == 1 else None)}
+    ties = ()
+    begun = time.monotonic()
+    try:
+        if rank == 1:
+            if fault == "schedule":
+                build = gpipe
+            if fault == "count":
+                num += 1
+            if fault == "modules":
+                modules = {}
+            if fault == "no module":
+                modules = {1: "layer"}
+            if fault == "tie":
+                ties = (Tie({0: "layer.weight", 1: "layer.wait"}, (3, 3)),)
+        elif fault == "tie":
+            ties = (Tie({0: "layer.weight", 1: "layer.wait"}, (3, 3)),)
+        engine = Engine(build(pipeline, num), pipeline, modules, ties=ties, timeout_seconds=20)
+        feed = {0: [{"x": torch.ones(2, 3)}] * NUM}
+        if fault == "feed" and rank == 0:
+            feed[0] = feed[0][1:]
+        if fault == "fed twice" and rank == 1:
+            feed = {1: [{"x": torch.ones(2, 3)}] * NUM}
+        begun = time.monotonic()
+        try:
+            engine.step(feed)
+        except Exception:
+            with pytest.raises(ArgumentError, match="cannot go on"):
+                engine.step(feed)
+            raise
+        return None
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begun
+
+
+FAULTS = {
+    "raises": ("RemoteError", "rank 1: ValueError: the third is bad"),
+    "shape": ("ArgumentError", r"stage 1 gives 'x' as float32 \[1, 3\]; rank 1 holds float32 \[2, 3\]"),
+    "dtype": ("ArgumentError", r"stage 1 gives 'x' as float64 \[2, 3\]; rank 1 holds float32 \[2, 3\]"),
+    "name": ("ArgumentError", r"stage 1 returns \['z'\], not 'x', which stage 2 needs"),
+    "feed": ("ArgumentError", "stage 0 is fed 3 microbatches; it needs 4"),
+    "fed twice": ("ArgumentError", r"stage 1 gets \['x'\] from another stage and is fed it too"),
+    "schedule": ("DisagreementError", "ranks disagree on the schedule: rank 0 passes 1f1b, rank 1 passes gpipe"),
+    "count": ("DisagreementError", "number of microbatches: rank 0 passes 4, rank 1 passes 5"),
+    "modules": ("ArgumentError", r"rank 1 computes stages \[1\], but has modules for \[\]"),
+    "no module": ("ArgumentError", "stage 1 needs a torch.nn.Module, not str"),
+    "tie": ("ArgumentError", "stage 1 has no parameter 'layer.wait', which a tie names"),
+}
+
+
+def run_all(rank):
+    """One fault after the other: after each the ranks can make a new engine."""
+    return [run_rank(rank, fault) for fault in (*FAULTS, None)]
+
+
+def test_one_rank_fails_and_all_say_so():
+    results = run_processes(run_all, 3, timeout_seconds=90)
+    for rank, found in enumerate(results):
+        assert found[-1] is None  # without a fault
+        for (fault, (kind, text)), result in zip(FAULTS.items(), found, strict=False):
+            assert result is not None, fault
+            name, said, seconds = result
+            assert seconds < 6
+            if fault == "raises" and rank == 1:
+                assert (name, said) == ("ValueError", "the third is bad")
+                continue
+            assert name == kind, said
+            assert re.search(text, said), said
+
+
+def test_a_rank_that_dies_is_named():
+    with pytest.raises(LaunchError) as caught:
+        run_processes(run_rank, 3, "dies", timeout_seconds=60, grace_seconds=15)
+    assert {failure.rank for failure in caught.value.failures} == {1}
+    for rank in (0, 2):
+        kind, said, seconds = caught.value.results[rank]
+        assert kind == "RemoteError"
+        assert "rank 1" in said
+        assert seconds < 12
+
+
+def run_wrong(rank, pipeline, schedule):
+    try:
+        Engine(schedule, pipeline, {}, timeout_seconds=5)
+    except ReshardError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_pipelines_that_cannot_run_are_refused():
+    pipeline = make_pipeline(2)
+    schedule = one_f_one_b(pipeline, 2)
+    bare = replace(pipeline, stages=(pipeline.stages[0], replace(pipeline.stages[1], mesh=None)))
+    empty = replace(pipeline, edges=(replace(pipeline.edges[0], tensors=()),))
+    same = Mesh([0])
+    stages = tuple(Stage(1, 1, 1, mesh=same) for _ in range(2))
+    doubled = Pipeline(
+        stages, (Edge(0, 1, 1, 1, tensors=(TensorSpec((2,), "int8", Layout(same), Layout(same), "x"),)),)
+    )
+    for one, text in (
+        (bare, "stage 1 has no mesh"),
+        (empty, "edge 0 -> 1 has no tensors"),
+        (doubled, "rank 0 is on rows 0 and 1"),
+    ):
+        for kind, said in run_processes(run_wrong, 2, one, schedule):
+            assert kind == "ArgumentError"
+            assert text in said
