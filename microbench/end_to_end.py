@@ -98,15 +98,27 @@ def make_topology(setting: Setting, rate: float | str) -> Topology:
 
 
 def make_pipeline(
-    setting: Setting, costs: list[tuple[float, ...]], topology: Topology, strategy: str | None, links: Topology
+    setting: Setting,
+    costs: list[tuple[float, ...]],
+    topology: Topology,
+    strategy: str | None,
+    links: Topology,
+    message_seconds: float = 0.0,
 ) -> Pipeline:
-    """With the costs of stages as given and those of edges as planned for a topology and timed on links."""
+    """With the costs of stages as given and those of edges as planned for a topology and timed on links.
+
+    Each crossing takes ``message_seconds`` more: what starting it costs, and waking those who wait for it.
+    """
     meshes = setting.config.meshes()
     stages = tuple(
         Stage(*cost[:3], mesh=mesh, whole_backward_seconds=cost[3] if len(cost) > 3 else None)
         for cost, mesh in zip(costs, meshes, strict=True)
     )
-    edges = [price_edge(edge, topology, strategy=strategy, links=links) for edge in setting.config.edges(meshes)]
+    edges = []
+    for edge in setting.config.edges(meshes):
+        priced = price_edge(edge, topology, strategy=strategy, links=links)
+        there, back = priced.forward_seconds + message_seconds, priced.backward_seconds + message_seconds
+        edges.append(replace(priced, forward_seconds=there, backward_seconds=back))
     return Pipeline(stages, tuple(edges))
 
 
@@ -168,10 +180,10 @@ WAYS = (
 def run_setting(setting: Setting, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure all methods of a setting in turns; the record of it."""
     balance = _balance(setting, say)
-    rate, costs = balance.rate, balance.costs
+    rate, costs, message = balance.rate, balance.costs, balance.message
     shaped = make_topology(setting, rate)
     plain = nominal(shaped)
-    pipelines = {way.name: make_pipeline(setting, costs, plain, way.strategy, plain) for way in WAYS}
+    pipelines = {way.name: make_pipeline(setting, costs, plain, way.strategy, plain, message) for way in WAYS}
     schedules = {way.name: way.build(pipelines[way.name], NUM_MICROBATCHES) for way in WAYS}
     methods = [Method(way.name, schedules[way.name], way.strategy) for way in WAYS]
     methods.append(Method(SIGNAL, schedules[OURS], None, signal_only=True))
@@ -197,9 +209,9 @@ def run_setting(setting: Setting, repeats: int, say: Callable[[str], None]) -> d
     rows = []
     for method in methods:
         way = next((way for way in WAYS if way.name == method.name), None)
-        pipeline = make_pipeline(setting, costs, plain, way.strategy if way else None, links)
+        pipeline = make_pipeline(setting, costs, plain, way.strategy if way else None, links, message)
         if method.signal_only:
-            pipeline = with_crossings(pipeline, balance.message)
+            pipeline = with_crossings(pipeline, message)
         rows.append(
             {
                 "method": method.name,
@@ -214,7 +226,7 @@ def run_setting(setting: Setting, repeats: int, say: Callable[[str], None]) -> d
         "kind": "setting",
         "title": setting.title,
         "stage_seconds": costs,
-        "message_seconds": balance.message,
+        "message_seconds": message,
         "crossing_seconds": {f"{e.src}->{e.dst}": e.forward_seconds for e in pipelines[OURS].edges},
         "rate": rate,
         "moved": moved,
@@ -268,7 +280,8 @@ def format_setting(record: dict[str, Any]) -> str:
     crossings = ", ".join(f"{edge} {1e3 * s:.1f}" for edge, s in record["crossing_seconds"].items())
     lines = [
         f"{record['title']}",
-        f"ms of a microbatch: forward/input/weights/whole backward {costs}; forward crossings {crossings}",
+        f"ms of a microbatch: forward/input/weights/whole backward {costs}; forward crossings {crossings}, "
+        f"of which a message {1e3 * record['message_seconds']:.1f}",
         f"{'method':28}{'median s':>10}{'min':>9}{'max':>9}{'gain':>7}{'predicted':>10}{'of signal':>10}"
         f"{'pred/meas':>10}{'busy':>6}  in flight",
     ]

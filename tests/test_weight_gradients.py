@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
+import torch.utils.checkpoint
 from reshard.scheduler.weight_gradients import PutOff, later_tasks
 from torch import nn
 
@@ -141,3 +145,32 @@ def test_functions_of_users_can_wait_too():
     tasks[0]()
     assert done == [1]
     assert later_tasks() is None
+
+
+def test_a_checkpoint_is_refused_aloud():
+    module, tasks = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), []
+    with PutOff(tasks):
+        out = torch.utils.checkpoint.checkpoint(module, torch.randn(3, 4, requires_grad=True), use_reentrant=False)
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        out.sum().backward()
+
+
+def test_what_is_put_off_keeps_no_more_than_it_takes():
+    """Of a hidden layer its input and its gradient, not the graph: all else is freed with the first half."""
+    module = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 4))
+    seen = []
+    module[1].register_forward_hook(lambda _, __, out: seen.append(weakref.ref(out)))
+    x = torch.randn(3, 4, requires_grad=True)
+    tasks = []
+    with PutOff(tasks):
+        out = module(x)
+    nodes = weakref.ref(out.grad_fn)
+    out.sum().backward()
+    del out
+    gc.disable()
+    try:
+        assert nodes() is None
+        tasks.clear()
+        assert seen[0]() is None
+    finally:
+        gc.enable()
