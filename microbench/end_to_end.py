@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from reshard.scheduler import (
     issue_at_consumer,
     one_f_one_b,
     simulate,
+    to_chrome_trace,
 )
 from reshard.scheduler.costs import price_edge
 
@@ -35,7 +37,7 @@ from microbench.calibrate import deviations, mean_topology, measure_links, measu
 from microbench.cluster import Cluster, ClusterError
 from microbench.gpt import GPTConfig
 from microbench.run import MOST_DEVIATION, describe_machine, stderr
-from microbench.training import Method, Training, measure_stages, merge_seconds, train_in_turns
+from microbench.training import Method, Training, measure_stages, merge_seconds, train_alone, train_in_turns
 from microbench.u_transformer import UTransformerConfig
 from microbench.wiring import nominal
 from reshard.topology import Topology
@@ -206,20 +208,23 @@ def run_setting(setting: Setting, repeats: int, say: Callable[[str], None]) -> d
     links = mean_topology(before, after)
     moved = max(map(abs, deviations(after, before).values()))
     seconds = merge_seconds(results)
-    rows = []
+    rows, predicted = [], {}
+    alone = None if setting.is_timed else train_alone(setting.config, repeats)
     for method in methods:
         way = next((way for way in WAYS if way.name == method.name), None)
         pipeline = make_pipeline(setting, costs, plain, way.strategy if way else None, links, message)
         if method.signal_only:
             pipeline = with_crossings(pipeline, message)
+        predicted[method.name] = simulate(method.schedule, pipeline)
         rows.append(
             {
                 "method": method.name,
                 "seconds": seconds[method.name],
                 "median_seconds": statistics.median(seconds[method.name]),
-                "predicted_seconds": simulate(method.schedule, pipeline).makespan_seconds,
+                "predicted_seconds": predicted[method.name].makespan_seconds,
                 "busy": max(statistics.median(result["busy"][method.name]) for result in results),
                 "in_flight": list(method.schedule.in_flight),
+                "off": None if alone is None or method.signal_only else _distance(alone, results, method.name),
             }
         )
     return {
@@ -232,8 +237,15 @@ def run_setting(setting: Setting, repeats: int, say: Callable[[str], None]) -> d
         "moved": moved,
         "valid": moved <= MOST_DEVIATION,
         "rows": rows,
-        "timelines": results[0]["timelines"],
+        "timelines": {name: (measured, predicted[name]) for name, measured in results[0]["timelines"].items()},
     }
+
+
+def _distance(alone: tuple[float, float], results: list[dict[str, Any]], name: str) -> float:
+    """How far loss and size of all gradients are from those of one process, relatively; the larger of both."""
+    loss = next(result["losses"][name] for result in results if result["losses"][name] is not None)
+    squares = sum(result["squares"][name] for result in results)
+    return max(abs(loss / alone[0] - 1), abs(math.sqrt(squares / alone[1]) - 1))
 
 
 @dataclass(frozen=True)
@@ -283,7 +295,7 @@ def format_setting(record: dict[str, Any]) -> str:
         f"ms of a microbatch: forward/input/weights/whole backward {costs}; forward crossings {crossings}, "
         f"of which a message {1e3 * record['message_seconds']:.1f}",
         f"{'method':28}{'median s':>10}{'min':>9}{'max':>9}{'gain':>7}{'predicted':>10}{'of signal':>10}"
-        f"{'pred/meas':>10}{'busy':>6}  in flight",
+        f"{'pred/meas':>10}{'busy':>6}{'off by':>9}  in flight",
     ]
     for row in record["rows"]:
         median = row["median_seconds"]
@@ -291,11 +303,21 @@ def format_setting(record: dict[str, Any]) -> str:
             f"{row['method']:28}{median:10.3f}{min(row['seconds']):9.3f}{max(row['seconds']):9.3f}"
             f"{before['median_seconds'] / median:7.3f}{before['predicted_seconds'] / row['predicted_seconds']:10.3f}"
             f"{signal['median_seconds'] / median:10.3f}{row['predicted_seconds'] / median:10.3f}{row['busy']:6.0%}"
+            f"{'-' if row['off'] is None else format(row['off'], '.0e'):>9}"
             f"  {' '.join(map(str, row['in_flight']))}"
         )
     if not record["valid"]:
         lines.append("NOT VALID: the links moved")
     return "\n".join(lines)
+
+
+def write_traces(folder: Path, name: str, timelines: dict[str, tuple[Any, Any]]) -> None:
+    """Two files for each method."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for method, both in timelines.items():
+        for kind, timeline in zip(("measured", "predicted"), both, strict=True):
+            file = "".join(c if c.isalnum() else "-" for c in f"{name} {method} {kind}") + ".json"
+            (folder / file).write_text(to_chrome_trace(timeline))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -305,6 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--setting", action="append", help="timed 2, timed 4 or real 2; all by default")
     parser.add_argument("--repeats", type=int, default=5, help="iterations of each method, after one more (5)")
     parser.add_argument("--out", type=Path, help="write records as JSON lines")
+    parser.add_argument("--trace", type=Path, help="write Chrome traces there, measured and predicted")
     options = parser.parse_args(arguments)
     known = settings(options.model)
     wanted = options.setting or list(known)
@@ -315,7 +338,9 @@ def main(arguments: list[str] | None = None) -> int:
         for name in wanted:
             record = run_setting(known[name], options.repeats, stderr)
             record["setting"] = name
-            record.pop("timelines")
+            timelines = record.pop("timelines")
+            if options.trace:
+                write_traces(options.trace, f"{options.model} {name}", timelines)
             records.append(record)
             print(format_setting(record) + "\n", flush=True)
     except (ClusterError, reshard.ReshardError) as error:

@@ -32,6 +32,7 @@ from reshard.scheduler.costs import price_edge
 from reshard.scheduler.engine import Engine
 
 from microbench.gpt import GPT_CONFIGS, GPTConfig, parallelize
+from microbench.training import make_stages
 from microbench.u_transformer import U_TRANSFORMER_CONFIGS
 from reshard.errors import ReshardError
 from reshard.launch import run_processes
@@ -94,9 +95,7 @@ def make_module(config: Any, meshes: Sequence[Any], stage: int) -> tuple[torch.n
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    torch.manual_seed(0)
-    stages = [config.make_stage(number) for number in range(config.pp)]  # the same weights however it is spread
-    module = stages[stage].to(getattr(torch, getattr(config, "dtype", "float32")))
+    module = make_stages(config)[stage].to(getattr(torch, getattr(config, "dtype", "float32")))
     device_meshes = [DeviceMesh("cpu", torch.tensor(mesh.array), mesh_dim_names=mesh.axes) for mesh in meshes]
     mesh = device_meshes[stage]
     if isinstance(config, GPTConfig):

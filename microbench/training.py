@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from microbench.timed import TimedStage
 from microbench.worker import Stopwatch
 from reshard.topology import Topology
 
+Modules = dict[int, torch.nn.Module]
 #: Steps without bytes from which the costs of stages are taken.
 MEASURED_STEPS = 3
 
@@ -49,7 +50,12 @@ class Training:
 
 
 def train_in_turns(rank: int, report: Callable[[Any], None], training: Training) -> dict[str, Any]:
-    """One iteration of each method in turns, after a warm-up; the seconds of each, and the last timeline."""
+    """One iteration of each method in turns, after a warm-up.
+
+    Returns:
+        The seconds of each, the timeline of its last iteration (on rank 0), the loss of that iteration, and the sum of
+        squares of the gradients of this rank's stage.
+    """
     import warnings
 
     warnings.filterwarnings("ignore")
@@ -61,22 +67,61 @@ def train_in_turns(rank: int, report: Callable[[Any], None], training: Training)
     seconds: dict[str, list[float]] = {method.name: [] for method in training.methods}
     busy: dict[str, list[float]] = {method.name: [] for method in training.methods}
     timelines: dict[str, PipelineTimeline] = {}
+    losses: dict[str, float | None] = {}
+    squares: dict[str, float] = {}
     for number in range(training.repeats + 1):
         feed = _local_feed(rank, training, number)
         for method in training.methods:
-            engine = engines[method.name]
+            engine, modules = engines[method.name]
+            for module in modules.values():
+                module.zero_grad()
             stopwatch.start()
-            engine.step(feed)
+            step = engine.step(feed)
             took = stopwatch.stop()
             if number:
                 seconds[method.name].append(took)
                 busy[method.name].append(stopwatch.busy)
             if number == training.repeats:
                 timelines[method.name] = engine.timeline()
+                losses[method.name], squares[method.name] = step.loss, sum_squares(modules.values())
             report_first((method.name, took))
-    for engine in engines.values():
+    for engine, _ in engines.values():
         engine.close()
-    return {"seconds": seconds, "busy": busy, "timelines": timelines if rank == 0 else {}}
+    return {
+        "seconds": seconds,
+        "busy": busy,
+        "timelines": timelines if rank == 0 else {},
+        "losses": losses,
+        "squares": squares,
+    }
+
+
+def sum_squares(modules: Iterable[torch.nn.Module]) -> float:
+    """Of all gradients."""
+    gradients = (p.grad for module in modules for p in module.parameters() if p.grad is not None)
+    return float(sum(gradient.double().square().sum() for gradient in gradients))
+
+
+def make_stages(config: Any) -> list[torch.nn.Module]:
+    """All stages, with the same weights wherever they are made."""
+    torch.manual_seed(0)
+    return [config.make_stage(number) for number in range(config.pp)]
+
+
+def train_alone(config: Any, step: int) -> tuple[float, float]:
+    """What one process gets: the loss of a step, and the sum of squares of all gradients."""
+    stages = make_stages(config)
+    feed, total = config.feed(step), 0.0
+    for microbatch in range(config.num_microbatches):
+        made: dict[str, torch.Tensor] = {}
+        for number, stage in enumerate(stages):
+            fed = feed.get(number, [{}] * config.num_microbatches)[microbatch]
+            names = {spec.name for edge in config.edges(config.meshes()) if edge.dst == number for spec in edge.tensors}
+            made |= stage(**{name: array for name, array in made.items() if name in names}, **fed)
+        loss = made["loss"] / config.num_microbatches
+        loss.backward()
+        total += float(loss.detach())
+    return total, sum_squares(stages)
 
 
 def measure_stages(rank: int, report: Callable[[Any], None], training: Training, times: int) -> dict[str, Any]:
@@ -94,16 +139,17 @@ def measure_stages(rank: int, report: Callable[[Any], None], training: Training,
         _make_engine(rank, training, Method("", build(training.pipeline, times), None, signal_only=True), groups)
         for build in (zero_bubble, one_f_one_b)
     )
-    with halves, whole:
+    with halves[0], whole[0]:
         for number in range(MEASURED_STEPS + 1):  # in turns, as machines change their pace
-            for engine in (halves, whole):
+            for engine, _ in (halves, whole):
                 dist.barrier()
-                engine.step(_local_feed(rank, training, number))
+                feed = _local_feed(rank, training, number)
+                engine.step({stage: rows[:times] for stage, rows in feed.items()})
                 timeline = engine.timeline()
                 if not number:
                     continue
                 for span in timeline.spans:
-                    if span.row == engine.row and not (engine is whole and span.action.kind is Kind.F):
+                    if span.row == engine.row and not (engine is whole[0] and span.action.kind is Kind.F):
                         found.setdefault(span.action.kind, []).append(span.end - span.start)
                 messages += [crossing.end - max(crossing.start, crossing.ready) for crossing in timeline.crossings]
     # means, since what is late once makes all behind it late
@@ -118,17 +164,14 @@ def pin(rank: int, training: Training) -> None:
         os.sched_setaffinity(0, {cores[rank]})
 
 
-def _make_engine(rank: int, training: Training, method: Method, groups: Sequence[Any] = ()) -> Engine:
+def _make_engine(rank: int, training: Training, method: Method, groups: Sequence[Any]) -> tuple[Engine, Modules]:
     pipeline = training.pipeline
     stages = [s for s, stage in enumerate(pipeline.stages) if stage.mesh is not None and rank in stage.mesh.ranks]
     if training.config is None:
-        modules: dict[int, torch.nn.Module] = {
-            stage: TimedStage(pipeline, stage, rank, groups[stage]) for stage in stages
-        }
+        modules: Modules = {stage: TimedStage(pipeline, stage, rank, groups[stage]) for stage in stages}
     else:
-        torch.manual_seed(0)
-        modules = {stage: training.config.make_stage(stage) for stage in stages}
-    return Engine(
+        modules = {stage: make_stages(training.config)[stage] for stage in stages}
+    engine = Engine(
         method.schedule,
         pipeline,
         modules,
@@ -137,6 +180,7 @@ def _make_engine(rank: int, training: Training, method: Method, groups: Sequence
         signal_only=method.signal_only,
         timeout_seconds=training.timeout_seconds,
     )
+    return engine, modules
 
 
 def _local_feed(rank: int, training: Training, step: int) -> Feed:

@@ -281,7 +281,8 @@ def test_every_method_trains_on_emulated_hosts(monkeypatch):
     rows = {row["method"]: row for row in record["rows"]}
     assert set(rows) == {*(way.name for way in end_to_end.WAYS), end_to_end.SIGNAL}
     assert all(len(row["seconds"]) == 1 and row["predicted_seconds"] > 0 for row in rows.values())
-    timeline = record["timelines"][end_to_end.OURS]
+    timeline, predicted = record["timelines"][end_to_end.OURS]
+    assert len(predicted.crossings) == len(timeline.crossings)
     moved = [c for c in timeline.crossings if c.channel.is_forward]
     assert len(moved) == 4
     assert all(c.ready <= c.end for c in timeline.crossings)
