@@ -74,16 +74,14 @@ def train(rank: int, job: Job, show: bool = True) -> list[float]:
     losses: list[float] = []
     is_shown = show and rank == meshes[-1].ranks[0]
     with Engine(schedule, pipeline, {stage: module}, num_loss_shards=shards) as engine, _bar(is_shown, job) as advance:
-        exposed = 0.0
         for number in range(job.steps):
             begun = time.monotonic()
             optimizer.zero_grad()
             step = engine.step(feed_of(number))
             optimizer.step()
-            if number % 10 == 0:
-                timeline = engine.timeline()
-                rows = range(len(schedule.rows))
-                exposed = max(timeline.exposed_seconds(row) for row in rows) / timeline.makespan_seconds
+            timeline = engine.timeline()
+            rows = range(len(schedule.rows))
+            exposed = max(timeline.exposed_seconds(row) for row in rows) / timeline.makespan_seconds
             if step.loss is not None:
                 losses.append(_mean(step.loss, last_group))
                 advance(losses[-1], config.batch / (time.monotonic() - begun), exposed)

@@ -89,7 +89,7 @@ def rebuild_error(name: str, text: str) -> ReshardError:
 
 def name_rank(rank: int, text: str) -> str:
     """An error's text with the rank that it comes from, unless it says so itself."""
-    return text if re.search(rf"\brank {rank}\b", text) else f"rank {rank}: {text}"
+    return text if re.search(rf"\brank {rank}\b|^rank \d+: ", text) else f"rank {rank}: {text}"
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:

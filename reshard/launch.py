@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
+import pickle
 import sys
 import time
 import traceback
@@ -195,7 +196,8 @@ def _main(
     except BaseException as error:
         message = ("error", error, traceback.format_exc())
     try:
-        pipe.send(message)
+        # plain pickle: multiprocessing's own would hand over tensors as shared memory, which ends with this process
+        pipe.send_bytes(pickle.dumps(message))
     except Exception as error:  # a result or an error that does not pickle
         pipe.send(("error", None, f"{message[2]}{type(error).__name__}: {error}"))
     pipe.close()

@@ -70,7 +70,23 @@ def _check_once(schedule: Schedule, pipeline: Pipeline) -> None:
             expected[Kind.RECV_B, edge.src, microbatch, edge.dst] = 1
     for key in sorted(seen.keys() | expected.keys(), key=lambda k: (k[2], k[1], k[0], k[3] or 0)):
         if seen[key] != expected[key]:
-            raise ScheduleError(f"{Action(*key)} is there {seen[key]} times, not {expected[key]}")
+            raise ScheduleError(
+                f"{Action(*key)} is there {seen[key]} times, not {expected[key]}"
+                f"{_why(Action(*key), schedule, pipeline)}"
+            )
+
+
+def _why(action: Action, schedule: Schedule, pipeline: Pipeline) -> str:
+    """What may be behind a transfer that is missing or too many."""
+    if action.other is None:
+        return ""
+    src, dst = sorted((action.stage, action.other))
+    if (src, dst) not in pipeline.edge_between:
+        return f"; the pipeline has no edge {src} -> {dst}: was the schedule made for another one?"
+    ends = {schedule.row_of_stage[stage] for stage in (src, dst) if stage < schedule.num_stages}
+    if len(ends) == 1:
+        return f"; both ends of edge {src} -> {dst} are on one row"
+    return f"; the pipeline has an edge {src} -> {dst}: was the schedule made for another one?"
 
 
 def _check_order(schedule: Schedule, pipeline: Pipeline, row: int, actions: tuple[Action, ...]) -> None:

@@ -99,12 +99,14 @@ class Engine:
         self._last = schedule.num_microbatches - 1
         self._num_loss_shards = num_loss_shards
         self._broken: BaseException | None = None
+        self._closed = False
         check_schedule(schedule, pipeline)
         ranks_of_row = _find_rows(schedule, pipeline)
         ranks = sorted(rank for row in ranks_of_row for rank in row)
         channel = find_channel(self._group, tuple(ranks))
         record = Record(self._group.rank, hostname=self._group.hostname)
         record.arguments = _describe(schedule, pipeline, last_pipeline, strategy, topology)
+        record.arguments.append(("the number of ties", str(len(ties))))
         record.arguments += [(f"tie {number}", str(tie)) for number, tie in enumerate(ties)]
         record.arguments += [("num_loss_shards", str(num_loss_shards)), ("signal_only", str(signal_only))]
         self.row = next(row for row, its in enumerate(ranks_of_row) if self._group.rank in its)
@@ -131,6 +133,8 @@ class Engine:
 
     def _make_stages(self, modules: Mapping[int, torch.nn.Module]) -> dict[int, StageRun]:
         ours = [stage for stage, row in enumerate(self.schedule.row_of_stage) if row == self.row]
+        if not isinstance(modules, Mapping):
+            raise ArgumentError(f"modules are {{stage: module}}, not {type(modules).__name__}")
         if sorted(modules) != ours:
             raise ArgumentError(
                 f"rank {self._group.rank} computes stages {ours}, but has modules for {sorted(modules)}"
@@ -153,6 +157,8 @@ class Engine:
         Raises:
             ReshardError: this rank or another failed; the same on all ranks in time. The engine cannot go on then.
         """
+        if self._closed:
+            raise ArgumentError("this engine is closed")
         if self._broken is not None:
             raise ArgumentError(f"this engine cannot go on after an error: {self._broken}") from self._broken
         try:
@@ -178,6 +184,7 @@ class Engine:
 
     def close(self) -> None:
         """End the threads that move tensors."""
+        self._closed = True
         for crossings in self._crossings:
             crossings.close()
         self._ties.close()
@@ -292,7 +299,8 @@ class _Run:
         run = self.stages[stage]
         sent = run.forward(microbatch, received, self.feed[stage][microbatch])
         tensors = self.engine._tensors[microbatch == self.engine._last]
-        run.check_sizes(sent, {edge.dst: edge.tensors for edge in tensors.edges if edge.src == stage})
+        expected = {edge.dst: edge.tensors for edge in tensors.edges if edge.src == stage}
+        run.check_sizes(microbatch, sent, expected)
         loss = run.loss_of(microbatch)
         if loss is not None:
             self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss

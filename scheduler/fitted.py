@@ -66,6 +66,10 @@ def fitted(
             time fits the limit.
     """
     check_microbatches(num_microbatches)
+    if memory_limit_bytes is not None and (
+        isinstance(memory_limit_bytes, bool) or not isinstance(memory_limit_bytes, (int, float))
+    ):
+        raise ArgumentError(f"memory_limit_bytes is {memory_limit_bytes!r}; it must be a number")
     rows = tuple(range(len(pipeline.stages))) if row_of_stage is None else tuple(row_of_stage)
     if len(rows) != len(pipeline.stages) or set(rows) != set(range(max(rows) + 1)):
         raise ArgumentError(f"rows {list(rows)}: each of {len(pipeline.stages)} stages needs one, numbered from 0")

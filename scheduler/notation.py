@@ -30,12 +30,7 @@ _ACTION = re.compile(
 
 def format_schedule(schedule: Schedule) -> str:
     """A schedule as text that :func:`parse_schedule` reads."""
-    lines = [
-        f"{schedule.name}: {schedule.num_microbatches} microbatches, "
-        f"stages on rows {' '.join(map(str, schedule.row_of_stage))}"
-    ]
-    lines += [f"{row}: {' '.join(map(str, actions))}".rstrip() for row, actions in enumerate(schedule.rows)]
-    return "\n".join(lines) + "\n"
+    return f"{schedule}\n"
 
 
 def parse_schedule(text: str) -> Schedule:
@@ -61,7 +56,10 @@ def parse_schedule(text: str) -> Schedule:
         total += len(words)
         if total > _MOST_ACTIONS:
             raise ScheduleError(f"more than {_MOST_ACTIONS:,} actions")
-        rows.append(tuple(parse_action(word) for word in words))
+        try:
+            rows.append(tuple(parse_action(word) for word in words))
+        except ScheduleError as error:
+            raise ScheduleError(f"line {number + 2}: {error}") from None
     return Schedule(header["name"], tuple(rows), row_of_stage, int(header["num"]))
 
 
@@ -83,13 +81,13 @@ def parse_action(word: str) -> Action:
     return Action(kind, int(found["stage"]), int(found["microbatch"]), other, bool(found["blocks"]))
 
 
-def to_torch_csv(schedule: Schedule, *, transfers: bool = True) -> str:
+def to_torch_csv(schedule: Schedule, *, transfers: bool = False) -> str:
     """The CSV that torch's pipeline runtime loads: one line per row, actions without the stages at other ends.
 
-    Receives stand right before what needs them, since torch's dry run refuses any that stands before its send.
-
     Args:
-        transfers: whether to write them; without, torch adds its own.
+        transfers: whether to write them. Without, which is what to load, torch adds its own, and what else it needs:
+            with them ("compute_comms") it would not divide gradients by the number of microbatches. Then receives stand
+            right before what needs them, since torch's dry run refuses any that stands before its send.
 
     Raises:
         ScheduleError: a transfer between stages that are not neighbours, or one that blocks; torch has neither.
@@ -101,12 +99,12 @@ def to_torch_csv(schedule: Schedule, *, transfers: bool = True) -> str:
         held: dict[tuple[bool, int, int], list[Action]] = {}  # receives, by what needs them
         for action in row:
             if action.kind.is_transfer:
-                if not transfers:
-                    continue
-                if action.blocks or abs(action.stage - (action.other or 0)) != 1:
+                if abs(action.stage - (action.other or 0)) != 1 or (transfers and action.blocks):
                     raise ScheduleError(
                         f"{action}: torch's text has transfers between neighbours only, none that block"
                     )
+                if not transfers:
+                    continue
             if action.kind in (Kind.RECV_F, Kind.RECV_B):
                 held.setdefault((action.kind is Kind.RECV_F, action.stage, action.microbatch), []).append(action)
                 continue

@@ -79,6 +79,10 @@ class Edge:
     without_gradient: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        if isinstance(self.without_gradient, str):
+            raise ArgumentError(
+                f"without_gradient is a set of names, such as {{{self.without_gradient!r}}}, not a string"
+            )
         object.__setattr__(self, "without_gradient", frozenset(self.without_gradient))
         for direction in ("forward", "backward"):
             seconds = getattr(self, f"{direction}_seconds")

@@ -119,5 +119,8 @@ class Schedule:
         return tuple(most)
 
     def __str__(self) -> str:
-        """One row per line; see :mod:`reshard.scheduler.notation`."""
-        return "\n".join(" ".join(map(str, actions)) for actions in self.rows)
+        """A header and one row per line; :func:`~reshard.scheduler.parse_schedule` reads it."""
+        rows = " ".join(map(str, self.row_of_stage))
+        lines = [f"{self.name}: {self.num_microbatches} microbatches, stages on rows {rows}"]
+        lines += [f"{row}: {' '.join(map(str, actions))}".rstrip() for row, actions in enumerate(self.rows)]
+        return "\n".join(lines)

@@ -156,7 +156,7 @@ class _Run:
                 if end is not None and end <= self.now * (1 + _TOGETHER):
                     self.finish(row)
         if any(at < len(row) for at, row in zip(self.at, self.schedule.rows, strict=True)):
-            raise ScheduleError(f"the schedule never ends; {self.describe()}")
+            raise ScheduleError(f"the schedule never ends: no row can do what is in brackets; {self.describe()}")
         return PipelineTimeline(
             tuple(sorted(self.spans, key=lambda span: (span.start, span.row))),
             tuple(sorted(self.crossings, key=lambda crossing: crossing.start)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,7 @@ class StageRun:
         self._incoming = [edge for edge in pipeline.edges if edge.dst == stage]
         self._outgoing = [edge for edge in pipeline.edges if edge.src == stage]
         self._live: dict[int, _Live] = {}
+        self._is_called = False
 
     def forward(self, microbatch: int, received: Mapping[int, Tensors], fed: Mapping[str, Any]) -> dict[int, Tensors]:
         """What goes to each later stage, as local shards.
@@ -68,18 +70,53 @@ class StageRun:
         doubled = leaves.keys() & fed.keys()
         if doubled:
             raise ArgumentError(f"stage {self.stage} gets {sorted(doubled)} from another stage and is fed it too")
+        self._check_call({*leaves, *fed})
         live = _Live(leaves, {}, None)
         put_off = PutOff(live.tasks) if microbatch in self._halves else contextlib.nullcontext()
         with quiet(self.module), put_off:
             outputs = self._name(self.module(**leaves, **fed))
             live.sent = {edge.dst: self._take(outputs, edge.dst, edge.tensors) for edge in self._outgoing}
         live.loss = _whole(outputs.get(LOSS))
+        self._check_gradients(live, outputs)
+        self._live[microbatch] = live
+        return {dst: {name: array.detach() for name, array in sent.items()} for dst, sent in live.sent.items()}
+
+    def _check_call(self, names: set[str]) -> None:
+        """Raise ArgumentError if the module cannot be called with these names."""
+        if self._is_called:
+            return
+        self._is_called = True
+        module = getattr(self.module, "module", self.module)  # inside DDP
+        try:
+            inspect.signature(module.forward).bind(**dict.fromkeys(names))
+        except TypeError as error:
+            raise ArgumentError(
+                f"stage {self.stage} cannot be called with {sorted(names)}, which edges bring and feed holds: {error}"
+            ) from None
+
+    def _check_gradients(self, live: _Live, outputs: Mapping[str, Any]) -> None:
+        """Raise ArgumentError if backward would not reach what should learn."""
+        if not self._outgoing and live.loss is None:
+            raise ArgumentError(
+                f"stage {self.stage} gives nothing to another stage and returns {sorted(map(str, outputs))}; it must "
+                f"return a {LOSS!r}, or nothing would learn"
+            )
         if live.loss is not None and live.loss.numel() != 1:
             raise ArgumentError(
                 f"stage {self.stage} gives a loss of shape {list(live.loss.shape)}; it must be a scalar"
             )
-        self._live[microbatch] = live
-        return {dst: {name: array.detach() for name, array in sent.items()} for dst, sent in live.sent.items()}
+        learns = any(parameter.requires_grad for parameter in self.module.parameters())
+        if not learns and not any(leaf.requires_grad for leaf in live.leaves.values()):
+            return
+        if live.loss is not None and not live.loss.requires_grad:
+            raise ArgumentError(f"the loss of stage {self.stage} has no gradient: was it detached?")
+        for edge in self._outgoing:
+            for spec in edge.gradients:
+                if not live.sent[edge.dst][str(spec.name)].requires_grad:
+                    raise ArgumentError(
+                        f"stage {self.stage} gives {spec.name!r} without a gradient: was it detached? If it needs "
+                        f"none, name it in without_gradient of edge {edge.src} -> {edge.dst}"
+                    )
 
     def loss_of(self, microbatch: int) -> torch.Tensor | None:
         """The loss of a microbatch that has not ended, without its graph."""
@@ -154,7 +191,9 @@ class StageRun:
             taken[name] = _localize(outputs[name], spec)
         return taken
 
-    def check_sizes(self, sent: Mapping[int, Tensors], tensors_of: Mapping[int, tuple[TensorSpec, ...]]) -> None:
+    def check_sizes(
+        self, microbatch: int, sent: Mapping[int, Tensors], tensors_of: Mapping[int, tuple[TensorSpec, ...]]
+    ) -> None:
         """Raise ArgumentError unless local shards are what the layouts give this rank."""
         for dst, tensors in tensors_of.items():
             for spec in tensors:
@@ -163,7 +202,8 @@ class StageRun:
                 if list(array.shape) != expected or dtype_name(array.dtype) != spec.dtype:
                     raise ArgumentError(
                         f"stage {self.stage} gives {spec.name!r} as {dtype_name(array.dtype)} {list(array.shape)}; "
-                        f"rank {self._rank} holds {spec.dtype} {expected} of it on the edge to stage {dst}"
+                        f"rank {self._rank} holds {spec.dtype} {expected} of it on the edge to stage {dst} (microbatch "
+                        f"{microbatch}; a last one that is smaller needs last_pipeline)"
                     )
 
 

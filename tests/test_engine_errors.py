@@ -37,6 +37,10 @@ class Part(torch.nn.Module):
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.fault == "shape":
                 y = y[:1]
+            if self.fault == "detached":
+                y = y.detach()
+            if self.fault == "no loss":
+                return {"Loss": y.sum()}
             if self.fault == "name":
                 return {"z": y}
             if self.fault == "dtype":
@@ -55,7 +59,8 @@ def make_pipeline(num=3):
 
 def run_rank(rank, fault):
     """What each rank gets, and after how many seconds."""
-    pipeline, build, num, modules = make_pipeline(), one_f_one_b, NUM, {rank: Part(rank, fault if rank == 1 else None)}
+    at = 2 if fault == "no loss" else 1
+    pipeline, build, num, modules = make_pipeline(), one_f_one_b, NUM, {rank: Part(rank, fault if rank == at else None)}
     ties = ()
     begun = time.monotonic()
     try:
@@ -95,6 +100,8 @@ FAULTS = {
     "shape": ("ArgumentError", r"stage 1 gives 'x' as float32 \[1, 3\]; rank 1 holds float32 \[2, 3\]"),
     "dtype": ("ArgumentError", r"stage 1 gives 'x' as float64 \[2, 3\]; rank 1 holds float32 \[2, 3\]"),
     "name": ("ArgumentError", r"stage 1 returns \['z'\], not 'x', which stage 2 needs"),
+    "detached": ("ArgumentError", r"stage 1 gives 'x' without a gradient: was it detached\?"),
+    "no loss": ("ArgumentError", r"returns \['Loss'\]; it must return a 'loss'"),
     "feed": ("ArgumentError", "stage 0 is fed 3 microbatches; it needs 4"),
     "fed twice": ("ArgumentError", r"stage 1 gets \['x'\] from another stage and is fed it too"),
     "schedule": ("DisagreementError", "ranks disagree on the schedule: rank 0 passes 1f1b, rank 1 passes gpipe"),

@@ -53,12 +53,12 @@ def test_our_schedules_pass_its_validator_and_dry_run(name):
     num, build = BUILDERS[name]
     schedule = build(chain(num))
     rows = len(schedule.rows)
-    computed = read(to_torch_csv(schedule, transfers=False))
+    computed = read(to_torch_csv(schedule))
     stage_to_rank = pipelining._validate_schedule(computed, rows, num, schedule.num_microbatches)
     assert [stage_to_rank[stage] for stage in range(num)] == list(schedule.row_of_stage)
     lowered = pipelining._add_send_recv({r: list(a) for r, a in computed.items()}, stage_to_rank.__getitem__, num)
     dry_run(lowered, schedule.row_of_stage)
-    ours = read(to_torch_csv(schedule))
+    ours = read(to_torch_csv(schedule, transfers=True))
     steps = dry_run(ours, schedule.row_of_stage)
     assert sum(a is not None for row in steps.values() for a in row) == sum(map(len, schedule.rows))
 
