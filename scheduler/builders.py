@@ -107,7 +107,7 @@ def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: 
         ArgumentError: no microbatch, or a stage without a warm-up.
     """
     check_microbatches(num_microbatches)
-    if len(warmups) != len(pipeline.stages) or min(warmups) < 1:
+    if len(warmups) != len(pipeline.stages) or not all(isinstance(depth, int) and depth > 0 for depth in warmups):
         raise ArgumentError(f"warm-ups {list(warmups)}: each of {len(pipeline.stages)} stages needs one, from 1 on")
     rows = []
     for stage, warmup in enumerate(warmups):

@@ -27,6 +27,8 @@ def check_schedule(schedule: Schedule, pipeline: Pipeline, memory_limit_bytes: i
         ScheduleError: the first of these that does not hold, with the row and the place.
     """
     num = len(pipeline.stages)
+    if schedule.num_microbatches < 1:
+        raise ScheduleError(f"the schedule has {schedule.num_microbatches} microbatches; it needs one at least")
     if schedule.num_stages != num:
         raise ScheduleError(f"the schedule has {schedule.num_stages} stages, the pipeline {num}")
     wrong = [row for row in schedule.row_of_stage if not 0 <= row < len(schedule.rows)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,16 +68,30 @@ def _signal(spec: TensorSpec) -> TensorSpec:
 class Crossing:
     """One transfer under way; on the receiving side with what it brings.
 
-    ``made_at`` is when what it moves was computed, by ``time.monotonic()``, where this rank knows.
+    ``made_at`` is when what it moves was computed, by ``time.monotonic()``, where this rank knows; ``versions`` says
+    how often each tensor had been changed in place by then.
     """
 
     def __init__(self, handle: Handle | None, tensors: Mapping[str, torch.Tensor | None] | None = None) -> None:
         self.handle, self._tensors = handle, tensors
         self.made_at: float | None = None
+        self.versions: dict[str, int] = {}
+        self._check: Callable[[], None] | None = None
+
+    def keep(self, check: Callable[[], None]) -> None:
+        """Call this once it is over."""
+        self._check = check
+
+    def is_over(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self.handle is None or self.handle.done()
 
     def wait(self) -> dict[str, Any]:
         """Block until it is over; returns what this rank received."""
         brought = None if self.handle is None else self.handle.wait()
+        if self._check is not None:
+            self._check()
+            self._check = None
         return dict(self._tensors if self._tensors is not None else brought or {})
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from reshard.agreement import Record, describe_error, resolve
-from reshard.channel import find_channel
+from reshard.channel import find_channel, tell_error
 from reshard.errors import ArgumentError, ReshardError
 from reshard.group import find_group
 from reshard.mesh import format_ranks
@@ -28,6 +29,7 @@ from .crossings import Crossing, Crossings, make_ways
 from .measured import Measured, Moment, Passage, gather
 from .notation import format_schedule
 from .pipeline import Pipeline
+from .replicas import put_back, set_aside
 from .schedule import Action, Channel, Kind, Schedule
 from .simulation import PipelineTimeline
 from .stage_run import StageRun, Tensors
@@ -95,29 +97,34 @@ class Engine:
     ) -> None:
         self.schedule, self.pipeline = schedule, pipeline
         self._group = find_group(group)
-        timeout_seconds = check_timeout(timeout_seconds)
-        self._last = schedule.num_microbatches - 1
         self._num_loss_shards = num_loss_shards
         self._broken: BaseException | None = None
         self._closed = False
-        check_schedule(schedule, pipeline)
-        ranks_of_row = _find_rows(schedule, pipeline)
-        ranks = sorted(rank for row in ranks_of_row for rank in row)
-        channel = find_channel(self._group, tuple(ranks))
-        record = Record(self._group.rank, hostname=self._group.hostname)
-        record.arguments = _describe(schedule, pipeline, last_pipeline, strategy, topology)
-        record.arguments.append(("the number of ties", str(len(ties))))
-        record.arguments += [(f"tie {number}", str(tie)) for number, tie in enumerate(ties)]
-        record.arguments += [("num_loss_shards", str(num_loss_shards)), ("signal_only", str(signal_only))]
-        self.row = next(row for row, its in enumerate(ranks_of_row) if self._group.rank in its)
         self._stages: dict[int, StageRun] = {}
         try:
+            ranks = _find_ranks(pipeline)
+        except ReshardError as error:
+            tell_error(self._group, error)
+            raise
+        channel = find_channel(self._group, ranks)
+        record = Record(self._group.rank, hostname=self._group.hostname)
+        agreeing_seconds = DEFAULT_TIMEOUT_SECONDS
+        try:
+            agreeing_seconds = timeout_seconds = check_timeout(timeout_seconds)
+            check_schedule(schedule, pipeline)
+            self._last = schedule.num_microbatches - 1
+            rows = _find_rows(schedule, pipeline)
+            self.row = next(row for row, its in enumerate(rows) if self._group.rank in its)
             _check_last(pipeline, last_pipeline)
             self._stages = self._make_stages(modules)
             check_ties(ties, pipeline, modules, self._group.rank)
-        except ReshardError as error:
+            record.arguments = _describe(schedule, pipeline, last_pipeline, strategy, topology)
+            record.arguments.append(("the number of ties", str(len(ties))))
+            record.arguments += [(f"tie {number}", str(tie)) for number, tie in enumerate(ties)]
+            record.arguments += [("num_loss_shards", str(num_loss_shards)), ("signal_only", str(signal_only))]
+        except Exception as error:  # whatever is wrong on this rank, the others must hear of it
             record.error = describe_error(error)
-        _, verdict = channel.agree(record, lambda records: resolve(records, {}), timeout_seconds)
+        _, verdict = channel.agree(record, lambda records: resolve(records, {}), agreeing_seconds)
         if topology is None:
             hosts = dict(zip(channel.members, verdict.hostnames, strict=True))
             topology = Topology.from_hostnames([hosts.get(rank, "") for rank in range(ranks[-1] + 1)])
@@ -197,7 +204,13 @@ class Engine:
 
     def _check_feed(self, feed: Feed) -> dict[int, Sequence[Mapping[str, Any]]]:
         num = self.schedule.num_microbatches
+        if not isinstance(feed, Mapping):
+            raise ArgumentError(f"feed is {{stage: [{{name: tensor}}, ...]}}, not {type(feed).__name__}")
         for stage, rows in feed.items():
+            if not isinstance(rows, Sequence):
+                raise ArgumentError(
+                    f"stage {stage} is fed {type(rows).__name__}; it needs a list, one for each microbatch"
+                )
             if stage not in range(len(self.pipeline.stages)):
                 raise ArgumentError(f"stage {stage!r} is fed; there are stages 0 to {len(self.pipeline.stages) - 1}")
             if len(rows) != num or not all(isinstance(row, Mapping) for row in rows):
@@ -221,8 +234,9 @@ class _Run:
         self.engine, self.feed, self.weights = engine, feed, weights
         self.schedule, self.pipeline, self.stages = engine.schedule, engine.pipeline, engine._stages
         self.under_way: dict[tuple[Channel, int], Crossing] = {}  # received, or handed on within this row
-        self.sends: list[Crossing] = []
+        self.sends: deque[Crossing] = deque()
         self.losses: dict[int, torch.Tensor] = {}
+        self.gives_loss: dict[int, bool] = {}
         self.measured = Measured(engine.row)
         self.waited = 0.0
         self.last_backward = {
@@ -235,6 +249,8 @@ class _Run:
 
     def run(self) -> Step:
         begun = time.monotonic()
+        summed = [p for stage in self.stages.values() for p in stage.copied_parameters()]
+        kept = set_aside([*summed, *self.engine._ties.parameters()])
         for action in self.actions:
             if action.kind.is_transfer:
                 self.move(action)
@@ -245,6 +261,7 @@ class _Run:
         for stage in self.stages.values():
             stage.sum_over_copies()
         self.engine._ties.add_gradients()
+        put_back(kept)
         num = self.schedule.num_microbatches
         losses = tuple(float(self.losses[m]) for m in range(num)) if self.losses else ()
         loss = sum(w * x for w, x in zip(self.weights, losses, strict=True)) if losses else None
@@ -260,11 +277,15 @@ class _Run:
         begun = time.monotonic()
         channel, microbatch = action.channel, action.microbatch
         if action.kind.is_send:
-            crossing = self.under_way.pop((channel, microbatch))
-            made_at = crossing.made_at
-            crossing = self.crossings(microbatch).send(channel, crossing.wait())
-            crossing.made_at = made_at
+            held = self.under_way.pop((channel, microbatch))
+            tensors = held.wait()
+            _check_unchanged(channel, tensors, held.versions)
+            crossing = self.crossings(microbatch).send(channel, tensors)
+            crossing.made_at = held.made_at
+            crossing.keep(lambda: _check_unchanged(channel, tensors, held.versions))
             self.sends.append(crossing)
+            while self.sends and self.sends[0].is_over():
+                self.sends.popleft().wait()
         else:
             crossing = self.crossings(microbatch).recv(channel)
             self.under_way[channel, microbatch] = crossing
@@ -302,6 +323,10 @@ class _Run:
         expected = {edge.dst: edge.tensors for edge in tensors.edges if edge.src == stage}
         run.check_sizes(microbatch, sent, expected)
         loss = run.loss_of(microbatch)
+        if self.gives_loss.setdefault(stage, loss is not None) != (loss is not None):
+            raise ArgumentError(
+                f"stage {stage} gives a loss for some microbatches and none for others; see {microbatch}"
+            )
         if loss is not None:
             self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss
         self.hand_on(stage, microbatch, sent, is_forward=True)
@@ -320,8 +345,28 @@ class _Run:
                 crossing = self.crossings(microbatch).send(channel, tensors)
             else:
                 crossing = Crossing(None, tensors)
+                crossing.versions = {name: array._version for name, array in tensors.items()}
             crossing.made_at = now
             self.under_way[channel, microbatch] = crossing
+
+
+def _check_unchanged(channel: Channel, tensors: Tensors, versions: Mapping[str, int]) -> None:
+    for name, version in versions.items():
+        if tensors[name]._version != version:
+            raise ArgumentError(
+                f"stage {channel.sender} changed {name!r} in place after it gave it to stage {channel.receiver}, which "
+                "may have got either; return a copy"
+            )
+
+
+def _find_ranks(pipeline: Pipeline) -> tuple[int, ...]:
+    """All ranks, ascending."""
+    ranks: set[int] = set()
+    for stage, each in enumerate(pipeline.stages):
+        if each.mesh is None:
+            raise ArgumentError(f"stage {stage} has no mesh; to run a pipeline each needs one")
+        ranks.update(each.mesh.ranks)
+    return tuple(sorted(ranks))
 
 
 def _find_rows(schedule: Schedule, pipeline: Pipeline) -> list[tuple[int, ...]]:
@@ -329,8 +374,7 @@ def _find_rows(schedule: Schedule, pipeline: Pipeline) -> list[tuple[int, ...]]:
     rows: list[tuple[int, ...] | None] = [None] * len(schedule.rows)
     for stage, row in enumerate(schedule.row_of_stage):
         mesh = pipeline.stages[stage].mesh
-        if mesh is None:
-            raise ArgumentError(f"stage {stage} has no mesh; to run a pipeline each needs one")
+        assert mesh is not None
         ranks = tuple(sorted(mesh.ranks))
         if rows[row] is None:
             rows[row] = ranks

@@ -67,10 +67,14 @@ def fitted(
     """
     check_microbatches(num_microbatches)
     if memory_limit_bytes is not None and (
-        isinstance(memory_limit_bytes, bool) or not isinstance(memory_limit_bytes, (int, float))
+        isinstance(memory_limit_bytes, bool)
+        or not isinstance(memory_limit_bytes, (int, float))
+        or math.isnan(memory_limit_bytes)
     ):
         raise ArgumentError(f"memory_limit_bytes is {memory_limit_bytes!r}; it must be a number")
     rows = tuple(range(len(pipeline.stages))) if row_of_stage is None else tuple(row_of_stage)
+    if any(isinstance(row, bool) or not isinstance(row, int) for row in rows):
+        raise ArgumentError(f"rows {list(rows)} must be integers")
     if len(rows) != len(pipeline.stages) or set(rows) != set(range(max(rows) + 1)):
         raise ArgumentError(f"rows {list(rows)}: each of {len(pipeline.stages)} stages needs one, numbered from 0")
     depths_tried = [tuple(min(d, num_microbatches) for d in depths) for depths in _depths(pipeline)]
@@ -85,7 +89,8 @@ def fitted(
             search.try_policy(policy)
     if search.best is None:
         raise ScheduleError(
-            f"no schedule keeps at most {memory_limit_bytes:,} bytes of activations; one microbatch takes "
+            f"no schedule was found that keeps at most {memory_limit_bytes:,} bytes of activations; one microbatch "
+            "takes "
             f"{max(stage.activation_bytes for stage in pipeline.stages):,}"
         )
     search.improve()

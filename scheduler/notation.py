@@ -20,11 +20,13 @@ from .schedule import Action, Kind, Schedule
 
 _MOST_ACTIONS = 1_000_000
 _HEADER = re.compile(
-    r"(?P<name>[^:\n]{1,100}): (?P<num>\d{1,7}) microbatches, stages on rows (?P<rows>\d{1,5}( \d{1,5})*)"
+    r"(?P<name>[^:\n]{1,100}): (?P<num>\d{1,7}) microbatches, stages on rows (?P<rows>\d{1,5}( \d{1,5})*)",
+    re.ASCII,
 )
 _ACTION = re.compile(
     r"(?P<stage>\d{1,5})(?P<kind>SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(?P<microbatch>\d{1,7})"
-    r"(?:(?P<way>[<>])(?P<other>\d{1,5}))?(?P<blocks>!)?"
+    r"(?:(?P<way>[<>])(?P<other>\d{1,5}))?(?P<blocks>!)?",
+    re.ASCII,
 )
 
 
@@ -39,13 +41,18 @@ def parse_schedule(text: str) -> Schedule:
     Raises:
         ScheduleError: a line that cannot be read; it is not checked whether the schedule makes sense.
     """
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
     header = _HEADER.fullmatch(lines[0].strip()) if lines else None
     if header is None:
         raise ScheduleError(
             f"line 1: {lines[0][:80] if lines else ''!r} is no header like '1f1b: 8 microbatches, stages on rows 0 1'"
         )
     row_of_stage = tuple(map(int, header["rows"].split()))
+    num = int(header["num"])
+    if not 1 <= num * len(row_of_stage) <= _MOST_ACTIONS:
+        raise ScheduleError(
+            f"line 1: {num:,} microbatches of {len(row_of_stage)} stages; at least one, and not so many"
+        )
     rows = []
     total = 0
     for number, line in enumerate(lines[1:]):
@@ -60,7 +67,7 @@ def parse_schedule(text: str) -> Schedule:
             rows.append(tuple(parse_action(word) for word in words))
         except ScheduleError as error:
             raise ScheduleError(f"line {number + 2}: {error}") from None
-    return Schedule(header["name"], tuple(rows), row_of_stage, int(header["num"]))
+    return Schedule(header["name"], tuple(rows), row_of_stage, num)
 
 
 def parse_action(word: str) -> Action:
@@ -126,8 +133,16 @@ def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedu
     from .transfers import add_transfers
 
     rows: list[list[Action]] = []
-    for cells in csv.reader(io.StringIO(text)):
+    try:
+        lines = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ScheduleError(f"the text is no CSV: {error}") from None
+    while lines and not any(cell.strip() for cell in lines[-1]):
+        lines.pop()
+    for row, cells in enumerate(lines):
         words = [cell.strip() for cell in cells]
+        if not any(words):
+            raise ScheduleError(f"row {row} is empty, so no stage belongs to it")
         rows.append([_from_torch(word) for word in words if word and not _TORCH_FSDP.fullmatch(word)])
         if sum(map(len, rows)) > _MOST_ACTIONS:
             raise ScheduleError(f"more than {_MOST_ACTIONS:,} actions")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from reshard.errors import ScheduleError
+
 from .pipeline import Pipeline
 from .schedule import Kind, Schedule
 from .simulation import simulate
-from .transfers import add_transfers, compute_rows
+from .transfers import RECVS_AHEAD, add_transfers, compute_rows
 
 Pass = Callable[[Schedule, Pipeline], Schedule]
 
@@ -41,13 +43,34 @@ def block_transfers(schedule: Schedule, pipeline: Pipeline) -> Schedule:
     """Every send is waited for at once, on the row's own time, as a plain engine does it.
 
     A receive is posted ahead of the send before its consumer, since otherwise two neighbours that send to each other
-    would wait for ever.
+    would wait for ever; as far ahead as it takes.
     """
-    ahead = overlap_transfers(schedule, pipeline)
-    rows = []
-    for row in ahead.rows:
-        rows.append(tuple(replace(action, blocks=True) if action.kind.is_send else action for action in row))
-    return replace(ahead, name=f"{schedule.name}, blocking", rows=tuple(rows))
+    recvs_ahead = RECVS_AHEAD
+    while True:
+        ahead = add_transfers(
+            f"{schedule.name}, blocking",
+            compute_rows(schedule),
+            pipeline,
+            schedule.row_of_stage,
+            schedule.num_microbatches,
+            recvs_ahead=recvs_ahead,
+        )
+        rows = [
+            tuple(replace(action, blocks=True) if action.kind.is_send else action for action in row)
+            for row in ahead.rows
+        ]
+        blocking = replace(ahead, rows=tuple(rows))
+        if recvs_ahead >= schedule.num_microbatches or _ends(blocking, pipeline):
+            return blocking
+        recvs_ahead *= 2
+
+
+def _ends(schedule: Schedule, pipeline: Pipeline) -> bool:
+    try:
+        simulate(schedule, pipeline)
+    except ScheduleError:
+        return False
+    return True
 
 
 def issue_at_consumer(schedule: Schedule, pipeline: Pipeline) -> Schedule:

@@ -7,6 +7,7 @@ them: stages may have different numbers of copies, and a mean over each stage's 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,6 +41,34 @@ def announce_backward(module: Any, *, is_last: bool) -> None:
             each.set_force_sum_reduction_for_comms(True)
         each.set_is_last_backward(is_last)
         each.set_requires_gradient_sync(is_last, recurse=False)
+
+
+Gradients = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def set_aside(parameters: Iterable[torch.Tensor]) -> Gradients:
+    """Take away the gradients that are there already, so that what is summed over ranks is that of one step."""
+    kept = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            kept.append((parameter, parameter.grad))
+            parameter.grad = None
+    return kept
+
+
+def put_back(kept: Gradients) -> None:
+    """Add them again."""
+    with torch.no_grad():
+        for parameter, gradient in kept:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+
+
+def copied_parameters(module: Any) -> list[torch.Tensor]:
+    """Those whose gradients :func:`sum_over_copies` adds."""
+    return list(module.parameters()) if isinstance(module, DistributedDataParallel) else []
 
 
 def sum_over_copies(module: Any) -> None:

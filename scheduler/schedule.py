@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from reshard.errors import ScheduleError
+
 from .pipeline import Pipeline
 
 
@@ -84,12 +86,21 @@ class Schedule:
     Attributes:
         name: of the builder and passes that made it. rows: the actions of each row. row_of_stage: who computes what.
         num_microbatches: of each stage.
+
+    Raises:
+        ScheduleError: a name that its text could not hold.
     """
 
     name: str
     rows: tuple[tuple[Action, ...], ...]
     row_of_stage: tuple[int, ...]
     num_microbatches: int
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.name) <= 100 or self.name != self.name.strip() or {":", "\n"} & set(self.name):
+            raise ScheduleError(
+                f"a schedule's name is up to 100 characters on one line without a colon, not {self.name!r}"
+            )
 
     @property
     def num_stages(self) -> int:

@@ -90,7 +90,11 @@ class Line:
     @cached_property
     def parts(self) -> dict[str, float]:
         """What it takes of each link at full rate."""
-        return {link: busy / self.seconds for link, busy in self.loads if busy}
+        parts: dict[str, float] = {}
+        for link, busy in self.loads:
+            if busy:
+                parts[link] = parts.get(link, 0.0) + busy / self.seconds
+        return parts
 
     @property
     def seconds_left(self) -> float:

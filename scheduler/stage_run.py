@@ -16,7 +16,7 @@ from reshard.layout import Layout
 from reshard.plan import TensorSpec
 
 from .pipeline import Pipeline
-from .replicas import announce_backward, check_module, quiet, sum_over_copies
+from .replicas import announce_backward, check_module, copied_parameters, quiet, sum_over_copies
 from .weight_gradients import PutOff, Tasks
 
 #: The name of the output that a backward starts from.
@@ -76,10 +76,20 @@ class StageRun:
         with quiet(self.module), put_off:
             outputs = self._name(self.module(**leaves, **fed))
             live.sent = {edge.dst: self._take(outputs, edge.dst, edge.tensors) for edge in self._outgoing}
-        live.loss = _whole(outputs.get(LOSS))
+        loss = outputs.get(LOSS)
+        if loss is not None and not isinstance(loss, torch.Tensor):
+            raise ArgumentError(f"stage {self.stage} gives {type(loss).__name__} as loss; it must be a tensor")
+        live.loss = _whole(loss)
         self._check_gradients(live, outputs)
         self._live[microbatch] = live
-        return {dst: {name: array.detach() for name, array in sent.items()} for dst, sent in live.sent.items()}
+        own = {array.untyped_storage().data_ptr() for array in self.module.buffers() if not _is_dtensor(array)}
+
+        def give(array: torch.Tensor) -> torch.Tensor:
+            """What is sent; a copy of a buffer, which the next forward may change."""
+            plain = array.detach()
+            return plain.clone() if plain.untyped_storage().data_ptr() in own else plain
+
+        return {dst: {name: give(array) for name, array in sent.items()} for dst, sent in live.sent.items()}
 
     def _check_call(self, names: set[str]) -> None:
         """Raise ArgumentError if the module cannot be called with these names."""
@@ -159,6 +169,10 @@ class StageRun:
         with quiet(self.module):
             for task in self._live.pop(microbatch).tasks:
                 task()
+
+    def copied_parameters(self) -> list[torch.Tensor]:
+        """Those whose gradients :meth:`sum_over_copies` adds."""
+        return copied_parameters(self.module)
 
     def sum_over_copies(self) -> None:
         """After all backwards: the copies of this stage that see other data add their gradients."""

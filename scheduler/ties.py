@@ -80,6 +80,10 @@ class Ties:
             mine = {stage: modules[stage].get_parameter(name) for stage, name in tie.names.items() if stage in modules}
             self._ties.append((tie, mine, movers))
 
+    def parameters(self) -> list[torch.Tensor]:
+        """Those of this rank."""
+        return [parameter for _, mine, _ in self._ties for parameter in mine.values()]
+
     def share_values(self) -> None:
         """Every stage takes the values of the first one."""
         for tie, mine, movers in self._ties:

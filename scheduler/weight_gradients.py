@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from reshard.errors import ArgumentError
+
 Tasks = list[Callable[[], None]]
 _tasks: ContextVar[Tasks | None] = ContextVar("tasks", default=None)
 
@@ -35,34 +37,48 @@ class PutOff(TorchFunctionMode):
 
     def __init__(self, tasks: Tasks) -> None:
         super().__init__()
-        self.tasks = tasks
+        self.tasks, self.is_active = tasks, False
+
+    def add(self, task: Callable[[], None]) -> None:
+        """Put something off.
+
+        Raises:
+            ArgumentError: the forward is still running, so what calls is a backward of its own.
+        """
+        if self.is_active:
+            raise ArgumentError(
+                "a forward that calls autograd itself cannot have its backward in halves; give its stage whole ones, "
+                "as fitted(..., can_split=False) does"
+            )
+        self.tasks.append(task)
 
     def __enter__(self) -> PutOff:
-        self._token = _tasks.set(self.tasks)
+        self._token, self.is_active = _tasks.set(self.tasks), True
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         _tasks.reset(self._token)
+        self.is_active = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _F.linear:
             call = _read(args, kwargs, ("input", "weight", "bias"))
-            if call is not None and _can_wait(call):
-                return _Linear.apply(*_start(call), self.tasks)
+            if call is not None and _can_wait(call, 2):
+                return _Linear.apply(*_start(call), self)
         elif func in _CONVOLUTIONS:
             call = _read(args, kwargs, ("input", "weight", "bias", "stride", "padding", "dilation", "groups"))
             dims = _CONVOLUTIONS[func]
             if (
                 call is not None
-                and _can_wait(call)
+                and _can_wait(call, dims + 2)
                 and call["input"].dim() == dims + 2
                 and not isinstance(call.get("padding"), str)
             ):
                 how = [_each(call.get(name, default), dims) for name, default in _CONVOLUTION_DEFAULTS]
-                return _Convolution.apply(*_start(call), *how, call.get("groups", 1), self.tasks)
+                return _Convolution.apply(*_start(call), *how, call.get("groups", 1), self)
         return func(*args, **kwargs)
 
 
@@ -76,10 +92,29 @@ def _read(args: Any, kwargs: Any, names: tuple[str, ...]) -> dict[str, Any] | No
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def _can_wait(call: dict[str, Any]) -> bool:
-    """Only the gradient of a leaf can be put off: another's goes on to where it was made from."""
-    weight, bias = call["weight"], call.get("bias")
-    return torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf and (bias is None or bias.is_leaf)
+def _can_wait(call: dict[str, Any], weight_dims: int) -> bool:
+    """Only the gradient of a leaf can be put off: another's goes on to where it was made from.
+
+    What is rare or odd takes torch's own way, and so do mistakes, which torch names.
+    """
+    array, weight, bias = call["input"], call["weight"], call.get("bias")
+    if not torch.is_grad_enabled() or not weight.requires_grad or not weight.is_leaf:
+        return False
+    given = [each for each in (array, weight, bias) if each is not None]
+    if any(each.layout is not torch.strided or not each.is_floating_point() or _is_transformed(each) for each in given):
+        return False
+    dtypes = {each.dtype for each in given}
+    if _autocast_dtype(array.device.type) is None:
+        alike = len(dtypes) == 1
+    else:
+        alike = torch.float64 not in dtypes  # which autocast leaves alone
+    fits = weight.dim() == weight_dims and weight.numel() > 0 and array.dim() > 0
+    return alike and fits and (bias is None or (bias.is_leaf and bias.shape == weight.shape[:1]))
+
+
+def _is_transformed(array: torch.Tensor) -> bool:
+    """Whether ``torch.func`` is at work."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(array))
 
 
 def _each(value: Any, dims: int) -> list[int]:
@@ -118,11 +153,11 @@ def _add_to_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, array: Any, anchor: Any, parameters: _Parameters, tasks: Tasks) -> Any:
+    def forward(ctx: Any, array: Any, anchor: Any, parameters: _Parameters, put_off: PutOff) -> Any:
         weight, bias = parameters
         used = weight.to(array.dtype)
         ctx.save_for_backward(array, used)
-        ctx.weight, ctx.bias, ctx.tasks = weight, bias, tasks
+        ctx.weight, ctx.bias, ctx.put_off = weight, bias, put_off
         with torch.autocast(array.device.type, enabled=False):
             return _F.linear(array, used, None if bias is None else bias.to(array.dtype))
 
@@ -139,7 +174,7 @@ class _Linear(torch.autograd.Function):
             if bias is not None and bias.requires_grad:
                 _add_to_gradient(bias, rows.sum(0))
 
-        ctx.tasks.append(finish)
+        ctx.put_off.add(finish)
         return (gradient @ used if ctx.needs_input_grad[0] else None), None, None, None
 
 
@@ -154,12 +189,12 @@ class _Convolution(torch.autograd.Function):
         padding: Any,
         dilation: Any,
         groups: int,
-        tasks: Tasks,
+        put_off: PutOff,
     ) -> Any:
         weight, bias = parameters
         used = weight.to(array.dtype)
         ctx.save_for_backward(array, used)
-        ctx.weight, ctx.bias, ctx.tasks = weight, bias, tasks
+        ctx.weight, ctx.bias, ctx.put_off = weight, bias, put_off
         ctx.how = (stride, padding, dilation, False, [0] * len(stride), groups)
         with torch.autocast(array.device.type, enabled=False):
             own = None if bias is None else bias.to(array.dtype)
@@ -181,7 +216,7 @@ class _Convolution(torch.autograd.Function):
             if bias is not None and bias.requires_grad:
                 _add_to_gradient(bias, of_bias)
 
-        ctx.tasks.append(finish)
+        ctx.put_off.add(finish)
         of_array = None
         if ctx.needs_input_grad[0]:
             of_array = torch.ops.aten.convolution_backward(gradient, array, used, sizes, *how, [True, False, False])[0]

@@ -31,6 +31,8 @@ class Part(torch.nn.Module):
         self.calls += 1
         y = self.layer(x)
         if self.calls == 3:
+            if self.fault == "sometimes":
+                return {"x": y, "loss": y.sum()}
             if self.fault == "raises":
                 raise ValueError("the third is bad")
             if self.fault == "dies":
@@ -71,13 +73,21 @@ def run_rank(rank, fault):
                 num += 1
             if fault == "modules":
                 modules = {}
+            if fault == "modules are none":
+                modules = None
             if fault == "no module":
                 modules = {1: "layer"}
             if fault == "tie":
                 ties = (Tie({0: "layer.weight", 1: "layer.wait"}, (3, 3)),)
         elif fault == "tie":
             ties = (Tie({0: "layer.weight", 1: "layer.wait"}, (3, 3)),)
-        engine = Engine(build(pipeline, num), pipeline, modules, ties=ties, timeout_seconds=20)
+        engine = Engine(
+            build(pipeline, num),
+            pipeline,
+            modules,
+            ties=ties,
+            timeout_seconds=-1 if (fault, rank) == ("bad timeout", 1) else 20,
+        )
         feed = {0: [{"x": torch.ones(2, 3)}] * NUM}
         if fault == "feed" and rank == 0:
             feed[0] = feed[0][1:]
@@ -102,11 +112,14 @@ FAULTS = {
     "name": ("ArgumentError", r"stage 1 returns \['z'\], not 'x', which stage 2 needs"),
     "detached": ("ArgumentError", r"stage 1 gives 'x' without a gradient: was it detached\?"),
     "no loss": ("ArgumentError", r"returns \['Loss'\]; it must return a 'loss'"),
+    "sometimes": ("ArgumentError", "stage 1 gives a loss for some microbatches and none for others; see 2"),
     "feed": ("ArgumentError", "stage 0 is fed 3 microbatches; it needs 4"),
     "fed twice": ("ArgumentError", r"stage 1 gets \['x'\] from another stage and is fed it too"),
     "schedule": ("DisagreementError", "ranks disagree on the schedule: rank 0 passes 1f1b, rank 1 passes gpipe"),
     "count": ("DisagreementError", "number of microbatches: rank 0 passes 4, rank 1 passes 5"),
     "modules": ("ArgumentError", r"rank 1 computes stages \[1\], but has modules for \[\]"),
+    "modules are none": ("ArgumentError", "rank 1: modules are {stage: module}, not NoneType"),
+    "bad timeout": ("ArgumentError", "rank 1: timeout_seconds is -1"),
     "no module": ("ArgumentError", "stage 1 needs a torch.nn.Module, not str"),
     "tie": ("ArgumentError", "stage 1 has no parameter 'layer.wait', which a tie names"),
 }
@@ -156,7 +169,7 @@ def test_pipelines_that_cannot_run_are_refused():
     schedule = one_f_one_b(pipeline, 2)
     bare = replace(pipeline, stages=(pipeline.stages[0], replace(pipeline.stages[1], mesh=None)))
     empty = replace(pipeline, edges=(replace(pipeline.edges[0], tensors=()),))
-    same = Mesh([0])
+    same = Mesh([0, 1])
     stages = tuple(Stage(1, 1, 1, mesh=same) for _ in range(2))
     doubled = Pipeline(
         stages, (Edge(0, 1, 1, 1, tensors=(TensorSpec((2,), "int8", Layout(same), Layout(same), "x"),)),)
@@ -169,3 +182,41 @@ def test_pipelines_that_cannot_run_are_refused():
         for kind, said in run_processes(run_wrong, 2, one, schedule):
             assert kind == "ArgumentError"
             assert text in said
+
+
+class Counter(torch.nn.Module):
+    """Stage 0 counts in a tensor that it gives away: a buffer, or one that nobody knows of."""
+
+    def __init__(self, stage, is_buffer):
+        super().__init__()
+        self.layer, self.stage = torch.nn.Linear(3, 3), stage
+        if is_buffer:
+            self.register_buffer("count", torch.zeros(2, 3))
+        else:
+            self.count = torch.zeros(2, 3)
+
+    def forward(self, x, count=None):
+        y = self.layer(x)
+        if self.stage:
+            return {"loss": y.sum() * 0 + count.mean()}
+        self.count += 1
+        return {"x": y, "count": self.count}
+
+
+def run_counter(rank, is_buffer):
+    mesh = [Mesh([0]), Mesh([1])]
+    x, count = (TensorSpec((2, 3), "float32", Layout(mesh[0]), Layout(mesh[1]), name) for name in ("x", "count"))
+    edge = Edge(0, 1, 1, 1, tensors=(x, count), without_gradient={"count"})
+    pipeline = Pipeline(tuple(Stage(1, 1, 1, mesh=each) for each in mesh), (edge,))
+    engine = Engine(gpipe(pipeline, 6), pipeline, {rank: Counter(rank, is_buffer)}, timeout_seconds=20)
+    try:
+        return engine.step({0: [{"x": torch.ones(2, 3)}] * 6}).losses
+    except ArgumentError as error:
+        return str(error)
+
+
+def test_what_was_given_away_does_not_change():
+    _, losses = run_processes(run_counter, 2, True, timeout_seconds=60)
+    assert losses == (1, 2, 3, 4, 5, 6)
+    said, _ = run_processes(run_counter, 2, False, timeout_seconds=60)
+    assert "stage 0 changed 'count' in place after it gave it to stage 1" in said

@@ -70,7 +70,7 @@ def whole(gradient):
     return (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).numpy().copy()
 
 
-def run_rank(rank, sizes, how, build, tied):
+def run_rank(rank, sizes, how, build, tied, adds_up=False):
     """Stage 0 on the first ranks, stage 1 on those behind; each is replicated by DDP, sharded by FSDP, or split by TP."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -114,6 +114,8 @@ def run_rank(rank, sizes, how, build, tied):
         for _ in range(2):
             module.zero_grad()
             step = engine.step(feed)
+        if adds_up:  # gradients of two steps
+            step = engine.step(feed)
     return step.loss, {n.removeprefix(prefix): whole(p.grad) for n, p in module.named_parameters()}
 
 
@@ -147,3 +149,15 @@ def test_tied_weights_stay_alike():
         torch.testing.assert_close(
             torch.from_numpy(results[rank][1][name]), grads[0]["embed.weight"], rtol=1e-10, atol=1e-14
         )
+
+
+@pytest.mark.parametrize("how", [("ddp", "plain"), ("fsdp", "plain")])
+def test_gradients_of_steps_add_up(how):
+    _, grads = single_process(True)
+    results = run_processes(run_rank, 3, (2, 1), how, one_f_one_b, how[0] == "ddp", True)
+    tied = how[0] == "ddp"
+    grads = grads if tied else single_process(False)[1]
+    for rank, (_, named) in enumerate(results):
+        for name, gradient in named.items():
+            expected = grads[0]["embed.weight"] if tied and name == "head.weight" else grads[int(rank >= 2)][name]
+            torch.testing.assert_close(torch.from_numpy(gradient), 2 * expected, rtol=1e-10, atol=1e-14)

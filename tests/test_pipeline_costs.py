@@ -103,3 +103,13 @@ def test_traces_and_pictures_hold_every_action():
     for _, action in schedule:
         if not action.kind.is_transfer:
             assert f"<title>{action}: " in picture
+
+
+def test_blocking_sends_end_whatever_the_order():
+    """Deep orders need receives posted further ahead."""
+    pipeline = chain(2.0, 0.5, 2.0)
+    schedule = fitted(pipeline, 11, memory_limit_bytes=11)
+    for change in (block_transfers, issue_at_consumer):
+        check_schedule(change(schedule, pipeline), pipeline)
+    crossed = gpipe(pipeline, 9)
+    check_schedule(block_transfers(crossed, pipeline), pipeline)

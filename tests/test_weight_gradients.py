@@ -11,6 +11,8 @@ import torch.utils.checkpoint
 from reshard.scheduler.weight_gradients import PutOff, later_tasks
 from torch import nn
 
+from reshard.errors import ArgumentError
+
 
 class Tied(nn.Module):
     """A weight used twice, and one that is made from another."""
@@ -174,3 +176,44 @@ def test_what_is_put_off_keeps_no_more_than_it_takes():
         assert seen[0]() is None
     finally:
         gc.enable()
+
+
+def test_a_forward_that_calls_autograd_is_refused():
+    """Else the inner backward would leave its weight gradients too."""
+    layer, tasks = nn.Linear(3, 1), []
+    x = torch.randn(2, 3, requires_grad=True)
+    with PutOff(tasks), pytest.raises(ArgumentError, match="calls autograd itself"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    assert not tasks
+
+
+ODD = {
+    "complex": lambda: nn.functional.linear(
+        torch.ones(2, 3, dtype=torch.complex64), _parameter(4, 3, dtype=torch.complex64)
+    ),
+    "weight of one dim": lambda: nn.functional.linear(torch.ones(2, 3), _parameter(3)),
+    "bias of one element": lambda: nn.functional.linear(torch.ones(2, 3), _parameter(4, 3), _parameter(1)),
+    "no features": lambda: nn.functional.linear(torch.ones(2, 0), _parameter(4, 0)),
+}
+
+
+def _parameter(*shape, dtype=torch.float32):
+    return nn.Parameter(torch.ones(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_odd_takes_the_plain_way(name):
+    tasks = []
+    with PutOff(tasks):
+        out = ODD[name]()
+    out.abs().sum().backward()
+    assert not tasks
+
+
+def test_dtypes_that_do_not_fit_are_refused_as_ever():
+    with PutOff([]), pytest.raises(RuntimeError, match="dtype"):
+        nn.functional.linear(torch.ones(2, 3, dtype=torch.float64), _parameter(4, 3))
+    tasks = []
+    with PutOff(tasks), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert nn.Linear(3, 4).double()(torch.ones(2, 3, dtype=torch.float64)).dtype is torch.float64
+    assert not tasks
