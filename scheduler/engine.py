@@ -7,10 +7,7 @@ parallel inside one is torch's affair. Only this module and those that it import
 from __future__ import annotations
 
 import hashlib
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,34 +22,18 @@ from reshard.routes import Strategy
 from reshard.topology import Topology
 
 from .check import check_schedule
-from .crossings import Crossing, Crossings, make_ways
-from .measured import Measured, Moment, Passage, gather
+from .crossings import Crossings, make_ways
+from .iteration import Iteration, Parts, Step
+from .measured import gather
 from .notation import format_schedule
 from .pipeline import Pipeline
-from .replicas import put_back, set_aside
-from .schedule import Action, Channel, Kind, Schedule
+from .schedule import Kind, Schedule
 from .simulation import PipelineTimeline
-from .stage_run import StageRun, Tensors
+from .stage_run import StageRun
 from .ties import Tie, Ties, check_ties
 
 #: ``{stage: [{name: tensor} of each microbatch]}``
 Feed = Mapping[int, Sequence[Mapping[str, Any]]]
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one iteration gave on this rank.
-
-    Attributes:
-        losses: of each microbatch, where a stage of this rank gives one; else empty.
-        loss: their weighted sum, None without them. seconds: from the first action to the last gradient.
-        waited_seconds: what this rank waited for transfers, and for those who had yet to compute what they bring.
-    """
-
-    losses: tuple[float, ...]
-    loss: float | None
-    seconds: float
-    waited_seconds: float
 
 
 class Engine:
@@ -112,7 +93,6 @@ class Engine:
         try:
             agreeing_seconds = timeout_seconds = check_timeout(timeout_seconds)
             check_schedule(schedule, pipeline)
-            self._last = schedule.num_microbatches - 1
             rows = _find_rows(schedule, pipeline)
             self.row = next(row for row, its in enumerate(rows) if self._group.rank in its)
             _check_last(pipeline, last_pipeline)
@@ -128,15 +108,15 @@ class Engine:
         if topology is None:
             hosts = dict(zip(channel.members, verdict.hostnames, strict=True))
             topology = Topology.from_hostnames([hosts.get(rank, "") for rank in range(ranks[-1] + 1)])
-        self._tensors = [pipeline, last_pipeline or pipeline]
-        self._crossings = []
-        for one in (pipeline, last_pipeline):
-            if one is not None:
-                ways = make_ways(one, schedule.row_of_stage, topology, strategy, signal_only=signal_only)
-                self._crossings.append(Crossings(ways, self._group, timeout_seconds, signal_only=signal_only))
-        self._ties = Ties(ties, pipeline, modules, self._group, topology, strategy, timeout_seconds)
-        self._ties.share_values()
-        self._run: _Run | None = None
+        pipelines = tuple(one for one in (pipeline, last_pipeline) if one is not None)
+        crossings = []
+        for one in pipelines:
+            ways = make_ways(one, schedule.row_of_stage, topology, strategy, signal_only=signal_only)
+            crossings.append(Crossings(ways, self._group, timeout_seconds, signal_only=signal_only))
+        joined = Ties(ties, pipeline, modules, self._group, topology, strategy, timeout_seconds)
+        joined.share_values()
+        self._parts = Parts(schedule, self.row, self._stages, pipelines, tuple(crossings), joined, num_loss_shards)
+        self._iteration: Iteration | None = None
 
     def _make_stages(self, modules: Mapping[int, torch.nn.Module]) -> dict[int, StageRun]:
         ours = [stage for stage, row in enumerate(self.schedule.row_of_stage) if row == self.row]
@@ -169,13 +149,14 @@ class Engine:
         if self._broken is not None:
             raise ArgumentError(f"this engine cannot go on after an error: {self._broken}") from self._broken
         try:
-            self._run = _Run(self, self._check_feed(feed or {}), self._check_weights(loss_weights))
-            return self._run.run()
+            fed = self._check_feed({} if feed is None else feed)
+            self._iteration = Iteration(self._parts, fed, self._check_weights(loss_weights))
+            return self._iteration.run()
         except BaseException as error:
             self._broken = error
             for stage in self._stages.values():
                 stage.forget()
-            for crossings in self._crossings:
+            for crossings in self._parts.crossings:
                 crossings.fail(error)
             raise
 
@@ -185,16 +166,16 @@ class Engine:
         Raises:
             ArgumentError: no step has been done yet.
         """
-        if self._run is None:
+        if self._iteration is None:
             raise ArgumentError("no step has been done yet, so there is no timeline")
-        return gather(self._run.measured, self._group)
+        return gather(self._iteration.measured, self._group)
 
     def close(self) -> None:
         """End the threads that move tensors."""
         self._closed = True
-        for crossings in self._crossings:
+        for crossings in self._parts.crossings:
             crossings.close()
-        self._ties.close()
+        self._parts.ties.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -225,138 +206,6 @@ class Engine:
         if len(weights) != num:
             raise ArgumentError(f"{len(weights)} loss weights for {num} microbatches")
         return [weight / self._num_loss_shards for weight in weights]
-
-
-class _Run:
-    """One step."""
-
-    def __init__(self, engine: Engine, feed: Mapping[int, Sequence[Mapping[str, Any]]], weights: list[float]) -> None:
-        self.engine, self.feed, self.weights = engine, feed, weights
-        self.schedule, self.pipeline, self.stages = engine.schedule, engine.pipeline, engine._stages
-        self.under_way: dict[tuple[Channel, int], Crossing] = {}  # received, or handed on within this row
-        self.sends: deque[Crossing] = deque()
-        self.losses: dict[int, torch.Tensor] = {}
-        self.gives_loss: dict[int, bool] = {}
-        self.measured = Measured(engine.row)
-        self.waited = 0.0
-        self.last_backward = {
-            action.stage: action.microbatch for action in self.actions if action.kind in (Kind.B, Kind.I)
-        }
-
-    @property
-    def actions(self) -> tuple[Action, ...]:
-        return self.schedule.rows[self.engine.row]
-
-    def run(self) -> Step:
-        begun = time.monotonic()
-        summed = [p for stage in self.stages.values() for p in stage.copied_parameters()]
-        kept = set_aside([*summed, *self.engine._ties.parameters()])
-        for action in self.actions:
-            if action.kind.is_transfer:
-                self.move(action)
-            else:
-                self.compute(action)
-        for crossing in self.sends:
-            crossing.wait()
-        for stage in self.stages.values():
-            stage.sum_over_copies()
-        self.engine._ties.add_gradients()
-        put_back(kept)
-        num = self.schedule.num_microbatches
-        losses = tuple(float(self.losses[m]) for m in range(num)) if self.losses else ()
-        loss = sum(w * x for w, x in zip(self.weights, losses, strict=True)) if losses else None
-        if loss is not None:
-            loss *= self.engine._num_loss_shards
-        return Step(losses, loss, time.monotonic() - begun, self.waited)
-
-    def crossings(self, microbatch: int) -> Crossings:
-        return self.engine._crossings[-1 if microbatch == self.engine._last else 0]
-
-    def move(self, action: Action) -> None:
-        """Start one end of a transfer; wait for its end if it blocks."""
-        begun = time.monotonic()
-        channel, microbatch = action.channel, action.microbatch
-        if action.kind.is_send:
-            held = self.under_way.pop((channel, microbatch))
-            tensors = held.wait()
-            _check_unchanged(channel, tensors, held.versions)
-            crossing = self.crossings(microbatch).send(channel, tensors)
-            crossing.made_at = held.made_at
-            crossing.keep(lambda: _check_unchanged(channel, tensors, held.versions))
-            self.sends.append(crossing)
-            while self.sends and self.sends[0].is_over():
-                self.sends.popleft().wait()
-        else:
-            crossing = self.crossings(microbatch).recv(channel)
-            self.under_way[channel, microbatch] = crossing
-        self.measured.passages.append(Passage(channel, microbatch, action.kind.is_send, crossing))
-        if action.blocks:
-            crossing.wait()
-            self.waited += time.monotonic() - begun
-            self.measured.moments.append(Moment(action, begun, begun, time.monotonic()))
-
-    def compute(self, action: Action) -> None:
-        """Wait for what the computation needs, and do it."""
-        stage, microbatch = action.stage, action.microbatch
-        since = time.monotonic()
-        if action.kind is Kind.W:
-            begun = since
-            self.stages[stage].finish(microbatch)
-        elif action.kind is Kind.F:
-            received = self.collect(stage, microbatch, is_forward=True)
-            begun = time.monotonic()
-            self.forward(stage, microbatch, received)
-        else:
-            received = self.collect(stage, microbatch, is_forward=False)
-            begun = time.monotonic()
-            back = self.stages[stage].backward(
-                microbatch, received, self.weights[microbatch], is_last=self.last_backward[stage] == microbatch
-            )
-            self.hand_on(stage, microbatch, back, is_forward=False)
-        self.waited += begun - since
-        self.measured.moments.append(Moment(action, since, begun, time.monotonic()))
-
-    def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensors]) -> None:
-        run = self.stages[stage]
-        sent = run.forward(microbatch, received, self.feed[stage][microbatch])
-        tensors = self.engine._tensors[microbatch == self.engine._last]
-        expected = {edge.dst: edge.tensors for edge in tensors.edges if edge.src == stage}
-        run.check_sizes(microbatch, sent, expected)
-        loss = run.loss_of(microbatch)
-        if self.gives_loss.setdefault(stage, loss is not None) != (loss is not None):
-            raise ArgumentError(
-                f"stage {stage} gives a loss for some microbatches and none for others; see {microbatch}"
-            )
-        if loss is not None:
-            self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss
-        self.hand_on(stage, microbatch, sent, is_forward=True)
-
-    def collect(self, stage: int, microbatch: int, *, is_forward: bool) -> dict[int, Tensors]:
-        """What a computation needs from each other stage."""
-        others = self.pipeline.inputs[stage] if is_forward else self.pipeline.outputs[stage]
-        return {other: self.under_way.pop((Channel(other, stage, is_forward), microbatch)).wait() for other in others}
-
-    def hand_on(self, stage: int, microbatch: int, sent: Mapping[int, Tensors], *, is_forward: bool) -> None:
-        """Keep what a computation made until it is sent; within a row it goes to the other stage at once."""
-        now = time.monotonic()
-        for other, tensors in sent.items():
-            channel = Channel(stage, other, is_forward)
-            if self.schedule.row_of_stage[other] == self.engine.row:
-                crossing = self.crossings(microbatch).send(channel, tensors)
-            else:
-                crossing = Crossing(None, tensors)
-                crossing.versions = {name: array._version for name, array in tensors.items()}
-            crossing.made_at = now
-            self.under_way[channel, microbatch] = crossing
-
-
-def _check_unchanged(channel: Channel, tensors: Tensors, versions: Mapping[str, int]) -> None:
-    for name, version in versions.items():
-        if tensors[name]._version != version:
-            raise ArgumentError(
-                f"stage {channel.sender} changed {name!r} in place after it gave it to stage {channel.receiver}, which "
-                "may have got either; return a copy"
-            )
 
 
 def _find_ranks(pipeline: Pipeline) -> tuple[int, ...]:
