@@ -250,3 +250,12 @@ def test_loads_are_the_bytes_of_each_port():
     assert loads["host 1 in"].nbytes == loads["host 2 in"].nbytes == 2**22
     assert loads["host 1 out"].nbytes + loads["host 2 out"].nbytes == 2**22
     assert max(load.seconds for load in loads.values()) <= plan.lower_bound_seconds * (1 + 1e-9)
+
+
+def test_plain_sends_are_taken_where_they_are_as_fast_with_fewer_messages():
+    rows = [Layout(Mesh(ranks), "S0") for ranks in ([0, 1], [2, 3])]
+    for latency, strategy in ((8e-5, "send_recv"), (0.0, "multicast")):
+        topology = replace(Topology.uniform([0, 0, 1, 1], 1.2e8), latency_seconds=latency)
+        plan = make_plan(*rows, (64, 32768), "float32", topology=topology)
+        assert plan.strategy == strategy
+    assert plan.num_messages > 20
