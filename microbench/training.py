@@ -152,9 +152,8 @@ def measure_stages(rank: int, report: Callable[[Any], None], training: Training,
                     if span.row == engine.row and not (engine is whole[0] and span.action.kind is Kind.F):
                         found.setdefault(span.action.kind, []).append(span.end - span.start)
                 messages += [crossing.end - max(crossing.start, crossing.ready) for crossing in timeline.crossings]
-    # means, since what is late once makes all behind it late
-    costs = [statistics.fmean(found[kind]) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)]
-    return {"stage": costs, "crossing": statistics.fmean(messages)}
+    costs = [statistics.median(found[kind]) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)]
+    return {"stage": costs, "crossing": statistics.median(messages)}
 
 
 def pin(rank: int, training: Training) -> None:
