@@ -47,7 +47,6 @@ OURS, SIGNAL, PREDECESSOR = "ours", "signal only", "predecessor"
 #: Seconds that the busiest link is busy with one microbatch's forward, over those of a stage's forward. Where stages
 #: skip others, that is also what crosses between one half of the stages and the other.
 RATIOS = {"gpt": 0.3, "u_transformer": 1.5}
-_MIB = 2**20
 
 Build = Callable[[Pipeline, int], Schedule]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from reshard.errors import ReshardError
 from reshard.group import Group
 from reshard.layout import Layout
 from reshard.mesh import Mesh
@@ -134,10 +133,10 @@ class Crossings:
             }
         return Crossing(mover.start(), self._zeros.get(channel))
 
-    def fail(self, error: BaseException) -> ReshardError | None:
-        """End all transfers of this rank with an error, here and at the ranks they join; returns the first told."""
-        told = [mover.fail(error) for mover in self._movers.values()]
-        return told[0] if told else None
+    def fail(self, error: BaseException) -> None:
+        """End all transfers of this rank with an error, here and at the ranks they join."""
+        for mover in self._movers.values():
+            mover.fail(error)
 
     def close(self) -> None:
         """Close the Movers."""

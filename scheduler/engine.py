@@ -158,13 +158,14 @@ class Engine:
                 stage.forget()
             for crossings in self._parts.crossings:
                 crossings.fail(error)
+            self._parts.ties.fail(error)
             raise
 
     def timeline(self) -> PipelineTimeline:
         """When everything of the last step happened, on all ranks; every rank calls.
 
         Raises:
-            ArgumentError: no step has been done yet.
+            ArgumentError: no step has been done yet, or the group was joined and has no collectives.
         """
         if self._iteration is None:
             raise ArgumentError("no step has been done yet, so there is no timeline")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from reshard.errors import ArgumentError
 from reshard.group import Group
 
 from .crossings import Crossing
@@ -66,8 +67,9 @@ def gather(measured: Measured, group: Group) -> PipelineTimeline:
     everybody: list[Any] = [own]
     if group.size > 1:
         everybody = [None] * group.size
-        if group.process_group is not None:
-            dist.barrier(group.process_group)
+        if group.process_group is None:
+            raise ArgumentError("a joined group has no collectives to gather a timeline with; give a process group")
+        dist.barrier(group.process_group)
         dist.all_gather_object(everybody, (*own[:4], time.monotonic()), group=group.process_group)
     return _merge(everybody)
 

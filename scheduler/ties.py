@@ -103,6 +103,12 @@ class Ties:
                 terms = [own[stage] if other == stage else came[other] for other in sorted({stage, *came})]
                 own[stage].copy_(torch.stack(terms).sum(0))
 
+    def fail(self, error: BaseException) -> None:
+        """End what other stages wait for here, with an error."""
+        for _, _, movers in self._ties:
+            for mover in movers.values():
+                mover.fail(error)
+
     def close(self) -> None:
         """Close the Movers."""
         for _, _, movers in self._ties:
