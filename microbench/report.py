@@ -59,6 +59,7 @@ def format_table(records: Sequence[Record]) -> str:
             f"  {record['contender']:24} {record['median_seconds']:9.4f} {min(seconds):8.4f} {max(seconds):8.4f} "
             f"{ratio:>8} {agrees} {record['first_use_seconds']:8.3f} {record['busy']:5.0%}  "
             f"{str(record['wrong']) + ' WRONG' if record['wrong'] else 'all':8}  {_crossed(record['crossed_bytes'])}"
+            + (f"  {record['disturbed']} of {len(seconds)} turns DISTURBED" if record.get("disturbed") else "")
         )
     return "\n".join(lines)
 
@@ -82,6 +83,14 @@ def format_summary(records: Sequence[Record]) -> str:
                 f"latency {1e6 * record.get('latency_seconds', 0.0):.0f} us"
                 f"{'' if record['valid'] else '  NOT VALID'}"
             )
+    turns = sum(len(record["seconds"]) for record in rows_of(records))
+    repeated, disturbed = (
+        sum(record.get(name, 0) for record in rows_of(records)) for name in ("repeated", "disturbed")
+    )
+    lines.append(
+        f"{turns} turns; {repeated} more were repeated because the machine was taken away while they ran, "
+        f"{disturbed} are kept although it was"
+    )
     judged = predicted(records)
     if judged:
         off = sorted(abs(record["predicted_over_measured"] - 1) for record in judged)

@@ -242,6 +242,8 @@ def make_records(
             "ratio": statistics.median(seconds) / bound if bound else None,
             "first_use_seconds": round(result["first_use_seconds"], 6),
             "busy": round(result["busy"], 3),
+            "disturbed": result["disturbed"],
+            "repeated": result["repeated"],
             "wrong": result["wrong"],
             "crossed_bytes": crossed.get((one.key, one.same_as.get(name, name))),
         }

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from microbench.contenders import OTHERS, NotApplicable, make_ours
+from microbench.disturbance import MOST_STOLEN, MOST_TRIES, REST_SECONDS, idle_seconds, stolen_part, stolen_seconds
 from reshard.demo import count_unlike, shard_of_positions
 from reshard.errors import ReshardError
 from reshard.plan import Plan, TensorSpec
@@ -53,7 +54,8 @@ class Stopwatch:
         self.shares_clock = len(set(boots)) == 1
         self.begun = 0.0
         self.busy = 0.0  # part of this machine's processor time that was used between the last start and stop
-        self._idle = 0.0
+        self.stolen = 0.0  # part of it that was taken away, the most of all machines
+        self._idle = self._stolen = 0.0
 
     def start(self) -> None:
         """Wait for the common start."""
@@ -65,21 +67,18 @@ class Stopwatch:
             time.sleep(max(0.0, self.begun - time.monotonic()))
         else:
             self.begun = time.monotonic()
-        self._idle = idle_seconds()
+        self._idle, self._stolen = idle_seconds(), stolen_seconds()
 
     def stop(self) -> float:
         """Seconds since the start on this rank; returns when all ranks have stopped."""
         seconds = time.monotonic() - self.begun
         dist.barrier()
-        available = (time.monotonic() - self.begun) * (os.cpu_count() or 1)
-        self.busy = max(0.0, 1 - (idle_seconds() - self._idle) / available)
+        passed = time.monotonic() - self.begun
+        self.busy = max(0.0, 1 - (idle_seconds() - self._idle) / (passed * (os.cpu_count() or 1)))
+        stolen = torch.tensor([stolen_part(stolen_seconds() - self._stolen, passed)], dtype=torch.float64)
+        dist.all_reduce(stolen, dist.ReduceOp.MAX)
+        self.stolen = float(stolen)
         return seconds
-
-
-def idle_seconds() -> float:
-    """What the processors of this machine have idled since it started, all together."""
-    idle, waiting = Path("/proc/stat").read_text().splitlines()[0].split()[4:6]
-    return (int(idle) + int(waiting)) / os.sysconf("SC_CLK_TCK")
 
 
 def run_jobs(rank: int, report: Callable[[Any], None], jobs: Sequence[Job]) -> None:
@@ -93,7 +92,7 @@ def run_jobs(rank: int, report: Callable[[Any], None], jobs: Sequence[Job]) -> N
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, result)
         if rank == 0:
-            report(("row", job.key, _merge(gathered)))
+            report(("row", job.key, _merge(gathered, job.turns)))
 
 
 def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stopwatch) -> dict[str, dict[str, Any]]:
@@ -102,9 +101,9 @@ def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stop
     outs = [None if shard is None else torch.zeros_like(shard) for shard in expected]
     results: dict[str, dict[str, Any]] = {}
     contenders: dict[str, Callable[[], None]] = {}
-    for number in range(max(turn.repeats for turn in job.turns) + 1):
+    for number in range(MOST_TRIES * max(turn.repeats for turn in job.turns) + 1):
         for turn in job.turns:
-            if number > turn.repeats or "refused" in results.get(turn.name, {}):
+            if number and not _needs_turns(results[turn.name], turn.repeats):
                 continue
             for out in outs:
                 if out is not None:
@@ -112,7 +111,7 @@ def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stop
             report(("start", job.key, turn.name))
             stopwatch.start()
             if number == 0:  # the first turn includes making the contender
-                results[turn.name] = {"seconds": [], "busy": [], "wrong": 0, "first_use_seconds": 0.0}
+                results[turn.name] = {"turns": [], "wrong": 0, "first_use_seconds": 0.0}
                 try:
                     contenders[turn.name] = _make(turn, job, rank, sources, outs)
                 except (NotApplicable, ReshardError, ValueError, NotImplementedError) as error:
@@ -123,15 +122,23 @@ def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stop
             seconds = stopwatch.stop()
             report(("turn", job.key, turn.name))
             if number:
-                results[turn.name]["seconds"].append(seconds)
-                results[turn.name]["busy"].append(stopwatch.busy)
+                results[turn.name]["turns"].append((seconds, stopwatch.busy, stopwatch.stolen))
             else:
                 results[turn.name]["first_use_seconds"] = seconds
             for out, wanted in zip(outs, expected, strict=True):
                 if out is not None and wanted is not None and not _same(out, wanted):
                     results[turn.name]["wrong"] += count_unlike(out, wanted)
+            if number and stopwatch.stolen > MOST_STOLEN:
+                time.sleep(REST_SECONDS)
             dist.barrier()
     return results
+
+
+def _needs_turns(result: dict[str, Any], repeats: int) -> bool:
+    """Whether a contender has had too few turns that nothing disturbed, and may have more."""
+    turns = result.get("turns", [])
+    undisturbed = sum(stolen <= MOST_STOLEN for _, _, stolen in turns)
+    return "refused" not in result and undisturbed < repeats and len(turns) < MOST_TRIES * repeats
 
 
 def _make(turn: Turn, job: Job, rank: int, sources: Sequence[Any], outs: Sequence[Any]) -> Callable[[], None]:
@@ -145,8 +152,9 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(integers), b.view(integers))
 
 
-def _merge(gathered: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def _merge(gathered: Sequence[dict[str, dict[str, Any]]], turns: Sequence[Turn]) -> dict[str, dict[str, Any]]:
     """The results of all ranks as one: a turn took as long as its last rank."""
+    repeats = {turn.name: turn.repeats for turn in turns}
     merged: dict[str, dict[str, Any]] = {}
     for name in gathered[0]:
         rows = [result[name] for result in gathered]
@@ -154,9 +162,19 @@ def _merge(gathered: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str,
         if refused is not None:
             merged[name] = {"refused": refused}
             continue
+        tries = [
+            (max(seconds), max(busy), stolen[0])
+            for seconds, busy, stolen in (
+                zip(*one, strict=True) for one in zip(*(row["turns"] for row in rows), strict=True)
+            )
+        ]
+        # the sort is stable: those that nothing disturbed in the order they ran, then the least disturbed
+        kept = sorted(tries, key=lambda one: max(one[2], MOST_STOLEN))[: repeats[name]]
         merged[name] = {
-            "seconds": [max(times) for times in zip(*(row["seconds"] for row in rows), strict=True)],
-            "busy": max(statistics.median(row["busy"]) for row in rows),
+            "seconds": [seconds for seconds, _, _ in kept],
+            "busy": statistics.median(busy for _, busy, _ in kept),
+            "disturbed": sum(stolen > MOST_STOLEN for _, _, stolen in kept),
+            "repeated": len(tries) - len(kept),
             "wrong": sum(row["wrong"] for row in rows),
             "first_use_seconds": max(row["first_use_seconds"] for row in rows),
         }
