@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from scipy.stats import theilslopes
 
-from microbench.disturbance import MOST_STOLEN, REST_SECONDS, stolen_part, stolen_seconds
+from microbench.cluster import Cluster
+from microbench.disturbance import MOST_STOLEN, Patience, stolen_part, stolen_seconds
 from microbench.wiring import PAYLOAD_SHARE
 from reshard.topology import Host, Port, Topology
 
@@ -27,7 +28,10 @@ WARM = 4
 #: Rounds are repeated until all rates are this near to what the links should carry, or enough were not disturbed.
 AGAIN = 0.01
 ENOUGH_ROUNDS = 3
-MOST_ROUNDS = 12
+MOST_ROUNDS = 8
+#: How long one measurement waits for a machine that is taken away, and how long it may take in all.
+PATIENCE_SECONDS = 60.0
+MEASURE_SECONDS = 600.0
 #: ``(kind, host or pod, nic)``.
 PortName = tuple[str, int, int]
 
@@ -139,6 +143,7 @@ def _fill(rate: float, ends: list[tuple[tuple[int, int], float]]) -> list[tuple[
 def measure_links(rank: int, report: Callable[[Any], None], topology: Topology) -> dict[str, Any]:
     """Run the tests; returns ``{"rates": {port: bytes per second}, "inside", "latency", "inside_latency"}``."""
     rates: dict[PortName, float] = {}
+    patience = Patience(PATIENCE_SECONDS)
     for row in plan_tests(topology):
         rounds: list[tuple[float, list[float]]] = []
         while len(rounds) < MOST_ROUNDS and sum(stolen <= MOST_STOLEN for stolen, _ in rounds) < ENOUGH_ROUNDS:
@@ -146,8 +151,8 @@ def measure_links(rank: int, report: Callable[[Any], None], topology: Topology) 
             found = _medians(rounds)
             if max(abs(rate / carries(test) - 1) for rate, test in zip(found, row, strict=True)) <= AGAIN:
                 break
-            if rounds[-1][0] > MOST_STOLEN:
-                time.sleep(REST_SECONDS)
+            if rounds[-1][0] > MOST_STOLEN and rank == 0:
+                patience.rest()
         for test, rate in zip(row, found, strict=True):
             rates.update(dict.fromkeys(test.fills, rate))
     return {"rates": rates, **_measure_inside(rank, topology)}
@@ -238,6 +243,12 @@ def _ping_pong(rank: int, a: int, b: int, nbytes: int, count: int) -> float:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, statistics.median(times) if times else None)
     return float(gathered[a])
+
+
+def measure_cluster(cluster: Cluster, expected: Topology) -> Topology:
+    """An emulated cluster's topology as planners see it, with the rates that were measured now."""
+    found = cluster.run(measure_links, cluster.topology, timeout_seconds=MEASURE_SECONDS)
+    return measured_topology(expected, found[0])
 
 
 def measured_topology(topology: Topology, found: dict[str, Any]) -> Topology:

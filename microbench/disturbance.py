@@ -7,13 +7,17 @@ turns are repeated is decided by that alone, never by what was measured in them.
 from __future__ import annotations
 
 import os
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 #: A turn is disturbed if more than this part of the processors' time was taken away while it ran, and a tick more.
 MOST_STOLEN = 0.01
-#: A turn that was disturbed is repeated behind this pause, until a contender has had this many times its turns.
-REST_SECONDS = 0.5
+#: A turn that was disturbed is repeated until a contender has had this many times its turns.
 MOST_TRIES = 3
+PROBE_SECONDS = 0.1
+PAUSE_SECONDS = 1.0
 
 
 def _processor_seconds(column: int) -> float:
@@ -39,3 +43,60 @@ def stolen_part(stolen: float, seconds: float) -> float:
     """How much of the processors' time was taken away, less a tick, the finest that the kernel counts."""
     available = seconds * (os.cpu_count() or 1)
     return max(0.0, stolen - 1 / os.sysconf("SC_CLK_TCK")) / available
+
+
+class Patience:
+    """Waits behind disturbed turns until the machine is there again, so many seconds in all."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left = seconds
+
+    def rest(self) -> None:
+        """Keep a processor busy for a moment; pause, and look again, while it is taken away."""
+        while self._left > 0:
+            begun, stolen = time.monotonic(), stolen_seconds()
+            while time.monotonic() < begun + PROBE_SECONDS:
+                pass
+            if stolen_seconds() <= stolen:
+                return
+            time.sleep(PAUSE_SECONDS)
+            self._left -= time.monotonic() - begun
+
+
+class Lap(NamedTuple):
+    """One turn of a contender: how long it took, and what parts of the processors' time were used and taken away."""
+
+    seconds: float
+    busy: float
+    stolen: float
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether it is to be repeated."""
+        return self.stolen > MOST_STOLEN
+
+
+@dataclass
+class Laps:
+    """Those of one contender, of which ``wanted`` shall be undisturbed."""
+
+    wanted: int
+    most_tries: int = MOST_TRIES
+    done: list[Lap] = field(default_factory=list)
+
+    def needs_more(self) -> bool:
+        """Whether too few were undisturbed, and there may be more."""
+        return len(self.done) < self.most_tries * self.wanted and self.wanted > sum(
+            not lap.is_disturbed for lap in self.done
+        )
+
+    def kept(self) -> list[Lap]:
+        """The undisturbed ones in the order in which they ran, and where those are too few the least disturbed."""
+        return sorted(self.done, key=lambda lap: max(lap.stolen, MOST_STOLEN))[: self.wanted]
+
+
+def merge_laps(laps_of_ranks: list[Laps]) -> Laps:
+    """The laps of all ranks as one: each took as long as its last rank."""
+    first = laps_of_ranks[0]
+    together = zip(*(laps.done for laps in laps_of_ranks), strict=True)
+    return Laps(first.wanted, first.most_tries, [Lap(*map(max, zip(*ranks, strict=True))) for ranks in together])

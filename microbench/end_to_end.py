@@ -33,11 +33,12 @@ from reshard.scheduler import (
 from reshard.scheduler.costs import price_edge
 
 import reshard
-from microbench.calibrate import deviations, mean_topology, measure_links, measured_topology
+from microbench.calibrate import deviations, mean_topology, measure_cluster
 from microbench.cluster import Cluster, ClusterError
+from microbench.disturbance import merge_laps
 from microbench.gpt import GPTConfig
 from microbench.run import MOST_DEVIATION, describe_machine, stderr
-from microbench.training import Method, Training, measure_stages, merge_seconds, train_alone, train_in_turns
+from microbench.training import MOST_TRIES, Method, Training, measure_stages, train_alone, train_in_turns
 from microbench.u_transformer import UTransformerConfig
 from microbench.wiring import nominal
 from reshard.topology import Topology
@@ -196,17 +197,16 @@ def run_setting(setting: Setting, repeats: int, say: Callable[[str], None]) -> d
     told = make_pipeline(setting, balance.told, plain, None, plain)
     training = Training(told, tuple(methods), plain, None if setting.is_timed else setting.config, repeats)
     with Cluster(shaped) as cluster:
-        before = measured_topology(plain, cluster.run(measure_links, shaped)[0])
+        before = measure_cluster(cluster, plain)
         results = cluster.run(
             train_in_turns,
             training,
-            timeout_seconds=120 + 4 * sum(expected.values()) * (repeats + 1),
-            on_report=lambda rank, said: say(f"  {said[0]}: {said[1]:.2f} s"),
+            timeout_seconds=600 + 4 * sum(expected.values()) * (MOST_TRIES * repeats + 1),
+            on_report=lambda rank, said: say(f"  {said[0]}: {said[1].seconds:.2f} s"),
         )
-        after = measured_topology(plain, cluster.run(measure_links, shaped)[0])
+        after = measure_cluster(cluster, plain)
     links = mean_topology(before, after)
     moved = max(map(abs, deviations(after, before).values()))
-    seconds = merge_seconds(results)
     rows, predicted = [], {}
     alone = None if setting.is_timed else train_alone(setting.config, repeats)
     for method in methods:
@@ -215,13 +215,18 @@ def run_setting(setting: Setting, repeats: int, say: Callable[[str], None]) -> d
         if method.signal_only:
             pipeline = with_crossings(pipeline, message)
         predicted[method.name] = simulate(method.schedule, pipeline)
+        laps = merge_laps([result["laps"][method.name] for result in results])
+        seconds = [lap.seconds for lap in laps.kept()]
         rows.append(
             {
                 "method": method.name,
-                "seconds": seconds[method.name],
-                "median_seconds": statistics.median(seconds[method.name]),
+                "seconds": seconds,
+                "median_seconds": statistics.median(seconds),
+                "disturbed": sum(lap.is_disturbed for lap in laps.kept()),
+                "stolen": statistics.median(lap.stolen for lap in laps.kept()),
+                "repeated": len(laps.done) - len(seconds),
                 "predicted_seconds": predicted[method.name].makespan_seconds,
-                "busy": max(statistics.median(result["busy"][method.name]) for result in results),
+                "busy": statistics.median(lap.busy for lap in laps.kept()),
                 "in_flight": list(method.schedule.in_flight),
                 "off": None if alone is None or method.signal_only else _distance(alone, results, method.name),
             }
@@ -294,17 +299,26 @@ def format_setting(record: dict[str, Any]) -> str:
         f"ms of a microbatch: forward/input/weights/whole backward {costs}; forward crossings {crossings}, "
         f"of which a message {1e3 * record['message_seconds']:.1f}",
         f"{'method':28}{'median s':>10}{'min':>9}{'max':>9}{'gain':>7}{'predicted':>10}{'of signal':>10}"
-        f"{'pred/meas':>10}{'busy':>6}{'off by':>9}  in flight",
+        f"{'pred/meas':>10}{'busy':>6}{'taken':>6}{'off by':>9}  in flight",
     ]
     for row in record["rows"]:
         median = row["median_seconds"]
         lines.append(
             f"{row['method']:28}{median:10.3f}{min(row['seconds']):9.3f}{max(row['seconds']):9.3f}"
             f"{before['median_seconds'] / median:7.3f}{before['predicted_seconds'] / row['predicted_seconds']:10.3f}"
-            f"{signal['median_seconds'] / median:10.3f}{row['predicted_seconds'] / median:10.3f}{row['busy']:6.0%}"
+            f"{signal['median_seconds'] / median:10.3f}{row['predicted_seconds'] / median:10.3f}"
+            f"{row['busy']:6.0%}{row['stolen']:6.1%}"
             f"{'-' if row['off'] is None else format(row['off'], '.0e'):>9}"
             f"  {' '.join(map(str, row['in_flight']))}"
         )
+    kept, disturbed, repeated = (
+        sum(count)
+        for count in zip(*((len(r["seconds"]), r["disturbed"], r["repeated"]) for r in record["rows"]), strict=True)
+    )
+    lines.append(
+        f"{kept} iterations, {disturbed} of them disturbed; {repeated} more were repeated because the machine was "
+        "taken away while they ran"
+    )
     if not record["valid"]:
         lines.append("NOT VALID: the links moved")
     return "\n".join(lines)

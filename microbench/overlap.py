@@ -44,7 +44,7 @@ def measure(rank: int, report: Callable[[Any], None], mib: int, repeats: int) ->
         def timed(work: Callable[[], object]) -> float:
             stopwatch.start()
             work()
-            return stopwatch.stop()
+            return stopwatch.stop().seconds
 
         def both(times: int) -> None:
             handle = mover.start(tensor, out=out)

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from microbench.calibrate import deviations, mean_topology, measure_links, measured_topology
+from microbench.calibrate import deviations, mean_topology, measure_cluster
 from microbench.cluster import Cluster
 from microbench.contenders import OTHERS, are_replicated
 from microbench.rows import Row, read_cluster
 from microbench.wiring import nominal
-from microbench.worker import Job, Turn, run_jobs
+from microbench.worker import PATIENCE_SECONDS, Job, Turn, run_jobs
 from reshard.plan import Plan
 from reshard.planning import plan_tensors
 from reshard.simulation import simulate
@@ -168,7 +168,7 @@ def run_cluster(
     with Cluster(shaped) as cluster:
         set_up = time.monotonic() - begun
         advance(0.0, f"{name}: measuring links")
-        before = measured_topology(expected, cluster.run(measure_links, shaped)[0])
+        before = measure_cluster(cluster, expected)
         last = cluster.crossed_bytes()
 
         def on_report(_: int, said: tuple[Any, ...]) -> None:
@@ -187,10 +187,10 @@ def run_cluster(
             last = now
 
         jobs = [Job(one.key, one.row.tensors, one.turns) for one in planned]
-        limit = 120.0 + 4 * sum(one.expected_seconds for one in planned)
+        limit = 120.0 + sum(2 * PATIENCE_SECONDS + 8 * one.expected_seconds for one in planned)
         cluster.run(run_jobs, jobs, timeout_seconds=limit, on_report=on_report)
         advance(0.0, f"{name}: measuring links")
-        after = measured_topology(expected, cluster.run(measure_links, shaped)[0])
+        after = measure_cluster(cluster, expected)
     moved = max(map(abs, deviations(after, before).values()))
     off = max(max(map(abs, deviations(side, expected).values())) for side in (before, after))
     links = mean_topology(before, after)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from microbench.calibrate import measure_links, measured_topology
+from microbench.calibrate import measure_cluster
 from microbench.cluster import Cluster
 from microbench.rows import Row, read_cluster
 from microbench.wiring import nominal
@@ -86,7 +86,7 @@ def trace_row(row: Row, strategy: str, repeats: int = 3) -> Trace:
     shaped = read_cluster(row.cluster)
     plan = plan_tensors(row.tensors, strategy=strategy, topology=nominal(shaped))
     with Cluster(shaped) as cluster:
-        links = measured_topology(nominal(shaped), cluster.run(measure_links, shaped)[0])
+        links = measure_cluster(cluster, nominal(shaped))
         results = cluster.run(_record, plan, repeats, timeout_seconds=600.0)
     sent: dict[int, float] = {}
     awaited: dict[int, float] = {}
@@ -117,7 +117,7 @@ def _record(
         stopwatch.start()
         if mover is not None:
             mover(source, out=out)
-        seconds = stopwatch.stop()
+        seconds = stopwatch.stop().seconds
     dist.barrier()
     if recorder is None:
         return seconds, {}, {}, {}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from reshard.scheduler import Kind, Pipeline, PipelineTimeline, Schedule, one_f_one_b, zero_bubble
 from reshard.scheduler.engine import Engine, Feed
 
+from microbench.disturbance import Laps, Patience
 from microbench.timed import TimedStage
 from microbench.worker import Stopwatch
 from reshard.topology import Topology
@@ -20,6 +21,9 @@ from reshard.topology import Topology
 Modules = dict[int, torch.nn.Module]
 #: Steps without bytes from which the costs of stages are taken.
 MEASURED_STEPS = 3
+#: Iterations that were disturbed are repeated until a method has had this many times its turns.
+MOST_TRIES = 2
+PATIENCE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,8 @@ def train_in_turns(rank: int, report: Callable[[Any], None], training: Training)
     """One iteration of each method in turns, after a warm-up.
 
     Returns:
-        The seconds of each, the timeline of its last iteration (on rank 0), the loss of that iteration, and the sum of
-        squares of the gradients of this rank's stage.
+        The laps of each, the timeline of its least disturbed iteration (on rank 0), and of iteration ``repeats`` the
+        loss and the sum of squares of the gradients of this rank's stage.
     """
     import warnings
 
@@ -64,14 +68,16 @@ def train_in_turns(rank: int, report: Callable[[Any], None], training: Training)
     stopwatch = Stopwatch()
     groups = [dist.new_group(stage.mesh.ranks) for stage in training.pipeline.stages if stage.mesh is not None]
     engines = {method.name: _make_engine(rank, training, method, groups) for method in training.methods}
-    seconds: dict[str, list[float]] = {method.name: [] for method in training.methods}
-    busy: dict[str, list[float]] = {method.name: [] for method in training.methods}
+    laps = {method.name: Laps(training.repeats, MOST_TRIES) for method in training.methods}
+    patience = Patience(PATIENCE_SECONDS)
     timelines: dict[str, PipelineTimeline] = {}
     losses: dict[str, float | None] = {}
     squares: dict[str, float] = {}
-    for number in range(training.repeats + 1):
+    for number in range(MOST_TRIES * training.repeats + 1):
         feed = _local_feed(rank, training, number)
         for method in training.methods:
+            if not laps[method.name].needs_more():
+                continue
             engine, modules = engines[method.name]
             for module in modules.values():
                 module.zero_grad()
@@ -79,17 +85,18 @@ def train_in_turns(rank: int, report: Callable[[Any], None], training: Training)
             step = engine.step(feed)
             took = stopwatch.stop()
             if number:
-                seconds[method.name].append(took)
-                busy[method.name].append(stopwatch.busy)
+                laps[method.name].done.append(took)
+                if took == min(laps[method.name].done, key=lambda lap: lap.stolen):
+                    timelines[method.name] = engine.timeline()
             if number == training.repeats:
-                timelines[method.name] = engine.timeline()
                 losses[method.name], squares[method.name] = step.loss, sum_squares(modules.values())
+            if took.is_disturbed and rank == 0:
+                patience.rest()
             report_first((method.name, took))
     for engine, _ in engines.values():
         engine.close()
     return {
-        "seconds": seconds,
-        "busy": busy,
+        "laps": laps,
         "timelines": timelines if rank == 0 else {},
         "losses": losses,
         "squares": squares,
@@ -187,11 +194,3 @@ def _local_feed(rank: int, training: Training, step: int) -> Feed:
         return {}
     feed: Feed = training.config.feed(step)
     return feed
-
-
-def merge_seconds(results: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """An iteration took as long as its last rank."""
-    return {
-        name: [max(each) for each in zip(*(result["seconds"][name] for result in results), strict=True)]
-        for name in results[0]["seconds"]
-    }

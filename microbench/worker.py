@@ -14,13 +14,24 @@ import torch
 import torch.distributed as dist
 
 from microbench.contenders import OTHERS, NotApplicable, make_ours
-from microbench.disturbance import MOST_STOLEN, MOST_TRIES, REST_SECONDS, idle_seconds, stolen_part, stolen_seconds
+from microbench.disturbance import (
+    MOST_TRIES,
+    Lap,
+    Laps,
+    Patience,
+    idle_seconds,
+    merge_laps,
+    stolen_part,
+    stolen_seconds,
+)
 from reshard.demo import count_unlike, shard_of_positions
 from reshard.errors import ReshardError
 from reshard.plan import Plan, TensorSpec
 
 #: From the agreement on a start to the start, so that all ranks are asleep by then.
 SETTLE_SECONDS = 0.02
+#: How long a row waits for a machine that is taken away.
+PATIENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -53,8 +64,6 @@ class Stopwatch:
         dist.all_gather_object(boots, Path("/proc/sys/kernel/random/boot_id").read_text())
         self.shares_clock = len(set(boots)) == 1
         self.begun = 0.0
-        self.busy = 0.0  # part of this machine's processor time that was used between the last start and stop
-        self.stolen = 0.0  # part of it that was taken away, the most of all machines
         self._idle = self._stolen = 0.0
 
     def start(self) -> None:
@@ -69,16 +78,15 @@ class Stopwatch:
             self.begun = time.monotonic()
         self._idle, self._stolen = idle_seconds(), stolen_seconds()
 
-    def stop(self) -> float:
-        """Seconds since the start on this rank; returns when all ranks have stopped."""
+    def stop(self) -> Lap:
+        """What has passed since the start on this rank; returns when all ranks have stopped."""
         seconds = time.monotonic() - self.begun
         dist.barrier()
         passed = time.monotonic() - self.begun
-        self.busy = max(0.0, 1 - (idle_seconds() - self._idle) / (passed * (os.cpu_count() or 1)))
+        busy = max(0.0, 1 - (idle_seconds() - self._idle) / (passed * (os.cpu_count() or 1)))
         stolen = torch.tensor([stolen_part(stolen_seconds() - self._stolen, passed)], dtype=torch.float64)
         dist.all_reduce(stolen, dist.ReduceOp.MAX)
-        self.stolen = float(stolen)
-        return seconds
+        return Lap(seconds, busy, float(stolen))
 
 
 def run_jobs(rank: int, report: Callable[[Any], None], jobs: Sequence[Job]) -> None:
@@ -92,7 +100,7 @@ def run_jobs(rank: int, report: Callable[[Any], None], jobs: Sequence[Job]) -> N
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, result)
         if rank == 0:
-            report(("row", job.key, _merge(gathered, job.turns)))
+            report(("row", job.key, _merge(gathered)))
 
 
 def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stopwatch) -> dict[str, dict[str, Any]]:
@@ -100,10 +108,11 @@ def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stop
     expected = [shard_of_positions(spec.dst, rank, spec.shape, spec.dtype) for spec in job.tensors]
     outs = [None if shard is None else torch.zeros_like(shard) for shard in expected]
     results: dict[str, dict[str, Any]] = {}
+    patience = Patience(PATIENCE_SECONDS)
     contenders: dict[str, Callable[[], None]] = {}
     for number in range(MOST_TRIES * max(turn.repeats for turn in job.turns) + 1):
         for turn in job.turns:
-            if number and not _needs_turns(results[turn.name], turn.repeats):
+            if number and ("refused" in results[turn.name] or not results[turn.name]["laps"].needs_more()):
                 continue
             for out in outs:
                 if out is not None:
@@ -111,7 +120,7 @@ def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stop
             report(("start", job.key, turn.name))
             stopwatch.start()
             if number == 0:  # the first turn includes making the contender
-                results[turn.name] = {"turns": [], "wrong": 0, "first_use_seconds": 0.0}
+                results[turn.name] = {"laps": Laps(turn.repeats), "wrong": 0, "first_use_seconds": 0.0}
                 try:
                     contenders[turn.name] = _make(turn, job, rank, sources, outs)
                 except (NotApplicable, ReshardError, ValueError, NotImplementedError) as error:
@@ -119,26 +128,19 @@ def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stop
                     stopwatch.stop()
                     continue
             contenders[turn.name]()
-            seconds = stopwatch.stop()
+            took = stopwatch.stop()
             report(("turn", job.key, turn.name))
             if number:
-                results[turn.name]["turns"].append((seconds, stopwatch.busy, stopwatch.stolen))
+                results[turn.name]["laps"].done.append(took)
             else:
-                results[turn.name]["first_use_seconds"] = seconds
+                results[turn.name]["first_use_seconds"] = took.seconds
             for out, wanted in zip(outs, expected, strict=True):
                 if out is not None and wanted is not None and not _same(out, wanted):
                     results[turn.name]["wrong"] += count_unlike(out, wanted)
-            if number and stopwatch.stolen > MOST_STOLEN:
-                time.sleep(REST_SECONDS)
+            if number and took.is_disturbed and rank == 0:
+                patience.rest()
             dist.barrier()
     return results
-
-
-def _needs_turns(result: dict[str, Any], repeats: int) -> bool:
-    """Whether a contender has had too few turns that nothing disturbed, and may have more."""
-    turns = result.get("turns", [])
-    undisturbed = sum(stolen <= MOST_STOLEN for _, _, stolen in turns)
-    return "refused" not in result and undisturbed < repeats and len(turns) < MOST_TRIES * repeats
 
 
 def _make(turn: Turn, job: Job, rank: int, sources: Sequence[Any], outs: Sequence[Any]) -> Callable[[], None]:
@@ -152,9 +154,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(integers), b.view(integers))
 
 
-def _merge(gathered: Sequence[dict[str, dict[str, Any]]], turns: Sequence[Turn]) -> dict[str, dict[str, Any]]:
+def _merge(gathered: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """The results of all ranks as one: a turn took as long as its last rank."""
-    repeats = {turn.name: turn.repeats for turn in turns}
     merged: dict[str, dict[str, Any]] = {}
     for name in gathered[0]:
         rows = [result[name] for result in gathered]
@@ -162,19 +163,13 @@ def _merge(gathered: Sequence[dict[str, dict[str, Any]]], turns: Sequence[Turn])
         if refused is not None:
             merged[name] = {"refused": refused}
             continue
-        tries = [
-            (max(seconds), max(busy), stolen[0])
-            for seconds, busy, stolen in (
-                zip(*one, strict=True) for one in zip(*(row["turns"] for row in rows), strict=True)
-            )
-        ]
-        # the sort is stable: those that nothing disturbed in the order they ran, then the least disturbed
-        kept = sorted(tries, key=lambda one: max(one[2], MOST_STOLEN))[: repeats[name]]
+        laps = merge_laps([row["laps"] for row in rows])
+        kept = laps.kept()
         merged[name] = {
-            "seconds": [seconds for seconds, _, _ in kept],
-            "busy": statistics.median(busy for _, busy, _ in kept),
-            "disturbed": sum(stolen > MOST_STOLEN for _, _, stolen in kept),
-            "repeated": len(tries) - len(kept),
+            "seconds": [lap.seconds for lap in kept],
+            "busy": statistics.median(lap.busy for lap in kept),
+            "disturbed": sum(lap.is_disturbed for lap in kept),
+            "repeated": len(laps.done) - len(kept),
             "wrong": sum(row["wrong"] for row in rows),
             "first_use_seconds": max(row["first_use_seconds"] for row in rows),
         }

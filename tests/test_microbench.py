@@ -13,6 +13,7 @@ import torch
 
 from microbench.__main__ import main
 from microbench.calibrate import deviations, mean_topology, measured_topology, plan_tests
+from microbench.disturbance import Lap, Laps
 from microbench.pictures import draw_bars
 from microbench.plan import Case, growth, time_case
 from microbench.report import format_markdown, format_table, replace_section
@@ -71,6 +72,22 @@ def test_measured_rates_take_the_place_of_described_ones():
     assert mean_topology(measured, topology).host(1).nics[0].egress_bytes_per_second == 4.5e7
 
 
+def _laps(wanted, *laps):
+    return Laps(wanted, done=[Lap(*lap) for lap in laps])
+
+
+def test_disturbed_laps_are_repeated_and_not_kept():
+    laps = Laps(2)
+    laps.done.append(Lap(1.0, 0.5, 0.3))
+    assert laps.needs_more()
+    laps.done += [Lap(0.5, 0.5, 0.0), Lap(0.6, 0.5, 0.005)]
+    assert not laps.needs_more()  # two were left alone
+    assert [lap.seconds for lap in laps.kept()] == [0.5, 0.6]
+    noisy = Laps(2, most_tries=2, done=[Lap(float(n), 0.5, stolen) for n, stolen in enumerate((0.4, 0.2, 0.3, 0.5))])
+    assert not noisy.needs_more()  # tried often enough
+    assert [lap.seconds for lap in noisy.kept()] == [1.0, 2.0]  # the least disturbed
+
+
 def _records():
     from microbench.rows import all_rows
 
@@ -80,13 +97,18 @@ def _records():
     gathered = [
         {
             "broadcast_greedy": {
-                "seconds": [0.29, 0.28, 0.30 + rank / 100],
+                "laps": _laps(3, (0.29, 0.5, 0.0), (9.9, 0.9, 0.2), (0.28, 0.4, 0.01), (0.30 + rank / 100, 0.45, 0.0)),
                 "wrong": 0,
-                "busy": [0.5, 0.4, 0.45],
                 "first_use_seconds": 0.5,
             },
-            "send_recv": {"seconds": [1.1, 1.2, 1.3], "wrong": rank, "busy": [0.1], "first_use_seconds": 1.5},
-            "gloo broadcast": {"refused": "both layouts must be replicated"} if rank else {"seconds": [], "wrong": 0},
+            "send_recv": {
+                "laps": _laps(3, (1.1, 0.1, 0.5), (1.2, 0.1, 0.4), (1.3, 0.1, 0.0), (1.4, 0.1, 0.3)),
+                "wrong": rank,
+                "first_use_seconds": 1.5,
+            },
+            "gloo broadcast": {"refused": "both layouts must be replicated"}
+            if rank
+            else {"laps": _laps(3), "wrong": 0},
         }
         for rank in range(2)
     ]
@@ -115,9 +137,12 @@ def test_records_tables_and_pages():
     assert ours["predicted_ratio"] == pytest.approx(1 - burst, abs=1e-6)
     assert by_name["broadcast_search"]["same_as"] == "broadcast_greedy"
     assert by_name["send_recv"]["wrong"] == 1
+    assert (ours["disturbed"], ours["repeated"]) == (0, 1)
+    assert (by_name["send_recv"]["disturbed"], by_name["send_recv"]["repeated"]) == (2, 1)
     assert by_name["gloo broadcast"]["refused"].startswith("both")
     table = format_table(records)
     assert "1 WRONG" in table
+    assert "2 of 3 turns DISTURBED" in table
     assert "does not apply: both layouts" in table
     assert "the same plan as broadcast_greedy" in table
     assert "| study: study 3 | 0.281 | 1.03 (1.00) | - |" in format_markdown(
