@@ -102,6 +102,12 @@ def set_up_host(name: str) -> None:
     _mount("tmpfs", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV)
 
 
+def mount_private(folder: str) -> None:
+    """As a rank of a host: an empty folder that its ranks share, and no other host."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV)
+
+
 def die_with_parent() -> None:
     """Have the kernel kill this process when the one that forked it ends, whatever the reason."""
     parent = os.getppid()

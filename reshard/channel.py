@@ -332,6 +332,18 @@ def tell_error(group: Group, error: ReshardError) -> None:
     publish_beacon(group)
 
 
+def blame(store: dist.Store, rank: int, text: str) -> None:
+    """Let those who wait for a rank know why it does not come, in its place.
+
+    Args:
+        store: of the group. rank: of the one that is gone; text: why.
+    """
+    key = f"beacon/{rank}"
+    beacon = json.loads(store.get(key)) if store.check([key]) else {"waiting": None, "skipped": {}, "errors": 0}
+    # more errors than anybody counts as dealt with, as it never comes again
+    store.set(key, json.dumps(beacon | {"errors": beacon["errors"] + 2**40, "error": [RemoteError.__name__, text]}))
+
+
 def check_inside(group: Group, members: Sequence[int]) -> None:
     """Raise ArgumentError if a rank is outside the group."""
     outside = [rank for rank in members if rank >= group.size]

@@ -89,6 +89,19 @@ def find_group(group: Any) -> Group:
         return _groups[process_group]
 
 
+def forget_group(group: Any) -> None:
+    """Give back what a group holds: its thread and its connections. No transfer may be under way."""
+    with _lock:
+        found = group if isinstance(group, Group) else _groups.pop(group, None)
+    if found is None:
+        return
+    if found.monitor is not None:
+        found.monitor.close()
+    for channel in found.channels.values():
+        channel.close()
+    found.channels.clear()
+
+
 def join(store: Any, rank: int, world_size: int) -> Group:
     """One group out of processes of several jobs, for example a trainer and a server.
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from datetime import timedelta
+
+import torch
 
 from reshard.program import build_program
 from reshard.progress import run_program
+from reshard.round_runner import RoundRunner
+from reshard.rounds import find_rounds
 from reshard.staging import Staging, carrier
 
 
@@ -53,19 +58,37 @@ class MemoryTransport:
         return self.hub.post(self.hub.recvs, self.hub.sends, (rank, self.rank, tag), buffer)
 
 
-def run_in_threads(plan, sources, outs, seconds=5.0):
+class MemoryExchange:
+    """A group of sends and receives at once, matched by order alone; done on return."""
+
+    def __init__(self, hub, rank, seconds):
+        self.transport, self.limit = MemoryTransport(hub, rank), timedelta(seconds=seconds)
+
+    def __call__(self, recvs, sends):
+        works = [self.transport.recv(buffer, rank, 0) for buffer, rank in recvs]
+        works += [self.transport.send(buffer, rank, 0) for buffer, rank in sends]
+        for work in works:
+            work.wait(self.limit)
+
+
+def run_in_threads(plan, sources, outs, seconds=5.0, in_rounds=False):
     """Run every rank's program; ``sources`` and ``outs`` are ``{rank: [tensor or None, ...]}``.
 
     Returns the staging bytes of each rank; raises the first error of a rank.
     """
     hub, errors, staged = MemoryHub(), {}, {}
+    round_of = find_rounds(plan) if in_rounds else {}
 
     def one(rank):
         try:
             program = build_program(plan, rank)
-            staging = Staging(program, plan.staging_bytes)
             arrays = [[None if x is None else carrier(x) for x in side[rank]] for side in (sources, outs)]
-            run_program(program, MemoryTransport(hub, rank), *arrays, staging, deadline=time.monotonic() + seconds)
+            if in_rounds:
+                staging = RoundRunner(program, round_of, torch.device("cpu"))
+                staging.run(*arrays, MemoryExchange(hub, rank, seconds))
+            else:
+                staging = Staging(program, plan.staging_bytes)
+                run_program(program, MemoryTransport(hub, rank), *arrays, staging, deadline=time.monotonic() + seconds)
             staged[rank] = staging.allocated_bytes
         except BaseException as error:
             errors[rank] = error

@@ -1,0 +1,139 @@
+"""Sharded arrays on actors of a Ray cluster, moved between meshes of actors by one driver.
+
+::
+
+    trainer = reshard.ray.ActorMesh("2x4", num_hosts=2, name="trainer")
+    server = reshard.ray.ActorMesh("3x2", num_hosts=3, name="server")
+    weights = trainer.put(array, "S0 R")
+    served = reshard.ray.reshard(weights, trainer, server, dst_spec="R S0")
+
+Bytes go between actors over Gloo, never through the driver or the object store (but for what ``put`` and ``gather`` are
+asked to carry). The driver may be anywhere that ``ray.init`` connects from.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from reshard.errors import ArgumentError
+from reshard.layout import Layout
+from reshard.mover import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.plan import DEFAULT_STAGING_BYTES
+from reshard.ray_mesh import (
+    GRACE_SECONDS,
+    ActorMesh,
+    Answers,
+    Asked,
+    ShardedArray,
+    join_meshes,
+    keeper_place,
+    order_lock,
+)
+from reshard.routes import Strategy
+from reshard.topology import Topology
+
+__all__ = ["ActorMesh", "ShardedArray", "reshard", "run"]
+
+
+def reshard(
+    array: ShardedArray | Mapping[str, ShardedArray],
+    src_mesh: ActorMesh,
+    dst_mesh: ActorMesh,
+    *,
+    dst_spec: Any = None,
+    strategy: str | Strategy | None = None,
+    topology: Topology | None = None,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> Any:
+    """Move a sharded array from one mesh of actors to another, or to another layout of the same.
+
+    Args:
+        array: what the actors of ``src_mesh`` hold, or ``{name: array}`` for several in one plan.
+        dst_mesh: the actors that shall hold it; ``src_mesh`` itself for a new layout in place.
+        dst_spec: how they shard it, in any notation of :class:`~reshard.Layout`, or ``{name: ...}``; omitted, each
+            holds all of it.
+        strategy, staging_bytes: as for :func:`reshard.reshard`. timeout_seconds: for ranks to meet, and to finish.
+        topology: of ranks; those of ``src_mesh`` come first, those of ``dst_mesh`` behind them. Omitted, by nodes.
+
+    Returns:
+        A new :class:`ShardedArray`, or ``{name: ...}``; the source is unchanged.
+
+    Raises:
+        ReshardError: what the ranks raise; RemoteError with the name of an actor that died.
+    """
+    timeout_seconds = check_timeout(timeout_seconds)
+    arrays: dict[str | None, ShardedArray] = dict(array) if isinstance(array, Mapping) else {None: array}
+    for name, one in arrays.items():
+        what = f"{name!r}" if name is not None else "the array"
+        if not isinstance(one, ShardedArray):
+            raise ArgumentError(f"{what} is {type(one).__name__}, not a ShardedArray; mesh.put(...) makes one")
+        if one.mesh is not src_mesh:
+            raise ArgumentError(f"{what} is on {one.mesh}, not on {src_mesh}")
+    if not isinstance(dst_mesh, ActorMesh) or not arrays:
+        raise ArgumentError(f"reshard needs arrays and an ActorMesh to move them to, not {type(dst_mesh).__name__}")
+    specs = dst_spec if isinstance(dst_spec, Mapping) else dict.fromkeys(arrays, dst_spec)
+    if set(specs) != set(arrays):
+        raise ArgumentError(f"dst_spec names {sorted(map(str, specs))}, the arrays are {sorted(map(str, arrays))}")
+    first = 0 if dst_mesh is src_mesh else src_mesh.mesh.size
+    moved = {
+        name: ShardedArray(dst_mesh, Layout(dst_mesh.mesh, specs[name]), one.shape, one.dtype)
+        for name, one in arrays.items()
+    }
+    there = {rank: rank + first for rank in dst_mesh.mesh.ranks}
+    told = {
+        name: (one.layout, moved[name].layout.with_ranks(there), one.shape, one.dtype) for name, one in arrays.items()
+    }
+    options = {
+        "strategy": strategy,
+        "topology": topology,
+        "staging_bytes": staging_bytes,
+        "timeout_seconds": timeout_seconds,
+    }
+    meshes = [src_mesh] if first == 0 else [src_mesh, dst_mesh]
+    with order_lock:
+        key = join_meshes(meshes)
+        asked = []
+        for mesh in meshes:
+            names = {
+                name: (
+                    one.key if mesh is src_mesh else None,
+                    moved[name].key if mesh is dst_mesh else None,
+                )
+                for name, one in arrays.items()
+            }
+            asked += [(mesh, rank, "move", (key, names, told, options)) for rank in mesh.mesh.ranks]
+        answers = Answers(asked, meshes, key)
+    answers.take(2 * timeout_seconds + GRACE_SECONDS)
+    return moved if isinstance(array, Mapping) else moved[None]
+
+
+def run(
+    meshes: Sequence[ActorMesh], function: Callable[..., Any], *args: Any, timeout_seconds: float = 3600.0
+) -> list[Any]:
+    """Call ``function(rank, *args)`` on every actor, with a world group (Gloo) of all of them up.
+
+    How the pipeline engine starts on Ray: a mesh per stage, and the function makes an :class:`Engine`.
+
+    Args:
+        meshes: ranks of the first come first. function: what it returns must pickle. timeout_seconds: for all.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        ReshardError: what a rank raised; RemoteError with the name of an actor that died.
+    """
+    check_timeout(timeout_seconds)
+    address, port = keeper_place()
+    world, size = uuid.uuid4().hex, sum(mesh.mesh.size for mesh in meshes)
+    asked: list[Asked] = []
+    with order_lock:
+        for mesh in meshes:
+            for rank in mesh.mesh.ranks:
+                place = (world, address, port, len(asked), size)
+                asked.append((mesh, rank, "run", (place, function, args, timeout_seconds)))
+        answers = Answers(asked, meshes, None)
+    return answers.take(timeout_seconds + GRACE_SECONDS)

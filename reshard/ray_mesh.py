@@ -1,0 +1,316 @@
+"""Meshes of actors, the arrays that they hold, and how the driver asks them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from reshard.agreement import rebuild_error
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError, MeshError, RemoteError, TransferTimeoutError
+from reshard.layout import Layout
+from reshard.mesh import Mesh
+from reshard.mover import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.ray_actor import Device, StoreKeeper, pack_array, shard_of, unpack_array, whole_of
+from reshard.shards import check_shape, cut_shards
+
+#: Once a rank has failed, how long the others may take to say so.
+GRACE_SECONDS = 10.0
+
+order_lock = threading.RLock()  # calls reach all actors in one order
+
+
+class ActorMesh:
+    """Actors as a mesh: one per device, on hosts of their own; a context manager.
+
+    Args:
+        shape: ``"2x4"``, ``(2, 4)`` or ``8``; ranks are dealt to hosts in blocks, in order.
+        num_hosts: on so many nodes, each different (a placement group with STRICT_SPREAD and a bundle per host).
+        axes: names of the mesh's axes; ``0, 1, ...`` if omitted. name: of the mesh in errors.
+        num_cpus, num_gpus: what Ray reserves for each device.
+        timeout_seconds: how long the actors may take to start.
+
+    Raises:
+        MeshError: the shape cannot be, or its ranks cannot be dealt to so many hosts.
+        TransferTimeoutError: the cluster has no room for it, or actors did not start in time.
+    """
+
+    def __init__(
+        self,
+        shape: str | int | Sequence[int],
+        *,
+        num_hosts: int = 1,
+        axes: Sequence[str] | None = None,
+        name: str = "mesh",
+        num_cpus: float = 1.0,
+        num_gpus: float = 0.0,
+        timeout_seconds: float = 120.0,
+    ) -> None:
+        self.mesh, self.name = Mesh.of(shape, axes=axes), name
+        size = self.mesh.size
+        if isinstance(num_hosts, bool) or not isinstance(num_hosts, int) or num_hosts < 1 or size % num_hosts:
+            raise MeshError(f"{size} ranks of {name!r} cannot be dealt to {num_hosts!r} hosts")
+        if not ray.is_initialized():
+            raise ArgumentError("Ray is not connected: call ray.init() first")
+        per_host = size // num_hosts
+        self._id = uuid.uuid4().hex[:12]
+        self._dead: dict[int, str] = {}
+        self._joined: dict[str, weakref.WeakSet[ActorMesh]] = {}  # groups, with the meshes that they are made of
+        self._closed = False
+        bundle = {"CPU": num_cpus * per_host} | ({"GPU": num_gpus * per_host} if num_gpus else {})
+        self._group: PlacementGroup = placement_group([bundle] * num_hosts, strategy="STRICT_SPREAD")
+        begun = time.monotonic()
+        try:
+            if not self._group.wait(timeout_seconds):
+                raise TransferTimeoutError(
+                    f"{name!r} needs {num_hosts} nodes with {bundle} free on each; the cluster has no such room after "
+                    f"{timeout_seconds:g} s ({_nodes()})"
+                )
+            remote = ray.remote(Device)
+            self.actors = [
+                remote.options(
+                    num_cpus=num_cpus,
+                    num_gpus=num_gpus,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, rank // per_host),
+                ).remote()
+                for rank in range(size)
+            ]
+            self.addresses: list[str] = []
+            left = max(1.0, timeout_seconds - (time.monotonic() - begun))
+            try:
+                self.addresses = [where[0] for where in ray.get([a.where.remote() for a in self.actors], timeout=left)]
+            except GetTimeoutError:
+                raise TransferTimeoutError(f"actors of {name!r} did not start within {timeout_seconds:g} s") from None
+            except RayError as error:
+                raise RemoteError(f"an actor of {name!r} did not start: {error}") from None
+        except BaseException:
+            remove_placement_group(self._group)
+            raise
+
+    def put(self, array: Any, spec: Any = None, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> ShardedArray:
+        """Shard an array of the driver over the mesh; replicas travel once per host.
+
+        Args:
+            array: NumPy or a CPU tensor of torch. spec: how the mesh shards it; omitted, every actor holds all of it.
+        """
+        whole = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(array))
+        made = ShardedArray(self, Layout(self.mesh, spec), tuple(whole.shape), dtype_name(whole.dtype))
+        shards = cut_shards(made.layout, made.shape)
+        parts: dict[Any, Any] = {}
+        asked = {}
+        for rank in self.mesh.ranks:
+            key = tuple(shards.boxes_of(rank))
+            if key not in parts:
+                parts[key] = ray.put(pack_array(shard_of(whole, made.layout, rank)))
+            asked[rank] = (made.key, parts[key])
+        self._ask("put", asked, timeout_seconds)
+        return made
+
+    def make(
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        spec: Any,
+        function: Callable[[tuple[slice, ...]], Any],
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> ShardedArray:
+        """An array whose parts the actors make: ``function(index)`` gives what stands at ``whole[index]``.
+
+        Args:
+            shape, dtype: of the whole. spec: how the mesh shards it. function: NumPy or torch; must pickle.
+        """
+        made = ShardedArray(self, Layout(self.mesh, spec), check_shape(shape), dtype_name(dtype))
+        asked = {rank: (made.key, made.layout, rank, made.shape, made.dtype, function) for rank in self.mesh.ranks}
+        self._ask("make", asked, timeout_seconds)
+        return made
+
+    def close(self) -> None:
+        """End the actors, with what they hold."""
+        if not self._closed:
+            self._closed = True
+            for key, meshes in self._joined.items():
+                for mesh in meshes:
+                    if mesh is not self and not mesh._closed:
+                        mesh._joined.pop(key, None)
+                        for actor in mesh.actors:
+                            actor.leave.remote(key)
+            self._joined.clear()
+            for actor in self.actors:
+                ray.kill(actor)
+            remove_placement_group(self._group)
+
+    def __enter__(self) -> ActorMesh:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.mesh})"
+
+    def called(self, rank: int) -> str:
+        """An actor for people: ``server[2,1] at 10.0.0.3``."""
+        place = np.argwhere(self.mesh.array == rank)[0]
+        return f"{self.name}[{','.join(map(str, place))}] at {self.addresses[rank]}"
+
+    def _ask(self, method: str, asked: Mapping[int, Sequence[Any]], timeout_seconds: float) -> list[Any]:
+        return _ask([(self, rank, method, args) for rank, args in asked.items()], timeout_seconds)
+
+
+class ShardedArray:
+    """An array whose shards the actors of a mesh hold; dropped there when the driver drops this.
+
+    Attributes:
+        mesh: the actors. layout: how its ranks shard the array. shape, dtype: of the whole.
+    """
+
+    def __init__(self, mesh: ActorMesh, layout: Layout, shape: tuple[int, ...], dtype: str) -> None:
+        cut_shards(layout, shape)  # raises if it does not fit
+        self.mesh, self.layout, self.shape, self.dtype = mesh, layout, shape, dtype
+        self.key = uuid.uuid4().hex
+        weakref.finalize(self, _drop, mesh.actors, self.key).atexit = False
+
+    def shards(self, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> dict[int, torch.Tensor]:
+        """The shards of all ranks, brought to the driver."""
+        ranks = self.mesh.mesh.ranks
+        packed = self.mesh._ask("get", dict.fromkeys(ranks, (self.key,)), timeout_seconds)
+        return {rank: unpack_array(one) for rank, one in zip(ranks, packed, strict=True)}
+
+    def gather(self, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> torch.Tensor:
+        """The whole array, brought to the driver; of replicas one."""
+        shards = cut_shards(self.layout, self.shape)
+        seen: dict[Any, int] = {}
+        for rank in self.layout.ranks:
+            seen.setdefault(tuple(shards.boxes_of(rank)), rank)
+        ranks = sorted(seen.values())
+        packed = self.mesh._ask("get", dict.fromkeys(ranks, (self.key,)), timeout_seconds)
+        found = {rank: unpack_array(one) for rank, one in zip(ranks, packed, strict=True)}
+        return whole_of(found, self.layout, self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)} {self.layout} of {self.mesh.name}"
+
+
+Asked = tuple[ActorMesh, int, str, Sequence[Any]]
+
+
+class Answers:
+    """Calls of actors under way."""
+
+    def __init__(self, asked: Sequence[Asked], meshes: Sequence[ActorMesh], group: str | None) -> None:
+        for mesh in meshes:
+            if mesh._closed:
+                raise ArgumentError(f"{mesh.name!r} is closed")
+            for rank, why in mesh._dead.items():
+                raise RemoteError(f"rank {rank} of {mesh.name!r}, {mesh.called(rank)}, died: {why}")
+        self._asked, self._group = list(asked), group
+        self._refs = [getattr(mesh.actors[rank], method).remote(*args) for mesh, rank, method, args in asked]
+
+    def take(self, timeout_seconds: float) -> list[Any]:
+        """What all return; raises the first error, of an actor that died before all others."""
+        deadline = time.monotonic() + timeout_seconds
+        answers: dict[int, tuple[Any, ...]] = {}
+        position = {ref: i for i, ref in enumerate(self._refs)}
+        waiting = list(self._refs)
+        deaths: list[str] = []
+        while waiting:
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            i = position[ready[0]]
+            mesh, rank, *_ = self._asked[i]
+            try:
+                answers[i] = ray.get(ready[0])
+            except RayActorError as error:
+                mesh._dead[rank] = str(error).strip().splitlines()[-1].strip()
+                deaths.append(f"rank {rank} of {mesh.name!r}, {mesh.called(rank)}, died: {mesh._dead[rank]}")
+                answers[i] = ("dead",)
+                if self._group is not None:
+                    ray.get(_keeper().blame.remote(self._group, i, f"rank {i} is gone: {mesh.called(rank)} died"))
+            except RayError as error:
+                answers[i] = ("error", "RemoteError", f"{mesh.called(rank)}: {error}")
+            if answers[i][0] != "result":
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if deaths:
+            raise RemoteError("; ".join(deaths))
+        for i in sorted(answers):
+            if answers[i][0] == "error":
+                raise rebuild_error(*answers[i][1:])
+        if len(answers) < len(self._asked):
+            silent = [mesh.called(rank) for i, (mesh, rank, *_) in enumerate(self._asked) if i not in answers]
+            raise TransferTimeoutError(f"no answer within {timeout_seconds:g} s from {', '.join(silent)}")
+        return [answers[i][1] for i in range(len(self._asked))]
+
+
+def _ask(asked: Sequence[Asked], timeout_seconds: float) -> list[Any]:
+    with order_lock:
+        answers = Answers(asked, list(dict.fromkeys(mesh for mesh, *_ in asked)), None)
+    return answers.take(check_timeout(timeout_seconds))
+
+
+def join_meshes(meshes: Sequence[ActorMesh]) -> str:
+    """The key of the group of the meshes' actors, in that order; made on first use."""
+    key = "+".join(mesh._id for mesh in meshes)
+    if key not in meshes[0]._joined:
+        address, port = keeper_place()
+        members = [(mesh, rank) for mesh in meshes for rank in mesh.mesh.ranks]
+        places = [(key, address, port, i, len(members)) for i in range(len(members))]
+        _ask(
+            [(mesh, rank, "join", place) for (mesh, rank), place in zip(members, places, strict=True)],
+            DEFAULT_TIMEOUT_SECONDS,
+        )
+        for mesh in meshes:
+            mesh._joined[key] = weakref.WeakSet(meshes)
+    return key
+
+
+_keepers: dict[str, Any] = {}
+
+
+def _keeper() -> Any:
+    """The actor at whose store this driver's actors meet."""
+    job = ray.get_runtime_context().get_job_id()
+    with order_lock:
+        if job not in _keepers:
+            _keepers.clear()
+            _keepers[job] = ray.remote(StoreKeeper).options(num_cpus=0).remote()
+        return _keepers[job]
+
+
+def keeper_place() -> tuple[str, int]:
+    """Address and port of the store at which this driver's actors meet.
+
+    Raises:
+        RemoteError: its actor is lost.
+    """
+    try:
+        place: tuple[str, int] = ray.get(_keeper().where.remote(), timeout=DEFAULT_TIMEOUT_SECONDS)
+    except RayError as error:
+        raise RemoteError(f"the actor that keeps the store is lost: {error}") from None
+    return place
+
+
+def _drop(actors: Sequence[Any], key: str) -> None:
+    if ray.is_initialized():
+        for actor in actors:
+            actor.drop.remote(key)
+
+
+def _nodes() -> str:
+    return "; ".join(
+        f"{node['NodeManagerAddress']}: {node['Resources'].get('CPU', 0):g} CPU"
+        for node in ray.nodes()
+        if node["Alive"]
+    )

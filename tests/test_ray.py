@@ -1,0 +1,177 @@
+"""Actors on a real Ray cluster of emulated hosts: elements, names of the dead, nothing through the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+import torch
+from reshard.scheduler import fitted
+from test_engine import run_rank, single_process
+
+from microbench import namespaces
+from microbench.ray_hosts import ray_cluster
+
+pytest.importorskip("ray", reason="ray is not installed: pip install 'reshard[ray]'")
+
+_reason = namespaces.why_unsupported()
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(_reason is not None, reason=str(_reason)),
+]
+
+
+@pytest.fixture(scope="module")
+def drive():
+    with ray_cluster(3, num_cpus=4) as drive:
+        yield drive
+
+
+def _whole(*shape):
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+
+
+def _move_there_and_back():
+    import reshard.ray as actors
+
+    whole = _whole(13, 6)
+    with (
+        actors.ActorMesh("2x2", num_hosts=2, name="trainer") as trainer,
+        actors.ActorMesh(3, num_hosts=3, name="server") as server,
+    ):
+        assert len(set(trainer.addresses)) == 2
+        assert len(set(server.addresses)) == 3
+        weights = trainer.put(whole, "S0 S1")
+        served = actors.reshard(weights, trainer, server, dst_spec="R S0")
+        assert served.shards()[2].tolist() == whole[:, 4:].tolist()
+        back = actors.reshard(served, server, trainer, dst_spec="S01")
+        assert back.gather().equal(whole)
+        turned = actors.reshard(back, trainer, trainer, dst_spec="R S0")  # in place
+        assert turned.gather().equal(whole)
+        assert weights.gather().equal(whole)
+        both = {
+            "a": trainer.make((8, 4), "bfloat16", "S0", _ones),
+            "b": trainer.put(whole.numpy(), None),
+        }
+        moved = actors.reshard(both, trainer, server, dst_spec={"a": None, "b": "S0"})
+        assert moved["a"].shards()[1].equal(torch.ones(8, 4, dtype=torch.bfloat16))
+        assert moved["b"].gather().equal(whole)
+
+
+def _ones(index):
+    return torch.ones([cut.stop - cut.start for cut in index], dtype=torch.bfloat16)
+
+
+def test_arrays_move_between_meshes_of_actors(drive):
+    drive(_move_there_and_back)
+
+
+def _wrong_calls():
+    import reshard.ray as actors
+
+    found = []
+
+    def note(call):
+        try:
+            call()
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append("nothing")
+
+    with actors.ActorMesh(2, name="left") as left, actors.ActorMesh(2, name="right") as right:
+        held = left.put(_whole(4, 4), "S0")
+        note(lambda: actors.reshard(held, right, left))
+        note(lambda: actors.reshard(_whole(2), left, right))
+        note(lambda: actors.reshard(held, left, right, dst_spec="S0 S0"))
+        note(lambda: actors.reshard(held, left, right, strategy="magic"))
+        note(lambda: left.make((4, 4), "float32", "S0", _ones))
+        note(lambda: actors.ActorMesh(3, num_hosts=2))
+        note(lambda: actors.ActorMesh(40, num_hosts=4, timeout_seconds=1.0))
+        note(lambda: actors.run([left], _fail_on_one))
+        good = actors.reshard(held, left, right, dst_spec="R S0")  # and after all that it works
+        assert good.gather().equal(_whole(4, 4))
+        right.close()
+        note(lambda: actors.reshard(held, left, right))
+    return found
+
+
+def _fail_on_one(rank):
+    if rank:
+        raise ValueError("not today")
+
+
+def test_wrong_calls_get_errors_that_name_the_thing(drive):
+    found = drive(_wrong_calls)
+    starts = [
+        "ArgumentError: the array is on left",
+        "ArgumentError: the array is Tensor, not a ShardedArray",
+        "LayoutError: ",
+        "ArgumentError: ",
+        "ArgumentError: the function gave bfloat16",
+        "MeshError: 3 ranks of 'mesh' cannot be dealt to 2 hosts",
+        "TransferTimeoutError: 'mesh' needs 4 nodes",
+        "RemoteError: ValueError: not today",
+        "ArgumentError: 'right' is closed",
+    ]
+    for said, start in zip(found, starts, strict=True):
+        assert said.startswith(start), said
+
+
+def _kill_one():
+    import ray
+
+    import reshard.ray as actors
+
+    with actors.ActorMesh(2, num_hosts=2, name="left") as left, actors.ActorMesh(2, num_hosts=2, name="right") as right:
+        held = left.put(_whole(64, 64), "S0")
+        actors.reshard(held, left, right, dst_spec="R S0")
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            ray.get(right.actors[1].__ray_call__.remote(_end))
+        begun = time.monotonic()
+        try:
+            actors.reshard(held, left, right, dst_spec="S0")
+        except actors.ReshardError as error:
+            said, took = f"{type(error).__name__}: {error}", time.monotonic() - begun
+        try:
+            actors.reshard(held, left, right, dst_spec="S0")
+        except actors.ReshardError as error:
+            again = str(error)
+        assert held.gather().equal(_whole(64, 64))  # the source is as it was
+        with actors.ActorMesh(1, name="spare") as spare:
+            assert actors.reshard(held, left, spare).gather().equal(_whole(64, 64))
+    return said, again, took
+
+
+def _end(actor):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_dead_actor_is_named(drive):
+    said, again, took = drive(_kill_one)
+    assert said.startswith("RemoteError: rank 1 of 'right', right[1] at 10.77.2.1, died")
+    assert "right[1]" in again
+    assert took < 15
+
+
+def _train(sizes):
+    import reshard.ray as actors
+
+    with contextlib.ExitStack() as stack:
+        meshes = [stack.enter_context(actors.ActorMesh(1, name=name)) for name in ("first", "middle", "last")]
+        return actors.run(meshes, run_rank, fitted, [0, 1, 2], "float64", sizes, 1)
+
+
+def test_the_engine_runs_on_actors(drive):
+    sizes = [4, 4, 2]
+    losses, grads = single_process(torch.float64, sizes)
+    results = drive(_train, sizes)
+    for stage, (steps, _) in enumerate(results):
+        said, by_stage = steps[0]
+        if stage == 2:
+            assert said == pytest.approx(losses, rel=1e-10)
+        for key, grad in by_stage[stage].items():
+            torch.testing.assert_close(torch.from_numpy(grad), grads[stage][key], rtol=1e-10, atol=1e-12)
