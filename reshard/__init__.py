@@ -30,10 +30,11 @@ if TYPE_CHECKING:
         TransferTimeoutError,
     )
     from reshard.group import Group, join
+    from reshard.handles import Handle
     from reshard.layout import Layout, RegionLayout
     from reshard.local import execute_local, reshard_local
     from reshard.mesh import Mesh
-    from reshard.mover import Handle, Mover
+    from reshard.mover import Mover
     from reshard.plan import Plan
     from reshard.planning import make_plan
     from reshard.simulation import Timeline, simulate
@@ -44,7 +45,7 @@ _HOME = {
     "Bound": "bound",
     "DisagreementError": "errors",
     "Group": "group",
-    "Handle": "mover",
+    "Handle": "handles",
     "Layout": "layout",
     "LayoutError": "errors",
     "Mesh": "mesh",

@@ -20,7 +20,7 @@ class TensorRecord:
     """What one rank knows of one tensor: the global shape and dtype if given, and its own arrays.
 
     ``local`` and ``out`` are ``(shape, dtype)`` of the shard it passes and of the array to fill; ``is_dtensor`` says
-    that it passes a DTensor, so that every rank of a DeviceMesh gets one.
+    that it passes a DTensor, so that every rank of a DeviceMesh gets one. ``devices`` are the types of device of both.
     """
 
     shape: list[int] | None = None
@@ -28,6 +28,7 @@ class TensorRecord:
     is_dtensor: bool = False
     local: tuple[list[int], str] | None = None
     out: tuple[list[int], str] | None = None
+    devices: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -71,6 +72,7 @@ class Verdict:
     dtypes: dict[str, str] = field(default_factory=dict)
     hostnames: list[str] = field(default_factory=list)
     dtensors: list[str] = field(default_factory=list)
+    device_type: str = "cpu"
     generation: int = 0
     round: int = 0
     attempts: dict[int, int] = field(default_factory=dict)
@@ -112,6 +114,7 @@ def resolve(records: Sequence[Record], layouts: Mapping[str, tuple[AnyLayout, An
         verdict = Verdict(
             hostnames=[record.hostname for record in records],
             generation=max(record.generation for record in records),
+            device_type=_resolve_device_type(records),
         )
         for name, (src, dst) in layouts.items():
             tensors = {record.rank: record.tensors[name] for record in records}
@@ -148,6 +151,18 @@ def _raise_disagreements(records: Sequence[Record]) -> None:
                 f"ranks disagree on how many arguments they pass: rank {first.rank} {len(first.arguments)}, "
                 f"rank {record.rank} {len(record.arguments)}"
             )
+
+
+def _resolve_device_type(records: Sequence[Record]) -> str:
+    """The type of device that all tensors are on; the CPU where no rank passes one."""
+    first: dict[str, str] = {}
+    for record in records:
+        for name, tensor in record.tensors.items():
+            for kind in tensor.devices:
+                first.setdefault(kind, f"rank {record.rank} passes {name or 'the tensor'!r} on {kind}")
+    if len(first) > 1:
+        raise DisagreementError(f"tensors must be on one type of device: {', '.join(first.values())}")
+    return next(iter(first), "cpu")
 
 
 def _resolve_dtype(what: str, tensors: Mapping[int, TensorRecord]) -> str:

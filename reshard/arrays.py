@@ -11,11 +11,20 @@ import torch
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 
+#: Types of devices between which arrays travel; those of one transfer are all of one type.
+DEVICE_TYPES = ("cpu", "cuda")
+
 
 def check_array(
-    array: Any, shape: tuple[int, ...] | None, dtype: str, role: str, name: str | None, rank: int
+    array: Any,
+    shape: tuple[int, ...] | None,
+    dtype: str,
+    role: str,
+    name: str | None,
+    rank: int,
+    device_type: str = "cpu",
 ) -> torch.Tensor | None:
-    """The array if it is what the layout gives this rank.
+    """The array if it is what the layout gives this rank, on a device of the type that all use.
 
     Raises:
         ArgumentError: it is missing, given where none belongs, or of the wrong kind, shape or dtype.
@@ -33,6 +42,10 @@ def check_array(
             f"{what}: rank {rank} passes {dtype_name(array.dtype)} {list(array.shape)}, "
             f"but its shard in {role} is {dtype} {list(shape)}"
         )
+    if array.device.type != device_type:
+        raise ArgumentError(
+            f"{what}: rank {rank} passes a tensor on {array.device}, but this moves {device_type} tensors"
+        )
     return array
 
 
@@ -45,15 +58,16 @@ def as_plain(source: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def check_movable(array: Any, what: str, rank: int) -> None:
-    """Raise ArgumentError unless the array is a dense CPU tensor whose elements travel as bytes."""
+    """Raise ArgumentError unless the array is a dense tensor whose elements travel as bytes."""
     if not isinstance(array, torch.Tensor):
         raise ArgumentError(f"{what}: rank {rank} passes {type(array).__name__}, not a torch tensor")
     if array.layout is not torch.strided or array.is_quantized:
         raise ArgumentError(f"{what}: rank {rank} passes a sparse or quantized tensor; only dense ones can travel")
     if getattr(array, "is_nested", False):
         raise ArgumentError(f"{what}: rank {rank} passes a nested tensor; only dense ones can travel")
-    if array.device.type != "cpu":
-        raise ArgumentError(f"{what}: rank {rank} passes a tensor on {array.device}; this backend moves CPU tensors")
+    if array.device.type not in DEVICE_TYPES:
+        kinds = " and ".join(DEVICE_TYPES)
+        raise ArgumentError(f"{what}: rank {rank} passes a tensor on {array.device}; {kinds} tensors can travel")
 
 
 def check_apart(src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> None:

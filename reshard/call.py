@@ -13,7 +13,8 @@ from reshard.channel import MAX_CACHED, Channel, check_inside, find_channel, tel
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError
 from reshard.group import Group, find_group
-from reshard.mover import DEFAULT_TIMEOUT_SECONDS, Handle, Mover, check_timeout, plan_arguments
+from reshard.handles import Handle
+from reshard.mover import DEFAULT_TIMEOUT_SECONDS, Mover, check_timeout, plan_arguments
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec
 from reshard.planning import plan_tensors
 from reshard.program import Program, build_program
@@ -21,6 +22,7 @@ from reshard.request import Item, read_items
 from reshard.routes import Strategy
 from reshard.shards import check_shape
 from reshard.strategies import find_strategy
+from reshard.streams import current_device
 from reshard.topology import Topology
 from reshard.version import __version__
 
@@ -213,6 +215,7 @@ class _Call:
                 raise ArgumentError(f"{what}: rank {rank} is in the source layout, but passes None")
             check_movable(item.tensor, what, rank)
             record.local = (list(item.tensor.shape), dtype_name(item.tensor.dtype))
+            record.devices.append(item.tensor.device.type)
         elif item.tensor is not None:
             if item.like is None:
                 raise ArgumentError(f"{what}: rank {rank} is not in the source layout and must pass None")
@@ -220,6 +223,7 @@ class _Call:
         if item.out is not None:
             check_movable(item.out, what, rank)
             record.out = (list(item.out.shape), dtype_name(item.out.dtype))
+            record.devices.append(item.out.device.type)
 
     def _plan(self, channel: Channel, record: Record, verdict: Verdict) -> tuple[Plan, Program]:
         """The plan for what was agreed: from the channel's cache, or made and compared with the other ranks'."""
@@ -268,8 +272,15 @@ class _Call:
     def _target(self, item: Item, shape: tuple[int, ...] | None, verdict: Verdict) -> torch.Tensor | None:
         dtype = verdict.dtypes[item.name]
         if item.out is None and shape is not None:
-            item.out = torch.empty(shape, dtype=getattr(torch, dtype))
-        return check_array(item.out, shape, dtype, "the destination", item.name or None, self.group.rank)
+            device = self._device_of(item, verdict.device_type)
+            item.out = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        return check_array(
+            item.out, shape, dtype, "the destination", item.name or None, self.group.rank, verdict.device_type
+        )
+
+    def _device_of(self, item: Item, device_type: str) -> torch.device:
+        """Where a result is put: beside this rank's source if it has one."""
+        return current_device(device_type) if item.tensor is None else item.tensor.device
 
     def _result(self, dst: Sequence[torch.Tensor | None], verdict: Verdict) -> Any:
         results = {

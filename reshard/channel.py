@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from reshard.agreement import Record, Verdict, describe_error, name_rank, rebuild_error
@@ -29,6 +30,7 @@ from reshard.errors import ArgumentError, DisagreementError, RemoteError, Reshar
 from reshard.group import Group
 from reshard.mesh import format_ranks
 from reshard.monitor import Monitor, call_at_exit
+from reshard.round_runner import Exchange
 from reshard.transport import Connections, GlooTransport
 
 #: After this long in a round, a rank says what it waits for and looks at what the others wait for.
@@ -245,13 +247,24 @@ class Channel:
         """A transport of this generation, made by all members together; None for one rank."""
         if len(self.members) == 1:
             return None
+        return self._connect(generation, lambda made: made.transport(is_two_way, timeout_seconds))
+
+    def exchange(
+        self, generation: int, device: torch.device, is_two_way: bool, timeout_seconds: float
+    ) -> Exchange | None:
+        """As :meth:`transport`, between devices."""
+        if len(self.members) == 1:
+            return None
+        return self._connect(generation, lambda made: made.exchange(device, is_two_way, timeout_seconds))
+
+    def _connect(self, generation: int, ask: Callable[[Connections], Any]) -> Any:
         with self._lock:
             if self._connections is None or self._connections[0] != generation:
                 Monitor.of(self.group)
                 store = dist.PrefixStore(f"gloo/{generation}", self._store)
                 self._connections = generation, Connections(store, self.group.rank, self.members)
             try:
-                return self._connections[1].transport(is_two_way, timeout_seconds)
+                return ask(self._connections[1])
             except RuntimeError as error:
                 raise self.fail(generation, ConnectionError(f"cannot connect: {error}")) from error
 

@@ -45,6 +45,9 @@ class Watched(Protocol):
     def stop(self, error: ReshardError) -> None:
         """End with an error."""
 
+    def look(self) -> bool:
+        """Whether it is over, where nobody else finds out."""
+
 
 class Monitor:
     """Beats into the store, and while transfers are under way looks for errors told and for silent ranks."""
@@ -101,6 +104,9 @@ class Monitor:
                     next_beat = now + BEAT_SECONDS
                     self._look_for_silence(now)
                 for transfer in self._transfers():
+                    if transfer.look():
+                        self.forget(transfer)
+                        continue
                     error = transfer.told_error()
                     if error is not None:
                         transfer.stop(error)

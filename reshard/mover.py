@@ -11,84 +11,24 @@ from typing import Any
 
 import torch
 
-from reshard.agreement import Record, Verdict, resolve
-from reshard.arrays import as_plain, check_apart, check_array
+from reshard.agreement import Record, Verdict, describe_error, resolve
+from reshard.arrays import DEVICE_TYPES, as_plain, check_apart, check_array
 from reshard.channel import Channel, find_channel
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.group import find_group
+from reshard.handles import Handle, StreamHandle
 from reshard.monitor import Monitor, call_at_exit
 from reshard.plan import Plan
 from reshard.program import Program, build_program
 from reshard.progress import TOLD_TAG, run_program
+from reshard.round_runner import RoundRunner
+from reshard.rounds import find_rounds
 from reshard.staging import Staging, carrier
+from reshard.streams import STREAMS, StreamTransfers, current_device
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 #: How long the end of the process waits for a transfer under way.
 EXIT_SECONDS = 5.0
-
-
-class Handle:
-    """A transfer under way. It progresses whether or not anybody waits."""
-
-    def __init__(self, channel: Channel, generation: int, finish: Callable[[], Any]) -> None:
-        self._channel, self._generation, self._finish = channel, generation, finish
-        self._done = threading.Event()
-        self._error: ReshardError | None = None
-        self._result: Any = None
-        #: ``time.monotonic()`` at which this rank's part began and ended; None before.
-        self.begun_at: float | None = None
-        self.ended_at: float | None = None
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The ranks that take part."""
-        return self._channel.members
-
-    def done(self) -> bool:
-        """True once :meth:`wait` will not block."""
-        return self._done.is_set()
-
-    def wait(self, timeout_seconds: float | None = None) -> Any:
-        """The result; blocks until the transfer is over.
-
-        Returns:
-            This rank's destination shard (or ``{name: shard}``), None outside the destination.
-
-        Raises:
-            TransferTimeoutError: not over within ``timeout_seconds``; the transfer goes on, and ``wait`` may be
-                called again. Otherwise the error that ended the transfer, the same on every rank.
-        """
-        if not self._done.wait(timeout_seconds):
-            raise TransferTimeoutError(f"the transfer is not over after {timeout_seconds:g} s; it goes on")
-        if self._error is not None:
-            raise self._error
-        if self._finish is not None:
-            self._result, self._finish = self._finish(), None  # type: ignore[assignment]
-        return self._result
-
-    def told_error(self) -> ReshardError | None:
-        """An error that another rank told of."""
-        return self._channel.told_error(self._generation)
-
-    def stop(self, error: ReshardError) -> None:
-        """End with an error; whoever waits is released."""
-        if not self._done.is_set():
-            self._error = self._channel.take_error(self._generation, error)
-            self._done.set()
-
-    def check(self) -> None:
-        """Raise the error that ended this transfer, if one did."""
-        if self._error is not None:
-            raise self._error
-
-    def begin(self) -> None:
-        """Note that the part of this rank begins."""
-        self.begun_at = time.monotonic()
-
-    def succeed(self) -> None:
-        """The transfer is over."""
-        self.ended_at = time.monotonic()
-        self._done.set()
 
 
 class Mover:
@@ -101,6 +41,7 @@ class Mover:
         plan: what to do; equal on all ranks.
         group: whose ranks the plan names; omitted, the world. Or what :func:`reshard.join` returned.
         timeout_seconds: how long ranks may take to agree, and each transfer to finish.
+        device: the type of device that the arrays are on, ``"cpu"`` or ``"cuda"``; of the latter the current one.
         both_ways: another Mover moves things the other way between the same ranks at the same time, so each direction
             gets connections of its own. The same on all ranks.
 
@@ -115,22 +56,25 @@ class Mover:
         group: Any = None,
         *,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        device: str = "cpu",
         both_ways: bool = False,
     ) -> None:
         if not isinstance(plan, Plan):
             raise ArgumentError(f"a Mover needs a Plan, not {type(plan).__name__}")
         timeout_seconds = check_timeout(timeout_seconds)
         channel = find_channel(find_group(group), plan.ranks)
-        arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways)))]
+        arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways))), ("device", str(device))]
         record = Record(channel.group.rank, arguments=arguments, hostname=channel.group.hostname)
         program = None
         try:
+            check_device_type(device)
             plan.topology.check_covers(plan.ranks)
             program = build_program(plan, channel.group.rank)
         except Exception as error:  # a plan made by hand that this rank cannot serve
-            record.error = ("PlanError", str(error))
+            record.error = describe_error(error) if isinstance(error, ReshardError) else ("PlanError", str(error))
         call, verdict = channel.agree(record, lambda records: resolve(records, {}), timeout_seconds)
         assert program is not None
+        verdict.device_type = device
         self._setup(plan, program, channel, call, verdict, timeout_seconds, both_ways)
 
     @classmethod
@@ -164,12 +108,20 @@ class Mover:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._keeps_staging = False  # hand the buffers to the next call of the same plan
-        self._transport = channel.transport(self._generation, both_ways or plan.is_two_way, timeout_seconds)
+        self._device_type = verdict.device_type
+        self._streamed = self._transport = None
+        if verdict.device_type in STREAMS:
+            device = current_device(verdict.device_type)
+            exchange = channel.exchange(self._generation, device, both_ways, timeout_seconds)
+            runner = RoundRunner(program, find_rounds(plan), device)
+            self._streamed = StreamTransfers(runner, exchange or _nobody, device)
+        else:
+            self._transport = channel.transport(self._generation, both_ways or plan.is_two_way, timeout_seconds)
 
     @property
     def staging_allocated_bytes(self) -> int:
         """Bytes held beyond source and destination shards; at most the plan's ``staging_bytes``."""
-        return self._staging.allocated_bytes
+        return self._staging.allocated_bytes if self._streamed is None else self._streamed.allocated_bytes
 
     def __call__(self, tensor: Any = None, *, out: Any = None, timeout_seconds: float | None = None) -> Any:
         """Move and wait; see :meth:`start`."""
@@ -230,7 +182,7 @@ class Mover:
 
     def _sources(self, tensor: Any) -> list[torch.Tensor | None]:
         return [
-            check_array(array, shape, spec.dtype, "the source", spec.name, self._program.rank)
+            check_array(array, shape, spec.dtype, "the source", spec.name, self._program.rank, self._device_type)
             for array, shape, spec in self._by_tensor(tensor, self._program.src_shapes)
         ]
 
@@ -238,8 +190,9 @@ class Mover:
         targets: list[torch.Tensor | None] = []
         for array, shape, spec in self._by_tensor(out, self._program.dst_shapes):
             if array is None and shape is not None:
-                array = torch.empty(shape, dtype=getattr(torch, spec.dtype))
-            targets.append(check_array(array, shape, spec.dtype, "the destination", spec.name, self._program.rank))
+                array = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=current_device(self._device_type))
+            rank = self._program.rank
+            targets.append(check_array(array, shape, spec.dtype, "the destination", spec.name, rank, self._device_type))
         return targets
 
     def _by_tensor(self, value: Any, shapes: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
@@ -257,6 +210,8 @@ class Mover:
     def _enqueue(
         self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], finish: Callable[[], Any]
     ) -> Handle:
+        if self._streamed is not None:
+            return self._put_on_stream(self._streamed, src, dst, finish)
         handle = Handle(self._channel, self._generation, finish)
         if self._transport is not None:
             Monitor.of(self._channel.group).watch(handle)
@@ -267,6 +222,26 @@ class Mover:
             _running.add(self)
             call_at_exit(_finish_all, priority=20)
         self._jobs.put((self, handle, src, dst))
+        return handle
+
+    def _put_on_stream(
+        self,
+        streamed: StreamTransfers,
+        src: Sequence[torch.Tensor | None],
+        dst: Sequence[torch.Tensor | None],
+        finish: Callable[[], Any],
+    ) -> StreamHandle:
+        self._channel.check_usable(self._generation)
+        try:
+            mark = streamed.start(
+                *([None if array is None else carrier(array) for array in side] for side in (src, dst))
+            )
+        except RuntimeError as error:
+            raise self._channel.fail(self._generation, error) from error
+        deadline = time.monotonic() + self._timeout_seconds
+        handle = StreamHandle(self._channel, self._generation, finish, streamed, mark, deadline)
+        if mark is not None:
+            Monitor.of(self._channel.group).watch(handle)
         return handle
 
     def finish(self, timeout_seconds: float) -> None:
@@ -342,6 +317,18 @@ def plan_arguments(plan: Plan) -> list[tuple[str, str]]:
     said.append(("topology", str(plan.topology.to_json())))
     said.append(("plan hash", plan.plan_hash))
     return said
+
+
+def _nobody(recvs: Sequence[Any], sends: Sequence[Any]) -> None:
+    """How messages travel where there is one rank: there are none."""
+
+
+def check_device_type(device: Any) -> None:
+    """Raise ArgumentError unless arrays travel between devices of that type."""
+    if device not in DEVICE_TYPES:
+        raise ArgumentError(f"device is {device!r}; it must be one of {', '.join(DEVICE_TYPES)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("device is 'cuda', but this process has no CUDA device")
 
 
 def check_timeout(timeout_seconds: Any) -> float:

@@ -1,9 +1,9 @@
-"""Messages between ranks over Gloo."""
+"""Messages between ranks over Gloo, and groups of them over NCCL."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.progress import Work
+from reshard.round_runner import Exchange, Posted
 
 #: A tag that no transfer uses: those count rounds.
 ABORT_TAG = 2**31 - 1
@@ -24,6 +25,7 @@ class Connections:
         self._own = members.index(rank)
         self._position = {member: position for position, member in enumerate(members)}
         self._groups: list[Any] = []
+        self._device_groups: list[Any] = []
 
     def transport(self, is_two_way: bool, timeout_seconds: float) -> GlooTransport:
         """A transport; all ranks must ask for the same one.
@@ -44,10 +46,52 @@ class Connections:
             self._groups.append(group)
         return GlooTransport(self._groups[0], self._groups[is_two_way], self._own, self._position)
 
+    def exchange(self, device: torch.device, is_two_way: bool, timeout_seconds: float) -> Exchange:
+        """How groups of messages travel between devices; all ranks must ask for the same one.
+
+        A communicator for each direction of pipelines, as its kernels run one after the other.
+        """
+        while len(self._device_groups) < 1 + is_two_way:
+            store = dist.PrefixStore(f"{device.type}/{len(self._device_groups)}", self._store)
+            limit = timedelta(seconds=timeout_seconds)
+            make = DEVICE_GROUPS[device.type]
+            self._device_groups.append(make(store, self._own, len(self._position), limit, device))
+        return GroupExchange(self._device_groups[is_two_way], self._position, device)
+
     def abort(self) -> None:
         """End every wait of any transport, here and soon at the other ranks."""
         for group in self._groups:
             abort_group(group)
+        for group in self._device_groups:
+            group.abort()
+
+
+def make_nccl_group(store: dist.Store, own: int, size: int, limit: timedelta, device: torch.device) -> Any:
+    """An NCCL communicator, connected now: a lazy one would be connected inside a graph or a transfer."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    group = dist.ProcessGroupNCCL(store, own, size, options)
+    group.eager_connect_single_device(device)
+    return group
+
+
+DEVICE_GROUPS: dict[str, Callable[..., Any]] = {"cuda": make_nccl_group}
+
+
+class GroupExchange:
+    """Posts receives and sends to a communicator as one group."""
+
+    def __init__(self, group: Any, position: dict[int, int], device: torch.device) -> None:
+        self._group, self._position, self._device = group, position, device
+
+    def __call__(self, recvs: Sequence[Posted], sends: Sequence[Posted]) -> None:
+        """What is put on the current stream behind this finds the messages done."""
+        self._group._start_coalescing(self._device)
+        for buffer, rank in recvs:
+            self._group.recv([buffer], self._position[rank], 0)
+        for buffer, rank in sends:
+            self._group.send([buffer], self._position[rank], 0)
+        self._group._end_coalescing(self._device).wait()
 
 
 class GlooTransport:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from reshard.group import Group
+from reshard.handles import Handle
 from reshard.layout import Layout
 from reshard.mesh import Mesh
-from reshard.mover import Handle, Mover
+from reshard.mover import Mover
 from reshard.plan import Plan, TensorSpec
 from reshard.planning import plan_tensors
 from reshard.routes import Strategy

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,3 +177,13 @@ def test_the_engine_runs_on_actors(drive):
             assert said == pytest.approx(losses, rel=1e-10)
         for key, grad in by_stage[stage].items():
             torch.testing.assert_close(torch.from_numpy(grad), grads[stage][key], rtol=1e-10, atol=1e-12)
+
+
+def _run_the_page(block):
+    exec(compile(block, "docs/ray.md", "exec"), {})
+
+
+def test_the_page_runs(drive):
+    page = Path(__file__).parent.parent / "docs" / "ray.md"
+    (block,) = re.findall(r"```python ray\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    drive(_run_the_page, block)

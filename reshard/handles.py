@@ -1,0 +1,148 @@
+"""Transfers under way, as who started them sees them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from reshard.channel import Channel
+from reshard.errors import ReshardError, TransferTimeoutError
+from reshard.streams import Mark, StreamTransfers
+
+#: How often a processor that waits for a device looks.
+SYNCHRONIZE_SECONDS = 0.0002
+
+
+class Handle:
+    """A transfer under way. It progresses whether or not anybody waits."""
+
+    def __init__(self, channel: Channel, generation: int, finish: Callable[[], Any]) -> None:
+        self._channel, self._generation, self._finish = channel, generation, finish
+        self._done = threading.Event()
+        self._error: ReshardError | None = None
+        self._result: Any = None
+        #: ``time.monotonic()`` at which this rank's part began and ended; None before.
+        self.begun_at: float | None = None
+        self.ended_at: float | None = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part."""
+        return self._channel.members
+
+    def done(self) -> bool:
+        """True once :meth:`wait` will not block."""
+        return self._done.is_set()
+
+    def wait(self, timeout_seconds: float | None = None) -> Any:
+        """The result; blocks until the transfer is over.
+
+        Returns:
+            This rank's destination shard (or ``{name: shard}``), None outside the destination.
+
+        Raises:
+            TransferTimeoutError: not over within ``timeout_seconds``; the transfer goes on, and ``wait`` may be
+                called again. Otherwise the error that ended the transfer, the same on every rank.
+        """
+        if not self._done.wait(timeout_seconds):
+            raise TransferTimeoutError(f"the transfer is not over after {timeout_seconds:g} s; it goes on")
+        self.check()
+        return self._take()
+
+    def _take(self) -> Any:
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None  # type: ignore[assignment]
+        return self._result
+
+    def told_error(self) -> ReshardError | None:
+        """An error that another rank told of."""
+        return self._channel.told_error(self._generation)
+
+    def stop(self, error: ReshardError) -> None:
+        """End with an error; whoever waits is released."""
+        if not self._done.is_set():
+            self._error = self._channel.take_error(self._generation, error)
+            self._done.set()
+
+    def check(self) -> None:
+        """Raise the error that ended this transfer, if one did."""
+        if self._error is not None:
+            raise self._error
+
+    def synchronize(self, timeout_seconds: float | None = None) -> Any:
+        """As :meth:`wait`, but on a GPU too block until the transfer is over."""
+        return self.wait(timeout_seconds)
+
+    def look(self) -> bool:
+        """Whether it is over, where nobody else finds out; here a thread does."""
+        return False
+
+    def begin(self) -> None:
+        """Note that the part of this rank begins."""
+        self.begun_at = time.monotonic()
+
+    def succeed(self) -> None:
+        """The transfer is over."""
+        self.ended_at = time.monotonic()
+        self._done.set()
+
+
+class StreamHandle(Handle):
+    """A transfer on a GPU: :meth:`wait` makes the current stream wait, not the processor."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        generation: int,
+        finish: Callable[[], Any],
+        transfers: StreamTransfers,
+        mark: Mark | None,
+        deadline: float,
+    ) -> None:
+        super().__init__(channel, generation, finish)
+        self._transfers, self._mark, self._deadline = transfers, mark, deadline
+        if mark is None:  # captured in a graph, which has no end of its own
+            self.succeed()
+
+    def done(self) -> bool:
+        """True once the device is done with it, or it has failed."""
+        return self.look()
+
+    def wait(self, timeout_seconds: float | None = None) -> Any:
+        """The result; what the caller puts on its current stream from here on finds it there. Does not block.
+
+        Raises:
+            ReshardError: what ended the transfer, if that is known by now; see :meth:`synchronize`.
+        """
+        self.check()
+        if self._mark is None:
+            self._transfers.streams.join()
+        else:
+            self._mark.wait()
+        return self._take()
+
+    def synchronize(self, timeout_seconds: float | None = None) -> Any:
+        """The result, once the device is done with it; raises the error that ended the transfer, alike on all ranks."""
+        limit = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while not self.look():
+            if limit is not None and time.monotonic() >= limit:
+                raise TransferTimeoutError(f"the transfer is not over after {timeout_seconds:g} s; it goes on")
+            time.sleep(SYNCHRONIZE_SECONDS)
+        self.check()
+        return self.wait()
+
+    def look(self) -> bool:
+        """Whether it is over; ends it where its time is up or the device failed."""
+        if self._done.is_set() or self._mark is None:
+            return True
+        try:
+            if self._mark.query():
+                self.succeed()
+            elif time.monotonic() >= self._deadline:
+                error = TransferTimeoutError(f"rank {self._channel.group.rank}: the transfer did not finish in time")
+                self.stop(self._channel.fail(self._generation, error))
+        except RuntimeError as error:
+            self.stop(self._channel.fail(self._generation, error))
+        return self._done.is_set()

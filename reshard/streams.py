@@ -1,0 +1,104 @@
+"""Transfers on a GPU: put on a stream of their own, in rounds, while the caller's stream goes on.
+
+The processor only puts work on streams. A transfer begins when what the caller had put on its stream is done, and what
+the caller puts there behind ``handle.wait()`` begins when the transfer is done. A Mover's transfers can be captured in
+a CUDA graph: nothing in them waits for the device, allocates, or depends on values.
+
+Transfers between the same ranks share a communicator, so all ranks start them in the same order, as any NCCL program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from reshard.round_runner import Exchange, RoundRunner
+
+
+class Mark(Protocol):
+    """A point on a stream."""
+
+    def query(self) -> bool:
+        """Whether the device has reached it."""
+
+    def wait(self) -> None:
+        """Let what the caller puts on its current stream from here on begin behind it."""
+
+    def synchronize(self) -> None:
+        """Block until the device has reached it."""
+
+
+class Streams(Protocol):
+    """A stream beside the caller's."""
+
+    def behind_caller(self) -> contextlib.AbstractContextManager[None]:
+        """What is put on the current stream inside comes behind what the caller has put on its own."""
+
+    def mark(self, arrays: Sequence[torch.Tensor]) -> Mark | None:
+        """The end of what was put there, which uses these arrays; None while a graph is captured."""
+
+    def join(self) -> None:
+        """Let the caller's stream wait for all that was put there."""
+
+
+class CudaStreams:
+    """On a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)
+
+    @contextlib.contextmanager
+    def behind_caller(self) -> Iterator[None]:
+        """See :class:`Streams`."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self, arrays: Sequence[torch.Tensor]) -> Mark | None:
+        """See :class:`Streams`."""
+        for array in arrays:
+            array.record_stream(self._stream)  # its memory is not given away before the stream is there
+        with torch.cuda.stream(self._stream):
+            if torch.cuda.is_current_stream_capturing():
+                return None
+        event: Any = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def join(self) -> None:
+        """See :class:`Streams`."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+#: How transfers of each type of device are put on streams; types that are not here move in lanes, by threads.
+STREAMS: dict[str, Callable[[torch.device], Streams]] = {"cuda": CudaStreams}
+
+
+def current_device(kind: str) -> torch.device:
+    """The device that this process uses of a type."""
+    if kind == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(kind)
+
+
+class StreamTransfers:
+    """The transfers of one program."""
+
+    def __init__(self, runner: RoundRunner, exchange: Exchange, device: torch.device) -> None:
+        self._runner, self._exchange = runner, exchange
+        self.streams = STREAMS[device.type](device)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes held beyond the shards."""
+        return self._runner.allocated_bytes
+
+    def start(self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> Mark | None:
+        """Put one transfer on the stream; arrays are carriers (see :func:`~reshard.staging.carrier`)."""
+        with self.streams.behind_caller():
+            self._runner.run(src, dst, self._exchange)
+        return self.streams.mark([array for array in (*src, *dst) if array is not None])

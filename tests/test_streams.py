@@ -1,0 +1,184 @@
+"""Transfers on a device's streams, with a stand-in for the device: it does at once what is put on it, over Gloo.
+
+What only a GPU can show is in tests marked ``gpu``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reshard
+from reshard import Layout, Mesh
+from reshard import transport as transports
+from reshard.demo import count_unlike, shard_of_positions
+from reshard.launch import run_processes
+from reshard.streams import STREAMS
+
+SHAPE = (48, 20)
+SRC, DST = Layout(Mesh.of("2x2"), "S0 R"), Layout(Mesh.of("3", first_rank=3), "R S0")  # rank 3 is in both
+RANKS = 6
+
+
+class Mark:
+    def query(self):
+        return True
+
+    def wait(self):
+        pass
+
+
+class Streams:
+    def __init__(self, device):
+        self.mark_of = Mark
+
+    def behind_caller(self):
+        return contextlib.nullcontext()
+
+    def mark(self, arrays):
+        return self.mark_of()
+
+    def join(self):
+        pass
+
+
+class Group:
+    """Gloo with what NCCL's groups have."""
+
+    def __init__(self, store, own, size, limit, device):
+        self.gloo, self.works, self.limit = dist.ProcessGroupGloo(store, own, size, limit), [], limit
+        self.gloo.barrier().wait(limit)
+
+    def _start_coalescing(self, device):
+        self.works = []
+
+    def recv(self, tensors, rank, tag):
+        self.works.append(self.gloo.recv(tensors, rank, tag))
+
+    def send(self, tensors, rank, tag):
+        self.works.append(self.gloo.send(tensors, rank, tag))
+
+    def _end_coalescing(self, device):
+        return self
+
+    def wait(self):
+        for work in self.works:
+            work.wait(self.limit)
+
+    def abort(self):
+        transports.abort_group(self.gloo)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setitem(STREAMS, "cpu", Streams)
+    monkeypatch.setitem(transports.DEVICE_GROUPS, "cpu", Group)
+
+
+def _shards(rank):
+    return (shard_of_positions(layout, rank, SHAPE, "float32") for layout in (SRC, DST))
+
+
+def _call(rank):
+    source, wanted = _shards(rank)
+    for strategy in ("auto", "send_recv", "broadcast_greedy"):
+        for _ in range(2):
+            out = reshard.reshard(source, SRC, DST, shape=SHAPE, dtype="float32", strategy=strategy)
+            assert (out is None and wanted is None) or not count_unlike(out, wanted)
+
+
+def test_calls_move_every_element(device):
+    run_processes(_call, RANKS)
+
+
+def _move(rank):
+    source, wanted = _shards(rank)
+    plan = reshard.make_plan(SRC, DST, SHAPE, "float32")
+    with reshard.Mover(plan) as mover:
+        out = None if wanted is None else torch.zeros_like(wanted)
+        for _ in range(3):
+            handle = mover.start(source, out=out)
+            assert handle.synchronize(5.0) is out
+            assert handle.done()
+            assert wanted is None or not count_unlike(out, wanted)
+        held = mover.staging_allocated_bytes
+        assert held <= plan.staging_bytes
+        mover(source, out=out)
+        assert mover.staging_allocated_bytes == held
+
+
+def test_a_mover_moves_often(device):
+    run_processes(_move, RANKS)
+
+
+class Never(Mark):
+    def query(self):
+        return False
+
+
+class Broken(Mark):
+    def query(self):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def _start_with(rank, kind):
+    source, _ = _shards(rank)
+    mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), timeout_seconds=1.0)
+    if rank == 4:
+        mover._streamed.streams.mark_of = kind
+    else:
+        mover._streamed.streams.mark_of = Never
+    handle = mover.start(source)
+    begun = time.monotonic()
+    try:
+        handle.synchronize()
+    except reshard.ReshardError as error:
+        return type(error).__name__, str(error), time.monotonic() - begun
+    return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "text"),
+    [(Never, "TransferTimeoutError", "did not finish in time"), (Broken, "RemoteError", "rank 4: .*illegal memory")],
+)
+def test_a_device_that_fails_or_hangs_ends_the_transfer_on_all_ranks(device, kind, name, text):
+    said = run_processes(_start_with, RANKS, kind)
+    assert len({(name, text) for name, text, _ in said}) == 1
+    assert said[0][0] == name
+    assert re.search(text, said[0][1])
+    assert max(took for *_, took in said) < 4
+
+
+def _mixed(rank):
+    source, _ = _shards(rank)
+    if rank == 1:
+        source = source.to("meta")
+    try:
+        reshard.reshard(source, SRC, DST, shape=SHAPE, dtype="float32", timeout_seconds=5.0)
+    except reshard.ReshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def test_tensors_on_other_devices_are_refused():
+    said = set(run_processes(_mixed, RANKS))
+    assert said == {"ArgumentError: the tensor: rank 1 passes a tensor on meta; cpu and cuda tensors can travel"}
+
+
+def _asks_for_cuda(rank):
+    try:
+        reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), device="cuda", timeout_seconds=5.0)
+    except reshard.ReshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_cuda_is_refused():
+    said = set(run_processes(_asks_for_cuda, RANKS))
+    assert said == {"ArgumentError: device is 'cuda', but this process has no CUDA device"}
