@@ -249,13 +249,11 @@ class Channel:
             return None
         return self._connect(generation, lambda made: made.transport(is_two_way, timeout_seconds))
 
-    def exchange(
-        self, generation: int, device: torch.device, is_two_way: bool, timeout_seconds: float
-    ) -> Exchange | None:
-        """As :meth:`transport`, between devices."""
+    def exchange(self, generation: int, device: torch.device, number: int, timeout_seconds: float) -> Exchange | None:
+        """As :meth:`transport`, between devices, on the communicator with a number."""
         if len(self.members) == 1:
             return None
-        return self._connect(generation, lambda made: made.exchange(device, is_two_way, timeout_seconds))
+        return self._connect(generation, lambda made: made.exchange(device, number, timeout_seconds))
 
     def _connect(self, generation: int, ask: Callable[[Connections], Any]) -> Any:
         with self._lock:

@@ -112,7 +112,9 @@ class Mover:
         self._streamed = self._transport = None
         if verdict.device_type in STREAMS:
             device = current_device(verdict.device_type)
-            exchange = channel.exchange(self._generation, device, both_ways, timeout_seconds)
+            first = plan.tensors[0]
+            is_back = both_ways and first.src.ranks[0] > first.dst.ranks[0]
+            exchange = channel.exchange(self._generation, device, int(is_back), timeout_seconds)
             runner = RoundRunner(program, find_rounds(plan), device)
             self._streamed = StreamTransfers(runner, exchange or _nobody, device)
         else:

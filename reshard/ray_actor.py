@@ -149,7 +149,9 @@ class Device:
         """Take part in a transfer: of each tensor the key of the source shard and that of the new one."""
         tensors = {name: None if src is None else self._shards[src] for name, (src, _) in names.items()}
         columns = [{name: spec[i] for name, spec in specs.items()} for i in range(4)]
-        given: list[Any] = [tensors, *columns] if None not in names else [column[None] for column in (tensors, *columns)]
+        given: list[Any] = (
+            [tensors, *columns] if None not in names else [column[None] for column in (tensors, *columns)]
+        )
         tensor, src, dst, shape, dtype = given
         moved = reshard(tensor, src, dst, shape=shape, dtype=dtype, group=self._groups[group], **options)
         for name, (_, key) in names.items():

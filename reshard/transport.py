@@ -46,17 +46,17 @@ class Connections:
             self._groups.append(group)
         return GlooTransport(self._groups[0], self._groups[is_two_way], self._own, self._position)
 
-    def exchange(self, device: torch.device, is_two_way: bool, timeout_seconds: float) -> Exchange:
+    def exchange(self, device: torch.device, number: int, timeout_seconds: float) -> Exchange:
         """How groups of messages travel between devices; all ranks must ask for the same one.
 
-        A communicator for each direction of pipelines, as its kernels run one after the other.
+        Each number has a communicator of its own: what is put on one runs in that order.
         """
-        while len(self._device_groups) < 1 + is_two_way:
+        while len(self._device_groups) <= number:
             store = dist.PrefixStore(f"{device.type}/{len(self._device_groups)}", self._store)
             limit = timedelta(seconds=timeout_seconds)
             make = DEVICE_GROUPS[device.type]
             self._device_groups.append(make(store, self._own, len(self._position), limit, device))
-        return GroupExchange(self._device_groups[is_two_way], self._position, device)
+        return GroupExchange(self._device_groups[number], self._position, device)
 
     def abort(self) -> None:
         """End every wait of any transport, here and soon at the other ranks."""

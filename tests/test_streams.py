@@ -116,6 +116,22 @@ def test_a_mover_moves_often(device):
     run_processes(_move, RANKS)
 
 
+def _move_both_ways(rank):
+    source, _ = _shards(rank)
+    there, back = (
+        reshard.Mover(reshard.make_plan(a, b, SHAPE, "float32"), both_ways=True) for a, b in ((SRC, DST), (DST, SRC))
+    )
+    first, second = there._streamed._exchange._group, back._streamed._exchange._group
+    assert first is not second
+    for _ in range(3):
+        returned = back.start(there(source))
+        assert source is None or not count_unlike(returned.synchronize(5.0), source)
+
+
+def test_each_direction_has_a_communicator_of_its_own(device):
+    run_processes(_move_both_ways, RANKS)
+
+
 class Never(Mark):
     def query(self):
         return False
