@@ -24,7 +24,7 @@ from reshard.progress import TOLD_TAG, run_program
 from reshard.round_runner import RoundRunner
 from reshard.rounds import find_rounds
 from reshard.staging import Staging, carrier
-from reshard.streams import STREAMS, StreamTransfers, current_device
+from reshard.streams import STREAMS, StreamTransfers, current_device, find_copier
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 #: How long the end of the process waits for a transfer under way.
@@ -115,7 +115,7 @@ class Mover:
             first = plan.tensors[0]
             is_back = both_ways and first.src.ranks[0] > first.dst.ranks[0]
             exchange = channel.exchange(self._generation, device, int(is_back), timeout_seconds)
-            runner = RoundRunner(program, find_rounds(plan), device)
+            runner = RoundRunner(program, find_rounds(plan), device, find_copier(device))
             self._streamed = StreamTransfers(runner, exchange or _nobody, device)
         else:
             self._transport = channel.transport(self._generation, both_ways or plan.is_two_way, timeout_seconds)

@@ -6,11 +6,14 @@ used again in the next.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
 from reshard.program import Program, Recv, Send
+from reshard.regions import RegionTable, box_regions, make_table
 from reshard.rounds import Round, rounds_of
 from reshard.runs import box_span
 from reshard.staging import flat_bytes, pack, unpack, view_of
@@ -22,6 +25,18 @@ Exchange = Callable[[Sequence[Posted], Sequence[Posted]], None]
 ALIGN = 256
 
 
+class Copier(Protocol):
+    """Copies the regions of one table, all in one launch."""
+
+    def copy(self, arrays: Sequence[torch.Tensor | None], buffer: torch.Tensor, to_buffer: bool) -> None:
+        """Between contiguous arrays and a flat byte buffer."""
+
+
+MakeCopier = Callable[[RegionTable, torch.device], Copier]
+#: A message that does not lie in one run in an array, where it is packed, and whether it is in a source array.
+Packed = tuple[Recv | Send, int, bool]
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
@@ -29,11 +44,20 @@ def _aligned(nbytes: int) -> int:
 class RoundRunner:
     """A program in rounds, with one buffer for all of them, made on first use and kept.
 
-    The buffer has a part that every round uses anew, and places for what a relay passes on in a later round.
+    The buffer has a part that every round uses anew, and places for what a relay passes on in a later round. With
+    ``make_copier`` all that a round packs is packed in one launch, and unpacked in another; else box by box.
     """
 
-    def __init__(self, program: Program, round_of: Mapping[int, int], device: torch.device) -> None:
+    def __init__(
+        self,
+        program: Program,
+        round_of: Mapping[int, int],
+        device: torch.device,
+        make_copier: MakeCopier | None = None,
+    ) -> None:
         self.program, self.device = program, device
+        self._make_copier = make_copier
+        self._copiers: dict[tuple[int, bool, int], Copier] = {}
         self.rounds = rounds_of(program, round_of)
         self._relays = {index for index, recv in enumerate(program.recvs) if recv.is_relay}
         self._index = {recv.id: index for index, recv in enumerate(program.recvs)}
@@ -88,40 +112,66 @@ class RoundRunner:
             self._storage = torch.empty(self._nbytes, dtype=torch.uint8, device=self.device)
         for copy in self.program.copies:
             view_of(dst, copy.place.tensor, copy.place.dst).copy_(view_of(src, copy.place.tensor, copy.place.src))
-        for one in self.rounds:
+        for number, one in enumerate(self.rounds):
             at = 0
             recvs: list[Posted] = []
-            landing: list[tuple[Recv, torch.Tensor]] = []
+            landing: list[Packed] = []
             for recv in one.recvs:
-                if recv.is_relay:
-                    buffer = self._slot(self._place_of_relay[self._index[recv.id]], recv.nbytes)
-                else:
-                    found = _direct(recv, dst, "dst")
-                    buffer = self._slot(at, recv.nbytes) if found is None else found
-                    if found is None:
-                        landing.append((recv, buffer))
+                found = _direct(recv, dst, "dst") if not recv.is_relay else self._relayed(self._index[recv.id])
+                if found is None:
+                    landing.append((recv, at, False))
+                    found = self._slot(at, recv.nbytes)
+                recvs.append((found, recv.sender))
                 at += _aligned(recv.nbytes)
-                recvs.append((buffer, recv.sender))
             sends: list[Posted] = []
+            leaving: list[Packed] = []
             for send in one.sends:
-                sends.append((self._outgoing(send, src, dst, at), send.receiver))
+                found = self._outgoing(send, src, dst)
+                if found is None:
+                    leaving.append((send, at, send.forwards is None))
+                    found = self._slot(at, send.nbytes)
+                sends.append((found, send.receiver))
                 at += _aligned(send.nbytes)
+            self._copy(number, leaving, src, dst, True)
             exchange(recvs, sends)
-            for recv, buffer in landing:
-                unpack(buffer, [view_of(dst, place.tensor, place.dst) for place in recv.places])
+            self._copy(number, landing, src, dst, False)
 
     def _outgoing(
-        self, send: Send, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], at: int
-    ) -> torch.Tensor:
-        if send.forwards in self._relays:
-            return self._slot(self._place_of_relay[send.forwards], send.nbytes)  # type: ignore[index]
-        arrays, side = (src, "src") if send.forwards is None else (dst, "dst")
-        found = _direct(send, arrays, side)
-        if found is not None:
-            return found
-        buffer = self._slot(at, send.nbytes)
-        pack([view_of(arrays, place.tensor, getattr(place, side)) for place in send.places], buffer)
-        return buffer
+        self, send: Send, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor | None:
+        """The bytes of a message where they lie; None if it must be packed."""
+        if send.forwards is None:
+            return _direct(send, src, "src")
+        return self._relayed(send.forwards) if send.forwards in self._relays else _direct(send, dst, "dst")
+
+    def _copy(
+        self,
+        number: int,
+        packed: Sequence[Packed],
+        src: Sequence[torch.Tensor | None],
+        dst: Sequence[torch.Tensor | None],
+        to_buffer: bool,
+    ) -> None:
+        """Pack, or unpack, what a round does not take from where it lies."""
+        if not packed:
+            return
+        used = [(src if is_source else dst)[place.tensor] for op, _, is_source in packed for place in op.places]
+        if self._make_copier is None or not all(array is not None and array.is_contiguous() for array in used):
+            for op, at, is_source in packed:
+                arrays, side = (src, "src") if is_source else (dst, "dst")
+                views = [view_of(arrays, place.tensor, getattr(place, side)) for place in op.places]
+                (pack(views, self._slot(at, op.nbytes)) if to_buffer else unpack(self._slot(at, op.nbytes), views))
+            return
+        unit = math.gcd(8, *(array.data_ptr() for array in used if array is not None))
+        key = number, to_buffer, unit
+        if key not in self._copiers:
+            table = make_table(_regions_of(packed, src, dst), unit)
+            self._copiers[key] = self._make_copier(table, self.device)
+        assert self._storage is not None
+        self._copiers[key].copy([*src, *dst], self._storage, to_buffer)
+
+    def _relayed(self, index: int) -> torch.Tensor:
+        return self._slot(self._place_of_relay[index], self.program.recvs[index].nbytes)
 
     def _slot(self, at: int, nbytes: int) -> torch.Tensor:
         assert self._storage is not None
@@ -143,3 +193,18 @@ def _direct(op: Recv | Send, arrays: Sequence[torch.Tensor | None], side: str) -
         return None
     span = box_span(array.shape, array.element_size(), getattr(place, side))
     return None if span is None else flat_bytes(array)[span[0] : span[1]]
+
+
+def _regions_of(
+    packed: Sequence[Packed], src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]
+) -> list[tuple[int, ...]]:
+    """All boxes of messages as regions; arrays are numbered sources first."""
+    regions = []
+    for op, at, is_source in packed:
+        for place in op.places:
+            array, box = (src[place.tensor], place.src) if is_source else (dst[place.tensor], place.dst)
+            assert array is not None and box is not None
+            number = place.tensor + (0 if is_source else len(src))
+            regions += box_regions(number, array.shape, array.element_size(), box, at)
+            at += math.prod(cut.stop - cut.start for cut in box) * array.element_size()
+    return regions

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from reshard.round_runner import Exchange, RoundRunner
+from reshard.round_runner import Exchange, MakeCopier, RoundRunner
 
 
 class Mark(Protocol):
@@ -83,6 +83,17 @@ def current_device(kind: str) -> torch.device:
     if kind == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(kind)
+
+
+def find_copier(device: torch.device) -> MakeCopier | None:
+    """What packs and unpacks on a device in one launch; None where boxes are copied one by one."""
+    if device.type != "cuda":
+        return None
+    try:
+        from reshard.region_kernel import RegionCopier
+    except ImportError:  # torch without Triton
+        return None
+    return RegionCopier
 
 
 class StreamTransfers:

@@ -144,7 +144,7 @@ class Broken(Mark):
 
 def _start_with(rank, kind):
     source, _ = _shards(rank)
-    mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), timeout_seconds=1.0)
+    mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), timeout_seconds=3.0)
     if rank == 4:
         mover._streamed.streams.mark_of = kind
     else:
@@ -167,7 +167,7 @@ def test_a_device_that_fails_or_hangs_ends_the_transfer_on_all_ranks(device, kin
     assert len({(name, text) for name, text, _ in said}) == 1
     assert said[0][0] == name
     assert re.search(text, said[0][1])
-    assert max(took for *_, took in said) < 4
+    assert max(took for *_, took in said) < 6
 
 
 def _mixed(rank):
