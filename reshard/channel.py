@@ -30,8 +30,7 @@ from reshard.errors import ArgumentError, DisagreementError, RemoteError, Reshar
 from reshard.group import Group
 from reshard.mesh import format_ranks
 from reshard.monitor import Monitor, call_at_exit
-from reshard.round_runner import Exchange
-from reshard.transport import Connections, GlooTransport
+from reshard.transport import Connections, GlooTransport, GroupExchange
 
 #: After this long in a round, a rank says what it waits for and looks at what the others wait for.
 PATIENCE_SECONDS = 0.2
@@ -249,7 +248,9 @@ class Channel:
             return None
         return self._connect(generation, lambda made: made.transport(is_two_way, timeout_seconds))
 
-    def exchange(self, generation: int, device: torch.device, number: int, timeout_seconds: float) -> Exchange | None:
+    def exchange(
+        self, generation: int, device: torch.device, number: int, timeout_seconds: float
+    ) -> GroupExchange | None:
         """As :meth:`transport`, between devices, on the communicator with a number."""
         if len(self.members) == 1:
             return None

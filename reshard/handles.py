@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -9,8 +10,11 @@ from typing import Any
 
 from reshard.channel import Channel
 from reshard.errors import ReshardError, TransferTimeoutError
+from reshard.monitor import call_at_exit
 from reshard.streams import Mark, StreamTransfers
 
+#: How long the end of the process waits for a transfer under way.
+EXIT_SECONDS = 5.0
 #: How often a processor that waits for a device looks.
 SYNCHRONIZE_SECONDS = 0.0002
 
@@ -105,6 +109,9 @@ class StreamHandle(Handle):
         self._transfers, self._mark, self._deadline = transfers, mark, deadline
         if mark is None:  # captured in a graph, which has no end of its own
             self.succeed()
+        else:
+            _on_streams.add(self)
+            call_at_exit(_finish_streams, priority=20)
 
     def done(self) -> bool:
         """True once the device is done with it, or it has failed."""
@@ -145,4 +152,17 @@ class StreamHandle(Handle):
                 self.stop(self._channel.fail(self._generation, error))
         except RuntimeError as error:
             self.stop(self._channel.fail(self._generation, error))
+        if self._done.is_set():
+            _on_streams.discard(self)
         return self._done.is_set()
+
+
+#: Transfers that a device is not done with, and what they use, whoever else has forgotten them.
+_on_streams: set[StreamHandle] = set()
+
+
+def _finish_streams() -> None:
+    """At the end of the process: others would miss what this rank has yet to send."""
+    for handle in list(_on_streams):
+        with contextlib.suppress(ReshardError):
+            handle.synchronize(EXIT_SECONDS)

@@ -16,7 +16,7 @@ from reshard.arrays import DEVICE_TYPES, as_plain, check_apart, check_array
 from reshard.channel import Channel, find_channel
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.group import find_group
-from reshard.handles import Handle, StreamHandle
+from reshard.handles import EXIT_SECONDS, Handle, StreamHandle
 from reshard.monitor import Monitor, call_at_exit
 from reshard.plan import Plan
 from reshard.program import Program, build_program
@@ -27,8 +27,6 @@ from reshard.staging import Staging, carrier
 from reshard.streams import STREAMS, StreamTransfers, current_device, find_copier
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
-#: How long the end of the process waits for a transfer under way.
-EXIT_SECONDS = 5.0
 
 
 class Mover:
@@ -116,7 +114,8 @@ class Mover:
             is_back = both_ways and first.src.ranks[0] > first.dst.ranks[0]
             exchange = channel.exchange(self._generation, device, int(is_back), timeout_seconds)
             runner = RoundRunner(program, find_rounds(plan), device, find_copier(device))
-            self._streamed = StreamTransfers(runner, exchange or _nobody, device)
+            streams = STREAMS[device.type](device) if exchange is None else exchange.streams
+            self._streamed = StreamTransfers(runner, exchange or _nobody, streams)
         else:
             self._transport = channel.transport(self._generation, both_ways or plan.is_two_way, timeout_seconds)
 

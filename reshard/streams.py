@@ -4,13 +4,13 @@ The processor only puts work on streams. A transfer begins when what the caller 
 the caller puts there behind ``handle.wait()`` begins when the transfer is done. A Mover's transfers can be captured in
 a CUDA graph: nothing in them waits for the device, allocates, or depends on values.
 
-Transfers between the same ranks share a communicator, so all ranks start them in the same order, as any NCCL program.
+Transfers between the same ranks share a communicator and its stream, so all ranks start them in the same order, as in
+any NCCL program.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,11 +34,15 @@ class Mark(Protocol):
 class Streams(Protocol):
     """A stream beside the caller's."""
 
-    def behind_caller(self) -> contextlib.AbstractContextManager[None]:
-        """What is put on the current stream inside comes behind what the caller has put on its own."""
+    def put(self, work: Callable[[], None], arrays: Sequence[torch.Tensor]) -> Mark | None:
+        """Put work on the stream, behind what the caller has put on its own.
 
-    def mark(self, arrays: Sequence[torch.Tensor]) -> Mark | None:
-        """The end of what was put there, which uses these arrays; None while a graph is captured."""
+        Args:
+            work: puts things on the current stream. arrays: what it uses.
+
+        Returns:
+            Its end; None while a graph is captured.
+        """
 
     def join(self) -> None:
         """Let the caller's stream wait for all that was put there."""
@@ -51,23 +55,18 @@ class CudaStreams:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)
 
-    @contextlib.contextmanager
-    def behind_caller(self) -> Iterator[None]:
+    def put(self, work: Callable[[], None], arrays: Sequence[torch.Tensor]) -> Mark | None:
         """See :class:`Streams`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            yield
-
-    def mark(self, arrays: Sequence[torch.Tensor]) -> Mark | None:
-        """See :class:`Streams`."""
-        for array in arrays:
-            array.record_stream(self._stream)  # its memory is not given away before the stream is there
-        with torch.cuda.stream(self._stream):
+            work()
             if torch.cuda.is_current_stream_capturing():
                 return None
-        event: Any = torch.cuda.Event()
-        event.record(self._stream)
-        return event
+            for array in arrays:
+                array.record_stream(self._stream)  # its memory is not given away before the stream is there
+            event: Any = torch.cuda.Event()
+            event.record()
+            return event
 
     def join(self) -> None:
         """See :class:`Streams`."""
@@ -99,9 +98,8 @@ def find_copier(device: torch.device) -> MakeCopier | None:
 class StreamTransfers:
     """The transfers of one program."""
 
-    def __init__(self, runner: RoundRunner, exchange: Exchange, device: torch.device) -> None:
-        self._runner, self._exchange = runner, exchange
-        self.streams = STREAMS[device.type](device)
+    def __init__(self, runner: RoundRunner, exchange: Exchange, streams: Streams) -> None:
+        self._runner, self._exchange, self.streams = runner, exchange, streams
 
     @property
     def allocated_bytes(self) -> int:
@@ -110,6 +108,5 @@ class StreamTransfers:
 
     def start(self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> Mark | None:
         """Put one transfer on the stream; arrays are carriers (see :func:`~reshard.staging.carrier`)."""
-        with self.streams.behind_caller():
-            self._runner.run(src, dst, self._exchange)
-        return self.streams.mark([array for array in (*src, *dst) if array is not None])
+        used = [array for array in (*src, *dst) if array is not None]
+        return self.streams.put(lambda: self._runner.run(src, dst, self._exchange), used)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from reshard.progress import Work
-from reshard.round_runner import Exchange, Posted
+from reshard.round_runner import Posted
+from reshard.streams import STREAMS
 
 #: A tag that no transfer uses: those count rounds.
 ABORT_TAG = 2**31 - 1
@@ -25,7 +26,7 @@ class Connections:
         self._own = members.index(rank)
         self._position = {member: position for position, member in enumerate(members)}
         self._groups: list[Any] = []
-        self._device_groups: list[Any] = []
+        self._device_groups: list[GroupExchange] = []
 
     def transport(self, is_two_way: bool, timeout_seconds: float) -> GlooTransport:
         """A transport; all ranks must ask for the same one.
@@ -46,7 +47,7 @@ class Connections:
             self._groups.append(group)
         return GlooTransport(self._groups[0], self._groups[is_two_way], self._own, self._position)
 
-    def exchange(self, device: torch.device, number: int, timeout_seconds: float) -> Exchange:
+    def exchange(self, device: torch.device, number: int, timeout_seconds: float) -> GroupExchange:
         """How groups of messages travel between devices; all ranks must ask for the same one.
 
         Each number has a communicator of its own: what is put on one runs in that order.
@@ -54,16 +55,16 @@ class Connections:
         while len(self._device_groups) <= number:
             store = dist.PrefixStore(f"{device.type}/{len(self._device_groups)}", self._store)
             limit = timedelta(seconds=timeout_seconds)
-            make = DEVICE_GROUPS[device.type]
-            self._device_groups.append(make(store, self._own, len(self._position), limit, device))
-        return GroupExchange(self._device_groups[number], self._position, device)
+            group = DEVICE_GROUPS[device.type](store, self._own, len(self._position), limit, device)
+            self._device_groups.append(GroupExchange(group, self._position, device))
+        return self._device_groups[number]
 
     def abort(self) -> None:
         """End every wait of any transport, here and soon at the other ranks."""
         for group in self._groups:
             abort_group(group)
-        for group in self._device_groups:
-            group.abort()
+        for exchange in self._device_groups:
+            exchange.abort()
 
 
 def make_nccl_group(store: dist.Store, own: int, size: int, limit: timedelta, device: torch.device) -> Any:
@@ -79,10 +80,15 @@ DEVICE_GROUPS: dict[str, Callable[..., Any]] = {"cuda": make_nccl_group}
 
 
 class GroupExchange:
-    """Posts receives and sends to a communicator as one group."""
+    """A communicator, to which receives and sends are posted as one group, and the stream on which that is done."""
 
     def __init__(self, group: Any, position: dict[int, int], device: torch.device) -> None:
         self._group, self._position, self._device = group, position, device
+        self.streams = STREAMS[device.type](device)
+
+    def abort(self) -> None:
+        """End what is under way, here and soon at the other ranks."""
+        self._group.abort()
 
     def __call__(self, recvs: Sequence[Posted], sends: Sequence[Posted]) -> None:
         """What is put on the current stream behind this finds the messages done."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from reshard.errors import ArgumentError
 from reshard.group import Group
 from reshard.handles import Handle
 from reshard.layout import Layout
@@ -31,6 +33,21 @@ class Way:
     channel: Channel
     tensors: tuple[TensorSpec, ...]
     plan: Plan | None
+
+
+def find_device_type(modules: Mapping[int, torch.nn.Module]) -> str:
+    """The type of device that the parameters and buffers of a rank's stages are on; the CPU if there are none.
+
+    Raises:
+        ArgumentError: they are on several.
+    """
+    kinds: dict[str, str] = {}
+    for stage, module in modules.items():
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+            kinds.setdefault(tensor.device.type, f"{name!r} of stage {stage} is on {tensor.device}")
+    if len(kinds) > 1:
+        raise ArgumentError(f"the stages of a rank must be on one type of device: {', '.join(kinds.values())}")
+    return next(iter(kinds), "cpu")
 
 
 def make_ways(
@@ -100,18 +117,29 @@ class Crossings:
 
     Args:
         ways: of the pipeline, in one order for all ranks; each rank takes part in those that name it.
+        device: the type of device that tensors are on.
         signal_only: move one element per tensor, and receive zeros; to measure what communication costs.
     """
 
-    def __init__(self, ways: Iterable[Way], group: Group, timeout_seconds: float, *, signal_only: bool = False) -> None:
-        self._rank, self._signal_only = group.rank, signal_only
+    def __init__(
+        self,
+        ways: Iterable[Way],
+        group: Group,
+        timeout_seconds: float,
+        *,
+        device: str = "cpu",
+        signal_only: bool = False,
+    ) -> None:
+        self._rank, self._signal_only, self._device = group.rank, signal_only, device
         self._ways: dict[Channel, Way] = {}
         self._movers: dict[Channel, Mover] = {}
         self._zeros: dict[Channel, Tensors] = {}
         for way in ways:
             self._ways[way.channel] = way
             if way.plan is not None and group.rank in way.plan.ranks:
-                self._movers[way.channel] = Mover(way.plan, group, timeout_seconds=timeout_seconds, both_ways=True)
+                self._movers[way.channel] = Mover(
+                    way.plan, group, timeout_seconds=timeout_seconds, device=device, both_ways=True
+                )
 
     def send(self, channel: Channel, tensors: Tensors) -> Crossing:
         """Start the sender's part."""
@@ -119,7 +147,7 @@ class Crossings:
         if mover is None:
             return Crossing(None, tensors)
         if self._signal_only:
-            tensors = {name: torch.ones(1, dtype=array.dtype) for name, array in tensors.items()}
+            tensors = {name: array.new_ones(1) for name, array in tensors.items()}
         return Crossing(mover.start(tensors))
 
     def recv(self, channel: Channel) -> Crossing:
@@ -129,7 +157,9 @@ class Crossings:
             return Crossing(None)
         if self._signal_only and channel not in self._zeros:  # made once, as they must cost nothing
             self._zeros[channel] = {
-                str(spec.name): torch.zeros(spec.dst_shards.local_shape(self._rank), dtype=getattr(torch, spec.dtype))
+                str(spec.name): torch.zeros(
+                    spec.dst_shards.local_shape(self._rank), dtype=getattr(torch, spec.dtype), device=self._device
+                )
                 for spec in self._ways[channel].tensors
             }
         return Crossing(mover.start(), self._zeros.get(channel))

@@ -22,7 +22,7 @@ from reshard.routes import Strategy
 from reshard.topology import Topology
 
 from .check import check_schedule
-from .crossings import Crossings, make_ways
+from .crossings import Crossings, find_device_type, make_ways
 from .iteration import Iteration, Parts, Step
 from .measured import gather
 from .notation import format_schedule
@@ -102,8 +102,10 @@ class Engine:
             record.arguments.append(("the number of ties", str(len(ties))))
             record.arguments += [(f"tie {number}", str(tie)) for number, tie in enumerate(ties)]
             record.arguments += [("num_loss_shards", str(num_loss_shards)), ("signal_only", str(signal_only))]
+            device = find_device_type(modules)
+            record.arguments.append(("the type of device", device))
         except Exception as error:  # whatever is wrong on this rank, the others must hear of it
-            record.error = describe_error(error)
+            record.error, device = describe_error(error), "cpu"
         _, verdict = channel.agree(record, lambda records: resolve(records, {}), agreeing_seconds)
         if topology is None:
             hosts = dict(zip(channel.members, verdict.hostnames, strict=True))
@@ -112,8 +114,8 @@ class Engine:
         crossings = []
         for one in pipelines:
             ways = make_ways(one, schedule.row_of_stage, topology, strategy, signal_only=signal_only)
-            crossings.append(Crossings(ways, self._group, timeout_seconds, signal_only=signal_only))
-        joined = Ties(ties, pipeline, modules, self._group, topology, strategy, timeout_seconds)
+            crossings.append(Crossings(ways, self._group, timeout_seconds, device=device, signal_only=signal_only))
+        joined = Ties(ties, pipeline, modules, self._group, topology, strategy, timeout_seconds, device)
         joined.share_values()
         self._parts = Parts(schedule, self.row, self._stages, pipelines, tuple(crossings), joined, num_loss_shards)
         self._iteration: Iteration | None = None

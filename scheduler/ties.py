@@ -65,6 +65,7 @@ class Ties:
         topology: Topology,
         strategy: str | Strategy | None,
         timeout_seconds: float,
+        device: str = "cpu",
     ) -> None:
         self._ties: list[tuple[Tie, dict[int, Any], dict[tuple[int, int], Mover]]] = []
         for tie in ties:
@@ -76,7 +77,9 @@ class Ties:
                         plan = plan_tensors(
                             [TensorSpec(tie.shape, tie.dtype, src, dst)], strategy=strategy, topology=topology
                         )
-                        movers[a, b] = Mover(plan, group, timeout_seconds=timeout_seconds, both_ways=True)
+                        movers[a, b] = Mover(
+                            plan, group, timeout_seconds=timeout_seconds, device=device, both_ways=True
+                        )
             mine = {stage: modules[stage].get_parameter(name) for stage, name in tie.names.items() if stage in modules}
             self._ties.append((tie, mine, movers))
 
