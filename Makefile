@@ -1,4 +1,4 @@
-.PHONY: install install-bench demo test test-cluster check bench clean
+.PHONY: install install-bench demo test test-cluster gpu-check check bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -22,6 +22,10 @@ test: install
 
 test-cluster: install
 	$(BIN)/python -m pytest -m cluster
+
+gpu-check: install
+	$(BIN)/python -m pytest -m gpu -v
+	$(BIN)/python -m microbench.packing
 
 check: install
 	$(BIN)/ruff format --check .

@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from devices import HAS_GPU
 from reshard.scheduler import fitted, one_f_one_b
 from test_engine import run_rank, single_process
 
@@ -224,7 +225,7 @@ def _asks_for_cuda(rank):
     return None
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 def test_without_a_gpu_cuda_is_refused():
     said = set(run_processes(_asks_for_cuda, RANKS))
     assert said == {"ArgumentError: device is 'cuda', but this process has no CUDA device"}
