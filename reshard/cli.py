@@ -37,6 +37,8 @@ A layout says, for each tensor dim, which mesh axes shard it: R none, S0 axis 0,
       real tensors between real processes on this machine, every element checked
   reshard info
       versions, and which backends this installation can use
+  torchrun --nnodes ... -m reshard doctor
+      what keeps the ranks of a job from reaching each other: interfaces, ports, versions
 """
 
 
@@ -46,11 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="reshard", description=_INTRO, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"reshard {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="{plan,demo,info}")
+    commands = parser.add_subparsers(dest="command", metavar="{plan,demo,info,doctor}")
     _add_plan(commands.add_parser("plan", help="print who sends what to whom", description=_plan.__doc__))
     demo = commands.add_parser("demo", help="move real tensors between real processes")
     demo.add_argument("--divide", type=int, default=4, help="divide each dim of the study's tensors by this (4)")
     commands.add_parser("info", help="versions and backends")
+    commands.add_parser("doctor", help="under torchrun: what keeps ranks from reaching each other")
     options = parser.parse_args(arguments)
     try:
         if options.command == "plan":
@@ -59,6 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _demo(options)
         if options.command == "info":
             return _info()
+        if options.command == "doctor":
+            from reshard.doctor import run_doctor
+
+            return run_doctor()
     except ReshardError as error:
         text = str(error)
         if len(text) > _LONGEST_ERROR:

@@ -1,0 +1,9 @@
+"""``python -m reshard`` is the command ``reshard``."""
+
+from __future__ import annotations
+
+import sys
+
+from reshard.cli import main
+
+sys.exit(main())
