@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ReshardError,
         TopologyError,
         TransferTimeoutError,
+        VerificationError,
     )
     from reshard.group import Group, join
     from reshard.handles import Handle
@@ -61,6 +62,7 @@ _HOME = {
     "Topology": "topology",
     "TopologyError": "errors",
     "TransferTimeoutError": "errors",
+    "VerificationError": "errors",
     "check_plan": "check",
     "execute_local": "local",
     "find_bound": "bound",
@@ -94,6 +96,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "TransferTimeoutError",
+    "VerificationError",
     "__version__",
     "check_plan",
     "execute_local",

@@ -14,7 +14,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError
 from reshard.group import Group, find_group
 from reshard.handles import Handle
-from reshard.mover import DEFAULT_TIMEOUT_SECONDS, Mover, check_timeout, plan_arguments
+from reshard.mover import DEFAULT_TIMEOUT_SECONDS, Mover, check_timeout, check_verify, plan_arguments
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec
 from reshard.planning import plan_tensors
 from reshard.program import Program, build_program
@@ -42,6 +42,7 @@ def reshard(
     topology: Topology | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    verify: bool = False,
 ) -> Any:
     """Move a sharded tensor from one mesh and layout to another.
 
@@ -66,6 +67,7 @@ def reshard(
         topology: where ranks are; omitted, by their host names.
         staging_bytes: what a rank may hold beyond its shards, 64 MiB by default.
         timeout_seconds: how long ranks may take to agree, and the transfer to finish.
+        verify: compare digests of what every source rank held and every destination rank holds.
 
     Returns:
         This rank's destination shard, None outside the destination. A DTensor in and a DeviceMesh as
@@ -89,6 +91,7 @@ def reshard(
         topology=topology,
         staging_bytes=staging_bytes,
         timeout_seconds=timeout_seconds,
+        verify=verify,
     ).wait()
 
 
@@ -107,6 +110,7 @@ def reshard_async(
     topology: Topology | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    verify: bool = False,
 ) -> Handle:
     """As :func:`reshard`, but return once ranks have agreed, with the transfer under way.
 
@@ -129,7 +133,7 @@ def reshard_async(
         known = ArgumentError(f"{type(error).__name__}: {error}")
         tell_error(our_group, known)
         raise known from error
-    return _Call(our_group, items, members, strategy, topology, staging_bytes, timeout_seconds).start()
+    return _Call(our_group, items, members, strategy, topology, staging_bytes, timeout_seconds, verify).start()
 
 
 class _Call:
@@ -142,7 +146,9 @@ class _Call:
         topology: Topology | None,
         staging_bytes: int,
         timeout_seconds: float,
+        verify: bool,
     ) -> None:
+        self.verify = verify
         self.group, self.items, self.members = group, items, members
         self.strategy, self.topology = strategy, topology
         self.staging_bytes, self.timeout_seconds = staging_bytes, timeout_seconds
@@ -156,7 +162,7 @@ class _Call:
         plan, program = self._plan(channel, record, verdict)
         src = [item.tensor for item in self.items]
         try:
-            mover = Mover.agreed(plan, program, channel, call, verdict, self.timeout_seconds)
+            mover = Mover.agreed(plan, program, channel, call, verdict, self.timeout_seconds, self.verify)
             dst = [self._target(item, program.dst_shapes[i], verdict) for i, item in enumerate(self.items)]
         except Exception as error:  # no memory for the result, say: the others wait for this rank
             raise channel.fail(verdict.generation, error) from error
@@ -183,8 +189,12 @@ class _Call:
         said.append(("the tensors", ", ".join(repr(item.name) for item in self.items)))
         said.append(("strategy", find_strategy(self.strategy)[0]))
         said.append(("staging_bytes", str(self.staging_bytes)))
+        said.append(("verify", str(self.verify)))
         if self.topology is not None and not isinstance(self.topology, Topology):
             raise ArgumentError(f"topology must be a Topology, not {type(self.topology).__name__}")
+        for item in self.items:
+            for array in (item.tensor, item.out):
+                check_verify(self.verify, "cpu" if array is None else array.device.type)
         said.append(("topology", "None" if self.topology is None else str(self.topology.to_json())))
         for item in self.items:
             of = f" of {item.name!r}" if item.name else ""

@@ -12,7 +12,8 @@
     ├── ArgumentError        a call whose tensors, shapes, dtypes or keywords do not fit its layouts
     ├── DisagreementError    ranks that called with different arguments
     ├── RemoteError          another rank failed; carries its rank and its text
-    └── TransferTimeoutError nothing moved within ``timeout_seconds``
+    ├── TransferTimeoutError nothing moved within ``timeout_seconds``
+    └── VerificationError    a shard does not hold what its source held; found only where ``verify=True``
 
 Each message names the thing, the rule and the numbers. An error found while ranks agree is raised
 alike on every calling rank, before a byte moves.
@@ -65,6 +66,10 @@ class TransferTimeoutError(ReshardError, TimeoutError):
     """An agreement or a transfer did not finish within ``timeout_seconds``."""
 
 
+class VerificationError(ReshardError, RuntimeError):
+    """A destination shard does not hold what the source held."""
+
+
 #: Classes that travel between ranks by name, so that every rank raises the same one.
 BY_NAME: dict[str, type[ReshardError]] = {
     cls.__name__: cls
@@ -79,5 +84,6 @@ BY_NAME: dict[str, type[ReshardError]] = {
         DisagreementError,
         RemoteError,
         TransferTimeoutError,
+        VerificationError,
     )
 }

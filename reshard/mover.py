@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ import torch
 from reshard.agreement import Record, Verdict, describe_error, resolve
 from reshard.arrays import DEVICE_TYPES, as_plain, check_apart, check_array
 from reshard.channel import Channel, find_channel
+from reshard.digests import Digests, compare_digests
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.group import find_group
 from reshard.handles import EXIT_SECONDS, Handle, StreamHandle
 from reshard.monitor import Monitor, call_at_exit
 from reshard.plan import Plan
 from reshard.program import Program, build_program
-from reshard.progress import TOLD_TAG, run_program
+from reshard.progress import TOLD_TAG, VERIFY_TAG, run_program
 from reshard.round_runner import RoundRunner
 from reshard.rounds import find_rounds
 from reshard.staging import Staging, carrier
@@ -40,6 +42,7 @@ class Mover:
         group: whose ranks the plan names; omitted, the world. Or what :func:`reshard.join` returned.
         timeout_seconds: how long ranks may take to agree, and each transfer to finish.
         device: the type of device that the arrays are on, ``"cpu"`` or ``"cuda"``; of the latter the current one.
+        verify: compare digests of what every source held and every destination holds, behind each transfer.
         both_ways: another Mover moves things the other way between the same ranks at the same time, so each direction
             gets connections of its own. The same on all ranks.
 
@@ -55,6 +58,7 @@ class Mover:
         *,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         device: str = "cpu",
+        verify: bool = False,
         both_ways: bool = False,
     ) -> None:
         if not isinstance(plan, Plan):
@@ -62,10 +66,12 @@ class Mover:
         timeout_seconds = check_timeout(timeout_seconds)
         channel = find_channel(find_group(group), plan.ranks)
         arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways))), ("device", str(device))]
+        arguments.append(("verify", str(bool(verify))))
         record = Record(channel.group.rank, arguments=arguments, hostname=channel.group.hostname)
         program = None
         try:
             check_device_type(device)
+            check_verify(verify, device)
             plan.topology.check_covers(plan.ranks)
             program = build_program(plan, channel.group.rank)
         except Exception as error:  # a plan made by hand that this rank cannot serve
@@ -73,16 +79,23 @@ class Mover:
         call, verdict = channel.agree(record, lambda records: resolve(records, {}), timeout_seconds)
         assert program is not None
         verdict.device_type = device
-        self._setup(plan, program, channel, call, verdict, timeout_seconds, both_ways)
+        self._setup(plan, program, channel, call, verdict, timeout_seconds, verify, both_ways)
 
     @classmethod
     def agreed(
-        cls, plan: Plan, program: Program, channel: Channel, call: int, verdict: Verdict, timeout_seconds: float
+        cls,
+        plan: Plan,
+        program: Program,
+        channel: Channel,
+        call: int,
+        verdict: Verdict,
+        timeout_seconds: float,
+        verify: bool,
     ) -> Mover:
         """A Mover for ranks that have agreed on the plan already."""
         self = cls.__new__(cls)
         idle, channel.idle_staging = channel.idle_staging, None
-        self._setup(plan, program, channel, call, verdict, timeout_seconds)
+        self._setup(plan, program, channel, call, verdict, timeout_seconds, verify)
         if idle is not None and idle[0] == plan.plan_hash:
             self._staging = idle[1]
         self._keeps_staging = True
@@ -96,9 +109,10 @@ class Mover:
         call: int,
         verdict: Verdict,
         timeout_seconds: float,
+        verify: bool,
         both_ways: bool = False,
     ) -> None:
-        self.plan, self._program = plan, program
+        self.plan, self._program, self._verify = plan, program, verify
         self._channel, self._tag, self._generation = channel, call % (TOLD_TAG - 1), verdict.generation
         self._timeout_seconds = timeout_seconds
         self._staging = Staging(program, plan.staging_bytes)
@@ -264,6 +278,8 @@ class Mover:
             handle.check()
             self._channel.check_usable(self._generation)
             handle.begin()
+            deadline = time.monotonic() + self._timeout_seconds
+            digests = Digests() if self._verify else None
             run_program(
                 self._program,
                 self._transport,  # type: ignore[arg-type]
@@ -271,9 +287,12 @@ class Mover:
                 [None if array is None else carrier(array) for array in dst],
                 self._staging,
                 tag=self._tag,
-                deadline=time.monotonic() + self._timeout_seconds,
+                deadline=deadline,
                 check=handle.check,
+                digests=digests,
             )
+            if digests is not None and self._transport is not None:
+                self._compare(digests, handle, deadline)
             handle.succeed()
         except BaseException as error:
             # Buffers that the transport may still write are not used again.
@@ -287,6 +306,18 @@ class Mover:
         finally:
             if self._transport is not None:
                 Monitor.of(self._channel.group).forget(handle)
+
+    def _compare(self, digests: Digests, handle: Handle, deadline: float) -> None:
+        def wait(work: Any) -> None:
+            handle.check()
+            try:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except Exception as error:
+                handle.check()
+                raise ConnectionError(f"digests could not be compared: {error}") from error
+
+        rank = self._program.rank
+        compare_digests(self.plan, rank, digests, self._transport, self._tag + VERIFY_TAG, wait)
 
 
 def _serve(jobs: queue.SimpleQueue[Any]) -> None:
@@ -330,6 +361,14 @@ def check_device_type(device: Any) -> None:
         raise ArgumentError(f"device is {device!r}; it must be one of {', '.join(DEVICE_TYPES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("device is 'cuda', but this process has no CUDA device")
+
+
+def check_verify(verify: Any, device: str) -> None:
+    """Raise ArgumentError unless digests can be compared between devices of a type."""
+    if not isinstance(verify, bool):
+        raise ArgumentError(f"verify is {verify!r}; it must be True or False")
+    if verify and device != "cpu":
+        raise ArgumentError(f"verify=True compares digests of CPU tensors; these are on {device}")
 
 
 def check_timeout(timeout_seconds: Any) -> float:

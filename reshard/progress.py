@@ -29,14 +29,17 @@ from typing import Any, Protocol
 
 import torch
 
-from reshard.errors import PlanError, TransferTimeoutError
+from reshard.digests import Digests, digest_of
+from reshard.errors import PlanError, TransferTimeoutError, VerificationError
 from reshard.program import Event, Program, Recv, Send
 from reshard.staging import MANY_BOXES, Pool, Staging, flat_bytes, pack, unpack, view_of
 
 #: How often a lane with nothing to wait for looks whether the transfer was told to stop.
 LOOK_SECONDS = 0.2
 #: Bytes that tell of the end of a message have tags of their own, above those of transfers.
-TOLD_TAG = 2**30
+TOLD_TAG = 2**29
+#: And so has what is said behind a transfer about its digests.
+VERIFY_TAG = 2**30
 _TOLD_AHEAD = 8
 
 
@@ -97,8 +100,10 @@ class _Run:
         tag: int,
         deadline: float,
         check: Callable[[], None],
+        digests: Digests | None = None,
     ) -> None:
         self.program, self.transport, self.tag = program, transport, tag
+        self.digests = digests
         self.src, self.dst, self.staging = src, dst, staging
         self.deadline, self.check = deadline, check
         # Flattened once, so that each message is one slice.
@@ -124,7 +129,10 @@ class _Run:
             self.post()
         for copy in self.program.copies:
             target = view_of(self.dst, copy.place.tensor, copy.place.dst)
-            target.copy_(view_of(self.src, copy.place.tensor, copy.place.src))
+            source = view_of(self.src, copy.place.tensor, copy.place.src)
+            target.copy_(source)
+            if self.digests is not None and digest_of([target]) != digest_of([source]):
+                raise VerificationError(f"rank {self.program.rank}: a copy of its own differs (message {copy.id})")
         lanes = [lane for lane in self.lanes if lane.ops]
         self.num_lanes = len(lanes)
         others = [
@@ -239,8 +247,14 @@ class _Run:
 
     def land(self, op: Recv, slot: torch.Tensor | None) -> None:
         """Put what was received into a slot where it belongs."""
-        if slot is None or op.is_relay:
-            return
+        if slot is not None and not op.is_relay:
+            self.unpack(op, slot)
+        if self.digests is not None:
+            views = [view_of(self.dst, place.tensor, place.dst) for place in op.places] if not op.is_relay else []
+            self.digests.landed[op.id] = digest_of(views if slot is None or views else [slot[: op.nbytes]])
+
+    def unpack(self, op: Recv, slot: torch.Tensor) -> None:
+        """From a slot into the arrays."""
         runs = self.staging.runs_of(op, self.dst, "dst") if len(op.places) >= MANY_BOXES else None
         if runs is not None:
             runs.unpack(slot[: op.nbytes], self.dst)
@@ -281,6 +295,8 @@ class _Run:
                     runs.pack(arrays, buffer)
                 else:
                     pack([view_of(arrays, place.tensor, getattr(place, side)) for place in op.places], buffer)
+        if self.digests is not None:
+            self.digests.sent[op.id] = digest_of([buffer])
         lane.posted.append((op, self.transport.send(buffer, op.receiver, self.tag), slot))
         lane.at += 1
         return True
@@ -324,6 +340,7 @@ def run_program(
     tag: int = 0,
     deadline: float,
     check: Callable[[], None] = lambda: None,
+    digests: Digests | None = None,
 ) -> None:
     """Do one rank's part; returns when all its operations are done.
 
@@ -332,9 +349,10 @@ def run_program(
         src, dst: per tensor the local arrays, as carriers (see :func:`carrier`); None where the rank has none.
         staging: buffers of this program. tag: tells programs under way on one transport apart.
         deadline: ``time.monotonic()`` after which waiting fails. check: raises when the run must stop.
+        digests: where to note those of all messages.
 
     Raises:
         TransferTimeoutError: the deadline passed. ConnectionError: the transport failed.
         PlanError: nothing is under way, and nothing can start.
     """
-    _Run(program, transport, src, dst, staging, tag, deadline, check).run()
+    _Run(program, transport, src, dst, staging, tag, deadline, check, digests).run()

@@ -1,0 +1,141 @@
+"""verify=True: every changed byte is found, on every rank alike, with the region, the hop and the ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import reshard
+from reshard import Layout, Mesh, RegionLayout, Topology
+from reshard import progress as executor
+from reshard.demo import count_unlike, shard_of_positions
+from reshard.launch import run_processes
+from reshard.transport import GlooTransport
+
+SHAPE = (64, 60)
+SRC, DST = Layout(Mesh.of("2"), "R S0"), Layout(Mesh.of("2x2", first_rank=2), "S0 R")
+TOPOLOGY = Topology((0, 0, 1, 1, 2, 2))  # what enters a host is passed on inside it
+
+
+def _move(rank, spoil, verify=True):
+    source, wanted = (shard_of_positions(layout, rank, SHAPE, "float32") for layout in (SRC, DST))
+    if spoil is not None:
+        spoil(rank)
+    kept = None if source is None else source.clone()
+    found = []
+    plan = reshard.make_plan(SRC, DST, SHAPE, "float32", topology=TOPOLOGY)
+    with reshard.Mover(plan, verify=verify) as mover:
+        for _ in range(2):
+            try:
+                out = mover(source)
+            except reshard.ReshardError as error:
+                found.append(f"{type(error).__name__}: {error}")
+            else:
+                found.append(0 if wanted is None else count_unlike(out, wanted))
+    assert kept is None or torch.equal(kept, source)
+    return found
+
+
+def test_good_transfers_pass():
+    assert run_processes(_move, 6, None) == [[0, 0]] * 6
+
+
+def _flip(tensor):
+    flat = tensor.contiguous().view(torch.uint8).reshape(-1)
+    flat[len(flat) // 2] ^= 1
+    return flat.view(tensor.dtype).reshape(tensor.shape)
+
+
+def _on_the_wire(rank):
+    """The first message that rank 1 sends arrives changed."""
+    if rank == 1:
+        send, sent = GlooTransport.send, []
+
+        def changed(self, buffer, to, tag):
+            sent.append(to)
+            return send(self, _flip(buffer.clone()) if len(sent) == 1 else buffer, to, tag)
+
+        GlooTransport.send = changed
+
+
+def _in_a_shard(rank):
+    """What rank 3 unpacks last is not what it received."""
+    if rank == 3:
+        unpack = executor._Run.unpack
+
+        def changed(self, op, slot):
+            unpack(self, op, slot)
+            array = self.dst[op.places[0].tensor]
+            array.copy_(_flip(array))
+
+        executor._Run.unpack = changed
+
+
+def _before_passing_on(rank):
+    """Rank 2 changes what it holds between receiving and passing on."""
+    if rank == 2:
+        finish = executor._Run.finish_recv
+
+        def changed(self, op, slot):
+            if slot is not None:
+                slot.copy_(_flip(slot))
+            finish(self, op, slot)
+
+        executor._Run.finish_recv = changed
+
+
+@pytest.mark.parametrize(
+    ("spoil", "names"),
+    [
+        (_on_the_wire, ("does not hold what rank 1 sent", "from rank 1")),
+        (_in_a_shard, ("rank 3 does not hold what rank",)),
+        (_before_passing_on, ("rank 2 passed on other bytes to rank 3 than it had received",)),
+    ],
+)
+def test_changed_bytes_are_found_on_all_ranks_alike(spoil, names):
+    found = run_processes(_move, 6, spoil)
+    assert len({said[0] for said in found}) == 1
+    assert str(found[0][0]).startswith("VerificationError: [")
+    assert all(name in found[0][0] for name in names), found[0][0]
+    assert all(said[1] == said[0] for said in found)  # a Mover on which bytes changed is not used again
+
+
+def test_without_it_they_are_not():
+    found = run_processes(_move, 6, _on_the_wire, False)
+    assert sum(said[0] for said in found) > 0
+
+
+def _call(rank):
+    src = RegionLayout({0: [[(0, 3), (0, 4)], [(3, 5), (0, 4)]], 1: [[(5, 8), (0, 4)]]})
+    dst = Layout(Mesh([1, 2]), "R S0")
+    source = shard_of_positions(src, rank, (8, 4), "bfloat16")
+    out = reshard.reshard(source, src, dst, shape=(8, 4), dtype="bfloat16", verify=True)
+    wanted = shard_of_positions(dst, rank, (8, 4), "bfloat16")
+    names = {"a": source, "b": source}
+    both = reshard.reshard(names, src, dst, shape=(8, 4), dtype="bfloat16", verify=True)
+    for moved in (out, both["a"], both["b"]):
+        assert wanted is None or not count_unlike(moved, wanted)
+
+
+def test_calls_take_it_too():
+    run_processes(_call, 3)
+
+
+def _disagree(rank):
+    try:
+        reshard.reshard(
+            torch.zeros(2, 2) if rank < 1 else None,
+            Mesh.of(1),
+            Mesh.of(1, first_rank=1),
+            shape=(2, 2),
+            verify=rank == 0,
+        )
+    except reshard.DisagreementError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_must_agree_on_it():
+    said = run_processes(_disagree, 2)
+    assert said[0] == said[1]
+    assert "verify" in said[0]
