@@ -1,4 +1,4 @@
-.PHONY: install install-bench demo test test-cluster gpu-check check bench clean
+.PHONY: install install-bench demo test test-cluster test-faults gpu-check check bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -22,6 +22,9 @@ test: install
 
 test-cluster: install
 	$(BIN)/python -m pytest -m cluster
+
+test-faults: install
+	$(BIN)/python -m microbench.faults --runs 48
 
 gpu-check: install
 	$(BIN)/python -m pytest -m gpu -v
