@@ -65,7 +65,7 @@ def reshard(
         ReshardError: what the ranks raise; RemoteError with the name of an actor that died.
     """
     timeout_seconds = check_timeout(timeout_seconds)
-    arrays: dict[str | None, ShardedArray] = {**array} if isinstance(array, Mapping) else {None: array}
+    arrays: dict[Any, ShardedArray] = {**array} if isinstance(array, Mapping) else {None: array}
     for name, one in arrays.items():
         what = f"{name!r}" if name is not None else "the array"
         if not isinstance(one, ShardedArray):

@@ -148,7 +148,7 @@ class Device:
     ) -> None:
         """Take part in a transfer: of each tensor the key of the source shard and that of the new one."""
         tensors = {name: None if src is None else self._shards[src] for name, (src, _) in names.items()}
-        columns = [{name: spec[i] for name, spec in specs.items()} for i in range(4)]
+        columns: list[dict[Any, Any]] = [{name: spec[i] for name, spec in specs.items()} for i in range(4)]
         given: list[Any] = (
             [tensors, *columns] if None not in names else [column[None] for column in (tensors, *columns)]
         )

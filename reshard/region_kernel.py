@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -16,11 +17,11 @@ _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _copy_regions(
-    addresses,
-    buffer,
-    rows,
-    programs,
-    like,
+    addresses: Any,
+    buffer: Any,
+    rows: Any,
+    programs: Any,
+    like: Any,
     TO_BUFFER: tl.constexpr,
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
@@ -31,7 +32,7 @@ def _copy_regions(
     AT_ROW: tl.constexpr,
     AT_SIZE: tl.constexpr,
     AT_STRIDE: tl.constexpr,
-):
+) -> None:
     """Each program copies one tile: some rows of a region, and some units of each."""
     program = programs + tl.program_id(0) * 3
     row = rows + tl.load(program) * NUM_COLUMNS
