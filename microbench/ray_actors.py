@@ -136,13 +136,12 @@ def _theirs(num_receivers: int, rows: int) -> dict[str, Way]:
     """One actor and receivers on hosts of their own, as the meshes' actors are."""
     import ray
     from ray.experimental.collective import create_collective_group
-    from ray.util import collective
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group = placement_group([{"CPU": 1}] * (num_receivers + 1), strategy="STRICT_SPREAD")
     ray.get(group.ready())
-    holder = ray.remote(_Holder)
+    holder = ray.remote(enable_tensor_transport=True)(_Holder)
     actors = [
         holder.options(num_cpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote(rows)
         for i in range(num_receivers + 1)
@@ -157,7 +156,7 @@ def _theirs(num_receivers: int, rows: int) -> dict[str, Way]:
         references = ray.get(sender.put.remote())
         ray.get([actor.get.remote(references) for actor in receivers])
 
-    collective.create_collective_group(actors, len(actors), list(range(len(actors))), "gloo", COLLECTIVE)
+    create_collective_group(actors, backend="gloo", name=COLLECTIVE)
 
     def by_collective() -> None:
         ray.get([actor.broadcast.remote(0, rank) for rank, actor in enumerate(actors)])
@@ -166,7 +165,6 @@ def _theirs(num_receivers: int, rows: int) -> dict[str, Way]:
         "object store": (by_object_store, count_wrong),
         "ray.util.collective broadcast": (by_collective, count_wrong),
     }
-    create_collective_group(actors, backend="gloo")
 
     def by_direct_transport() -> None:
         given = sender.give.options(tensor_transport="gloo").remote()

@@ -67,7 +67,8 @@ def _drive(rank: int, report: Callable[[Any], None], function: Callable[..., Any
         return None
     import ray
 
-    ray.init(address=f"{address(0, 0)}:{PORT}", log_to_driver=False, _node_ip_address=address(0, 0))
+    paths = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}  # actors import what this process can
+    ray.init(address=f"{address(0, 0)}:{PORT}", log_to_driver=False, runtime_env=paths, _node_ip_address=address(0, 0))
     try:
         return function(*args)
     finally:
