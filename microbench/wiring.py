@@ -25,7 +25,7 @@ QUEUE_MILLISECONDS = 100
 SEND_BUFFER_BYTES = 262144
 #: What planners are told that a message costs for each rank, as all of them share the processors: with 0 they would
 #: cut regions into so many chunks that the processors, not the links, were busy.
-MESSAGE_SECONDS_OF_RANK = 2e-5
+MESSAGE_SECONDS_OF_RANK = 1e-5
 #: And for its turn at its receiver, with all hosts at work. Predictions do not use either, but what was measured.
 TURN_SECONDS = 8e-4
 TCP_SETTINGS = (
