@@ -135,7 +135,7 @@ def describe_machine(arguments: Sequence[str]) -> Record:
             continue
     return {
         "kind": "run",
-        "command": shlex.join(["python", "-m", "microbench", *arguments]),
+        "command": shlex.join(["python", "-m", "microbench", *(Path(word).name for word in arguments)]),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": f"{os.cpu_count()} cores, {_processor()}, Linux {platform.release().split('-')[0]}",
         "load": round(os.getloadavg()[0], 2),
