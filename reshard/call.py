@@ -192,9 +192,7 @@ class _Call:
         said.append(("verify", str(self.verify)))
         if self.topology is not None and not isinstance(self.topology, Topology):
             raise ArgumentError(f"topology must be a Topology, not {type(self.topology).__name__}")
-        for item in self.items:
-            for array in (item.tensor, item.out):
-                check_verify(self.verify, "cpu" if array is None else array.device.type)
+        check_verify(self.verify, "cpu")
         said.append(("topology", "None" if self.topology is None else str(self.topology.to_json())))
         for item in self.items:
             of = f" of {item.name!r}" if item.name else ""
@@ -226,6 +224,7 @@ class _Call:
             check_movable(item.tensor, what, rank)
             record.local = (list(item.tensor.shape), dtype_name(item.tensor.dtype))
             record.devices.append(item.tensor.device.type)
+            check_verify(self.verify, item.tensor.device.type)
         elif item.tensor is not None:
             if item.like is None:
                 raise ArgumentError(f"{what}: rank {rank} is not in the source layout and must pass None")
@@ -234,6 +233,7 @@ class _Call:
             check_movable(item.out, what, rank)
             record.out = (list(item.out.shape), dtype_name(item.out.dtype))
             record.devices.append(item.out.device.type)
+            check_verify(self.verify, item.out.device.type)
 
     def _plan(self, channel: Channel, record: Record, verdict: Verdict) -> tuple[Plan, Program]:
         """The plan for what was agreed: from the channel's cache, or made and compared with the other ranks'."""
