@@ -18,8 +18,18 @@ import torch.distributed as dist
 from scipy.stats import theilslopes
 
 from microbench.cluster import Cluster
-from microbench.disturbance import MOST_STOLEN, Patience, stolen_part, stolen_seconds
+from microbench.disturbance import (
+    MOST_STOLEN,
+    MOST_TRIES,
+    Laps,
+    Patience,
+    merge_laps,
+    stolen_part,
+    stolen_seconds,
+)
 from microbench.wiring import PAYLOAD_SHARE
+from microbench.worker import Stopwatch
+from reshard import Layout, Mesh, Mover, make_plan
 from reshard.topology import Host, Port, Topology
 
 TRAIN_SECONDS = 0.6
@@ -32,6 +42,7 @@ MOST_ROUNDS = 8
 #: How long one measurement waits for a machine that is taken away, and how long it may take in all.
 PATIENCE_SECONDS = 60.0
 MEASURE_SECONDS = 600.0
+START_TURNS = 9
 #: ``(kind, host or pod, nic)``.
 PortName = tuple[str, int, int]
 
@@ -141,7 +152,10 @@ def _fill(rate: float, ends: list[tuple[tuple[int, int], float]]) -> list[tuple[
 
 
 def measure_links(rank: int, report: Callable[[Any], None], topology: Topology) -> dict[str, Any]:
-    """Run the tests; returns ``{"rates": {port: bytes per second}, "inside", "latency", "inside_latency"}``."""
+    """Run the tests; returns ``{"rates": {port: bytes per second}, "inside", "start", "latency", "inside_latency"}``.
+
+    All but the rates, and ``"inside"`` in bytes per second, are seconds.
+    """
     rates: dict[PortName, float] = {}
     patience = Patience(PATIENCE_SECONDS)
     for row in plan_tests(topology):
@@ -155,7 +169,7 @@ def measure_links(rank: int, report: Callable[[Any], None], topology: Topology) 
                 patience.rest()
         for test, rate in zip(row, found, strict=True):
             rates.update(dict.fromkeys(test.fills, rate))
-    return {"rates": rates, **_measure_inside(rank, topology)}
+    return {"rates": rates, "start": _measure_start(rank, topology), **_measure_inside(rank, topology)}
 
 
 def _medians(rounds: list[tuple[float, list[float]]]) -> list[float]:
@@ -209,6 +223,32 @@ def _run_round(rank: int, tests: list[Test]) -> tuple[float, list[float]]:
     for number, rate in (found for _, seen in gathered for found in seen):
         rates[number] += rate
     return max(taken for taken, _ in gathered), rates
+
+
+def _measure_start(rank: int, topology: Topology) -> float:
+    """Seconds of a transfer of one element from each rank of the first half to one of the second, all at once."""
+    half = len(topology.host_of_rank) // 2
+    if not half:
+        return 0.0
+    src, dst = Layout(Mesh.of(half), "S0"), Layout(Mesh.of(half, first_rank=half), "S0")
+    plan = make_plan(src, dst, (half,), "float32", strategy="send_recv", topology=topology)
+    stopwatch, laps = Stopwatch(), Laps(START_TURNS)
+    source = torch.zeros(1) if rank < half else None
+    mover = Mover(plan) if rank < 2 * half else None
+    for number in range(MOST_TRIES * START_TURNS + 1):
+        if number and not laps.needs_more():
+            break
+        stopwatch.start()
+        if mover is not None:
+            mover(source)
+        lap = stopwatch.stop()
+        if number:
+            laps.done.append(lap)
+    if mover is not None:
+        mover.close()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, laps)
+    return statistics.median(lap.seconds for lap in merge_laps(gathered).kept())
 
 
 def _measure_inside(rank: int, topology: Topology) -> dict[str, float | None]:
@@ -279,6 +319,7 @@ def measured_topology(topology: Topology, found: dict[str, Any]) -> Topology:
         inside_bytes_per_second=found["inside"],
         latency_seconds=found["latency"] or 0.0,
         inside_latency_seconds=found["inside_latency"] or 0.0,
+        start_seconds=found["start"],
         turn_seconds=0.0,  # alone on its machine a turn is hidden by what shaped links save while they are idle
     )
 
@@ -296,7 +337,8 @@ def mean_topology(before: Topology, after: Topology) -> Topology:
         replace(before.host(h), nics=tuple(map(mean, before.host(h).nics, after.host(h).nics)))
         for h in range(before.num_hosts)
     )
-    return replace(before, hosts=hosts, pods=tuple(map(mean, before.pods, after.pods)))
+    start = (before.start_seconds + after.start_seconds) / 2
+    return replace(before, hosts=hosts, pods=tuple(map(mean, before.pods, after.pods)), start_seconds=start)
 
 
 def deviations(a: Topology, b: Topology) -> dict[str, float]:

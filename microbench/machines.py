@@ -118,7 +118,7 @@ def run_on_machines(
             }
         )
         for one, result in results:
-            for record in make_records(one, result, {}, links):
+            for record in make_records(one, result, {}, links, is_shared=False):
                 write(record | {"valid": is_valid})
     dist.barrier()
     dist.destroy_process_group()

@@ -55,6 +55,7 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
       while idle they pass at once later.
     * Latency: a message first holds its sender's port for the latency, then its bytes flow. One that enters its host
       only when another rank's message has ended holds it ``turn_seconds`` longer, while the sender learns of that.
+    * Start: nothing flows before ``start_seconds``.
 
     Args:
         plan: what to time. topology: rates and latencies, and who is where; omitted, those of the plan.
@@ -75,6 +76,8 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
             start[moves], finish[moves] = flow(network_of(plan, messages, moves, topology))
         except ValueError as error:
             raise PlanError(f"the plan never ends: {error}") from None
+        start[moves] += topology.start_seconds
+        finish[moves] += topology.start_seconds
     return Timeline(messages, start, finish)
 
 

@@ -111,6 +111,7 @@ class Topology:
             hosts and inside them; it holds the sender's port.
         turn_seconds: from the end of a message to the first byte of the next at the same receiving port, where that
             one comes from another rank and has to wait for it.
+        start_seconds: from a call to the first byte of its transfer; it is added to what all messages take.
         send_buffer_bytes: of each two ranks' connection; a sender is done with what lies in it.
         burst_bytes: what each NIC and uplink saves while it is idle and passes at once later, where links are shaped
             by token buckets.
@@ -127,6 +128,7 @@ class Topology:
     latency_seconds: float = field(default=0.0, kw_only=True)
     inside_latency_seconds: float = field(default=0.0, kw_only=True)
     turn_seconds: float = field(default=0.0, kw_only=True)
+    start_seconds: float = field(default=0.0, kw_only=True)
     send_buffer_bytes: int = field(default=0, kw_only=True)
     burst_bytes: int = field(default=0, kw_only=True)
 
@@ -168,7 +170,7 @@ class Topology:
                 "inside_bytes_per_second",
                 check_rate(self.inside_bytes_per_second, "inside_bytes_per_second"),
             )
-        for name in ("latency_seconds", "inside_latency_seconds", "turn_seconds"):
+        for name in ("latency_seconds", "inside_latency_seconds", "turn_seconds", "start_seconds"):
             set_(self, name, _latency(getattr(self, name), name))
         for name in ("send_buffer_bytes", "burst_bytes"):
             size = getattr(self, name)

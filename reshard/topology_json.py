@@ -13,7 +13,14 @@ from reshard.topology import MAX_HOSTS, TEN_GBIT, Host, Port, Topology, brief, c
 
 MAX_TOPOLOGY_BYTES = 2**26
 _EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
-_NUMBERS = ("latency_seconds", "inside_latency_seconds", "turn_seconds", "send_buffer_bytes", "burst_bytes")
+_NUMBERS = (
+    "latency_seconds",
+    "inside_latency_seconds",
+    "turn_seconds",
+    "start_seconds",
+    "send_buffer_bytes",
+    "burst_bytes",
+)
 
 
 def read_topology(path: str | Path) -> Topology:
