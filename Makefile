@@ -24,7 +24,7 @@ test-cluster: install
 	$(BIN)/python -m pytest -m cluster
 
 test-faults: install
-	$(BIN)/python -m microbench.faults --runs 48
+	$(BIN)/python -m microbench.faults --runs 48 --timeout 5 --slack 10
 
 gpu-check: install
 	$(BIN)/python -m pytest -m gpu -v

@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from reshard.transport import GlooTransport
 TIMEOUT_SECONDS = 2.0
 #: How long after the death of a rank, or after the time-out, survivors may take.
 DEATH_SECONDS, SILENCE_SECONDS = 5.0, 2.0
-#: For what a loaded machine adds to any of them.
+#: For what a loaded machine adds to any of them, unless more is given.
 SLACK_SECONDS = 2.0
 MOST_ELEMENTS = 2_000_000
 STRATEGIES = ("auto", "multicast", "send_recv", "local_all_gather", "broadcast_greedy")
@@ -83,6 +83,8 @@ class Run:
     moment: int
     verify: bool
     num_ranks: int
+    timeout_seconds: float = TIMEOUT_SECONDS
+    slack_seconds: float = SLACK_SECONDS
 
     def __str__(self) -> str:
         return (
@@ -147,7 +149,7 @@ def _arguments(run: Run, rank: int, source: Any) -> dict[str, Any]:
         "strategy": run.strategy,
         "topology": run.topology,
         "verify": run.verify,
-        "timeout_seconds": TIMEOUT_SECONDS,
+        "timeout_seconds": run.timeout_seconds,
     }
     if rank != run.victim:
         return given
@@ -177,7 +179,7 @@ def _strike(run: Run) -> None:
         elif run.fault == "stopped in flight":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif run.fault == "slow in flight":
-            time.sleep(TIMEOUT_SECONDS / 4)
+            time.sleep(run.timeout_seconds / 4)
 
     count, sends = [0], [0]
     plain_send, plain_recv = GlooTransport.send, GlooTransport.recv
@@ -219,11 +221,11 @@ def _take_part(rank: int, run: Run) -> dict[str, Any] | None:
             os.kill(os.getpid(), signal.SIGKILL)
         if run.fault in ("never calls", "raises in between"):
             if run.fault == "never calls":
-                time.sleep(TIMEOUT_SECONDS + SILENCE_SECONDS)
+                time.sleep(run.timeout_seconds + SILENCE_SECONDS)
                 return {"kind": "stayed away"}
             raise RuntimeError("planted")
         if run.fault == "late":
-            time.sleep(TIMEOUT_SECONDS / 4)
+            time.sleep(run.timeout_seconds / 4)
         _strike(run)
     begun = time.monotonic()
     try:
@@ -242,7 +244,7 @@ def play(run: Run) -> list[str]:
     """Do one run; what was not as it must be, in words."""
     begun = time.monotonic()
     try:
-        results = dict(enumerate(run_processes(_take_part, run.num_ranks, run, timeout_seconds=40, grace_seconds=15)))
+        results = dict(enumerate(run_processes(_take_part, run.num_ranks, run, timeout_seconds=90, grace_seconds=40)))
     except LaunchError as error:
         results = dict(error.results)
         wrong = [
@@ -268,8 +270,8 @@ def check(run: Run, said: dict[int, dict[str, Any]], seconds: float) -> list[str
             wrong.append(f"rank {rank}: {one['source_changed']} elements of its source changed")
         if one.get("unlike"):
             wrong.append(f"rank {rank}: {one['unlike']} elements are wrong and nothing was said")
-        limit = TIMEOUT_SECONDS + SILENCE_SECONDS if "killed" not in run.fault else DEATH_SECONDS
-        if one["seconds"] > limit + SLACK_SECONDS:
+        limit = run.timeout_seconds + SILENCE_SECONDS if "killed" not in run.fault else DEATH_SECONDS
+        if one["seconds"] > limit + run.slack_seconds:
             wrong.append(f"rank {rank} took {one['seconds']:.1f} s")
     errors = {rank: (one["name"], one["text"]) for rank, one in others.items() if one["kind"] == "error"}
     moves = _moves(run)
@@ -320,6 +322,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=200, help="how many (200)")
     parser.add_argument("--seed", type=int, default=0, help="of the first (0)")
     parser.add_argument("--fault", action="append", choices=sorted(EXPECTED), help="only this one, may be repeated")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_SECONDS, help="of each call, in seconds (2)")
+    parser.add_argument("--slack", type=float, default=SLACK_SECONDS, help="seconds that a loaded machine may add (2)")
     parser.add_argument("--out", type=Path, help="write what went wrong as JSON lines")
     options = parser.parse_args()
     counts: dict[str, Counter[str]] = {}
@@ -328,6 +332,7 @@ def main() -> int:
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     for seed in range(options.seed, options.seed + options.runs):
         run = make_run(seed, options.fault or tuple(EXPECTED))
+        run = replace(run, timeout_seconds=options.timeout, slack_seconds=options.slack)
         wrong = play(run)
         counts.setdefault(run.fault, Counter())["bad" if wrong else "good"] += 1
         if wrong:

@@ -142,10 +142,10 @@ class StreamHandle(Handle):
 
     def look(self) -> bool:
         """Whether it is over; ends it where its time is up or the device failed."""
-        if self._done.is_set() or self._mark is None:
-            return True
         try:
-            if self._mark.query():
+            if self._done.is_set():
+                pass  # another rank told of an error
+            elif self._mark is None or self._mark.query():
                 self.succeed()
             elif time.monotonic() >= self._deadline:
                 error = TransferTimeoutError(f"rank {self._channel.group.rank}: the transfer did not finish in time")

@@ -123,7 +123,7 @@ def _move(rank):
         out = None if wanted is None else torch.zeros_like(wanted)
         for _ in range(3):
             handle = mover.start(source, out=out)
-            assert handle.synchronize(5.0) is out
+            assert handle.synchronize(60.0) is out
             assert handle.done()
             assert wanted is None or not count_unlike(out, wanted)
         held = mover.staging_allocated_bytes
@@ -145,7 +145,7 @@ def _move_both_ways(rank):
     assert first is not second
     for _ in range(3):
         returned = back.start(there(source))
-        assert source is None or not count_unlike(returned.synchronize(5.0), source)
+        assert source is None or not count_unlike(returned.synchronize(60.0), source)
 
 
 def test_each_direction_has_a_communicator_of_its_own(device):
@@ -164,7 +164,8 @@ class Broken(Mark):
 
 def _start_with(rank, kind):
     source, _ = _shards(rank)
-    mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), timeout_seconds=3.0)
+    mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"))
+    mover._timeout_seconds = 2.0  # of transfers alone: to meet may take longer on a loaded machine
     if rank == 4:
         mover._streamed.streams.mark_of = kind
     else:
@@ -187,7 +188,7 @@ def test_a_device_that_fails_or_hangs_ends_the_transfer_on_all_ranks(device, kin
     assert len({(name, text) for name, text, _ in said}) == 1
     assert said[0][0] == name
     assert re.search(text, said[0][1])
-    assert max(took for *_, took in said) < 6
+    assert max(took for *_, took in said) < 8
 
 
 def test_the_engine_trains(device):
