@@ -177,7 +177,12 @@ def _strike(run: Run) -> None:
         if run.fault == "killed in flight":
             os.kill(os.getpid(), signal.SIGKILL)
         elif run.fault == "stopped in flight":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stopped = os.getpid()
+            if os.fork() == 0:  # ends it once the others must have given up, as the launcher would wait for it
+                time.sleep(run.timeout_seconds + SILENCE_SECONDS + run.slack_seconds)
+                os.kill(stopped, signal.SIGKILL)
+                os._exit(0)
+            os.kill(stopped, signal.SIGSTOP)
         elif run.fault == "slow in flight":
             time.sleep(run.timeout_seconds / 4)
 
@@ -275,6 +280,12 @@ def check(run: Run, said: dict[int, dict[str, Any]], seconds: float) -> list[str
             wrong.append(f"rank {rank} took {one['seconds']:.1f} s")
     errors = {rank: (one["name"], one["text"]) for rank, one in others.items() if one["kind"] == "error"}
     moves = _moves(run)
+    if expected == "right or a time-out":
+        wrong += [
+            f"rank {rank} got no time-out: {name}: {text}"
+            for rank, (name, text) in errors.items()
+            if name != "TransferTimeoutError"
+        ]
     if expected == "right" and errors:
         wrong += [f"rank {rank}: {name}: {text}" for rank, (name, text) in errors.items()]
     if expected == "all alike" and (moves or run.fault != "byte flipped"):

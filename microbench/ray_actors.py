@@ -77,7 +77,7 @@ class _Holder:
     def count_wrong(self) -> int:
         """Elements that are not as they should be; forgets what was taken."""
         wrong = int((self.taken != self.tensor).sum())
-        self.taken.zero_() if self.taken.is_contiguous() else None
+        self.taken.zero_()
         return wrong
 
 

@@ -71,11 +71,6 @@ class RoundRunner:
         """Bytes held now."""
         return 0 if self._storage is None else self._storage.numel()
 
-    @property
-    def needed_bytes(self) -> int:
-        """Bytes held from the first run on."""
-        return self._nbytes
-
     def _place_relays(self) -> tuple[dict[int, int], int]:
         """Where each relayed message is kept from its round to the last that passes it on, first fit."""
         until: dict[int, int] = {}
