@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from reshard.errors import BY_NAME, ArgumentError, DisagreementError, RemoteError, ReshardError
+from reshard.errors import BY_NAME, ArgumentError, DisagreementError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.layout import AnyLayout, Layout, RegionLayout
+from reshard.mesh import format_ranks
 from reshard.notation import axis_of
 from reshard.shards import cut_shards
 
@@ -37,7 +38,7 @@ class Record:
 
     ``arguments`` are compared between ranks, entry by entry; ``error`` is a local error, class and text.
     ``attempt`` counts the rounds that the rank began; ``gave_up`` names ranks that failed before they knew who
-    takes part, and how often they have.
+    takes part, and how often they have. ``said`` is for all others as it is.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Record:
     error: tuple[str, str] | None = None
     attempt: int = 0
     gave_up: dict[int, int] = field(default_factory=dict)
+    said: Any = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -65,18 +67,23 @@ class Record:
 
 @dataclass
 class Verdict:
-    """What all ranks take from a call: an error for all, or what they agreed on."""
+    """What all ranks take from a call: an error for all, or what they agreed on.
+
+    ``lost`` are ranks that did not come to a round that bears it; ``said`` is what each other rank said.
+    """
 
     error: tuple[str, str] | None = None
     shapes: dict[str, list[int]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
-    hostnames: list[str] = field(default_factory=list)
+    hostnames: dict[int, str] = field(default_factory=dict)
     dtensors: list[str] = field(default_factory=list)
     device_type: str = "cpu"
     generation: int = 0
     round: int = 0
     attempts: dict[int, int] = field(default_factory=dict)
     gave_up: dict[int, int] = field(default_factory=dict)
+    lost: list[int] = field(default_factory=list)
+    said: dict[int, Any] = field(default_factory=dict)
 
     def raise_error(self) -> None:
         """Raise the common error, if there is one."""
@@ -102,6 +109,15 @@ def describe_error(error: BaseException) -> tuple[str, str]:
     return "RemoteError", f"{name}: {error}"
 
 
+def missing_error(missing: Sequence[int], members: Sequence[int], timeout_seconds: float) -> tuple[str, str]:
+    """The error of a round to which some members did not come."""
+    return (
+        TransferTimeoutError.__name__,
+        f"rank{'s' * (len(missing) > 1)} {format_ranks(missing)} did not call within {timeout_seconds:g} s; "
+        f"ranks {format_ranks(members)} take part",
+    )
+
+
 def resolve(records: Sequence[Record], layouts: Mapping[str, tuple[AnyLayout, AnyLayout]]) -> Verdict:
     """What follows from the records of all ranks of a call; the same on whichever rank works it out.
 
@@ -112,7 +128,7 @@ def resolve(records: Sequence[Record], layouts: Mapping[str, tuple[AnyLayout, An
         _raise_local_errors(records)
         _raise_disagreements(records)
         verdict = Verdict(
-            hostnames=[record.hostname for record in records],
+            hostnames={record.rank: record.hostname for record in records},
             generation=max(record.generation for record in records),
             device_type=_resolve_device_type(records),
         )
@@ -127,6 +143,29 @@ def resolve(records: Sequence[Record], layouts: Mapping[str, tuple[AnyLayout, An
         return verdict
     except ReshardError as error:
         return Verdict(error=describe_error(error))
+
+
+def resolve_left(
+    records: Sequence[Record], layouts: Mapping[str, tuple[AnyLayout, AnyLayout]], members: Sequence[int]
+) -> Verdict:
+    """As :func:`resolve`, where some of the members said nothing: they are lost."""
+    verdict = resolve(records, layouts)
+    verdict.lost = sorted(set(members) - {record.rank for record in records})
+    return verdict
+
+
+def gather_said(records: Sequence[Record], members: Sequence[int], dead: Collection[int]) -> Verdict:
+    """What each rank said; and who is lost: whoever said nothing, or died after it said it, unless nobody failed.
+
+    Args:
+        records: of the ranks that came. members: all; dead: those whose process has ended, as far as is known.
+    """
+    said = {record.rank: record.said for record in records}
+    lost = [rank for rank in members if rank not in said]
+    if lost or any(one["failed"] for one in said.values()):
+        lost = sorted({*lost, *dead})
+    said = {rank: one for rank, one in said.items() if rank not in lost}
+    return Verdict(generation=max(record.generation for record in records), lost=lost, said=said)
 
 
 def _raise_local_errors(records: Sequence[Record]) -> None:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from reshard.agreement import Record, TensorRecord, Verdict, resolve
+from reshard.agreement import Record, TensorRecord, Verdict, resolve, resolve_left
 from reshard.arrays import as_plain, check_apart, check_array, check_movable
-from reshard.channel import MAX_CACHED, Channel, check_inside, find_channel, tell_error
+from reshard.beacon import tell_error
+from reshard.channel import MAX_CACHED, Channel, find_channel
 from reshard.dtypes import dtype_name
-from reshard.errors import ArgumentError, ReshardError
-from reshard.group import Group, find_group
+from reshard.errors import ArgumentError, RankLostError, ReshardError
+from reshard.group import Group, check_inside, find_group
 from reshard.handles import Handle
-from reshard.mover import DEFAULT_TIMEOUT_SECONDS, Mover, check_timeout, check_verify, plan_arguments
+from reshard.mesh import format_ranks
+from reshard.mover import Mover, make_runner, plan_arguments
+from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_on_loss, check_timeout, check_verify
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec
 from reshard.planning import plan_tensors
 from reshard.program import Program, build_program
 from reshard.request import Item, read_items
+from reshard.round_runner import RoundRunner
 from reshard.routes import Strategy
 from reshard.shards import check_shape
 from reshard.strategies import find_strategy
 from reshard.streams import current_device
+from reshard.survivors import SurvivingHandle, Survivors
 from reshard.topology import Topology
 from reshard.version import __version__
 
@@ -43,6 +50,7 @@ def reshard(
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     verify: bool = False,
+    on_loss: str = "raise",
 ) -> Any:
     """Move a sharded tensor from one mesh and layout to another.
 
@@ -68,6 +76,11 @@ def reshard(
         staging_bytes: what a rank may hold beyond its shards, 64 MiB by default.
         timeout_seconds: how long ranks may take to agree, and the transfer to finish.
         verify: compare digests of what every source rank held and every destination rank holds.
+        on_loss: what to do when ranks die in the transfer or before it. ``"raise"``: an error. ``"carry_on"``: the
+            ranks that are left move what is still missing among themselves, from other replicas and from what has
+            arrived, and each gets its shard. ``"offer"``: a :class:`~reshard.RankLostError` that holds the plan of
+            this and does it when asked. Either costs a round of small messages behind the transfer, in which every
+            rank takes part; a rank that is not dead, but silent until the time-out, counts as lost too.
 
     Returns:
         This rank's destination shard, None outside the destination. A DTensor in and a DeviceMesh as
@@ -76,6 +89,7 @@ def reshard(
     Raises:
         ReshardError: one of the errors of :mod:`reshard.errors`, the same on every calling rank, before a byte
             moves if an argument is wrong or ranks disagree.
+        RankLostError: ranks are lost in a transfer with another ``on_loss``, and with them regions that others need.
     """
     return reshard_async(
         tensor,
@@ -92,6 +106,7 @@ def reshard(
         staging_bytes=staging_bytes,
         timeout_seconds=timeout_seconds,
         verify=verify,
+        on_loss=on_loss,
     ).wait()
 
 
@@ -111,6 +126,7 @@ def reshard_async(
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     verify: bool = False,
+    on_loss: str = "raise",
 ) -> Handle:
     """As :func:`reshard`, but return once ranks have agreed, with the transfer under way.
 
@@ -119,21 +135,24 @@ def reshard_async(
         whether or not anybody waits. The source must not change until it is over.
     """
     our_group = find_group(group)
-    try:
-        items = read_items(tensor, src_mesh, dst_mesh, src_spec, dst_spec, shape, dtype, out, our_group)
-        members = tuple(sorted({rank for item in items for side in (item.src, item.dst) for rank in side.ranks}))
-        outside = not any(rank < our_group.size for rank in members)
-        if outside or our_group.rank not in members:
-            find_channel(our_group, members)  # raises
-        timeout_seconds = check_timeout(timeout_seconds)
-    except ReshardError as error:
-        tell_error(our_group, error)
-        raise
-    except Exception as error:  # whatever a wrong argument does here, the other ranks must hear of it
-        known = ArgumentError(f"{type(error).__name__}: {error}")
-        tell_error(our_group, known)
-        raise known from error
-    return _Call(our_group, items, members, strategy, topology, staging_bytes, timeout_seconds, verify).start()
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(our_group.calling())
+            items = read_items(tensor, src_mesh, dst_mesh, src_spec, dst_spec, shape, dtype, out, our_group)
+            members = tuple(sorted({rank for item in items for side in (item.src, item.dst) for rank in side.ranks}))
+            outside = not any(rank < our_group.size for rank in members)
+            if outside or our_group.rank not in members:
+                find_channel(our_group, members)  # raises
+            timeout_seconds = check_timeout(timeout_seconds)
+        except ReshardError as error:
+            tell_error(our_group, error)
+            raise
+        except Exception as error:  # whatever a wrong argument does here, the other ranks must hear of it
+            known = ArgumentError(f"{type(error).__name__}: {error}")
+            tell_error(our_group, known)
+            raise known from error
+        call = _Call(our_group, items, members, strategy, topology, staging_bytes, timeout_seconds, verify, on_loss)
+        return call.start()
 
 
 class _Call:
@@ -147,28 +166,75 @@ class _Call:
         staging_bytes: int,
         timeout_seconds: float,
         verify: bool,
+        on_loss: str,
     ) -> None:
-        self.verify = verify
+        self.verify, self.on_loss = verify, on_loss
         self.group, self.items, self.members = group, items, members
         self.strategy, self.topology = strategy, topology
         self.staging_bytes, self.timeout_seconds = staging_bytes, timeout_seconds
 
     def start(self) -> Handle:
+        channel, call, verdict, record, lost = self._agree()
+        if lost:
+            return self._start_without(channel, verdict, lost)
+        plan, program, runner = self._plan(channel, record, verdict)
+        src = [item.tensor for item in self.items]
+        try:
+            mover = Mover.agreed(plan, program, runner, channel, call, verdict, self.timeout_seconds, self.verify)
+            dst = [self._target(item, program.dst_shapes[i], verdict) for i, item in enumerate(self.items)]
+        except Exception as error:  # no memory for the result, say: the others wait for this rank
+            raise channel.fail(verdict.generation, error) from error
+        finish = lambda: self._result(dst, verdict)  # noqa: E731
+        handle = mover.start_checked(src, dst, finish)
+        mover.close()
+        if self.on_loss == "raise":
+            return handle
+        return SurvivingHandle(handle, self._survivors(channel, plan, src, dst), finish)
+
+    def _agree(self) -> tuple[Channel, int, Verdict, Record, set[int]]:
+        """The channel of those that came, what they agreed on, and who did not come where the call bears that."""
         inside = tuple(rank for rank in self.members if rank < self.group.size)
         channel = find_channel(self.group, inside)
         record = self._record()
         layouts = {item.name: (item.src, item.dst) for item in self.items}
-        call, verdict = channel.agree(record, lambda records: resolve(records, layouts), self.timeout_seconds)
-        plan, program = self._plan(channel, record, verdict)
+        lost: set[int] = set()
+        while True:
+            decide = functools.partial(resolve_left, layouts=layouts, members=channel.members)
+            bears_loss = self.on_loss != "raise"
+            call, verdict = channel.agree(record, decide, self.timeout_seconds, bears_loss)
+            lost |= set(verdict.lost)
+            if verdict.dtypes:
+                return channel, call, verdict, record, lost
+            channel = find_channel(self.group, tuple(rank for rank in inside if rank not in lost))  # the first was lost
+
+    def _start_without(self, channel: Channel, verdict: Verdict, lost: set[int]) -> Handle:
+        """A transfer of which ranks were lost before it began: all of it is missing."""
+        plan = self._make_plan(verdict)
         src = [item.tensor for item in self.items]
-        try:
-            mover = Mover.agreed(plan, program, channel, call, verdict, self.timeout_seconds, self.verify)
-            dst = [self._target(item, program.dst_shapes[i], verdict) for i, item in enumerate(self.items)]
-        except Exception as error:  # no memory for the result, say: the others wait for this rank
-            raise channel.fail(verdict.generation, error) from error
-        handle = mover.start_checked(src, dst, lambda: self._result(dst, verdict))
-        mover.close()
-        return handle
+        shapes = [
+            spec.dst_shards.local_shape(self.group.rank) if self.group.rank in spec.dst.ranks else None
+            for spec in plan.tensors
+        ]
+        dst = [self._target(item, shape, verdict) for item, shape in zip(self.items, shapes, strict=True)]
+        finish = lambda: self._result(dst, verdict)  # noqa: E731
+        handle = Handle(channel, verdict.generation, finish)
+        handle.stop(RankLostError(f"ranks {format_ranks(sorted(lost))} did not come"))
+        return SurvivingHandle(handle, self._survivors(channel, plan, src, dst, lost), finish)
+
+    def _survivors(
+        self, channel: Channel, plan: Plan, src: Sequence[Any], dst: Sequence[Any], lost: Collection[int] = ()
+    ) -> Survivors:
+        return Survivors(
+            channel,
+            plan,
+            src,
+            dst,
+            lost,
+            strategy=None if callable(self.strategy) else self.strategy,
+            timeout_seconds=self.timeout_seconds,
+            verify=self.verify,
+            carries_on=self.on_loss == "carry_on",
+        )
 
     def _record(self) -> Record:
         """What this rank says, with its local error if it has one."""
@@ -190,9 +256,10 @@ class _Call:
         said.append(("strategy", find_strategy(self.strategy)[0]))
         said.append(("staging_bytes", str(self.staging_bytes)))
         said.append(("verify", str(self.verify)))
+        said.append(("on_loss", str(self.on_loss)))
         if self.topology is not None and not isinstance(self.topology, Topology):
             raise ArgumentError(f"topology must be a Topology, not {type(self.topology).__name__}")
-        check_verify(self.verify, "cpu")
+        self._check_device("cpu")
         said.append(("topology", "None" if self.topology is None else str(self.topology.to_json())))
         for item in self.items:
             of = f" of {item.name!r}" if item.name else ""
@@ -209,6 +276,10 @@ class _Call:
         for item in self.items:
             item.tensor = as_plain(item.tensor)
 
+    def _check_device(self, device_type: str) -> None:
+        check_verify(self.verify, device_type)
+        check_on_loss(self.on_loss, device_type)
+
     def _check_item(self, record: TensorRecord, item: Item) -> None:
         record.is_dtensor = item.like is not None
         rank, what = self.group.rank, f"tensor {item.name!r}" if item.name else "the tensor"
@@ -224,7 +295,7 @@ class _Call:
             check_movable(item.tensor, what, rank)
             record.local = (list(item.tensor.shape), dtype_name(item.tensor.dtype))
             record.devices.append(item.tensor.device.type)
-            check_verify(self.verify, item.tensor.device.type)
+            self._check_device(item.tensor.device.type)
         elif item.tensor is not None:
             if item.like is None:
                 raise ArgumentError(f"{what}: rank {rank} is not in the source layout and must pass None")
@@ -233,23 +304,23 @@ class _Call:
             check_movable(item.out, what, rank)
             record.out = (list(item.out.shape), dtype_name(item.out.dtype))
             record.devices.append(item.out.device.type)
-            check_verify(self.verify, item.out.device.type)
+            self._check_device(item.out.device.type)
 
-    def _plan(self, channel: Channel, record: Record, verdict: Verdict) -> tuple[Plan, Program]:
+    def _plan(self, channel: Channel, record: Record, verdict: Verdict) -> tuple[Plan, Program, RoundRunner | None]:
         """The plan for what was agreed: from the channel's cache, or made and compared with the other ranks'."""
-        key = repr(
-            (record.arguments, sorted(verdict.shapes.items()), sorted(verdict.dtypes.items()), verdict.hostnames)
-        )
+        agreed: list[Any] = [sorted(one.items()) for one in (verdict.shapes, verdict.dtypes, verdict.hostnames)]
+        key = repr((record.arguments, verdict.device_type, agreed))
         known = not callable(self.strategy)  # another function of the same name may be another strategy
         if known and key in channel.cache:
             channel.cache.move_to_end(key)
-            found: tuple[Plan, Program] = channel.cache[key]
+            found: tuple[Plan, Program, RoundRunner | None] = channel.cache[key]
             return found
         said = Record(self.group.rank)
-        plan = program = None
+        plan = program = runner = None
         try:
-            plan = self._make_plan(channel, verdict)
+            plan = self._make_plan(verdict)
             program = build_program(plan, self.group.rank)
+            runner = make_runner(plan, program, verdict.device_type)
             said.arguments = plan_arguments(plan)
         except Exception as error:
             said.error = (
@@ -260,17 +331,16 @@ class _Call:
         channel.agree(said, lambda records: resolve(records, {}), self.timeout_seconds)
         assert plan is not None and program is not None
         if known:
-            channel.cache[key] = plan, program
+            channel.cache[key] = plan, program, runner
         if len(channel.cache) > MAX_CACHED:
             channel.cache.popitem(last=False)
-        return plan, program
+        return plan, program, runner
 
-    def _make_plan(self, channel: Channel, verdict: Verdict) -> Plan:
+    def _make_plan(self, verdict: Verdict) -> Plan:
         topology = self.topology
         if topology is None:
-            named = dict(zip(channel.members, verdict.hostnames, strict=True))
-            first = verdict.hostnames[0]
-            topology = Topology.from_hostnames([named.get(rank, first) for rank in range(channel.members[-1] + 1)])
+            named, first = verdict.hostnames, min(verdict.hostnames)
+            topology = Topology.from_hostnames([named.get(r, named[first]) for r in range(self.members[-1] + 1)])
         tensors = [
             TensorSpec(
                 tuple(verdict.shapes[item.name]), verdict.dtypes[item.name], item.src, item.dst, item.name or None

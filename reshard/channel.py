@@ -18,16 +18,17 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from reshard.agreement import Record, Verdict, describe_error, name_rank, rebuild_error
+from reshard.agreement import Record, Verdict, describe_error, missing_error, name_rank, rebuild_error
+from reshard.beacon import Pulses, is_blamed, publish_beacon
 from reshard.control import Hub, Spoke
-from reshard.errors import ArgumentError, DisagreementError, RemoteError, ReshardError, TransferTimeoutError
-from reshard.group import Group
+from reshard.errors import ArgumentError, DisagreementError, RemoteError, ReshardError
+from reshard.group import Group, check_inside
 from reshard.mesh import format_ranks
 from reshard.monitor import Monitor, call_at_exit
 from reshard.transport import Connections, GlooTransport, GroupExchange
@@ -51,6 +52,9 @@ class Channel:
         self.generation = 0
         self.broken: ReshardError | None = None
         self.idle_staging: Any = None  # of the last call, for the next one of the same plan
+        self.idle_runner: Any = None  # of the last call between devices; only its buffer is kept
+        self._blamed: set[int] = set()  # ranks that are gone as far as the store tells
+        self._pulses = Pulses(group.store)
         self._hub: Hub | None = None
         self._spoke: Spoke | None = None
         self._connections: tuple[int, Connections] | None = None  # of a generation
@@ -59,12 +63,17 @@ class Channel:
     # Agreement
 
     def agree(
-        self, record: Record, decide: Callable[[list[Record]], Verdict], timeout_seconds: float
+        self,
+        record: Record,
+        decide: Callable[[list[Record]], Verdict],
+        timeout_seconds: float,
+        bears_loss: bool = False,
     ) -> tuple[int, Verdict]:
         """One round: every member says its record, and all take the same verdict.
 
         Args:
             record: what this rank says. decide: what follows from all records; run on the first member.
+            bears_loss: go on without members that die or do not come in time; the verdict says who is lost.
 
         Returns:
             The number of the round and the verdict, which holds no error.
@@ -80,11 +89,14 @@ class Channel:
             deadline = time.monotonic() + timeout_seconds
             try:
                 if self.group.rank == self.members[0]:
-                    verdict = self._gather(record, decide, deadline, timeout_seconds)
+                    verdict = self._gather(record, decide, deadline, timeout_seconds, bears_loss)
                 else:
-                    verdict = self._ask(record, deadline, timeout_seconds)
+                    verdict = self._ask(record, deadline, timeout_seconds, bears_loss)
             finally:
                 self._say(None)
+            verdict.lost = [int(rank) for rank in verdict.lost]
+            verdict.said = {int(rank): one for rank, one in verdict.said.items()}
+            verdict.hostnames = {int(rank): name for rank, name in verdict.hostnames.items()}
             self.answered.update({int(rank): attempt for rank, attempt in verdict.attempts.items()})
             for rank, errors in verdict.gave_up.items():
                 self.group.forgiven[int(rank)] = errors - self.group.beacon["errors"]
@@ -94,7 +106,12 @@ class Channel:
             return verdict.round, verdict
 
     def _gather(
-        self, record: Record, decide: Callable[[list[Record]], Verdict], deadline: float, timeout_seconds: float
+        self,
+        record: Record,
+        decide: Callable[[list[Record]], Verdict],
+        deadline: float,
+        timeout_seconds: float,
+        bears_loss: bool,
     ) -> Verdict:
         """The first member: wait for all records, decide, answer."""
         others = self.members[1:]
@@ -110,19 +127,24 @@ class Channel:
         hub.waits = True
 
         def missing() -> list[int]:
-            return [rank for rank in others if rank not in hub.pending]
+            gone = self.find_dead() if bears_loss else ()
+            return [rank for rank in others if rank not in hub.pending and rank not in gone]
 
         try:
-            self._wait(record, hub.pump, lambda: not missing(), missing, deadline)
+            try:
+                self._wait(record, hub.pump, lambda: not missing(), missing, deadline, bears_loss)
+            except TimeoutError:
+                if not bears_loss:
+                    raise
             hub.pump(0.0)  # somebody may have given up while the last one came
-            records = [
-                Record.from_json(hub.pending[rank][1]) if rank in hub.pending else record for rank in self.members
-            ]
+            came = {rank: Record.from_json(hub.pending[rank][1]) for rank in others if rank in hub.pending}
+            came[record.rank] = record
+            records = [came[rank] for rank in self.members if rank in came]
             verdict = decide(records)
             verdict.attempts = {said.rank: said.attempt for said in records}
             verdict.gave_up = {rank: count for said in records for rank, count in said.gave_up.items()}
         except TimeoutError:
-            verdict = Verdict(error=_missing(missing(), self.members, timeout_seconds))
+            verdict = Verdict(error=missing_error(missing(), self.members, timeout_seconds))
         except Exception as error:  # a defect in deciding must reach the others too
             verdict = Verdict(error=describe_error(error), gave_up=record.gave_up)
         self._rounds += 1
@@ -131,25 +153,33 @@ class Channel:
         hub.answer(verdict.__dict__)
         return verdict
 
-    def _ask(self, record: Record, deadline: float, timeout_seconds: float) -> Verdict:
+    def _ask(self, record: Record, deadline: float, timeout_seconds: float, bears_loss: bool) -> Verdict:
         """Any other member: say the record, wait for the answer."""
         hub = self.members[0]
         said = False
+        deadline += 1.0 if bears_loss else 2.0  # the first member gives up earlier than the others, and says so
         try:
             if self._spoke is None:
-                # The first member gives up earlier than the others, and says so.
-                self._wait(record, _sleep, lambda: self._store.check(["hub"]), lambda: [hub], deadline + 2.0)
-                self._spoke = Spoke.connect(self._store, self.group.rank, hub)
+                self._wait(record, _sleep, lambda: self._store.check(["hub"]), lambda: [hub], deadline, bears_loss)
+                try:
+                    self._spoke = Spoke.connect(self._store, self.group.rank, hub)
+                except RemoteError as error:
+                    raise (EOFError(str(error)) if bears_loss else error) from None
                 self._close_at_exit()
             spoke = self._spoke
             spoke.say(record.to_json())
             said = True
-            self._wait(record, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], deadline + 2.0)
+            self._wait(record, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], deadline, bears_loss)
             return Verdict(**spoke.take_answer())
         except EOFError as error:
+            if bears_loss:
+                return Verdict(lost=[hub], generation=record.generation)
             return Verdict(error=("RemoteError", f"rank {self.group.rank} lost its connection to rank {hub}: {error}"))
         except TimeoutError:
-            verdict = Verdict(error=_missing([hub], self.members, timeout_seconds))
+            if bears_loss:
+                verdict = Verdict(lost=[hub], generation=record.generation)
+            else:
+                verdict = Verdict(error=missing_error([hub], self.members, timeout_seconds))
         except ReshardError as error:
             verdict = Verdict(error=describe_error(error), gave_up=record.gave_up)
         if said and self._spoke is not None:  # so that the first member does not go on without this rank
@@ -165,6 +195,7 @@ class Channel:
         come: Callable[[], bool],
         absent: Callable[[], list[int]],
         deadline: float,
+        bears_loss: bool,
     ) -> None:
         """Pump until ``come()``, now and then looking around for those who are absent.
 
@@ -179,9 +210,9 @@ class Channel:
             if now - looked >= PATIENCE_SECONDS:
                 looked = now
                 self._say({"members": list(self.members), "attempt": record.attempt})
-                self._hear(record)
+                self._hear(record, bears_loss)
                 for rank in absent():
-                    self._look_for(rank, record)
+                    self._look_for(rank, record, bears_loss)
             pump(min(PATIENCE_SECONDS, deadline - now, max(0.0005, 0.1 * (now - begun)) if pump is _sleep else 1.0))
 
     # What ranks find in the store when they wait in vain
@@ -191,23 +222,30 @@ class Channel:
             self.group.beacon["waiting"] = waiting
             publish_beacon(self.group)
 
-    def _hear(self, record: Record) -> None:
+    def _hear(self, record: Record, bears_loss: bool) -> None:
         """Raise what another rank left for this attempt, or that a connection is lost."""
         key = f"told/{self.group.rank}/{record.attempt}"
         if self.group.store.check([key]):
             raise rebuild_error(*json.loads(self.group.store.get(key)))
-        if self._hub is not None and self._hub.gone:
+        if self._hub is not None and self._hub.gone and not bears_loss:
             rank, why = next(iter(self._hub.gone.items()))
             raise RemoteError(f"rank {rank} is gone: {why}")
 
-    def _look_for(self, rank: int, record: Record) -> None:
+    def _look_for(self, rank: int, record: Record, bears_loss: bool) -> None:
         """Raise if ``rank`` waits for us elsewhere, or gave up in the same call."""
         key = f"beacon/{rank}"
-        if not self.group.store.check([key]):
+        beacon = json.loads(self.group.store.get(key)) if self.group.store.check([key]) else None
+        if bears_loss and self._is_gone(rank, beacon):
+            self._blamed.add(rank)
+            if rank == self.members[0]:
+                raise EOFError(f"rank {rank} is gone")
             return
-        beacon = json.loads(self.group.store.get(key))
+        if beacon is None:
+            return
         ours, me = self.group.beacon, self.group.rank
         waiting = beacon["waiting"]
+        if bears_loss and waiting and set(waiting["members"]) > set(self.members):
+            waiting = None  # it has yet to hear who is lost
         if waiting and waiting["members"] != list(self.members) and me in waiting["members"]:
             other = self.group.channels.get(tuple(waiting["members"]))
             if other is None or other.answered.get(rank, -1) < waiting["attempt"]:
@@ -229,6 +267,17 @@ class Channel:
         if beacon["errors"] > ours["errors"] + self.group.forgiven.get(rank, 0):
             record.gave_up = {rank: beacon["errors"]}
             raise rebuild_error(beacon["error"][0], name_rank(rank, beacon["error"][1]))
+
+    def _is_gone(self, rank: int, beacon: dict[str, Any] | None) -> bool:
+        """Whether a rank that does not come never will: somebody said so, or it has no connection and no pulse."""
+        if beacon is not None and is_blamed(beacon):
+            return True
+        is_connected = self._spoke is not None if self._hub is None else self._hub.has(rank)
+        return not is_connected and self._pulses.is_silent(rank)
+
+    def find_dead(self) -> list[int]:
+        """Ranks that are gone, as far as the connections of the first member tell, or somebody else."""
+        return sorted(self._blamed | set(() if self._hub is None else self._hub.gone))
 
     # Transfers
 
@@ -322,47 +371,6 @@ def _close_all() -> None:
 
 def _sleep(seconds: float) -> None:
     time.sleep(seconds)
-
-
-def _missing(missing: list[int], members: Sequence[int], timeout_seconds: float) -> tuple[str, str]:
-    return (
-        TransferTimeoutError.__name__,
-        f"rank{'s' * (len(missing) > 1)} {format_ranks(missing)} did not call within {timeout_seconds:g} s; "
-        f"ranks {format_ranks(members)} take part",
-    )
-
-
-def publish_beacon(group: Group) -> None:
-    """Let other ranks see what this one is doing."""
-    group.store.set(f"beacon/{group.rank}", json.dumps(group.beacon))
-
-
-def tell_error(group: Group, error: ReshardError) -> None:
-    """Say that this rank gave up before it knew who takes part."""
-    group.beacon["errors"] += 1
-    group.beacon["error"] = list(describe_error(error))
-    publish_beacon(group)
-
-
-def blame(store: dist.Store, rank: int, text: str) -> None:
-    """Let those who wait for a rank know why it does not come, in its place.
-
-    Args:
-        store: of the group. rank: of the one that is gone; text: why.
-    """
-    key = f"beacon/{rank}"
-    beacon = json.loads(store.get(key)) if store.check([key]) else {"waiting": None, "skipped": {}, "errors": 0}
-    # more errors than anybody counts as dealt with, as it never comes again
-    store.set(key, json.dumps(beacon | {"errors": beacon["errors"] + 2**40, "error": [RemoteError.__name__, text]}))
-
-
-def check_inside(group: Group, members: Sequence[int]) -> None:
-    """Raise ArgumentError if a rank is outside the group."""
-    outside = [rank for rank in members if rank >= group.size]
-    if outside:
-        raise ArgumentError(
-            f"layouts name ranks {format_ranks(outside)}, but the {group} has ranks 0..{group.size - 1}"
-        )
 
 
 def find_channel(group: Group, members: tuple[int, ...]) -> Channel:

@@ -140,6 +140,10 @@ class Hub:
                     self._lose(rank, str(error))
         self.pending.clear()
 
+    def has(self, rank: int) -> bool:
+        """Whether a rank is connected."""
+        return rank in self._peers
+
     def lost(self) -> int | None:
         """A rank whose connection is closed although it did not say goodbye, if there is one."""
         for rank, peer in list(self._peers.items()):

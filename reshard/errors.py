@@ -12,6 +12,7 @@
     ├── ArgumentError        a call whose tensors, shapes, dtypes or keywords do not fit its layouts
     ├── DisagreementError    ranks that called with different arguments
     ├── RemoteError          another rank failed; carries its rank and its text
+    │   └── RankLostError    ranks died where ``on_loss`` asks to go on without them; offers how
     ├── TransferTimeoutError nothing moved within ``timeout_seconds``
     └── VerificationError    a shard does not hold what its source held; found only where ``verify=True``
 
@@ -20,6 +21,9 @@ alike on every calling rank, before a byte moves.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 class ReshardError(Exception):
@@ -62,6 +66,38 @@ class RemoteError(ReshardError, RuntimeError):
     """Another rank failed while this one was taking part in a transfer."""
 
 
+class RankLostError(RemoteError):
+    """Ranks were lost in a transfer that was asked to bear it, see ``on_loss`` of :func:`reshard.reshard`.
+
+    Attributes:
+        ranks: those that are lost. regions: of the tensors, that no rank which is left holds although one needs them.
+        plan: what would bring the others all that they still miss; None if regions are lost, or the caller did not
+            ask for an offer.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        ranks: Sequence[int] = (),
+        regions: Sequence[str] = (),
+        plan: Any = None,
+        carry_on: Callable[[], Any] | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.ranks, self.regions, self.plan = tuple(ranks), tuple(regions), plan
+        self._carry_on = carry_on
+
+    def carry_on(self) -> Any:
+        """Move what is missing as ``plan`` says; every rank that got this error calls, and gets its shard.
+
+        Raises:
+            RankLostError: nothing is offered, or further ranks were lost.
+        """
+        if self._carry_on is None:
+            raise RankLostError(f"there is no way to carry on: {self}", self.ranks, self.regions)
+        return self._carry_on()
+
+
 class TransferTimeoutError(ReshardError, TimeoutError):
     """An agreement or a transfer did not finish within ``timeout_seconds``."""
 
@@ -83,6 +119,7 @@ BY_NAME: dict[str, type[ReshardError]] = {
         ArgumentError,
         DisagreementError,
         RemoteError,
+        RankLostError,
         TransferTimeoutError,
         VerificationError,
     )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from reshard.errors import ArgumentError
+from reshard.mesh import format_ranks
 
 _lock = threading.Lock()
 _groups: dict[Any, Group] = {}
@@ -34,6 +37,29 @@ class Group:
         self.attempts = 0  # rounds that this rank began, on any channel
         self.forgiven: dict[int, int] = {}  # of each rank the errors before a call that were dealt with
         self.beacon: dict[str, Any] = {"waiting": None, "skipped": {}, "errors": 0, "error": None}
+        self._caller: int | None = None  # the thread that is in a call
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """While this thread agrees with other ranks, no other one may: they would mix up each other's answers.
+
+        Raises:
+            ArgumentError: another thread is in a call.
+        """
+        thread = threading.get_ident()
+        with self.lock:
+            is_first = self._caller is None
+            if self._caller not in (None, thread):
+                raise ArgumentError(
+                    f"two threads call on one {self} at once; ranks could pair calls that do not belong together: "
+                    "make a group for each thread (torch.distributed.new_group, or reshard.join)"
+                )
+            self._caller = thread
+        try:
+            yield
+        finally:
+            if is_first:
+                self._caller = None
 
     def translate(self, world_rank: int) -> int:
         """The rank in this group of a rank of the world, as a DeviceMesh names it.
@@ -52,6 +78,24 @@ class Group:
 
     def __str__(self) -> str:
         return f"group of {self.size} ranks"
+
+
+def check_inside(group: Group, members: Sequence[int]) -> None:
+    """Raise ArgumentError if a rank is outside the group."""
+    outside = [rank for rank in members if rank >= group.size]
+    if outside:
+        raise ArgumentError(
+            f"layouts name ranks {format_ranks(outside)}, but the {group} has ranks 0..{group.size - 1}"
+        )
+
+
+def serve_store(listener: socket.socket) -> dist.TCPStore:
+    """A ``TCPStore`` that serves on a socket which listens, and takes it over.
+
+    A store that binds by itself listens on every address of its host, whatever address it is given.
+    """
+    address, port = listener.getsockname()[:2]
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def own_client(store: dist.Store) -> dist.Store:

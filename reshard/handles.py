@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 from reshard.channel import Channel
 from reshard.errors import ReshardError, TransferTimeoutError
 from reshard.monitor import call_at_exit
+from reshard.progress import Tally
 from reshard.streams import Mark, StreamTransfers
 
 #: How long the end of the process waits for a transfer under way.
@@ -30,6 +32,9 @@ class Handle:
         #: ``time.monotonic()`` at which this rank's part began and ended; None before.
         self.begun_at: float | None = None
         self.ended_at: float | None = None
+        #: How far this rank came, and the same in words, for a note on the error; set by who runs the transfer.
+        self.tally = Tally()
+        self.describe: Callable[[], str] | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -73,7 +78,9 @@ class Handle:
     def check(self) -> None:
         """Raise the error that ended this transfer, if one did."""
         if self._error is not None:
-            raise self._error
+            error = copy.copy(self._error)  # the error is that of all transfers under way, the note is of this one
+            error.__notes__ = [] if self.describe is None else [self.describe()]
+            raise error
 
     def synchronize(self, timeout_seconds: float | None = None) -> Any:
         """As :meth:`wait`, but on a GPU too block until the transfer is over."""

@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import pickle
+import socket
 import sys
 import time
 import traceback
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import ReshardError
+from reshard.group import serve_store
 
 #: After one rank failed, how long the others may take to finish by themselves.
 GRACE_SECONDS = 5.0
@@ -83,12 +85,13 @@ def run_processes(
     # The store's server is a thread, and a lock that a thread holds while its process forks stays locked in the
     # child; so it lives in a process of its own, and this one can fork again later.
     server_pipe, theirs = context.Pipe()
-    server = context.Process(target=_serve_store, args=(theirs, server_pipe), name="store")
+    listener = socket.create_server(("127.0.0.1", 0), backlog=num_ranks + 8)
+    server = context.Process(target=_serve_until, args=(listener, theirs, server_pipe), name="store")
     server.start()
     theirs.close()
-    port = server_pipe.recv()
     for pipe in pipes:
-        pipe.send(port)
+        pipe.send(listener.getsockname()[1])
+    listener.close()
 
     def how_it_ended(rank: int) -> str:
         processes[rank].join(1.0)
@@ -163,13 +166,13 @@ def collect_results(
     return [results[rank] for rank in sorted(results)]
 
 
-def _serve_store(pipe: Connection, launchers_end: Connection) -> None:
-    """Serve the store until the launcher closes its end of the pipe, or ends."""
+def _serve_until(listener: socket.socket, pipe: Connection, launchers_end: Connection) -> None:
+    """Serve until the launcher closes its end of the pipe, or ends."""
     launchers_end.close()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipe.send(store.port)
+    store = serve_store(listener)
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()
+    del store
     os._exit(0)
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from reshard.beacon import beat_key
 from reshard.errors import RemoteError, ReshardError
 from reshard.group import Group
 
@@ -100,7 +101,7 @@ class Monitor:
             try:
                 if now >= next_beat:
                     self._beats += 1
-                    self._store.set(f"beat/{self._group.rank}", str(self._beats))
+                    self._store.set(beat_key(self._group.rank), str(self._beats))
                     next_beat = now + BEAT_SECONDS
                     self._look_for_silence(now)
                 for transfer in self._transfers():
@@ -126,7 +127,7 @@ class Monitor:
     def _look_for_silence(self, now: float) -> None:
         transfers = self._transfers()
         for rank in sorted({rank for transfer in transfers for rank in transfer.members} - {self._group.rank}):
-            key = f"beat/{rank}"
+            key = beat_key(rank)
             beat = int(self._store.get(key)) if self._store.check([key]) else 0
             if self._seen.get(rank, (-1, 0.0))[0] != beat:
                 self._seen[rank] = (beat, now)

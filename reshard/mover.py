@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -13,22 +14,21 @@ from typing import Any
 import torch
 
 from reshard.agreement import Record, Verdict, describe_error, resolve
-from reshard.arrays import DEVICE_TYPES, as_plain, check_apart, check_array
+from reshard.arrays import as_plain, check_apart, check_array
 from reshard.channel import Channel, find_channel
 from reshard.digests import Digests, compare_digests
-from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
+from reshard.errors import ArgumentError, PlanError, ReshardError, TransferTimeoutError
 from reshard.group import find_group
 from reshard.handles import EXIT_SECONDS, Handle, StreamHandle
 from reshard.monitor import Monitor, call_at_exit
+from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_device_type, check_timeout, check_verify
 from reshard.plan import Plan
 from reshard.program import Program, build_program
-from reshard.progress import TOLD_TAG, VERIFY_TAG, run_program
+from reshard.progress import TOLD_TAG, VERIFY_TAG, Tally, run_program
 from reshard.round_runner import RoundRunner
 from reshard.rounds import find_rounds
 from reshard.staging import Staging, carrier
 from reshard.streams import STREAMS, StreamTransfers, current_device, find_copier
-
-DEFAULT_TIMEOUT_SECONDS = 300.0
 
 
 class Mover:
@@ -68,24 +68,27 @@ class Mover:
         arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways))), ("device", str(device))]
         arguments.append(("verify", str(bool(verify))))
         record = Record(channel.group.rank, arguments=arguments, hostname=channel.group.hostname)
-        program = None
+        program = runner = None
         try:
             check_device_type(device)
             check_verify(verify, device)
             plan.topology.check_covers(plan.ranks)
             program = build_program(plan, channel.group.rank)
+            runner = make_runner(plan, program, device)
         except Exception as error:  # a plan made by hand that this rank cannot serve
             record.error = describe_error(error) if isinstance(error, ReshardError) else ("PlanError", str(error))
-        call, verdict = channel.agree(record, lambda records: resolve(records, {}), timeout_seconds)
-        assert program is not None
-        verdict.device_type = device
-        self._setup(plan, program, channel, call, verdict, timeout_seconds, verify, both_ways)
+        with channel.group.calling():
+            call, verdict = channel.agree(record, lambda records: resolve(records, {}), timeout_seconds)
+            assert program is not None
+            verdict.device_type = device
+            self._setup(plan, program, runner, channel, call, verdict, timeout_seconds, verify, both_ways)
 
     @classmethod
     def agreed(
         cls,
         plan: Plan,
         program: Program,
+        runner: RoundRunner | None,
         channel: Channel,
         call: int,
         verdict: Verdict,
@@ -95,7 +98,11 @@ class Mover:
         """A Mover for ranks that have agreed on the plan already."""
         self = cls.__new__(cls)
         idle, channel.idle_staging = channel.idle_staging, None
-        self._setup(plan, program, channel, call, verdict, timeout_seconds, verify)
+        if runner is not None:
+            if channel.idle_runner is not None and channel.idle_runner is not runner:
+                channel.idle_runner.release()
+            channel.idle_runner = runner
+        self._setup(plan, program, runner, channel, call, verdict, timeout_seconds, verify)
         if idle is not None and idle[0] == plan.plan_hash:
             self._staging = idle[1]
         self._keeps_staging = True
@@ -105,6 +112,7 @@ class Mover:
         self,
         plan: Plan,
         program: Program,
+        runner: RoundRunner | None,
         channel: Channel,
         call: int,
         verdict: Verdict,
@@ -122,12 +130,11 @@ class Mover:
         self._keeps_staging = False  # hand the buffers to the next call of the same plan
         self._device_type = verdict.device_type
         self._streamed = self._transport = None
-        if verdict.device_type in STREAMS:
-            device = current_device(verdict.device_type)
+        if runner is not None:
+            device = runner.device
             first = plan.tensors[0]
             is_back = both_ways and first.src.ranks[0] > first.dst.ranks[0]
             exchange = channel.exchange(self._generation, device, int(is_back), timeout_seconds)
-            runner = RoundRunner(program, find_rounds(plan), device, find_copier(device))
             streams = STREAMS[device.type](device) if exchange is None else exchange.streams
             self._streamed = StreamTransfers(runner, exchange or _nobody, streams)
         else:
@@ -277,6 +284,7 @@ class Mover:
         try:
             handle.check()
             self._channel.check_usable(self._generation)
+            handle.describe = functools.partial(_describe, self.plan, self._program, handle.tally)
             handle.begin()
             deadline = time.monotonic() + self._timeout_seconds
             digests = Digests() if self._verify else None
@@ -290,6 +298,7 @@ class Mover:
                 deadline=deadline,
                 check=handle.check,
                 digests=digests,
+                tally=handle.tally,
             )
             if digests is not None and self._transport is not None:
                 self._compare(digests, handle, deadline)
@@ -318,6 +327,16 @@ class Mover:
 
         rank = self._program.rank
         compare_digests(self.plan, rank, digests, self._transport, self._tag + VERIFY_TAG, wait)
+
+
+def _describe(plan: Plan, program: Program, tally: Tally) -> str:
+    """How far a rank came in a transfer."""
+    total = sum(recv.nbytes for recv in program.recvs)
+    return (
+        f"rank {program.rank} had received {tally.received} of {len(program.recvs)} messages, {tally.received_bytes} "
+        f"of {total} bytes, of the transfer of {', '.join(map(str, plan.tensors[:1]))}"
+        f"{f' and {len(plan.tensors) - 1} more tensors' if len(plan.tensors) > 1 else ''} (plan {plan.plan_hash[:12]})"
+    )
 
 
 def _serve(jobs: queue.SimpleQueue[Any]) -> None:
@@ -351,29 +370,23 @@ def plan_arguments(plan: Plan) -> list[tuple[str, str]]:
     return said
 
 
+def make_runner(plan: Plan, program: Program, device_type: str) -> RoundRunner | None:
+    """What runs a rank's part on the current device of a type; None on the processor.
+
+    Raises:
+        PlanError: its buffers would exceed the plan's ``staging_bytes``.
+    """
+    if device_type not in STREAMS:
+        return None
+    device = current_device(device_type)
+    runner = RoundRunner(program, find_rounds(plan), device, find_copier(device))
+    if runner.nbytes > plan.staging_bytes:
+        raise PlanError(
+            f"rank {program.rank} needs {runner.nbytes} bytes of buffers for what it packs and passes on in rounds, "
+            f"but staging_bytes is {plan.staging_bytes}: allow more, or choose a strategy without relays"
+        )
+    return runner
+
+
 def _nobody(recvs: Sequence[Any], sends: Sequence[Any]) -> None:
     """How messages travel where there is one rank: there are none."""
-
-
-def check_device_type(device: Any) -> None:
-    """Raise ArgumentError unless arrays travel between devices of that type."""
-    if device not in DEVICE_TYPES:
-        raise ArgumentError(f"device is {device!r}; it must be one of {', '.join(DEVICE_TYPES)}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("device is 'cuda', but this process has no CUDA device")
-
-
-def check_verify(verify: Any, device: str) -> None:
-    """Raise ArgumentError unless digests can be compared between devices of a type."""
-    if not isinstance(verify, bool):
-        raise ArgumentError(f"verify is {verify!r}; it must be True or False")
-    if verify and device != "cpu":
-        raise ArgumentError(f"verify=True compares digests of CPU tensors; these are on {device}")
-
-
-def check_timeout(timeout_seconds: Any) -> float:
-    """Raise ArgumentError unless it is a number of seconds above 0 and at most a million."""
-    number = isinstance(timeout_seconds, (int, float)) and not isinstance(timeout_seconds, bool)
-    if not number or not 0 < timeout_seconds <= 1e6:
-        raise ArgumentError(f"timeout_seconds is {timeout_seconds!r}; it must be above 0 and at most a million seconds")
-    return float(timeout_seconds)

@@ -12,7 +12,7 @@ from reshard.errors import PlanError
 from reshard.layout import format_box
 from reshard.order import find_waits
 from reshard.plan import Message, Plan, expand_messages, message_nbytes, recvs_ahead
-from reshard.shards import Shards, find_overlaps
+from reshard.shards import Shards
 
 Slices = tuple[slice, ...]
 
@@ -244,17 +244,12 @@ class _Locator:
                 self._locate(spec.src_shards if side == "src" else spec.dst_shards, rank, boxes)
 
     def _locate(self, shards: Shards, rank: int, boxes: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> None:
-        piece_start, piece_stop, local = shards.pieces_of(rank)
         ndim = len(shards.shape)
         start = np.array([box[1] for box in boxes], dtype=np.int64).reshape(len(boxes), ndim)
         stop = np.array([box[2] for box in boxes], dtype=np.int64).reshape(len(boxes), ndim)
-        box_of, piece_of = find_overlaps(start, stop, piece_start, piece_stop)
-        inside = ((start[box_of] >= piece_start[piece_of]) & (stop[box_of] <= piece_stop[piece_of])).all(axis=1)
-        box_of, piece_of = box_of[inside], piece_of[inside]
-        first = start[box_of] - piece_start[piece_of] + local[piece_of]
-        last = first + stop[box_of] - start[box_of]
-        for box, lo, hi in zip(box_of.tolist(), first.tolist(), last.tolist(), strict=True):
-            self._slices[boxes[box][0]] = tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))
+        for box, found in zip(boxes, shards.find(rank, start, stop), strict=True):
+            if found is not None:
+                self._slices[box[0]] = found
 
     def find(self, ident: int) -> Slices | None:
         return self._slices.get(ident)

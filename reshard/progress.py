@@ -62,6 +62,15 @@ class Transport(Protocol):
         ...
 
 
+@dataclass
+class Tally:
+    """How far a rank came: whether its own copies are made, and how many receives, in order, have landed."""
+
+    copied: bool = False
+    received: int = 0
+    received_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class _Told:
     """A byte from another rank that says that a message is over there."""
@@ -101,6 +110,7 @@ class _Run:
         deadline: float,
         check: Callable[[], None],
         digests: Digests | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self.program, self.transport, self.tag = program, transport, tag
         self.digests = digests
@@ -120,7 +130,7 @@ class _Run:
         self.telling: list[tuple[Work, torch.Tensor]] = []
         self.slot_of: dict[int, torch.Tensor] = {}  # receive -> its staging slot
         self.uses: dict[int, int] = {}  # receive -> forwards that still read its slot
-        self.recvs_done = 0
+        self.tally = Tally() if tally is None else tally
         self.num_lanes = 0
         self.error: BaseException | None = None
 
@@ -133,6 +143,7 @@ class _Run:
             target.copy_(source)
             if self.digests is not None and digest_of([target]) != digest_of([source]):
                 raise VerificationError(f"rank {self.program.rank}: a copy of its own differs (message {copy.id})")
+        self.tally.copied = True
         lanes = [lane for lane in self.lanes if lane.ops]
         self.num_lanes = len(lanes)
         others = [
@@ -262,10 +273,12 @@ class _Run:
             unpack(slot[: op.nbytes], [view_of(self.dst, place.tensor, place.dst) for place in op.places])
 
     def finish_recv(self, op: Recv, slot: torch.Tensor | None) -> None:
+        index = self.tally.received
         if slot is not None:
-            self.uses[self.recvs_done] = op.num_forwards
-            self.release_if_unused(self.recvs_done)
-        self.recvs_done += 1
+            self.uses[index] = op.num_forwards
+            self.release_if_unused(index)
+        self.tally.received_bytes += op.nbytes
+        self.tally.received = index + 1
 
     def release_if_unused(self, index: int) -> None:
         if not self.uses[index]:
@@ -273,7 +286,7 @@ class _Run:
 
     def post_send(self, lane: _Lane) -> bool:
         op: Send = lane.ops[lane.at]  # type: ignore[assignment]
-        if len(lane.posted) >= op.window or (op.forwards is not None and self.recvs_done <= op.forwards):
+        if len(lane.posted) >= op.window or (op.forwards is not None and self.tally.received <= op.forwards):
             return False
         if op.waits and not self.over.issuperset(op.waits):
             return False
@@ -341,6 +354,7 @@ def run_program(
     deadline: float,
     check: Callable[[], None] = lambda: None,
     digests: Digests | None = None,
+    tally: Tally | None = None,
 ) -> None:
     """Do one rank's part; returns when all its operations are done.
 
@@ -349,10 +363,10 @@ def run_program(
         src, dst: per tensor the local arrays, as carriers (see :func:`carrier`); None where the rank has none.
         staging: buffers of this program. tag: tells programs under way on one transport apart.
         deadline: ``time.monotonic()`` after which waiting fails. check: raises when the run must stop.
-        digests: where to note those of all messages.
+        digests: where to note those of all messages. tally: where to note how far this rank came; a new one.
 
     Raises:
         TransferTimeoutError: the deadline passed. ConnectionError: the transport failed.
         PlanError: nothing is under way, and nothing can start.
     """
-    _Run(program, transport, src, dst, staging, tag, deadline, check, digests).run()
+    _Run(program, transport, src, dst, staging, tag, deadline, check, digests, tally).run()

@@ -19,7 +19,7 @@ from typing import Any
 
 from reshard.errors import ArgumentError
 from reshard.layout import Layout
-from reshard.mover import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.plan import DEFAULT_STAGING_BYTES
 from reshard.ray_mesh import (
     GRACE_SECONDS,
@@ -47,6 +47,7 @@ def reshard(
     topology: Topology | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    on_loss: str = "raise",
 ) -> Any:
     """Move a sharded array from one mesh of actors to another, or to another layout of the same.
 
@@ -56,15 +57,21 @@ def reshard(
         dst_spec: how they shard it, in any notation of :class:`~reshard.Layout`, or ``{name: ...}``; omitted, each
             holds all of it.
         strategy, staging_bytes: as for :func:`reshard.reshard`. timeout_seconds: for ranks to meet, and to finish.
+        on_loss: ``"raise"``, or ``"carry_on"``: when actors die, the others move what is missing among themselves; what
+            is returned then says in ``lost`` which ranks it lacks.
         topology: of ranks; those of ``src_mesh`` come first, those of ``dst_mesh`` behind them. Omitted, by nodes.
 
     Returns:
         A new :class:`ShardedArray`, or ``{name: ...}``; the source is unchanged.
 
     Raises:
-        ReshardError: what the ranks raise; RemoteError with the name of an actor that died.
+        ReshardError: what the ranks raise; RemoteError with the name of an actor that died; with ``"carry_on"``
+            RankLostError where nobody holds what it held.
     """
     timeout_seconds = check_timeout(timeout_seconds)
+    if on_loss not in ("raise", "carry_on"):
+        raise ArgumentError(f"on_loss is {on_loss!r}; a driver can ask for 'raise' or 'carry_on'")
+    bears_loss = on_loss == "carry_on"
     arrays: dict[Any, ShardedArray] = {**array} if isinstance(array, Mapping) else {None: array}
     for name, one in arrays.items():
         what = f"{name!r}" if name is not None else "the array"
@@ -91,6 +98,7 @@ def reshard(
         "topology": topology,
         "staging_bytes": staging_bytes,
         "timeout_seconds": timeout_seconds,
+        "on_loss": on_loss,
     }
     meshes = [src_mesh] if first == 0 else [src_mesh, dst_mesh]
     with order_lock:
@@ -105,8 +113,10 @@ def reshard(
                 for name, one in arrays.items()
             }
             asked += [(mesh, rank, "move", (key, names, told, options)) for rank in mesh.mesh.ranks]
-        answers = Answers(asked, meshes, key)
-    answers.take(2 * timeout_seconds + GRACE_SECONDS)
+        answers = Answers(asked, meshes, key, bears_loss)
+    answers.take((6 if bears_loss else 2) * timeout_seconds + GRACE_SECONDS)
+    for one in moved.values():
+        one.lost = frozenset(dst_mesh.dead)
     return moved if isinstance(array, Mapping) else moved[None]
 
 

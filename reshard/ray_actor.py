@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from reshard.agreement import describe_error
+from reshard.beacon import blame
 from reshard.call import reshard
-from reshard.channel import blame
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
-from reshard.group import Group, forget_group, join
+from reshard.group import Group, forget_group, join, serve_store
 from reshard.layout import AnyLayout
 from reshard.shards import cut_shards
 
@@ -63,12 +63,7 @@ class StoreKeeper:
 
     def __init__(self) -> None:
         self.address = ray.util.get_node_ip_address()
-        # bound here: a store that binds by itself listens on every address of its host
-        self._listener = socket.create_server((self.address, 0), backlog=1024)
-        port = self._listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            self.address, port, is_master=True, wait_for_workers=False, master_listen_fd=self._listener.detach()
-        )
+        self._store = serve_store(socket.create_server((self.address, 0), backlog=1024))
 
     def where(self) -> tuple[str, int]:
         """Address and port of the store."""

@@ -21,7 +21,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, MeshError, RemoteError, TransferTimeoutError
 from reshard.layout import Layout
 from reshard.mesh import Mesh
-from reshard.mover import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.ray_actor import Device, StoreKeeper, pack_array, shard_of, unpack_array, whole_of
 from reshard.shards import check_shape, cut_shards
 
@@ -165,6 +165,11 @@ class ActorMesh:
         place = np.argwhere(self.mesh.array == rank)[0]
         return f"{self.name}[{','.join(map(str, place))}] at {self.addresses[rank]}"
 
+    @property
+    def dead(self) -> frozenset[int]:
+        """Ranks whose actors died, as far as the driver knows."""
+        return frozenset(self._dead)
+
     def _ask(self, method: str, asked: Mapping[int, Sequence[Any]], timeout_seconds: float) -> list[Any]:
         return _ask([(self, rank, method, args) for rank, args in asked.items()], timeout_seconds)
 
@@ -174,7 +179,10 @@ class ShardedArray:
 
     Attributes:
         mesh: the actors. layout: how its ranks shard the array. shape, dtype: of the whole.
+        lost: ranks whose actors died while it was made, where that was borne; it lacks their shards.
     """
+
+    lost: frozenset[int] = frozenset()
 
     def __init__(self, mesh: ActorMesh, layout: Layout, shape: tuple[int, ...], dtype: str) -> None:
         cut_shards(layout, shape)  # raises if it does not fit
@@ -183,16 +191,20 @@ class ShardedArray:
         weakref.finalize(self, _drop, mesh.actors, self.key).atexit = False
 
     def shards(self, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> dict[int, torch.Tensor]:
-        """The shards of all ranks, brought to the driver."""
-        ranks = self.mesh.mesh.ranks
+        """The shards of all ranks that are not ``lost``, brought to the driver."""
+        ranks = [rank for rank in self.mesh.mesh.ranks if rank not in self.lost]
         packed = self.mesh._ask("get", dict.fromkeys(ranks, (self.key,)), timeout_seconds)
         return {rank: unpack_array(one) for rank, one in zip(ranks, packed, strict=True)}
 
     def gather(self, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> torch.Tensor:
-        """The whole array, brought to the driver; of replicas one."""
+        """The whole array, brought to the driver; of replicas one.
+
+        Raises:
+            RemoteError: an actor died, and no other one has its shard.
+        """
         shards = cut_shards(self.layout, self.shape)
         seen: dict[Any, int] = {}
-        for rank in self.layout.ranks:
+        for rank in sorted(self.layout.ranks, key=lambda rank: rank in self.mesh.dead):
             seen.setdefault(tuple(shards.boxes_of(rank)), rank)
         ranks = sorted(seen.values())
         packed = self.mesh._ask("get", dict.fromkeys(ranks, (self.key,)), timeout_seconds)
@@ -207,15 +219,23 @@ Asked = tuple[ActorMesh, int, str, Sequence[Any]]
 
 
 class Answers:
-    """Calls of actors under way."""
+    """Calls of actors under way.
 
-    def __init__(self, asked: Sequence[Asked], meshes: Sequence[ActorMesh], group: str | None) -> None:
+    Args:
+        asked: whom, and for what. meshes: of them. group: the key of the group that they move data in, if they do.
+        bears_loss: actors that die, or are dead already, are passed over.
+    """
+
+    def __init__(
+        self, asked: Sequence[Asked], meshes: Sequence[ActorMesh], group: str | None, bears_loss: bool = False
+    ) -> None:
         for mesh in meshes:
             if mesh._closed:
                 raise ArgumentError(f"{mesh.name!r} is closed")
-            for rank, why in mesh._dead.items():
-                raise RemoteError(f"rank {rank} of {mesh.name!r}, {mesh.called(rank)}, died: {why}")
-        self._asked, self._group = list(asked), group
+        for mesh, rank, *_ in asked:
+            if rank in mesh._dead and not bears_loss:
+                raise RemoteError(f"rank {rank} of {mesh.name!r}, {mesh.called(rank)}, died: {mesh._dead[rank]}")
+        self._asked, self._group, self._bears_loss = list(asked), group, bears_loss
         self._refs = [getattr(mesh.actors[rank], method).remote(*args) for mesh, rank, method, args in asked]
 
     def take(self, timeout_seconds: float) -> list[Any]:
@@ -241,9 +261,9 @@ class Answers:
                     ray.get(_keeper().blame.remote(self._group, i, f"rank {i} is gone: {mesh.called(rank)} died"))
             except RayError as error:
                 answers[i] = ("error", "RemoteError", f"{mesh.called(rank)}: {error}")
-            if answers[i][0] != "result":
+            if answers[i][0] == "error" or (answers[i][0] == "dead" and not self._bears_loss):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if deaths:
+        if deaths and not (self._bears_loss and len(deaths) < len(self._asked)):
             raise RemoteError("; ".join(deaths))
         for i in sorted(answers):
             if answers[i][0] == "error":
@@ -251,12 +271,12 @@ class Answers:
         if len(answers) < len(self._asked):
             silent = [mesh.called(rank) for i, (mesh, rank, *_) in enumerate(self._asked) if i not in answers]
             raise TransferTimeoutError(f"no answer within {timeout_seconds:g} s from {', '.join(silent)}")
-        return [answers[i][1] for i in range(len(self._asked))]
+        return [answers[i][1] for i in range(len(self._asked)) if answers[i][0] == "result"]
 
 
-def _ask(asked: Sequence[Asked], timeout_seconds: float) -> list[Any]:
+def _ask(asked: Sequence[Asked], timeout_seconds: float, bears_loss: bool = False) -> list[Any]:
     with order_lock:
-        answers = Answers(asked, list(dict.fromkeys(mesh for mesh, *_ in asked)), None)
+        answers = Answers(asked, list(dict.fromkeys(mesh for mesh, *_ in asked)), None, bears_loss)
     return answers.take(check_timeout(timeout_seconds))
 
 
@@ -270,6 +290,7 @@ def join_meshes(meshes: Sequence[ActorMesh]) -> str:
         _ask(
             [(mesh, rank, "join", place) for (mesh, rank), place in zip(members, places, strict=True)],
             DEFAULT_TIMEOUT_SECONDS,
+            bears_loss=True,  # what becomes of the dead is for the call to say
         )
         for mesh in meshes:
             mesh._joined[key] = weakref.WeakSet(meshes)

@@ -63,13 +63,18 @@ class RoundRunner:
         self._index = {recv.id: index for index, recv in enumerate(program.recvs)}
         self._scratch_bytes = max((_scratch_bytes(one) for one in self.rounds), default=0)
         self._place_of_relay, relay_bytes = self._place_relays()
-        self._nbytes = self._scratch_bytes + relay_bytes
+        #: Of its buffer.
+        self.nbytes = self._scratch_bytes + relay_bytes
         self._storage: torch.Tensor | None = None
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes held now."""
         return 0 if self._storage is None else self._storage.numel()
+
+    def release(self) -> None:
+        """Give the buffer back; the next run makes a new one."""
+        self._storage = None
 
     def _place_relays(self) -> tuple[dict[int, int], int]:
         """Where each relayed message is kept from its round to the last that passes it on, first fit."""
@@ -104,7 +109,7 @@ class RoundRunner:
             exchange: how bytes travel.
         """
         if self._storage is None:
-            self._storage = torch.empty(self._nbytes, dtype=torch.uint8, device=self.device)
+            self._storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         for copy in self.program.copies:
             view_of(dst, copy.place.tensor, copy.place.dst).copy_(view_of(src, copy.place.tensor, copy.place.src))
         for number, one in enumerate(self.rounds):

@@ -85,6 +85,23 @@ class Shards:
         tile, replica = np.nonzero(self.ranks == rank)
         return self.start[tile], self.stop[tile], self.local[tile, replica]
 
+    def find(self, rank: int, start: np.ndarray, stop: np.ndarray) -> list[tuple[slice, ...] | None]:
+        """Where boxes lie in the local array of a rank; None for one that does not lie in a single tile of it.
+
+        Args:
+            start, stop: ``(boxes, ndim)``, none of them empty.
+        """
+        found: list[tuple[slice, ...] | None] = [None] * len(start)
+        tile_start, tile_stop, local = self.pieces_of(rank)
+        box_of, tile_of = find_overlaps(start, stop, tile_start, tile_stop)
+        inside = ((start[box_of] >= tile_start[tile_of]) & (stop[box_of] <= tile_stop[tile_of])).all(axis=1)
+        box_of, tile_of = box_of[inside], tile_of[inside]
+        first = start[box_of] - tile_start[tile_of] + local[tile_of]
+        last = first + stop[box_of] - start[box_of]
+        for box, lo, hi in zip(box_of.tolist(), first.tolist(), last.tolist(), strict=True):
+            found[box] = tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))
+        return found
+
     def boxes_of(self, rank: int) -> Iterator[tuple[Box, tuple[int, ...]]]:
         """The tiles of one rank as ``(box, where it starts in the local array)``."""
         for start, stop, local in zip(*self.pieces_of(rank), strict=True):

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from reshard.agreement import Record, describe_error, resolve
-from reshard.channel import find_channel, tell_error
+from reshard.beacon import tell_error
+from reshard.channel import find_channel
 from reshard.errors import ArgumentError, ReshardError
 from reshard.group import find_group
 from reshard.mesh import format_ranks
-from reshard.mover import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.routes import Strategy
 from reshard.topology import Topology
 
@@ -108,8 +109,7 @@ class Engine:
             record.error, device = describe_error(error), "cpu"
         _, verdict = channel.agree(record, lambda records: resolve(records, {}), agreeing_seconds)
         if topology is None:
-            hosts = dict(zip(channel.members, verdict.hostnames, strict=True))
-            topology = Topology.from_hostnames([hosts.get(rank, "") for rank in range(ranks[-1] + 1)])
+            topology = Topology.from_hostnames([verdict.hostnames.get(rank, "") for rank in range(ranks[-1] + 1)])
         pipelines = tuple(one for one in (pipeline, last_pipeline) if one is not None)
         crossings = []
         for one in pipelines:

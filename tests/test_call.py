@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import pytest
@@ -219,8 +220,6 @@ def _leaves_nothing(rank):
     source = take_shard(ROWS, rank, whole)
 
     def counts():
-        import threading
-
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     for _ in range(3):
@@ -237,3 +236,34 @@ def _leaves_nothing(rank):
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to count file descriptors")
 def test_calls_leave_no_threads_or_files_behind():
     assert run_processes(_leaves_nothing, 4) == [True] * 4
+
+
+def _two_threads(rank):
+    """While one thread of rank 0 waits for the others, another one calls."""
+    one, said = Layout(Mesh.of(2)), []
+
+    def call(value):
+        try:
+            out = reshard.reshard(torch.full((4,), value), one, one, timeout_seconds=20)
+            said.append(bool((out == value).all()))
+        except reshard.ReshardError as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    if rank == 1:
+        time.sleep(1.0)
+        call(1.0)
+        return said
+    threads = [threading.Thread(target=call, args=(value,)) for value in (1.0, 2.0)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+    for thread in threads:
+        thread.join()
+    return said
+
+
+def test_two_threads_at_once_are_refused():
+    (refused, first), (other,) = run_processes(_two_threads, 2)
+    assert refused.startswith("ArgumentError: two threads call on one group of 2 ranks at once"), refused
+    for said in (first, other):  # it ends well, unless it was slow and heard of the other's error
+        assert said is True or "two threads" in said

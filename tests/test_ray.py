@@ -188,3 +188,44 @@ def test_the_page_runs(drive):
     page = Path(__file__).parent.parent / "docs" / "ray.md"
     (block,) = re.findall(r"```python ray\n(.*?)```", page.read_text(), flags=re.DOTALL)
     drive(_run_the_page, block)
+
+
+def _carry_on():
+    """An actor dies before a move and one dies in it; what they held is held twice."""
+    import ray
+
+    import reshard
+    import reshard.ray as actors
+
+    with (
+        actors.ActorMesh("2x2", num_hosts=2, name="left") as left,
+        actors.ActorMesh("2x2", num_hosts=2, name="right") as right,
+    ):
+        held = left.put(_whole(64, 64), "R S1")
+        actors.reshard(held, left, right, dst_spec="S0 R")
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            ray.get(left.actors[1].__ray_call__.remote(_end))
+        first = actors.reshard(held, left, right, dst_spec="S0 R", on_loss="carry_on")
+        good = [first.gather().equal(_whole(64, 64)), sorted(left.dead), sorted(first.lost)]
+        ray.get(right.actors[2].__ray_call__.remote(_end_in_transfer))
+        second = actors.reshard(held, left, right, dst_spec="S0 R", on_loss="carry_on")
+        good += [second.gather().equal(_whole(64, 64)), sorted(second.shards()), sorted(second.lost)]
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            ray.get(left.actors[3].__ray_call__.remote(_end))
+        try:
+            actors.reshard(held, left, right, dst_spec="S0 R", on_loss="carry_on")
+        except reshard.RankLostError as error:
+            good.append(str(error))
+    return good
+
+
+def _end_in_transfer(actor):
+    from reshard.transport import GlooTransport
+
+    GlooTransport.recv = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_others_carry_on(drive):
+    *good, said = drive(_carry_on)
+    assert good == [True, [1], [], True, [0, 1, 3], [2]]
+    assert said.startswith("ranks 1,3,6 are lost, and with them "), said

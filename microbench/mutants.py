@@ -1,0 +1,290 @@
+"""Whether the tests notice faults planted in ourselves: ``python -m microbench.mutants geometry --count 300``.
+
+A mutant is one small change to the source of a part: a comparison, a sign, a number, a condition turned around, a
+statement left out. Mutants are drawn with a seed from all that are possible, and each is run against the part's
+in-process tests until one fails. What survives is printed as a difference, to be told apart by a reader: a missing
+test, or a change that changes nothing that matters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import copy
+import difflib
+import importlib.util
+import io
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+#: Of each part its modules, and the tests that are asked, the quickest first.
+PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "geometry": (
+        "mesh notation layout shards tasks",
+        ("test_values.py", "test_hostile.py", "test_properties.py", "test_jax.py", "test_check_plan.py"),
+    ),
+    "planner": (
+        "plan transfers loads order routes senders trees exchanges broadcasts matching chunks lanes freight board "
+        "dealer pod_dealer landing sequence schedule relays multicast portfolio planning bound pod_bound check",
+        ("test_goldens.py", "test_check_plan.py", "test_broadcasts.py", "test_multicast.py", "test_properties.py",
+         "test_values.py", "test_topology.py"),
+    ),
+    "executor": (
+        "program staging runs rounds round_runner regions progress remainder digests agreement",
+        ("test_runs.py", "test_rounds.py", "test_regions.py", "test_remainder.py", "test_properties.py",
+         "test_hostile.py"),
+    ),
+    "scheduler": (
+        "scheduler/*",
+        ("test_schedules.py", "test_pipeline_costs.py", "test_torch_schedules.py", "test_schedule_optimum.py"),
+    ),
+}  # fmt: skip
+LIMIT_SECONDS = 180.0
+
+_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
+    ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: the ``at``-th place of a file where something can be changed."""
+
+    path: Path
+    at: int
+
+
+class _Mutator(ast.NodeTransformer):
+    """Counts the places of a file, and changes one of them."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count = at, 0
+
+    def _is_it(self) -> bool:
+        self.count += 1
+        return self.count - 1 == self.at
+
+    def visit_Raise(self, node: ast.Raise) -> Any:
+        return node  # texts of errors
+
+    def visit_Assert(self, node: ast.Assert) -> Any:
+        return node  # says what holds
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> Any:
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
+        if node.value is not None:
+            node.value = self.visit(node.value)
+        return node
+
+    def visit_arguments(self, node: ast.arguments) -> Any:
+        return node
+
+    def _visit_function(self, node: Any) -> Any:
+        docstring = node.body[:1] if ast.get_docstring(node) is not None else []
+        node.body = docstring + [self.visit(one) for one in node.body[len(docstring) :]]
+        return node
+
+    visit_FunctionDef = visit_AsyncFunctionDef = _visit_function  # noqa: N815
+
+    def visit_Compare(self, node: ast.Compare) -> Any:
+        self.generic_visit(node)
+        for i, op in enumerate(node.ops):
+            if type(op) in _COMPARISONS and self._is_it():
+                node.ops[i] = _COMPARISONS[type(op)]()
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        self.generic_visit(node)
+        if type(node.op) in _OPERATORS and self._is_it():
+            node.op = _OPERATORS[type(node.op)]()
+        return node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> Any:
+        self.generic_visit(node)
+        if self._is_it():
+            node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+        self.generic_visit(node)
+        if isinstance(node.op, (ast.Not, ast.USub)) and self._is_it():
+            return node.operand
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> Any:
+        if isinstance(node.value, bool):
+            return ast.Constant(not node.value) if self._is_it() else node
+        if isinstance(node.value, (int, float)):
+            return ast.Constant(node.value + 1) if self._is_it() else node
+        return node
+
+    def visit_If(self, node: ast.If) -> Any:
+        self.generic_visit(node)
+        if ast.unparse(node.test) != "TYPE_CHECKING" and self._is_it():
+            node.test = ast.UnaryOp(ast.Not(), node.test)
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        self.generic_visit(node)
+        return ast.Pass() if isinstance(node.value, ast.Call) and self._is_it() else node
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> Any:
+        self.generic_visit(node)
+        return ast.Pass() if self._is_it() else node
+
+    def visit_Continue(self, node: ast.Continue) -> Any:
+        return ast.Break() if self._is_it() else node
+
+    def visit_Break(self, node: ast.Break) -> Any:
+        return ast.Continue() if self._is_it() else node
+
+
+def change(source: str, at: int) -> tuple[str, int]:
+    """The source with its ``at``-th place changed (none for -1), and how many places it has."""
+    mutator = _Mutator(at)
+    tree = ast.fix_missing_locations(mutator.visit(copy.deepcopy(ast.parse(source))))
+    return ast.unparse(tree) + "\n", mutator.count
+
+
+def _files(part: str) -> list[Path]:
+    names = PARTS[part][0].split()
+    found = [p for name in names for p in sorted(ROOT.glob(name if "/" in name else f"reshard/{name}.py"))]
+    return [path for path in found if path.suffix == ".py" and path.name != "__init__.py"]
+
+
+def draw(part: str, count: int, seed: int) -> list[Mutant]:
+    """So many mutants of a part, drawn from all that are possible."""
+    every = [Mutant(path, at) for path in _files(part) for at in range(change(path.read_text(), -1)[1])]
+    return random.Random(seed).sample(every, min(count, len(every)))
+
+
+def _module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("reshard", *parts) if parts[0] == "scheduler" else parts)
+
+
+class _Finder:
+    """Loads one module from a changed source, whoever would load it otherwise."""
+
+    def __init__(self, module: str, source: str, path: Path) -> None:
+        self.module, self.source, self.path = module, source, path
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self.module:
+            return None
+        return importlib.util.spec_from_loader(name, self, origin=str(self.path))  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: Any) -> None:
+        module.__file__ = str(self.path)
+        exec(compile(self.source, str(self.path), "exec"), module.__dict__)
+
+
+def _try_tests(part: str, mutant: Mutant | None) -> int:
+    """In a process of its own, which has not imported the package: 0 if all tests pass."""
+    import pytest
+
+    if mutant is not None:
+        source, _ = change(mutant.path.read_text(), mutant.at)
+        sys.meta_path.insert(0, _Finder(_module_of(mutant.path), source, mutant.path))  # type: ignore[arg-type]
+    os.chdir(ROOT)
+    tests = [f"tests/{name}" for name in PARTS[part][1]]
+    chosen = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "-k", "not cli and not golden_file"]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return int(pytest.main([*chosen, *tests]))
+
+
+def _run(part: str, mutant: Mutant | None) -> tuple[str, float]:
+    """How a mutant ended: killed, timed out, or survived; and how long that took."""
+    begun = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.setpgid(0, 0)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)
+            os.dup2(null, 2)
+            status = _try_tests(part, mutant)
+        finally:
+            os._exit(min(status, 100))
+    while time.monotonic() < begun + LIMIT_SECONDS:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return ("survived" if status == 0 else "killed"), time.monotonic() - begun
+        time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "timed out", time.monotonic() - begun
+
+
+def _difference(mutant: Mutant) -> str:
+    source = mutant.path.read_text()
+    before, after = change(source, -1)[0].splitlines(), change(source, mutant.at)[0].splitlines()
+    lines = [line for line in difflib.unified_diff(before, after, lineterm="", n=1) if line[:3] not in ("---", "+++")]
+    return "\n".join(lines)
+
+
+def _campaign(part: str, mutants: list[Mutant], jobs: int) -> Iterator[tuple[Mutant, str]]:
+    with ThreadPoolExecutor(jobs) as pool:
+        for mutant, (how, _) in zip(mutants, pool.map(lambda one: _run(part, one), mutants), strict=True):
+            yield mutant, how
+
+
+def main() -> int:
+    """Print what survived and how many were killed; 1 if that is less than nine of ten."""
+    parser = argparse.ArgumentParser(prog="python -m microbench.mutants", description=__doc__)
+    parser.add_argument("part", choices=sorted(PARTS))
+    parser.add_argument("--count", type=int, default=300, help="mutants (300)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at once (as many as processors)")
+    parser.add_argument("--out", type=Path, help="write each mutant and how it ended as JSON lines")
+    options = parser.parse_args()
+    for heavy in ("hypothesis", "numpy", "pytest", "torch", "torch.distributed"):  # once, for all that are forked
+        importlib.import_module(heavy)
+    how, seconds = _run(options.part, None)
+    if how != "survived":
+        print(f"the tests of {options.part} fail without any change", file=sys.stderr)
+        return 2
+    print(f"{options.part}: the tests take {seconds:.0f} s")
+    ended: dict[str, int] = {"killed": 0, "timed out": 0, "survived": 0}
+    rows = []
+    for mutant, how in _campaign(options.part, draw(options.part, options.count, options.seed), options.jobs):
+        ended[how] += 1
+        where = f"{mutant.path.relative_to(ROOT)}, place {mutant.at}"
+        rows.append({"where": where, "how": how})
+        if how == "survived":
+            print(f"\n{where}\n{_difference(mutant)}", flush=True)
+    total = sum(ended.values())
+    killed = total - ended["survived"]
+    print(f"\n{options.part}: {killed} of {total} killed ({100 * killed / total:.1f} %), {ended['timed out']} by time")
+    if options.out:
+        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return 0 if killed >= 0.9 * total else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""What a rank leaves in the store for those that wait for it in vain: what it does, why it gave up, that it lives."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from reshard.agreement import describe_error
+from reshard.errors import RemoteError, ReshardError
+from reshard.group import Group
+
+#: Without a heartbeat for this long, a rank that nobody has a connection to counts as gone where losses are borne.
+SILENT_SECONDS = 4.0
+
+
+def beat_key(rank: int) -> str:
+    """Where a rank counts its heartbeats."""
+    return f"beat/{rank}"
+
+
+class Pulses:
+    """The heartbeats of other ranks, looked at now and then."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._seen: dict[int, tuple[bytes, float]] = {}
+
+    def is_silent(self, rank: int) -> bool:
+        """Whether a rank has beaten once, but not for :data:`SILENT_SECONDS` while it was looked at."""
+        key, now = beat_key(rank), time.monotonic()
+        if not self._store.check([key]):
+            return False
+        beat = self._store.get(key)
+        if rank not in self._seen or self._seen[rank][0] != beat:
+            self._seen[rank] = beat, now
+        return now - self._seen[rank][1] > SILENT_SECONDS
+
+
+def publish_beacon(group: Group) -> None:
+    """Let other ranks see what this one is doing."""
+    group.store.set(f"beacon/{group.rank}", json.dumps(group.beacon))
+
+
+def tell_error(group: Group, error: ReshardError) -> None:
+    """Say that this rank gave up before it knew who takes part."""
+    group.beacon["errors"] += 1
+    group.beacon["error"] = list(describe_error(error))
+    publish_beacon(group)
+
+
+#: More errors than anybody counts as dealt with: of a rank that never comes again.
+_NEVER = 2**40
+
+
+def is_blamed(beacon: dict[str, Any]) -> bool:
+    """Whether somebody said in a rank's place that it is gone."""
+    return int(beacon["errors"]) >= _NEVER
+
+
+def blame(store: dist.Store, rank: int, text: str) -> None:
+    """Let those who wait for a rank know why it does not come, in its place.
+
+    Args:
+        store: of the group. rank: of the one that is gone; text: why.
+    """
+    key = f"beacon/{rank}"
+    beacon = json.loads(store.get(key)) if store.check([key]) else {"waiting": None, "skipped": {}, "errors": 0}
+    store.set(key, json.dumps(beacon | {"errors": beacon["errors"] + _NEVER, "error": [RemoteError.__name__, text]}))

@@ -1,0 +1,127 @@
+"""What is left of a transfer: exactly what is missing, from whoever holds it, or an error that names what is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_transport import run_in_threads
+from strategies_of_cases import cases
+from tensors import same_bytes, take_shard, whole_tensor
+
+from reshard import Layout, Mesh, RankLostError, Topology, check_plan, make_plan
+from reshard.plan import expand_messages
+from reshard.remainder import Arrived, find_boxes, find_missing, plan_remainder, view_pieces, whole_tensors
+from reshard.strategies import STRATEGIES
+
+
+def _num_recvs(plan, rank):
+    return sum(m.receiver == rank != m.sender for m in expand_messages(plan, rank))
+
+
+def _land(plan, pieces, arrived, first, whole, outs):
+    """Write what has arrived into the destination shards, as the executor would have."""
+    for rank, came in arrived.items():
+        received = 0
+        for message in expand_messages(plan, rank):
+            if message.receiver != rank:
+                continue
+            is_copy = message.sender == rank
+            has = came.copied if is_copy else received < came.received
+            received += not is_copy
+            for tensor, start, stop in message.boxes if has else ():
+                origin = pieces[tensor]
+                lo, hi = (tuple(a + b for a, b in zip(origin.start, x, strict=True)) for x in (start, stop))
+                at = find_boxes(first.tensors[0].dst_shards, rank, [(lo, hi)])[0]
+                if at is not None:
+                    outs[rank][at] = whole[tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))]
+
+
+def _holdings(first, ranks, landed):
+    """Of each rank which elements of the whole it holds: its source shard, and what has arrived."""
+    spec, held = first.tensors[0], {}
+    for rank in ranks:
+        held[rank] = torch.zeros(spec.shape, dtype=torch.bool)
+        for shards, keep in ((spec.src_shards, None), (spec.dst_shards, landed.get(rank))):
+            for box, local in shards.boxes_of(rank) if rank in shards.layout.ranks else ():
+                at = tuple(slice(lo, hi) for lo, hi in box)
+                if keep is None:
+                    held[rank][at] = shards is spec.src_shards or held[rank][at]
+                else:
+                    mine = tuple(slice(o, o + hi - lo) for o, (lo, hi) in zip(local, box, strict=True))
+                    held[rank][at] |= keep[mine]
+    return held
+
+
+@given(cases(), st.sampled_from(sorted(STRATEGIES)), st.data())
+@settings(max_examples=150)
+def test_survivors_get_all_that_somebody_still_holds(case, strategy, data):
+    shape, src, dst, topology = case
+    first = make_plan(src, dst, shape, "int64", strategy=strategy, topology=topology)
+    whole = whole_tensor(shape, torch.int64)
+    sources = {rank: take_shard(src, rank, whole) for rank in src.ranks}
+    outs = {rank: torch.full_like(take_shard(dst, rank, whole), -1) for rank in dst.ranks}
+    plan, pieces, left = first, whole_tensors(first), set(first.ranks)
+    for _ in range(2):
+        lost = data.draw(st.sets(st.sampled_from(sorted(left)), max_size=max(len(left) - 1, 0)))
+        left -= lost
+        arrived = {
+            rank: Arrived(data.draw(st.booleans()), data.draw(st.integers(0, _num_recvs(plan, rank))))
+            for rank in sorted(left & set(plan.ranks))
+        }
+        _land(plan, pieces, arrived, first, whole, outs)
+        pieces = find_missing(plan, pieces, arrived, left)
+        landed = {rank: outs[rank] != -1 for rank in left & set(dst.ranks)}
+        held = _holdings(first, left, landed)
+        somewhere = torch.zeros(shape, dtype=torch.bool)
+        for rank in left:
+            somewhere |= held[rank]
+        missing = {}
+        for rank in left & set(dst.ranks):
+            count = torch.zeros(shape, dtype=torch.int64)
+            for piece in pieces:
+                if rank in piece.missing:
+                    count[tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))] += 1
+            needed = torch.zeros(shape, dtype=torch.bool)
+            for box, local in first.tensors[0].dst_shards.boxes_of(rank):
+                mine = tuple(slice(o, o + hi - lo) for o, (lo, hi) in zip(local, box, strict=True))
+                needed[tuple(slice(lo, hi) for lo, hi in box)] = ~landed[rank][mine]
+            assert torch.equal(count, needed.long())  # what has not arrived, once
+            missing[rank] = needed
+        if not pieces:
+            assert not any(needed.any() for needed in missing.values())
+            break
+        lost_for_good = torch.zeros(shape, dtype=torch.bool)
+        for needed in missing.values():
+            lost_for_good |= needed & ~somewhere
+        gone = set(first.ranks) - left
+        if lost_for_good.any():
+            with pytest.raises(RankLostError, match="still need") as caught:
+                plan_remainder(pieces, first, left, gone)
+            assert caught.value.regions and set(caught.value.ranks) == gone
+            return
+        plan, pieces = plan_remainder(pieces, first, left, gone)
+        check_plan(plan)
+        assert set(plan.ranks) <= left
+    if pieces:
+        views = {r: view_pieces(plan, pieces, first, r, [sources.get(r)], [outs.get(r)]) for r in plan.ranks}
+        run_in_threads(plan, {r: views[r][0] for r in plan.ranks}, {r: views[r][1] for r in plan.ranks})
+    for rank in left & set(dst.ranks):
+        assert same_bytes(outs[rank], take_shard(dst, rank, whole))
+    for rank in src.ranks:
+        assert same_bytes(sources[rank], take_shard(src, rank, whole))
+
+
+def test_chunks_of_one_region_are_one_piece():
+    """Ranks 2 and 3 want all; rank 3 has half of it, and nobody else is needed for the rest."""
+    rows, everything = Layout(Mesh([0, 1])), Layout(Mesh([2, 3]))
+    plan = make_plan(
+        rows, everything, (4096, 64), "float32", strategy="broadcast_naive", topology=Topology((0, 1, 2, 3))
+    )
+    half = _num_recvs(plan, 3) // 2
+    arrived = {1: Arrived(True, 0), 2: Arrived(True, _num_recvs(plan, 2)), 3: Arrived(True, half)}
+    pieces = find_missing(plan, whole_tensors(plan), arrived, [1, 2, 3])
+    assert len(pieces) == 1 and pieces[0].missing == {3}
+    rest, _ = plan_remainder(pieces, plan, [1, 2, 3], [0])
+    assert rest.tensors[0].src.ranks == (1, 2) and rest.tensors[0].dst.ranks == (3,)
