@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from reshard.agreement import describe_error
 from reshard.errors import RemoteError, ReshardError
 from reshard.group import Group
+from reshard.stores import Store
 
 #: Without a heartbeat for this long, a rank that nobody has a connection to counts as gone where losses are borne.
 SILENT_SECONDS = 4.0
@@ -24,7 +26,7 @@ def beat_key(rank: int) -> str:
 class Pulses:
     """The heartbeats of other ranks, looked at now and then."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self._seen: dict[int, tuple[bytes, float]] = {}
 
@@ -40,8 +42,9 @@ class Pulses:
 
 
 def publish_beacon(group: Group) -> None:
-    """Let other ranks see what this one is doing."""
-    group.store.set(f"beacon/{group.rank}", json.dumps(group.beacon))
+    """Let other ranks see what this one is doing, if the store is there."""
+    with contextlib.suppress(RuntimeError):
+        group.store.set(f"beacon/{group.rank}", json.dumps(group.beacon))
 
 
 def tell_error(group: Group, error: ReshardError) -> None:
@@ -60,7 +63,7 @@ def is_blamed(beacon: dict[str, Any]) -> bool:
     return int(beacon["errors"]) >= _NEVER
 
 
-def blame(store: dist.Store, rank: int, text: str) -> None:
+def blame(store: dist.Store | Store, rank: int, text: str) -> None:
     """Let those who wait for a rank know why it does not come, in its place.
 
     Args:

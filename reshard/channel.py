@@ -35,6 +35,7 @@ from reshard.transport import Connections, GlooTransport, GroupExchange
 
 #: After this long in a round, a rank says what it waits for and looks at what the others wait for.
 PATIENCE_SECONDS = 0.2
+TELLING_SECONDS = 1.0  # how long an error waits to be told; it is this rank's own in any case
 MAX_CACHED = 32
 
 
@@ -44,7 +45,7 @@ class Channel:
     def __init__(self, group: Group, members: tuple[int, ...]) -> None:
         self.group, self.members = group, members
         digest = hashlib.sha256(repr(members).encode()).hexdigest()[:20]
-        self._store = dist.PrefixStore(f"u/{digest}", group.store)
+        self._store = group.store.under(f"u/{digest}")
         self._lock = threading.RLock()
         self.calls = 0  # rounds in which this rank took part
         self.answered: dict[int, int] = {}  # of each member the last attempt that was answered
@@ -92,6 +93,10 @@ class Channel:
                     verdict = self._gather(record, decide, deadline, timeout_seconds, bears_loss)
                 else:
                     verdict = self._ask(record, deadline, timeout_seconds, bears_loss)
+            except RuntimeError as error:
+                if isinstance(error, ReshardError):
+                    raise
+                raise RemoteError(f"rank {self.group.rank}: the store is lost: {error}") from error
             finally:
                 self._say(None)
             verdict.lost = [int(rank) for rank in verdict.lost]
@@ -309,7 +314,7 @@ class Channel:
         with self._lock:
             if self._connections is None or self._connections[0] != generation:
                 Monitor.of(self.group)
-                store = dist.PrefixStore(f"gloo/{generation}", self._store)
+                store = dist.PrefixStore(f"gloo/{generation}", self._store.raw)
                 self._connections = generation, Connections(store, self.group.rank, self.members)
             try:
                 return ask(self._connections[1])
@@ -319,9 +324,9 @@ class Channel:
     def fail(self, generation: int, error: BaseException) -> ReshardError:
         """Tell all members that a transfer failed; returns the error that they all take, the first one told."""
         name, text = describe_error(error)
-        said = json.dumps([name, name_rank(self.group.rank, text)])
-        with contextlib.suppress(RuntimeError):  # the store may be gone; the error is still this rank's own
-            said = self._store.compare_set(f"error/{generation}", "", said)
+        said: str | bytes = json.dumps([name, name_rank(self.group.rank, text)])
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            said = self._store.compare_set(f"error/{generation}", "", str(said), TELLING_SECONDS)
         return self.take_error(generation, rebuild_error(*json.loads(said)))
 
     def told_error(self, generation: int) -> ReshardError | None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.errors import RemoteError
+from reshard.stores import Store
 
 _HEADER = struct.Struct("!I")
 MAX_FRAME_BYTES = 2**28
@@ -94,10 +95,10 @@ class _Peer:
 class Hub:
     """The side of the first rank."""
 
-    def __init__(self, store: dist.Store, others: tuple[int, ...]) -> None:
+    def __init__(self, store: Store, others: tuple[int, ...]) -> None:
         self._others = others
         self._secret = secrets.token_hex(16)
-        address = own_address(store)
+        address = own_address(store.raw)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=len(others) + 8)
         self._listener.setblocking(False)
@@ -222,7 +223,7 @@ class Spoke:
         self.answer: Any = None
 
     @classmethod
-    def connect(cls, store: dist.Store, rank: int, hub: int) -> Spoke:
+    def connect(cls, store: Store, rank: int, hub: int) -> Spoke:
         """Connect to the address that the hub published.
 
         Raises:

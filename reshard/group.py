@@ -13,6 +13,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from reshard.errors import ArgumentError
 from reshard.mesh import format_ranks
+from reshard.stores import Store
 
 _lock = threading.Lock()
 _groups: dict[Any, Group] = {}
@@ -30,7 +31,7 @@ class Group:
             raise ArgumentError(f"rank {rank} is outside a group of {size} ranks")
         self.rank, self.size, self.process_group = rank, size, process_group
         self.hostname = socket.gethostname()
-        self.store = store
+        self.store = Store(store)
         self.channels: dict[tuple[int, ...], Any] = {}
         self.lock = threading.Lock()
         self.monitor: Any = None
@@ -144,6 +145,7 @@ def forget_group(group: Any) -> None:
     for channel in found.channels.values():
         channel.close()
     found.channels.clear()
+    found.store.close()
 
 
 def join(store: Any, rank: int, world_size: int) -> Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from reshard.progress import Work
 from reshard.round_runner import Posted
+from reshard.stores import STORE_SECONDS, in_time
 from reshard.streams import STREAMS
 
 #: A tag that no transfer uses: those count rounds.
@@ -39,13 +41,16 @@ class Connections:
             RuntimeError: not all ranks came in time.
         """
         while len(self._groups) < 1 + is_two_way:
-            store = dist.PrefixStore(str(len(self._groups)), self._store)
-            limit = timedelta(seconds=timeout_seconds)
-            group = dist.ProcessGroupGloo(store, self._own, len(self._position), limit)
-            # who has nothing to do might end its process while others still connect, which fails for them then
-            group.barrier().wait(limit)
-            self._groups.append(group)
+            make = functools.partial(self._make_group, timedelta(seconds=timeout_seconds))
+            self._groups.append(in_time(make, timeout_seconds + STORE_SECONDS))
         return GlooTransport(self._groups[0], self._groups[is_two_way], self._own, self._position)
+
+    def _make_group(self, limit: timedelta) -> Any:
+        store = dist.PrefixStore(str(len(self._groups)), self._store)
+        group = dist.ProcessGroupGloo(store, self._own, len(self._position), limit)
+        # who has nothing to do might end its process while others still connect, which fails for them then
+        group.barrier().wait(limit)
+        return group
 
     def exchange(self, device: torch.device, number: int, timeout_seconds: float) -> GroupExchange:
         """How groups of messages travel between devices; all ranks must ask for the same one.

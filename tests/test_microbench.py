@@ -171,9 +171,9 @@ def test_wires_of_every_cluster_are_named_once():
         assert len(made) == len(set(made))
         assert max(map(len, made)) <= 15  # the kernel's limit
         num_nics = sum(len(topology.host(host).nics) for host in range(topology.num_hosts))
-        shaped = [line for line in wires.tc if " root " in line]
-        assert len(shaped) == num_nics + 2 * len(topology.pods)
-        assert len(host_wires(topology, 0, [7] * (len(topology.host(0).nics) - 1)).tc) == 1
+        at_host = host_wires(topology, 0, [7] * (len(topology.host(0).nics) - 1))
+        shaped = [sum(" root " in line for line in some.tc) for some in (wires, at_host)]
+        assert shaped == [num_nics + 2 * len(topology.pods), 1]
         assert etc_hosts(topology).count("host0\n") >= 2
 
 

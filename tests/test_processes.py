@@ -102,10 +102,11 @@ def _dropped(rank):
         reshard.Mover(plan)(torch.ones(4, 8))
     gc.collect()
     deadline = time.monotonic() + 10
-    while threading.active_count() > before + 1 and time.monotonic() < deadline:  # one more watches the ranks
+    # one more watches the ranks, and one asks the store
+    while threading.active_count() > before + 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     return threading.active_count() - before
 
 
 def test_movers_that_are_dropped_leave_no_thread():
-    assert max(run_processes(_dropped, 2)) <= 1
+    assert max(run_processes(_dropped, 2)) <= 2
