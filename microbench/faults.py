@@ -34,8 +34,8 @@ from microbench.planted import (
 from reshard.launch import LaunchError, run_processes
 
 
-def play(run: Run) -> list[str]:
-    """Do one run; what was not as it must be, in words."""
+def play(run: Run) -> tuple[list[str], bool]:
+    """Do one run; what was not as it must be, in words, and whether any survivor got an error."""
     try:
         if run.fault in EMULATED:
             assert run.topology is not None
@@ -52,11 +52,11 @@ def play(run: Run) -> list[str]:
             if failure.rank not in run.victims or not (run.kills or run.fault == "raises in between")
         ]
         if wrong:
-            return wrong
+            return wrong, True
     said = {rank: result for rank, result in results.items() if result is not None}
     if run.kills:
         said = {rank: one for rank, one in said.items() if rank not in run.victims}
-    return check(run, said)
+    return check(run, said), any(one["kind"] == "error" for one in said.values())
 
 
 def check(run: Run, said: dict[int, dict[str, Any]]) -> list[str]:
@@ -100,10 +100,17 @@ def _is_felt(run: Run) -> bool:
 
 def format_table(counts: dict[str, Counter[str]]) -> str:
     """One line per fault."""
-    lines = ["| fault | what survivors get | runs | as it must be |", "|---|---|---|---|"]
+    lines = [
+        "| fault | what survivors must get | runs | as it must be | all right | an error |",
+        "|---|---|---|---|---|---|",
+    ]
     for fault, expected in EXPECTED.items():
         if fault in counts:
-            lines.append(f"| {fault} | {expected} | {counts[fault].total()} | {counts[fault]['good']} |")
+            count = counts[fault]
+            lines.append(
+                f"| {fault} | {expected} | {count['runs']} | {count['good']} | {count['runs'] - count['failed']} "
+                f"| {count['failed']} |"
+            )
     return "\n".join(lines)
 
 
@@ -127,8 +134,9 @@ def main() -> int:
     for seed in range(options.seed, options.seed + options.runs):
         run = make_run(seed, faults)
         run = replace(run, timeout_seconds=options.timeout, slack_seconds=options.slack)
-        wrong = play(run)
-        counts.setdefault(run.fault, Counter())["bad" if wrong else "good"] += 1
+        wrong, failed = play(run)
+        count = counts.setdefault(run.fault, Counter())
+        count.update({"runs": 1, "good": not wrong, "failed": failed})
         if wrong:
             failures.append({"run": str(run), "wrong": wrong})
             say(f"{run}\n    " + "\n    ".join(wrong))

@@ -13,6 +13,7 @@ import resource
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +68,16 @@ def find_facts(store: dist.Store) -> Facts:
         "interfaces": sorted(name for _, name in socket.if_nameindex()),
         "address": own_address(store),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "slow_start": _setting("net/ipv4/tcp_slow_start_after_idle") == "1",
     }
+
+
+def _setting(name: str) -> str | None:
+    """A setting of the kernel; None where there is none."""
+    try:
+        return Path("/proc/sys", name).read_text().strip()
+    except OSError:
+        return None
 
 
 def _listen(store: dist.Store) -> socket.socket:
@@ -115,7 +125,7 @@ def _reach(everyone: Sequence[Facts], rank: int) -> list[tuple[int, int, str]]:
 
 
 def describe(everyone: Sequence[Facts]) -> list[str]:
-    """A line for each host."""
+    """A line for each host, and advice."""
     lines = []
     for host, first in _first_ranks(everyone).items():
         ranks = [rank for rank, facts in enumerate(everyone) if facts["host"] == host]
@@ -124,6 +134,12 @@ def describe(everyone: Sequence[Facts]) -> list[str]:
             f"{host}: ranks {format_ranks(ranks)} at {facts['address']}"
             f"{' on ' + facts['interface'] if facts['interface'] else ''}, {facts['gpus']} GPUs, "
             + ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+        )
+    slow = [host for host, first in _first_ranks(everyone).items() if everyone[first]["slow_start"]]
+    if len(_first_ranks(everyone)) > 1 and slow:
+        lines.append(
+            f"advice for {', '.join(slow)}: net.ipv4.tcp_slow_start_after_idle is 1, so connections start slowly again "
+            "behind every pause, as between training steps; with 0 they do not"
         )
     return lines
 
