@@ -317,15 +317,18 @@ class Mover:
                 Monitor.of(self._channel.group).forget(handle)
 
     def _compare(self, digests: Digests, handle: Handle, deadline: float) -> None:
+        rank = self._program.rank
+
         def wait(work: Any) -> None:
             handle.check()
             try:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except Exception as error:
                 handle.check()
+                if time.monotonic() >= deadline:
+                    raise TransferTimeoutError(f"rank {rank}: digests were not compared in time") from error
                 raise ConnectionError(f"digests could not be compared: {error}") from error
 
-        rank = self._program.rank
         compare_digests(self.plan, rank, digests, self._transport, self._tag + VERIFY_TAG, wait)
 
 
