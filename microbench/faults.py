@@ -136,7 +136,7 @@ def main() -> int:
         run = replace(run, timeout_seconds=options.timeout, slack_seconds=options.slack)
         wrong, failed = play(run)
         count = counts.setdefault(run.fault, Counter())
-        count.update({"runs": 1, "good": not wrong, "failed": failed})
+        count.update({"runs": 1, "good": int(not wrong), "failed": int(failed)})
         if wrong:
             failures.append({"run": str(run), "wrong": wrong})
             say(f"{run}\n    " + "\n    ".join(wrong))
