@@ -129,6 +129,7 @@ def main() -> int:
     begun = time.monotonic()
     faults = tuple(options.fault or EXPECTED)
     if why_unsupported() is not None:
+        print(f"without {', '.join(EMULATED)}: {why_unsupported()}", file=sys.stderr)
         faults = tuple(fault for fault in faults if fault not in EMULATED)
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     for seed in range(options.seed, options.seed + options.runs):

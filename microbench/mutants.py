@@ -263,7 +263,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at once (as many as processors)")
     parser.add_argument("--out", type=Path, help="write each mutant and how it ended as JSON lines")
     options = parser.parse_args()
-    for heavy in ("hypothesis", "numpy", "pytest", "torch", "torch.distributed"):  # once, for all that are forked
+    for heavy in ("numpy", "pytest", "torch", "torch.distributed"):  # once, for all that are forked
         importlib.import_module(heavy)
     how, seconds = _run(options.part, None)
     if how != "survived":

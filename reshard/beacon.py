@@ -30,15 +30,22 @@ class Pulses:
         self._store = store
         self._seen: dict[int, tuple[bytes, float]] = {}
 
-    def is_silent(self, rank: int) -> bool:
-        """Whether a rank has beaten once, but not for :data:`SILENT_SECONDS` while it was looked at."""
+    def look(self, rank: int) -> tuple[bool, float]:
+        """Whether a rank has ever beaten, and for how many seconds of being looked at it has not."""
         key, now = beat_key(rank), time.monotonic()
-        if not self._store.check([key]):
-            return False
-        beat = self._store.get(key)
+        beat = self._store.get(key) if self._store.check([key]) else b""
         if rank not in self._seen or self._seen[rank][0] != beat:
             self._seen[rank] = beat, now
-        return now - self._seen[rank][1] > SILENT_SECONDS
+        return beat != b"", now - self._seen[rank][1]
+
+    def is_silent(self, rank: int) -> bool:
+        """Whether it has beaten once, but not for :data:`SILENT_SECONDS`."""
+        has_beaten, seconds = self.look(rank)
+        return has_beaten and seconds > SILENT_SECONDS
+
+    def forget(self) -> None:
+        """Begin anew, where nobody has looked for a while."""
+        self._seen.clear()
 
 
 def publish_beacon(group: Group) -> None:

@@ -35,7 +35,7 @@ from reshard.transport import Connections, GlooTransport, GroupExchange
 
 #: After this long in a round, a rank says what it waits for and looks at what the others wait for.
 PATIENCE_SECONDS = 0.2
-TELLING_SECONDS = 1.0  # how long an error waits to be told; it is this rank's own in any case
+TELLING_SECONDS = 1.0  # how long an error may take to be told
 MAX_CACHED = 32
 
 
@@ -53,7 +53,7 @@ class Channel:
         self.generation = 0
         self.broken: ReshardError | None = None
         self.idle_staging: Any = None  # of the last call, for the next one of the same plan
-        self.idle_runner: Any = None  # of the last call between devices; only its buffer is kept
+        self.idle_runner: Any = None  # the same between devices
         self._blamed: set[int] = set()  # ranks that are gone as far as the store tells
         self._pulses = Pulses(group.store)
         self._hub: Hub | None = None
@@ -240,12 +240,12 @@ class Channel:
         """Raise if ``rank`` waits for us elsewhere, or gave up in the same call."""
         key = f"beacon/{rank}"
         beacon = json.loads(self.group.store.get(key)) if self.group.store.check([key]) else None
-        if bears_loss and self._is_gone(rank, beacon):
+        is_gone = bears_loss and self._is_gone(rank, beacon)
+        if is_gone:
             self._blamed.add(rank)
             if rank == self.members[0]:
                 raise EOFError(f"rank {rank} is gone")
-            return
-        if beacon is None:
+        if is_gone or beacon is None:
             return
         ours, me = self.group.beacon, self.group.rank
         waiting = beacon["waiting"]
@@ -277,8 +277,9 @@ class Channel:
         """Whether a rank that does not come never will: somebody said so, or it has no connection and no pulse."""
         if beacon is not None and is_blamed(beacon):
             return True
-        is_connected = self._spoke is not None if self._hub is None else self._hub.has(rank)
-        return not is_connected and self._pulses.is_silent(rank)
+        if self._spoke is not None or (self._hub is not None and self._hub.has(rank)):
+            return False
+        return self._pulses.is_silent(rank)
 
     def find_dead(self) -> list[int]:
         """Ranks that are gone, as far as the connections of the first member tell, or somebody else."""
@@ -374,8 +375,7 @@ def _close_all() -> None:
         channel.close()
 
 
-def _sleep(seconds: float) -> None:
-    time.sleep(seconds)
+_sleep = time.sleep
 
 
 def find_channel(group: Group, members: tuple[int, ...]) -> Channel:

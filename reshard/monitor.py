@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from reshard.beacon import beat_key
+from reshard.beacon import Pulses, beat_key
 from reshard.errors import RemoteError, ReshardError
 from reshard.group import Group
 
@@ -61,7 +61,7 @@ class Monitor:
         self._wake = threading.Event()
         self._ended = False
         self._beats = 0
-        self._seen: dict[int, tuple[int, float]] = {}
+        self._pulses = Pulses(group.store)
         self._thread = threading.Thread(target=self._loop, name="reshard-monitor", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -79,7 +79,7 @@ class Monitor:
         """Look after a transfer until :meth:`forget`."""
         with self._lock:
             if not self._watched:
-                self._seen.clear()
+                self._pulses.forget()
             self._watched.add(transfer)
 
     def forget(self, transfer: Watched) -> None:
@@ -103,7 +103,7 @@ class Monitor:
                     self._beats += 1
                     self._store.set(beat_key(self._group.rank), str(self._beats))
                     next_beat = now + BEAT_SECONDS
-                    self._look_for_silence(now)
+                    self._look_for_silence()
                 for transfer in self._transfers():
                     if transfer.look():
                         self.forget(transfer)
@@ -124,14 +124,10 @@ class Monitor:
         with self._lock:
             return list(self._watched)
 
-    def _look_for_silence(self, now: float) -> None:
+    def _look_for_silence(self) -> None:
         transfers = self._transfers()
         for rank in sorted({rank for transfer in transfers for rank in transfer.members} - {self._group.rank}):
-            key = beat_key(rank)
-            beat = int(self._store.get(key)) if self._store.check([key]) else 0
-            if self._seen.get(rank, (-1, 0.0))[0] != beat:
-                self._seen[rank] = (beat, now)
-            elif now - self._seen[rank][1] > LOST_SECONDS:
+            if self._pulses.look(rank)[1] > LOST_SECONDS:
                 for transfer in transfers:
                     if rank in transfer.members:
                         transfer.stop(
