@@ -29,11 +29,16 @@ def predicted(records: Iterable[Record]) -> list[Record]:
     ]
 
 
-def format_table(records: Sequence[Record]) -> str:
-    """One line per row and contender; MB are what left and entered each host's NICs in the last turn, counted there.
+_LEGEND = (
+    "x bound: median over the lower bound; pred/meas: predicted over measured; first s: first use, set-up included;\n"
+    "busy: processors in use; MB: out of each host > into each host, of the last turn"
+)
+#: Above this something else than the emulated links held messages up while they were measured.
+_MOST_LATENCY_SECONDS = 2e-3
 
-    Busy is the part of this machine's processors that was in use.
-    """
+
+def format_table(records: Sequence[Record]) -> str:
+    """One line per row and contender, and what the columns are."""
     lines = [
         f"  {'contender':24} {'median s':>9} {'min':>8} {'max':>8} {'x bound':>8} {'pred/meas':>9} {'first s':>8} "
         f"{'busy':>5}  elements  MB out and in per host"
@@ -61,6 +66,8 @@ def format_table(records: Sequence[Record]) -> str:
             f"{str(record['wrong']) + ' WRONG' if record['wrong'] else 'all':8}  {_crossed(record['crossed_bytes'])}"
             + (f"  {record['disturbed']} of {len(seconds)} turns DISTURBED" if record.get("disturbed") else "")
         )
+    if last is not None:
+        lines.append(_LEGEND)
     return "\n".join(lines)
 
 
@@ -81,6 +88,7 @@ def format_summary(records: Sequence[Record]) -> str:
                 f"cluster {record['cluster']:9} set up in {record['set_up_seconds']:.2f} s; links moved by "
                 f"{100 * record['moved']:.1f} %, at most {100 * record['off']:.1f} % from what they should carry, "
                 f"latency {1e6 * record.get('latency_seconds', 0.0):.0f} us"
+                f"{', HIGH' if record.get('latency_seconds', 0.0) > _MOST_LATENCY_SECONDS else ''}"
                 f"{'' if record['valid'] else '  NOT VALID'}"
             )
     turns = sum(len(record["seconds"]) for record in rows_of(records))

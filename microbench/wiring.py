@@ -31,10 +31,15 @@ MESSAGE_SECONDS_OF_RANK = 1e-5
 #: And for its turn at its receiver, with all hosts at work. Predictions do not use either, but what was measured.
 TURN_SECONDS = 8e-4
 _QUANTUM_BYTES = 60000
-#: A connection that starts slowly again behind every pause made one turn in three 12 % longer than the others.
+#: A connection that starts slowly again behind every pause made one turn in three 12 % longer than the others. One
+#: whose window was halved once may keep, at the usual pacing ratio of 120 %, only half as much in its host's queue as
+#: others (a millisecond of its pacing rate: "small queues"); two would then share a link 2 to 1 until the run ends.
+#: What halves it where nothing is lost: a probe for lost ends of bursts, when its receiver was late for a processor.
 TCP_SETTINGS = (
     ("tcp_congestion_control", "reno"),
+    ("tcp_early_retrans", "0"),
     ("tcp_no_metrics_save", "1"),
+    ("tcp_pacing_ca_ratio", "1000"),
     ("tcp_slow_start_after_idle", "0"),
     ("tcp_wmem", f"4096 16384 {SEND_BUFFER_BYTES}"),
 )
