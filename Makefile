@@ -1,4 +1,4 @@
-.PHONY: install install-bench demo test test-cluster test-faults gpu-check check bench clean
+.PHONY: install install-bench demo test test-cluster test-faults test-fuzz gpu-check check bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -25,6 +25,9 @@ test-cluster: install
 
 test-faults: install
 	$(BIN)/python -m microbench.faults --runs 48 --timeout 5 --slack 10
+
+test-fuzz: install
+	$(BIN)/python -m microbench.fuzz --seconds 60
 
 gpu-check: install
 	$(BIN)/python -m pytest -m gpu -v

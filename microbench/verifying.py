@@ -18,6 +18,7 @@ import torch
 import reshard
 from microbench.cluster import Cluster, ClusterError
 from microbench.run import describe_machine, stderr
+from microbench.wiring import nominal
 from microbench.worker import Stopwatch
 from reshard import Layout, Mesh
 from reshard.launch import run_processes
@@ -67,7 +68,7 @@ def main() -> int:
     for links in (options.rate, "loopback"):
         try:
             topology = Topology.from_json({"hosts": [{"count": 4, "devices": 2, "nics": [options.rate]}]})
-            asked = topology, options.mib, options.repeats
+            asked = nominal(topology), options.mib, options.repeats
             if links == "loopback":
                 results = run_processes(measure, 8, None, *asked, timeout_seconds=600.0)
             else:

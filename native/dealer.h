@@ -31,6 +31,7 @@ class Dealer {
 
     bool run() {
         while (true) {
+            interruption_.look();
             while (match())
                 may_be_late_ = false;
             if (!flows_.empty())
@@ -165,6 +166,7 @@ class Dealer {
     }
 
   private:
+    Interruption interruption_;
     std::vector<Flow> flows_, rest_;
     double now_ = 0;
     Sharing sharing_;

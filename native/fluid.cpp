@@ -11,6 +11,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include "interruption.h"
 #include "sharing.h"
 
 namespace nb = nanobind;
@@ -229,7 +230,9 @@ struct Flow {
         for (size_t q = 0; q < of_queue.size(); ++q)
             start_from(static_cast<int64_t>(q));
         std::vector<int64_t> ended, releasing;
+        Interruption interruption;
         while (!active.empty()) {
+            interruption.look();
             if (changed) {
                 share();
                 changed = false;

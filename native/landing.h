@@ -46,6 +46,7 @@ class Landing {
         }
         std::vector<int64_t> last(deals_.size(), -1), after;
         for (size_t deal = 0; deal < deals_.size(); ++deal) {
+            interruption_.look();
             const int64_t chunk = deals_[deal].chunk;
             const int64_t first = freight_.piece_at[chunk], end = freight_.piece_at[chunk + 1];
             int64_t total = 0, passed = 0;
@@ -77,6 +78,7 @@ class Landing {
     };
     using ByHost = std::vector<std::pair<int64_t, std::vector<int64_t>>>; // in the order in which hosts appear
 
+    Interruption interruption_;
     const Ports &ports_;
     const Freight &freight_;
     const std::vector<Deal> &deals_;

@@ -67,11 +67,12 @@ def broadcast_greedy(problem: Problem) -> Routes:
     to the bytes of the slice. Past 20,000 regions they are sent in rotation instead, as :func:`send_recv` does.
     """
     if len(problem) > _GREEDY_TASKS:
-        return _broadcast_in_rotation(problem)
+        return broadcast_in_rotation(problem)
     return along_trees(problem, _greedy_order(problem))
 
 
-def _broadcast_in_rotation(problem: Problem) -> Routes:
+def broadcast_in_rotation(problem: Problem) -> Routes:
+    """Broadcast regions in rotation over pairs of ranks, each from the host with the fewest bytes to send so far."""
     if problem.holders.shape[1] == 1 and (problem.receivers != NO_RANK).sum(axis=1).max() <= 1:
         return send_recv(problem)  # no sender to choose, no tree to build
     needed = np.array(needed_tasks(problem), dtype=np.int64)

@@ -16,10 +16,9 @@ import xxhash
 
 from reshard.errors import VerificationError
 from reshard.layout import format_box
+from reshard.messages import tabulate_messages
 from reshard.plan import Message, Plan, expand_messages
 from reshard.staging import flat_bytes
-
-_MASK = 2**64 - 1
 
 
 class Digests:
@@ -28,13 +27,6 @@ class Digests:
     def __init__(self) -> None:
         self.sent: dict[int, int] = {}
         self.landed: dict[int, int] = {}
-
-    def to_array(self) -> torch.Tensor:
-        """``(n, 3)`` int64: message, 1 if it was sent, digest."""
-        rows = [
-            (ident, int(of is self.sent), digest) for of in (self.sent, self.landed) for ident, digest in of.items()
-        ]
-        return torch.from_numpy(np.array(rows, dtype=np.uint64).reshape(-1, 3).view(np.int64))
 
 
 def digest_of(parts: Sequence[torch.Tensor]) -> int:
@@ -81,8 +73,44 @@ def _region(plan: Plan, message: Message) -> str:
     return ", ".join(boxes) + more
 
 
+class Hops:
+    """The messages between ranks of a plan, and which digests of them each rank has."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        messages = tabulate_messages(plan)
+        moves = messages.sender != messages.receiver
+        place = np.cumsum(moves) - 1
+        self.ident, self.sender, self.receiver = messages.id[moves], messages.sender[moves], messages.receiver[moves]
+        source = messages.source[moves]
+        self.passed_on = np.flatnonzero((source >= 0) & moves[source])
+        self.came_as = place[source[self.passed_on]]
+
+    def of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of what a rank sends, and of what it receives."""
+        return np.flatnonzero(self.sender == rank), np.flatnonzero(self.receiver == rank)
+
+    def pack(self, rank: int, digests: Digests) -> torch.Tensor:
+        """``(sent + received,)`` int64, the digests of a rank."""
+        sent, landed = (self.ident[rows].tolist() for rows in self.of(rank))
+        found = [digests.sent[i] for i in sent] + [digests.landed[i] for i in landed]
+        return torch.from_numpy(np.array(found, dtype=np.uint64).view(np.int64))
+
+    def find_fault(self, digests: Mapping[int, torch.Tensor]) -> str | None:
+        """As :func:`find_fault`, from what all ranks packed."""
+        sent, landed = (np.zeros(len(self.ident), dtype=np.uint64) for _ in range(2))
+        for rank, packed in digests.items():
+            sends, lands = self.of(rank)
+            values = packed.numpy().view(np.uint64)
+            sent[sends], landed[lands] = values[: len(sends)], values[len(sends) :]
+        if (sent == landed).all() and (landed[self.came_as] == sent[self.passed_on]).all():
+            return None
+        by_id = (dict(zip(self.ident.tolist(), side.tolist(), strict=True)) for side in (sent, landed))
+        return find_fault(self.plan, *by_id)
+
+
 def compare_digests(
-    plan: Plan, rank: int, digests: Digests, transport: Any, tag: int, wait: Callable[[Any], None]
+    hops: Hops, rank: int, digests: Digests, transport: Any, tag: int, wait: Callable[[Any], None]
 ) -> None:
     """Every rank of a plan calls when it has all that it needs.
 
@@ -92,30 +120,25 @@ def compare_digests(
     Raises:
         VerificationError: somewhere bytes changed; alike on all ranks.
     """
-    first, *others = sorted(plan.ranks)
-    own = digests.to_array()
+    first, *others = sorted(hops.plan.ranks)
+    own = hops.pack(rank, digests)
     if rank != first:
-        for buffer in (torch.tensor([len(own)]), own):
-            if buffer.numel():
-                wait(transport.send(flat_bytes(buffer), first, tag))
+        if len(own):
+            wait(transport.send(flat_bytes(own), first, tag))
         text = _recv_text(transport, first, tag, wait)
     else:
-        tables = [own]
-        for other in others:
-            count = torch.zeros(1, dtype=torch.int64)
-            wait(transport.recv(flat_bytes(count), other, tag))
-            table = torch.zeros((int(count), 3), dtype=torch.int64)
-            if len(table):
-                wait(transport.recv(flat_bytes(table), other, tag))
-            tables.append(table)
-        rows = torch.cat(tables).tolist()
-        sent, landed = ({i: digest & _MASK for i, is_sent, digest in rows if is_sent == side} for side in (1, 0))
-        text = find_fault(plan, sent, landed) or ""
+        tables = {other: torch.zeros(sum(map(len, hops.of(other))), dtype=torch.int64) for other in others}
+        works = [transport.recv(flat_bytes(table), other, tag) for other, table in tables.items() if len(table)]
+        for work in works:
+            wait(work)
+        text = hops.find_fault({first: own, **tables}) or ""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        for other in others:
-            wait(transport.send(flat_bytes(torch.tensor([len(data)])), other, tag))
-            if len(data):
-                wait(transport.send(data, other, tag))
+        size = torch.tensor([len(data)])
+        works = [transport.send(flat_bytes(size), other, tag) for other in others]
+        if len(data):
+            works += [transport.send(data, other, tag) for other in others]
+        for work in works:
+            wait(work)
     if text:
         raise VerificationError(text)
 

@@ -79,6 +79,13 @@ class Freight:
     inside_each: float = 0.0
     inside_per_byte: float = 0.0
 
+    @property
+    def num_steps(self) -> int:
+        """How often dealing it out looks at a host: for each chunk that is sent, at all that might take part."""
+        holders, needers = (np.diff(members[0])[self.lane_of] for members in (self.lane_holders, self.lane_needers))
+        hosts = len(np.union1d(self.lane_holders[1], self.lane_needers[1]))
+        return int((needers * (hosts + holders + needers)).sum())
+
 
 def rows_of(members: Members) -> list[list[int]]:
     """Members as lists."""

@@ -16,7 +16,7 @@ import torch
 from reshard.agreement import Record, Verdict, describe_error, resolve
 from reshard.arrays import as_plain, check_apart, check_array
 from reshard.channel import Channel, find_channel
-from reshard.digests import Digests, compare_digests
+from reshard.digests import Digests, Hops, compare_digests
 from reshard.errors import ArgumentError, PlanError, ReshardError, TransferTimeoutError
 from reshard.group import find_group
 from reshard.handles import EXIT_SECONDS, Handle, StreamHandle
@@ -316,6 +316,10 @@ class Mover:
             if self._transport is not None:
                 Monitor.of(self._channel.group).forget(handle)
 
+    @functools.cached_property
+    def _hops(self) -> Hops:
+        return Hops(self.plan)
+
     def _compare(self, digests: Digests, handle: Handle, deadline: float) -> None:
         rank = self._program.rank
 
@@ -329,7 +333,7 @@ class Mover:
                     raise TransferTimeoutError(f"rank {rank}: digests were not compared in time") from error
                 raise ConnectionError(f"digests could not be compared: {error}") from error
 
-        compare_digests(self.plan, rank, digests, self._transport, self._tag + VERIFY_TAG, wait)
+        compare_digests(self._hops, rank, digests, self._transport, self._tag + VERIFY_TAG, wait)
 
 
 def _describe(plan: Plan, program: Program, tally: Tally) -> str:

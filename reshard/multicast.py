@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from reshard.broadcasts import broadcast_in_rotation
 from reshard.chunks import EVEN, Classes, Pieces, cut_pieces
+from reshard.exchanges import send_recv
 from reshard.freight import UNITS, Freight, Ports
 from reshard.lanes import Lanes, count_chunks, is_fast_inside, members_of
 from reshard.relays import keep_staging_short
-from reshard.routes import DIRECT_CHUNK_BYTES, STAGING_PARTS, Problem
+from reshard.routes import DIRECT_CHUNK_BYTES, STAGING_PARTS, Problem, Routes
 from reshard.schedule import Schedule, make_schedule
+from reshard.shards import NO_RANK
 from reshard.transfers import Transfers
 
 WINDOW = 8
@@ -23,16 +26,35 @@ _RUN = 2**20
 _ALIKE = 0.04
 
 
-def multicast(problem: Problem) -> Transfers:
+#: Dealing out more takes longer than some seconds; then regions are broadcast in rotation.
+_MOST_STEPS = 2 * 10**9
+#: Of ranks that exchange a region each: more of them are sent in rotation.
+_MOST_PAIRS = 100_000
+
+
+def multicast(problem: Problem) -> Routes | Transfers:
     """Cut regions into equal chunks and deal them out to ports as those become free.
 
     Steps: chunks of the busiest port, and a few until the first ones have reached the last host. Bytes between hosts:
-    unique. Source: list scheduling by matching free ports, rarest chunk first.
+    unique. Source: list scheduling by matching free ports, rarest chunk first. Between thousands of hosts regions are
+    broadcast in rotation instead, whole; where more than 100,000 pairs of ranks exchange one region each over equal
+    links they are sent in rotation, which is at the bound too and planned faster.
     """
+    if _is_large_exchange(problem):
+        return send_recv(problem)
     freight, pieces = load_freight(problem)
+    if freight.num_steps > _MOST_STEPS:
+        return broadcast_in_rotation(problem)
     made = make_schedule(ports_of(problem), freight)
     num_ranks = len(problem.topology.host_of_rank)
     return _to_transfers(problem, pieces, keep_staging_short(made, freight, num_ranks, problem.staging_bytes))
+
+
+def _is_large_exchange(problem: Problem) -> bool:
+    if len(problem) <= _MOST_PAIRS or len(problem.tensors) > 1 or problem.topology.pods:
+        return False
+    has_one_end = problem.holders.shape[1] == 1 and int((problem.receivers != NO_RANK).sum(axis=1).max()) <= 1
+    return has_one_end and ports_of(problem).are_alike
 
 
 def load_freight(problem: Problem) -> tuple[Freight, Pieces]:

@@ -12,7 +12,11 @@ from reshard.portfolio import choose_fastest
 from reshard.routes import Problem, Strategy, complete
 from reshard.shards import check_shape
 from reshard.strategies import find_strategy
+from reshard.tasks import count_holdings
 from reshard.topology import Topology
+
+#: Regions, each with all ranks that hold or all that need it: with more, a plan would take more than four gigabytes.
+MOST_HOLDINGS = 10_000_000
 
 
 def make_plan(
@@ -40,7 +44,7 @@ def make_plan(
         The same plan on every rank that asks with the same arguments.
 
     Raises:
-        LayoutError, ArgumentError, TopologyError: the arguments do not fit together.
+        LayoutError, ArgumentError, TopologyError: the arguments do not fit together, or are too many to plan at once.
     """
     if isinstance(shape, Mapping):
         names = list(shape)
@@ -79,6 +83,14 @@ def plan_tensors(
     if topology is None:
         topology = Topology((0,) * count)
     topology = topology.first(count)
+    holdings = sum(count_holdings(spec.src_shards, spec.dst_shards) for spec in tensors)
+    if holdings > MOST_HOLDINGS:
+        num_src, num_dst = (max(len(getattr(spec, side).ranks) for spec in tensors) for side in ("src", "dst"))
+        raise ArgumentError(
+            f"{len(tensors)} tensor{'s' * (len(tensors) > 1)} from up to {num_src:,} to {num_dst:,} ranks: their parts "
+            f"are held or needed {holdings:,} times; at most {MOST_HOLDINGS:,} are planned at once, so move them in "
+            "several calls"
+        )
     taking_part = sorted({rank for spec in tensors for rank in (*spec.src.ranks, *spec.dst.ranks)})
     topology.check_covers(taking_part)
     problem = Problem.of(tensors, topology.only(taking_part), staging_bytes)

@@ -46,8 +46,8 @@ def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
         return name, best
     bound = least_seconds(topology, Lanes.of(Classes.of(problem), topology))
     seconds = _time(problem, best)
-    if not costs_nothing:
-        direct = complete(problem, send_recv(problem))
+    direct = None if costs_nothing else complete(problem, send_recv(problem))
+    if direct is not None:
         taken = _time(problem, direct) if _FEWER * direct.first_message[-1] <= best.first_message[-1] else math.inf
         if taken <= seconds * (1 + _MARGIN):  # as fast, and each message saved is processor time saved
             name, best, seconds = "send_recv", direct, taken
@@ -56,7 +56,7 @@ def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
     for other, strategy in OTHERS.items():
         if are_equal and len(problem) > _MOST_REGIONS_OF_EQUALS.get(other, len(problem)):
             continue
-        found = complete(problem, strategy(problem))
+        found = direct if direct is not None and other == "send_recv" else complete(problem, strategy(problem))
         if are_equal and found.first_message[-1] > _MOST_MESSAGES_OF_EQUALS:
             continue
         taken = _time(problem, found)

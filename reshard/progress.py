@@ -308,10 +308,10 @@ class _Run:
                     runs.pack(arrays, buffer)
                 else:
                     pack([view_of(arrays, place.tensor, getattr(place, side)) for place in op.places], buffer)
-        if self.digests is not None:
-            self.digests.sent[op.id] = digest_of([buffer])
         lane.posted.append((op, self.transport.send(buffer, op.receiver, self.tag), slot))
         lane.at += 1
+        if self.digests is not None:  # while it is on its way
+            self.digests.sent[op.id] = digest_of([buffer])
         return True
 
     def finish_send(self, lane: _Lane, op: Send, slot: torch.Tensor | None) -> None:

@@ -16,7 +16,7 @@ from reshard.layout import Layout, format_box
 from reshard.mesh import Mesh, format_ranks
 from reshard.plan import Plan, TensorSpec, expand_messages
 from reshard.planning import plan_tensors
-from reshard.shards import Shards
+from reshard.shards import Shards, find_overlaps
 
 #: So many lost regions are named in an error.
 _MOST_NAMED = 3
@@ -112,15 +112,12 @@ def plan_remainder(
         RankLostError: no rank that is left holds some of it; says which regions.
     """
     left, cut = sorted(ranks), list(pieces)
-    whole: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        whole.setdefault(piece.tensor, []).append(piece)
     while True:
-        holders = [_find_holders(piece, plan, left, whole[piece.tensor]) for piece in cut]
+        holders = _find_holders(cut, plan, left, pieces)
         finer = [
             part
             for piece, held_by in zip(cut, holders, strict=True)
-            for part in ([piece] if held_by else _cut(piece, whole[piece.tensor]))
+            for part in ([piece] if held_by else _cut(piece, pieces))
         ]
         if len(finer) == len(cut):
             break
@@ -155,22 +152,22 @@ def view_pieces(
     Args:
         made, pieces: what :func:`plan_remainder` gave. plan: the first one. src, dst: the rank's arrays of its tensors.
     """
-    sources: list[torch.Tensor | None] = []
-    targets: list[torch.Tensor | None] = []
-    for spec, piece in zip(made.tensors, pieces, strict=True):
-        first = plan.tensors[piece.tensor]
-        box = [(piece.start, piece.stop)]
-        held = find_boxes(first.src_shards, rank, box)[0], find_boxes(first.dst_shards, rank, box)[0]
-        source = target = None
-        for array, at in zip((src[piece.tensor], dst[piece.tensor]), held, strict=True):
-            if source is None and array is not None and at is not None and rank in spec.src.ranks:
-                source = array[at]
-        if rank in piece.missing:
-            array, at = dst[piece.tensor], held[1]
-            assert array is not None and at is not None
-            target = array[at]
-        sources.append(source)
-        targets.append(target)
+    sources: list[torch.Tensor | None] = [None] * len(pieces)
+    targets: list[torch.Tensor | None] = [None] * len(pieces)
+    for tensor, numbers in _by_tensor(pieces).items():
+        boxes = [(pieces[i].start, pieces[i].stop) for i in numbers]
+        spec = plan.tensors[tensor]
+        in_src, in_dst = (find_boxes(shards, rank, boxes) for shards in (spec.src_shards, spec.dst_shards))
+        for i, *held in zip(numbers, in_src, in_dst, strict=True):
+            views = [
+                None if array is None or at is None else array[at]
+                for array, at in zip((src[tensor], dst[tensor]), held, strict=True)
+            ]
+            if rank in made.tensors[i].src.ranks:
+                sources[i] = views[0] if views[0] is not None else views[1]
+            if rank in pieces[i].missing:
+                assert views[1] is not None
+                targets[i] = views[1]
     return sources, targets
 
 
@@ -208,21 +205,47 @@ def _join(first: Piece, second: Piece) -> Piece | None:
     return replace(first, stop=second.stop)
 
 
+def _by_tensor(pieces: Sequence[Piece]) -> dict[int, list[int]]:
+    """The numbers of the pieces of each tensor."""
+    found: dict[int, list[int]] = {}
+    for number, piece in enumerate(pieces):
+        found.setdefault(piece.tensor, []).append(number)
+    return found
+
+
+def _ends(pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
+    """``(pieces, ndim)`` starts and stops of pieces of one tensor, at least one."""
+    shape = len(pieces), len(pieces[0].start)
+    start, stop = ([getattr(piece, name) for piece in pieces] for name in ("start", "stop"))
+    return np.array(start, dtype=np.int64).reshape(shape), np.array(stop, dtype=np.int64).reshape(shape)
+
+
+def _find_holders(cut: Sequence[Piece], plan: Plan, left: Sequence[int], missing: Sequence[Piece]) -> list[list[int]]:
+    """Of each piece the ranks that hold all of it: in their source shard, or in their destination shard if they miss
+    nothing of it.
+    """
+    holders: list[list[int]] = [[] for _ in cut]
+    missing_of = _by_tensor(missing)
+    for tensor, numbers in _by_tensor(cut).items():
+        lacking = [missing[i] for i in missing_of[tensor]]
+        own = [cut[i] for i in numbers]
+        lack: list[set[int]] = [set() for _ in own]
+        for i, j in zip(*(side.tolist() for side in find_overlaps(*_ends(own), *_ends(lacking))), strict=True):
+            lack[i] |= lacking[j].missing
+        spec, boxes = plan.tensors[tensor], [(piece.start, piece.stop) for piece in own]
+        for rank in left:
+            in_src, in_dst = (find_boxes(shards, rank, boxes) for shards in (spec.src_shards, spec.dst_shards))
+            for number, a, b, without in zip(numbers, in_src, in_dst, lack, strict=True):
+                if a is not None or (b is not None and rank not in without):
+                    holders[number].append(rank)
+    return holders
+
+
 def _meet(a: Piece, b: Piece) -> bool:
-    """Whether two pieces of one tensor share an element."""
-    return all(max(a.start[d], b.start[d]) < min(a.stop[d], b.stop[d]) for d in range(len(a.start)))
-
-
-def _find_holders(piece: Piece, plan: Plan, left: Sequence[int], missing: Sequence[Piece]) -> list[int]:
-    """The ranks that hold all of a piece: in their source shard, or in their destination shard and miss none of it."""
-    spec, box = plan.tensors[piece.tensor], [(piece.start, piece.stop)]
-    lack = {rank for other in missing if _meet(piece, other) for rank in other.missing}
-    return [
-        rank
-        for rank in left
-        if find_boxes(spec.src_shards, rank, box)[0] is not None
-        or (rank not in lack and find_boxes(spec.dst_shards, rank, box)[0] is not None)
-    ]
+    """Whether two pieces share an element."""
+    return a.tensor == b.tensor and all(
+        max(a.start[d], b.start[d]) < min(a.stop[d], b.stop[d]) for d in range(len(a.start))
+    )
 
 
 def _cut(piece: Piece, missing: Sequence[Piece]) -> list[Piece]:

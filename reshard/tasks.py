@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -94,11 +95,29 @@ def cut_unit_tasks(src: Shards, dst: Shards) -> UnitTasks:
     return tasks
 
 
+def count_holdings(src: Shards, dst: Shards) -> int:
+    """How many entries the larger of :attr:`UnitTasks.holders` and :attr:`UnitTasks.needers` will have.
+
+    Known before there are any tasks where both sides are grids; else they are cut for it.
+    """
+    if src.shape == dst.shape and src.cuts is not None and dst.cuts is not None:
+        pairs = zip(src.cuts, dst.cuts, strict=True)
+        tasks = math.prod(int(_find_meeting(a, b)[1].sum()) for a, b in pairs)
+    else:
+        tasks = len(cut_unit_tasks(src, dst))
+    return tasks * max(src.ranks.shape[1], dst.ranks.shape[1])
+
+
+def _find_meeting(a: DimCuts, b: DimCuts) -> tuple[np.ndarray, np.ndarray]:
+    """For each interval of ``a`` the first of ``b`` that it shares something with, and how many there are."""
+    first = np.searchsorted(b.hi, a.lo, side="right")
+    return first, np.searchsorted(b.lo, a.hi, side="left") - first
+
+
 def _from_grids(src: Shards, dst: Shards, src_cuts: tuple[DimCuts, ...], dst_cuts: tuple[DimCuts, ...]) -> UnitTasks:
     columns: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
     for a, b in zip(src_cuts, dst_cuts, strict=True):
-        first = np.searchsorted(b.hi, a.lo, side="right")
-        counts = np.searchsorted(b.lo, a.hi, side="left") - first
+        first, counts = _find_meeting(a, b)
         i, j = np.repeat(np.arange(len(a.lo)), counts), ranges(first, counts)
         columns.append((i, j, np.maximum(a.lo[i], b.lo[j]), np.minimum(a.hi[i], b.hi[j])))
     i_of = combine([column[0] for column in columns])

@@ -109,6 +109,10 @@ def _merge(everybody: Sequence[Any]) -> PipelineTimeline:
                 at.begun[is_send] = min(at.begun.get(is_send, math.inf), begun - clock - first)
             if ended is not None and not is_send:
                 at.end = max(at.end, ended - clock - first)
+    ready: dict[tuple[int, int, bool], float] = {}
+    for (channel, microbatch), at in ends.items():
+        wanted = channel.receiver, microbatch, channel.is_forward
+        ready[wanted] = max(at.ready, ready.get(wanted, 0.0))
     spans = []
     shown: set[int] = set()
     for (row, moments, *_), clock in zip(everybody, clocks, strict=True):
@@ -117,7 +121,7 @@ def _merge(everybody: Sequence[Any]) -> PipelineTimeline:
         shown.add(row)
         for moment in moments:
             since, start, end = (when - clock - first for when in (moment.since, moment.start, moment.end))
-            spans.append(Span(row, moment.action, start, end, _exposed(moment.action, since, start, ends)))
+            spans.append(Span(row, moment.action, start, end, _exposed(moment.action, since, start, ready)))
     crossings = [
         TimedCrossing(channel, microbatch, at.ready, at.start, max(at.end, at.start))
         for (channel, microbatch), at in ends.items()
@@ -128,15 +132,9 @@ def _merge(everybody: Sequence[Any]) -> PipelineTimeline:
     )
 
 
-def _exposed(action: Action, since: float, start: float, ends: Mapping[tuple[Channel, int], _Ends]) -> float:
+def _exposed(action: Action, since: float, start: float, ready: Mapping[tuple[int, int, bool], float]) -> float:
     """How long a computation waited for transfers whose data had been computed."""
     if action.kind is Kind.W or action.kind.is_transfer:
         return 0.0
-    ready = [
-        at.ready
-        for (channel, microbatch), at in ends.items()
-        if channel.receiver == action.stage
-        and microbatch == action.microbatch
-        and channel.is_forward == (action.kind is Kind.F)
-    ]
-    return max(0.0, start - max([since, *ready])) if ready else 0.0
+    computed = ready.get((action.stage, action.microbatch, action.kind is Kind.F))
+    return 0.0 if computed is None else max(0.0, start - max(since, computed))

@@ -1,0 +1,92 @@
+"""Planning where there is more than can be planned well, or at all."""
+
+import signal
+import time
+
+import pytest
+
+from reshard import ArgumentError, Layout, Mesh, RegionLayout, Topology, make_plan
+from reshard.bound import find_bound
+from reshard.check import check_plan
+from reshard.schedule import schedule_native
+from reshard.simulation import simulate
+
+
+def on_hosts(num_ranks, devices=2):
+    return (
+        Topology.uniform(range(num_ranks), 1e9)
+        if devices == 1
+        else Topology.from_json({"hosts": [{"count": num_ranks // devices, "devices": devices, "nics": ["10 Gbit/s"]}]})
+    )
+
+
+@pytest.mark.parametrize(
+    "src, dst, named",
+    [("R R", "S0 R", "900,000,000"), ("S0 R", "R R", "900,000,000"), ("S0 R", "R S0", "900,000,000")],
+)
+def test_plans_that_would_not_fit_memory_are_refused_at_once(src, dst, named):
+    meshes = Mesh.of(30_000), Mesh.of(30_000, first_rank=30_000)
+    layouts = (Layout(mesh, spec) for mesh, spec in zip(meshes, (src, dst), strict=True))
+    begun = time.monotonic()
+    with pytest.raises(ArgumentError, match=f"30,000 to 30,000 ranks.* {named} times; at most 10,000,000"):
+        make_plan(*layouts, (30_000, 30_000), "int8")
+    assert time.monotonic() - begun < 10
+
+
+def test_tensors_count_together_and_regions_as_grids_do():
+    rows, columns = Layout(Mesh.of(64), "S0 R"), Layout(Mesh.of(64, first_rank=64), "R S0")
+    shapes = {f"w{i}": (64, 64) for i in range(5000)}
+    with pytest.raises(ArgumentError, match=r"5000 tensors.* 20,480,000 times"):
+        make_plan(rows, columns, shapes, "int8")
+    halves = RegionLayout({0: [((0, 32), (0, 64))], 1: [((32, 64), (0, 64))]})
+    check_plan(make_plan(halves, columns, (64, 64), "int8"))
+
+
+@pytest.mark.parametrize("pair", [("S0 R", "R S0"), ("R R", "S0 R"), ("S0 R", "R R")])
+def test_where_dealing_out_would_take_too_long_regions_are_broadcast_in_rotation(pair, monkeypatch):
+    monkeypatch.setattr("reshard.multicast._MOST_STEPS", 10)
+    src, dst = Layout(Mesh.of(8), pair[0]), Layout(Mesh.of(8, first_rank=8), pair[1])
+    plan = make_plan(src, dst, (512, 512), "float32", topology=on_hosts(16), strategy="multicast")
+    check_plan(plan)
+    assert simulate(plan).makespan_seconds > 0
+
+
+def test_a_large_exchange_is_sent_in_rotation_and_at_the_bound(monkeypatch):
+    monkeypatch.setattr("reshard.multicast._MOST_PAIRS", 100)
+    src, dst = Layout(Mesh.of(12), "S0 R"), Layout(Mesh.of(12, first_rank=12), "R S0")
+    plan = make_plan(src, dst, (768, 768), "float32", topology=on_hosts(24), strategy="multicast")
+    check_plan(plan)
+    direct = make_plan(src, dst, (768, 768), "float32", topology=on_hosts(24), strategy="send_recv")
+    assert (plan.transfers.sender == direct.transfers.sender).all()
+    assert simulate(plan).makespan_seconds <= 1.001 * find_bound(plan.tensors, plan.topology).seconds
+
+
+@pytest.mark.skipif(schedule_native is None, reason="the native module is not built")
+def test_planning_ends_when_it_is_interrupted(monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def stop(*_):
+        raise Stop
+
+    monkeypatch.setattr("reshard.multicast._MOST_STEPS", 2**62)
+    count = 1024
+    src, dst = Layout(Mesh.of(count), "S0 R"), Layout(Mesh.of(count, first_rank=count), "R R")
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    try:
+        begun = None
+
+        def make(ports, freight):
+            nonlocal begun
+            begun = time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            return schedule_native(ports, freight)
+
+        monkeypatch.setattr("reshard.multicast.make_schedule", make)
+        with pytest.raises(Stop):
+            make_plan(src, dst, (count, 64), "float32", topology=on_hosts(2 * count, 1), strategy="multicast")
+        assert time.monotonic() - begun < 10
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
