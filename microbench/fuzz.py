@@ -264,7 +264,7 @@ def _targets() -> dict[str, tuple[Any, Callable[[Any], None]]]:
         make_plan(rows, columns, {"w": (16, 8), "b c": (16, 8)}, "bfloat16", strategy="broadcast_greedy"),
         make_plan(regions, Layout(Mesh.of(2, first_rank=2)), (16, 8), "int8", topology=Topology((0, 0, 1, 1))),
     )
-    layouts = (str(rows), str(columns), str(regions), "('x', None) on Mesh(x=2 y=2; ranks 0-3)")
+    layouts = (str(rows), str(columns), str(regions), "('x', None) on Mesh(x=2, y=2; ranks 0-3)")
     schedules = [build(_pipeline(), 3) for build in (scheduler.gpipe, scheduler.one_f_one_b)]
     texts = tuple(json.dumps(one) for one in (pods, {"host_of_rank": [0, 0, 1], "nic_bytes_per_second": 1e9}))
     yaml = ("hosts:\n- devices: 4\n  nics: [25 Gbit/s]\n- devices: 2\nlatency_seconds: 1e-5\n",)

@@ -6,6 +6,7 @@ import numpy as np
 
 from reshard.broadcasts import broadcast_in_rotation
 from reshard.chunks import EVEN, Classes, Pieces, cut_pieces
+from reshard.errors import ArgumentError
 from reshard.exchanges import send_recv
 from reshard.freight import UNITS, Freight, Ports
 from reshard.lanes import Lanes, count_chunks, is_fast_inside, members_of
@@ -28,6 +29,10 @@ _ALIKE = 0.04
 
 #: Dealing out more takes longer than some seconds; then regions are broadcast in rotation.
 _MOST_STEPS = 2 * 10**9
+#: The same, as it keeps a number for each two hosts.
+_MOST_HOSTS = 8192
+#: A plan with more would take more than four gigabytes.
+_MOST_CHUNKS = 10_000_000
 #: Of ranks that exchange a region each: more of them are sent in rotation.
 _MOST_PAIRS = 100_000
 
@@ -42,6 +47,8 @@ def multicast(problem: Problem) -> Routes | Transfers:
     """
     if _is_large_exchange(problem):
         return send_recv(problem)
+    if problem.topology.num_hosts > _MOST_HOSTS:
+        return broadcast_in_rotation(problem)
     freight, pieces = load_freight(problem)
     if freight.num_steps > _MOST_STEPS:
         return broadcast_in_rotation(problem)
@@ -61,7 +68,14 @@ def load_freight(problem: Problem) -> tuple[Freight, Pieces]:
     """What is to be dealt out, and the boxes of its pieces."""
     lanes = Lanes.of(Classes.of(problem), problem.topology)
     topology = problem.topology
-    counts, part = count_chunks(topology, lanes, _largest_chunks(problem, lanes))
+    largest = _largest_chunks(problem, lanes)
+    fewest = int((-(-lanes.nbytes // largest)).sum())
+    if fewest > _MOST_CHUNKS:
+        raise ArgumentError(
+            f"{int(lanes.nbytes.sum()):,} bytes make at least {fewest:,} chunks; at most {_MOST_CHUNKS:,} are planned "
+            "at once, so move them in several calls"
+        )
+    counts, part = count_chunks(topology, lanes, largest)
     # seconds in which a port of rate 1 passes a chunk of size 1
     fastest = max(
         max(nic.egress_bytes_per_second, nic.ingress_bytes_per_second) for h in topology.hosts for nic in h.nics

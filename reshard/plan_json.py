@@ -98,7 +98,11 @@ def layout_from_json(data: Any) -> AnyLayout:
     if axes is not None and not (isinstance(axes, list) and all(isinstance(axis, str) for axis in axes)):
         raise PlanError("axes must be a list of names")
     _check_nested(ranks, 0)
-    mesh = Mesh.from_array(np.array(ranks, dtype=np.int64) if not isinstance(ranks, int) else ranks, axes)
+    try:
+        array = np.array(ranks, dtype=np.int64) if not isinstance(ranks, int) else ranks
+    except (ValueError, OverflowError) as error:
+        raise PlanError(f"ranks must be an array of integers, all rows alike: {error}") from None
+    mesh = Mesh.from_array(array, axes)
     spec = data["spec"]
     return Layout(mesh, read_spec(mesh, parse_ours(spec) if spec.startswith("(") else spec))
 

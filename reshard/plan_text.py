@@ -325,8 +325,8 @@ def parse_mesh(text: str) -> Mesh:
     sizes: dict[str, int] = {}
     for pair in match[1].split(", ") if match[1] else []:
         axis, equals, size = pair.partition("=")
-        if not equals or axis in sizes:
-            raise PlanError(f"{pair!r} is not an axis such as dp=2, or stands twice")
+        if not equals or axis in sizes or not re.fullmatch("[0-9]{1,18}", size):
+            raise PlanError(f"{pair[:80]!r} is not an axis such as dp=2, or stands twice")
         sizes[axis] = int(size)
     return Mesh(parse_ranks(match[2]), sizes)
 

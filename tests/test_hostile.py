@@ -28,7 +28,7 @@ from reshard import (
 from reshard.cli import main
 from reshard.launch import run_processes
 from reshard.plan_json import layout_from_json, plan_from_json
-from reshard.plan_text import parse_plan
+from reshard.plan_text import parse_layout, parse_plan
 from reshard.shards import cut_shards
 
 HEAD = "plan x staging_bytes=67108864\ntopology nic_bytes_per_second=1.0 hosts 0*8\n"
@@ -208,3 +208,12 @@ def test_looking_whether_a_connection_is_closed_never_waits():
     ours.close()
     assert peer.is_closed()
     assert time.monotonic() - begun < 1.0
+
+
+def test_meshes_in_texts_and_json_that_are_no_arrays_of_numbers_are_refused():
+    with pytest.raises(PlanError, match="'x=2 y=2' is not an axis"):
+        parse_layout("('x', None) on Mesh(x=2 y=2; ranks 0-3)")
+    with pytest.raises(PlanError, match="all rows alike"):
+        layout_from_json({"ranks": [[[0, 1], [2, 3]], [2, 3]], "axes": ["a", "b"], "spec": "S0 R"})
+    with pytest.raises(PlanError, match="all rows alike"):
+        layout_from_json({"ranks": [10**30], "axes": ["a"], "spec": "S0 R"})

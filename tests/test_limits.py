@@ -90,3 +90,15 @@ def test_planning_ends_when_it_is_interrupted(monkeypatch):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_tensors_of_too_many_chunks_are_refused():
+    src, dst = Layout(Mesh.of(4), "S0 R"), Layout(Mesh.of(4, first_rank=4), "R S0")
+    with pytest.raises(ArgumentError, match=r"chunks; at most 10,000,000 are planned"):
+        make_plan(src, dst, (10**8, 10**7), "float32", topology=on_hosts(8))
+
+
+def test_among_more_hosts_than_can_be_dealt_to_regions_are_broadcast_in_rotation(monkeypatch):
+    monkeypatch.setattr("reshard.multicast._MOST_HOSTS", 3)
+    src, dst = Layout(Mesh.of(4), "S0 R"), Layout(Mesh.of(4, first_rank=4), "R R")
+    check_plan(make_plan(src, dst, (64, 64), "float32", topology=on_hosts(8), strategy="multicast"))
