@@ -25,8 +25,6 @@ LARGEST_CHUNK_BYTES = 32 * 2**20
 _RUN = 2**20
 #: Rates closer together than this part are taken as equal, so that transfers end together.
 _ALIKE = 0.04
-
-
 #: Dealing out more takes longer than some seconds; then regions are broadcast in rotation.
 _MOST_STEPS = 2 * 10**9
 #: The same, as it keeps a number for each two hosts.

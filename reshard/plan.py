@@ -15,7 +15,7 @@ from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError, PlanError
 from reshard.layout import AnyLayout, Layout, RegionLayout
 from reshard.shards import Shards, check_shape, cut_shards, mix_rows
-from reshard.tasks import UnitTasks, cut_unit_tasks
+from reshard.tasks import UnitTasks, count_unit_tasks, cut_unit_tasks
 from reshard.topology import Topology
 from reshard.transfers import Transfers
 
@@ -93,6 +93,13 @@ class TensorSpec:
     def tasks(self) -> UnitTasks:
         """The unit tasks between the two."""
         return cut_unit_tasks(self.src_shards, self.dst_shards)
+
+    @property
+    def num_holdings(self) -> int:
+        """How many entries the larger of the holders and the needers of its tasks has, padding included."""
+        count = count_unit_tasks(self.src_shards, self.dst_shards)
+        replicas = max(self.src_shards.ranks.shape[1], self.dst_shards.ranks.shape[1])
+        return (len(self.tasks) if count is None else count) * replicas
 
     def __str__(self) -> str:
         name = f"{self.name} " if self.name is not None else ""

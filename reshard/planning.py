@@ -12,7 +12,6 @@ from reshard.portfolio import choose_fastest
 from reshard.routes import Problem, Strategy, complete
 from reshard.shards import check_shape
 from reshard.strategies import find_strategy
-from reshard.tasks import count_holdings
 from reshard.topology import Topology
 
 #: Regions, each with all ranks that hold or all that need it: with more, a plan would take more than four gigabytes.
@@ -83,7 +82,7 @@ def plan_tensors(
     if topology is None:
         topology = Topology((0,) * count)
     topology = topology.first(count)
-    holdings = sum(count_holdings(spec.src_shards, spec.dst_shards) for spec in tensors)
+    holdings = sum(spec.num_holdings for spec in tensors)
     if holdings > MOST_HOLDINGS:
         num_src, num_dst = (max(len(getattr(spec, side).ranks) for spec in tensors) for side in ("src", "dst"))
         raise ArgumentError(

@@ -40,9 +40,8 @@ def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
     topology = problem.topology
     are_equal = _has_one_rate(topology)
     costs_nothing = not (topology.latency_seconds or topology.inside_latency_seconds or topology.turn_seconds)
-    if len(best) > _MOST_MESSAGES:
-        return name, best
-    if are_equal and (costs_nothing or len(best) > _MOST_MESSAGES_OF_EQUALS):
+    most = _MOST_MESSAGES_OF_EQUALS if are_equal else _MOST_MESSAGES
+    if best.first_message[-1] > most or (are_equal and costs_nothing):
         return name, best
     bound = least_seconds(topology, Lanes.of(Classes.of(problem), topology))
     seconds = _time(problem, best)
@@ -57,7 +56,7 @@ def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
         if are_equal and len(problem) > _MOST_REGIONS_OF_EQUALS.get(other, len(problem)):
             continue
         found = direct if direct is not None and other == "send_recv" else complete(problem, strategy(problem))
-        if are_equal and found.first_message[-1] > _MOST_MESSAGES_OF_EQUALS:
+        if found.first_message[-1] > most:
             continue
         taken = _time(problem, found)
         if taken < seconds * (1 - _MARGIN):

@@ -95,17 +95,11 @@ def cut_unit_tasks(src: Shards, dst: Shards) -> UnitTasks:
     return tasks
 
 
-def count_holdings(src: Shards, dst: Shards) -> int:
-    """How many entries the larger of :attr:`UnitTasks.holders` and :attr:`UnitTasks.needers` will have.
-
-    Known before there are any tasks where both sides are grids; else they are cut for it.
-    """
-    if src.shape == dst.shape and src.cuts is not None and dst.cuts is not None:
-        pairs = zip(src.cuts, dst.cuts, strict=True)
-        tasks = math.prod(int(_find_meeting(a, b)[1].sum()) for a, b in pairs)
-    else:
-        tasks = len(cut_unit_tasks(src, dst))
-    return tasks * max(src.ranks.shape[1], dst.ranks.shape[1])
+def count_unit_tasks(src: Shards, dst: Shards) -> int | None:
+    """How many unit tasks there will be, without making them; None where a side is no grid."""
+    if src.cuts is None or dst.cuts is None:
+        return None
+    return math.prod(int(_find_meeting(a, b)[1].sum()) for a, b in zip(src.cuts, dst.cuts, strict=True))
 
 
 def _find_meeting(a: DimCuts, b: DimCuts) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ import pytest
 
 from reshard import ArgumentError, Layout, Mesh, RegionLayout, Topology, make_plan
 from reshard.bound import find_bound
+from reshard.broadcasts import broadcast_in_rotation
 from reshard.check import check_plan
 from reshard.schedule import schedule_native
 from reshard.simulation import simulate
@@ -18,6 +19,16 @@ def on_hosts(num_ranks, devices=2):
         if devices == 1
         else Topology.from_json({"hosts": [{"count": num_ranks // devices, "devices": devices, "nics": ["10 Gbit/s"]}]})
     )
+
+
+def assert_is_in_rotation(src, dst, shape, topology):
+    plan, asked = (
+        make_plan(src, dst, shape, "float32", topology=topology, strategy=strategy)
+        for strategy in ("multicast", broadcast_in_rotation)
+    )
+    check_plan(plan)
+    for name in ("region", "sender", "receiver", "splits"):
+        assert (getattr(plan.transfers, name) == getattr(asked.transfers, name)).all()
 
 
 @pytest.mark.parametrize(
@@ -46,9 +57,7 @@ def test_tensors_count_together_and_regions_as_grids_do():
 def test_where_dealing_out_would_take_too_long_regions_are_broadcast_in_rotation(pair, monkeypatch):
     monkeypatch.setattr("reshard.multicast._MOST_STEPS", 10)
     src, dst = Layout(Mesh.of(8), pair[0]), Layout(Mesh.of(8, first_rank=8), pair[1])
-    plan = make_plan(src, dst, (512, 512), "float32", topology=on_hosts(16), strategy="multicast")
-    check_plan(plan)
-    assert simulate(plan).makespan_seconds > 0
+    assert_is_in_rotation(src, dst, (512, 512), on_hosts(16))
 
 
 def test_a_large_exchange_is_sent_in_rotation_and_at_the_bound(monkeypatch):
@@ -73,20 +82,15 @@ def test_planning_ends_when_it_is_interrupted(monkeypatch):
     count = 1024
     src, dst = Layout(Mesh.of(count), "S0 R"), Layout(Mesh.of(count, first_rank=count), "R R")
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+    def make(ports, freight):
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        return schedule_native(ports, freight)
+
+    monkeypatch.setattr("reshard.multicast.make_schedule", make)
     try:
-        begun = None
-
-        def make(ports, freight):
-            nonlocal begun
-            begun = time.monotonic()
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
-            return schedule_native(ports, freight)
-
-        monkeypatch.setattr("reshard.multicast.make_schedule", make)
         with pytest.raises(Stop):
             make_plan(src, dst, (count, 64), "float32", topology=on_hosts(2 * count, 1), strategy="multicast")
-        assert time.monotonic() - begun < 10
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
@@ -101,4 +105,4 @@ def test_tensors_of_too_many_chunks_are_refused():
 def test_among_more_hosts_than_can_be_dealt_to_regions_are_broadcast_in_rotation(monkeypatch):
     monkeypatch.setattr("reshard.multicast._MOST_HOSTS", 3)
     src, dst = Layout(Mesh.of(4), "S0 R"), Layout(Mesh.of(4, first_rank=4), "R R")
-    check_plan(make_plan(src, dst, (64, 64), "float32", topology=on_hosts(8), strategy="multicast"))
+    assert_is_in_rotation(src, dst, (64, 64), on_hosts(8))
