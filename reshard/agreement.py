@@ -22,10 +22,12 @@ class TensorRecord:
 
     ``local`` and ``out`` are ``(shape, dtype)`` of the shard it passes and of the array to fill; ``is_dtensor`` says
     that it passes a DTensor, so that every rank of a DeviceMesh gets one. ``devices`` are the types of device of both.
+    ``dst_dtype`` is that of the result, None if no other than the source's.
     """
 
     shape: list[int] | None = None
     dtype: str | None = None
+    dst_dtype: str | None = None
     is_dtensor: bool = False
     local: tuple[list[int], str] | None = None
     out: tuple[list[int], str] | None = None
@@ -276,8 +278,9 @@ def _check_locals(
             if rank not in dst_ranks:
                 raise ArgumentError(f"{what}: rank {rank} passes out=, but is not in the destination layout")
             expected = list(dst_shards.local_shape(rank))
-            if list(tensor.out) != [expected, dtype]:
+            dst_dtype = tensor.dst_dtype or dtype
+            if list(tensor.out) != [expected, dst_dtype]:
                 raise ArgumentError(
                     f"{what}: rank {rank} passes out of {tensor.out[1]} {tensor.out[0]}, "
-                    f"but its shard is {dtype} {expected}"
+                    f"but its shard is {dst_dtype} {expected}"
                 )

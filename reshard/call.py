@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from reshard.agreement import Record, TensorRecord, Verdict, resolve, resolve_left
 from reshard.arrays import as_plain, check_apart, check_array, check_movable
-from reshard.beacon import tell_error
+from reshard.casts import cast_landed, cast_source, check_cast, landing_of, travelling_dtype
 from reshard.channel import MAX_CACHED, Channel, find_channel
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, RankLostError, ReshardError
@@ -23,7 +22,7 @@ from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_on_loss, check_timeou
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec
 from reshard.planning import plan_tensors
 from reshard.program import Program, build_program
-from reshard.request import Item, read_items
+from reshard.request import Item, read_items, refuse
 from reshard.round_runner import RoundRunner
 from reshard.routes import Strategy
 from reshard.shards import check_shape
@@ -43,6 +42,7 @@ def reshard(
     dst_spec: Any = None,
     shape: Any = None,
     dtype: Any = None,
+    dst_dtype: Any = None,
     group: Any = None,
     out: Any = None,
     strategy: str | Strategy | None = None,
@@ -68,6 +68,9 @@ def reshard(
             omitted, each rank of the mesh holds all of it. For several tensors one for all, or ``{name: ...}``.
         shape, dtype: the global ones. Omitted, source ranks supply them; without ``shape`` the sizes of the
             shards add up to it.
+        dst_dtype: the dtype of the result, cast as ``Tensor.to`` does: floating point to floating point of any width,
+            or to what torch promotes to. Omitted, that of the source. Elements travel in the narrower of both; whoever
+            casts needs memory for its shard in that. For several tensors one for all, or ``{name: ...}``.
         group: whose ranks the meshes name: a process group (omitted: the world), or what
             :func:`~reshard.join` returned. Ranks of a DeviceMesh are ranks of the world and are translated.
         out: where to put this rank's destination shard; must not share storage with the source.
@@ -99,6 +102,7 @@ def reshard(
         dst_spec=dst_spec,
         shape=shape,
         dtype=dtype,
+        dst_dtype=dst_dtype,
         group=group,
         out=out,
         strategy=strategy,
@@ -119,6 +123,7 @@ def reshard_async(
     dst_spec: Any = None,
     shape: Any = None,
     dtype: Any = None,
+    dst_dtype: Any = None,
     group: Any = None,
     out: Any = None,
     strategy: str | Strategy | None = None,
@@ -135,21 +140,20 @@ def reshard_async(
         whether or not anybody waits. The source must not change until it is over.
     """
     our_group = find_group(group)
-    with contextlib.ExitStack() as stack:
+    with our_group.calling():
         try:
-            stack.enter_context(our_group.calling())
-            items = read_items(tensor, src_mesh, dst_mesh, src_spec, dst_spec, shape, dtype, out, our_group)
+            items = read_items(tensor, src_mesh, dst_mesh, src_spec, dst_spec, shape, dtype, dst_dtype, out, our_group)
             members = tuple(sorted({rank for item in items for side in (item.src, item.dst) for rank in side.ranks}))
             outside = not any(rank < our_group.size for rank in members)
             if outside or our_group.rank not in members:
                 find_channel(our_group, members)  # raises
             timeout_seconds = check_timeout(timeout_seconds)
         except ReshardError as error:
-            tell_error(our_group, error)
+            refuse(our_group, error, tensor, src_mesh, dst_mesh, timeout_seconds)
             raise
         except Exception as error:  # whatever a wrong argument does here, the other ranks must hear of it
             known = ArgumentError(f"{type(error).__name__}: {error}")
-            tell_error(our_group, known)
+            refuse(our_group, known, tensor, src_mesh, dst_mesh, timeout_seconds)
             raise known from error
         call = _Call(our_group, items, members, strategy, topology, staging_bytes, timeout_seconds, verify, on_loss)
         return call.start()
@@ -178,13 +182,11 @@ class _Call:
         if lost:
             return self._start_without(channel, verdict, lost)
         plan, program, runner = self._plan(channel, record, verdict)
-        src = [item.tensor for item in self.items]
         try:
             mover = Mover.agreed(plan, program, runner, channel, call, verdict, self.timeout_seconds, self.verify)
-            dst = [self._target(item, program.dst_shapes[i], verdict) for i, item in enumerate(self.items)]
+            src, dst, finish = self._arrays(program.dst_shapes, verdict)
         except Exception as error:  # no memory for the result, say: the others wait for this rank
             raise channel.fail(verdict.generation, error) from error
-        finish = lambda: self._result(dst, verdict)  # noqa: E731
         handle = mover.start_checked(src, dst, finish)
         mover.close()
         if self.on_loss == "raise":
@@ -210,13 +212,11 @@ class _Call:
     def _start_without(self, channel: Channel, verdict: Verdict, lost: set[int]) -> Handle:
         """A transfer of which ranks were lost before it began: all of it is missing."""
         plan = self._make_plan(verdict)
-        src = [item.tensor for item in self.items]
         shapes = [
             spec.dst_shards.local_shape(self.group.rank) if self.group.rank in spec.dst.ranks else None
             for spec in plan.tensors
         ]
-        dst = [self._target(item, shape, verdict) for item, shape in zip(self.items, shapes, strict=True)]
-        finish = lambda: self._result(dst, verdict)  # noqa: E731
+        src, dst, finish = self._arrays(shapes, verdict)
         handle = Handle(channel, verdict.generation, finish)
         handle.stop(RankLostError(f"ranks {format_ranks(sorted(lost))} did not come"))
         return SurvivingHandle(handle, self._survivors(channel, plan, src, dst, lost), finish)
@@ -272,6 +272,7 @@ class _Call:
             if item.spec_error is not None:
                 raise item.spec_error
             self._check_item(record.tensors[item.name], item)
+            said.append((f"the destination dtype{f' of {item.name!r}' if item.name else ''}", str(item.dst_dtype)))
         check_apart([item.tensor for item in self.items], [item.out for item in self.items])
         for item in self.items:
             item.tensor = as_plain(item.tensor)
@@ -289,6 +290,8 @@ class _Call:
                 raise ArgumentError(f"{what}: shape {record.shape} has a negative size")
         if item.dtype is not None:
             record.dtype = dtype_name(item.dtype)
+        if item.dst_dtype is not None:
+            record.dst_dtype = item.dst_dtype = dtype_name(item.dst_dtype)
         if rank in item.src.ranks:
             if item.tensor is None:
                 raise ArgumentError(f"{what}: rank {rank} is in the source layout, but passes None")
@@ -296,6 +299,8 @@ class _Call:
             record.local = (list(item.tensor.shape), dtype_name(item.tensor.dtype))
             record.devices.append(item.tensor.device.type)
             self._check_device(item.tensor.device.type)
+            if item.dst_dtype is not None:
+                check_cast(record.local[1], item.dst_dtype, what)
         elif item.tensor is not None:
             if item.like is None:
                 raise ArgumentError(f"{what}: rank {rank} is not in the source layout and must pass None")
@@ -343,14 +348,29 @@ class _Call:
             topology = Topology.from_hostnames([named.get(r, named[first]) for r in range(self.members[-1] + 1)])
         tensors = [
             TensorSpec(
-                tuple(verdict.shapes[item.name]), verdict.dtypes[item.name], item.src, item.dst, item.name or None
+                tuple(verdict.shapes[item.name]), _travelling(item, verdict), item.src, item.dst, item.name or None
             )
             for item in self.items
         ]
         return plan_tensors(tensors, strategy=self.strategy, topology=topology, staging_bytes=self.staging_bytes)
 
+    def _arrays(
+        self, shapes: Sequence[tuple[int, ...] | None], verdict: Verdict
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None], Callable[[], Any]]:
+        """What is sent, where it lands, and what makes this rank's result of that."""
+        targets = [self._target(item, shape, verdict) for item, shape in zip(self.items, shapes, strict=True)]
+        dtypes = [_travelling(item, verdict) for item in self.items]
+        src = [cast_source(item.tensor, dtype) for item, dtype in zip(self.items, dtypes, strict=True)]
+        dst = [landing_of(target, dtype) for target, dtype in zip(targets, dtypes, strict=True)]
+
+        def finish() -> Any:
+            cast_landed(dst, targets)
+            return self._result(targets, verdict)
+
+        return src, dst, finish
+
     def _target(self, item: Item, shape: tuple[int, ...] | None, verdict: Verdict) -> torch.Tensor | None:
-        dtype = verdict.dtypes[item.name]
+        dtype = verdict.dtypes[item.name] if item.dst_dtype is None else item.dst_dtype
         if item.out is None and shape is not None:
             device = self._device_of(item, verdict.device_type)
             item.out = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
@@ -364,20 +384,11 @@ class _Call:
 
     def _result(self, dst: Sequence[torch.Tensor | None], verdict: Verdict) -> Any:
         results = {
-            item.name: _wrap(item, array, verdict.shapes[item.name]) if item.name in verdict.dtensors else array
+            item.name: item.wrap(array, verdict.shapes[item.name]) if item.name in verdict.dtensors else array
             for item, array in zip(self.items, dst, strict=True)
         }
         return results[""] if self.items[0].name == "" else {name: results[name] for name in self.items[0].names}
 
 
-def _wrap(item: Item, array: torch.Tensor | None, shape: Sequence[int]) -> Any:
-    """A DTensor if the destination is a DeviceMesh."""
-    if item.dst_device_mesh is None or array is None:
-        return array
-    from torch.distributed.tensor import DTensor
-
-    stride = torch.empty(list(shape), device="meta").stride()
-    placements = item.dst_spec if item.dst_spec is not None else item.dst.to_placements()  # type: ignore[union-attr]
-    return DTensor.from_local(
-        array, item.dst_device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+def _travelling(item: Item, verdict: Verdict) -> str:
+    return travelling_dtype(verdict.dtypes[item.name], item.dst_dtype)

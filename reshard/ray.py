@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.layout import Layout
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
@@ -43,6 +44,7 @@ def reshard(
     dst_mesh: ActorMesh,
     *,
     dst_spec: Any = None,
+    dst_dtype: Any = None,
     strategy: str | Strategy | None = None,
     topology: Topology | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
@@ -56,6 +58,7 @@ def reshard(
         dst_mesh: the actors that shall hold it; ``src_mesh`` itself for a new layout in place.
         dst_spec: how they shard it, in any notation of :class:`~reshard.Layout`, or ``{name: ...}``; omitted, each
             holds all of it.
+        dst_dtype: of the result, see :func:`reshard.reshard`; omitted, that of the source. Or ``{name: ...}``.
         strategy, staging_bytes: as for :func:`reshard.reshard`. timeout_seconds: for ranks to meet, and to finish.
         on_loss: ``"raise"``, or ``"carry_on"``: when actors die, the others move what is missing among themselves; what
             is returned then says in ``lost`` which ranks it lacks.
@@ -81,17 +84,17 @@ def reshard(
             raise ArgumentError(f"{what} is on {one.mesh}, not on {src_mesh}")
     if not isinstance(dst_mesh, ActorMesh) or not arrays:
         raise ArgumentError(f"reshard needs arrays and an ActorMesh to move them to, not {type(dst_mesh).__name__}")
-    specs = dst_spec if isinstance(dst_spec, Mapping) else dict.fromkeys(arrays, dst_spec)
-    if set(specs) != set(arrays):
-        raise ArgumentError(f"dst_spec names {sorted(map(str, specs))}, the arrays are {sorted(map(str, arrays))}")
+    specs, dtypes = _by_name(dst_spec, arrays, "dst_spec"), _by_name(dst_dtype, arrays, "dst_dtype")
+    dtypes = {name: None if dtype is None else dtype_name(dtype) for name, dtype in dtypes.items()}
     first = 0 if dst_mesh is src_mesh else src_mesh.mesh.size
     moved = {
-        name: ShardedArray(dst_mesh, Layout(dst_mesh.mesh, specs[name]), one.shape, one.dtype)
+        name: ShardedArray(dst_mesh, Layout(dst_mesh.mesh, specs[name]), one.shape, dtypes[name] or one.dtype)
         for name, one in arrays.items()
     }
     there = {rank: rank + first for rank in dst_mesh.mesh.ranks}
     told = {
-        name: (one.layout, moved[name].layout.with_ranks(there), one.shape, one.dtype) for name, one in arrays.items()
+        name: (one.layout, moved[name].layout.with_ranks(there), one.shape, one.dtype, dtypes[name])
+        for name, one in arrays.items()
     }
     options = {
         "strategy": strategy,
@@ -118,6 +121,14 @@ def reshard(
     for one in moved.values():
         one.lost = frozenset(dst_mesh.dead)
     return moved if isinstance(array, Mapping) else moved[None]
+
+
+def _by_name(given: Any, arrays: Mapping[Any, ShardedArray], what: str) -> dict[Any, Any]:
+    """One for all arrays, or one each."""
+    named = {**given} if isinstance(given, Mapping) else dict.fromkeys(arrays, given)
+    if set(named) != set(arrays):
+        raise ArgumentError(f"{what} names {sorted(map(str, named))}, the arrays are {sorted(map(str, arrays))}")
+    return named
 
 
 def run(

@@ -138,17 +138,18 @@ class Device:
         self,
         group: str,
         names: Mapping[str | None, tuple[str | None, str | None]],
-        specs: Mapping[str | None, tuple[AnyLayout, AnyLayout, Sequence[int], str]],
+        specs: Mapping[str | None, tuple[AnyLayout, AnyLayout, Sequence[int], str, str | None]],
         options: Mapping[str, Any],
     ) -> None:
         """Take part in a transfer: of each tensor the key of the source shard and that of the new one."""
         tensors = {name: None if src is None else self._shards[src] for name, (src, _) in names.items()}
-        columns: list[dict[Any, Any]] = [{name: spec[i] for name, spec in specs.items()} for i in range(4)]
+        columns: list[dict[Any, Any]] = [{name: spec[i] for name, spec in specs.items()} for i in range(5)]
         given: list[Any] = (
             [tensors, *columns] if None not in names else [column[None] for column in (tensors, *columns)]
         )
-        tensor, src, dst, shape, dtype = given
-        moved = reshard(tensor, src, dst, shape=shape, dtype=dtype, group=self._groups[group], **options)
+        tensor, src, dst, shape, dtype, dst_dtype = given
+        group_of_it = self._groups[group]
+        moved = reshard(tensor, src, dst, shape=shape, dtype=dtype, dst_dtype=dst_dtype, group=group_of_it, **options)
         for name, (_, key) in names.items():
             if key is not None:
                 self._shards[key] = moved if name is None else moved[name]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.agreement import Record, describe_error, resolve
+from reshard.beacon import tell_error
+from reshard.channel import find_channel
 from reshard.errors import ArgumentError, ReshardError
 from reshard.group import Group
 from reshard.layout import AnyLayout, Layout, RegionLayout
 from reshard.mesh import Mesh
+from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
 
 @dataclass
@@ -23,11 +27,25 @@ class Item:
     out: Any
     shape: Any
     dtype: Any
+    dst_dtype: Any
     like: Any  # the DTensor that came in
     dst_device_mesh: Any
     dst_spec: Any
     names: list[str]  # of all tensors, in the order in which this rank passes them
     spec_error: ReshardError | None  # a spec that does not fit its mesh, told once ranks meet
+
+    def wrap(self, array: Any, shape: Sequence[int]) -> Any:
+        """A destination shard as a DTensor if the destination is a DeviceMesh."""
+        if self.dst_device_mesh is None or array is None:
+            return array
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        stride = torch.empty(list(shape), device="meta").stride()
+        placements = self.dst_spec if self.dst_spec is not None else self.dst.to_placements()  # type: ignore[union-attr]
+        return DTensor.from_local(
+            array, self.dst_device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
 
 
 def read_items(
@@ -38,6 +56,7 @@ def read_items(
     dst_spec: Any,
     shape: Any,
     dtype: Any,
+    dst_dtype: Any,
     out: Any,
     group: Group,
 ) -> list[Item]:
@@ -50,6 +69,7 @@ def read_items(
         "dst_spec": dst_spec,
         "shape": shape,
         "dtype": dtype,
+        "dst_dtype": dst_dtype,
         "out": out,
     }
     names: list[str] | None = None
@@ -72,6 +92,41 @@ def read_items(
         _read_item(name, ordered, {what: v[name] if isinstance(v, Mapping) else v for what, v in given.items()}, group)
         for name in names
     ]
+
+
+def refuse(group: Group, error: ReshardError, tensor: Any, src_mesh: Any, dst_mesh: Any, timeout_seconds: Any) -> None:
+    """Let the other ranks of a call hear of an error in what this one was given.
+
+    In their round, where the meshes say who they are; else in the store, where they find it when they wait for long.
+
+    Raises:
+        ReshardError: what all ranks of the round raise. Returns where there was none.
+    """
+    try:
+        members = _find_members(tensor, src_mesh, dst_mesh, group)
+    except Exception:  # that is what is wrong, then
+        members = ()
+    if group.rank not in members or max(members) >= group.size:
+        tell_error(group, error)
+        return
+    try:
+        seconds = check_timeout(timeout_seconds)
+    except ArgumentError:
+        seconds = DEFAULT_TIMEOUT_SECONDS
+    record = Record(group.rank, hostname=group.hostname, error=describe_error(error))
+    find_channel(group, members).agree(record, lambda records: resolve(records, {}), seconds)
+
+
+def _find_members(tensor: Any, src_mesh: Any, dst_mesh: Any, group: Group) -> tuple[int, ...]:
+    """The ranks that meshes name, whatever else is wrong."""
+    if src_mesh is None:
+        tensors = tensor.values() if isinstance(tensor, Mapping) else [tensor]
+        src_mesh = dict(enumerate(one.device_mesh for one in tensors))
+    ranks: set[int] = set()
+    for given in (src_mesh, dst_mesh):
+        for mesh in given.values() if isinstance(given, Mapping) else [given]:
+            ranks.update(_read_layout(mesh, None, group, "a mesh")[0].ranks)
+    return tuple(sorted(ranks))
 
 
 def _is_dtensor(tensor: Any) -> bool:
@@ -109,6 +164,7 @@ def _read_item(name: str, names: list[str], given: Mapping[str, Any], group: Gro
         out=out,
         shape=shape,
         dtype=dtype,
+        dst_dtype=given["dst_dtype"],
         like=like,
         dst_device_mesh=dst_mesh if _is_device_mesh(dst_mesh) else None,
         dst_spec=given["dst_spec"] if isinstance(given["dst_spec"], (list, tuple)) else None,

@@ -77,6 +77,10 @@ def sum_over_copies(module: Any) -> None:
         return
     copies = dist.get_world_size(module.process_group)
     parameters = [p for p in module.parameters() if p.requires_grad]
+    if not parameters:
+        return
+    has_one = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
+    dist.all_reduce(has_one, dist.ReduceOp.MAX, group=module.process_group)
     with torch.no_grad():
         for parameter in parameters:
             if parameter.grad is not None:
@@ -87,6 +91,9 @@ def sum_over_copies(module: Any) -> None:
     with torch.enable_grad():
         aliases = [parameter.view_as(parameter) for parameter in parameters]
     torch.autograd.backward(aliases, [torch.zeros_like(parameter) for parameter in parameters])
+    for parameter, is_used in zip(parameters, has_one.tolist(), strict=True):
+        if not is_used:  # by no copy: an optimizer would decay it for a gradient of zeros
+            parameter.grad = None
 
 
 def _fsdp_modules(module: Any) -> list[Any]:

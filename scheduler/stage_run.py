@@ -73,9 +73,16 @@ class StageRun:
         self._check_call({*leaves, *fed})
         live = _Live(leaves, {}, None)
         put_off = PutOff(live.tasks) if microbatch in self._halves else contextlib.nullcontext()
+        versions = {name: leaf._version for name, leaf in leaves.items()}
         with quiet(self.module), put_off:
             outputs = self._name(self.module(**leaves, **fed))
             live.sent = {edge.dst: self._take(outputs, edge.dst, edge.tensors) for edge in self._outgoing}
+        for name, leaf in leaves.items():
+            if leaf._version != versions[name]:
+                raise ArgumentError(
+                    f"stage {self.stage} changed {name!r} in place, which another stage gave it and may still use; "
+                    "change a copy"
+                )
         loss = outputs.get(LOSS)
         if loss is not None and not isinstance(loss, torch.Tensor):
             raise ArgumentError(f"stage {self.stage} gives {type(loss).__name__} as loss; it must be a tensor")

@@ -105,6 +105,9 @@ class Ties:
             for stage, came in _exchange(own, movers).items():
                 terms = [own[stage] if other == stage else came[other] for other in sorted({stage, *came})]
                 own[stage].copy_(torch.stack(terms).sum(0))
+            for parameter in mine.values():
+                if not parameter.requires_grad:
+                    parameter.grad = None
 
     def fail(self, error: BaseException) -> None:
         """End what other stages wait for here, with an error."""

@@ -213,16 +213,25 @@ class Counter(torch.nn.Module):
         return {"x": y, "count": self.count}
 
 
-def run_counter(rank, is_buffer):
+def run_counter(rank, is_buffer, kind=None):
     mesh = [Mesh([0]), Mesh([1])]
     x, count = (TensorSpec((2, 3), "float32", Layout(mesh[0]), Layout(mesh[1]), name) for name in ("x", "count"))
     edge = Edge(0, 1, 1, 1, tensors=(x, count), without_gradient={"count"})
     pipeline = Pipeline(tuple(Stage(1, 1, 1, mesh=each) for each in mesh), (edge,))
-    engine = Engine(gpipe(pipeline, 6), pipeline, {rank: Counter(rank, is_buffer)}, timeout_seconds=20)
+    engine = Engine(gpipe(pipeline, 6), pipeline, {rank: (kind or Counter)(rank, is_buffer)}, timeout_seconds=20)
     try:
         return engine.step({0: [{"x": torch.ones(2, 3)}] * 6}).losses
     except ArgumentError as error:
         return str(error)
+
+
+class Impatient(Counter):
+    """Stage 1 changes what it is given."""
+
+    def forward(self, x, count=None):
+        if self.stage:
+            count += 1
+        return super().forward(x, count)
 
 
 def test_what_was_given_away_does_not_change():
@@ -230,3 +239,5 @@ def test_what_was_given_away_does_not_change():
     assert losses == (1, 2, 3, 4, 5, 6)
     said, _ = run_processes(run_counter, 2, False, timeout_seconds=60)
     assert "stage 0 changed 'count' in place after it gave it to stage 1" in said
+    _, said = run_processes(run_counter, 2, True, Impatient, timeout_seconds=60)
+    assert "stage 1 changed 'count' in place, which another stage gave it" in said

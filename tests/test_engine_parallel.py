@@ -161,3 +161,43 @@ def test_gradients_of_steps_add_up(how):
         for name, gradient in named.items():
             expected = grads[0]["embed.weight"] if tied and name == "head.weight" else grads[int(rank >= 2)][name]
             torch.testing.assert_close(torch.from_numpy(gradient), 2 * expected, rtol=1e-10, atol=1e-14)
+
+
+class Choosy(nn.Module):
+    """One layer that only the first copy uses, one that none does."""
+
+    def __init__(self, is_used):
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(3, 3) for _ in range(3))
+        self.is_used = is_used
+
+    def forward(self, x):
+        y = self.always(x)
+        return {"loss": (self.sometimes(y) if self.is_used else y).mean()}
+
+
+def run_choosy(rank):
+    meshes = [Mesh([0]), Mesh([1, 2])]
+    groups = [dist.new_group(mesh.ranks) for mesh in meshes]
+    x = TensorSpec((4, 3), "float32", Layout(meshes[0], "R R"), Layout(meshes[1], "S0 R"), "x")
+    pipeline = Pipeline(tuple(Stage(1, 1, 1, mesh=mesh) for mesh in meshes), (Edge(0, 1, 1, 1, tensors=(x,)),))
+    torch.manual_seed(0)
+    module = nn.Linear(3, 3)
+    if rank:
+        module = nn.parallel.DistributedDataParallel(Choosy(rank == 1), process_group=groups[1])
+    feed = {0: [{"input": torch.ones(4, 3)}] * 2}
+    with Engine(one_f_one_b(pipeline, 2), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
+        engine.step(feed)
+    return {n: None if p.grad is None else p.grad.numpy().copy() for n, p in module.named_parameters()}
+
+
+def test_what_no_copy_uses_has_no_gradient():
+    _, first, second = run_processes(run_choosy, 3, timeout_seconds=60)
+    assert {name for name, gradient in first.items() if gradient is None} == {
+        "module.never.weight",
+        "module.never.bias",
+    }
+    for name, gradient in first.items():
+        if gradient is not None:
+            assert abs(gradient).sum() > 0
+            torch.testing.assert_close(torch.from_numpy(gradient), torch.from_numpy(second[name]))

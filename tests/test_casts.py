@@ -1,0 +1,116 @@
+"""Results of another dtype than the source's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensors import same_bytes, take_shard, whole_tensor
+
+import reshard
+import reshard.call
+from reshard import ArgumentError, DisagreementError, Layout, Mesh
+from reshard.casts import check_cast, travelling_dtype
+from reshard.dtypes import ITEMSIZE
+from reshard.launch import run_processes
+
+ROWS = Layout(Mesh.of("2"), "S0")
+COLS = Layout(Mesh.of("2x2", first_rank=1), "R S0")  # rank 1 is in both
+WHOLE = whole_tensor((6, 5), torch.float32) / 7
+PAIRS = [
+    ("float32", "bfloat16"),
+    ("bfloat16", "float32"),
+    ("float16", "bfloat16"),
+    ("float32", "float8_e4m3fn"),
+    ("complex128", "complex64"),
+    ("int32", "int64"),
+    ("bool", "float32"),
+    ("int64", "float32"),
+    ("float32", "float32"),
+]
+
+
+def _move(rank):
+    planned = []
+    make = reshard.call.plan_tensors
+    reshard.call.plan_tensors = lambda tensors, **options: planned.extend(tensors) or make(tensors, **options)
+    wholes = {f"{src} {dst}": WHOLE.to(getattr(torch, src)) for src, dst in PAIRS}
+    wanted = {name: whole.to(getattr(torch, name.split()[1])) for name, whole in wholes.items()}
+
+    def check(out, name):
+        if rank in COLS.ranks:
+            assert same_bytes(out, take_shard(COLS, rank, wanted[name])), name
+        else:
+            assert out is None
+
+    for src, dst in PAIRS:
+        name = f"{src} {dst}"
+        source = take_shard(ROWS, rank, wholes[name])
+        before = None if source is None else source.clone()
+        for options in ({}, {"verify": True}, {"on_loss": "carry_on"}):
+            check(reshard.reshard(source, ROWS, COLS, dst_dtype=dst, **options), name)
+        shard = take_shard(COLS, rank, wanted[name])
+        out = None if shard is None else torch.zeros(shard.shape[::-1], dtype=shard.dtype).t()  # strided
+        assert reshard.reshard(source, ROWS, COLS, dst_dtype=getattr(torch, dst), out=out) is out
+        check(out, name)
+        assert source is None or same_bytes(source, before)
+    sources = {name: take_shard(ROWS, rank, whole) for name, whole in wholes.items()}
+    outs = reshard.reshard(sources, ROWS, COLS, dst_dtype={name: name.split()[1] for name in wholes})
+    for name in wholes:
+        check(outs[name], name)
+    return {(spec.name, spec.dtype) for spec in planned}
+
+
+def test_results_have_the_dtype_that_was_asked_for():
+    for planned in run_processes(_move, 5, timeout_seconds=60):
+        for name, dtype in planned:
+            if name is not None:
+                src, dst = name.split()
+                assert ITEMSIZE[dtype] == min(ITEMSIZE[src], ITEMSIZE[dst])
+        assert {name for name, _ in planned} == {None, *(f"{src} {dst}" for src, dst in PAIRS)}
+
+
+def _refuse(rank):
+    source = take_shard(ROWS, rank, WHOLE)
+    out = torch.zeros(take_shard(COLS, rank, WHOLE).shape) if rank == 3 else None
+    said = []
+    for options in (
+        {"dst_dtype": "int32"},
+        {"dst_dtype": "complex7"},
+        {"dst_dtype": "float16" if rank else "bfloat16"},
+        {"dst_dtype": "float16", "out": out},
+        {"dst_dtype": {"a": "float16"}},
+    ):
+        try:
+            reshard.reshard(source, ROWS, COLS, **options)
+        except reshard.ReshardError as error:
+            said.append((type(error), str(error)))
+    assert reshard.reshard(source, ROWS, COLS) is not None or rank not in COLS.ranks
+    return said
+
+
+def test_casts_that_lose_more_than_precision_are_refused_on_every_rank():
+    for said in run_processes(_refuse, 5, timeout_seconds=60):
+        kinds, texts = zip(*said, strict=True)
+        assert kinds == (ArgumentError, ArgumentError, DisagreementError, ArgumentError, ArgumentError)
+        assert "float32 cannot become int32" in texts[0]
+        assert "dtype 'complex7'" in texts[1]
+        assert "disagree on the destination dtype" in texts[2]
+        assert "rank 3 passes out of float32" in texts[3]
+        assert "but its shard is float16" in texts[3]
+        assert "so the tensor must be too" in texts[4]
+
+
+def test_what_travels_is_the_narrower():
+    assert travelling_dtype("float32", None) == "float32"
+    assert travelling_dtype("float32", "bfloat16") == "bfloat16"
+    assert travelling_dtype("bfloat16", "float32") == "bfloat16"
+    assert travelling_dtype("float16", "bfloat16") == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [("float32", "int64"), ("complex64", "float64"), ("int64", "int32"), ("int32", "bool"), ("bits8", "float32")],
+)
+def test_no_such_cast(src, dst):
+    with pytest.raises(ArgumentError, match=f"{src} .*{dst}"):
+        check_cast(src, dst, "the tensor")
