@@ -149,6 +149,7 @@ class Way:
     name: str
     strategy: str | None
     build: Build
+    blocks: bool = False
 
 
 def _blocking(pipeline: Pipeline, num: int) -> Schedule:
@@ -169,9 +170,9 @@ def _in_memory_of(other: Build) -> Build:
 
 
 WAYS = (
-    Way("send/recv, blocking 1F1B", "send_recv", _blocking),
+    Way("send/recv, blocking 1F1B", "send_recv", _blocking, blocks=True),
     Way(PREDECESSOR, "local_all_gather", _at_consumer),
-    Way("broadcast, blocking 1F1B", "broadcast_greedy", _blocking),
+    Way("broadcast, blocking 1F1B", "broadcast_greedy", _blocking, blocks=True),
     Way("broadcast, overlapped 1F1B", "broadcast_greedy", one_f_one_b),
     Way("eager-1F1B", "broadcast_greedy", eager_1f1b),
     Way("ours, memory of 1F1B", None, _in_memory_of(one_f_one_b)),
@@ -182,10 +183,12 @@ WAYS = (
 def run_setting(setting: Setting, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure all methods of a setting in turns; the record of it."""
     balance = _balance(setting, say)
-    rate, costs, message = balance.rate, balance.costs, balance.message
+    rate, costs = balance.rate, balance.costs
+    message = {way.name: balance.blocked if way.blocks else balance.message for way in WAYS}
+    message[SIGNAL] = balance.message
     shaped = make_topology(setting, rate)
     plain = nominal(shaped)
-    pipelines = {way.name: make_pipeline(setting, costs, plain, way.strategy, plain, message) for way in WAYS}
+    pipelines = {way.name: make_pipeline(setting, costs, plain, way.strategy, plain, message[way.name]) for way in WAYS}
     schedules = {way.name: way.build(pipelines[way.name], NUM_MICROBATCHES) for way in WAYS}
     methods = [Method(way.name, schedules[way.name], way.strategy) for way in WAYS]
     methods.append(Method(SIGNAL, schedules[OURS], None, signal_only=True))
@@ -211,9 +214,9 @@ def run_setting(setting: Setting, repeats: int, say: Callable[[str], None]) -> d
     alone = None if setting.is_timed else train_alone(setting.config, repeats)
     for method in methods:
         way = next((way for way in WAYS if way.name == method.name), None)
-        pipeline = make_pipeline(setting, costs, plain, way.strategy if way else None, links, message)
+        pipeline = make_pipeline(setting, costs, plain, way.strategy if way else None, links, message[method.name])
         if method.signal_only:
-            pipeline = with_crossings(pipeline, message)
+            pipeline = with_crossings(pipeline, balance.message)
         predicted[method.name] = simulate(method.schedule, pipeline)
         laps = merge_laps([result["laps"][method.name] for result in results])
         seconds = [lap.seconds for lap in laps.kept()]
@@ -235,7 +238,8 @@ def run_setting(setting: Setting, repeats: int, say: Callable[[str], None]) -> d
         "kind": "setting",
         "title": setting.title,
         "stage_seconds": costs,
-        "message_seconds": message,
+        "message_seconds": balance.message,
+        "blocked_seconds": balance.blocked,
         "crossing_seconds": {f"{e.src}->{e.dst}": e.forward_seconds for e in pipelines[OURS].edges},
         "rate": rate,
         "moved": moved,
@@ -254,12 +258,16 @@ def _distance(alone: tuple[float, float], results: list[dict[str, Any]], name: s
 
 @dataclass(frozen=True)
 class _Balance:
-    """The link's rate, what stages are told to take, what they do take, and what a message costs, in seconds."""
+    """The link's rate, what stages are told to take, what they do take, and what a message costs, in seconds.
+
+    ``blocked`` is what it costs where both ends wait for it: who waits is not woken in the middle of something.
+    """
 
     rate: float | str
     told: list[tuple[float, ...]]
     costs: list[tuple[float, ...]]
     message: float
+    blocked: float
 
 
 def _balance(setting: Setting, say: Callable[[str], None]) -> _Balance:
@@ -285,7 +293,7 @@ def _balance(setting: Setting, say: Callable[[str], None]) -> _Balance:
     rate: float | str = setting.rate
     if not setting.is_timed:
         rate = 1.25e8 * crossing("1 Gbit/s") / (setting.ratio * max(cost[0] for cost in costs))
-    return _Balance(rate, told, costs, found[0]["crossing"])
+    return _Balance(rate, told, costs, found[0]["crossing"], found[0]["blocked"])
 
 
 def format_setting(record: dict[str, Any]) -> str:
@@ -297,7 +305,7 @@ def format_setting(record: dict[str, Any]) -> str:
     lines = [
         f"{record['title']}",
         f"ms of a microbatch: forward/input/weights/whole backward {costs}; forward crossings {crossings}, "
-        f"of which a message {1e3 * record['message_seconds']:.1f}",
+        f"of which a message {1e3 * record['message_seconds']:.1f} ({1e3 * record['blocked_seconds']:.1f} blocking)",
         f"{'method':28}{'median s':>10}{'min':>9}{'max':>9}{'gain':>7}{'predicted':>10}{'of signal':>10}"
         f"{'pred/meas':>10}{'busy':>6}{'taken':>6}{'off by':>9}  in flight",
     ]

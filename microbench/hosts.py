@@ -35,6 +35,7 @@ from microbench.wiring import (
     host_wires,
     interface,
     nic_wires,
+    send_buffer_bytes,
 )
 from reshard.topology import Topology
 
@@ -147,7 +148,7 @@ def _keeper_main(topology: Topology, number: int, control: socket.socket) -> Non
 def _host_main(topology: Topology, number: int, control: socket.socket) -> None:
     die_with_parent()
     set_up_host(f"host{number}")
-    _set_tcp()
+    _set_tcp(topology)
     nic_pids = [_fork_nic(control) for _ in topology.host(number).nics[1:]]
     host_wires(topology, number, nic_pids).make()
     for nic, pid in enumerate(nic_pids, start=1):
@@ -214,7 +215,7 @@ def _make_nic_wires(topology: Topology, number: int, nic: int, pid: int) -> None
     if child == 0:
         try:
             join_nic(pid)
-            _set_tcp()
+            _set_tcp(topology)
             nic_wires(topology, number, nic).make()
             os._exit(0)
         except OSError as error:
@@ -224,8 +225,8 @@ def _make_nic_wires(topology: Topology, number: int, nic: int, pid: int) -> None
         raise OSError(f"NIC {nic} of host {number} could not be set up")
 
 
-def _set_tcp() -> None:
-    for name, value in TCP_SETTINGS:
+def _set_tcp(topology: Topology) -> None:
+    for name, value in (*TCP_SETTINGS, ("tcp_wmem", f"4096 16384 {send_buffer_bytes(topology)}")):
         Path(f"/proc/sys/net/ipv4/{name}").write_text(value)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from reshard.scheduler import Kind, Pipeline, PipelineTimeline, Schedule, one_f_one_b, zero_bubble
+from reshard.scheduler import Kind, Pipeline, PipelineTimeline, Schedule, block_transfers, one_f_one_b, zero_bubble
 from reshard.scheduler.engine import Engine, Feed
 
 from microbench.disturbance import Laps, Patience
@@ -136,31 +136,36 @@ def measure_stages(rank: int, report: Callable[[Any], None], training: Training,
 
     Returns:
         ``"stage"``: seconds of this rank's forwards, of both halves of its backwards and of whole ones; ``"crossing"``:
-        those of one message.
+        those of one message; ``"blocked"``: the same where both ends wait for it.
     """
     pin(rank, training)
     groups = [dist.new_group(stage.mesh.ranks) for stage in training.pipeline.stages if stage.mesh is not None]
     found: dict[Kind, list[float]] = {}
-    messages: list[float] = []
-    halves, whole = (
-        _make_engine(rank, training, Method("", build(training.pipeline, times), None, signal_only=True), groups)
-        for build in (zero_bubble, one_f_one_b)
+    pipeline = training.pipeline
+    plain = one_f_one_b(pipeline, times)
+    schedules = zero_bubble(pipeline, times), plain, block_transfers(plain, pipeline)
+    halves, whole, blocked = (
+        _make_engine(rank, training, Method("", schedule, None, signal_only=True), groups) for schedule in schedules
     )
-    with halves[0], whole[0]:
+    messages: dict[bool, list[float]] = {False: [], True: []}
+    with halves[0], whole[0], blocked[0]:
         for number in range(MEASURED_STEPS + 1):  # in turns, as machines change their pace
-            for engine, _ in (halves, whole):
+            for engine, _ in (halves, whole, blocked):
                 dist.barrier()
                 feed = _local_feed(rank, training, number)
                 engine.step({stage: rows[:times] for stage, rows in feed.items()})
                 timeline = engine.timeline()
                 if not number:
                     continue
-                for span in timeline.spans:
+                for span in timeline.spans if engine is not blocked[0] else ():
                     if span.row == engine.row and not (engine is whole[0] and span.action.kind is Kind.F):
                         found.setdefault(span.action.kind, []).append(span.end - span.start)
-                messages += [crossing.end - max(crossing.start, crossing.ready) for crossing in timeline.crossings]
+                messages[engine is blocked[0]] += [
+                    crossing.end - max(crossing.start, crossing.ready) for crossing in timeline.crossings
+                ]
     costs = [statistics.median(found[kind]) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)]
-    return {"stage": costs, "crossing": statistics.median(messages)}
+    crossing, waited_for = (statistics.median(messages[is_blocked]) for is_blocked in (False, True))
+    return {"stage": costs, "crossing": crossing, "blocked": waited_for}
 
 
 def pin(rank: int, training: Training) -> None:

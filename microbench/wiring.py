@@ -11,37 +11,39 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from reshard.topology import Port, Topology
 
 #: What a link of MTU 1500 carries of its rate as TCP payload: 1448 of every 1514 bytes.
 PAYLOAD_SHARE = 1448 / 1514
-#: Smaller loses rate, larger lets small tensors through unshaped.
-BURST_BYTES = 131072
+#: Smaller loses rate, larger lets small tensors through unshaped. Of a gigabit link.
+_BURST_BYTES = 131072
 #: Deep queues, so that nothing is lost: a flow of Reno that lost much keeps a small window long after the others have
 #: ended, and fills two thirds of a link (a broadcast behind a run of plain sends took 1.4 times as long).
 QUEUE_MILLISECONDS = 100
-#: Send buffers hold 2 ms of a gigabit link, about what the usual 4 MB hold of a fast one. With 4 MB a sender would be
-#: done with several messages before the first of them has left its host, and no window would mean anything.
-SEND_BUFFER_BYTES = 262144
+#: Send buffers hold 2 ms of the fastest link, this of a gigabit one: about what the usual 4 MB hold of a fast one. With
+#: 4 MB a sender would be done with several messages before the first of them has left its host, and no window would
+#: mean anything.
+_SEND_BUFFER_BYTES = 262144
+_GIGABIT = 1.25e8
+_LEAST_BYTES = 16384
 #: What planners are told that a message costs for each rank, as all of them share the processors: with 0 they would
 #: cut regions into so many chunks that the processors, not the links, were busy.
 MESSAGE_SECONDS_OF_RANK = 1e-5
 #: And for its turn at its receiver, with all hosts at work. Predictions do not use either, but what was measured.
 TURN_SECONDS = 8e-4
 _QUANTUM_BYTES = 60000
-#: A connection that starts slowly again behind every pause made one turn in three 12 % longer than the others. One
-#: whose window was halved once may keep, at the usual pacing ratio of 120 %, only half as much in its host's queue as
-#: others (a millisecond of its pacing rate: "small queues"); two would then share a link 2 to 1 until the run ends.
-#: What halves it where nothing is lost: a probe for lost ends of bursts, when its receiver was late for a processor.
-#: Without such probes connections stood still for 200 ms now and then.
+#: Beside the size of send buffers. A connection that starts slowly again behind every pause made one turn in three 12 %
+#: longer than the others. One whose window was halved once may keep, at the usual pacing ratio of 120 %, only half as
+#: much in its host's queue as others (a millisecond of its pacing rate: "small queues"); two would then share a link
+#: 2 to 1 until the run ends. What halves it where nothing is lost: a probe for lost ends of bursts, when its receiver
+#: was late for a processor. Without such probes connections stood still for 200 ms now and then.
 TCP_SETTINGS = (
     ("tcp_congestion_control", "reno"),
     ("tcp_no_metrics_save", "1"),
     ("tcp_pacing_ca_ratio", "1000"),
     ("tcp_slow_start_after_idle", "0"),
-    ("tcp_wmem", f"4096 16384 {SEND_BUFFER_BYTES}"),
 )
 #: Where ranks find the store.
 CLUSTER_ADDRESS = "10.77.0.1"
@@ -92,12 +94,28 @@ def _hardware(host: int, nic: int) -> str:
     return f"02:77:00:{host + 1:02x}:{nic + 1:02x}:01"
 
 
-def _shape(device: str, bytes_per_second: float) -> list[str]:
+def _scaled(nbytes: int, topology: Topology) -> int:
+    """What is given for a gigabit link, for a cluster whose fastest link is slower."""
+    fastest = max(rate for host in topology.hosts for nic in host.nics for rate in astuple(nic))
+    return max(_LEAST_BYTES, min(nbytes, round(nbytes * fastest / _GIGABIT)))
+
+
+def send_buffer_bytes(topology: Topology) -> int:
+    """Of each connection."""
+    return _scaled(_SEND_BUFFER_BYTES, topology)
+
+
+def burst_bytes(topology: Topology) -> int:
+    """What a link that was idle passes at once."""
+    return _scaled(_BURST_BYTES, topology)
+
+
+def _shape(device: str, bytes_per_second: float, burst: int) -> list[str]:
     """Both classes borrow all they send from one token bucket, acknowledgements without data first."""
     bits = round(8 * bytes_per_second)
     room = round(bytes_per_second * QUEUE_MILLISECONDS / 1000)
-    whole = f"rate {bits}bit burst {BURST_BYTES} ceil {bits}bit cburst {BURST_BYTES} quantum {_QUANTUM_BYTES}"
-    part = f"rate 8000bit burst 1600 ceil {bits}bit cburst {BURST_BYTES} quantum {_QUANTUM_BYTES}"
+    whole = f"rate {bits}bit burst {burst} ceil {bits}bit cburst {burst} quantum {_QUANTUM_BYTES}"
+    part = f"rate 8000bit burst 1600 ceil {bits}bit cburst {burst} quantum {_QUANTUM_BYTES}"
     return [
         f"qdisc add dev {device} root handle 1: htb default 2",
         f"class add dev {device} parent 1: classid 1:10 htb {whole}",
@@ -128,12 +146,13 @@ def cluster_wires(topology: Topology, host_pids: list[int]) -> Wires:
         f"addr add {CLUSTER_ADDRESS}/{_PREFIX} dev core",
     ]
     tc: list[str] = []
+    burst = burst_bytes(topology)
     for number, pod in enumerate(topology.pods):
         ip += [f"link add pod{number} type bridge", f"link add up{number} type veth peer name down{number}"]
         ip += [f"link set up{number} master pod{number}", f"link set down{number} master core"]
         ip += [f"link set {name}{number} up" for name in ("pod", "up", "down")]
-        tc += _shape(f"up{number}", pod.egress_bytes_per_second)
-        tc += _shape(f"down{number}", pod.ingress_bytes_per_second)
+        tc += _shape(f"up{number}", pod.egress_bytes_per_second, burst)
+        tc += _shape(f"down{number}", pod.ingress_bytes_per_second, burst)
     for number, pid in enumerate(host_pids):
         host = topology.host(number)
         bridge = "core" if host.pod is None else f"pod{host.pod}"
@@ -143,7 +162,7 @@ def cluster_wires(topology: Topology, host_pids: list[int]) -> Wires:
                 f"link add {name} type veth peer name {interface(nic)} address {_hardware(number, nic)} netns {pid}"
             )
             ip += [f"link set {name} master {bridge}", f"link set {name} up"]
-            tc += _shape(name, port.ingress_bytes_per_second)
+            tc += _shape(name, port.ingress_bytes_per_second, burst)
             ip.append(f"neigh add {address(number, nic)} lladdr {_hardware(number, nic)} dev core nud permanent")
     ip.append("link set core up")
     return Wires(tuple(ip), tuple(tc))
@@ -181,7 +200,8 @@ def nic_wires(topology: Topology, number: int, nic: int) -> Wires:
                 ip.append(f"neigh add {address(other, far)} lladdr {hardware} dev {name} nud permanent")
             elif nic and far != nic:
                 ip.append(f"route add {address(other, far)} dev inside")
-    return Wires(tuple(ip), tuple(_shape(name, topology.host(number).nics[nic].egress_bytes_per_second)))
+    rate = topology.host(number).nics[nic].egress_bytes_per_second
+    return Wires(tuple(ip), tuple(_shape(name, rate, burst_bytes(topology))))
 
 
 def nominal(topology: Topology) -> Topology:
@@ -195,8 +215,8 @@ def nominal(topology: Topology) -> Topology:
         topology,
         hosts=hosts,
         pods=tuple(carried(pod) for pod in topology.pods),
-        send_buffer_bytes=SEND_BUFFER_BYTES,
-        burst_bytes=round(BURST_BYTES * PAYLOAD_SHARE),
+        send_buffer_bytes=send_buffer_bytes(topology),
+        burst_bytes=round(burst_bytes(topology) * PAYLOAD_SHARE),
         latency_seconds=MESSAGE_SECONDS_OF_RANK * len(topology.host_of_rank),
         turn_seconds=TURN_SECONDS,
     )

@@ -17,17 +17,17 @@ from reshard.agreement import Record, Verdict, describe_error, resolve
 from reshard.arrays import as_plain, check_apart, check_array
 from reshard.channel import Channel, find_channel
 from reshard.digests import Digests, Hops, compare_digests
-from reshard.errors import ArgumentError, PlanError, ReshardError, TransferTimeoutError
+from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.group import find_group
 from reshard.handles import EXIT_SECONDS, Handle, StreamHandle
 from reshard.monitor import Monitor, call_at_exit
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_device_type, check_timeout, check_verify
-from reshard.plan import Plan
+from reshard.plan import Plan, TensorSpec
 from reshard.program import Program, build_program
 from reshard.progress import TOLD_TAG, VERIFY_TAG, Tally, run_program
 from reshard.round_runner import RoundRunner
 from reshard.rounds import find_rounds
-from reshard.staging import Staging, carrier
+from reshard.staging import Staging, TorchMemory, carrier
 from reshard.streams import STREAMS, StreamTransfers, current_device, find_copier
 
 
@@ -131,7 +131,7 @@ class Mover:
         self._device_type = verdict.device_type
         self._streamed = self._transport = None
         if runner is not None:
-            device = runner.device
+            device = runner.memory.device
             first = plan.tensors[0]
             is_back = both_ways and first.src.ranks[0] > first.dst.ranks[0]
             exchange = channel.exchange(self._generation, device, int(is_back), timeout_seconds)
@@ -217,17 +217,8 @@ class Mover:
             targets.append(check_array(array, shape, spec.dtype, "the destination", spec.name, rank, self._device_type))
         return targets
 
-    def _by_tensor(self, value: Any, shapes: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
-        specs = self.plan.tensors
-        if isinstance(value, Mapping):
-            if set(value) != {spec.name for spec in specs}:
-                raise ArgumentError(f"tensors {sorted(map(str, value))} are not those of the plan")
-            value = [value[spec.name] for spec in specs]
-        elif len(specs) > 1 and value is not None:
-            raise ArgumentError(f"the plan has {len(specs)} tensors: give {{name: tensor}}")
-        else:
-            value = [value] * len(specs)
-        return list(zip(value, shapes, specs, strict=True))
+    def _by_tensor(self, value: Any, shapes: Sequence[Any]) -> list[tuple[Any, Any, TensorSpec]]:
+        return list(zip(self.plan.by_tensor(value), shapes, self.plan.tensors, strict=True))
 
     def _enqueue(
         self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], finish: Callable[[], Any]
@@ -386,12 +377,8 @@ def make_runner(plan: Plan, program: Program, device_type: str) -> RoundRunner |
     if device_type not in STREAMS:
         return None
     device = current_device(device_type)
-    runner = RoundRunner(program, find_rounds(plan), device, find_copier(device))
-    if runner.nbytes > plan.staging_bytes:
-        raise PlanError(
-            f"rank {program.rank} needs {runner.nbytes} bytes of buffers for what it packs and passes on in rounds, "
-            f"but staging_bytes is {plan.staging_bytes}: allow more, or choose a strategy without relays"
-        )
+    runner = RoundRunner(program, find_rounds(plan), TorchMemory(device), find_copier(device))
+    runner.check_fits(plan.staging_bytes)
     return runner
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -183,6 +183,20 @@ class Plan:
         if self.num_messages * len(self.ranks) > MAX_SIMULATED:
             return None
         return simulate(self).makespan_seconds
+
+    def by_tensor(self, value: Any) -> list[Any]:
+        """What a caller gives for the tensors, one each: ``{name: value}``, or the value where there is one tensor.
+
+        Raises:
+            ArgumentError: the names are not those of the plan, or are missing.
+        """
+        if isinstance(value, Mapping):
+            if set(value) != {spec.name for spec in self.tensors}:
+                raise ArgumentError(f"tensors {sorted(map(str, value))} are not those of the plan")
+            return [value[spec.name] for spec in self.tensors]
+        if len(self.tensors) > 1 and value is not None:
+            raise ArgumentError(f"the plan has {len(self.tensors)} tensors: give {{name: tensor}}")
+        return [value] * len(self.tensors)
 
     @property
     def num_messages(self) -> int:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-
-from reshard.program import Program, Recv, Send
+from reshard.errors import PlanError
+from reshard.program import Program, Recv, Send, Slices
 from reshard.regions import RegionTable, box_regions, make_table
 from reshard.rounds import Round, rounds_of
 from reshard.runs import box_span
-from reshard.staging import flat_bytes, pack, unpack, view_of
 
+#: Of the library whose arrays travel: a torch tensor, or a CuPy array.
+Array = Any
 #: A buffer and the rank at the other end.
-Posted = tuple[torch.Tensor, int]
+Posted = tuple[Array, int]
 #: Posts receives and sends as one group. What is put on the stream behind it finds them done.
 Exchange = Callable[[Sequence[Posted], Sequence[Posted]], None]
 ALIGN = 256
@@ -28,11 +28,46 @@ ALIGN = 256
 class Copier(Protocol):
     """Copies the regions of one table, all in one launch."""
 
-    def copy(self, arrays: Sequence[torch.Tensor | None], buffer: torch.Tensor, to_buffer: bool) -> None:
+    def copy(self, arrays: Sequence[Array | None], buffer: Array, to_buffer: bool) -> None:
         """Between contiguous arrays and a flat byte buffer."""
 
 
-MakeCopier = Callable[[RegionTable, torch.device], Copier]
+MakeCopier = Callable[[RegionTable, Any], Copier]
+
+
+class Memory(Protocol):
+    """Arrays of one library on one device."""
+
+    device: Any
+
+    def empty(self, nbytes: int) -> Array:
+        """A flat array of bytes."""
+
+    def view(self, array: Array, at: Slices) -> Array:
+        """A box of an array."""
+
+    def is_contiguous(self, array: Array) -> bool:
+        """Whether its elements lie in a row, in order."""
+
+    def itemsize(self, array: Array) -> int:
+        """Bytes of an element."""
+
+    def address(self, array: Array) -> int:
+        """Of its first byte."""
+
+    def flat(self, array: Array) -> Array:
+        """A contiguous array as flat bytes, on the same memory."""
+
+    def copy(self, target: Array, source: Array) -> None:
+        """Between views of one shape and dtype."""
+
+    def pack(self, views: Sequence[Array], buffer: Array) -> None:
+        """Copy views one after the other into flat bytes."""
+
+    def unpack(self, buffer: Array, views: Sequence[Array]) -> None:
+        """The inverse."""
+
+
 #: A message that does not lie in one run in an array, where it is packed, and whether it is in a source array.
 Packed = tuple[Recv | Send, int, bool]
 
@@ -52,10 +87,10 @@ class RoundRunner:
         self,
         program: Program,
         round_of: Mapping[int, int],
-        device: torch.device,
+        memory: Memory,
         make_copier: MakeCopier | None = None,
     ) -> None:
-        self.program, self.device = program, device
+        self.program, self.memory = program, memory
         self._make_copier = make_copier
         self._copiers: dict[tuple[int, bool, int], Copier] = {}
         self.rounds = rounds_of(program, round_of)
@@ -65,16 +100,24 @@ class RoundRunner:
         self._place_of_relay, relay_bytes = self._place_relays()
         #: Of its buffer.
         self.nbytes = self._scratch_bytes + relay_bytes
-        self._storage: torch.Tensor | None = None
+        self._storage: Array | None = None
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes held now."""
-        return 0 if self._storage is None else self._storage.numel()
+        return 0 if self._storage is None else self.nbytes
 
     def release(self) -> None:
         """Give the buffer back; the next run makes a new one."""
         self._storage = None
+
+    def check_fits(self, staging_bytes: int) -> None:
+        """Raise PlanError if the buffer is larger than a plan allows."""
+        if self.nbytes > staging_bytes:
+            raise PlanError(
+                f"rank {self.program.rank} needs {self.nbytes} bytes of buffers for what it packs and passes on in "
+                f"rounds, but staging_bytes is {staging_bytes}: allow more, or choose a strategy without relays"
+            )
 
     def _place_relays(self) -> tuple[dict[int, int], int]:
         """Where each relayed message is kept from its round to the last that passes it on, first fit."""
@@ -101,7 +144,7 @@ class RoundRunner:
                 placed[index], total = self._scratch_bytes + at, max(total, at + size)
         return placed, total
 
-    def run(self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], exchange: Exchange) -> None:
+    def run(self, src: Sequence[Array | None], dst: Sequence[Array | None], exchange: Exchange) -> None:
         """Do this rank's part.
 
         Args:
@@ -109,15 +152,16 @@ class RoundRunner:
             exchange: how bytes travel.
         """
         if self._storage is None:
-            self._storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+            self._storage = self.memory.empty(self.nbytes)
         for copy in self.program.copies:
-            view_of(dst, copy.place.tensor, copy.place.dst).copy_(view_of(src, copy.place.tensor, copy.place.src))
+            place = copy.place
+            self.memory.copy(self._view(dst, place.tensor, place.dst), self._view(src, place.tensor, place.src))
         for number, one in enumerate(self.rounds):
             at = 0
             recvs: list[Posted] = []
             landing: list[Packed] = []
             for recv in one.recvs:
-                found = _direct(recv, dst, "dst") if not recv.is_relay else self._relayed(self._index[recv.id])
+                found = self._direct(recv, dst, "dst") if not recv.is_relay else self._relayed(self._index[recv.id])
                 if found is None:
                     landing.append((recv, at, False))
                     found = self._slot(at, recv.nbytes)
@@ -136,75 +180,79 @@ class RoundRunner:
             exchange(recvs, sends)
             self._copy(number, landing, src, dst, False)
 
-    def _outgoing(
-        self, send: Send, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]
-    ) -> torch.Tensor | None:
+    def _outgoing(self, send: Send, src: Sequence[Array | None], dst: Sequence[Array | None]) -> Array | None:
         """The bytes of a message where they lie; None if it must be packed."""
         if send.forwards is None:
-            return _direct(send, src, "src")
-        return self._relayed(send.forwards) if send.forwards in self._relays else _direct(send, dst, "dst")
+            return self._direct(send, src, "src")
+        return self._relayed(send.forwards) if send.forwards in self._relays else self._direct(send, dst, "dst")
 
     def _copy(
         self,
         number: int,
         packed: Sequence[Packed],
-        src: Sequence[torch.Tensor | None],
-        dst: Sequence[torch.Tensor | None],
+        src: Sequence[Array | None],
+        dst: Sequence[Array | None],
         to_buffer: bool,
     ) -> None:
         """Pack, or unpack, what a round does not take from where it lies."""
         if not packed:
             return
         used = [(src if is_source else dst)[place.tensor] for op, _, is_source in packed for place in op.places]
-        if self._make_copier is None or not all(array is not None and array.is_contiguous() for array in used):
+        if self._make_copier is None or not all(map(self._is_contiguous, used)):
             for op, at, is_source in packed:
                 arrays, side = (src, "src") if is_source else (dst, "dst")
-                views = [view_of(arrays, place.tensor, getattr(place, side)) for place in op.places]
-                (pack(views, self._slot(at, op.nbytes)) if to_buffer else unpack(self._slot(at, op.nbytes), views))
+                views = [self._view(arrays, place.tensor, getattr(place, side)) for place in op.places]
+                slot = self._slot(at, op.nbytes)
+                self.memory.pack(views, slot) if to_buffer else self.memory.unpack(slot, views)
             return
-        unit = math.gcd(8, *(array.data_ptr() for array in used if array is not None))
+        unit = math.gcd(8, *map(self.memory.address, used))
         key = number, to_buffer, unit
         if key not in self._copiers:
-            table = make_table(_regions_of(packed, src, dst), unit)
-            self._copiers[key] = self._make_copier(table, self.device)
+            table = make_table(self._regions_of(packed, src, dst), unit)
+            self._copiers[key] = self._make_copier(table, self.memory.device)
         assert self._storage is not None
         self._copiers[key].copy([*src, *dst], self._storage, to_buffer)
 
-    def _relayed(self, index: int) -> torch.Tensor:
+    def _relayed(self, index: int) -> Array:
         return self._slot(self._place_of_relay[index], self.program.recvs[index].nbytes)
 
-    def _slot(self, at: int, nbytes: int) -> torch.Tensor:
+    def _slot(self, at: int, nbytes: int) -> Array:
         assert self._storage is not None
         return self._storage[at : at + nbytes]
+
+    def _is_contiguous(self, array: Array | None) -> bool:
+        return array is not None and self.memory.is_contiguous(array)
+
+    def _view(self, arrays: Sequence[Array | None], tensor: int, at: Slices | None) -> Array:
+        assert arrays[tensor] is not None and at is not None
+        return self.memory.view(arrays[tensor], at)
+
+    def _direct(self, op: Recv | Send, arrays: Sequence[Array | None], side: str) -> Array | None:
+        """The bytes of a message where they lie in a contiguous array, None if it must be packed."""
+        if len(op.places) > 1:
+            return None
+        array = arrays[op.places[0].tensor]
+        assert array is not None
+        if not self.memory.is_contiguous(array):
+            return None
+        span = box_span(array.shape, self.memory.itemsize(array), getattr(op.places[0], side))
+        return None if span is None else self.memory.flat(array)[span[0] : span[1]]
+
+    def _regions_of(
+        self, packed: Sequence[Packed], src: Sequence[Array | None], dst: Sequence[Array | None]
+    ) -> list[tuple[int, ...]]:
+        """All boxes of messages as regions; arrays are numbered sources first."""
+        regions = []
+        for op, at, is_source in packed:
+            for place in op.places:
+                array, box = (src[place.tensor], place.src) if is_source else (dst[place.tensor], place.dst)
+                assert array is not None and box is not None
+                number = place.tensor + (0 if is_source else len(src))
+                itemsize = self.memory.itemsize(array)
+                regions += box_regions(number, array.shape, itemsize, box, at)
+                at += math.prod(cut.stop - cut.start for cut in box) * itemsize
+        return regions
 
 
 def _scratch_bytes(one: Round) -> int:
     return sum(_aligned(op.nbytes) for ops in (one.recvs, one.sends) for op in ops)
-
-
-def _direct(op: Recv | Send, arrays: Sequence[torch.Tensor | None], side: str) -> torch.Tensor | None:
-    """The bytes of a message where they lie in a contiguous array, None if it must be packed."""
-    if len(op.places) > 1:
-        return None
-    place = op.places[0]
-    array = arrays[place.tensor]
-    assert array is not None
-    if not array.is_contiguous():
-        return None
-    span = box_span(array.shape, array.element_size(), getattr(place, side))
-    return None if span is None else flat_bytes(array)[span[0] : span[1]]
-
-
-def _regions_of(
-    packed: Sequence[Packed], src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]
-) -> list[tuple[int, ...]]:
-    """All boxes of messages as regions; arrays are numbered sources first."""
-    regions = []
-    for op, at, is_source in packed:
-        for place in op.places:
-            array, box = (src[place.tensor], place.src) if is_source else (dst[place.tensor], place.dst)
-            assert array is not None and box is not None
-            number = place.tensor + (0 if is_source else len(src))
-            regions += box_regions(number, array.shape, array.element_size(), box, at)
-            at += math.prod(cut.stop - cut.start for cut in box) * array.element_size()
-    return regions

@@ -158,3 +158,46 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 def carrier(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a plain dtype of the same size, so that any dtype can be copied as bytes."""
     return tensor.detach().view(_CARRIERS[tensor.element_size()])
+
+
+class TorchMemory:
+    """Tensors on one device, see :class:`~reshard.round_runner.Memory`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """A flat array of bytes."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def view(self, array: torch.Tensor, at: Slices) -> torch.Tensor:
+        """A box of an array."""
+        return array[at]
+
+    def is_contiguous(self, array: torch.Tensor) -> bool:
+        """Whether its elements lie in a row, in order."""
+        return array.is_contiguous()
+
+    def itemsize(self, array: torch.Tensor) -> int:
+        """Bytes of an element."""
+        return array.element_size()
+
+    def address(self, array: torch.Tensor) -> int:
+        """Of its first byte."""
+        return array.data_ptr()
+
+    def flat(self, array: torch.Tensor) -> torch.Tensor:
+        """See :func:`flat_bytes`."""
+        return flat_bytes(array)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Between views of one shape and dtype."""
+        target.copy_(source)
+
+    def pack(self, views: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        """See :func:`pack`."""
+        pack(views, buffer)
+
+    def unpack(self, buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        """See :func:`unpack`."""
+        unpack(buffer, views)

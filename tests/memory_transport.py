@@ -14,7 +14,7 @@ from reshard.progress import run_program
 from reshard.regions import copy_regions_python
 from reshard.round_runner import RoundRunner
 from reshard.rounds import find_rounds
-from reshard.staging import Staging, carrier, flat_bytes
+from reshard.staging import Staging, TorchMemory, carrier, flat_bytes
 
 
 class _Work:
@@ -97,7 +97,7 @@ def run_in_threads(plan, sources, outs, seconds=5.0, in_rounds=False):
             arrays = [[None if x is None else carrier(x) for x in side[rank]] for side in (sources, outs)]
             if in_rounds:
                 copier = PythonCopier if rank % 2 else None
-                staging = RoundRunner(program, round_of, torch.device("cpu"), copier)
+                staging = RoundRunner(program, round_of, TorchMemory(torch.device("cpu")), copier)
                 staging.run(*arrays, MemoryExchange(hub, rank, seconds))
             else:
                 staging = Staging(program, plan.staging_bytes)

@@ -21,7 +21,7 @@ from reshard.plan import expand_messages
 from reshard.program import build_program
 from reshard.round_runner import RoundRunner
 from reshard.rounds import calls_of, check_calls, find_rounds, rounds_of
-from reshard.staging import carrier
+from reshard.staging import TorchMemory, carrier
 from reshard.strategies import STRATEGIES
 
 
@@ -92,7 +92,7 @@ def _by_gloo(recvs, sends):
 
 def _move_in_rounds(rank):
     src, dst, plan = _boundary()
-    runner = RoundRunner(build_program(plan, rank), find_rounds(plan), torch.device("cpu"))
+    runner = RoundRunner(build_program(plan, rank), find_rounds(plan), TorchMemory(torch.device("cpu")))
     source = shard_of_positions(src, rank, (256, 384), "float32")
     wanted = shard_of_positions(dst, rank, (256, 384), "float32")
     out = None if wanted is None else torch.zeros_like(wanted)

@@ -1,0 +1,130 @@
+"""A stand-in for CuPy and its NCCL: NumPy arrays, streams that do everything at once, ranks that are threads.
+
+It matches messages by order alone, as NCCL does, and a group ends when all its messages have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import threading
+import types
+from collections import defaultdict
+
+import numpy as np
+
+_posted = threading.local()
+
+
+class Event:
+    done = True
+
+    def synchronize(self):
+        pass
+
+
+class Stream(contextlib.AbstractContextManager):
+    ptr = 7
+
+    def __init__(self, non_blocking=False):
+        self.waited = []
+
+    def record(self):
+        return Event()
+
+    def wait_event(self, event):
+        assert isinstance(event, Event)
+        self.waited.append(event)
+
+    def __exit__(self, *_):
+        pass
+
+
+class Hub:
+    def __init__(self, size):
+        self.size, self.barrier = size, threading.Barrier(size)
+        self.queues = defaultdict(queue.Queue)
+        self.gathered = [b""] * size
+
+
+class Communicator:
+    """As ``cupy.cuda.nccl.NcclCommunicator``."""
+
+    def __init__(self, hub, rank, seconds=10.0):
+        self.hub, self.rank, self.seconds, self.groups = hub, rank, seconds, []
+
+    def rank_id(self):
+        return self.rank
+
+    def size(self):
+        return self.hub.size
+
+    def allGather(self, sendbuf, recvbuf, count, datatype, stream):  # noqa: N802
+        assert datatype == NCCL.NCCL_UINT8
+        self.hub.gathered[self.rank] = ctypes.string_at(sendbuf, count)
+        self.hub.barrier.wait(self.seconds)
+        whole = b"".join(self.hub.gathered)
+        ctypes.memmove(recvbuf, whole, len(whole))
+        self.hub.barrier.wait(self.seconds)
+
+    def send(self, sendbuf, count, datatype, peer, stream):
+        assert datatype == NCCL.NCCL_UINT8
+        assert stream == Stream.ptr
+        _posted.calls.append((self, True, peer, sendbuf, count))
+
+    def recv(self, recvbuf, count, datatype, peer, stream):
+        assert datatype == NCCL.NCCL_UINT8
+        _posted.calls.append((self, False, peer, recvbuf, count))
+
+
+def _group_start():
+    _posted.calls = []
+
+
+def _group_end():
+    for comm, is_send, peer, address, count in _posted.calls:
+        if is_send:
+            comm.hub.queues[comm.rank, peer].put(ctypes.string_at(address, count))
+    for comm, is_send, peer, address, count in _posted.calls:
+        if not is_send:
+            came = comm.hub.queues[peer, comm.rank].get(timeout=comm.seconds)
+            assert len(came) == count
+            ctypes.memmove(address, came, count)
+    if _posted.calls:
+        _posted.calls[0][0].groups.append([(is_send, peer, count) for _, is_send, peer, _, count in _posted.calls])
+    del _posted.calls
+
+
+NCCL = types.ModuleType("cupy.cuda.nccl")
+NCCL.NCCL_UINT8, NCCL.groupStart, NCCL.groupEnd = 1, _group_start, _group_end
+
+
+def make_module():
+    """What ``import cupy`` shall give."""
+    cuda = types.ModuleType("cupy.cuda")
+    current = Stream()
+    cuda.Stream, cuda.get_current_stream, cuda.nccl = Stream, lambda: current, NCCL
+    module = types.ModuleType("cupy")
+    module.cuda, module.ndarray, module.uint8, module.asnumpy = cuda, np.ndarray, np.uint8, np.asarray
+    module.empty, module.asarray, module.may_share_memory = np.empty, np.asarray, np.may_share_memory
+    return {"cupy": module, "cupy.cuda": cuda, "cupy.cuda.nccl": NCCL}
+
+
+def run_ranks(size, function, seconds=20.0):
+    """``function(comm)`` for each rank in a thread of its own; results in rank order."""
+    hub, results = Hub(size), [None] * size
+
+    def one(rank):
+        try:
+            results[rank] = function(Communicator(hub, rank))
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+        assert not thread.is_alive(), "a rank waits for ever"
+    return results
