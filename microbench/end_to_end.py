@@ -44,6 +44,7 @@ from microbench.wiring import nominal
 from reshard.topology import Topology
 
 NUM_MICROBATCHES = 64
+_BALANCING_STEPS = 8
 OURS, SIGNAL, PREDECESSOR = "ours", "signal only", "predecessor"
 #: Seconds that the busiest link is busy with one microbatch's forward, over those of a stage's forward. Where stages
 #: skip others, that is also what crosses between one half of the stages and the other.
@@ -292,7 +293,9 @@ def _balance(setting: Setting, say: Callable[[str], None]) -> _Balance:
         costs.append(tuple(max(times) for times in zip(*every, strict=True)))
     rate: float | str = setting.rate
     if not setting.is_timed:
-        rate = 1.25e8 * crossing("1 Gbit/s") / (setting.ratio * max(cost[0] for cost in costs))
+        rate = 1.25e8
+        for _ in range(_BALANCING_STEPS):  # what passes as a burst does not grow with the rate
+            rate *= crossing(rate) / (setting.ratio * max(cost[0] for cost in costs))
     return _Balance(rate, told, costs, found[0]["crossing"], found[0]["blocked"])
 
 

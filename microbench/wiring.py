@@ -27,7 +27,8 @@ QUEUE_MILLISECONDS = 100
 #: mean anything.
 _SEND_BUFFER_BYTES = 262144
 _GIGABIT = 1.25e8
-_LEAST_BYTES = 16384
+#: Smaller than a quarter of those: a link runs dry while its sender, busy computing, is waited for.
+_LEAST_SHARE = 0.25
 #: What planners are told that a message costs for each rank, as all of them share the processors: with 0 they would
 #: cut regions into so many chunks that the processors, not the links, were busy.
 MESSAGE_SECONDS_OF_RANK = 1e-5
@@ -97,7 +98,7 @@ def _hardware(host: int, nic: int) -> str:
 def _scaled(nbytes: int, topology: Topology) -> int:
     """What is given for a gigabit link, for a cluster whose fastest link is slower."""
     fastest = max(rate for host in topology.hosts for nic in host.nics for rate in astuple(nic))
-    return max(_LEAST_BYTES, min(nbytes, round(nbytes * fastest / _GIGABIT)))
+    return round(nbytes * min(1.0, max(_LEAST_SHARE, fastest / _GIGABIT)))
 
 
 def send_buffer_bytes(topology: Topology) -> int:
