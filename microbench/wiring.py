@@ -17,18 +17,17 @@ from reshard.topology import Port, Topology
 
 #: What a link of MTU 1500 carries of its rate as TCP payload: 1448 of every 1514 bytes.
 PAYLOAD_SHARE = 1448 / 1514
-#: Smaller loses rate, larger lets small tensors through unshaped. Of a gigabit link.
+#: Smaller loses rate, larger lets small tensors through unshaped.
 _BURST_BYTES = 131072
 #: Deep queues, so that nothing is lost: a flow of Reno that lost much keeps a small window long after the others have
 #: ended, and fills two thirds of a link (a broadcast behind a run of plain sends took 1.4 times as long).
 QUEUE_MILLISECONDS = 100
-#: Send buffers hold 2 ms of the fastest link, this of a gigabit one: about what the usual 4 MB hold of a fast one. With
-#: 4 MB a sender would be done with several messages before the first of them has left its host, and no window would
-#: mean anything.
+#: Send buffers hold 2 ms of a gigabit link, about what the usual 4 MB hold of a fast one. With 4 MB a sender would be
+#: done with several messages before the first of them has left its host, and no window would mean anything.
 _SEND_BUFFER_BYTES = 262144
-_GIGABIT = 1.25e8
-#: Smaller than a quarter of those: a link runs dry while its sender, busy computing, is waited for.
-_LEAST_SHARE = 0.25
+#: Both are smaller in a cluster whose fastest link has fewer bytes per second than this, but no less than a part of
+#: them: with a sixteenth links ran dry while senders, busy computing, were waited for.
+_SLOW_RATE, _LEAST_SHARE = 5e7, 0.25
 #: What planners are told that a message costs for each rank, as all of them share the processors: with 0 they would
 #: cut regions into so many chunks that the processors, not the links, were busy.
 MESSAGE_SECONDS_OF_RANK = 1e-5
@@ -96,9 +95,9 @@ def _hardware(host: int, nic: int) -> str:
 
 
 def _scaled(nbytes: int, topology: Topology) -> int:
-    """What is given for a gigabit link, for a cluster whose fastest link is slower."""
+    """What is given for fast links, in a cluster that may have slow ones only."""
     fastest = max(rate for host in topology.hosts for nic in host.nics for rate in astuple(nic))
-    return round(nbytes * min(1.0, max(_LEAST_SHARE, fastest / _GIGABIT)))
+    return round(nbytes * min(1.0, max(_LEAST_SHARE, fastest / _SLOW_RATE)))
 
 
 def send_buffer_bytes(topology: Topology) -> int:

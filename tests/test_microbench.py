@@ -68,6 +68,8 @@ def test_measured_rates_take_the_place_of_described_ones():
     assert measured.start_seconds == 0.008
     shaped = measured_topology(nominal(topology), found)
     assert (shaped.send_buffer_bytes, shaped.burst_bytes) == (262144, 125358)
+    slow = nominal(Topology.from_json({"hosts": [{"count": 2, "devices": 1, "nics": ["80 Mbit/s"]}]}))
+    assert (slow.send_buffer_bytes, slow.burst_bytes) == (65536, 31340)
     off = deviations(measured, topology)
     assert {name for name, part in off.items() if part} == {"host 1 NIC 0 out", "pod 1 in"}
     assert off["host 1 NIC 0 out"] == pytest.approx(-0.2)
