@@ -146,7 +146,7 @@ def _greedy_order(problem: Problem) -> Iterable[tuple[int, int]]:
     loads = Loads(problem)
     rng = random.Random(2023)  # random() is the same on every version of Python, shuffle() need not be
     while queues:
-        best: tuple[tuple[int, float], list[tuple[int, int, int]]] | None = None
+        best: tuple[tuple[int, int], list[tuple[int, int, int]]] | None = None
         for _ in range(tries):
             order = sorted(range(len(queues)), key=lambda _: rng.random())
             taken, chosen, total = 0, [], 0
@@ -161,9 +161,8 @@ def _greedy_order(problem: Problem) -> Iterable[tuple[int, int]]:
                     total += nbytes
                     sent[home] = sent.get(home, 0) + nbytes
                     chosen.append((index, home, mask))
-            after = [loads.host[host] + sent.get(host, 0) for host in loads.host]
-            mean = sum(after) / len(after)
-            score = (total, -sum((load - mean) ** 2 for load in after))
+            # the mean is the same for every set of so many bytes, so squares say how loads are spread
+            score = (total, -sum(nbytes * (2 * loads.host[host] + nbytes) for host, nbytes in sent.items()))
             if best is None or score > best[0]:
                 best = (score, chosen)
         assert best is not None
