@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import functools
 import io
 import json
@@ -100,7 +101,7 @@ def _trees(draw: Any, examples: tuple[Any, ...]) -> Any:
     for _ in range(draw(st.integers(1, 4))):
         spots = list(_spots(tree))
         if not spots:
-            return draw(_VALUES)
+            return copy.deepcopy(draw(_VALUES))
         holder, key = draw(st.sampled_from(spots))
         kind = draw(st.integers(0, 3))
         if kind == 0 and isinstance(holder, dict):
@@ -110,9 +111,9 @@ def _trees(draw: Any, examples: tuple[Any, ...]) -> Any:
             with contextlib.suppress(LookupError):  # it may have been deleted
                 holder[key] = json.loads(json.dumps(other[at]))
         elif kind == 2 and isinstance(holder, list):
-            holder[key:key] = [holder[key]] * draw(st.integers(1, 40))
+            holder[key:key] = [copy.deepcopy(holder[key]) for _ in range(draw(st.integers(1, 40)))]
         else:
-            holder[key] = draw(_VALUES)
+            holder[key] = copy.deepcopy(draw(_VALUES))  # they would be changed in place for all that come later
     return tree
 
 

@@ -342,7 +342,7 @@ def parse_layout(text: str) -> AnyLayout:
     regions: dict[int, list[Box]] = {}
     for row in match[3].split("; "):
         rank, colon, boxes = row.partition(": ")
-        if not colon or int(rank) in regions:
+        if not colon or not re.fullmatch("[0-9]+", rank) or int(rank) in regions:
             raise PlanError(f"{row[:80]!r} is not 'rank: [0:4, 0:8] ...', or its rank stands twice")
         regions[int(rank)] = list(_parse_boxes(boxes))
     return RegionLayout(regions, join_dim=int(match[2]), ndim=int(match[1]))
@@ -351,7 +351,7 @@ def parse_layout(text: str) -> AnyLayout:
 def _parse_boxes(text: str) -> Iterator[Box]:
     if text == "none":
         return
-    if not re.fullmatch(r"(\[[0-9:, ]*\] ?)+", text):
+    if not re.fullmatch(r"(\[(\d+:\d+(, *\d+:\d+)*)?\] ?)+", text, re.ASCII):
         raise PlanError(f"{text[:80]!r} is not a row of boxes")
     for inner in re.findall(r"\[([0-9:, ]*)\]", text):
         pairs = [pair.strip().partition(":") for pair in inner.split(",")] if inner.strip() else []

@@ -56,6 +56,14 @@ def test_plans_that_cannot_be_run_are_refused(text):
         check_plan(parse_plan(HEAD + text))
 
 
+@pytest.mark.parametrize(
+    "rows", ["0: [:4, 0:8]", "0: [0:4, 0]", "0: [,]", "x: [0:4, 0:8]", "-1: [0:4, 0:8]", "0: [0:4"]
+)
+def test_rows_of_boxes_are_numbers(rows):
+    with pytest.raises(PlanError, match="is not"):
+        parse_layout(f"Regions(ndim=2 join=0; {rows})")
+
+
 @given(st.text(max_size=200))
 def test_no_text_is_a_crash(text):
     for parse in (parse_plan, lambda t: parse_plan(HEAD + t), lambda t: parse_plan(HEAD + ONE + t)):
