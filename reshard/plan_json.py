@@ -151,6 +151,7 @@ def plan_from_json(data: Any) -> Plan:
         empty = Plan(
             tuple(tensors), topology, str(data.get("strategy")), _no_transfers(), _integer(data, "staging_bytes")
         )
+        topology.check_covers(empty.ranks)
         plan = parse_plan(str(empty) + "\n".join(lines))
     except ReshardError:
         raise

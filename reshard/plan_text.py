@@ -185,7 +185,9 @@ def parse_plan(text: str) -> Plan:
             if row.first_message != transfers.first_message[index]:
                 at = at - len(rows) + 1 + index
                 raise PlanError(f"the first message has id {row.first_message}, not {transfers.first_message[index]}")
-        return Plan(tuple(tensors), topology, head[1], transfers, int(head[2]))
+        plan = Plan(tuple(tensors), topology, head[1], transfers, int(head[2]))
+        topology.check_covers(plan.ranks)
+        return plan
     except (ReshardError, ValueError, OverflowError, RecursionError) as error:
         line = numbered[min(at, len(numbered) - 1)][0] if numbered else 0
         raise PlanError(f"line {line}: {error}") from None
