@@ -225,3 +225,13 @@ def test_meshes_in_texts_and_json_that_are_no_arrays_of_numbers_are_refused():
         layout_from_json({"ranks": [[[0, 1], [2, 3]], [2, 3]], "axes": ["a", "b"], "spec": "S0 R"})
     with pytest.raises(PlanError, match="all rows alike"):
         layout_from_json({"ranks": [10**30], "axes": ["a"], "spec": "S0 R"})
+
+
+def test_a_plan_names_no_rank_without_a_host():
+    text = HEAD + ONE + "() on Mesh(0=1; ranks 9)\n0: t0 [0:8] 0 -> 9 splits 1 window 4"
+    with pytest.raises(PlanError, match=r"rank 9 has no host: the topology covers ranks 0\.\.7"):
+        parse_plan(text)
+    data = make_plan(Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2)), (8,), "int32").to_json()
+    data["tensors"][0]["src"]["ranks"][0] = 16
+    with pytest.raises(ReshardError, match="rank 16 has no host"):
+        plan_from_json(data)
