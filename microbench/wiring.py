@@ -26,7 +26,7 @@ QUEUE_MILLISECONDS = 100
 #: done with several messages before the first of them has left its host, and no window would mean anything.
 _SEND_BUFFER_BYTES = 262144
 #: Both are smaller in a cluster whose fastest link has fewer bytes per second than this, but no less than a part of
-#: them: with a sixteenth links ran dry while senders, busy computing, were waited for.
+#: them: with a sixteenth, links moved by more than 3 % between two measurements.
 _SLOW_RATE, _LEAST_SHARE = 5e7, 0.25
 #: What planners are told that a message costs for each rank, as all of them share the processors: with 0 they would
 #: cut regions into so many chunks that the processors, not the links, were busy.

@@ -141,8 +141,8 @@ class Mover:
             for given, shape, spec in zip(plan.by_tensor(out), shapes, plan.tensors, strict=True)
         ]
         dst = self._check(outs, shapes, "destination")
-        for array in dst:
-            if array is not None and any(one is not None and cupy.may_share_memory(array, one) for one in src):
+        for given in plan.by_tensor(out):  # what was allocated here shares nothing
+            if given is not None and any(one is not None and cupy.may_share_memory(given, one) for one in src):
                 raise ArgumentError("out shares memory with a source; they must be apart")
         self._stream.wait_event(cupy.cuda.get_current_stream().record())
         with self._stream:

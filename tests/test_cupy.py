@@ -127,6 +127,10 @@ def test_arrays_that_do_not_fit():
         }[comm.rank_id()]
         with pytest.raises(ArgumentError, match=wrong[2]):
             mover.start(wrong[0], out=wrong[1])
+        if comm.rank_id() == 2:
+            whole_source = np.zeros((6, 15))
+            with pytest.raises(ArgumentError, match="out shares memory with a source"):
+                mover.start(whole_source[:, :5], out=whole_source[:3, :5])
         return "refused"
 
     assert _errors(one) == ["refused"] * 6
