@@ -31,6 +31,7 @@ from reshard.errors import ArgumentError, DisagreementError, RemoteError, Reshar
 from reshard.group import Group, check_inside
 from reshard.mesh import format_ranks
 from reshard.monitor import Monitor, call_at_exit
+from reshard.stores import StoreSilentError
 from reshard.transport import Connections, GlooTransport, GroupExchange
 
 #: After this long in a round, a rank says what it waits for and looks at what the others wait for.
@@ -125,7 +126,7 @@ class Channel:
             verdict.attempts = {record.rank: record.attempt}
             return verdict
         if self._hub is None:
-            self._hub = Hub(self._store, others)
+            self._hub = Hub(self._store, others, timeout_seconds)
             self._close_at_exit()
         hub = self._hub
         hub.pump(0.0)  # who left before this round began does not take part in it
@@ -165,9 +166,9 @@ class Channel:
         deadline += 1.0 if bears_loss else 2.0  # the first member gives up earlier than the others, and says so
         try:
             if self._spoke is None:
-                self._wait(record, _sleep, lambda: self._store.check(["hub"]), lambda: [hub], deadline, bears_loss)
+                self._wait(record, _sleep, lambda: self._store.shows("hub"), lambda: [hub], deadline, bears_loss)
                 try:
-                    self._spoke = Spoke.connect(self._store, self.group.rank, hub)
+                    self._spoke = Spoke.connect(self._store, self.group.rank, hub, deadline - time.monotonic())
                 except RemoteError as error:
                     raise (EOFError(str(error)) if bears_loss else error) from None
                 self._close_at_exit()
@@ -209,15 +210,15 @@ class Channel:
         """
         begun = looked = time.monotonic()
         while not come():
-            now = time.monotonic()
-            if now >= deadline:
+            if (now := time.monotonic()) >= deadline:
                 raise TimeoutError
             if now - looked >= PATIENCE_SECONDS:
                 looked = now
                 self._say({"members": list(self.members), "attempt": record.attempt})
-                self._hear(record, bears_loss)
-                for rank in absent():
-                    self._look_for(rank, record, bears_loss)
+                with contextlib.suppress(StoreSilentError):  # look again later
+                    self._hear(record, bears_loss)
+                    for rank in absent():
+                        self._look_for(rank, record, bears_loss)
             pump(min(PATIENCE_SECONDS, deadline - now, max(0.0005, 0.1 * (now - begun)) if pump is _sleep else 1.0))
 
     # What ranks find in the store when they wait in vain
@@ -240,15 +241,14 @@ class Channel:
         """Raise if ``rank`` waits for us elsewhere, or gave up in the same call."""
         key = f"beacon/{rank}"
         beacon = json.loads(self.group.store.get(key)) if self.group.store.check([key]) else None
-        is_gone = bears_loss and self._is_gone(rank, beacon)
-        if is_gone:
+        if bears_loss and self._is_gone(rank, beacon):
             self._blamed.add(rank)
             if rank == self.members[0]:
                 raise EOFError(f"rank {rank} is gone")
-        if is_gone or beacon is None:
             return
-        ours, me = self.group.beacon, self.group.rank
-        waiting = beacon["waiting"]
+        if beacon is None:
+            return
+        ours, me, waiting = self.group.beacon, self.group.rank, beacon["waiting"]
         if bears_loss and waiting and set(waiting["members"]) > set(self.members):
             waiting = None  # it has yet to hear who is lost
         if waiting and waiting["members"] != list(self.members) and me in waiting["members"]:

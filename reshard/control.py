@@ -95,7 +95,7 @@ class _Peer:
 class Hub:
     """The side of the first rank."""
 
-    def __init__(self, store: Store, others: tuple[int, ...]) -> None:
+    def __init__(self, store: Store, others: tuple[int, ...], seconds: float) -> None:
         self._others = others
         self._secret = secrets.token_hex(16)
         address = own_address(store.raw)
@@ -109,7 +109,7 @@ class Hub:
         self.gone: dict[int, str] = {}
         self.waits = False  # whether this rank is in a round
         self._left: set[int] = set()  # ranks that said goodbye
-        store.set("hub", json.dumps([address, self._listener.getsockname()[1], self._secret]))
+        store.set("hub", json.dumps([address, self._listener.getsockname()[1], self._secret]), seconds)
 
     def pump(self, seconds: float) -> None:
         """Read what has come, waiting at most ``seconds`` for the first of it."""
@@ -223,13 +223,13 @@ class Spoke:
         self.answer: Any = None
 
     @classmethod
-    def connect(cls, store: Store, rank: int, hub: int) -> Spoke:
-        """Connect to the address that the hub published.
+    def connect(cls, store: Store, rank: int, hub: int, seconds: float) -> Spoke:
+        """Connect to the address that the hub published, which the store has ``seconds`` to tell.
 
         Raises:
             RemoteError: nothing answers there.
         """
-        address, port, secret = json.loads(store.get("hub"))
+        address, port, secret = json.loads(store.get("hub", seconds))
         begun = time.monotonic()
         while True:
             try:

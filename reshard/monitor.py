@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from reshard.beacon import Pulses, beat_key
 from reshard.errors import RemoteError, ReshardError
 from reshard.group import Group
+from reshard.stores import StoreSilentError
 
 BEAT_SECONDS = 1.0
 #: A rank whose heartbeat stands still for this long while others wait for it counts as lost.
@@ -111,6 +112,8 @@ class Monitor:
                     error = transfer.told_error()
                     if error is not None:
                         transfer.stop(error)
+            except StoreSilentError:
+                pass  # look again later
             except Exception as error:
                 if self._ended:
                     return

@@ -1,7 +1,8 @@
 """Calls of a store that always return.
 
 A ``TCPStore`` waits for an answer for as long as its connection is open, which is for ever where its host is cut off.
-So calls are made by a thread of their own, and given up when they take too long.
+So calls are made by a thread of their own, and given up when they take too long. A busy machine may take seconds to
+answer, so a call that only looks is worth another try; a store that says nothing for half a minute is lost.
 """
 
 from __future__ import annotations
@@ -9,13 +10,20 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 #: How long a call may take unless it says otherwise.
-STORE_SECONDS = 5.0
+STORE_SECONDS = 1.5
+#: How long a store may say nothing before it counts as lost.
+LOST_STORE_SECONDS = 30.0
+
+
+class StoreSilentError(RuntimeError):
+    """The store has not answered yet; it may still be there."""
 
 
 class _Job:
@@ -41,22 +49,32 @@ class _Worker:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pid: int | None = None
         self._stuck: _Job | None = None  # the last job that was given up
+        self._asked = 0.0  # when that was asked for
 
     def call(self, function: Callable[[], Any], seconds: float) -> Any:
+        begun = time.monotonic()
+        stuck = self._stuck
+        if stuck is not None and seconds > STORE_SECONDS:
+            stuck.done.wait(seconds)
         with self._lock:
             if self._pid != os.getpid():  # no thread outlives a fork
                 self._pid, self._stuck, self._jobs = os.getpid(), None, queue.SimpleQueue()
                 threading.Thread(target=_work, args=(self._jobs,), name="reshard-store", daemon=True).start()
             if self._stuck is not None and not self._stuck.done.is_set():
-                raise RuntimeError("the store does not answer")
+                self._raise_silent()
             job = _Job(function)
             self._jobs.put(job)
-        if not job.done.wait(seconds):
-            self._stuck = job
-            raise RuntimeError(f"the store did not answer within {seconds:g} s")
+        if not job.done.wait(max(begun + seconds - time.monotonic(), 0.0)):
+            self._stuck, self._asked = job, begun
+            self._raise_silent()
         if job.error is not None:
             raise job.error
         return job.result
+
+    def _raise_silent(self) -> None:
+        waited = time.monotonic() - self._asked
+        kind = StoreSilentError if waited < LOST_STORE_SECONDS else RuntimeError
+        raise kind(f"the store did not answer within {waited:.1f} s")
 
     def close(self) -> None:
         self._jobs.put(None)
@@ -71,6 +89,9 @@ def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
 class Store:
     """A ``torch.distributed`` store whose calls raise RuntimeError when they are not answered in time.
 
+    That is a :class:`StoreSilentError` until :data:`LOST_STORE_SECONDS` have passed. Calls that cannot be made again
+    say how many ``seconds`` they wait.
+
     Args:
         raw: the store, for those that need one of torch's.
     """
@@ -83,18 +104,25 @@ class Store:
         """The same store for keys that begin with a prefix."""
         return Store(dist.PrefixStore(prefix, self.raw), self._worker)
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str, seconds: float = STORE_SECONDS) -> None:
         """Write a value."""
-        self._worker.call(lambda: self.raw.set(key, value), STORE_SECONDS)
+        self._worker.call(lambda: self.raw.set(key, value), seconds)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, seconds: float = STORE_SECONDS) -> bytes:
         """A value that is there, see :meth:`check`."""
-        found: bytes = self._worker.call(lambda: self.raw.get(key), STORE_SECONDS)
+        found: bytes = self._worker.call(lambda: self.raw.get(key), seconds)
         return found
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there."""
         return bool(self._worker.call(lambda: self.raw.check(list(keys)), STORE_SECONDS))
+
+    def shows(self, key: str) -> bool:
+        """Whether a key is known to be there: not if the store says nothing."""
+        try:
+            return self.check([key])
+        except StoreSilentError:
+            return False
 
     def compare_set(self, key: str, expected: str, value: str, seconds: float = STORE_SECONDS) -> bytes:
         """Write a value if another one is there; what is there then."""

@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 from reshard.progress import Work
 from reshard.round_runner import Posted
-from reshard.stores import STORE_SECONDS, in_time
+from reshard.stores import in_time
 from reshard.streams import STREAMS
 
 #: A tag that no transfer uses: those count rounds.
 ABORT_TAG = 2**31 - 1
+#: How much longer than its own time-out making a group may take before nobody waits for it.
+GRACE_SECONDS = 5.0
 
 
 class Connections:
@@ -42,7 +44,7 @@ class Connections:
         """
         while len(self._groups) < 1 + is_two_way:
             make = functools.partial(self._make_group, timedelta(seconds=timeout_seconds))
-            self._groups.append(in_time(make, timeout_seconds + STORE_SECONDS))
+            self._groups.append(in_time(make, timeout_seconds + GRACE_SECONDS))
         return GlooTransport(self._groups[0], self._groups[is_two_way], self._own, self._position)
 
     def _make_group(self, limit: timedelta) -> Any:
