@@ -39,8 +39,9 @@ class Record:
     """What one rank says when it calls.
 
     ``arguments`` are compared between ranks, entry by entry; ``error`` is a local error, class and text.
-    ``attempt`` counts the rounds that the rank began; ``gave_up`` names ranks that failed before they knew who
-    takes part, and how often they have. ``said`` is for all others as it is.
+    ``attempt`` counts the rounds that the rank began. ``left`` counts for each member the calls with it that the rank
+    may have left, ``why_left`` is the error of the last one (see :mod:`reshard.failures`). ``said`` is for all others
+    as it is.
     """
 
     rank: int
@@ -50,7 +51,8 @@ class Record:
     generation: int = 0
     error: tuple[str, str] | None = None
     attempt: int = 0
-    gave_up: dict[int, int] = field(default_factory=dict)
+    left: list[int] = field(default_factory=list)
+    why_left: tuple[str, str] | None = None
     said: Any = None
 
     def to_json(self) -> dict[str, Any]:
@@ -62,8 +64,8 @@ class Record:
         """The inverse of :meth:`to_json`."""
         values = dict(data)
         values["tensors"] = {name: TensorRecord(**tensor) for name, tensor in values["tensors"].items()}
-        if values["error"] is not None:
-            values["error"] = tuple(values["error"])
+        for name in ("error", "why_left"):
+            values[name] = tuple(values[name]) if values[name] is not None else None
         return cls(**values)
 
 
@@ -71,7 +73,8 @@ class Record:
 class Verdict:
     """What all ranks take from a call: an error for all, or what they agreed on.
 
-    ``lost`` are ranks that did not come to a round that bears it; ``said`` is what each other rank said.
+    ``lost`` are ranks that did not come to a round that bears it; ``said`` is what each other rank said. ``behind`` are
+    those that the error is for, if it is not for all: the others wait for the next call of those.
     """
 
     error: tuple[str, str] | None = None
@@ -83,7 +86,7 @@ class Verdict:
     generation: int = 0
     round: int = 0
     attempts: dict[int, int] = field(default_factory=dict)
-    gave_up: dict[int, int] = field(default_factory=dict)
+    behind: list[int] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
     said: dict[int, Any] = field(default_factory=dict)
 

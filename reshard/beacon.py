@@ -9,9 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from reshard.agreement import describe_error
-from reshard.errors import RemoteError, ReshardError
-from reshard.group import Group
+from reshard.errors import RemoteError
+from reshard.group import Group, new_beacon
 from reshard.stores import Store
 
 #: Without a heartbeat for this long, a rank that nobody has a connection to counts as gone where losses are borne.
@@ -54,13 +53,6 @@ def publish_beacon(group: Group) -> None:
         group.store.set(f"beacon/{group.rank}", json.dumps(group.beacon))
 
 
-def tell_error(group: Group, error: ReshardError) -> None:
-    """Say that this rank gave up before it knew who takes part."""
-    group.beacon["errors"] += 1
-    group.beacon["error"] = list(describe_error(error))
-    publish_beacon(group)
-
-
 #: More errors than anybody counts as dealt with: of a rank that never comes again.
 _NEVER = 2**40
 
@@ -77,5 +69,5 @@ def blame(store: dist.Store | Store, rank: int, text: str) -> None:
         store: of the group. rank: of the one that is gone; text: why.
     """
     key = f"beacon/{rank}"
-    beacon = json.loads(store.get(key)) if store.check([key]) else {"waiting": None, "skipped": {}, "errors": 0}
+    beacon = json.loads(store.get(key)) if store.check([key]) else new_beacon()
     store.set(key, json.dumps(beacon | {"errors": beacon["errors"] + _NEVER, "error": [RemoteError.__name__, text]}))

@@ -27,8 +27,10 @@ import torch.distributed as dist
 from reshard.agreement import Record, Verdict, describe_error, missing_error, name_rank, rebuild_error
 from reshard.beacon import Pulses, is_blamed, publish_beacon
 from reshard.control import Hub, Spoke
-from reshard.errors import ArgumentError, DisagreementError, RemoteError, ReshardError
+from reshard.errors import ArgumentError, RemoteError, ReshardError
+from reshard.failures import HasLeftError, count_left, find_behind, give_up
 from reshard.group import Group, check_inside
+from reshard.lookout import find_elsewhere
 from reshard.mesh import format_ranks
 from reshard.monitor import Monitor, call_at_exit
 from reshard.stores import StoreSilentError
@@ -85,31 +87,44 @@ class Channel:
         """
         with self._lock:
             self.calls += 1
-            self.group.attempts += 1
-            record.attempt = self.group.attempts
-            record.generation = self.generation + (self.broken is not None)
             deadline = time.monotonic() + timeout_seconds
-            try:
-                if self.group.rank == self.members[0]:
-                    verdict = self._gather(record, decide, deadline, timeout_seconds, bears_loss)
-                else:
-                    verdict = self._ask(record, deadline, timeout_seconds, bears_loss)
-            except RuntimeError as error:
-                if isinstance(error, ReshardError):
-                    raise
-                raise RemoteError(f"rank {self.group.rank}: the store is lost: {error}") from error
-            finally:
-                self._say(None)
+            verdict = self._meet(record, decide, deadline, timeout_seconds, bears_loss)
+            while verdict.behind and self.group.rank not in verdict.behind:  # those have left their call now
+                verdict = self._meet(record, decide, deadline, timeout_seconds, bears_loss)
             verdict.lost = [int(rank) for rank in verdict.lost]
             verdict.said = {int(rank): one for rank, one in verdict.said.items()}
             verdict.hostnames = {int(rank): name for rank, name in verdict.hostnames.items()}
             self.answered.update({int(rank): attempt for rank, attempt in verdict.attempts.items()})
-            for rank, errors in verdict.gave_up.items():
-                self.group.forgiven[int(rank)] = errors - self.group.beacon["errors"]
+            if verdict.behind:
+                give_up(self.group, self.members, verdict)
             verdict.raise_error()
             if verdict.generation != self.generation:
                 self.generation, self.broken = verdict.generation, None
             return verdict.round, verdict
+
+    def _meet(
+        self,
+        record: Record,
+        decide: Callable[[list[Record]], Verdict],
+        deadline: float,
+        timeout_seconds: float,
+        bears_loss: bool,
+    ) -> Verdict:
+        """What all take from one round."""
+        self.group.attempts += 1
+        record.attempt = self.group.attempts
+        record.generation = self.generation + (self.broken is not None)
+        record.left, record.why_left = count_left(self.group, self.members), self.group.beacon["error"]
+        try:
+            if self.group.rank == self.members[0]:
+                return self._gather(record, decide, deadline, timeout_seconds, bears_loss)
+            return self._ask(record, deadline, timeout_seconds, bears_loss)
+        except RuntimeError as error:
+            if isinstance(error, ReshardError):
+                raise
+            raise RemoteError(f"rank {self.group.rank}: the store is lost: {error}") from error
+        finally:
+            self._say(None)
 
     def _gather(
         self,
@@ -146,13 +161,19 @@ class Channel:
             came = {rank: Record.from_json(hub.pending[rank][1]) for rank in others if rank in hub.pending}
             came[record.rank] = record
             records = [came[rank] for rank in self.members if rank in came]
-            verdict = decide(records)
+            verdict = find_behind(records, self.members) or decide(records)
             verdict.attempts = {said.rank: said.attempt for said in records}
-            verdict.gave_up = {rank: count for said in records for rank, count in said.gave_up.items()}
         except TimeoutError:
             verdict = Verdict(error=missing_error(missing(), self.members, timeout_seconds))
+        except HasLeftError as error:
+            verdict = error.verdict
+            verdict.behind = [
+                rank
+                for rank, left in zip(self.members, record.left, strict=True)
+                if rank == record.rank or (rank in hub.pending and hub.pending[rank][1]["left"][0] <= left)
+            ]
         except Exception as error:  # a defect in deciding must reach the others too
-            verdict = Verdict(error=describe_error(error), gave_up=record.gave_up)
+            verdict = Verdict(error=describe_error(error))
         self._rounds += 1
         verdict.round = self._rounds
         hub.waits = False
@@ -186,12 +207,14 @@ class Channel:
                 verdict = Verdict(lost=[hub], generation=record.generation)
             else:
                 verdict = Verdict(error=missing_error([hub], self.members, timeout_seconds))
+        except HasLeftError as error:
+            verdict = error.verdict
         except ReshardError as error:
-            verdict = Verdict(error=describe_error(error), gave_up=record.gave_up)
+            verdict = Verdict(error=describe_error(error))
         if said and self._spoke is not None:  # so that the first member does not go on without this rank
             record.error = verdict.error
             with contextlib.suppress(EOFError):
-                self._spoke.leave(record.to_json())
+                self._spoke.leave(None if verdict.behind else record.to_json())
         return verdict
 
     def _wait(
@@ -248,30 +271,7 @@ class Channel:
             return
         if beacon is None:
             return
-        ours, me, waiting = self.group.beacon, self.group.rank, beacon["waiting"]
-        if bears_loss and waiting and set(waiting["members"]) > set(self.members):
-            waiting = None  # it has yet to hear who is lost
-        if waiting and waiting["members"] != list(self.members) and me in waiting["members"]:
-            other = self.group.channels.get(tuple(waiting["members"]))
-            if other is None or other.answered.get(rank, -1) < waiting["attempt"]:
-                (a, a_ranks), (b, b_ranks) = sorted([(me, list(self.members)), (rank, waiting["members"])])
-                error = DisagreementError(
-                    f"ranks disagree on who takes part: rank {a} calls with ranks {format_ranks(a_ranks)}, "
-                    f"rank {b} with ranks {format_ranks(b_ranks)}"
-                )
-                said = json.dumps(describe_error(error))  # it may not find out by itself: we stop waiting now
-                self.group.store.set(f"told/{rank}/{waiting['attempt']}", said)
-                raise error
-        for digest, (count, ranks) in beacon["skipped"].items():
-            taken = self.group.channels.get(tuple(ranks))
-            if me in ranks and count > (taken.calls if taken else 0) + ours["skipped"].get(digest, [0])[0]:
-                raise DisagreementError(
-                    f"ranks disagree on who takes part: rank {me} calls with ranks {format_ranks(self.members)}, "
-                    f"rank {rank} with ranks {format_ranks(ranks)}, which leave it out"
-                )
-        if beacon["errors"] > ours["errors"] + self.group.forgiven.get(rank, 0):
-            record.gave_up = {rank: beacon["errors"]}
-            raise rebuild_error(beacon["error"][0], name_rank(rank, beacon["error"][1]))
+        find_elsewhere(self.group, self.members, rank, beacon, bears_loss)
 
     def _is_gone(self, rank: int, beacon: dict[str, Any] | None) -> bool:
         """Whether a rank that does not come never will: somebody said so, or it has no connection and no pulse."""

@@ -202,7 +202,7 @@ class Hub:
                 if not frame["leaves"]:
                     self.pending[rank] = number, frame["record"]
                 elif self.pending.get(rank, (None,))[0] == number:
-                    if self.waits:
+                    if self.waits and frame["record"] is not None:
                         self.pending[rank] = number, frame["record"]  # with its error, for all who wait with it
                     else:
                         del self.pending[rank]  # nobody waits with it
@@ -250,7 +250,7 @@ class Spoke:
         self._send(record, leaves=False)
 
     def leave(self, record: Any) -> None:
-        """Take the last record back: this rank waits no longer."""
+        """Take the last record back: this rank waits no longer. ``record`` says why to all who wait with it, if any."""
         self._send(record, leaves=True)
 
     def take_answer(self) -> Any:

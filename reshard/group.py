@@ -19,6 +19,11 @@ _lock = threading.Lock()
 _groups: dict[Any, Group] = {}
 
 
+def new_beacon() -> dict[str, Any]:
+    """What a rank that has done nothing yet leaves in the store, see :mod:`reshard.beacon`."""
+    return {"waiting": None, "skipped": {}, "errors": 0, "given": {}, "error": None}
+
+
 class Group:
     """A set of ranks 0..size-1 that share a store.
 
@@ -36,8 +41,7 @@ class Group:
         self.lock = threading.Lock()
         self.monitor: Any = None
         self.attempts = 0  # rounds that this rank began, on any channel
-        self.forgiven: dict[int, int] = {}  # of each rank the errors before a call that were dealt with
-        self.beacon: dict[str, Any] = {"waiting": None, "skipped": {}, "errors": 0, "error": None}
+        self.beacon = new_beacon()
         self._caller: int | None = None  # the thread that is in a call
 
     @contextlib.contextmanager

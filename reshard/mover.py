@@ -18,6 +18,7 @@ from reshard.arrays import as_plain, check_apart, check_array
 from reshard.channel import Channel, find_channel
 from reshard.digests import Digests, Hops, compare_digests
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
+from reshard.failures import tell_error
 from reshard.group import find_group
 from reshard.handles import EXIT_SECONDS, Handle, StreamHandle
 from reshard.monitor import Monitor, call_at_exit
@@ -62,7 +63,9 @@ class Mover:
         both_ways: bool = False,
     ) -> None:
         if not isinstance(plan, Plan):
-            raise ArgumentError(f"a Mover needs a Plan, not {type(plan).__name__}")
+            wrong = ArgumentError(f"a Mover needs a Plan, not {type(plan).__name__}")
+            tell_error(find_group(group), wrong)
+            raise wrong
         timeout_seconds = check_timeout(timeout_seconds)
         channel = find_channel(find_group(group), plan.ranks)
         arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways))), ("device", str(device))]

@@ -34,8 +34,17 @@ def check_timeout(timeout_seconds: Any) -> float:
     """Raise ArgumentError unless it is a number of seconds above 0 and at most a million."""
     number = isinstance(timeout_seconds, (int, float)) and not isinstance(timeout_seconds, bool)
     if not number or not 0 < timeout_seconds <= 1e6:
-        raise ArgumentError(f"timeout_seconds is {timeout_seconds!r}; it must be above 0 and at most a million seconds")
+        said = format(timeout_seconds, ".6g") if number and abs(timeout_seconds) < 1e300 else _name(timeout_seconds)
+        raise ArgumentError(f"timeout_seconds is {said}; it must be above 0 and at most a million seconds")
     return float(timeout_seconds)
+
+
+def _name(value: Any) -> str:
+    """What a value is, for a message; some cannot even be printed."""
+    try:
+        return repr(value)
+    except Exception:
+        return f"a {type(value).__name__} that cannot be printed"
 
 
 def check_on_loss(on_loss: Any, device: str) -> None:

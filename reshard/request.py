@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.agreement import Record, describe_error, resolve
-from reshard.beacon import tell_error
 from reshard.channel import find_channel
 from reshard.errors import ArgumentError, ReshardError
+from reshard.failures import tell_error
 from reshard.group import Group
 from reshard.layout import AnyLayout, Layout, RegionLayout
 from reshard.mesh import Mesh
@@ -105,16 +105,17 @@ def refuse(group: Group, error: ReshardError, tensor: Any, src_mesh: Any, dst_me
     try:
         members = _find_members(tensor, src_mesh, dst_mesh, group)
     except Exception:  # that is what is wrong, then
-        members = ()
-    if group.rank not in members or max(members) >= group.size:
         tell_error(group, error)
+        return
+    inside = tuple(rank for rank in members if rank < group.size)
+    if group.rank not in inside:  # nobody waits for it
         return
     try:
         seconds = check_timeout(timeout_seconds)
-    except ArgumentError:
+    except Exception:  # that is what is wrong, then
         seconds = DEFAULT_TIMEOUT_SECONDS
     record = Record(group.rank, hostname=group.hostname, error=describe_error(error))
-    find_channel(group, members).agree(record, lambda records: resolve(records, {}), seconds)
+    find_channel(group, inside).agree(record, lambda records: resolve(records, {}), seconds)
 
 
 def _find_members(tensor: Any, src_mesh: Any, dst_mesh: Any, group: Group) -> tuple[int, ...]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from tensors import same_bytes, take_shard, whole_tensor
 
 import reshard
 import reshard.call
-from reshard import Layout, Mesh, RegionLayout, Topology
+from reshard import Layout, Mesh, RegionLayout, Topology, failures
+from reshard.agreement import Record
 from reshard.group import find_group
 from reshard.launch import run_processes
 
@@ -175,6 +178,65 @@ def test_a_rank_that_cannot_read_its_meshes_tells_the_others():
     texts = run_processes(_one_gives_up_early, 4)
     assert all("dst_mesh must be a Mesh" in text for text in texts), texts
     assert len(set(texts[:3])) == 1
+
+
+def _some_fail_alone(rank, seed):
+    """Steps in which ranks fail before they know with whom, and go on at once: what each step gave, or its error."""
+    chance = random.Random(seed)
+    rows, one = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("1", first_rank=2))
+    found = []
+    for step in range(30):
+        failing = chance.sample(range(3), chance.choice((0, 0, 1, 1, 2, 3)))
+        if chance.random() < 0.2:
+            time.sleep(0.4 * (rank == chance.randrange(3)))
+        shard = torch.full((2, 2), float(step)) if rank < 2 else None
+        try:
+            out = reshard.reshard(shard, None if rank in failing else rows, one, timeout_seconds=60)
+            found.append((failing, None if out is None else out.unique().tolist()))
+        except reshard.ArgumentError as error:
+            found.append((failing, str(error)))
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_calls_of_ranks_that_fail_alone_never_meet_those_of_others(seed):
+    for rank, steps in enumerate(run_processes(_some_fail_alone, 3, seed)):
+        for step, (failing, got) in enumerate(steps):
+            if failing:
+                assert "src_mesh is missing" in got, (rank, step, got)
+            else:
+                assert got == (None if rank < 2 else [float(step)]), (rank, step, got)
+
+
+class _Alone:
+    """What of a group counts calls that were left."""
+
+    def __init__(self, rank, errors, given):
+        self.rank, self.beacon = (
+            rank,
+            {"errors": errors, "given": given, "error": ["ArgumentError", f"rank {rank}: no"]},
+        )
+        self.store = self
+
+    def set(self, key, value):
+        pass
+
+
+def test_failures_that_only_some_know_of_are_counted_once():
+    members = (0, 1, 2)
+    groups = [_Alone(0, 1, {"1": 1}), _Alone(1, 1, {"2": 1}), _Alone(2, 1, {"0": 1})]
+
+    def meet():
+        records = [Record(group.rank, left=failures.count_left(group, members)) for group in groups]
+        verdict = failures.find_behind(records, members)
+        for group in groups:
+            if verdict and group.rank in verdict.behind:
+                failures.give_up(group, members, verdict)
+        return verdict
+
+    assert meet().behind == [0, 1, 2]
+    assert meet() is None
 
 
 def _meet():

@@ -1,0 +1,49 @@
+"""Why a rank that is waited for does not come, as far as what it left in the store tells."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from reshard.agreement import describe_error, name_rank
+from reshard.errors import DisagreementError
+from reshard.failures import HasLeftError, has_left
+from reshard.group import Group
+from reshard.mesh import format_ranks
+
+
+def find_elsewhere(
+    group: Group, members: tuple[int, ...], rank: int, beacon: dict[str, Any], bears_loss: bool = False
+) -> None:
+    """Raise if a rank waits for us elsewhere, takes part in calls that leave us out, or has left this call.
+
+    Args:
+        members: who takes part in the call that we wait in. beacon: what the rank left.
+
+    Raises:
+        DisagreementError, HasLeftError.
+    """
+    ours, me, waiting = group.beacon, group.rank, beacon["waiting"]
+    if bears_loss and waiting and set(waiting["members"]) > set(members):
+        waiting = None  # it has yet to hear who is lost
+    if waiting and waiting["members"] != list(members) and me in waiting["members"]:
+        other = group.channels.get(tuple(waiting["members"]))
+        if other is None or other.answered.get(rank, -1) < waiting["attempt"]:
+            (a, a_ranks), (b, b_ranks) = sorted([(me, list(members)), (rank, waiting["members"])])
+            error = DisagreementError(
+                f"ranks disagree on who takes part: rank {a} calls with ranks {format_ranks(a_ranks)}, "
+                f"rank {b} with ranks {format_ranks(b_ranks)}"
+            )
+            said = json.dumps(describe_error(error))  # it may not find out by itself: we stop waiting now
+            group.store.set(f"told/{rank}/{waiting['attempt']}", said)
+            raise error
+    for digest, (count, ranks) in beacon["skipped"].items():
+        taken = group.channels.get(tuple(ranks))
+        if me in ranks and count > (taken.calls if taken else 0) + ours["skipped"].get(digest, [0])[0]:
+            raise DisagreementError(
+                f"ranks disagree on who takes part: rank {me} calls with ranks {format_ranks(members)}, "
+                f"rank {rank} with ranks {format_ranks(ranks)}, which leave it out"
+            )
+    if has_left(group, rank, beacon):
+        name, text = beacon["error"]
+        raise HasLeftError((name, name_rank(rank, text)), members)
