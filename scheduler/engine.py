@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from reshard.agreement import Record, describe_error, resolve
-from reshard.beacon import tell_error
 from reshard.channel import find_channel
 from reshard.errors import ArgumentError, ReshardError
+from reshard.failures import tell_error
 from reshard.group import find_group
 from reshard.mesh import format_ranks
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
