@@ -144,6 +144,32 @@ def shared(seed: int, count: int) -> Iterator[Pair]:
             yield Pair(spec, topology)
 
 
+def mixed(seed: int, count: int) -> Iterator[Pair]:
+    """All at once: 1 to 8 NICs of mixed rates that differ between directions, pods 1:1 to 4:1, meshes that overlap."""
+    rng = random.Random(seed)
+    found = 0
+    while found < count:
+        devices = rng.choice((4, 8))
+        a, b = rng.randint(1, 5), rng.randint(1, 5)
+        first = rng.choice((a, a, rng.randint(0, a)))
+        num_hosts = max(a, first + b)
+        nics = rng.choice([n for n in (1, 2, 4, 8) if n <= devices])
+        num_pods = rng.choice((0, 0, 2, 3))
+        rates = rng.choice(((1,), (1, 2), (1, 2, 4)))
+        hosts = []
+        for host in range(num_hosts):
+            out, into = TEN_GBIT / rng.choice(rates), TEN_GBIT / rng.choice(rates)
+            hosts.append(Host((Port(out, into),) * nics, host * num_pods // num_hosts if num_pods else None))
+        up = TEN_GBIT * nics * -(-num_hosts // max(num_pods, 1)) / rng.choice((1, 2, 4))
+        src, dst = Mesh.of((a, devices)), Mesh.of((b, devices), first_rank=first * devices)
+        spec = TensorSpec(rng.choice(_SHAPES), "float32", random_layout(rng, src), random_layout(rng, dst))
+        topology = uniform(num_hosts, devices)
+        topology = replace(topology, hosts=tuple(hosts), nic_of_rank=(), pods=(Port.of(up),) * num_pods)
+        if lower_bound([spec], topology):
+            found += 1
+            yield Pair(spec, topology)
+
+
 def one_holder(seed: int, count: int) -> Iterator[Pair]:
     """1 KiB to 256 MiB from one host to 16 and 128, 15 us a message, 8 x 400 Gbit/s a host, taken as one port.
 
@@ -167,6 +193,7 @@ SETS: dict[str, tuple[Callable[[int, int], Iterator[Pair]], int]] = {
     "unequal rates": (unequal, 200),
     "pods 4:1": (pods, 100),
     "in place, overlapping": (shared, 200),
+    "mixed": (mixed, 300),
     "one holder": (one_holder, 38),
 }
 

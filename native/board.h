@@ -57,10 +57,12 @@ class Board {
                 word &= ~in_pod_[ports_.pod[b]].word(i);
             for (; word; word &= word - 1) {
                 const int64_t chunk = static_cast<int64_t>(64 * i) + std::countr_zero(word);
-                if (copies_[chunk] > fewest)
+                if (!freight_.near_first && copies_[chunk] > fewest)
                     continue;
                 const int64_t near = ports_.are_shared ? 2 * near_out_[s].has(chunk) + near_in_[r].has(chunk) : 0;
-                if (copies_[chunk] < fewest || near > nearest)
+                const bool is_rarer = copies_[chunk] < fewest, is_nearer = near > nearest;
+                if (freight_.near_first ? is_nearer || (near == nearest && is_rarer)
+                                        : is_rarer || (copies_[chunk] == fewest && is_nearer))
                     fewest = copies_[chunk], nearest = near, best = chunk;
             }
         }

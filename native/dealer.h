@@ -23,6 +23,10 @@ class Dealer {
         };
         add(out_, ports.out), add(into_, ports.into), add(up_, ports.up), add(down_, ports.down);
         sharing_.price.assign(capacity_.size(), 0);
+        host_out_.resize(ports.num_hosts), host_into_.resize(ports.num_hosts);
+        for (int64_t p = 0; p < ports.count(); ++p)
+            if (!ports.ranks[p].empty())
+                host_out_[ports.host[p]] += ports.out[p], host_into_[ports.host[p]] += ports.into[p];
         is_even_ = ports.are_alike();
         partner_.assign(ports.host.size(), -1);
         to_get_.resize(ports.host.size()), to_give_.resize(ports.host.size()), partners_.resize(ports.host.size());
@@ -49,6 +53,7 @@ class Dealer {
     Board board_;
     std::vector<Resource> out_, into_, up_, down_;
     std::vector<double> to_get_, to_give_;
+    std::vector<double> host_out_, host_into_; // all ports of a host together
     std::vector<int64_t> partner_; // who served each receiver last
     bool may_be_late_ = false;
 
@@ -76,11 +81,15 @@ class Dealer {
         if (senders.empty() || receivers.empty())
             return false;
         for (const int64_t p : receivers)
-            to_get_[p] = static_cast<double>(board_.to_get(ports_.host[p])) / UNITS / into_[p].rate;
+            to_get_[p] = static_cast<double>(board_.to_get(ports_.host[p])) / UNITS / host_into_[ports_.host[p]];
         for (const int64_t p : senders)
-            to_give_[p] = static_cast<double>(board_.to_give(ports_.host[p])) / UNITS / out_[p].rate;
-        std::stable_sort(receivers.begin(), receivers.end(), [&](auto a, auto b) { return to_get_[a] > to_get_[b]; });
-        std::stable_sort(senders.begin(), senders.end(), [&](auto a, auto b) { return to_give_[a] > to_give_[b]; });
+            to_give_[p] = static_cast<double>(board_.to_give(ports_.host[p])) / UNITS / host_out_[ports_.host[p]];
+        std::stable_sort(receivers.begin(), receivers.end(), [&](auto a, auto b) {
+            return to_get_[a] != to_get_[b] ? to_get_[a] > to_get_[b] : into_[a].rate > into_[b].rate;
+        });
+        std::stable_sort(senders.begin(), senders.end(), [&](auto a, auto b) {
+            return to_give_[a] != to_give_[b] ? to_give_[a] > to_give_[b] : out_[a].rate > out_[b].rate;
+        });
         return pair(senders, receivers);
     }
 
@@ -113,7 +122,7 @@ class Dealer {
     }
 
     bool would_be_late(int64_t s, int64_t r) {
-        const double left = static_cast<double>(board_.to_get(ports_.host[r])) / UNITS / into_[r].rate;
+        const double left = static_cast<double>(board_.to_get(ports_.host[r])) / UNITS / host_into_[ports_.host[r]];
         const double passes = rate(s, r) * left;
         if (is_even_ || may_be_late_ || passes >= 1)
             return false;
@@ -121,7 +130,9 @@ class Dealer {
         if (static_cast<double>(board_.size(chunk)) / UNITS <= passes)
             return false;
         for (int64_t p = 0; p < ports_.count(); ++p)
-            if (!ports_.ranks[p].empty() && out_[p].rate > out_[s].rate && board_.has(chunk, ports_.host[p]))
+            if (!ports_.ranks[p].empty() &&
+                ((ports_.host[p] == ports_.host[r] && into_[p].rate > into_[r].rate) ||
+                 (out_[p].rate > out_[s].rate && board_.has(chunk, ports_.host[p]))))
                 return true;
         return false;
     }

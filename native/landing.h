@@ -2,18 +2,22 @@
 
 #pragma once
 
+#include <map>
+
 #include "parts.h"
 
 struct Messages {
     std::vector<int64_t> piece, sender, receiver, source, after_at{0}, after;
     std::vector<double> start, end;
     std::vector<char> crosses; // from host to host
+    std::vector<char> staged;  // to a rank that only sends it on
     bool ends_before(int64_t a, int64_t b) const { // what arrives comes before what is done with it
         return end[a] != end[b] ? end[a] < end[b] : crosses[a] > crosses[b];
     }
 };
 
 constexpr size_t LONGEST_CHAIN = 8; // ranks of a host that pass a piece on one to the next; more form a tree
+constexpr size_t MOST_STAGED = 2;   // pieces that a rank keeps for others though it needs none of them
 
 class Landing {
   public:
@@ -21,7 +25,8 @@ class Landing {
 
     Landing(const Ports &ports, const Freight &freight, const std::vector<Deal> &deals)
         : ports_(ports), freight_(freight), deals_(deals), sent_(ports.of_rank.size()), landed_(ports.of_rank.size()),
-          last_sender_(ports.host.size(), -1), last_receiver_(ports.host.size(), -1), where_(freight.piece_class.size()) {
+          last_sender_(ports.host.size(), -1), last_receiver_(ports.host.size(), -1),
+          where_(freight.piece_class.size()), staged_(ports.of_rank.size()) {
         for (const int64_t port : ports.of_rank)
             host_of_.push_back(port < 0 ? -1 : ports.host[port]);
     }
@@ -37,7 +42,7 @@ class Landing {
                 if (near_.empty())
                     continue;
                 const int64_t holder = least(near_, sent_);
-                Place place{host, {}};
+                Place place{host, {}, {}};
                 for (const int64_t rank : near_)
                     place.copies.push_back({rank, -1});
                 fan_out(piece, holder, -1, ranks, place, 0, 0);
@@ -75,6 +80,7 @@ class Landing {
     struct Place { // a host and its copies of a piece
         int64_t host;
         std::vector<Copy> copies;
+        std::vector<Copy> given_up; // of ranks that no longer keep it, the last of each counts
     };
     using ByHost = std::vector<std::pair<int64_t, std::vector<int64_t>>>; // in the order in which hosts appear
 
@@ -84,7 +90,10 @@ class Landing {
     const std::vector<Deal> &deals_;
     std::vector<int64_t> host_of_, sent_, landed_, near_, here_;
     std::vector<int64_t> last_sender_, last_receiver_; // at each port, -1 for none
-    std::vector<std::vector<Place>> where_; // of each piece
+    std::vector<int64_t> after_;
+    std::map<int64_t, int64_t> last_use_; // of what messages staged
+    std::vector<std::vector<Place>> where_;                            // of each piece
+    std::vector<std::vector<std::pair<int64_t, int64_t>>> staged_;     // by rank, (piece, host) that others get from it
 
     ByHost by_host(const Members::Row &ranks) const {
         ByHost found;
@@ -115,9 +124,11 @@ class Landing {
         Messages &m = messages;
         m.piece.push_back(piece), m.sender.push_back(sender), m.receiver.push_back(receiver);
         m.source.push_back(source);
-        m.crosses.push_back(host_of_[sender] != host_of_[receiver]);
+        m.crosses.push_back(host_of_[sender] != host_of_[receiver]), m.staged.push_back(0);
         if (source >= 0)
             m.after.push_back(source);
+        if (source >= 0 && m.staged[source])
+            last_use_[source] = static_cast<int64_t>(m.piece.size()) - 1;
         for (const int64_t earlier : after)
             if (earlier != source)
                 m.after.push_back(earlier);
@@ -144,16 +155,35 @@ class Landing {
         last_receiver_[port] = receiver;
         const int64_t message = send(piece, sender, receiver, source, after, start, end);
         landed_[receiver] += freight_.piece_bytes[piece];
-        Place place{host, {{receiver, message}}};
+        Place place{host, {{receiver, message}}, {}};
         const double took =
             freight_.inside_each + static_cast<double>(freight_.piece_bytes[piece]) * freight_.inside_per_byte;
         near_.clear();
         for (const int64_t rank : freight_.class_receivers[freight_.piece_class[piece]])
             if (host_of_[rank] == host)
                 near_.push_back(rank);
+        const bool is_relay = !near_.empty() && std::find(near_.begin(), near_.end(), receiver) == near_.end();
+        messages.staged[message] = is_relay;
         fan_out(piece, receiver, message, near_, place, end, took);
         where_[piece].push_back(std::move(place));
+        if (is_relay)
+            stage(piece, host, receiver);
         return message;
+    }
+
+    void stage(int64_t piece, int64_t host, int64_t rank) { // what a rank has kept longest makes room
+        auto &kept = staged_[rank];
+        kept.push_back({piece, host});
+        if (kept.size() <= MOST_STAGED)
+            return;
+        for (Place &place : where_[kept.front().first])
+            if (place.host == kept.front().second) {
+                const auto gone = std::find_if(place.copies.begin(), place.copies.end(),
+                                               [&](const Copy &copy) { return copy.rank == rank; });
+                place.given_up.push_back(*gone);
+                place.copies.erase(gone);
+            }
+        kept.erase(kept.begin());
     }
 
     void fan_out(int64_t piece, int64_t root, int64_t brought_by, const std::vector<int64_t> &ranks, Place &place,
@@ -184,7 +214,7 @@ class Landing {
         std::vector<Place> &places = where_[piece];
         auto place = std::find_if(places.begin(), places.end(), [&](const Place &p) { return p.host == host; });
         if (place == places.end()) {
-            place = places.insert(places.end(), {host, {}});
+            place = places.insert(places.end(), {host, {}, {}});
             for (const int64_t rank : freight_.class_holders[freight_.piece_class[piece]])
                 if (host_of_[rank] == host)
                     place->copies.push_back({rank, -1});
@@ -214,8 +244,14 @@ class Landing {
             }
         }
         const int64_t rank = least(ports_.ranks[port], landed_);
-        const int64_t message = send(piece, near->rank, rank, near->message, {}, when, when);
+        after_.clear();
+        for (const Copy &copy : place->given_up)
+            if (const auto use = last_use_.find(copy.message); copy.rank == rank && use != last_use_.end())
+                after_.assign(1, use->second); // it must be through with that one
+        const int64_t message = send(piece, near->rank, rank, near->message, after_, when, when);
+        messages.staged[message] = 1;
         copies.push_back({rank, message});
+        stage(piece, host, rank);
         return {rank, message};
     }
 };

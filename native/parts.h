@@ -125,7 +125,8 @@ struct Freight {
     std::vector<int64_t> lane_size, lane_of;
     Members class_holders, class_receivers;
     std::vector<int64_t> piece_at, piece_class, piece_bytes;
-    int64_t run; // pieces of one rank before others have their turn
+    int64_t run;     // pieces of one rank before others have their turn
+    bool near_first; // whether ports rather pass what ranks at them hold or need than what is rarest
     double inside_each, inside_per_byte;
 };
 

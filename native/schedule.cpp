@@ -43,7 +43,7 @@ nb::tuple make_schedule(Ints host, Floats out, Floats into, Ints of_rank, Ints p
                         Ints lane_holders_at, Ints lane_holders, Ints lane_needers_at, Ints lane_needers,
                         Ints lane_size, Ints lane_of,
                         Ints class_holders_at, Ints class_holders, Ints class_receivers_at, Ints class_receivers,
-                        Ints piece_at, Ints piece_class, Ints piece_bytes, int64_t run,
+                        Ints piece_at, Ints piece_class, Ints piece_bytes, int64_t run, bool near_first,
                         double inside_each, double inside_per_byte) {
     Ports ports{list(host, 1 << 20, 0, "host"), list(of_rank, host.shape(0), -1, "of_rank"),
                 list(pod, up.shape(0), 0, "pod"), list(out), list(into), list(up), list(down)};
@@ -66,6 +66,7 @@ nb::tuple make_schedule(Ints host, Floats out, Floats into, Ints of_rank, Ints p
                     list(piece_class, classes, 0, "piece_class"),
                     list(piece_bytes, INT64_MAX, 0, "piece_bytes"),
                     run,
+                    near_first,
                     inside_each,
                     inside_per_byte};
     for (const Ints *table : {&class_holders, &class_receivers})

@@ -8,6 +8,9 @@
 
 #include "landing.h"
 
+constexpr size_t STAGED_BEFORE = 2; // how many of its messages before one goes on a sender stages it
+constexpr size_t STAGED_BEHIND = 4; // how many messages behind one that a receiver only stages it must have gone on
+
 class Sequence {
   public:
     std::vector<int64_t> order;
@@ -22,8 +25,22 @@ class Sequence {
             if (m_.crosses[i])
                 crossing.push_back(i);
         }
-        chain(crossing, m_.sender, [&](int64_t a, int64_t b) { return m_.start[a] < m_.start[b]; });
-        chain(everything, m_.receiver, [&](int64_t a, int64_t b) { return m_.ends_before(a, b); });
+        std::vector<char> waiting = m_.staged;
+        for (const auto &[rank, row] : chain(crossing, m_.sender, [&](int64_t a, int64_t b) { return m_.start[a] < m_.start[b]; }))
+            for (size_t k = STAGED_BEFORE; k < row.size(); ++k) {
+                const int64_t source = m_.source[row[k]];
+                if (source >= 0 && waiting[source] && !m_.crosses[source])
+                    waiting[source] = 0, put(row[k - STAGED_BEFORE], source);
+            }
+        std::map<int64_t, std::vector<int64_t>> uses;
+        for (int64_t i = 0; i < count; ++i)
+            if (m_.source[i] >= 0 && m_.staged[m_.source[i]] && m_.crosses[m_.source[i]] && !m_.crosses[i])
+                uses[m_.source[i]].push_back(i);
+        for (const auto &[rank, row] : chain(everything, m_.receiver, [&](int64_t a, int64_t b) { return m_.ends_before(a, b); }))
+            for (size_t k = STAGED_BEHIND; k < row.size(); ++k)
+                if (const auto found = uses.find(row[k - STAGED_BEHIND]); found != uses.end())
+                    for (const int64_t use : found->second)
+                        put(use, row[k]);
         for (int64_t i = 0; i < count; ++i)
             for (int64_t at = m_.after_at[i]; at < m_.after_at[i + 1]; ++at)
                 put(m_.after[at], i);
@@ -58,7 +75,8 @@ class Sequence {
     }
 
     template <typename Less>
-    void chain(const std::vector<int64_t> &members, const std::vector<int64_t> &owner, Less less) {
+    std::map<int64_t, std::vector<int64_t>> chain(const std::vector<int64_t> &members,
+                                                  const std::vector<int64_t> &owner, Less less) {
         std::map<int64_t, std::vector<int64_t>> rows;
         for (const int64_t i : members)
             rows[owner[i]].push_back(i);
@@ -67,6 +85,7 @@ class Sequence {
             for (size_t k = 1; k < row.size(); ++k)
                 put(row[k - 1], row[k]);
         }
+        return rows;
     }
 
     bool can_come(int64_t i) const {

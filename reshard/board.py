@@ -17,7 +17,7 @@ class Board:
     """
 
     def __init__(self, ports: Ports, freight: Freight) -> None:
-        self.ports = ports
+        self.ports, self.near_first = ports, freight.near_first
         num_hosts, num_pods, num_chunks = max(ports.host) + 1, len(ports.up), len(freight.lane_of)
         self.size = freight.lane_size[freight.lane_of].tolist()
         self.have = [0] * num_hosts
@@ -86,18 +86,28 @@ class Board:
         return found
 
     def choose(self, s: int, r: int, may_enter_again: bool = False) -> int:
-        """The rarest chunk for two ports, -1 for none; of those one that ranks at the ports have and need."""
+        """The rarest chunk for two ports, -1 for none; of those one that ranks at the ports have and need.
+
+        Where near ones come first it is the other way round.
+        """
         found = self.candidates(s, r, may_enter_again)
         if not found:
             return -1
+        if self.near_first:
+            found = self.near(found, s, r)
         for level in self.level:
             if found & level:
                 found &= level
                 break
+        found = self.near(found, s, r)
+        return (found & -found).bit_length() - 1
+
+    def near(self, found: int, s: int, r: int) -> int:
+        """Those of some chunks that ranks at one port have, and of those what ranks at the other need."""
         if self.ports.are_shared:
             found = found & self.near_out[s] or found
             found = found & self.near_in[r] or found
-        return (found & -found).bit_length() - 1
+        return found
 
     def start(self, chunk: int, host: int) -> None:
         """A chunk is on the way to a host."""

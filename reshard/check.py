@@ -42,6 +42,15 @@ class _Held:
         self._start[self._count], self._stop[self._count], self._ids[self._count] = start, stop, message
         self._count += 1
 
+    def take(self, message: int) -> None:
+        """Let go of what a message brought."""
+        kept = self._ids[: self._count] != message
+        for name in ("_start", "_stop", "_ids"):
+            table = getattr(self, name)
+            rows = table[: self._count][kept]
+            table[: len(rows)] = rows
+        self._count = int(kept.sum())
+
     def overlap(self, start: Sequence[int], stop: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Elements that each box shares with the given one, and the ids of those boxes; none that share none."""
         starts, stops = self._start[: self._count], self._stop[: self._count]
@@ -77,7 +86,7 @@ def check_plan(plan: Plan) -> None:
 
     Checked: every destination element on every rank that needs it, exactly once; each message sent by a rank
     that has all of it by then, as a source or through messages named in its ``after``; regions inside their
-    tensors; bytes that a rank neither holds nor needs never above ``staging_bytes``, counted from their arrival
+    tensors; what a rank stages for others it may stage anew, for later messages; bytes that a rank neither holds nor needs never above ``staging_bytes``, counted from their arrival
     to the last message that passes them on.
     """
     if plan.num_messages > MAX_CHECKED:
@@ -116,8 +125,11 @@ def check_plan(plan: Plan) -> None:
                         f"{len(pieces)} pieces in {wanted} of its {numel} elements"
                     )
             earlier = came.setdefault(key, _Held(spec.ndim))
-            again = int(earlier.overlap(start, stop)[0].sum())
-            if again:
+            shared, ids = earlier.overlap(start, stop)
+            again = int(shared.sum())
+            if again and not wanted and again == numel and len(ids) == 1 and int(ids[0]) in staged:
+                earlier.take(int(ids[0]))  # it is staged anew: what was before is given up
+            elif again:
                 raise PlanError(f"{where} brings rank {message.receiver} {again} elements a second time")
             if not wanted and message.sender == message.receiver:
                 raise PlanError(f"{where} copies on rank {message.receiver} what it does not need")

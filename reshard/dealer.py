@@ -102,6 +102,10 @@ class Dealer:
         self.ports = ports
         self.board = Board(ports, freight)
         self.used = [port for port, ranks in enumerate(ports.ranks) if ranks]
+        self.host_out, self.host_into = ([0.0] * (max(ports.host) + 1) for _ in range(2))  # all their ports together
+        for port in self.used:
+            self.host_out[ports.host[port]] += ports.out[port]
+            self.host_into[ports.host[port]] += ports.into[port]
         self.capacity = [*ports.out, *ports.into, *ports.up, *ports.down]
         resources = iter([_Resource(number, rate) for number, rate in enumerate(self.capacity)])
         self.out, self.into, self.up, self.down = (
@@ -144,10 +148,10 @@ class Dealer:
         if not senders or not receivers:
             return False
         # who has most left to do, in time
-        to_get = {p: board.to_get[host[p]] / UNITS / into[p].rate for p in receivers}
-        to_give = {p: board.to_give[host[p]] / UNITS / out[p].rate for p in senders}
-        receivers.sort(key=lambda p: (-to_get[p], p))
-        senders.sort(key=lambda p: (-to_give[p], p))
+        to_get = {p: board.to_get[host[p]] / UNITS / self.host_into[host[p]] for p in receivers}
+        to_give = {p: board.to_give[host[p]] / UNITS / self.host_out[host[p]] for p in senders}
+        receivers.sort(key=lambda p: (-to_get[p], -into[p].rate, p))
+        senders.sort(key=lambda p: (-to_give[p], -out[p].rate, p))
         return self.pair(senders, receivers, to_get, to_give)
 
     def pair(
@@ -174,14 +178,17 @@ class Dealer:
         return self.rate(s, r) > 0 and self.board.candidates(s, r) > 0 and not self.would_be_late(s, r)
 
     def would_be_late(self, s: int, r: int) -> bool:
-        """Whether a transfer would outlast all that its receiver has left to get, and a faster port has the chunk."""
-        rate, left = self.rate(s, r), self.board.to_get[self.ports.host[r]] / UNITS / self.into[r].rate
+        """Whether a transfer would outlast all that its receiver has left to get, and a faster port could take it."""
+        host = self.ports.host
+        rate, left = self.rate(s, r), self.board.to_get[host[r]] / UNITS / self.host_into[host[r]]
         if self.ports.are_alike or self.may_be_late or rate * left >= 1:
             return False
         chunk = self.board.choose(s, r)
         if self.board.size[chunk] / UNITS <= rate * left:
             return False
-        have, host = self.board.have, self.ports.host
+        if any(host[p] == host[r] and self.into[p].rate > self.into[r].rate for p in self.used):
+            return True
+        have = self.board.have
         return any(self.out[p].rate > self.out[s].rate and have[host[p]] >> chunk & 1 for p in self.used)
 
     def path(self, s: int, r: int) -> list[_Resource]:

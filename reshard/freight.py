@@ -63,6 +63,7 @@ class Freight:
         class_holders, class_receivers: ranks of each class. piece_at: chunk i has pieces
             ``piece_at[i]:piece_at[i + 1]``. piece_class, piece_bytes: of each piece.
         run: how many pieces a rank sends or receives more than others of its host before those have their turn.
+        near_first: whether ports rather pass what ranks at them hold or need than what is rarest.
         inside_each, inside_per_byte: what a message inside a host takes, in steps of the clock.
     """
 
@@ -76,6 +77,7 @@ class Freight:
     piece_class: np.ndarray
     piece_bytes: np.ndarray
     run: int = 1
+    near_first: bool = False
     inside_each: float = 0.0
     inside_per_byte: float = 0.0
 

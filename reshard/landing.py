@@ -8,13 +8,16 @@ from reshard.dealer import Deals
 from reshard.freight import Freight, Ports, rows_of
 from reshard.lanes import LONGEST_CHAIN
 
+#: Pieces that a rank keeps for others though it needs none of them; it gets one again where it gave it up too early.
+MOST_STAGED = 2
+
 
 @dataclass
 class Messages:
     """Pieces of chunks on their way between ranks, with the times at which each should start and end.
 
     ``after`` holds the numbers of messages that must have ended: ``source`` brings the piece to the sender (-1: it
-    holds it), the others keep the order at ports.
+    holds it), the others keep the order at ports. ``staged`` are those whose receiver only sends it on.
     """
 
     piece: list[int] = field(default_factory=list)
@@ -24,6 +27,7 @@ class Messages:
     after: list[list[int]] = field(default_factory=list)
     start: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
+    staged: set[int] = field(default_factory=set)
 
     def add(
         self, piece: int, sender: int, receiver: int, source: int, after: list[int], start: float, end: float
@@ -61,6 +65,9 @@ class Landing:
         self.last_sender: dict[int, int] = {}  # at each port
         self.last_receiver: dict[int, int] = {}
         self.where: dict[tuple[int, int], dict[int, int]] = {}  # (piece, host) -> {rank: message that brought it}
+        self.staged: dict[int, list[tuple[int, int]]] = {}  # by rank, (piece, host) that others get from it
+        self.given_up: dict[tuple[int, int, int], int] = {}  # by (piece, host, rank), what brought it
+        self.last_use: dict[int, int] = {}  # of what messages staged
         self.messages = Messages()
 
     def by_host(self, ranks: list[int]) -> dict[int, list[int]]:
@@ -110,7 +117,10 @@ class Landing:
     ) -> int:
         """Note a message; returns its number."""
         self.sent[sender] += self.piece_bytes[piece]
-        return self.messages.add(piece, sender, receiver, source, after, start, end)
+        message = self.messages.add(piece, sender, receiver, source, after, start, end)
+        if source in self.messages.staged:
+            self.last_use[source] = message
+        return message
 
     def pass_on(self, piece: int, deal: int, after: list[int], start: float, end: float) -> int:
         """A piece crosses from host to host and reaches all who need it there; returns the message between hosts."""
@@ -126,8 +136,21 @@ class Landing:
         self.landed[receiver] += nbytes
         brought = self.where[piece, host] = {receiver: message}
         took = self.freight.inside_each + nbytes * self.freight.inside_per_byte
+        is_relay = receiver not in needers and len(needers) > 0
+        if is_relay:
+            self.messages.staged.add(message)
         self.fan_out(piece, receiver, needers, brought, end, took)
+        if is_relay:
+            self.stage(piece, host, receiver)
         return message
+
+    def stage(self, piece: int, host: int, rank: int) -> None:
+        """Note that a rank keeps a piece for others; what it has kept longest makes room."""
+        kept = self.staged.setdefault(rank, [])
+        kept.append((piece, host))
+        if len(kept) > MOST_STAGED:
+            piece, host = kept.pop(0)
+            self.given_up[piece, host, rank] = self.where[piece, host].pop(rank)
 
     def fan_out(
         self, piece: int, root: int, ranks: list[int], brought: dict[int, int], when: float, took: float
@@ -163,5 +186,10 @@ class Landing:
                 return rank, brought[rank]
         near = self.least(ranks, self.sent)
         rank = self.least(self.ports.ranks[port], self.landed)
-        brought[rank] = self.send(piece, near, rank, brought[near], [], when, when)
-        return rank, brought[rank]
+        earlier = self.last_use.get(self.given_up.get((piece, host, rank), -1))  # it must be through with that one
+        brought[rank] = message = self.send(
+            piece, near, rank, brought[near], [] if earlier is None else [earlier], when, when
+        )
+        self.messages.staged.add(message)
+        self.stage(piece, host, rank)
+        return rank, message

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from reshard.broadcasts import broadcast_in_rotation
@@ -31,6 +33,8 @@ _MOST_STEPS = 2 * 10**9
 _MOST_HOSTS = 8192
 #: A plan with more would take more than four gigabytes.
 _MOST_CHUNKS = 10_000_000
+#: A holder with less than this part of the rate of another one gains little and comes late.
+_SLOW = 0.3
 #: Of ranks that exchange a region each: more of them are sent in rotation.
 _MOST_PAIRS = 100_000
 
@@ -47,12 +51,36 @@ def multicast(problem: Problem) -> Routes | Transfers:
         return send_recv(problem)
     if problem.topology.num_hosts > _MOST_HOSTS:
         return broadcast_in_rotation(problem)
+    return deal_out(problem)
+
+
+def deal_out(problem: Problem, near_first: bool = False) -> Routes | Transfers:
+    """As :func:`multicast`, for any problem; ``near_first`` saves messages inside hosts of several NICs."""
     freight, pieces = load_freight(problem)
     if freight.num_steps > _MOST_STEPS:
         return broadcast_in_rotation(problem)
-    made = make_schedule(ports_of(problem), freight)
+    made = make_schedule(ports_of(problem), replace(freight, near_first=near_first))
     num_ranks = len(problem.topology.host_of_rank)
     return _to_transfers(problem, pieces, keep_staging_short(made, freight, num_ranks, problem.staging_bytes))
+
+
+def multicast_near(problem: Problem) -> Routes | Transfers:
+    """As :func:`multicast`, but NICs pass what ranks at them hold or need rather than what is rarest."""
+    return deal_out(problem, near_first=True)
+
+
+def multicast_from_fast(problem: Problem) -> Routes | Transfers:
+    """As :func:`multicast`, but what a fast host holds too is not sent from slow ones, whose chunks would come late."""
+    return multicast(without_slow_holders(problem) or problem)
+
+
+def without_slow_holders(problem: Problem) -> Problem | None:
+    """The problem where no region is sent from hosts much slower than another that holds it; None if there are none."""
+    hosts = range(problem.topology.num_hosts)
+    rate = np.array([problem.topology.host(h).egress_bytes_per_second for h in hosts] + [0.0])
+    host = np.where(problem.holders == NO_RANK, -1, problem.topology.host_by_rank[problem.holders])
+    slow = (rate[host] < _SLOW * rate[host].max(axis=1, keepdims=True)) & (problem.holders != NO_RANK)
+    return replace(problem, holders=np.where(slow, NO_RANK, problem.holders)) if slow.any() else None
 
 
 def _is_large_exchange(problem: Problem) -> bool:

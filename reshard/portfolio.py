@@ -8,15 +8,18 @@ from reshard.broadcasts import broadcast_greedy, broadcast_size
 from reshard.chunks import Classes
 from reshard.exchanges import send_recv
 from reshard.lanes import Lanes, least_seconds
-from reshard.multicast import multicast
+from reshard.multicast import multicast, multicast_from_fast, multicast_near, without_slow_holders
 from reshard.plan import Plan
 from reshard.routes import Problem, Strategy, complete
 from reshard.simulation import simulate
 from reshard.topology import Topology
 from reshard.transfers import Transfers
 
-#: What multicast is compared with where it may lose: rates that differ, and messages that cost something themselves.
+#: What multicast is compared with where it may lose: NICs that differ in rate or number, and messages that cost
+#: something themselves. First come its own variants, where they make a difference.
 OTHERS: dict[str, Strategy] = {
+    "multicast (near first)": multicast_near,
+    "multicast (from fast hosts)": multicast_from_fast,
     "send_recv": send_recv,
     "broadcast_size": broadcast_size,
     "broadcast_greedy": broadcast_greedy,
@@ -39,6 +42,10 @@ def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
     name, best = "multicast", complete(problem, multicast(problem))
     topology = problem.topology
     are_equal = _has_one_rate(topology)
+    makes_sense: dict[Strategy, bool] = {
+        multicast_near: any(len(host.nics) > 1 for host in topology.hosts),
+        multicast_from_fast: not are_equal and without_slow_holders(problem) is not None,
+    }
     costs_nothing = not (topology.latency_seconds or topology.inside_latency_seconds or topology.turn_seconds)
     most = _MOST_MESSAGES_OF_EQUALS if are_equal else _MOST_MESSAGES
     if best.first_message[-1] > most or (are_equal and costs_nothing):
@@ -53,6 +60,8 @@ def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
     if seconds <= bound * (1 + (_MARGIN_OF_EQUALS if are_equal else _MARGIN)):
         return name, best
     for other, strategy in OTHERS.items():
+        if not makes_sense.get(strategy, True):
+            continue
         if are_equal and len(problem) > _MOST_REGIONS_OF_EQUALS.get(other, len(problem)):
             continue
         found = direct if direct is not None and other == "send_recv" else complete(problem, strategy(problem))
@@ -60,13 +69,14 @@ def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
             continue
         taken = _time(problem, found)
         if taken < seconds * (1 - _MARGIN):
-            name, best, seconds = other, found, taken
+            name, best, seconds = other.split(" ")[0], found, taken
     return name, best
 
 
 def _has_one_rate(topology: Topology) -> bool:
     ports = (*(nic for host in topology.hosts for nic in host.nics), *topology.pods)
-    return len({rate for port in ports for rate in (port.egress_bytes_per_second, port.ingress_bytes_per_second)}) == 1
+    rates = {rate for port in ports for rate in (port.egress_bytes_per_second, port.ingress_bytes_per_second)}
+    return len(rates) == 1 and len({len(host.nics) for host in topology.hosts}) == 1
 
 
 def _time(problem: Problem, transfers: Transfers) -> float:

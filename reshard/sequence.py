@@ -8,13 +8,18 @@ from collections.abc import Callable
 
 from reshard.landing import Messages
 
+#: How many of its messages before one goes on a sender stages it.
+STAGED_BEFORE = 2
+#: How many messages behind one that a receiver only stages it must have gone on.
+STAGED_BEHIND = 4
+
 
 def find_sequence(messages: Messages, crosses: list[bool]) -> list[int]:
     """Messages in an order in which what they come after is before them.
 
     Ranks start messages in the plan's order, and count them as arrived in that order. So each sender's messages
     between hosts stand in order of their starts, each receiver's in order of their ends; where both cannot be, what
-    ends first comes first.
+    ends first comes first. What a rank only stages goes on before it stages much more.
 
     Args:
         messages: with what each comes after. crosses: which of them are between hosts.
@@ -27,7 +32,9 @@ def find_sequence(messages: Messages, crosses: list[bool]) -> list[int]:
         later[first].append(second)
         num_before[second] += 1
 
-    def chain(members: list[int], owner: list[int], key: Callable[[int], tuple[float, bool, int]]) -> None:
+    def chain(
+        members: list[int], owner: list[int], key: Callable[[int], tuple[float, bool, int]]
+    ) -> dict[int, list[int]]:
         rows: dict[int, list[int]] = {}
         for i in members:
             rows.setdefault(owner[i], []).append(i)
@@ -35,14 +42,28 @@ def find_sequence(messages: Messages, crosses: list[bool]) -> list[int]:
             row.sort(key=key)
             for first, second in itertools.pairwise(row):
                 put(first, second)
+        return rows
 
     everything = list(range(count))
 
     def by_end(i: int) -> tuple[float, bool, int]:
         return messages.end[i], not crosses[i], i
 
-    chain([i for i in everything if crosses[i]], messages.sender, lambda i: (messages.start[i], False, i))
-    chain(everything, messages.receiver, by_end)
+    across = [i for i in everything if crosses[i]]
+    waiting = {i for i in messages.staged if not crosses[i]}
+    for row in chain(across, messages.sender, lambda i: (messages.start[i], False, i)).values():
+        for earlier, i in zip(row, row[STAGED_BEFORE:], strict=False):
+            if messages.source[i] in waiting:
+                waiting.remove(messages.source[i])
+                put(earlier, messages.source[i])
+    uses: dict[int, list[int]] = {i: [] for i in messages.staged if crosses[i]}
+    for i in everything:
+        if messages.source[i] in uses and not crosses[i]:
+            uses[messages.source[i]].append(i)
+    for row in chain(everything, messages.receiver, by_end).values():
+        for i, later_one in zip(row, row[STAGED_BEHIND:], strict=False):
+            for use in uses.get(i, ()):
+                put(use, later_one)
     for i in everything:
         for first in messages.after[i]:
             put(first, i)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory_transport import run_in_threads
 from strategies_of_cases import cases
+from tensors import same_bytes, take_shard, whole_tensor
 
 from reshard import Layout, Mesh, Topology, make_plan, simulate
 from reshard.check import check_plan
@@ -17,7 +18,7 @@ from reshard.chunks import Classes, cut_pieces
 from reshard.lanes import Lanes
 from reshard.loads import find_loads
 from reshard.multicast import load_freight, ports_of
-from reshard.plan import TensorSpec
+from reshard.plan import TensorSpec, expand_messages
 from reshard.plan_text import format_plan, parse_plan
 from reshard.routes import Problem
 from reshard.schedule import schedule_native, schedule_python
@@ -120,10 +121,13 @@ def test_text_and_json_keep_the_order_across_ranks():
     st.booleans(),
     st.lists(st.sampled_from([1e9, 5e8, 2.5e8]), min_size=4, max_size=4),
     st.sampled_from([(None, 0.0), (4e9, 0.0), (5e8, 1e-5)]),
+    st.booleans(),
+    st.booleans(),
 )
-def test_native_and_twin_make_the_same_schedule(problem, nics, in_pods, rates, inside):
+def test_native_and_twin_make_the_same_schedule(problem, nics, in_pods, rates, inside, is_mixed, near_first):
     shape, src, dst, topology = problem
-    hosts = tuple(Host((Port.of(rate),) * nics, i % 2 if in_pods else None) for i, rate in enumerate(rates))
+    ports = [[Port.of(rate / (1 + 9 * (is_mixed and n % 2))) for n in range(nics)] for rate in rates]
+    hosts = tuple(Host(row, i % 2 if in_pods else None) for i, row in enumerate(ports))
     topology = replace(topology, hosts=hosts, nic_of_rank=(), pods=(Port.of(5e8), Port.of(1e9)) if in_pods else ())
     topology = replace(topology, inside_bytes_per_second=inside[0], inside_latency_seconds=inside[1])
     plan = make_plan(src, dst, shape, "float32", strategy="multicast", topology=topology)
@@ -131,10 +135,78 @@ def test_native_and_twin_make_the_same_schedule(problem, nics, in_pods, rates, i
     if schedule_native is None:
         return
     cut = Problem.of([TensorSpec(shape, "float32", src, dst)], plan.topology)
-    freight, _ = load_freight(cut)
+    freight = replace(load_freight(cut)[0], near_first=near_first)
     ours, twin = schedule_native(ports_of(cut), freight), schedule_python(ports_of(cut), freight)
     for name in ours.__dataclass_fields__:
         assert (getattr(ours, name) == getattr(twin, name)).all(), name
+
+
+def _gbit(*rates):
+    return Host(tuple(Port.of(rate * 1.25e8) for rate in rates))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "shape", "hosts", "host_of_rank", "most"),
+    [
+        # shards that are so uneven that some NICs have nothing of their own to send
+        (
+            Layout(Mesh.of("4x4"), "R R S01"),
+            Layout(Mesh.of("2x4", first_rank=16)),
+            (1000, 1100, 40),
+            (_gbit(10, 10, 10, 10),),
+            [rank // 4 for rank in range(24)],
+            1.01,
+        ),
+        # a fast and a slow NIC in one host
+        (
+            Layout(Mesh.of("2"), "S0"),
+            Layout(Mesh.of("2", first_rank=2)),
+            (8192, 8192),
+            (_gbit(25), _gbit(25, 1)),
+            (0, 0, 1, 1),
+            1.02,
+        ),
+        # a replica on a host that is much slower than another one
+        (
+            Layout(Mesh.of("2")),
+            Layout(Mesh.of("1", first_rank=2)),
+            (2**28,),
+            (_gbit(1), _gbit(25), _gbit(25)),
+            (0, 1, 2),
+            1.02,
+        ),
+        # hosts of one rate but of different numbers of NICs, whose ranks share them unevenly
+        (
+            Layout(Mesh([0, 6, 8, 9, 11, 13], {"a": 3, "b": 2}), ("b", "a")),
+            Layout(Mesh([2, 11, 15], {"a": 3})),
+            (16666667, 3),
+            (_gbit(1, 1), _gbit(1, 1, 1, 1), _gbit(1, 1, 1, 1), _gbit(1, 1, 1), _gbit(1)),
+            (0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4),
+            1.02,
+        ),
+        # uplinks that carry many NICs at once: chunks follow the NICs
+        (
+            Layout(Mesh.of("3x8"), "S0 R"),
+            Layout(Mesh.of("3x8", first_rank=24), "S1 R"),
+            (1024, 32768),
+            tuple(
+                Host((Port(out * 1.25e9, into * 1.25e9),) * 8, pod)
+                for out, into, pod in (
+                    (0.25, 1, 0), (0.5, 0.5, 0), (1, 0.5, 0), (0.25, 0.5, 1), (0.5, 1, 1), (0.5, 0.5, 1),
+                )
+            ),
+            [rank // 8 for rank in range(48)],
+            1.3,
+        ),
+    ],
+    ids=["uneven shards", "mixed NICs", "slow replica", "numbers of NICs", "pods of many NICs"],
+)  # fmt: skip
+def test_auto_is_near_the_bound_where_hosts_differ(src, dst, shape, hosts, host_of_rank, most):
+    pods = (Port.of(1.5e10),) * 2 if hosts[0].pod is not None else ()
+    topology = Topology(tuple(host_of_rank), hosts, pods=pods)
+    plan = make_plan(src, dst, shape, "float32", topology=topology)
+    check_plan(plan)
+    assert simulate(plan).makespan_seconds <= most * plan.lower_bound_seconds
 
 
 @given(cases(), st.integers(1, 40))
@@ -259,3 +331,20 @@ def test_plain_sends_are_taken_where_they_are_as_fast_with_fewer_messages():
         plan = make_plan(*rows, (64, 32768), "float32", topology=topology)
         assert plan.strategy == strategy
     assert plan.num_messages > 20
+
+
+@pytest.mark.parametrize("in_rounds", [False, True])
+def test_what_a_rank_gave_up_it_may_stage_again(in_rounds):
+    """Shards so uneven that some NICs only send what others of their host hold, and to two hosts."""
+    src, dst = Layout(Mesh.of("4x4"), "R R S01"), Layout(Mesh.of("2x4", first_rank=16))
+    topology = Topology(tuple(rank // 4 for rank in range(24)), (Host((Port.of(1e9),) * 4),))
+    plan = make_plan(src, dst, (128, 128, 40), "float32", strategy="multicast", topology=topology)
+    check_plan(plan)
+    brought = [(message.receiver, str(message.boxes)) for message in expand_messages(plan)]
+    assert len(brought) > len(set(brought))
+    whole = whole_tensor((128, 128, 40), torch.float32)
+    sources = {rank: [take_shard(src, rank, whole)] for rank in plan.ranks}
+    outs = {rank: [torch.zeros_like(whole) if rank >= 16 else None] for rank in plan.ranks}
+    run_in_threads(plan, sources, outs, seconds=60, in_rounds=in_rounds)
+    for rank in range(16, 24):
+        assert same_bytes(outs[rank][0], whole)
