@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from reshard.group import Group, join
     from reshard.handles import Handle
+    from reshard.hosts import find_topology
     from reshard.layout import Layout, RegionLayout
     from reshard.local import execute_local, reshard_local
     from reshard.mesh import Mesh
@@ -68,6 +69,7 @@ _HOME = {
     "check_plan": "check",
     "execute_local": "local",
     "find_bound": "bound",
+    "find_topology": "hosts",
     "join": "group",
     "lower_bound": "bound",
     "make_plan": "planning",
@@ -104,6 +106,7 @@ __all__ = [
     "check_plan",
     "execute_local",
     "find_bound",
+    "find_topology",
     "join",
     "lower_bound",
     "make_plan",

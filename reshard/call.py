@@ -16,6 +16,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, RankLostError, ReshardError
 from reshard.group import Group, check_inside, find_group
 from reshard.handles import Handle
+from reshard.hosts import topology_of_names
 from reshard.mesh import format_ranks
 from reshard.mover import Mover, make_runner, plan_arguments
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_on_loss, check_timeout, check_verify
@@ -344,8 +345,7 @@ class _Call:
     def _make_plan(self, verdict: Verdict) -> Plan:
         topology = self.topology
         if topology is None:
-            named, first = verdict.hostnames, min(verdict.hostnames)
-            topology = Topology.from_hostnames([named.get(r, named[first]) for r in range(self.members[-1] + 1)])
+            topology = topology_of_names(verdict.hostnames, self.members[-1] + 1)
         tensors = [
             TensorSpec(
                 tuple(verdict.shapes[item.name]), _travelling(item, verdict), item.src, item.dst, item.name or None

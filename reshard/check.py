@@ -86,8 +86,8 @@ def check_plan(plan: Plan) -> None:
 
     Checked: every destination element on every rank that needs it, exactly once; each message sent by a rank
     that has all of it by then, as a source or through messages named in its ``after``; regions inside their
-    tensors; what a rank stages for others it may stage anew, for later messages; bytes that a rank neither holds nor needs never above ``staging_bytes``, counted from their arrival
-    to the last message that passes them on.
+    tensors; bytes that a rank neither holds nor needs never above ``staging_bytes``, counted from their arrival
+    to the last message that passes them on. What a rank only stages it may get anew, for later messages.
     """
     if plan.num_messages > MAX_CHECKED:
         raise PlanError(f"the plan has {plan.num_messages} messages; at most {MAX_CHECKED} can be checked")

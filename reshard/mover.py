@@ -21,6 +21,7 @@ from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.failures import tell_error
 from reshard.group import find_group
 from reshard.handles import EXIT_SECONDS, Handle, StreamHandle
+from reshard.hosts import warn_of_hosts
 from reshard.monitor import Monitor, call_at_exit
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_device_type, check_timeout, check_verify
 from reshard.plan import Plan, TensorSpec
@@ -83,6 +84,7 @@ class Mover:
         with channel.group.calling():
             call, verdict = channel.agree(record, lambda records: resolve(records, {}), timeout_seconds)
             assert program is not None
+            warn_of_hosts(plan, verdict.hostnames)
             verdict.device_type = device
             self._setup(plan, program, runner, channel, call, verdict, timeout_seconds, verify, both_ways)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tensors import same_bytes, take_shard, whole_tensor
 import reshard
 import reshard.call
 from reshard import ArgumentError, Layout, Mesh, RegionLayout
+from reshard.group import find_group
 from reshard.launch import run_processes
 
 ROWS = Layout(Mesh.of("2"), "S0")
@@ -267,3 +269,27 @@ def test_two_threads_at_once_are_refused():
     assert refused.startswith("ArgumentError: two threads call on one group of 2 ranks at once"), refused
     for said in (first, other):  # it ends well, unless it was slow and heard of the other's error
         assert said is True or "two threads" in said
+
+
+def _on_two_hosts(rank):
+    group = find_group(None)
+    group.hostname = f"host{rank // 2}"
+    found = reshard.find_topology()
+    src, dst = Layout(Mesh.of("1")), Layout(Mesh([2, 1, 3], {"x": 3}))
+    blind = reshard.make_plan(src, dst, (64,), "float32")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        reshard.Mover(blind).close()
+        aware = reshard.make_plan(src, dst, (64,), "float32", topology=found)
+        with reshard.Mover(aware) as mover:
+            out = mover(torch.arange(64.0) if rank == 0 else None)
+    return found.host_of_rank, [str(one.message) for one in said], rank == 0 or torch.equal(out, torch.arange(64.0))
+
+
+def test_movers_warn_of_plans_that_do_not_know_of_hosts():
+    for hosts, said, is_right in run_processes(_on_two_hosts, 4):
+        assert hosts == (0, 0, 1, 1)
+        assert len(said) == 1
+        assert "on one host, but they are on 2" in said[0]
+        assert "find_topology" in said[0]
+        assert is_right
