@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +61,8 @@ def find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
         return Port(sum(nic.egress_bytes_per_second for nic in nics), sum(nic.ingress_bytes_per_second for nic in nics))
 
     of_hosts = _classes(tensors, topology.host_of_rank.__getitem__)
-    bound = _bound_of_places(of_hosts, nics_of, "host")
+    partly = {host for host, numbers in used.items() if len(numbers) < len(topology.host(host).nics)}
+    bound = _bound_of_places(of_hosts, nics_of, "host", partly)
     if topology.pods:
 
         def pod_of(rank: int) -> int:
@@ -70,11 +71,29 @@ def find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
         of_pods = _bound_of_places(_classes(tensors, pod_of), topology.pods.__getitem__, "pod")
         hosts = {host: nics_of(host) for host in used}
         pods = {host: topology.host(host).pod or 0 for host in used}
-        seconds, busy_hosts, busy_pods = bound_in_pods(of_hosts, hosts, pods, topology.pods)
-        both = [_name("host", busy_hosts), _name("the uplink of pod", busy_pods)]
-        of_both = Bound(seconds, f"what crosses them keeps {' and '.join(filter(None, both))} busy")
+        seconds, busy = bound_in_pods(of_hosts, hosts, pods, topology.pods)
+        of_both = Bound(seconds, _say_busy(seconds, busy, hosts, topology.pods))
         bound = max(bound, of_pods, of_both, key=lambda found: round(found.seconds, 12))
     return bound
+
+
+def _say_busy(seconds: float, busy: Sequence[tuple[str, int]], hosts: Mapping[int, Port], pods: Sequence[Port]) -> str:
+    """As ``what host 1 sends and what enters pod 1 is 4 MiB at least, and they can pass 3.75 GB/s together``."""
+    words: list[str] = []
+    rate = 0.0
+    for what in ("host", "up", "down"):
+        places = [place for kind, place in busy if kind == what]
+        if what == "host":
+            words += [f"what {_name('host', places)} send{'s' * (len(places) == 1)}"] * bool(places)
+            rate += sum(hosts[place].egress_bytes_per_second for place in places)
+        elif places:
+            words.append(f"what {'leaves' if what == 'up' else 'enters'} {_name('pod', places)}")
+            ports = [pods[place] for place in places]
+            rate += sum(
+                port.egress_bytes_per_second if what == "up" else port.ingress_bytes_per_second for port in ports
+            )
+    together = " together" if len(busy) > 1 else ""
+    return f"{' and '.join(words)} is {say_bytes(seconds * rate)} at least, and can be {say_rate(rate)}{together}"
 
 
 def _classes(tensors: Sequence[TensorSpec], place_of: Callable[[int], int]) -> Classes:
@@ -130,7 +149,14 @@ def say_rate(rate: float) -> str:
     return f"{rate:.4g} bytes/s"
 
 
-def _bound_of_places(classes: Classes, port_of: Callable[[int], Port], kind: str) -> Bound:
+def _bound_of_places(
+    classes: Classes, port_of: Callable[[int], Port], kind: str, partly: Collection[int] = ()
+) -> Bound:
+    """The largest arrival or departure; of places in ``partly`` not all NICs are in use, which the words say."""
+
+    def by_some(places: Sequence[int]) -> str:
+        return " by the NICs that its ranks here use" if not set(partly).isdisjoint(places) else ""
+
     arrives: dict[int, int] = {}
     held: dict[HostSet, int] = {}
     for (holders, needers), nbytes in classes.items():
@@ -144,7 +170,8 @@ def _bound_of_places(classes: Classes, port_of: Callable[[int], Port], kind: str
     rate = port_of(last).ingress_bytes_per_second
     arrival = Bound(
         times[last],
-        f"{_name(kind, [last])} must receive {say_bytes(arrives[last])} and can receive {say_rate(rate)}",
+        f"{_name(kind, [last])} must receive {say_bytes(arrives[last])} and can receive {say_rate(rate)}"
+        f"{by_some([last])}",
     )
     sources = {place for holders in held for place in holders}
     egress = {place: port_of(place).egress_bytes_per_second for place in sources | set(arrives)}
@@ -159,7 +186,7 @@ def _bound_of_places(classes: Classes, port_of: Callable[[int], Port], kind: str
         total = seconds * sum(egress[place] for place in places)
         words = f"{_name(kind, places)} must send {say_bytes(total)} and can send "
     together = " together" if len(places) > 1 else ""
-    leaving = Bound(seconds, words + say_rate(sum(egress[place] for place in places)) + together)
+    leaving = Bound(seconds, words + say_rate(sum(egress[place] for place in places)) + together + by_some(places))
     return leaving if leaving.seconds > arrival.seconds * (1 + 1e-9) else arrival
 
 

@@ -330,7 +330,7 @@ class _Call:
             said.arguments = plan_arguments(plan)
         except Exception as error:
             said.error = (
-                ("ReshardError", str(error))
+                ("ReshardError", f"{type(error).__name__}: {error}")
                 if not isinstance(error, ReshardError)
                 else (type(error).__name__, str(error))
             )

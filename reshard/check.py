@@ -89,6 +89,8 @@ def check_plan(plan: Plan) -> None:
     tensors; bytes that a rank neither holds nor needs never above ``staging_bytes``, counted from their arrival
     to the last message that passes them on. What a rank only stages it may get anew, for later messages.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"check_plan needs a Plan, not {type(plan).__name__}")
     if plan.num_messages > MAX_CHECKED:
         raise PlanError(f"the plan has {plan.num_messages} messages; at most {MAX_CHECKED} can be checked")
     _check_ranks(plan)

@@ -9,9 +9,10 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import ArgumentError, ReshardError
+from reshard.errors import ArgumentError, ReshardError, TopologyError
 from reshard.layout import Layout
 from reshard.mesh import Mesh
 from reshard.presets import MACHINES
@@ -87,7 +88,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dst-mesh", required=True, help="destination mesh")
     parser.add_argument("--dst", default="", help="destination layout")
     parser.add_argument(
-        "--dst-first-rank", type=int, help="first destination rank; default: behind the source's, on other hosts"
+        "--dst-first-rank",
+        type=int,
+        help="first destination rank; default: behind the source's, without --topology on other hosts",
     )
     parser.add_argument(
         "--strategy",
@@ -97,7 +100,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--topology",
         help=f"{', '.join(MACHINES)}, or a JSON or YAML file: "
-        '{"hosts": [{"devices": 4, "nics": ["25 Gbit/s"]}, ...]}; pods, rates: docs/concepts.md',
+        '{"hosts": [{"devices": 4, "nics": ["25 Gbit/s"]}, ...]}; pods, rates: docs/concepts.md. It says on which '
+        "hosts ranks are, presets fill theirs in order. Default: the last axis of each mesh counts the devices of a "
+        "host, one NIC of 10 Gbit/s each, messages cost nothing (reshard() without a topology takes 100 us for one)",
     )
     parser.add_argument("--rank", type=int, help="only the messages of this rank")
     parser.add_argument("--format", choices=("text", "json", "html"), default="text")
@@ -187,7 +192,10 @@ def _compare(plan_with: Callable[[str | None], Plan]) -> int:
 
 def _parse_shape(text: str) -> list[int]:
     try:
-        return [int(size) for size in text.split(",")] if text.strip() else []
+        sizes = [size.strip() for size in text.split(",")] if text.strip() else []
+        if not all(size.isascii() and size.isdigit() for size in sizes):
+            raise ValueError
+        return [int(size) for size in sizes]
     except ValueError:
         raise ArgumentError(f"shape {text!r} is not of the form 1024,1024,512") from None
 
@@ -198,6 +206,8 @@ def _topology(given: str | None, src: Mesh, dst: Mesh) -> Topology:
         return default_topology(src, dst)
     if given in MACHINES:
         return Topology.preset(given, 1 + max(*src.ranks, *dst.ranks))
+    if not any(mark in given for mark in "./") and not Path(given).exists():
+        raise TopologyError(f"no preset and no file {given!r}; presets are {', '.join(MACHINES)}")
     return Topology.read(given)
 
 

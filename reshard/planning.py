@@ -9,10 +9,11 @@ from reshard.errors import ArgumentError
 from reshard.layout import AnyLayout
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec, check_tensors
 from reshard.portfolio import choose_fastest
-from reshard.routes import Problem, Strategy, complete
+from reshard.routes import Problem, Routes, Strategy, complete
 from reshard.shards import check_shape
 from reshard.strategies import find_strategy
 from reshard.topology import Topology
+from reshard.transfers import Transfers
 
 #: Regions, each with all ranks that hold or all that need it: with more, a plan would take more than four gigabytes.
 MOST_HOLDINGS = 10_000_000
@@ -96,7 +97,10 @@ def plan_tensors(
     if function is None:
         name, transfers = choose_fastest(problem)
     else:
-        transfers = complete(problem, function(problem))
+        chosen = function(problem)
+        if not isinstance(chosen, (Routes, Transfers)):
+            raise ArgumentError(f"strategy {name} must return Routes, not {type(chosen).__name__}")
+        transfers = complete(problem, chosen)
     return Plan(tuple(tensors), topology, name, transfers, staging_bytes)
 
 

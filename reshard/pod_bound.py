@@ -38,8 +38,10 @@ def bound_in_pods(
     host_port: Mapping[int, Port],
     pod_of: Mapping[int, int],
     pods: Sequence[Port],
-) -> tuple[float, list[int], list[int]]:
-    """Seconds below which no plan without relays can be, and the hosts and pods whose links are busy all the time.
+) -> tuple[float, list[tuple[str, int]]]:
+    """Seconds below which no plan without relays can be, and the links that are busy all the time.
+
+    Those are ``("host", h)``, what host h sends, and ``("up", p)`` or ``("down", p)``, what leaves or enters pod p.
 
     The optimum of a linear program in which x[k, h, q] are the bytes of class k (holders A, needers R) that leave
     host h for needers in pod q::
@@ -54,7 +56,7 @@ def bound_in_pods(
     from scipy.sparse import coo_matrix
 
     if not classes:
-        return 0.0, [], []
+        return 0.0, []
     scale = float(max(classes.values()))
     fastest = max(port.egress_bytes_per_second for port in (*host_port.values(), *pods))
     leaving: dict[int, list[int]] = {}
@@ -103,10 +105,10 @@ def bound_in_pods(
 
     solved = linprog(cost, A_ub=matrix(least), b_ub=least.right, A_eq=matrix(equal), b_eq=equal.right, method="highs")
     if solved.fun is None:  # rates a billion times apart are beyond the solver; other bounds still hold
-        return 0.0, [], []
+        return 0.0, []
     duals = solved.ineqlin.marginals[first_load:]
     busy = duals < -1e-9 * max(abs(duals).max(), 1e-300)
-    links = [("host", host) for host in leaving] + [("pod", pod) for pod in (*up, *down)]
-    found = {link for link, binds in zip(links, busy.tolist(), strict=True) if binds}
-    hosts, uplinks = (sorted(place for what, place in found if what == kind) for kind in ("host", "pod"))
-    return float(solved.fun) * scale / fastest * (1 - 1e-9), hosts, uplinks
+    links = [("host", host) for host in leaving]
+    links += [("up", pod) for pod in up] + [("down", pod) for pod in down]
+    found = [link for link, binds in zip(links, busy.tolist(), strict=True) if binds]
+    return float(solved.fun) * scale / fastest * (1 - 1e-9), sorted(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reshard.errors import TopologyError
+from reshard.mesh import MAX_RANK
 from reshard.topology import MESSAGE_SECONDS, Host, Port, Topology
 
 _GBIT = 1e9 / 8
@@ -61,6 +62,8 @@ def preset(name: str, num_ranks: int) -> Topology:
     """
     if name not in MACHINES:
         raise TopologyError(f"no preset {name!r}; there are {', '.join(MACHINES)}")
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or not 0 < num_ranks <= MAX_RANK:
+        raise TopologyError(f"num_ranks is {num_ranks!r:.40}; it must be a number of ranks from 1 to {MAX_RANK:,}")
     machine = MACHINES[name]
     return Topology(
         tuple(rank // machine.devices for rank in range(num_ranks)),

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from reshard.errors import PlanError
+from reshard.errors import PlanError, TopologyError
 from reshard.fluid import Network, flow
 from reshard.messages import MessageTable, tabulate_messages
 from reshard.order import find_turns
@@ -64,8 +64,12 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
         A timeline; its makespan is what the plan takes on this topology.
 
     Raises:
-        TopologyError: the topology does not cover the plan's ranks.
+        TopologyError: the topology does not cover the plan's ranks, or is none. PlanError: it is no plan.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"simulate needs a Plan, not {type(plan).__name__}")
+    if topology is not None and not isinstance(topology, Topology):
+        raise TopologyError(f"simulate needs a Topology, not {type(topology).__name__}")
     topology = plan.topology if topology is None else topology
     topology.check_covers(plan.ranks)
     messages = tabulate_messages(plan)

@@ -12,6 +12,8 @@ from reshard.mesh import MAX_RANK
 from reshard.topology import MAX_HOSTS, TEN_GBIT, Host, Port, Topology, brief, check_indices, check_rate
 
 MAX_TOPOLOGY_BYTES = 2**26
+MAX_YAML_CHARACTERS = 2**20
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
 _NUMBERS = (
     "latency_seconds",
@@ -34,15 +36,31 @@ def read_topology(path: str | Path) -> Topology:
             data = file.read(MAX_TOPOLOGY_BYTES + 1)
         if len(data) > MAX_TOPOLOGY_BYTES:
             raise TopologyError(f"it is larger than {MAX_TOPOLOGY_BYTES} bytes")
-        text = data.decode()
-        return topology_from_json(_load_yaml(text) if Path(path).suffix in (".yaml", ".yml") else json.loads(text))
+        text = data.decode("utf-8-sig")
+        if Path(path).suffix in (".yaml", ".yml"):
+            return topology_from_json(_load_yaml(text))
+        return topology_from_json(json.loads(text, object_pairs_hook=_take_once))
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ReshardError):
             raise TopologyError(f"{path}: {error}") from None
         raise TopologyError(f"cannot read {path}: {error}") from None
 
 
+def _take_once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A JSON object none of whose names comes twice."""
+    found: dict[Any, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise TopologyError(f"{brief(name)} is given twice")
+        found[name] = value
+    return found
+
+
 def _load_yaml(text: str) -> Any:
+    if len(text) > MAX_YAML_CHARACTERS:
+        raise TopologyError(
+            f"YAML of more than {MAX_YAML_CHARACTERS:,} characters takes long to read; write it as JSON"
+        )
     try:
         import yaml
     except ImportError:
@@ -54,11 +72,21 @@ def _load_yaml(text: str) -> Any:
                 raise yaml.YAMLError("aliases such as *name are not taken; write it out")
             return super().compose_node(parent, index)
 
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            return _take_once([(self.construct_object(k, True), self.construct_object(v, True)) for k, v in node.value])
+
+        def construct_number(self, node: Any) -> int:
+            value = str(self.construct_scalar(node))
+            if not _INTEGER.fullmatch(value):  # 010 would be 8, and 1:30 would be 90
+                raise yaml.YAMLError(f"{value} is not a plain whole number")
+            return int(value)
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_number)
     # PyYAML alone takes 1e-5 and 2e9 for words
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
     try:
         return yaml.load(text, Loader=Loader)
-    except RecursionError:
+    except (RecursionError, TopologyError):
         raise
     except Exception as error:  # tags such as !!timestamp end in errors of all kinds
         raise TopologyError(f"not YAML: {' '.join(str(error).split())[:300]}") from None
@@ -174,7 +202,7 @@ def parse_rate(value: Any) -> float:
 def _refuse_unknown(data: dict[Any, Any], known: set[str], what: str) -> None:
     unknown = sorted(map(str, set(data) - known))
     if unknown:
-        raise TopologyError(f"unknown keys in {what}: {', '.join(unknown)}")
+        raise TopologyError(f"unknown keys in {what}: {', '.join(map(brief, unknown[:8]))}")
 
 
 def _read_hosts(rows: Any) -> tuple[tuple[Host, ...], list[int | list[int]], list[list[int] | None]]:

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard import Layout, Mesh, ReshardError, Topology, TopologyError, make_plan
+from reshard import (
+    ArgumentError,
+    Layout,
+    Mesh,
+    PlanError,
+    ReshardError,
+    Topology,
+    TopologyError,
+    check_plan,
+    make_plan,
+    simulate,
+)
 from reshard.plan_json import plan_from_json
 from reshard.plan_text import parse_plan
 from reshard.presets import MACHINES
@@ -135,10 +147,10 @@ def test_json_and_plans_carry_any_topology(topology, count):
         ({"hosts": [{"devices": 1, "nic_of_device": [1]}], "pods": []}, "which host 0 lacks"),
         ({"hosts": [{"devices": 1, "pod": 2}]}, "in pod 2"),
         ({"hosts": [{"devices": 1}]}, "in no pod"),
-        ({"hosts": [{"devices": 1, "pod": 0, "color": 1}]}, r"entry 0 of hosts: unknown keys in a host.*: color"),
+        ({"hosts": [{"devices": 1, "pod": 0, "color": 1}]}, r"entry 0 of hosts: unknown keys in a host.*: 'color'"),
         ({"hosts": [{"devices": 1, "count": 0}]}, "count"),
         ({"latency_seconds": -1}, "latency_seconds"),
-        ({"speed": 1}, "unknown keys in topology: speed"),
+        ({"speed": 1}, "unknown keys in topology: 'speed'"),
     ],
 )
 def test_a_file_that_cannot_be_is_refused(change, match):
@@ -215,3 +227,42 @@ def test_hostile_yaml_is_refused(tmp_path, text, error):
 def test_a_file_without_end_is_not_read_to_it():
     with pytest.raises(TopologyError, match="larger than"):
         Topology.read("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", '{"hosts": [{"devices": 4}], "hosts": [{"devices": 8}]}', "'hosts' is given twice"),
+        ("a.json", '{"hosts": [{"devices": 4, "devices": 8}]}', "'devices' is given twice"),
+        ("a.json", '{"hosts": [{"devices": 4}], "\\u001b[31m\\n": 1}', r"'\x1b[31m\n'"),
+        ("a.yaml", "hosts: [{devices: 4, devices: 8}]", "'devices' is given twice"),
+        ("a.yaml", "hosts: [{devices: 010}]", "010 is not a plain whole number"),
+        ("a.yaml", "hosts: [{devices: 1:30}]", "1:30 is not a plain whole number"),
+        ("a.yaml", "hosts:\n" + "- {devices: 1}\n" * 100_000, "write it as JSON"),
+    ],
+)
+def test_files_that_mean_something_else_than_they_say_are_refused(tmp_path, name, text, said):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(TopologyError, match=re.escape(said)):
+        Topology.read(path)
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('{"hosts": [{"devices": 4}]}', encoding="utf-8-sig")
+    assert len(Topology.read(path).host_of_rank) == 4
+
+
+def test_arguments_that_are_no_plans_and_topologies_are_named():
+    plan = make_plan(Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2)), (8,), "float32")
+    with pytest.raises(TopologyError, match="needs a Topology, not str"):
+        simulate(plan, "tcp")
+    with pytest.raises(PlanError, match="needs a Plan, not str"):
+        simulate(str(plan))
+    with pytest.raises(PlanError, match="needs a Plan, not str"):
+        check_plan(str(plan))
+    with pytest.raises(TopologyError, match="num_ranks is 'x'"):
+        Topology.preset("tcp", "x")
+    with pytest.raises(ArgumentError, match="strategy <lambda> must return Routes, not list"):
+        make_plan(plan.tensors[0].src, plan.tensors[0].dst, (8,), "float32", strategy=lambda problem: [])
