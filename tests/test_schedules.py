@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -266,3 +267,12 @@ def test_csv_of_torch_both_ways():
     for bad in ("0F0,0Q1\n", "0F0\n0B0\n", "1F0\n"):
         with pytest.raises(ScheduleError):
             from_torch_csv(bad, pipeline)
+
+
+def test_a_schedule_of_very_many_microbatches_is_refused_soon():
+    pipeline = chain(0.5, 0.5)
+    schedule = one_f_one_b(pipeline, 4)
+    begun = time.perf_counter()
+    with pytest.raises(ScheduleError, match="is there 0 times, not 1"):
+        check_schedule(replace(schedule, num_microbatches=10**9), pipeline)
+    assert time.perf_counter() - begun < 5
