@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.agreement import Record, resolve
+from reshard.agreement import Record, describe_error, resolve
 from reshard.channel import find_channel
+from reshard.errors import ArgumentError
 from reshard.group import find_group
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.plan import Plan
@@ -35,9 +36,13 @@ def find_topology(group: Any = None, *, timeout_seconds: float = DEFAULT_TIMEOUT
     ours = find_group(group)
     everybody = tuple(range(ours.size))
     record = Record(ours.rank, arguments=[("what to do", "find_topology")], hostname=ours.hostname)
+    try:
+        seconds = check_timeout(timeout_seconds)
+    except ArgumentError as error:
+        record.error, seconds = describe_error(error), DEFAULT_TIMEOUT_SECONDS
     with ours.calling():
         channel = find_channel(ours, everybody)
-        _, verdict = channel.agree(record, lambda records: resolve(records, {}), check_timeout(timeout_seconds))
+        _, verdict = channel.agree(record, lambda records: resolve(records, {}), seconds)
     return topology_of_names(verdict.hostnames, ours.size)
 
 

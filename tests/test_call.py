@@ -274,6 +274,8 @@ def test_two_threads_at_once_are_refused():
 def _on_two_hosts(rank):
     group = find_group(None)
     group.hostname = f"host{rank // 2}"
+    with pytest.raises(ArgumentError, match="timeout_seconds is 0"):
+        reshard.find_topology(timeout_seconds=0 if rank == 1 else 60)
     found = reshard.find_topology()
     src, dst = Layout(Mesh.of("1")), Layout(Mesh([2, 1, 3], {"x": 3}))
     blind = reshard.make_plan(src, dst, (64,), "float32")
