@@ -9,7 +9,6 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, ReshardError, TopologyError
@@ -206,9 +205,12 @@ def _topology(given: str | None, src: Mesh, dst: Mesh) -> Topology:
         return default_topology(src, dst)
     if given in MACHINES:
         return Topology.preset(given, 1 + max(*src.ranks, *dst.ranks))
-    if not any(mark in given for mark in "./") and not Path(given).exists():
-        raise TopologyError(f"no preset and no file {given!r}; presets are {', '.join(MACHINES)}")
-    return Topology.read(given)
+    try:
+        return Topology.read(given)
+    except TopologyError as error:
+        if "." in given or "/" in given:
+            raise
+        raise TopologyError(f"{error}; presets are {', '.join(MACHINES)}") from None
 
 
 def default_topology(src: Mesh, dst: Mesh) -> Topology:

@@ -148,3 +148,9 @@ def test_default_hosts_of_a_large_grid_are_found_at_once():
     begun = time.perf_counter()
     assert default_topology(Mesh.of("1x4"), Mesh.of("65536x2", first_rank=4)).num_hosts == 65537
     assert time.perf_counter() - begun < 10
+
+
+@pytest.mark.parametrize("name", ["dgx", "dgx_a100" * 40])
+def test_a_topology_that_is_neither_preset_nor_file_says_what_there_is(name, capsys):
+    assert main(["plan", "--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--topology", name]) == 2
+    assert "presets are p3.8xlarge, dgx_a100" in capsys.readouterr().err
