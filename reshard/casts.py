@@ -28,8 +28,13 @@ def check_cast(src: str, dst: str, what: str) -> None:
         if not is_alike and torch.promote_types(a, b) is not b:
             raise ArgumentError(f"{what}: {src} cannot become {dst} without loss of more than precision")
         torch.zeros(1, dtype=a).to(b)
+        negative = torch.tensor([-1.0])
+        if b.is_floating_point and float(negative.to(b).float()) > 0 and not float(negative.to(a).float()) > 0:
+            raise ArgumentError(f"{what}: {src} cannot become {dst}, which has no sign")
     except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"{what}: torch cannot cast {src} to {dst}: {str(error).splitlines()[0]}") from error
+        text = str(error).splitlines()[0]
+        said = "" if "INTERNAL ASSERT" in text else f": {text}"  # of dtypes that have no arithmetic at all
+        raise ArgumentError(f"{what}: torch cannot cast {src} to {dst}{said}") from error
 
 
 def cast_source(array: torch.Tensor | None, dtype: str) -> torch.Tensor | None:
