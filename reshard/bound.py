@@ -78,7 +78,7 @@ def find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
 
 
 def _say_busy(seconds: float, busy: Sequence[tuple[str, int]], hosts: Mapping[int, Port], pods: Sequence[Port]) -> str:
-    """As ``what host 1 sends and what enters pod 1 is 4 MiB at least, and they can pass 3.75 GB/s together``."""
+    """As ``what host 1 sends and what enters pod 1 is 4 MiB at least, and can be 3.75 GB/s together``."""
     words: list[str] = []
     rate = 0.0
     for what in ("host", "up", "down"):

@@ -254,8 +254,11 @@ def count_chunks(topology: Topology, lanes: Lanes, largest: np.ndarray) -> tuple
     least = loads.seconds(nbytes)
     copies = int(num_needers.max())
     fill = max(math.ceil(math.log2(copies / len(senders) + 1)) - 1, 1)
-    fastest = max(nic.egress_bytes_per_second for h in senders for nic in topology.host(h).nics)
-    fastest = max(fastest, *(nic.ingress_bytes_per_second for h in lanes.needers[1] for nic in topology.host(h).nics))
+    receivers = np.unique(lanes.needers[1]).tolist()
+    fastest = max(
+        *(nic.egress_bytes_per_second for h in senders for nic in topology.host(h).nics),
+        *(nic.ingress_bytes_per_second for h in receivers for nic in topology.host(h).nics),
+    )
     speed = _speeds(lanes, topology)
     part = np.where(moves, speed / speed.max(), 1.0)
     cap = float(largest[moves].max())
@@ -268,7 +271,7 @@ def count_chunks(topology: Topology, lanes: Lanes, largest: np.ndarray) -> tuple
         across = loads.seconds_of_chunks(counts, size, topology.latency_seconds)
         return max(across, fan_out.seconds(counts, size)) + fill * of_one, n
 
-    most = _most_slots(len(np.unique(lanes.needers[1])), max(len(topology.host(h).nics) for h in senders))
+    most = _most_slots(len(receivers), max(len(topology.host(h).nics) for h in senders))
     first, last = most, most * 3 // 2
     if not topology.latency_seconds and not topology.inside_latency_seconds:  # nothing says what a message costs
         last = max(min(last, int(least * fastest) // _LEAST_CHUNK_BYTES), 1)

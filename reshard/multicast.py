@@ -75,11 +75,16 @@ def multicast_from_fast(problem: Problem) -> Routes | Transfers:
 
 
 def without_slow_holders(problem: Problem) -> Problem | None:
-    """The problem where no region is sent from hosts much slower than another that holds it; None if there are none."""
+    """The problem where no region is sent from hosts much slower than another that holds it; None if there are none.
+
+    A host that needs the region too keeps it: what it holds must not be sent to it.
+    """
     hosts = range(problem.topology.num_hosts)
     rate = np.array([problem.topology.host(h).egress_bytes_per_second for h in hosts] + [0.0])
     host = np.where(problem.holders == NO_RANK, -1, problem.topology.host_by_rank[problem.holders])
     slow = (rate[host] < _SLOW * rate[host].max(axis=1, keepdims=True)) & (problem.holders != NO_RANK)
+    for needers in problem.needers.T:
+        slow &= (host != problem.topology.host_by_rank[needers][:, None]) | (needers == NO_RANK)[:, None]
     return replace(problem, holders=np.where(slow, NO_RANK, problem.holders)) if slow.any() else None
 
 

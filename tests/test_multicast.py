@@ -17,7 +17,7 @@ from reshard.check import check_plan
 from reshard.chunks import Classes, cut_pieces
 from reshard.lanes import Lanes
 from reshard.loads import find_loads
-from reshard.multicast import load_freight, ports_of
+from reshard.multicast import load_freight, multicast_from_fast, ports_of, without_slow_holders
 from reshard.plan import TensorSpec, expand_messages
 from reshard.plan_text import format_plan, parse_plan
 from reshard.routes import Problem
@@ -207,6 +207,20 @@ def test_auto_is_near_the_bound_where_hosts_differ(src, dst, shape, hosts, host_
     plan = make_plan(src, dst, shape, "float32", topology=topology)
     check_plan(plan)
     assert simulate(plan).makespan_seconds <= most * plan.lower_bound_seconds
+
+
+def test_a_slow_host_that_needs_what_it_holds_is_not_sent_it():
+    src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("3"))  # replicas on ranks 0 and 1; rank 0, the slow one, keeps its
+    topology = Topology((0, 1, 2), (_gbit(1), _gbit(25), _gbit(25)))
+    problem = Problem.of([TensorSpec((2**20,), "float32", src, dst)], topology)
+    assert without_slow_holders(problem) is None
+    for strategy in (multicast_from_fast, None):
+        check_plan(make_plan(src, dst, (2**20,), "float32", topology=topology, strategy=strategy))
+    mixed = Layout(Mesh([0, 1, 2], {"x": 3}))
+    plan = make_plan(mixed, Layout(Mesh([0, 3], {"x": 2})), (2**20,), "float32", strategy=multicast_from_fast,
+                     topology=Topology((0, 1, 2, 3), (_gbit(1), _gbit(1), _gbit(25), _gbit(25))))  # fmt: skip
+    check_plan(plan)
+    assert 1 not in {message.sender for message in expand_messages(plan)}  # slow, and needs nothing
 
 
 @given(cases(), st.integers(1, 40))
