@@ -29,6 +29,8 @@ class Dealer {
                 host_out_[ports.host[p]] += ports.out[p], host_into_[ports.host[p]] += ports.into[p];
         is_even_ = ports.are_alike();
         partner_.assign(ports.host.size(), -1);
+        keeps_partners_ = freight.keeps_partners;
+        served_.assign(ports.host.size(), -1);
         to_get_.resize(ports.host.size()), to_give_.resize(ports.host.size()), partners_.resize(ports.host.size());
     }
     virtual ~Dealer() = default;
@@ -55,6 +57,8 @@ class Dealer {
     std::vector<double> to_get_, to_give_;
     std::vector<double> host_out_, host_into_; // all ports of a host together
     std::vector<int64_t> partner_; // who served each receiver last
+    std::vector<int64_t> served_; // whom each sender serves, where partners are kept
+    bool keeps_partners_ = false;
     bool may_be_late_ = false;
 
     bool has_more() const {
@@ -94,6 +98,8 @@ class Dealer {
     }
 
     virtual bool pair(const std::vector<int64_t> &senders, const std::vector<int64_t> &receivers) {
+        if (keeps_partners_)
+            return pair_again(senders, receivers);
         for (const int64_t r : receivers) {
             partners_[r].clear();
             for (const int64_t s : senders)
@@ -111,6 +117,28 @@ class Dealer {
                 started = true;
             }
         return started;
+    }
+
+    bool pair_again(std::vector<int64_t> senders, std::vector<int64_t> receivers) {
+        bool started = false;
+        for (const int64_t s : senders) {
+            const int64_t r = served_[s];
+            if (std::find(receivers.begin(), receivers.end(), r) != receivers.end() && can_start(s, r))
+                started |= start(s, r);
+        }
+        if (started)
+            return true;
+        std::stable_sort(receivers.begin(), receivers.end(), [&](auto a, auto b) {
+            return to_get_[a] != to_get_[b] ? to_get_[a] > to_get_[b] : into_[a].free > into_[b].free;
+        });
+        std::stable_sort(senders.begin(), senders.end(), [&](auto a, auto b) { return out_[a].rate > out_[b].rate; });
+        for (const int64_t r : receivers)
+            for (const int64_t s : senders)
+                if (can_start(s, r) && start(s, r)) {
+                    served_[s] = r;
+                    return true;
+                }
+        return false;
     }
 
     bool crosses_pods(int64_t s, int64_t r) const {

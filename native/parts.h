@@ -127,6 +127,7 @@ struct Freight {
     std::vector<int64_t> piece_at, piece_class, piece_bytes;
     int64_t run;     // pieces of one rank before others have their turn
     bool near_first; // whether ports rather pass what ranks at them hold or need than what is rarest
+    bool keeps_partners; // whether senders serve the receiver that they served first for as long as they can
     double inside_each, inside_per_byte;
 };
 

@@ -44,7 +44,7 @@ nb::tuple make_schedule(Ints host, Floats out, Floats into, Ints of_rank, Ints p
                         Ints lane_size, Ints lane_of,
                         Ints class_holders_at, Ints class_holders, Ints class_receivers_at, Ints class_receivers,
                         Ints piece_at, Ints piece_class, Ints piece_bytes, int64_t run, bool near_first,
-                        double inside_each, double inside_per_byte) {
+                        bool keeps_partners, double inside_each, double inside_per_byte) {
     Ports ports{list(host, 1 << 20, 0, "host"), list(of_rank, host.shape(0), -1, "of_rank"),
                 list(pod, up.shape(0), 0, "pod"), list(out), list(into), list(up), list(down)};
     if (!ports.count() || out.shape(0) != host.shape(0) || into.shape(0) != host.shape(0) ||
@@ -67,6 +67,7 @@ nb::tuple make_schedule(Ints host, Floats out, Floats into, Ints of_rank, Ints p
                     list(piece_bytes, INT64_MAX, 0, "piece_bytes"),
                     run,
                     near_first,
+                    keeps_partners,
                     inside_each,
                     inside_per_byte};
     for (const Ints *table : {&class_holders, &class_receivers})

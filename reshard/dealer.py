@@ -114,6 +114,8 @@ class Dealer:
         self.price = [0.0] * len(self.capacity)  # for the next search
         self.deals = Deals()
         self.partner: dict[int, int] = {}  # who served each receiver last
+        self.keeps_partners = freight.keeps_partners
+        self.served: dict[int, int] = {}  # whom each sender serves, where partners are kept
         self.flows: list[_Flow] = []
         self.now = 0.0
         self.may_be_late = False
@@ -158,6 +160,8 @@ class Dealer:
         self, senders: list[int], receivers: list[int], to_get: dict[int, float], to_give: dict[int, float]
     ) -> bool:
         """Start transfers between free ports, both lists with those first that have most left to do."""
+        if self.keeps_partners:
+            return self.pair_again(senders, receivers, to_get)
         partners = {}
         for r in receivers:
             partners[r] = row = [s for s in senders if self.can_start(s, r)]
@@ -172,6 +176,23 @@ class Dealer:
                 self.partner[r] = sender_of[r]
                 started = True
         return started
+
+    def pair_again(self, senders: list[int], receivers: list[int], to_get: dict[int, float]) -> bool:
+        """Start transfers of senders that serve whom they served before.
+
+        Where there are none, one other is started: the fastest sender's, to whom has most left to get, and of those to
+        whom has most room. So each receiver gets senders of as much rate as it can take, and no more.
+        """
+        again = [s for s in senders if self.served.get(s, -1) in receivers]
+        if sum(self.can_start(s, self.served[s]) and self.start(s, self.served[s]) for s in again):
+            return True
+        receivers = sorted(receivers, key=lambda r: (-to_get[r], -self.into[r].free))
+        senders = sorted(senders, key=lambda s: -self.out[s].rate)
+        for r, s in itertools.product(receivers, senders):
+            if self.can_start(s, r) and self.start(s, r):
+                self.served[s] = r
+                return True
+        return False
 
     def can_start(self, s: int, r: int) -> bool:
         """Whether one port's host has what the other's lacks, and both have room."""

@@ -64,6 +64,7 @@ class Freight:
             ``piece_at[i]:piece_at[i + 1]``. piece_class, piece_bytes: of each piece.
         run: how many pieces a rank sends or receives more than others of its host before those have their turn.
         near_first: whether ports rather pass what ranks at them hold or need than what is rarest.
+        keeps_partners: whether senders serve the receiver that they served first for as long as they can.
         inside_each, inside_per_byte: what a message inside a host takes, in steps of the clock.
     """
 
@@ -78,6 +79,7 @@ class Freight:
     piece_bytes: np.ndarray
     run: int = 1
     near_first: bool = False
+    keeps_partners: bool = False
     inside_each: float = 0.0
     inside_per_byte: float = 0.0
 

@@ -54,12 +54,12 @@ def multicast(problem: Problem) -> Routes | Transfers:
     return deal_out(problem)
 
 
-def deal_out(problem: Problem, near_first: bool = False) -> Routes | Transfers:
-    """As :func:`multicast`, for any problem; ``near_first`` saves messages inside hosts of several NICs."""
+def deal_out(problem: Problem, near_first: bool = False, keeps_partners: bool = False) -> Routes | Transfers:
+    """As :func:`multicast`, for any problem; the other arguments are those of :class:`Freight`."""
     freight, pieces = load_freight(problem)
     if freight.num_steps > _MOST_STEPS:
         return broadcast_in_rotation(problem)
-    made = make_schedule(ports_of(problem), replace(freight, near_first=near_first))
+    made = make_schedule(ports_of(problem), replace(freight, near_first=near_first, keeps_partners=keeps_partners))
     num_ranks = len(problem.topology.host_of_rank)
     return _to_transfers(problem, pieces, keep_staging_short(made, freight, num_ranks, problem.staging_bytes))
 
@@ -67,6 +67,14 @@ def deal_out(problem: Problem, near_first: bool = False) -> Routes | Transfers:
 def multicast_near(problem: Problem) -> Routes | Transfers:
     """As :func:`multicast`, but NICs pass what ranks at them hold or need rather than what is rarest."""
     return deal_out(problem, near_first=True)
+
+
+def multicast_from_partners(problem: Problem) -> Routes | Transfers:
+    """As :func:`multicast`, but each sender serves one receiver for as long as it can.
+
+    Then receivers that exchange what they get from slow and fast holders each have the senders that fit their rate.
+    """
+    return deal_out(problem, keeps_partners=True)
 
 
 def multicast_from_fast(problem: Problem) -> Routes | Transfers:

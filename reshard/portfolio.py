@@ -8,7 +8,13 @@ from reshard.broadcasts import broadcast_greedy, broadcast_size
 from reshard.chunks import Classes
 from reshard.exchanges import send_recv
 from reshard.lanes import Lanes, least_seconds
-from reshard.multicast import multicast, multicast_from_fast, multicast_near, without_slow_holders
+from reshard.multicast import (
+    multicast,
+    multicast_from_fast,
+    multicast_from_partners,
+    multicast_near,
+    without_slow_holders,
+)
 from reshard.plan import Plan
 from reshard.routes import Problem, Strategy, complete
 from reshard.simulation import simulate
@@ -20,6 +26,7 @@ from reshard.transfers import Transfers
 OTHERS: dict[str, Strategy] = {
     "multicast (near first)": multicast_near,
     "multicast (from fast hosts)": multicast_from_fast,
+    "multicast (from partners)": multicast_from_partners,
     "send_recv": send_recv,
     "broadcast_size": broadcast_size,
     "broadcast_greedy": broadcast_greedy,
@@ -44,6 +51,7 @@ def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
     are_equal = _has_one_rate(topology)
     makes_sense: dict[Strategy, bool] = {
         multicast_near: any(len(host.nics) > 1 for host in topology.hosts),
+        multicast_from_partners: not are_equal and not topology.pods,
         multicast_from_fast: not are_equal and without_slow_holders(problem) is not None,
     }
     costs_nothing = not (topology.latency_seconds or topology.inside_latency_seconds or topology.turn_seconds)

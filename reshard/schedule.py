@@ -81,7 +81,7 @@ with contextlib.suppress(ImportError, AttributeError):  # where it is not built 
             ints(ports.host), floats(ports.out), floats(ports.into), ints(ports.of_rank), ints(ports.pod),
             floats(ports.up), floats(ports.down), *freight.lane_holders, *freight.lane_needers, freight.lane_size,
             freight.lane_of, *freight.class_holders, *freight.class_receivers, freight.piece_at,
-            freight.piece_class, freight.piece_bytes, freight.run, freight.near_first,
+            freight.piece_class, freight.piece_bytes, freight.run, freight.near_first, freight.keeps_partners,
             freight.inside_each, freight.inside_per_byte,
         )  # fmt: skip
         return put_in_order(Schedule(*columns), order)

@@ -123,8 +123,9 @@ def test_text_and_json_keep_the_order_across_ranks():
     st.sampled_from([(None, 0.0), (4e9, 0.0), (5e8, 1e-5)]),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
-def test_native_and_twin_make_the_same_schedule(problem, nics, in_pods, rates, inside, is_mixed, near_first):
+def test_native_and_twin_make_the_same_schedule(problem, nics, in_pods, rates, inside, is_mixed, near_first, partners):
     shape, src, dst, topology = problem
     ports = [[Port.of(rate / (1 + 9 * (is_mixed and n % 2))) for n in range(nics)] for rate in rates]
     hosts = tuple(Host(row, i % 2 if in_pods else None) for i, row in enumerate(ports))
@@ -135,7 +136,7 @@ def test_native_and_twin_make_the_same_schedule(problem, nics, in_pods, rates, i
     if schedule_native is None:
         return
     cut = Problem.of([TensorSpec(shape, "float32", src, dst)], plan.topology)
-    freight = replace(load_freight(cut)[0], near_first=near_first)
+    freight = replace(load_freight(cut)[0], near_first=near_first, keeps_partners=partners)
     ours, twin = schedule_native(ports_of(cut), freight), schedule_python(ports_of(cut), freight)
     for name in ours.__dataclass_fields__:
         assert (getattr(ours, name) == getattr(twin, name)).all(), name
@@ -198,8 +199,17 @@ def _gbit(*rates):
             [rank // 8 for rank in range(48)],
             1.3,
         ),
+        # receivers of full rate that exchange what two slow holders and a faster one bring them
+        (
+            Layout(Mesh.of("3x4"), "R S1 R"),
+            Layout(Mesh.of("2x4", first_rank=12)),
+            (2048, 512, 48),
+            (_gbit(2.5), _gbit(2.5), _gbit(5), _gbit(10), _gbit(10)),
+            [rank // 4 for rank in range(20)],
+            1.01,
+        ),
     ],
-    ids=["uneven shards", "mixed NICs", "slow replica", "numbers of NICs", "pods of many NICs"],
+    ids=["uneven shards", "mixed NICs", "slow replica", "numbers of NICs", "pods of many NICs", "slow holders"],
 )  # fmt: skip
 def test_auto_is_near_the_bound_where_hosts_differ(src, dst, shape, hosts, host_of_rank, most):
     pods = (Port.of(1.5e10),) * 2 if hosts[0].pod is not None else ()
