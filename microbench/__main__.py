@@ -11,13 +11,14 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from microbench.cluster import ClusterError
+from microbench.disturbance import Pace
 from microbench.namespaces import why_unsupported
 from microbench.report import format_summary, format_table
 from microbench.rows import SUITES, Row, all_rows
@@ -32,6 +33,10 @@ from microbench.run import (
     stderr,
 )
 from reshard.errors import ReshardError
+from reshard.topology_json import parse_rate
+
+#: A suite on a machine of its own takes less; what is left goes to turns that are repeated.
+DEFAULT_MINUTES, FULL_MINUTES = 10, 60
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,20 +46,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--suite", action="append", help=f"only this suite, may be repeated: {', '.join([*SUITES, 'random'])}"
     )
-    parser.add_argument("--row", action="append", help="only rows whose name contains this, may be repeated")
+    parser.add_argument(
+        "--row", action="append", help="only rows whose name, as in the table, contains this; may be repeated"
+    )
     parser.add_argument("--full", action="store_true", help="all rows and all contenders; at most an hour")
     parser.add_argument(
         "--contender", action="append", help=f"only this one, may be repeated: {', '.join(ALL_CONTENDERS)}"
     )
     parser.add_argument("--repeats", type=int, default=5, help="turns of each contender after the first (5)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="turns that other users of the machine disturbed are repeated while the run is within this "
+        f"({DEFAULT_MINUTES}; with --full {FULL_MINUTES})",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random rows (0)")
     parser.add_argument("--random", type=int, default=8, help="random rows of --full and --suite random (8)")
     parser.add_argument("--scale", type=float, default=1.0, help="multiply the rows of every tensor")
     parser.add_argument("--out", type=Path, help="write JSON lines here")
     parser.add_argument("--topology", type=Path, help="under torchrun: what the links should carry")
-    parser.add_argument(
-        "--rate", default="10 Gbit/s", help="under torchrun without --topology: of each NIC (10 Gbit/s)"
-    )
+    parser.add_argument("--rate", help="under torchrun without --topology: of each NIC (10 Gbit/s)")
     parser.add_argument(
         "--calibrate", type=Path, help="under torchrun: measure the links, write a topology file here, and stop"
     )
@@ -62,13 +73,21 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not 1 <= options.repeats <= 1000 or not 0 <= options.random <= 10_000 or not 1e-6 <= options.scale <= 64:
         parser.error("--repeats is 1 to 1000, --random 0 to 10000, --scale 1e-6 to 64")
+    if options.minutes is not None and not 0 < options.minutes <= 10_000:
+        parser.error("--minutes is above 0, and at most 10000")
     is_job = "TORCHELASTIC_RUN_ID" in os.environ
     if not is_job and (options.topology or options.calibrate):
         parser.error("--topology and --calibrate are for torchrun; emulated clusters are those of the rows")
+    if not is_job and options.rate is not None:
+        parser.error("--rate is for torchrun; the rates of emulated clusters are those of the rows")
+    if options.topology and options.rate is not None:
+        parser.error("--rate and --topology exclude each other: the topology has the rates of the NICs")
     for name, file in (("--out", options.out), ("--calibrate", options.calibrate)):
-        if file and not file.parent.is_dir():
-            parser.error(f"{name} {file}: there is no folder {file.parent}")
+        if file and (file.is_dir() or not file.parent.is_dir()):
+            parser.error(f"{name} {file}: " + ("a folder" if file.is_dir() else f"there is no folder {file.parent}"))
+    options.rate = "10 Gbit/s" if options.rate is None else options.rate
     try:
+        parse_rate(options.rate)
         rows = _choose(options, parser)
         if options.calibrate:
             from microbench.machines import write_topology
@@ -94,6 +113,10 @@ def main(arguments: list[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             stderr(f"microbench: {type(error).__name__}: {error}")
         return 2
+    except KeyboardInterrupt:
+        kept = f"; the clusters that were through are in {options.out}" if options.out and not is_job else ""
+        stderr(f"microbench: interrupted{kept}")
+        return 128 + signal.SIGINT
 
 
 def _contenders(options: argparse.Namespace, row: Row) -> Sequence[str]:
@@ -113,7 +136,9 @@ def _choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> lis
             parser.error(f"no contender {contender!r}; there are {', '.join(ALL_CONTENDERS)}")
     named = options.suite or options.row
     rows = [row for row in rows if options.suite is None or row.suite in options.suite]
-    rows = [row for row in rows if options.row is None or any(part in row.name for part in options.row)]
+    rows = [
+        row for row in rows if options.row is None or any(part in f"{row.suite}: {row.name}" for part in options.row)
+    ]
     if not (options.full or named):
         rows = [row for row in rows if row.is_default]
     if not rows:
@@ -140,8 +165,8 @@ def _run_on_machines(options: argparse.Namespace, arguments: list[str], rows: li
 
 def _run(options: argparse.Namespace, arguments: list[str], planned: list[Planned]) -> int:
     records: list[dict[str, Any]] = []
-    file = options.out.open("w") if options.out else None
-    begun = time.monotonic()
+    minutes = options.minutes or (FULL_MINUTES if options.full else DEFAULT_MINUTES)
+    pace = Pace(60.0 * minutes, sum(one.expected_seconds for one in planned))
 
     def write(record: dict[str, Any]) -> None:
         records.append(record)
@@ -149,13 +174,13 @@ def _run(options: argparse.Namespace, arguments: list[str], planned: list[Planne
             file.write(json.dumps(record) + "\n")
             file.flush()
 
-    write(describe_machine(arguments))
-    with _progress(sum(one.expected_seconds for one in planned)) as advance:
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(options.out.open("w")) if options.out else None
+        write(describe_machine(arguments))
+        advance = stack.enter_context(_progress(pace.expected_seconds))
         for cluster in dict.fromkeys(one.row.cluster for one in planned):
-            run_cluster(cluster, [one for one in planned if one.row.cluster == cluster], write, advance)
-    write({"kind": "end", "took_seconds": round(time.monotonic() - begun, 1)})
-    if file is not None:
-        file.close()
+            run_cluster(cluster, [one for one in planned if one.row.cluster == cluster], write, advance, pace)
+        write({"kind": "end", "took_seconds": round(pace.passed_seconds, 1)})
     print(format_table(records))
     print(format_summary(records))
     return _status(records)

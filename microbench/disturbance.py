@@ -16,6 +16,10 @@ from typing import NamedTuple
 MOST_STOLEN = 0.01
 #: A turn that was disturbed is repeated until a contender has had this many times its turns.
 MOST_TRIES = 3
+#: What a run takes over its turns: links are measured, processes started.
+OVERHEAD = 1.06
+#: A row may use so many times its part of what a run has to spare.
+GENEROSITY = 4.0
 PROBE_SECONDS = 0.1
 PAUSE_SECONDS = 1.0
 
@@ -51,6 +55,15 @@ class Patience:
     def __init__(self, seconds: float) -> None:
         self._left = seconds
 
+    def spend(self, seconds: float) -> None:
+        """Count a turn that was run again."""
+        self._left -= seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left."""
+        return self._left <= 0
+
     def rest(self) -> None:
         """Keep a processor busy for a moment; pause, and look again, while it is taken away."""
         while self._left > 0:
@@ -61,6 +74,34 @@ class Patience:
                 return
             time.sleep(PAUSE_SECONDS)
             self._left -= time.monotonic() - begun
+
+
+class Pace:
+    """Deals out what a run may take beyond what it takes undisturbed.
+
+    Args:
+        limit_seconds: of the whole run. expected_seconds: of all turns that are wanted, none of them repeated.
+    """
+
+    def __init__(self, limit_seconds: float, expected_seconds: float) -> None:
+        self.expected_seconds = self._left = expected_seconds
+        self._limit, self._begun = limit_seconds, time.monotonic()
+
+    @property
+    def passed_seconds(self) -> float:
+        """Since the run began."""
+        return time.monotonic() - self._begun
+
+    def spare_seconds(self, expected_seconds: float) -> float:
+        """What the next row may take for pauses and turns that are repeated.
+
+        Args:
+            expected_seconds: of its turns. A row gets several times its share, as others will need none.
+        """
+        spare = max(0.0, self._limit - self.passed_seconds - OVERHEAD * self._left)
+        share = min(1.0, GENEROSITY * expected_seconds / self._left) if self._left else 0.0
+        self._left = max(0.0, self._left - expected_seconds)
+        return spare * share
 
 
 class Lap(NamedTuple):

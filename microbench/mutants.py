@@ -34,7 +34,8 @@ ROOT = Path(__file__).parent.parent
 PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "geometry": (
         "mesh notation layout shards tasks",
-        ("test_values.py", "test_hostile.py", "test_properties.py", "test_jax.py", "test_check_plan.py"),
+        ("test_shards.py", "test_values.py", "test_hostile.py", "test_properties.py", "test_jax.py",
+         "test_check_plan.py"),
     ),
     "planner": (
         "plan transfers loads order routes senders trees exchanges broadcasts matching chunks lanes freight board "

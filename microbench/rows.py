@@ -86,7 +86,7 @@ def one_to_many() -> Iterable[Row]:
     for grid in ("1x1", "1x2", "1x3", "1x4", "2x2", "3x2", "4x2"):
         hosts, devices = map(int, grid.split("x"))
         dst = Mesh.from_array([[4 * (1 + host) + device for device in range(devices)] for host in range(hosts)])
-        is_common = grid in ("1x4", "2x2", "4x2")
+        is_common = grid in ("2x2", "4x2")
         for mib in (32, 1, 16, 64) if is_common else (32, 1):
             rows = mib * _MIB // 4096
             name = f"1 to {grid}, {mib} MiB"
@@ -169,14 +169,14 @@ def pods() -> Iterable[Row]:
     """Two pods of four hosts whose uplink carries what one host's NIC does."""
     first, second = Mesh.of("4x2"), Mesh.of("4x2", first_rank=8)
     one, rest = Mesh.of("1x2"), Mesh.of("7x2", first_rank=2)
-    yield _row("pods", "one host -> all others", "pods", (2048, 2048), (one, "S1 R"), (rest, "R R"))
+    yield _row("pods", "one host -> all others", "pods", (2048, 2048), (one, "S1 R"), (rest, "R R"), False)
     yield _row("pods", "S0 -> S0 in the other pod", "pods", (2048, 2048), (first, "S0 R"), (second, "S0 R"), False)
     yield _row(
         "pods", "replicated -> replicated in the other pod", "pods", (2048, 1024), (first, "R R"), (second, "R R")
     )
     both = Mesh.from_array([[0, 1], [8, 9], [2, 3], [10, 11]])
     others = Mesh.from_array([[4, 5], [12, 13], [6, 7], [14, 15]])
-    yield _row("pods", "columns -> rows, both pods", "pods", (4096, 2048), (both, "R S0"), (others, "S0 R"), False)
+    yield _row("pods", "columns -> rows, both pods", "pods", (4096, 2048), (both, "R S0"), (others, "S0 R"))
 
 
 def small() -> Iterable[Row]:

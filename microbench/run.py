@@ -20,6 +20,7 @@ import numpy as np
 from microbench.calibrate import deviations, mean_topology, measure_cluster
 from microbench.cluster import Cluster
 from microbench.contenders import OTHERS, are_replicated
+from microbench.disturbance import Pace
 from microbench.rows import Row, read_cluster
 from microbench.wiring import nominal
 from microbench.worker import PATIENCE_SECONDS, Job, Turn, run_jobs
@@ -151,13 +152,17 @@ def _processor() -> str:
 
 
 def run_cluster(
-    name: str, planned: Sequence[Planned], write: Callable[[Record], None], advance: Callable[[float, str], None]
+    name: str,
+    planned: Sequence[Planned],
+    write: Callable[[Record], None],
+    advance: Callable[[float, str], None],
+    pace: Pace,
 ) -> None:
     """All rows of one cluster: links measured, rows run, links measured again, records written.
 
     Args:
         name: the cluster. planned: its rows. write: takes each record.
-        advance: takes seconds of expected work that are done, and what is running.
+        advance: takes seconds of expected work that are done, and what is running. pace: of the whole run.
     """
     shaped = read_cluster(name)
     expected = nominal(shaped)
@@ -187,7 +192,7 @@ def run_cluster(
             last = now
 
         for one in planned:  # in new processes: groups that nobody uses wake up all the same, a hundred times a second
-            job = Job(one.key, one.row.tensors, one.turns)
+            job = Job(one.key, one.row.tensors, one.turns, pace.spare_seconds(one.expected_seconds))
             limit = 120.0 + 2 * PATIENCE_SECONDS + 8 * one.expected_seconds
             cluster.run(run_jobs, [job], timeout_seconds=limit, on_report=on_report)
         advance(0.0, f"{name}: measuring links")

@@ -30,7 +30,7 @@ from reshard.plan import Plan, TensorSpec
 
 #: From the agreement on a start to the start, so that all ranks are asleep by then.
 SETTLE_SECONDS = 0.02
-#: How long a row waits for a machine that is taken away.
+#: How long a row may wait for a machine that is taken away, and run turns again.
 PATIENCE_SECONDS = 30.0
 
 
@@ -45,11 +45,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Job:
-    """One row: the tensors and who moves them."""
+    """One row: the tensors, who moves them, and how long pauses and repeated turns may take."""
 
     key: str
     tensors: tuple[TensorSpec, ...]
     turns: tuple[Turn, ...]
+    spare_seconds: float = PATIENCE_SECONDS
 
 
 class Stopwatch:
@@ -108,11 +109,14 @@ def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stop
     expected = [shard_of_positions(spec.dst, rank, spec.shape, spec.dtype) for spec in job.tensors]
     outs = [None if shard is None else torch.zeros_like(shard) for shard in expected]
     results: dict[str, dict[str, Any]] = {}
-    patience = Patience(PATIENCE_SECONDS)
+    patience = Patience(min(job.spare_seconds, PATIENCE_SECONDS))
+    may_repeat = torch.tensor([not patience.is_over])
     contenders: dict[str, Callable[[], None]] = {}
     for number in range(MOST_TRIES * max(turn.repeats for turn in job.turns) + 1):
         for turn in job.turns:
             if number and ("refused" in results[turn.name] or not results[turn.name]["laps"].needs_more()):
+                continue
+            if number > turn.repeats and not may_repeat:
                 continue
             for out in outs:
                 if out is not None:
@@ -138,8 +142,10 @@ def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stop
                 if out is not None and wanted is not None and not _same(out, wanted):
                     results[turn.name]["wrong"] += count_unlike(out, wanted)
             if number and took.is_disturbed and rank == 0:
+                patience.spend(took.seconds)
                 patience.rest()
-            dist.barrier()
+            may_repeat[0] = not patience.is_over
+            dist.broadcast(may_repeat, 0)
     return results
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import microbench.__main__ as bench
 from microbench.__main__ import main
 from microbench.calibrate import deviations, mean_topology, measured_topology, plan_tests
-from microbench.disturbance import Lap, Laps
+from microbench.disturbance import Lap, Laps, Pace, Patience
 from microbench.pictures import draw_bars
 from microbench.plan import Case, growth, time_case
 from microbench.report import format_markdown, format_table, replace_section
@@ -129,6 +130,20 @@ def _records():
     ]
 
 
+def test_a_run_spends_what_its_time_leaves():
+    pace = Pace(100.0, 50.0)
+    first = pace.spare_seconds(5.0)
+    assert 0.39 * 47 < first < 0.4 * 47  # four times a tenth of what is left above the overhead
+    assert 47 < pace.spare_seconds(45.0) < 52.5  # all of it, for the last row
+    assert pace.spare_seconds(0.0) == 0.0
+    assert Pace(10.0, 50.0).spare_seconds(5.0) == 0.0
+    patience = Patience(2.0)
+    patience.spend(1.5)
+    assert not patience.is_over
+    patience.spend(0.5)
+    assert patience.is_over
+
+
 def test_records_tables_and_pages():
     records = _records()
     by_name = {record["contender"]: record for record in records[1:]}
@@ -242,3 +257,35 @@ def test_calibration_needs_a_job(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["--calibrate", str(tmp_path / "cluster.json")])
     assert "--calibrate are for torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (["--rate", "1 Gbit/s"], "--rate is for torchrun"),
+        (["--out", "."], "--out .: a folder"),
+        (["--minutes", "0"], "--minutes is above 0"),
+        (["--row", "nowhere: nothing"], "no row is called 'nowhere: nothing'"),
+    ],
+)
+def test_a_wrong_command_line_is_named(capsys, said, message):
+    with pytest.raises(SystemExit):
+        main(said)
+    assert message in capsys.readouterr().err
+
+
+def test_rows_are_chosen_by_what_the_table_calls_them(capsys):
+    assert main(["--list", "--row", "unequal NICs: replicated -> S0", "--contender", "auto"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_an_interrupt_is_one_line(capsys, monkeypatch, tmp_path):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "run_cluster", interrupted)
+    monkeypatch.setattr(bench, "why_unsupported", lambda: None)
+    out = tmp_path / "out.jsonl"
+    assert main(["--row", "study 1", "--contender", "auto", "--out", str(out)]) == 130
+    assert "interrupted; the clusters that were through are in" in capsys.readouterr().err
+    assert json.loads(out.read_text())["kind"] == "run"
