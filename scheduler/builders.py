@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from reshard.errors import ArgumentError
 
-from .pipeline import Pipeline
+from .pipeline import Pipeline, check_pipeline
 from .schedule import Action, Kind, Schedule
 from .transfers import add_transfers
 
 
 def gpipe(pipeline: Pipeline, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards. Peak in flight: all microbatches. Source: GPipe (Huang et al., 2019)."""
-    check_microbatches(num_microbatches)
+    check_microbatches(pipeline, num_microbatches)
     return from_warmups("gpipe", pipeline, num_microbatches, [num_microbatches] * len(pipeline.stages))
 
 
@@ -22,6 +22,7 @@ def one_f_one_b(pipeline: Pipeline, num_microbatches: int) -> Schedule:
 
     Peak in flight: ``min(m, n - i)``. Source: PipeDream-Flush (Narayanan et al., 2021).
     """
+    check_microbatches(pipeline, num_microbatches)
     num = len(pipeline.stages)
     return from_warmups("1f1b", pipeline, num_microbatches, [num - i for i in range(num)])
 
@@ -31,6 +32,7 @@ def eager_1f1b(pipeline: Pipeline, num_microbatches: int) -> Schedule:
 
     Peak in flight: ``min(m, 2 * (n - i) - 1)``. Source: the 2023 study of cross-mesh resharding.
     """
+    check_microbatches(pipeline, num_microbatches)
     num = len(pipeline.stages)
     return from_warmups("eager-1f1b", pipeline, num_microbatches, [2 * (num - i) - 1 for i in range(num)])
 
@@ -43,8 +45,10 @@ def interleaved_1f1b(pipeline: Pipeline, num_microbatches: int, num_rows: int) -
     Raises:
         ArgumentError: the rows do not divide the stages, or the microbatches.
     """
-    check_microbatches(num_microbatches)
+    check_microbatches(pipeline, num_microbatches)
     num_stages = len(pipeline.stages)
+    if isinstance(num_rows, bool) or not isinstance(num_rows, int):
+        raise ArgumentError(f"num_rows is {num_rows!r}; it must be an integer")
     if num_rows < 1 or num_stages % num_rows or num_microbatches % num_rows:
         raise ArgumentError(
             f"interleaved 1F1B: {num_rows} rows must divide {num_stages} stages and {num_microbatches} microbatches"
@@ -79,7 +83,7 @@ def zero_bubble(pipeline: Pipeline, num_microbatches: int) -> Schedule:
 
     Peak in flight: that of stage 0 in 1F1B, on every stage. Source: ZB-H1 (Qi et al., 2023).
     """
-    check_microbatches(num_microbatches)
+    check_microbatches(pipeline, num_microbatches)
     num = len(pipeline.stages)
     rows = []
     for stage in range(num):
@@ -106,7 +110,9 @@ def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: 
     Raises:
         ArgumentError: no microbatch, or a stage without a warm-up.
     """
-    check_microbatches(num_microbatches)
+    check_microbatches(pipeline, num_microbatches)
+    if not isinstance(warmups, Sequence):
+        raise ArgumentError(f"warm-ups are a list with one of each stage, not {warmups!r}")
     if len(warmups) != len(pipeline.stages) or not all(isinstance(depth, int) and depth > 0 for depth in warmups):
         raise ArgumentError(f"warm-ups {list(warmups)}: each of {len(pipeline.stages)} stages needs one, from 1 on")
     rows = []
@@ -121,7 +127,8 @@ def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: 
     return add_transfers(name, rows, pipeline, range(len(warmups)), num_microbatches)
 
 
-def check_microbatches(num_microbatches: int) -> None:
-    """Raise ArgumentError unless there is at least one."""
+def check_microbatches(pipeline: Pipeline, num_microbatches: int) -> None:
+    """Raise ArgumentError unless there is a pipeline, and at least one microbatch."""
+    check_pipeline(pipeline)
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ArgumentError(f"num_microbatches is {num_microbatches!r}; it must be an integer from 1 on")

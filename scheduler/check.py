@@ -6,8 +6,8 @@ from collections import Counter
 
 from reshard.errors import ScheduleError
 
-from .pipeline import Pipeline
-from .schedule import Action, Channel, Kind, Schedule
+from .pipeline import Pipeline, check_limit
+from .schedule import Action, Channel, Kind, Schedule, check_fits
 from .simulation import simulate
 
 #: Of a long row so many actions are shown before and behind a place.
@@ -26,11 +26,11 @@ def check_schedule(schedule: Schedule, pipeline: Pipeline, memory_limit_bytes: i
     Raises:
         ScheduleError: the first of these that does not hold, with the row and the place.
     """
-    num = len(pipeline.stages)
+    check_fits(schedule, pipeline)
+    if memory_limit_bytes is not None:
+        check_limit(memory_limit_bytes)
     if schedule.num_microbatches < 1:
         raise ScheduleError(f"the schedule has {schedule.num_microbatches} microbatches; it needs one at least")
-    if schedule.num_stages != num:
-        raise ScheduleError(f"the schedule has {schedule.num_stages} stages, the pipeline {num}")
     wrong = [row for row in schedule.row_of_stage if not 0 <= row < len(schedule.rows)]
     if wrong:
         raise ScheduleError(f"a stage is on row {wrong[0]}; there are {len(schedule.rows)}")

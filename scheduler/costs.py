@@ -35,6 +35,8 @@ def plan_edge(
     Raises:
         ArgumentError: no tensors. What :func:`reshard.make_plan` raises.
     """
+    if isinstance(tensors, TensorSpec):
+        raise ArgumentError(f"tensors of edge {src} -> {dst} are a list of TensorSpecs, not one of them")
     if not tensors:
         raise ArgumentError(f"edge {src} -> {dst} has no tensors; where only costs are known, make an Edge of them")
     edge = Edge(src, dst, tensors=tuple(tensors), without_gradient=frozenset(without_gradient))

@@ -7,6 +7,8 @@ parallel inside one is torch's affair. Only this module and those that it import
 from __future__ import annotations
 
 import hashlib
+import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 
 from reshard.agreement import Record, describe_error, resolve
 from reshard.channel import find_channel
-from reshard.errors import ArgumentError, ReshardError
+from reshard.errors import ArgumentError, RemoteError, ReshardError
 from reshard.failures import tell_error
 from reshard.group import find_group
 from reshard.mesh import format_ranks
@@ -50,8 +52,10 @@ class Engine:
             reduced), with the tensors that edges take and, to start a backward from, a scalar "loss".
         group: whose ranks the meshes name; omitted, the world.
         topology, strategy: how tensors move; omitted, by host names and by default.
-        last_pipeline: the same pipeline with the tensors of the last microbatch, where that is smaller than the others.
-        ties: parameters that several stages have; the first stage's values are taken by the others now.
+        last_pipeline: the same pipeline with the tensors of the last microbatch, where that is smaller than the others;
+            its loss weighs as much less.
+        ties: parameters that several stages have; the first stage's values are taken by the others now. A stage whose
+            ranks see different data needs DDP or FSDP there.
         num_loss_shards: how many copies of the stage with the loss see different data; the total is their mean.
         signal_only: move one element in place of each tensor, and compute on zeros; shows what communication costs.
         timeout_seconds: how long ranks may take to agree, and each transfer to finish, including the wait for whoever
@@ -79,24 +83,28 @@ class Engine:
     ) -> None:
         self.schedule, self.pipeline = schedule, pipeline
         self._group = find_group(group)
-        self._num_loss_shards = num_loss_shards
+        self._num_loss_shards, self._last_weight = num_loss_shards, 1.0
         self._broken: BaseException | None = None
         self._closed = False
+        self._stepping = threading.Lock()
         self._stages: dict[int, StageRun] = {}
         try:
+            _check_types(schedule, pipeline, last_pipeline, ties)
             ranks = _find_ranks(pipeline)
         except ReshardError as error:
             tell_error(self._group, error)
             raise
-        channel = find_channel(self._group, ranks)
+        channel = self._channel = find_channel(self._group, ranks)
         record = Record(self._group.rank, hostname=self._group.hostname)
         agreeing_seconds = DEFAULT_TIMEOUT_SECONDS
         try:
-            agreeing_seconds = timeout_seconds = check_timeout(timeout_seconds)
+            agreeing_seconds = timeout_seconds = self._timeout_seconds = check_timeout(timeout_seconds)
             check_schedule(schedule, pipeline)
             rows = _find_rows(schedule, pipeline)
             self.row = next(row for row, its in enumerate(rows) if self._group.rank in its)
             _check_last(pipeline, last_pipeline)
+            self._last_weight = _weigh_last(pipeline, last_pipeline)
+            _check_shards(num_loss_shards, pipeline)
             self._stages = self._make_stages(modules)
             check_ties(ties, pipeline, modules, self._group.rank)
             record.arguments = _describe(schedule, pipeline, last_pipeline, strategy, topology)
@@ -141,7 +149,9 @@ class Engine:
 
         Args:
             feed: what stages of this rank get from outside, ``{stage: [{name: tensor} of each microbatch]}``; stages of
-                other ranks are passed over. loss_weights: of each microbatch's loss in the total; omitted, all alike.
+                other ranks are passed over.
+            loss_weights: of each microbatch's loss in the total, equal on all ranks; omitted, all alike, a smaller last
+                one as much less as its tensors are smaller.
 
         Raises:
             ReshardError: this rank or another failed; the same on all ranks in time. The engine cannot go on then.
@@ -150,28 +160,49 @@ class Engine:
             raise ArgumentError("this engine is closed")
         if self._broken is not None:
             raise ArgumentError(f"this engine cannot go on after an error: {self._broken}") from self._broken
+        if not self._stepping.acquire(blocking=False):
+            raise ArgumentError("this engine is in a step already, of another thread or of a module that it calls")
         try:
             fed = self._check_feed({} if feed is None else feed)
             self._iteration = Iteration(self._parts, fed, self._check_weights(loss_weights))
             return self._iteration.run()
         except BaseException as error:
             self._broken = error
+            error = self._place(error)
             for stage in self._stages.values():
                 stage.forget()
             for crossings in self._parts.crossings:
                 crossings.fail(error)
             self._parts.ties.fail(error)
             raise
+        finally:
+            self._stepping.release()
+
+    def _place(self, error: BaseException) -> BaseException:
+        """An error of this rank's own code as others are told of it, with what it was doing."""
+        doing = None if self._iteration is None else self._iteration.doing
+        if doing is None:
+            return error
+        where = f"in {doing}, microbatch {doing.microbatch} of stage {doing.stage}"
+        error.add_note(f"{where} of the schedule {self.schedule.name!r}")
+        if isinstance(error, ReshardError):
+            return error
+        if doing.kind is Kind.I:
+            error.add_note(
+                "This backward is made in two halves. A module with activation checkpoints, or one that asks for "
+                "gradients in its forward, needs whole ones: fitted(..., can_split=False)"
+            )
+        return RemoteError(f"rank {self._group.rank} {where}: {type(error).__name__}: {error}")
 
     def timeline(self) -> PipelineTimeline:
-        """When everything of the last step happened, on all ranks; every rank calls.
+        """When everything of the last step happened, on all ranks; every rank of the pipeline calls.
 
         Raises:
-            ArgumentError: no step has been done yet, or the group was joined and has no collectives.
+            ArgumentError: no step has been done yet. TransferTimeoutError: another rank does not call.
         """
         if self._iteration is None:
             raise ArgumentError("no step has been done yet, so there is no timeline")
-        return gather(self._iteration.measured, self._group)
+        return gather(self._iteration.measured, self._channel, self._timeout_seconds)
 
     def close(self) -> None:
         """End the threads that move tensors."""
@@ -205,10 +236,58 @@ class Engine:
 
     def _check_weights(self, loss_weights: Sequence[float] | None) -> list[float]:
         num = self.schedule.num_microbatches
-        weights = [1.0 / num] * num if loss_weights is None else [float(weight) for weight in loss_weights]
-        if len(weights) != num:
-            raise ArgumentError(f"{len(weights)} loss weights for {num} microbatches")
+        if loss_weights is None:
+            parts = [1.0] * (num - 1) + [self._last_weight]
+            weights = [part / sum(parts) for part in parts]
+        else:
+            try:
+                weights = [float(weight) for weight in loss_weights]
+            except (TypeError, ValueError):
+                raise ArgumentError(f"loss_weights are {num} numbers, not {loss_weights!r}") from None
+            if len(weights) != num or not all(map(math.isfinite, weights)):
+                raise ArgumentError(f"loss_weights are {num} finite numbers, not {loss_weights!r}")
         return [weight / self._num_loss_shards for weight in weights]
+
+
+def _check_types(schedule: Any, pipeline: Any, last_pipeline: Any, ties: Any) -> None:
+    wanted = [("schedule", schedule, Schedule), ("pipeline", pipeline, Pipeline)]
+    if last_pipeline is not None:
+        wanted.append(("last_pipeline", last_pipeline, Pipeline))
+    if not isinstance(ties, Sequence):
+        raise ArgumentError(f"ties are a list of Tie, not {type(ties).__name__}")
+    for what, value, kind in [*wanted, *(("a tie", tie, Tie) for tie in ties)]:
+        if not isinstance(value, kind):
+            raise ArgumentError(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
+
+
+def _check_shards(num_loss_shards: Any, pipeline: Pipeline) -> None:
+    most = max(len(stage.mesh.ranks) for stage in pipeline.stages if stage.mesh is not None)
+    if isinstance(num_loss_shards, bool) or not isinstance(num_loss_shards, int) or not 1 <= num_loss_shards <= most:
+        raise ArgumentError(
+            f"num_loss_shards is {num_loss_shards!r}; it must be an integer from 1 to {most}, the ranks of the largest "
+            "stage"
+        )
+
+
+def _weigh_last(pipeline: Pipeline, last: Pipeline | None) -> float:
+    """How much smaller the last microbatch is: the part that all its tensors have that are smaller."""
+    if last is None:
+        return 1.0
+    both = [
+        (math.prod(b.shape), math.prod(a.shape))
+        for edge, its in zip(pipeline.edges, last.edges, strict=True)
+        for a, b in zip(edge.tensors, its.tensors, strict=True)
+        if a.shape != b.shape
+    ]
+    parts = {small / whole for small, whole in both if whole}
+    if len(parts) > 1:
+        raise ArgumentError(
+            f"tensors of last_pipeline are {', '.join(f'{part:.3g}' for part in sorted(parts))} of the others in size, "
+            "so nothing says what its loss weighs; shapes should differ in the rows of the microbatch alone"
+        )
+    if 0 in parts:
+        raise ArgumentError("tensors of last_pipeline are empty; leave the last microbatch away")
+    return parts.pop() if parts else 1.0
 
 
 def _find_ranks(pipeline: Pipeline) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from reshard.errors import ArgumentError, ScheduleError
 
 from .builders import check_microbatches, eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
 from .greedy import Policy, order_greedily
-from .pipeline import Pipeline
+from .pipeline import Pipeline, check_limit
 from .schedule import Action, Kind, Schedule
 from .simulation import simulate
 from .transfers import add_transfers, compute_rows
@@ -65,17 +65,15 @@ def fitted(
         ArgumentError: no microbatch, or rows that are not numbered from 0. ScheduleError: not even one microbatch at a
             time fits the limit.
     """
-    check_microbatches(num_microbatches)
-    if memory_limit_bytes is not None and (
-        isinstance(memory_limit_bytes, bool)
-        or not isinstance(memory_limit_bytes, (int, float))
-        or math.isnan(memory_limit_bytes)
-    ):
-        raise ArgumentError(f"memory_limit_bytes is {memory_limit_bytes!r}; it must be a number")
+    check_microbatches(pipeline, num_microbatches)
+    if memory_limit_bytes is not None:
+        check_limit(memory_limit_bytes)
+    if row_of_stage is not None and not isinstance(row_of_stage, Sequence):
+        raise ArgumentError(f"row_of_stage is a list of the rows of all stages, not {row_of_stage!r}")
     rows = tuple(range(len(pipeline.stages))) if row_of_stage is None else tuple(row_of_stage)
     if any(isinstance(row, bool) or not isinstance(row, int) for row in rows):
         raise ArgumentError(f"rows {list(rows)} must be integers")
-    if len(rows) != len(pipeline.stages) or set(rows) != set(range(max(rows) + 1)):
+    if len(rows) != len(pipeline.stages) or max(rows) >= len(rows) or set(rows) != set(range(max(rows) + 1)):
         raise ArgumentError(f"rows {list(rows)}: each of {len(pipeline.stages)} stages needs one, numbered from 0")
     depths_tried = [tuple(min(d, num_microbatches) for d in depths) for depths in _depths(pipeline)]
     most = depths_tried[-1] if memory_limit_bytes is None else (num_microbatches,) * len(rows)
@@ -89,8 +87,8 @@ def fitted(
             search.try_policy(policy)
     if search.best is None:
         raise ScheduleError(
-            f"no schedule was found that keeps at most {memory_limit_bytes:,} bytes of activations; one microbatch "
-            "takes "
+            f"no schedule was found that keeps at most {memory_limit_bytes or math.inf:,} bytes of activations; one "
+            "microbatch takes "
             f"{max(stage.activation_bytes for stage in pipeline.stages):,}"
         )
     search.improve()

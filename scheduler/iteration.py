@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 from .crossings import Crossing, Crossings
 from .measured import Measured, Moment, Passage
 from .pipeline import Pipeline
-from .replicas import put_back, set_aside
+from .replicas import check_loss_shards, put_back, set_aside
 from .schedule import Action, Channel, Kind, Schedule
 from .stage_run import StageRun, Tensors
 from .ties import Ties
@@ -67,6 +67,7 @@ class Iteration:
         self.gives_loss: dict[int, bool] = {}
         self.measured = Measured(parts.row)
         self.waited = 0.0
+        self.doing: Action | None = None
         self.last_backward = {
             action.stage: action.microbatch for action in self.actions if action.kind in (Kind.B, Kind.I)
         }
@@ -82,10 +83,12 @@ class Iteration:
         summed = [p for stage in self.stages.values() for p in stage.copied_parameters()]
         kept = set_aside([*summed, *self.parts.ties.parameters()])
         for action in self.actions:
+            self.doing = action
             if action.kind.is_transfer:
                 self.move(action)
             else:
                 self.compute(action)
+        self.doing = None
         for crossing in self.sends:
             crossing.wait()
         for stage in self.stages.values():
@@ -164,6 +167,7 @@ class Iteration:
                 f"stage {stage} gives a loss for some microbatches and none for others; see {microbatch}"
             )
         if loss is not None:
+            check_loss_shards(stage, run.module, self.parts.num_loss_shards)
             self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss
         self.hand_on(stage, microbatch, sent, is_forward=True)
 

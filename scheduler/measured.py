@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -9,10 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from reshard.errors import ArgumentError
-from reshard.group import Group
+from reshard.agreement import Record, Verdict, resolve
+from reshard.channel import Channel as AgreementChannel
 
 from .crossings import Crossing
 from .schedule import Action, Channel, Kind
@@ -50,28 +49,46 @@ class Measured:
 
 
 _Times = tuple[Channel, int, bool, float | None, float | None, float | None]
+_Own = tuple[int, list[Moment], list[_Times], str, float]  # row, moments, passages, the machine, and its clock
 
 
-def gather(measured: Measured, group: Group) -> PipelineTimeline:
-    """The timeline of all ranks of a group, each of which calls.
+def gather(measured: Measured, channel: AgreementChannel, timeout_seconds: float) -> PipelineTimeline:
+    """The timeline of all ranks of a channel, each of which calls.
 
-    Ranks of one machine share a clock; between machines clocks are set by a barrier, to a millisecond or so. A row is
+    Ranks of one machine share a clock; between machines clocks are set by meeting, to a millisecond or so. A row is
     shown by its first rank, a transfer from when both sides had come to when the last receiver had all.
+
+    Raises:
+        TransferTimeoutError: a rank does not call.
     """
     passages: list[_Times] = []
     for passage in measured.passages:
         handle = passage.crossing.handle
         begun, ended = (None, None) if handle is None else (handle.begun_at, handle.ended_at)
         passages.append((passage.channel, passage.microbatch, passage.is_send, passage.crossing.made_at, begun, ended))
-    own = (measured.row, measured.moments, passages, _boot_id(), 0.0)
-    everybody: list[Any] = [own]
-    if group.size > 1:
-        everybody = [None] * group.size
-        if group.process_group is None:
-            raise ArgumentError("a joined group has no collectives to gather a timeline with; give a process group")
-        dist.barrier(group.process_group)
-        dist.all_gather_object(everybody, (*own[:4], time.monotonic()), group=group.process_group)
-    return _merge(everybody)
+    rank = channel.group.rank
+    channel.agree(Record(rank), _put_together, timeout_seconds)
+    own = (measured.row, measured.moments, passages, _boot_id(), time.monotonic())
+    _, verdict = channel.agree(Record(rank, said=_to_json(own)), _put_together, timeout_seconds)
+    return _merge([_from_json(verdict.said[rank]) for rank in sorted(verdict.said)])
+
+
+def _put_together(records: list[Record]) -> Verdict:
+    verdict = resolve(records, {})
+    verdict.said = {record.rank: record.said for record in records}
+    return verdict
+
+
+def _to_json(own: _Own) -> list[Any]:
+    row, moments, passages, boot, now = own
+    done = [[*dataclasses.astuple(one.action), one.since, one.start, one.end] for one in moments]
+    return [row, done, [[*dataclasses.astuple(channel), *rest] for channel, *rest in passages], boot, now]
+
+
+def _from_json(said: Any) -> _Own:
+    row, done, passages, boot, now = said
+    moments = [Moment(Action(Kind(kind), *rest[:4]), *rest[4:]) for kind, *rest in done]
+    return row, moments, [(Channel(*entry[:3]), *entry[3:]) for entry in passages], boot, now
 
 
 def _boot_id() -> str:

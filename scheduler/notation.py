@@ -41,6 +41,7 @@ def parse_schedule(text: str) -> Schedule:
     Raises:
         ScheduleError: a line that cannot be read; it is not checked whether the schedule makes sense.
     """
+    _check_text(text)
     lines = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
     header = _HEADER.fullmatch(lines[0].strip()) if lines else None
     if header is None:
@@ -68,6 +69,11 @@ def parse_schedule(text: str) -> Schedule:
         except ScheduleError as error:
             raise ScheduleError(f"line {number + 2}: {error}") from None
     return Schedule(header["name"], tuple(rows), row_of_stage, num)
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise ScheduleError(f"a schedule is read from a text, not from {type(text).__name__}")
 
 
 def parse_action(word: str) -> Action:

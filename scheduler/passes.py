@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from reshard.errors import ScheduleError
+from reshard.errors import ArgumentError, ScheduleError
 
 from .pipeline import Pipeline
-from .schedule import Kind, Schedule
+from .schedule import Kind, Schedule, check_fits
 from .simulation import simulate
 from .transfers import RECVS_AHEAD, add_transfers, compute_rows
 
@@ -34,6 +34,7 @@ class Report:
 
 def overlap_transfers(schedule: Schedule, pipeline: Pipeline) -> Schedule:
     """Every send right behind its producer, every receive ahead of its consumer, none waited for before it must be."""
+    check_fits(schedule, pipeline)
     return add_transfers(
         schedule.name, compute_rows(schedule), pipeline, schedule.row_of_stage, schedule.num_microbatches
     )
@@ -45,6 +46,7 @@ def block_transfers(schedule: Schedule, pipeline: Pipeline) -> Schedule:
     A receive is posted ahead of the send before its consumer, since otherwise two neighbours that send to each other
     would wait for ever; as far ahead as it takes.
     """
+    check_fits(schedule, pipeline)
     recvs_ahead = RECVS_AHEAD
     while True:
         ahead = add_transfers(
@@ -78,6 +80,7 @@ def issue_at_consumer(schedule: Schedule, pipeline: Pipeline) -> Schedule:
 
     The sender's end is posted behind its producer but does not flow before the receiver has come.
     """
+    check_fits(schedule, pipeline)
     ahead = add_transfers(
         schedule.name,
         compute_rows(schedule),
@@ -94,7 +97,10 @@ def issue_at_consumer(schedule: Schedule, pipeline: Pipeline) -> Schedule:
 
 def apply_passes(schedule: Schedule, pipeline: Pipeline, passes: Sequence[Pass]) -> tuple[Schedule, tuple[Report, ...]]:
     """One pass after the other, and what each did."""
+    check_fits(schedule, pipeline)
     reports = []
+    if not isinstance(passes, Sequence) or not all(map(callable, passes)):
+        raise ArgumentError(f"passes are a list of functions such as overlap_transfers, not {passes!r}")
     for one in passes:
         changed = one(schedule, pipeline)
         reports.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -60,7 +60,8 @@ class Edge:
 
     Args:
         src, dst: stages. forward_seconds, backward_seconds: of one crossing with its links to itself.
-        forward_loads, backward_loads: what a crossing takes of links that others use too; omitted, it has its own.
+        forward_loads, backward_loads: what a crossing takes of links that others use too, ``((link, seconds), ...)`` or
+            a dict; omitted, it has its own.
         tensors: what moves, each by a name, with its layouts on both sides; empty where only the costs are known.
         without_gradient: names of those that need none, besides tensors of integers or booleans, which never do.
 
@@ -83,11 +84,34 @@ class Edge:
             raise ArgumentError(
                 f"without_gradient is a set of names, such as {{{self.without_gradient!r}}}, not a string"
             )
+        for name in ("without_gradient", "tensors"):
+            if not isinstance(getattr(self, name), Iterable):
+                raise ArgumentError(f"{name} of edge {self.src} -> {self.dst} is {getattr(self, name)!r}, not a list")
+        for spec in self.tensors:
+            if not isinstance(spec, TensorSpec):
+                raise ArgumentError(
+                    f"tensors of edge {self.src} -> {self.dst} are TensorSpecs, not {type(spec).__name__}"
+                )
+            if spec.name in ("loss", "self"):
+                raise ArgumentError(
+                    f"edge {self.src} -> {self.dst}: no tensor can be called {spec.name!r}, which means something else"
+                )
+        object.__setattr__(self, "tensors", tuple(self.tensors))
         object.__setattr__(self, "without_gradient", frozenset(self.without_gradient))
         for direction in ("forward", "backward"):
             seconds = getattr(self, f"{direction}_seconds")
             _check_cost(f"{direction}_seconds of edge {self.src} -> {self.dst}", seconds)
-            for link, busy in getattr(self, f"{direction}_loads"):
+            loads = getattr(self, f"{direction}_loads")
+            if isinstance(loads, Mapping):
+                loads = tuple(loads.items())
+                object.__setattr__(self, f"{direction}_loads", loads)
+            if not isinstance(loads, Iterable) or not all(
+                isinstance(entry, tuple) and len(entry) == 2 for entry in loads
+            ):
+                raise ArgumentError(
+                    f"{direction}_loads of edge {self.src} -> {self.dst} are ((link, seconds), ...), not {loads!r}"
+                )
+            for link, busy in loads:
                 _check_cost(f"the load of link {link}", busy)
                 if busy > seconds * (1 + 1e-9):
                     raise ArgumentError(
@@ -124,15 +148,23 @@ class Pipeline:
     edges: tuple[Edge, ...] = ()
 
     def __post_init__(self) -> None:
+        for what, values, kind in (("stages", self.stages, Stage), ("edges", self.edges, Edge)):
+            if not isinstance(values, Iterable):
+                raise ArgumentError(f"{what} of a pipeline are a list of {kind.__name__}s, not {values!r}")
+            for value in values:
+                if not isinstance(value, kind):
+                    raise ArgumentError(f"{what} of a pipeline are {kind.__name__}s, not {type(value).__name__}")
         object.__setattr__(self, "stages", tuple(self.stages))
-        object.__setattr__(self, "edges", tuple(sorted(self.edges, key=lambda edge: (edge.src, edge.dst))))
         if not self.stages:
             raise ArgumentError("a pipeline has at least one stage")
         for edge in self.edges:
-            if not 0 <= edge.src < edge.dst < len(self.stages):
+            if not (
+                isinstance(edge.src, int) and isinstance(edge.dst, int) and 0 <= edge.src < edge.dst < len(self.stages)
+            ):
                 raise ArgumentError(
                     f"edge {edge.src} -> {edge.dst} must lead forward between stages 0 to {len(self.stages) - 1}"
                 )
+        object.__setattr__(self, "edges", tuple(sorted(self.edges, key=lambda edge: (edge.src, edge.dst))))
         if len(self.edge_between) < len(self.edges):
             raise ArgumentError("two edges join the same two stages; put their tensors into one")
         for edge in self.edges:
@@ -164,6 +196,7 @@ class Pipeline:
             forward, backward: of one microbatch on each stage. communication: of one crossing of each boundary, the
                 same in both directions. weight_grad_part: of the backward.
         """
+        _check_cost("weight_grad_part", weight_grad_part)
         if not len(forward) == len(backward) == len(communication) + 1:
             raise ArgumentError(
                 f"{len(forward)} stages have {len(backward)} backwards and {len(communication)} boundaries; "
@@ -193,6 +226,19 @@ class Pipeline:
         """What 1F1B takes where communication costs nothing and all stages are as slow as the slowest."""
         slowest = max(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
         return (num_microbatches + len(self.stages) - 1) * slowest
+
+
+def check_pipeline(pipeline: object) -> None:
+    """Raise ArgumentError unless it is one."""
+    if not isinstance(pipeline, Pipeline):
+        raise ArgumentError(f"a Pipeline is needed, not {type(pipeline).__name__}")
+
+
+def check_limit(memory_limit_bytes: object) -> None:
+    """Raise ArgumentError unless it is a number of bytes."""
+    is_number = isinstance(memory_limit_bytes, (int, float)) and not isinstance(memory_limit_bytes, bool)
+    if not is_number or math.isnan(memory_limit_bytes):  # type: ignore[arg-type]
+        raise ArgumentError(f"memory_limit_bytes is {memory_limit_bytes!r}; it must be a number")
 
 
 def _check_cost(what: str, value: object) -> None:

@@ -21,11 +21,35 @@ def check_module(stage: int, module: Any, is_split: bool) -> None:
     """Raise ArgumentError unless a stage's module can be run as its schedule says."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"stage {stage} needs a torch.nn.Module, not {type(module).__name__}")
+    for name, each in module.named_modules():
+        inside = f"the module of stage {stage}" + (f" has {name!r}, which" if name else "")
+        if isinstance(each, DistributedDataParallel) and each is not module:
+            raise ArgumentError(
+                f"{inside} is wrapped by DistributedDataParallel; only the whole module can be, outermost "
+                "(DDP(torch.compile(module)), not the other way round), or its gradients would not be summed"
+            )
+        is_replicate = hasattr(each, "set_requires_gradient_sync") and not hasattr(each, "set_gradient_divide_factor")
+        if is_replicate or type(each).__name__ == "FullyShardedDataParallel":
+            wrapper = "replicate()" if is_replicate else "FullyShardedDataParallel"
+            raise ArgumentError(f"{inside} is wrapped by {wrapper}; use DistributedDataParallel, or fully_shard")
+    if getattr(module, "static_graph", False) and isinstance(module, DistributedDataParallel):
+        raise ArgumentError(f"stage {stage} is wrapped by DDP with static_graph=True, which cannot leave out its sums")
     if is_split and _fsdp_modules(module):
         raise ArgumentError(
             f"stage {stage} is sharded by FSDP, which frees its weights with the first half of a backward; give it "
             "whole backwards, as fitted(..., can_split=False) does"
         )
+
+
+def check_loss_shards(stage: int, module: Any, num_loss_shards: int) -> None:
+    """Raise ArgumentError if a stage that gives a loss has other copies than the total is said to be the mean of."""
+    if isinstance(module, DistributedDataParallel):
+        copies = dist.get_world_size(module.process_group)
+        if copies != num_loss_shards:
+            raise ArgumentError(
+                f"stage {stage} gives a loss on {copies} copies under DDP, which see different data, but "
+                f"num_loss_shards is {num_loss_shards}; copies that see the same data need no DDP"
+            )
 
 
 def quiet(module: Any) -> contextlib.AbstractContextManager[Any]:
@@ -87,9 +111,9 @@ def sum_over_copies(module: Any) -> None:
                 parameter.grad.mul_(copies)  # DDP takes the mean
     # DDP sums where a parameter's gradient is accumulated, once for each that has one: so add nothing to every one.
     # torch's own pipeline runtime calls its reducer in the same way.
-    module.reducer.prepare_for_backward([])
     with torch.enable_grad():
         aliases = [parameter.view_as(parameter) for parameter in parameters]
+    module.reducer.prepare_for_backward(aliases if module.find_unused_parameters else [])
     torch.autograd.backward(aliases, [torch.zeros_like(parameter) for parameter in parameters])
     for parameter, is_used in zip(parameters, has_one.tolist(), strict=True):
         if not is_used:  # by no copy: an optimizer would decay it for a gradient of zeros

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from reshard.errors import ScheduleError
+from reshard.errors import ArgumentError, ScheduleError
 
-from .pipeline import Pipeline
+from .pipeline import Pipeline, check_pipeline
 
 
 class Kind(enum.StrEnum):
@@ -97,6 +97,8 @@ class Schedule:
     num_microbatches: int
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ScheduleError(f"a schedule's name is a text, not {self.name!r}")
         if not 0 < len(self.name) <= 100 or self.name != self.name.strip() or {":", "\n"} & set(self.name):
             raise ScheduleError(
                 f"a schedule's name is up to 100 characters on one line without a colon, not {self.name!r}"
@@ -113,6 +115,11 @@ class Schedule:
                 yield row, action
 
     @cached_property
+    def highest_stage(self) -> int:
+        """Of those that actions name."""
+        return max((max(action.stage, action.other or 0) for _, action in self), default=0)
+
+    @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """Of each stage the most microbatches that it has begun and not finished."""
         now, most = [0] * self.num_stages, [0] * self.num_stages
@@ -123,6 +130,7 @@ class Schedule:
 
     def peak_bytes(self, pipeline: Pipeline) -> tuple[int, ...]:
         """Of each row the most activations that a device keeps at once."""
+        check_fits(self, pipeline)
         now, most = [0] * len(self.rows), [0] * len(self.rows)
         for row, action in self:
             now[row] += _KEPT.get(action.kind, 0) * pipeline.stages[action.stage].activation_bytes
@@ -135,3 +143,20 @@ class Schedule:
         lines = [f"{self.name}: {self.num_microbatches} microbatches, stages on rows {rows}"]
         lines += [f"{row}: {' '.join(map(str, actions))}".rstrip() for row, actions in enumerate(self.rows)]
         return "\n".join(lines)
+
+
+def check_fits(schedule: object, pipeline: object) -> None:
+    """Raise unless a schedule is one, and of no more stages than the pipeline has.
+
+    Raises:
+        ArgumentError: something else was given. ScheduleError: it was made for another pipeline.
+    """
+    check_pipeline(pipeline)
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError(f"a Schedule is needed, not {type(schedule).__name__}")
+    assert isinstance(pipeline, Pipeline)
+    num = len(pipeline.stages)
+    if schedule.num_stages != num:
+        raise ScheduleError(f"the schedule has {schedule.num_stages} stages, the pipeline {num}")
+    if schedule.highest_stage >= num:
+        raise ScheduleError(f"the schedule names stage {schedule.highest_stage}; there are stages 0 to {num - 1}")

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from reshard.errors import ScheduleError
+from reshard.errors import ArgumentError, ScheduleError
 
 from .pipeline import Loads, Pipeline
-from .schedule import Action, Channel, Kind, Schedule
+from .schedule import Action, Channel, Kind, Schedule, check_fits
 
 #: Ends closer together than this part of the step happen at once.
 _TOGETHER = 1e-12
@@ -50,12 +50,19 @@ class PipelineTimeline:
         """When the last computation has ended."""
         return max((span.end for span in self.spans), default=0.0)
 
+    def _check_row(self, row: int) -> None:
+        rows = {span.row for span in self.spans}
+        if row not in rows:
+            raise ArgumentError(f"the timeline has no row {row!r}, only {sorted(rows)}")
+
     def exposed_seconds(self, row: int) -> float:
         """What a row waited for transfers whose data was there, and had nothing else to do."""
+        self._check_row(row)
         return sum(span.exposed_seconds for span in self.spans if span.row == row)
 
     def busy_seconds(self, row: int) -> float:
         """What a row computed."""
+        self._check_row(row)
         return sum(span.end - span.start for span in self.spans if span.row == row and not span.action.kind.is_transfer)
 
 
@@ -69,6 +76,7 @@ def simulate(schedule: Schedule, pipeline: Pipeline) -> PipelineTimeline:
     Raises:
         ScheduleError: the schedule never ends, or its ends of a channel disagree; the text shows where rows stand.
     """
+    check_fits(schedule, pipeline)
     return _Run(schedule, pipeline).run()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from reshard.arrays import waited_for
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.layout import Layout
@@ -229,7 +230,25 @@ class StageRun:
 
 
 def _gradient_of(leaf: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    gradient: torch.Tensor = torch.zeros_like(leaf) if leaf.grad is None else waited_for(leaf.grad)
+    return gradient
+
+
+class _Waited(torch.autograd.Function):
+    """What a collective that is under way gives, as plain memory and with the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, array: Any) -> Any:
+        return array.trigger_wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    plain: torch.Tensor = _Waited.apply(value) if hasattr(value, "trigger_wait") else value  # type: ignore[no-untyped-call]
+    return plain
 
 
 def _is_dtensor(value: Any) -> bool:
@@ -241,17 +260,15 @@ def _localize(value: Any, spec: TensorSpec) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(f"{spec.name!r} is {type(value).__name__}, not a tensor")
     if not _is_dtensor(value):
-        return value
+        return _plain(value)
     mesh = value.device_mesh
     layout = spec.src
     if not isinstance(layout, Layout) or layout.ranks != tuple(mesh.mesh.flatten().tolist()):
         raise ArgumentError(f"{spec.name!r} is a DTensor on {mesh}, but its edge has it on {layout}")
-    local: torch.Tensor = value.redistribute(placements=layout.to_placements()).to_local()
-    return local
+    return _plain(value.redistribute(placements=layout.to_placements()).to_local())
 
 
 def _whole(loss: Any) -> torch.Tensor | None:
     if _is_dtensor(loss):
-        whole: torch.Tensor = loss.full_tensor()
-        return whole
-    return loss
+        return _plain(loss.full_tensor())
+    return None if loss is None else _plain(loss)

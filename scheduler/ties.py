@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from reshard.errors import ArgumentError
 from reshard.group import Group
@@ -148,6 +149,11 @@ def check_ties(ties: Iterable[Tie], pipeline: Pipeline, modules: Mapping[int, to
                 local = _local(modules[stage].get_parameter(name).detach())
             except AttributeError as error:
                 raise ArgumentError(f"stage {stage} has no parameter {name!r}, which a tie names") from error
+            if _is_plain(modules[stage], name) and _is_sharded(pipeline, stage):
+                raise ArgumentError(
+                    f"a tie names {name!r} of stage {stage}, whose ranks get or give shards, so each has a gradient of "
+                    "its own; wrap the module by DistributedDataParallel or fully_shard, which add them"
+                )
             spec = TensorSpec(tie.shape, tie.dtype, _layout(tie, pipeline, stage), _layout(tie, pipeline, stage))
             expected = spec.src_shards.local_shape(rank)
             if tuple(local.shape) != tuple(expected):
@@ -155,6 +161,18 @@ def check_ties(ties: Iterable[Tie], pipeline: Pipeline, modules: Mapping[int, to
                     f"parameter {name!r} of stage {stage} is {list(local.shape)}, but of the tie of {list(tie.shape)} "
                     f"rank {rank} has {list(expected)}"
                 )
+
+
+def _is_plain(module: torch.nn.Module, name: str) -> bool:
+    """Whether nothing adds the gradients that copies of a parameter have."""
+    return not isinstance(module, DistributedDataParallel) and not hasattr(module.get_parameter(name), "to_local")
+
+
+def _is_sharded(pipeline: Pipeline, stage: int) -> bool:
+    """Whether ranks of a stage have parts of what crosses its edges."""
+    sides = [spec.dst_shards for edge in pipeline.edges if edge.dst == stage for spec in edge.tensors]
+    sides += [spec.src_shards for edge in pipeline.edges if edge.src == stage for spec in edge.tensors]
+    return any(shards.local_shape(rank) != shards.shape for shards in sides for rank in shards.layout.ranks)
 
 
 def _layout(tie: Tie, pipeline: Pipeline, stage: int) -> AnyLayout:

@@ -103,7 +103,7 @@ def run_rank(rank, fault):
             feed = {1: [{"x": torch.ones(2, 3)}] * NUM}
         begun = time.monotonic()
         try:
-            engine.step(feed)
+            engine.step(feed, loss_weights=["a", 1, 1, 1] if (fault, rank) == ("loss weights", 1) else None)
         except Exception:
             with pytest.raises(ArgumentError, match="cannot go on"):
                 engine.step(feed)
@@ -114,8 +114,8 @@ def run_rank(rank, fault):
 
 
 FAULTS = {
-    "raises": ("RemoteError", "rank 1: ValueError: the third is bad"),
-    "late": ("RemoteError", "rank 1: ValueError: the last backward is bad"),
+    "raises": ("RemoteError", "rank 1 in 1F2, microbatch 2 of stage 1: ValueError: the third is bad"),
+    "late": ("RemoteError", "rank 1 in 1B3, microbatch 3 of stage 1: ValueError: the last backward is bad"),
     "shape": ("ArgumentError", r"stage 1 gives 'x' as float32 \[1, 3\]; rank 1 holds float32 \[2, 3\]"),
     "dtype": ("ArgumentError", r"stage 1 gives 'x' as float64 \[2, 3\]; rank 1 holds float32 \[2, 3\]"),
     "name": ("ArgumentError", r"stage 1 returns \['z'\], not 'x', which stage 2 needs"),
@@ -129,6 +129,7 @@ FAULTS = {
     "modules": ("ArgumentError", r"rank 1 computes stages \[1\], but has modules for \[\]"),
     "modules are none": ("ArgumentError", "rank 1: modules are {stage: module}, not NoneType"),
     "bad timeout": ("ArgumentError", "rank 1: timeout_seconds is -1"),
+    "loss weights": ("ArgumentError", r"loss_weights are 4 finite numbers, not \['a', 1, 1, 1\]|are 4 numbers"),
     "no module": ("ArgumentError", "stage 1 needs a torch.nn.Module, not str"),
     "tie": ("ArgumentError", "stage 1 has no parameter 'layer.wait', which a tie names"),
 }
@@ -192,6 +193,27 @@ def test_pipelines_that_cannot_run_are_refused():
         for kind, said in run_processes(run_wrong, 2, one, schedule):
             assert kind == "ArgumentError"
             assert text in said
+
+
+class Reentrant(torch.nn.Module):
+    """Calls the step that it is computed in."""
+
+    def forward(self, x):
+        self.engine.step({})
+
+
+def run_reentrant(rank):
+    pipeline = Pipeline((Stage(1, 1, 1, mesh=Mesh([0])),), ())
+    module = Reentrant()
+    with Engine(one_f_one_b(pipeline, 1), pipeline, {0: module}, timeout_seconds=20) as engine:
+        module.engine = engine
+        with pytest.raises(ArgumentError, match="in a step already") as caught:
+            engine.step({0: [{"x": torch.ones(1)}]})
+    return caught.value.__notes__
+
+
+def test_a_step_within_a_step_is_refused():
+    assert run_processes(run_reentrant, 1) == [["in 0F0, microbatch 0 of stage 0 of the schedule '1f1b'"]]
 
 
 class Counter(torch.nn.Module):

@@ -10,7 +10,7 @@ from reshard.scheduler.engine import Engine
 from reshard.scheduler.ties import Tie
 from torch import nn
 
-from reshard import Layout, Mesh
+from reshard import ArgumentError, Layout, Mesh, RemoteError
 from reshard.launch import run_processes
 from reshard.plan import TensorSpec
 
@@ -87,7 +87,7 @@ def run_rank(rank, sizes, how, build, tied, adds_up=False):
     kind = how[stage]
     if kind == "ddp":
         module = nn.parallel.DistributedDataParallel(module, process_group=groups[stage])
-    elif kind in ("fsdp", "tp"):
+    elif kind in ("fsdp", "tp", "tp local"):
         from torch.distributed.device_mesh import DeviceMesh
 
         mesh = DeviceMesh.from_group(groups[stage], "cpu")
@@ -95,7 +95,8 @@ def run_rank(rank, sizes, how, build, tied, adds_up=False):
             fully_shard(module, mesh=mesh)
         else:
             out = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
-            plan = {"up": ColwiseParallel(), "down": out if stage == 0 else RowwiseParallel()}
+            # with a local output it is a tensor that the all-reduce has yet to fill
+            plan = {"up": ColwiseParallel(), "down": out if (stage, kind) == (0, "tp") else RowwiseParallel()}
             parallelize_module(module, mesh, plan)
     del init_device_mesh, Replicate
 
@@ -125,6 +126,7 @@ def run_rank(rank, sizes, how, build, tied, adds_up=False):
         ((2, 1), ("ddp", "plain"), zero_bubble),
         ((1, 2), ("plain", "ddp"), fitted),
         ((2, 1), ("tp", "plain"), zero_bubble),
+        ((2, 1), ("tp local", "plain"), one_f_one_b),
         ((1, 2), ("plain", "tp"), one_f_one_b),
         ((2, 1), ("fsdp", "plain"), one_f_one_b),
         ((1, 2), ("plain", "fsdp"), one_f_one_b),
@@ -176,7 +178,7 @@ class Choosy(nn.Module):
         return {"loss": (self.sometimes(y) if self.is_used else y).mean()}
 
 
-def run_choosy(rank):
+def run_choosy(rank, finds_unused):
     meshes = [Mesh([0]), Mesh([1, 2])]
     groups = [dist.new_group(mesh.ranks) for mesh in meshes]
     x = TensorSpec((4, 3), "float32", Layout(meshes[0], "R R"), Layout(meshes[1], "S0 R"), "x")
@@ -184,15 +186,18 @@ def run_choosy(rank):
     torch.manual_seed(0)
     module = nn.Linear(3, 3)
     if rank:
-        module = nn.parallel.DistributedDataParallel(Choosy(rank == 1), process_group=groups[1])
+        module = nn.parallel.DistributedDataParallel(
+            Choosy(rank == 1), process_group=groups[1], find_unused_parameters=finds_unused
+        )
     feed = {0: [{"input": torch.ones(4, 3)}] * 2}
     with Engine(one_f_one_b(pipeline, 2), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
         engine.step(feed)
     return {n: None if p.grad is None else p.grad.numpy().copy() for n, p in module.named_parameters()}
 
 
-def test_what_no_copy_uses_has_no_gradient():
-    _, first, second = run_processes(run_choosy, 3, timeout_seconds=60)
+@pytest.mark.parametrize("finds_unused", [False, True])
+def test_what_no_copy_uses_has_no_gradient(finds_unused):
+    _, first, second = run_processes(run_choosy, 3, finds_unused, timeout_seconds=60)
     assert {name for name, gradient in first.items() if gradient is None} == {
         "module.never.weight",
         "module.never.bias",
@@ -201,3 +206,69 @@ def test_what_no_copy_uses_has_no_gradient():
         if gradient is not None:
             assert abs(gradient).sum() > 0
             torch.testing.assert_close(torch.from_numpy(gradient), torch.from_numpy(second[name]))
+
+
+def run_wrapped(rank):
+    """Wrappers whose gradients would be wrong, and what is said of each."""
+    mesh = Mesh([0, 1])
+    pipeline = Pipeline((Stage(1, 1, 1, mesh=mesh),), ())
+    schedule, said = one_f_one_b(pipeline, 1), []
+
+    def ddp(module, **options):
+        return nn.parallel.DistributedDataParallel(module, **options)
+
+    for module, shards in (
+        (nn.Sequential(ddp(nn.Linear(3, 3))), 1),
+        (ddp(nn.Linear(3, 3), static_graph=True), 1),
+        (ddp(nn.Linear(3, 1)), 1),
+        (nn.Linear(3, 3), 0),
+        (nn.Linear(3, 3), 3),
+    ):
+        try:
+            with Engine(schedule, pipeline, {0: module}, num_loss_shards=shards, timeout_seconds=20) as engine:
+                engine.step({0: [{"input": torch.ones(1, 3)}]})
+        except ArgumentError as error:
+            said.append(str(error))
+    return said
+
+
+def test_wrappers_that_would_give_wrong_gradients_are_refused():
+    said, other = run_processes(run_wrapped, 2, timeout_seconds=60)
+    for one in (said, other):
+        assert "the module of stage 0 has '0', which is wrapped by DistributedDataParallel; only the whole" in one[0]
+        assert "static_graph=True" in one[1]
+        assert (
+            "stage 0 gives a loss on 2 copies under DDP, which see different data, but num_loss_shards is 1" in one[2]
+        )
+        assert "num_loss_shards is 0; it must be an integer from 1 to 2" in one[3]
+        assert "num_loss_shards is 3" in one[4]
+
+
+def run_timeline(rank):
+    """A pipeline on some ranks of the world; then one of them ends, and does not ask for the timeline."""
+    if rank in (0, 2):
+        return None
+    meshes = [Mesh([1]), Mesh([3])]
+    x = TensorSpec((1, 3), "float32", Layout(meshes[0]), Layout(meshes[1]), "input")
+    pipeline = Pipeline(tuple(Stage(1, 1, 1, mesh=mesh) for mesh in meshes), (Edge(0, 1, 1, 1, tensors=(x,)),))
+    stage = int(rank == 3)
+    with Engine(
+        one_f_one_b(pipeline, 2), pipeline, {stage: nn.Linear(3, 1 if stage else 3)}, timeout_seconds=20
+    ) as engine:
+        engine.step({0: [{"input": torch.ones(1, 3)}] * 2})
+        timeline = engine.timeline()
+        rows = sorted({span.row for span in timeline.spans}), len(timeline.crossings)
+        with pytest.raises(ArgumentError, match="no row 7"):
+            timeline.exposed_seconds(7)
+        if rank == 3:
+            return rows, None
+        try:
+            engine.timeline()
+        except RemoteError as error:
+            return rows, str(error)
+
+
+def test_a_timeline_needs_the_ranks_of_the_pipeline_and_no_others():
+    _, (rows, said), _, (others, _) = run_processes(run_timeline, 4, timeout_seconds=60)
+    assert rows == others == ([0, 1], 4)
+    assert "rank 3 is gone" in said
