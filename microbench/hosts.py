@@ -259,15 +259,15 @@ def _rank_main(interface_name: str, rank: int, request: dict[str, Any], pipe: Co
         import torch
         import torch.distributed as dist
 
+        from reshard.launch import join_world
+
         torch.set_num_threads(1)
         function, args, environment = pickle.loads(pipe.recv_bytes())
         os.environ.update(environment)
         store = dist.PrefixStore(
             f"run{request['run']}", dist.TCPStore(CLUSTER_ADDRESS, request["port"], is_master=False)
         )
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=request["num_ranks"], timeout=timedelta(seconds=300)
-        )
+        join_world(store, rank, request["num_ranks"], timedelta(seconds=300))
         value = function(rank, lambda value: pipe.send(("report", value, "")), *args)
         message = ("result", value, "")
     except BaseException as error:

@@ -176,6 +176,20 @@ def _serve_until(listener: socket.socket, pipe: Connection, launchers_end: Conne
     os._exit(0)
 
 
+def join_world(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> None:
+    """Make the default group over Gloo, and wait until every rank has it.
+
+    A process that ends sooner closes connections that others are still making, and they fail for it.
+
+    Raises:
+        RuntimeError: of torch, not all ranks came in time.
+    """
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    if store.add("joined", 1) == num_ranks:
+        store.set("all joined", "")
+    store.wait(["all joined"], timeout)
+
+
 def _main(
     function: Callable[..., Any],
     rank: int,
@@ -190,8 +204,7 @@ def _main(
     try:
         port = pipe.recv()
         if init_group:
-            store = dist.TCPStore("127.0.0.1", port, is_master=False)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
+            join_world(dist.TCPStore("127.0.0.1", port, is_master=False), rank, num_ranks, timedelta(seconds=60))
             value = function(rank, *args)
         else:
             value = function(rank, port, *args)

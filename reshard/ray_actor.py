@@ -26,6 +26,7 @@ from reshard.call import reshard
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.group import Group, forget_group, join, serve_store
+from reshard.launch import join_world
 from reshard.layout import AnyLayout
 from reshard.shards import cut_shards
 
@@ -165,13 +166,13 @@ class Device:
         """Call a function with the world group up."""
         key, address, port, rank, size = world
         store = dist.PrefixStore(f"world/{key}", _connect(address, port))
-        limit = timedelta(seconds=timeout_seconds)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
         try:
+            join_world(store, rank, size, timedelta(seconds=timeout_seconds))
             return function(rank, *args)
         finally:
-            forget_group(dist.group.WORLD)
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                forget_group(dist.group.WORLD)
+                dist.destroy_process_group()
 
 
 def _connect(address: str, port: int) -> dist.Store:
