@@ -40,8 +40,9 @@ class Record:
 
     ``arguments`` are compared between ranks, entry by entry; ``error`` is a local error, class and text.
     ``attempt`` counts the rounds that the rank began. ``left`` counts for each member the calls with it that the rank
-    may have left, ``why_left`` is the error of the last one (see :mod:`reshard.failures`). ``said`` is for all others
-    as it is.
+    may have left, ``why_left`` is the error of the last one; ``skipped`` and ``made`` count calls by who takes part:
+    those that left the rank out though it called, and those that left out other members (see
+    :mod:`reshard.failures`). ``said`` is for all others as it is.
     """
 
     rank: int
@@ -53,6 +54,8 @@ class Record:
     attempt: int = 0
     left: list[int] = field(default_factory=list)
     why_left: tuple[str, str] | None = None
+    skipped: dict[str, Any] = field(default_factory=dict)
+    made: dict[str, int] = field(default_factory=dict)
     said: Any = None
 
     def to_json(self) -> dict[str, Any]:
@@ -74,7 +77,8 @@ class Verdict:
     """What all ranks take from a call: an error for all, or what they agreed on.
 
     ``lost`` are ranks that did not come to a round that bears it; ``said`` is what each other rank said. ``behind`` are
-    those that the error is for, if it is not for all: the others wait for the next call of those.
+    those that the error is for, if it is not for all: the others wait for the next call of those. ``skipped`` are calls
+    that another rank made without them, which they count as dealt with.
     """
 
     error: tuple[str, str] | None = None
@@ -86,6 +90,7 @@ class Verdict:
     generation: int = 0
     round: int = 0
     attempts: dict[int, int] = field(default_factory=dict)
+    skipped: dict[str, Any] = field(default_factory=dict)
     behind: list[int] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
     said: dict[int, Any] = field(default_factory=dict)

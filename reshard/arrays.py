@@ -57,6 +57,11 @@ def as_plain(source: torch.Tensor | None) -> torch.Tensor | None:
     return None if source is None else source.detach().resolve_conj().resolve_neg()
 
 
+def waited_for(array: Any) -> Any:
+    """An array as it is; of the ``AsyncCollectiveTensor`` that tensor parallelism gives, what the collective gave."""
+    return array.trigger_wait() if hasattr(array, "trigger_wait") else array
+
+
 def check_movable(array: Any, what: str, rank: int) -> None:
     """Raise ArgumentError unless the array is a dense tensor whose elements travel as bytes."""
     if not isinstance(array, torch.Tensor):

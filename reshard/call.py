@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from reshard.agreement import Record, TensorRecord, Verdict, resolve, resolve_left
-from reshard.arrays import as_plain, check_apart, check_array, check_movable
+from reshard.agreement import Record, TensorRecord, Verdict, resolve_left
+from reshard.arrays import as_plain, check_apart, check_array, check_movable, waited_for
 from reshard.casts import cast_landed, cast_source, check_cast, landing_of, travelling_dtype
 from reshard.channel import MAX_CACHED, Channel, find_channel
 from reshard.dtypes import dtype_name
@@ -174,6 +174,7 @@ class _Call:
         on_loss: str,
     ) -> None:
         self.verify, self.on_loss = verify, on_loss
+        self.bears_loss = isinstance(on_loss, str) and on_loss != "raise"  # what else it may be is told in the round
         self.group, self.items, self.members = group, items, members
         self.strategy, self.topology = strategy, topology
         self.staging_bytes, self.timeout_seconds = staging_bytes, timeout_seconds
@@ -182,7 +183,9 @@ class _Call:
         channel, call, verdict, record, lost = self._agree()
         if lost:
             return self._start_without(channel, verdict, lost)
-        plan, program, runner = self._plan(channel, record, verdict)
+        plan, program, runner, lost = self._plan(channel, record, verdict)
+        if lost:
+            return self._start_without(channel, verdict, lost)
         try:
             mover = Mover.agreed(plan, program, runner, channel, call, verdict, self.timeout_seconds, self.verify)
             src, dst, finish = self._arrays(program.dst_shapes, verdict)
@@ -190,7 +193,7 @@ class _Call:
             raise channel.fail(verdict.generation, error) from error
         handle = mover.start_checked(src, dst, finish)
         mover.close()
-        if self.on_loss == "raise":
+        if not self.bears_loss:
             return handle
         return SurvivingHandle(handle, self._survivors(channel, plan, src, dst), finish)
 
@@ -203,8 +206,7 @@ class _Call:
         lost: set[int] = set()
         while True:
             decide = functools.partial(resolve_left, layouts=layouts, members=channel.members)
-            bears_loss = self.on_loss != "raise"
-            call, verdict = channel.agree(record, decide, self.timeout_seconds, bears_loss)
+            call, verdict = channel.agree(record, decide, self.timeout_seconds, self.bears_loss)
             lost |= set(verdict.lost)
             if verdict.dtypes:
                 return channel, call, verdict, record, lost
@@ -283,7 +285,7 @@ class _Call:
         check_on_loss(self.on_loss, device_type)
 
     def _check_item(self, record: TensorRecord, item: Item) -> None:
-        record.is_dtensor = item.like is not None
+        record.is_dtensor, item.tensor = item.like is not None, waited_for(item.tensor)
         rank, what = self.group.rank, f"tensor {item.name!r}" if item.name else "the tensor"
         if item.shape is not None:
             record.shape = list(check_shape(item.shape))
@@ -312,15 +314,16 @@ class _Call:
             record.devices.append(item.out.device.type)
             self._check_device(item.out.device.type)
 
-    def _plan(self, channel: Channel, record: Record, verdict: Verdict) -> tuple[Plan, Program, RoundRunner | None]:
-        """The plan for what was agreed: from the channel's cache, or made and compared with the other ranks'."""
+    def _plan(
+        self, channel: Channel, record: Record, verdict: Verdict
+    ) -> tuple[Plan, Program, RoundRunner | None, set[int]]:
+        """The plan for what was agreed, cached or made and compared; and who was lost meanwhile, if that is borne."""
         agreed: list[Any] = [sorted(one.items()) for one in (verdict.shapes, verdict.dtypes, verdict.hostnames)]
         key = repr((record.arguments, verdict.device_type, agreed))
         known = not callable(self.strategy)  # another function of the same name may be another strategy
         if known and key in channel.cache:
             channel.cache.move_to_end(key)
-            found: tuple[Plan, Program, RoundRunner | None] = channel.cache[key]
-            return found
+            return (*channel.cache[key], set())
         said = Record(self.group.rank)
         plan = program = runner = None
         try:
@@ -334,13 +337,14 @@ class _Call:
                 if not isinstance(error, ReshardError)
                 else (type(error).__name__, str(error))
             )
-        channel.agree(said, lambda records: resolve(records, {}), self.timeout_seconds)
+        decide = functools.partial(resolve_left, layouts={}, members=channel.members)
+        _, same = channel.agree(said, decide, self.timeout_seconds, self.bears_loss)
         assert plan is not None and program is not None
         if known:
             channel.cache[key] = plan, program, runner
         if len(channel.cache) > MAX_CACHED:
             channel.cache.popitem(last=False)
-        return plan, program, runner
+        return plan, program, runner, set(same.lost)
 
     def _make_plan(self, verdict: Verdict) -> Plan:
         topology = self.topology

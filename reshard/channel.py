@@ -28,7 +28,7 @@ from reshard.agreement import Record, Verdict, describe_error, missing_error, na
 from reshard.beacon import Pulses, is_blamed, publish_beacon
 from reshard.control import Hub, Spoke
 from reshard.errors import ArgumentError, RemoteError, ReshardError
-from reshard.failures import HasLeftError, count_left, find_behind, give_up
+from reshard.failures import HasLeftError, SkippedError, count_calls, find_behind, forgive, give_up, note_skipped
 from reshard.group import Group, check_inside
 from reshard.lookout import find_elsewhere
 from reshard.mesh import format_ranks
@@ -95,6 +95,7 @@ class Channel:
             verdict.said = {int(rank): one for rank, one in verdict.said.items()}
             verdict.hostnames = {int(rank): name for rank, name in verdict.hostnames.items()}
             self.answered.update({int(rank): attempt for rank, attempt in verdict.attempts.items()})
+            forgive(self.group, verdict.skipped)
             if verdict.behind:
                 give_up(self.group, self.members, verdict)
             verdict.raise_error()
@@ -114,7 +115,7 @@ class Channel:
         self.group.attempts += 1
         record.attempt = self.group.attempts
         record.generation = self.generation + (self.broken is not None)
-        record.left, record.why_left = count_left(self.group, self.members), self.group.beacon["error"]
+        count_calls(record, self.group, self.members)
         try:
             if self.group.rank == self.members[0]:
                 return self._gather(record, decide, deadline, timeout_seconds, bears_loss)
@@ -172,6 +173,8 @@ class Channel:
                 for rank, left in zip(self.members, record.left, strict=True)
                 if rank == record.rank or (rank in hub.pending and hub.pending[rank][1]["left"][0] <= left)
             ]
+        except SkippedError as error:
+            verdict = error.verdict
         except Exception as error:  # a defect in deciding must reach the others too
             verdict = Verdict(error=describe_error(error))
         self._rounds += 1
@@ -207,7 +210,7 @@ class Channel:
                 verdict = Verdict(lost=[hub], generation=record.generation)
             else:
                 verdict = Verdict(error=missing_error([hub], self.members, timeout_seconds))
-        except HasLeftError as error:
+        except (HasLeftError, SkippedError) as error:
             verdict = error.verdict
         except ReshardError as error:
             verdict = Verdict(error=describe_error(error))
@@ -386,14 +389,10 @@ def find_channel(group: Group, members: tuple[int, ...]) -> Channel:
     """
     check_inside(group, members)
     if group.rank not in members:
-        error = ArgumentError(
+        note_skipped(group, members)
+        raise ArgumentError(
             f"rank {group.rank} calls, but is in neither layout; only ranks {format_ranks(members)} take part"
         )
-        digest = hashlib.sha256(repr(members).encode()).hexdigest()[:20]
-        count = group.beacon["skipped"].get(digest, [0])[0]
-        group.beacon["skipped"][digest] = [count + 1, list(members)]
-        publish_beacon(group)
-        raise error
     with group.lock:
         if members not in group.channels:
             group.channels[members] = Channel(group, members)

@@ -143,7 +143,7 @@ def _plan(options: argparse.Namespace) -> int:
             raise ArgumentError(
                 f"rank {options.rank} has {plan.count_messages(options.rank)} messages, too many to print"
             )
-        json.dump(plan.to_json(options.rank), sys.stdout)
+        sys.stdout.write(json.dumps(plan.to_json(options.rank)))  # written at once by C, not piece by piece
         print()
         return 0
     if options.format == "html":

@@ -122,5 +122,6 @@ BY_NAME: dict[str, type[ReshardError]] = {
         RankLostError,
         TransferTimeoutError,
         VerificationError,
+        ScheduleError,
     )
 }

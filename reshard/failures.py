@@ -9,12 +9,13 @@ call that the other has left: that call fails, and who is ahead waits for the ne
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 from reshard.agreement import Record, Verdict, describe_error, name_rank
 from reshard.beacon import publish_beacon
-from reshard.errors import ReshardError
+from reshard.errors import DisagreementError, ReshardError
 from reshard.group import Group
 from reshard.mesh import format_ranks
 
@@ -56,20 +57,95 @@ def count_left(group: Group, members: Sequence[int]) -> list[int]:
     return [_count(group.beacon, rank) for rank in members]
 
 
+def count_calls(record: Record, group: Group, members: Sequence[int]) -> None:
+    """Put into a record what the others need to tell whether it is of the same call as theirs."""
+    record.left, record.why_left = count_left(group, members), group.beacon["error"]
+    skipped = group.beacon["skipped"]
+    record.skipped = {name: entry for name, entry in skipped.items() if not set(entry[1]).isdisjoint(members)}
+    made = [ranks for ranks in list(group.channels) if not set(members) <= set(ranks)]
+    record.made = group.forgiven | {_name(ranks): _count_made(group, ranks) for ranks in made}
+
+
 def has_left(group: Group, rank: int, beacon: dict[str, Any]) -> bool:
     """Whether a rank has left the call that this rank waits in."""
     return _count(beacon, group.rank) > _count(group.beacon, rank)
 
 
 def find_behind(records: Sequence[Record], members: Sequence[int]) -> Verdict | None:
-    """Who is in a call that another one has left, and why that was; None where all are in the same one."""
+    """Who is in a call that another one has left, and why that was; None where all are in the same one.
+
+    The error is for all, and stays, where a rank called with others only: nobody can tell in which call it is.
+    """
     left = {record.rank: dict(zip(members, record.left, strict=True)) for record in records}
     behind = sorted({b for a in left for b in left if left[a][b] > left[b][a]})
     if not behind:
-        return None
+        return _find_skipped(records, members)
     ahead = next((record for record in records if record.rank not in behind), None)
     if ahead is None:  # failures of calls with others only, each known to some: no call goes on before they are counted
         text = f"ranks {format_ranks(members)} have failed calls alone, and each only some of the others know of"
         return Verdict(error=("RemoteError", text), behind=behind, said={r.rank: r.left for r in records})
     name, text = ahead.why_left or ("RemoteError", "it left the call")
     return Verdict(error=(name, name_rank(ahead.rank, text)), behind=behind)
+
+
+# Calls of a rank that leave it out, while others may wait for it in a call with it
+
+
+def note_skipped(group: Group, ranks: Sequence[int]) -> None:
+    """Note that this rank called, and only others take part."""
+    count = group.beacon["skipped"].get(_name(ranks), [0])[0]
+    group.beacon["skipped"][_name(ranks)] = [count + 1, list(ranks)]
+    publish_beacon(group)
+
+
+class SkippedError(Exception):
+    """A rank called with others only, while this one waits for it; the verdict has ``{name: [count, ranks]}``."""
+
+    def __init__(self, text: str, skipped: dict[str, Any]) -> None:
+        super().__init__(text)
+        self.verdict = Verdict(error=(DisagreementError.__name__, text), skipped=skipped)
+
+
+def find_skipped(group: Group, members: Sequence[int], rank: int, beacon: dict[str, Any]) -> None:
+    """Raise if a rank, by what it left in the store, has called with others only more often than those have.
+
+    Raises:
+        SkippedError: the waiting ranks may forgive that, as it is not among them yet.
+    """
+    for name, (count, ranks) in beacon["skipped"].items():
+        if group.rank in ranks and count > _count_made(group, ranks):
+            raise SkippedError(_describe_skipped(group.rank, members, rank, ranks), {name: [count, ranks]})
+
+
+def forgive(group: Group, skipped: dict[str, Any]) -> None:
+    """Count calls that others made without this rank's knowing as dealt with: it fails the call that it waits in."""
+    for name, (count, ranks) in skipped.items():
+        missing = count - _count_made(group, ranks)
+        if group.rank in ranks and missing > 0:
+            group.forgiven[name] = group.forgiven.get(name, 0) + missing
+
+
+def _find_skipped(records: Sequence[Record], members: Sequence[int]) -> Verdict | None:
+    for record in records:
+        for name, (count, ranks) in record.skipped.items():
+            for other in records:
+                if other.rank in ranks and other.made.get(name, 0) < count:
+                    text = _describe_skipped(other.rank, members, record.rank, ranks)
+                    return Verdict(error=(DisagreementError.__name__, f"{text}; make a new group to go on"))
+    return None
+
+
+def _describe_skipped(rank: int, members: Sequence[int], other: int, ranks: Sequence[int]) -> str:
+    return (
+        f"ranks disagree on who takes part: rank {rank} calls with ranks {format_ranks(members)}, "
+        f"rank {other} with ranks {format_ranks(ranks)}, which leave it out"
+    )
+
+
+def _count_made(group: Group, ranks: Sequence[int]) -> int:
+    channel = group.channels.get(tuple(ranks))
+    return (channel.calls if channel else 0) + group.forgiven.get(_name(ranks), 0)
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:20]

@@ -42,6 +42,7 @@ class Group:
         self.monitor: Any = None
         self.attempts = 0  # rounds that this rank began, on any channel
         self.beacon = new_beacon()
+        self.forgiven: dict[str, int] = {}  # calls that others skipped, see reshard.failures
         self._caller: int | None = None  # the thread that is in a call
 
     @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 from reshard.agreement import describe_error, name_rank
 from reshard.errors import DisagreementError
-from reshard.failures import HasLeftError, has_left
+from reshard.failures import HasLeftError, find_skipped, has_left
 from reshard.group import Group
 from reshard.mesh import format_ranks
 
@@ -21,9 +21,9 @@ def find_elsewhere(
         members: who takes part in the call that we wait in. beacon: what the rank left.
 
     Raises:
-        DisagreementError, HasLeftError.
+        DisagreementError, HasLeftError, SkippedError.
     """
-    ours, me, waiting = group.beacon, group.rank, beacon["waiting"]
+    me, waiting = group.rank, beacon["waiting"]
     if bears_loss and waiting and set(waiting["members"]) > set(members):
         waiting = None  # it has yet to hear who is lost
     if waiting and waiting["members"] != list(members) and me in waiting["members"]:
@@ -37,13 +37,7 @@ def find_elsewhere(
             said = json.dumps(describe_error(error))  # it may not find out by itself: we stop waiting now
             group.store.set(f"told/{rank}/{waiting['attempt']}", said)
             raise error
-    for digest, (count, ranks) in beacon["skipped"].items():
-        taken = group.channels.get(tuple(ranks))
-        if me in ranks and count > (taken.calls if taken else 0) + ours["skipped"].get(digest, [0])[0]:
-            raise DisagreementError(
-                f"ranks disagree on who takes part: rank {me} calls with ranks {format_ranks(members)}, "
-                f"rank {rank} with ranks {format_ranks(ranks)}, which leave it out"
-            )
+    find_skipped(group, members, rank, beacon)
     if has_left(group, rank, beacon):
         name, text = beacon["error"]
         raise HasLeftError((name, name_rank(rank, text)), members)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from reshard.agreement import Record, Verdict, describe_error, resolve
-from reshard.arrays import as_plain, check_apart, check_array
+from reshard.arrays import as_plain, check_apart, check_array, waited_for
 from reshard.channel import Channel, find_channel
 from reshard.digests import Digests, Hops, compare_digests
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
@@ -209,7 +209,9 @@ class Mover:
 
     def _sources(self, tensor: Any) -> list[torch.Tensor | None]:
         return [
-            check_array(array, shape, spec.dtype, "the source", spec.name, self._program.rank, self._device_type)
+            check_array(
+                waited_for(array), shape, spec.dtype, "the source", spec.name, self._program.rank, self._device_type
+            )
             for array, shape, spec in self._by_tensor(tensor, self._program.src_shapes)
         ]
 

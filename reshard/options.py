@@ -49,7 +49,7 @@ def _name(value: Any) -> str:
 
 def check_on_loss(on_loss: Any, device: str) -> None:
     """Raise ArgumentError unless it is one of :data:`ON_LOSS` and possible between devices of a type."""
-    if on_loss not in ON_LOSS:
+    if not isinstance(on_loss, str) or on_loss not in ON_LOSS:
         raise ArgumentError(f"on_loss is {on_loss!r}; it must be one of {', '.join(map(repr, ON_LOSS))}")
     if on_loss != "raise" and device != "cpu":
         raise ArgumentError(f"on_loss={on_loss!r} is for CPU tensors; these are on {device}")

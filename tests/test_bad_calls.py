@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -74,6 +75,10 @@ def _cases(rank):
         "other strategy": (give | {"strategy": "send_recv" if rank == 1 else None}, "disagree on strategy"),
         "unknown strategy": (give | {"strategy": "teleport"}, "there are auto, send_recv"),
         "other topology": (give | {"topology": Topology((0, 0, 1, 1)) if rank else None}, "disagree on topology"),
+        "on_loss that is no word": (
+            give | {"on_loss": np.array([1, 2]) if rank == 1 else "raise"},
+            "on_loss is array([1, 2]); it must be one of",
+        ),
         "topology too small": (give | {"topology": Topology((0, 0))}, "rank 3 has no host"),
         "other names": (
             {"tensor": {"a" if rank else "b": source}, "src_mesh": ROWS, "dst_mesh": COLS},
@@ -207,6 +212,39 @@ def test_calls_of_ranks_that_fail_alone_never_meet_those_of_others(seed):
                 assert "src_mesh is missing" in got, (rank, step, got)
             else:
                 assert got == (None if rank < 2 else [float(step)]), (rank, step, got)
+
+
+def _one_believes_in_others(rank, seconds):
+    """In step 2 rank 2 calls with ranks 0 and 1 only, and goes on at once: what each step gave, or its error."""
+    rows, one = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("1", first_rank=2))
+    found = []
+    for step in range(5):
+        dst = Layout(Mesh.of("2"), "R S0") if (rank, step) == (2, 2) else one
+        if step == 2 and rank < 2:
+            time.sleep(seconds)
+        shard = torch.full((2, 2), float(step)) if rank < 2 else None
+        try:
+            out = reshard.reshard(shard, rows, dst, timeout_seconds=60)
+            found.append(None if out is None else out.unique().tolist())
+        except reshard.ReshardError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.5])
+def test_a_call_with_others_only_never_lets_steps_mix(seconds):
+    found = run_processes(_one_believes_in_others, 3, seconds)
+    for rank, steps in enumerate(found):
+        for step, got in enumerate(steps):
+            if step != 2 and got == (None if rank < 2 else [float(step)]):
+                continue
+            assert step >= 2, (rank, step, got)
+            assert "is in neither layout" in got or "rank 2 with ranks 0-1, which leave it out" in got, (
+                rank,
+                step,
+                got,
+            )
 
 
 class _Alone:

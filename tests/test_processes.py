@@ -110,3 +110,25 @@ def _dropped(rank):
 
 def test_movers_that_are_dropped_leave_no_thread():
     assert max(run_processes(_dropped, 2)) <= 2
+
+
+def _unfinished(rank):
+    """What tensor parallelism gives: a tensor that a collective has yet to fill."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh = init_device_mesh("cpu", (2,))
+    given = DTensor.from_local(torch.full((4, 2), rank + 1.0), mesh, [Partial()])
+    array = given.redistribute(placements=[Replicate()], async_op=True).to_local()
+    kind = type(array).__name__
+    src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("2"), "S0")
+    moved = reshard.reshard(array, src, dst)
+    with reshard.Mover(reshard.make_plan(src, dst, (4, 2), "float32")) as mover:
+        again = mover(given.redistribute(placements=[Replicate()], async_op=True).to_local())
+    return kind, moved.tolist(), again.tolist()
+
+
+def test_collectives_under_way_are_waited_for():
+    for kind, moved, again in run_processes(_unfinished, 2):
+        assert kind == "AsyncCollectiveTensor"
+        assert moved == again == [[3.0, 3.0]] * 2

@@ -29,7 +29,10 @@ ONCE = Layout(Mesh.of("4"), "S0")
 
 
 def _die_at(moment):
-    """Be killed at the n-th operation of the transfer."""
+    """Be killed at the n-th operation of the transfer; "planning" is before it, when all have agreed on what to move."""
+    if moment == "planning":
+        reshard.call.plan_tensors = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
+        return
     count = [0]
 
     def fatal(plain):
@@ -82,8 +85,16 @@ def _moved(rank, victims, src, on_loss, options):
 
 @pytest.mark.parametrize(
     "victims",
-    [{0: 2}, {3: 1}, {4: 3}, {7: 1}, {0: 1, 5: 2}],
-    ids=["the first source", "a source", "one that passes on", "a destination", "a source and a destination"],
+    [{0: 2}, {3: 1}, {4: 3}, {7: 1}, {0: 1, 5: 2}, {0: "planning"}, {6: "planning", 1: 2}],
+    ids=[
+        "the first source",
+        "a source",
+        "one that passes on",
+        "a destination",
+        "a source and a destination",
+        "the first while it plans",
+        "one while it plans, and one later",
+    ],
 )
 def test_the_others_carry_on(victims):
     for one in _run(victims, SRC, "carry_on"):

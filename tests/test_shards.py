@@ -1,0 +1,65 @@
+"""Tiles of shards, what two layouts share of them, and specs as other packages write them."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from reshard import Layout, LayoutError, Mesh, RegionLayout
+from reshard.notation import Strided
+from reshard.shards import cut_shards
+from reshard.tasks import cut_unit_tasks
+
+
+def test_boxes_of_different_ranks_may_overlap_in_part():
+    layout = RegionLayout({0: [[(0, 6), (0, 4)]], 1: [[(3, 9), (2, 4)], [(9, 10), (2, 4)]]})
+    shards = cut_shards(layout, (10, 4))
+    found = {}
+    for rank in (0, 1):
+        for start, stop, local in zip(*shards.pieces_of(rank), strict=True):
+            found[rank, tuple(start), tuple(stop)] = tuple(local)
+    assert found == {
+        (0, (0, 0), (3, 2)): (0, 0),
+        (0, (0, 2), (3, 4)): (0, 2),
+        (0, (3, 0), (6, 2)): (3, 0),
+        (0, (3, 2), (6, 4)): (3, 2),
+        (1, (3, 2), (6, 4)): (0, 0),  # both hold it
+        (1, (6, 2), (9, 4)): (3, 0),
+        (1, (9, 2), (10, 4)): (6, 0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "strided"),
+    [
+        ("S0 R R", "S01 R R", False),  # rows of rows
+        ("S0 R R", "R S0 R", True),  # columns of rows
+        ("R R R", "R R S0", True),
+        ("S01 R R", "S01 S2 R", False),  # a part of a single row
+        ("S01 R R", "S01 R S2", True),  # a part of each of several rows
+    ],
+)
+def test_tasks_know_whether_their_boxes_lie_in_one_piece(src, dst, strided):
+    mesh, other = Mesh.of("2x2x2"), Mesh.of("2x2x2", first_rank=8)
+    tasks = cut_unit_tasks(cut_shards(Layout(mesh, src), (4, 4, 4)), cut_shards(Layout(other, dst), (4, 4, 4)))
+    assert tasks.is_strided.all() == tasks.is_strided.any() == strided
+    assert (tasks.holders >= 0).all() and (tasks.needers >= 8).all()
+
+
+def test_specs_are_written_for_jax(monkeypatch):
+    class PartitionSpec(tuple):
+        def __new__(cls, *dims):
+            return super().__new__(cls, dims)
+
+    module = types.ModuleType("jax.sharding")
+    module.PartitionSpec = PartitionSpec
+    monkeypatch.setitem(sys.modules, "jax", types.ModuleType("jax"))
+    monkeypatch.setitem(sys.modules, "jax.sharding", module)
+    mesh = Mesh.of("2x4", axes=["dp", "tp"])
+    for spec in (("dp", None, "tp"), (("tp", "dp"),), (), (None, "tp")):
+        layout = Layout(mesh, spec)
+        assert Layout(mesh, layout.to_jax()) == layout
+    with pytest.raises(LayoutError, match="a PartitionSpec cannot say"):
+        Layout(mesh, ((Strided("tp", 2), "dp"),)).to_jax()
