@@ -40,9 +40,10 @@ class Record:
 
     ``arguments`` are compared between ranks, entry by entry; ``error`` is a local error, class and text.
     ``attempt`` counts the rounds that the rank began. ``left`` counts for each member the calls with it that the rank
-    may have left, ``why_left`` is the error of the last one; ``skipped`` and ``made`` count calls by who takes part:
-    those that left the rank out though it called, and those that left out other members (see
-    :mod:`reshard.failures`). ``said`` is for all others as it is.
+    may have left, ``why_left`` is the error of the last one, and ``many`` says that they may have been meant for
+    different ranks; ``skipped`` and ``made`` count calls by who takes part: those that left the rank out though it
+    called, and those that left out other members (see :mod:`reshard.failures`). ``place`` says what the round is for
+    if not a call; ``said`` is for all others.
     """
 
     rank: int
@@ -54,8 +55,10 @@ class Record:
     attempt: int = 0
     left: list[int] = field(default_factory=list)
     why_left: tuple[str, str] | None = None
+    many: bool = False
     skipped: dict[str, Any] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
+    place: str = ""
     said: Any = None
 
     def to_json(self) -> dict[str, Any]:
@@ -78,7 +81,8 @@ class Verdict:
 
     ``lost`` are ranks that did not come to a round that bears it; ``said`` is what each other rank said. ``behind`` are
     those that the error is for, if it is not for all: the others wait for the next call of those. ``skipped`` are calls
-    that another rank made without them, which they count as dealt with.
+    that another rank made without them, which they count as dealt with. ``loses_step`` says that calls of the ranks can
+    no longer be told apart (see :mod:`reshard.outcasts`).
     """
 
     error: tuple[str, str] | None = None
@@ -92,6 +96,7 @@ class Verdict:
     attempts: dict[int, int] = field(default_factory=dict)
     skipped: dict[str, Any] = field(default_factory=dict)
     behind: list[int] = field(default_factory=list)
+    loses_step: bool = False
     lost: list[int] = field(default_factory=list)
     said: dict[int, Any] = field(default_factory=dict)
 

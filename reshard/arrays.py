@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from reshard.dtypes import dtype_name
@@ -73,6 +73,9 @@ def check_movable(array: Any, what: str, rank: int) -> None:
     if array.device.type not in DEVICE_TYPES:
         kinds = " and ".join(DEVICE_TYPES)
         raise ArgumentError(f"{what}: rank {rank} passes a tensor on {array.device}; {kinds} tensors can travel")
+    storage = array.untyped_storage()
+    if array.numel() and (storage.device.type == "meta" or storage.data_ptr() == 0):
+        raise ArgumentError(f"{what}: rank {rank} passes a {type(array).__name__} that has no memory of its own")
 
 
 def check_apart(src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> None:
@@ -80,7 +83,7 @@ def check_apart(src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor |
     filled = [array for array in src if array is not None and array.numel()]
     sources = {array.untyped_storage().data_ptr() for array in filled}
     reaches = [_reach(array) for array in filled]
-    ends: list[tuple[int, int]] = []
+    outs: list[tuple[int, int, torch.Tensor]] = []
     for array in dst:
         if array is None or not array.numel():
             continue
@@ -93,12 +96,28 @@ def check_apart(src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor |
             raise ArgumentError(f"out of strides {array.stride()}: several of its elements are one place in memory")
         if array.is_conj() or array.is_neg():
             raise ArgumentError("out is a conjugated or negated view; pass out.resolve_conj().resolve_neg()")
-        if array.is_contiguous():
-            ends.append((start, stop))
-    ends.sort()
-    for (_, stop), (start, _) in itertools.pairwise(ends):
-        if start < stop:
+        outs.append((start, stop, array))
+    outs.sort(key=lambda one: one[:2])
+    reaching: list[tuple[int, int, torch.Tensor]] = []  # of those before, what may share memory with the next
+    for out in outs:
+        reaching = [other for other in reaching if other[1] > out[0]]
+        if any(np.shares_memory(_Memory(other[2]), _Memory(out[2])) for other in reaching):  # type: ignore[call-overload]
             raise ArgumentError("two outs share memory; they must be apart")
+        reaching.append(out)
+
+
+class _Memory:
+    """Where the elements of an array lie, for NumPy, which does not touch them."""
+
+    def __init__(self, array: torch.Tensor) -> None:
+        size = array.element_size()
+        self.__array_interface__ = {
+            "data": (array.data_ptr(), False),
+            "shape": tuple(array.shape),
+            "strides": tuple(stride * size for stride in array.stride()),
+            "typestr": f"|V{size}",
+            "version": 3,
+        }
 
 
 def _reach(array: torch.Tensor) -> tuple[int, int]:

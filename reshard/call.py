@@ -8,30 +8,28 @@ from typing import Any
 
 import torch
 
-from reshard.agreement import Record, TensorRecord, Verdict, resolve_left
-from reshard.arrays import as_plain, check_apart, check_array, check_movable, waited_for
-from reshard.casts import cast_landed, cast_source, check_cast, landing_of, travelling_dtype
+from reshard.agreement import Record, Verdict, resolve_left
+from reshard.arrays import check_array
+from reshard.casts import cast_landed, cast_source, landing_of, travelling_dtype
 from reshard.channel import MAX_CACHED, Channel, find_channel
-from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, RankLostError, ReshardError
-from reshard.group import Group, check_inside, find_group
+from reshard.group import Group, find_group
 from reshard.handles import Handle
 from reshard.hosts import topology_of_names
 from reshard.mesh import format_ranks
 from reshard.mover import Mover, make_runner, plan_arguments
-from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_on_loss, check_timeout, check_verify
+from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.outcasts import those_left
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec
 from reshard.planning import plan_tensors
 from reshard.program import Program, build_program
+from reshard.records import Options, make_record
 from reshard.request import Item, read_items, refuse
 from reshard.round_runner import RoundRunner
 from reshard.routes import Strategy
-from reshard.shards import check_shape
-from reshard.strategies import find_strategy
 from reshard.streams import current_device
 from reshard.survivors import SurvivingHandle, Survivors
 from reshard.topology import Topology
-from reshard.version import __version__
 
 
 def reshard(
@@ -156,28 +154,17 @@ def reshard_async(
             known = ArgumentError(f"{type(error).__name__}: {error}")
             refuse(our_group, known, tensor, src_mesh, dst_mesh, timeout_seconds)
             raise known from error
-        call = _Call(our_group, items, members, strategy, topology, staging_bytes, timeout_seconds, verify, on_loss)
-        return call.start()
+        options = Options(strategy, topology, staging_bytes, verify, on_loss)
+        return _Call(our_group, items, members, options, timeout_seconds).start()
 
 
 class _Call:
     def __init__(
-        self,
-        group: Group,
-        items: list[Item],
-        members: tuple[int, ...],
-        strategy: str | Strategy | None,
-        topology: Topology | None,
-        staging_bytes: int,
-        timeout_seconds: float,
-        verify: bool,
-        on_loss: str,
+        self, group: Group, items: list[Item], members: tuple[int, ...], options: Options, timeout_seconds: float
     ) -> None:
-        self.verify, self.on_loss = verify, on_loss
-        self.bears_loss = isinstance(on_loss, str) and on_loss != "raise"  # what else it may be is told in the round
         self.group, self.items, self.members = group, items, members
-        self.strategy, self.topology = strategy, topology
-        self.staging_bytes, self.timeout_seconds = staging_bytes, timeout_seconds
+        self.options, self.timeout_seconds = options, timeout_seconds
+        self.bears_loss = options.bears_loss
 
     def start(self) -> Handle:
         channel, call, verdict, record, lost = self._agree()
@@ -187,23 +174,50 @@ class _Call:
         if lost:
             return self._start_without(channel, verdict, lost)
         try:
-            mover = Mover.agreed(plan, program, runner, channel, call, verdict, self.timeout_seconds, self.verify)
             src, dst, finish = self._arrays(program.dst_shapes, verdict)
         except Exception as error:  # no memory for the result, say: the others wait for this rank
             raise channel.fail(verdict.generation, error) from error
-        handle = mover.start_checked(src, dst, finish)
-        mover.close()
+        handle = self._start(plan, program, runner, channel, call, verdict, src, dst, finish)
         if not self.bears_loss:
             return handle
         return SurvivingHandle(handle, self._survivors(channel, plan, src, dst), finish)
 
+    def _start(
+        self,
+        plan: Plan,
+        program: Program,
+        runner: RoundRunner | None,
+        channel: Channel,
+        call: int,
+        verdict: Verdict,
+        src: Sequence[torch.Tensor | None],
+        dst: Sequence[torch.Tensor | None],
+        finish: Callable[[], Any],
+    ) -> Handle:
+        try:
+            mover = Mover.agreed(
+                plan, program, runner, channel, call, verdict, self.timeout_seconds, self.options.verify
+            )
+        except Exception as error:
+            known = channel.fail(verdict.generation, error)
+            if not self.bears_loss:
+                raise known from error
+            handle = Handle(channel, verdict.generation, finish)
+            handle.stop(known)
+            return handle
+        handle = mover.start_checked(src, dst, finish)
+        mover.close()
+        return handle
+
     def _agree(self) -> tuple[Channel, int, Verdict, Record, set[int]]:
         """The channel of those that came, what they agreed on, and who did not come where the call bears that."""
         inside = tuple(rank for rank in self.members if rank < self.group.size)
+        if self.bears_loss:
+            inside = those_left(self.group, inside)
         channel = find_channel(self.group, inside)
-        record = self._record()
+        record = make_record(self.group, self.items, self.members, self.options)
         layouts = {item.name: (item.src, item.dst) for item in self.items}
-        lost: set[int] = set()
+        lost = {rank for rank in self.members if rank < self.group.size} - set(inside)
         while True:
             decide = functools.partial(resolve_left, layouts=layouts, members=channel.members)
             call, verdict = channel.agree(record, decide, self.timeout_seconds, self.bears_loss)
@@ -233,86 +247,11 @@ class _Call:
             src,
             dst,
             lost,
-            strategy=None if callable(self.strategy) else self.strategy,
+            strategy=None if callable(self.options.strategy) else self.options.strategy,
             timeout_seconds=self.timeout_seconds,
-            verify=self.verify,
-            carries_on=self.on_loss == "carry_on",
+            verify=self.options.verify,
+            carries_on=self.options.on_loss == "carry_on",
         )
-
-    def _record(self) -> Record:
-        """What this rank says, with its local error if it has one."""
-        record = Record(self.group.rank, hostname=self.group.hostname)
-        for item in self.items:
-            record.tensors[item.name] = TensorRecord()
-        try:
-            self._check_local(record)
-        except ReshardError as error:
-            record.error = (type(error).__name__, str(error))
-        except Exception as error:  # whatever a wrong argument does here, the other ranks must hear of it
-            record.error = ("ArgumentError", f"{type(error).__name__}: {error}")
-        return record
-
-    def _check_local(self, record: Record) -> None:
-        said = record.arguments
-        said.append(("the version of reshard", __version__))
-        said.append(("the tensors", ", ".join(repr(item.name) for item in self.items)))
-        said.append(("strategy", find_strategy(self.strategy)[0]))
-        said.append(("staging_bytes", str(self.staging_bytes)))
-        said.append(("verify", str(self.verify)))
-        said.append(("on_loss", str(self.on_loss)))
-        if self.topology is not None and not isinstance(self.topology, Topology):
-            raise ArgumentError(f"topology must be a Topology, not {type(self.topology).__name__}")
-        self._check_device("cpu")
-        said.append(("topology", "None" if self.topology is None else str(self.topology.to_json())))
-        for item in self.items:
-            of = f" of {item.name!r}" if item.name else ""
-            said.append((f"the source layout{of}", str(item.src)))
-            said.append((f"the destination layout{of}", str(item.dst)))
-        check_inside(self.group, self.members)
-        if self.topology is not None:
-            self.topology.check_covers(self.members)
-        for item in self.items:
-            if item.spec_error is not None:
-                raise item.spec_error
-            self._check_item(record.tensors[item.name], item)
-            said.append((f"the destination dtype{f' of {item.name!r}' if item.name else ''}", str(item.dst_dtype)))
-        check_apart([item.tensor for item in self.items], [item.out for item in self.items])
-        for item in self.items:
-            item.tensor = as_plain(item.tensor)
-
-    def _check_device(self, device_type: str) -> None:
-        check_verify(self.verify, device_type)
-        check_on_loss(self.on_loss, device_type)
-
-    def _check_item(self, record: TensorRecord, item: Item) -> None:
-        record.is_dtensor, item.tensor = item.like is not None, waited_for(item.tensor)
-        rank, what = self.group.rank, f"tensor {item.name!r}" if item.name else "the tensor"
-        if item.shape is not None:
-            record.shape = list(check_shape(item.shape))
-            if any(size < 0 for size in record.shape):
-                raise ArgumentError(f"{what}: shape {record.shape} has a negative size")
-        if item.dtype is not None:
-            record.dtype = dtype_name(item.dtype)
-        if item.dst_dtype is not None:
-            record.dst_dtype = item.dst_dtype = dtype_name(item.dst_dtype)
-        if rank in item.src.ranks:
-            if item.tensor is None:
-                raise ArgumentError(f"{what}: rank {rank} is in the source layout, but passes None")
-            check_movable(item.tensor, what, rank)
-            record.local = (list(item.tensor.shape), dtype_name(item.tensor.dtype))
-            record.devices.append(item.tensor.device.type)
-            self._check_device(item.tensor.device.type)
-            if item.dst_dtype is not None:
-                check_cast(record.local[1], item.dst_dtype, what)
-        elif item.tensor is not None:
-            if item.like is None:
-                raise ArgumentError(f"{what}: rank {rank} is not in the source layout and must pass None")
-            item.tensor = None
-        if item.out is not None:
-            check_movable(item.out, what, rank)
-            record.out = (list(item.out.shape), dtype_name(item.out.dtype))
-            record.devices.append(item.out.device.type)
-            self._check_device(item.out.device.type)
 
     def _plan(
         self, channel: Channel, record: Record, verdict: Verdict
@@ -320,11 +259,11 @@ class _Call:
         """The plan for what was agreed, cached or made and compared; and who was lost meanwhile, if that is borne."""
         agreed: list[Any] = [sorted(one.items()) for one in (verdict.shapes, verdict.dtypes, verdict.hostnames)]
         key = repr((record.arguments, verdict.device_type, agreed))
-        known = not callable(self.strategy)  # another function of the same name may be another strategy
+        known = not callable(self.options.strategy)  # another function of the same name may be another strategy
         if known and key in channel.cache:
             channel.cache.move_to_end(key)
             return (*channel.cache[key], set())
-        said = Record(self.group.rank)
+        said = Record(self.group.rank, place="compares plans")
         plan = program = runner = None
         try:
             plan = self._make_plan(verdict)
@@ -347,7 +286,7 @@ class _Call:
         return plan, program, runner, set(same.lost)
 
     def _make_plan(self, verdict: Verdict) -> Plan:
-        topology = self.topology
+        topology = self.options.topology
         if topology is None:
             topology = topology_of_names(verdict.hostnames, self.members[-1] + 1)
         tensors = [
@@ -356,7 +295,9 @@ class _Call:
             )
             for item in self.items
         ]
-        return plan_tensors(tensors, strategy=self.strategy, topology=topology, staging_bytes=self.staging_bytes)
+        return plan_tensors(
+            tensors, strategy=self.options.strategy, topology=topology, staging_bytes=self.options.staging_bytes
+        )
 
     def _arrays(
         self, shapes: Sequence[tuple[int, ...] | None], verdict: Verdict

@@ -108,6 +108,7 @@ class Hub:
         self.pending: dict[int, tuple[int, Any]] = {}
         self.gone: dict[int, str] = {}
         self.waits = False  # whether this rank is in a round
+        self.hurried: set[int] = set()  # ranks that wait and whose time is up
         self._left: set[int] = set()  # ranks that said goodbye
         store.set("hub", json.dumps([address, self._listener.getsockname()[1], self._secret]), seconds)
 
@@ -140,6 +141,7 @@ class Hub:
                 except OSError as error:
                     self._lose(rank, str(error))
         self.pending.clear()
+        self.hurried.clear()
 
     def has(self, rank: int) -> bool:
         """Whether a rank is connected."""
@@ -199,13 +201,17 @@ class Hub:
                     self._left.add(rank)
                     continue
                 number = int(frame["number"])
-                if not frame["leaves"]:
+                if "hurry" in frame:
+                    if self.pending.get(rank, (None,))[0] == number:
+                        self.hurried.add(rank)
+                elif not frame["leaves"]:
                     self.pending[rank] = number, frame["record"]
                 elif self.pending.get(rank, (None,))[0] == number:
                     if self.waits and frame["record"] is not None:
                         self.pending[rank] = number, frame["record"]  # with its error, for all who wait with it
                     else:
                         del self.pending[rank]  # nobody waits with it
+                        self.hurried.discard(rank)
         except EOFError as error:
             self._lose(rank, str(error))
 
@@ -249,6 +255,10 @@ class Spoke:
         self.said, self.answer = self.said + 1, None
         self._send(record, leaves=False)
 
+    def hurry(self) -> None:
+        """Say that this rank's time is up; raises EOFError when the hub is gone."""
+        self._send_frame({"number": self.said, "hurry": True})
+
     def leave(self, record: Any) -> None:
         """Take the last record back: this rank waits no longer. ``record`` says why to all who wait with it, if any."""
         self._send(record, leaves=True)
@@ -259,8 +269,11 @@ class Spoke:
         return answer
 
     def _send(self, record: Any, *, leaves: bool) -> None:
+        self._send_frame({"number": self.said, "record": record, "leaves": leaves})
+
+    def _send_frame(self, frame: dict[str, Any]) -> None:
         try:
-            self._peer.send({"number": self.said, "record": record, "leaves": leaves})
+            self._peer.send(frame)
         except OSError as error:
             raise EOFError(str(error)) from None
 

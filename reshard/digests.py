@@ -63,6 +63,12 @@ def find_fault(plan: Plan, sent: Mapping[int, int], landed: Mapping[int, int]) -
     return None
 
 
+def describe_copy(plan: Plan, rank: int, message_id: int) -> str:
+    """What a copy inside a rank that went wrong was of."""
+    message = next(message for message in expand_messages(plan) if message.id == message_id)
+    return f"{_region(plan, message)}: rank {rank} does not hold what it copied itself (message {message_id})"
+
+
 def _region(plan: Plan, message: Message) -> str:
     boxes = []
     for tensor, start, stop in message.boxes[:3]:

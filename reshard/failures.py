@@ -20,18 +20,26 @@ from reshard.group import Group
 from reshard.mesh import format_ranks
 
 
-class HasLeftError(Exception):
-    """A rank has left the call that this one waits in; ``verdict`` says why."""
+class LeavingError(Exception):
+    """Ends the round that this rank waits in; it takes ``verdict`` from it."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.error and verdict.error[1])
+        self.verdict = verdict
+
+
+class HasLeftError(LeavingError):
+    """Another rank has left the call."""
 
     def __init__(self, error: tuple[str, str], members: Sequence[int] = ()) -> None:
-        super().__init__(error[1])
-        self.verdict = Verdict(error=error, behind=list(members))
+        super().__init__(Verdict(error=error, behind=list(members)))
 
 
 def tell_error(group: Group, error: ReshardError) -> None:
     """Say that this rank gave up before it knew who takes part."""
     group.beacon["errors"] += 1
     group.beacon["error"] = list(describe_error(error))
+    group.beacon["many"] |= len(group.channels) > 1
     publish_beacon(group)
 
 
@@ -60,6 +68,7 @@ def count_left(group: Group, members: Sequence[int]) -> list[int]:
 def count_calls(record: Record, group: Group, members: Sequence[int]) -> None:
     """Put into a record what the others need to tell whether it is of the same call as theirs."""
     record.left, record.why_left = count_left(group, members), group.beacon["error"]
+    record.many = group.beacon["many"]
     skipped = group.beacon["skipped"]
     record.skipped = {name: entry for name, entry in skipped.items() if not set(entry[1]).isdisjoint(members)}
     made = [ranks for ranks in list(group.channels) if not set(members) <= set(ranks)]
@@ -80,12 +89,21 @@ def find_behind(records: Sequence[Record], members: Sequence[int]) -> Verdict | 
     behind = sorted({b for a in left for b in left if left[a][b] > left[b][a]})
     if not behind:
         return _find_skipped(records, members)
+    if any(record.many for record in records):
+        record = next(record for record in records if record.many)
+        text = describe_unknown(record.rank, (record.why_left or ("", ""))[1])
+        return Verdict(error=(DisagreementError.__name__, text), loses_step=True)
     ahead = next((record for record in records if record.rank not in behind), None)
     if ahead is None:  # failures of calls with others only, each known to some: no call goes on before they are counted
         text = f"ranks {format_ranks(members)} have failed calls alone, and each only some of the others know of"
         return Verdict(error=("RemoteError", text), behind=behind, said={r.rank: r.left for r in records})
     name, text = ahead.why_left or ("RemoteError", "it left the call")
     return Verdict(error=(name, name_rank(ahead.rank, text)), behind=behind)
+
+
+def describe_unknown(rank: int, text: str) -> str:
+    """Why a failed call of a rank that takes part in calls with different ranks leaves them out of step."""
+    return f"rank {rank} failed a call of which nobody knows who takes part ({text})"
 
 
 # Calls of a rank that leave it out, while others may wait for it in a call with it
@@ -98,12 +116,11 @@ def note_skipped(group: Group, ranks: Sequence[int]) -> None:
     publish_beacon(group)
 
 
-class SkippedError(Exception):
+class SkippedError(LeavingError):
     """A rank called with others only, while this one waits for it; the verdict has ``{name: [count, ranks]}``."""
 
     def __init__(self, text: str, skipped: dict[str, Any]) -> None:
-        super().__init__(text)
-        self.verdict = Verdict(error=(DisagreementError.__name__, text), skipped=skipped)
+        super().__init__(Verdict(error=(DisagreementError.__name__, text), skipped=skipped))
 
 
 def find_skipped(group: Group, members: Sequence[int], rank: int, beacon: dict[str, Any]) -> None:
@@ -144,7 +161,7 @@ def _describe_skipped(rank: int, members: Sequence[int], other: int, ranks: Sequ
 
 def _count_made(group: Group, ranks: Sequence[int]) -> int:
     channel = group.channels.get(tuple(ranks))
-    return (channel.calls if channel else 0) + group.forgiven.get(_name(ranks), 0)
+    return (channel.meeting.rounds if channel else 0) + group.forgiven.get(_name(ranks), 0)
 
 
 def _name(ranks: Sequence[int]) -> str:

@@ -21,7 +21,16 @@ _groups: dict[Any, Group] = {}
 
 def new_beacon() -> dict[str, Any]:
     """What a rank that has done nothing yet leaves in the store, see :mod:`reshard.beacon`."""
-    return {"waiting": None, "skipped": {}, "errors": 0, "given": {}, "error": None}
+    return {
+        "waiting": None,
+        "skipped": {},
+        "errors": 0,
+        "given": {},
+        "error": None,
+        "many": False,
+        "lost": [],
+        "out_of_step": {},
+    }
 
 
 class Group:

@@ -7,28 +7,30 @@ from typing import Any
 
 from reshard.agreement import describe_error, name_rank
 from reshard.errors import DisagreementError
-from reshard.failures import HasLeftError, find_skipped, has_left
+from reshard.failures import HasLeftError, describe_unknown, find_skipped, has_left
 from reshard.group import Group
 from reshard.mesh import format_ranks
+from reshard.outcasts import OutOfStepError, find_outcast
 
 
 def find_elsewhere(
     group: Group, members: tuple[int, ...], rank: int, beacon: dict[str, Any], bears_loss: bool = False
 ) -> None:
-    """Raise if a rank waits for us elsewhere, takes part in calls that leave us out, or has left this call.
+    """Raise if a rank waits for us elsewhere, calls without us, has left this call, or will not come any more.
 
     Args:
         members: who takes part in the call that we wait in. beacon: what the rank left.
 
     Raises:
-        DisagreementError, HasLeftError, SkippedError.
+        DisagreementError, RemoteError, LeavingError.
     """
+    find_outcast(group, members, rank, beacon)
     me, waiting = group.rank, beacon["waiting"]
     if bears_loss and waiting and set(waiting["members"]) > set(members):
         waiting = None  # it has yet to hear who is lost
     if waiting and waiting["members"] != list(members) and me in waiting["members"]:
         other = group.channels.get(tuple(waiting["members"]))
-        if other is None or other.answered.get(rank, -1) < waiting["attempt"]:
+        if other is None or other.meeting.answered.get(rank, -1) < waiting["attempt"]:
             (a, a_ranks), (b, b_ranks) = sorted([(me, list(members)), (rank, waiting["members"])])
             error = DisagreementError(
                 f"ranks disagree on who takes part: rank {a} calls with ranks {format_ranks(a_ranks)}, "
@@ -40,4 +42,6 @@ def find_elsewhere(
     find_skipped(group, members, rank, beacon)
     if has_left(group, rank, beacon):
         name, text = beacon["error"]
+        if beacon["many"]:
+            raise OutOfStepError(describe_unknown(rank, text))
         raise HasLeftError((name, name_rank(rank, text)), members)

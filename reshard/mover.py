@@ -16,8 +16,8 @@ import torch
 from reshard.agreement import Record, Verdict, describe_error, resolve
 from reshard.arrays import as_plain, check_apart, check_array, waited_for
 from reshard.channel import Channel, find_channel
-from reshard.digests import Digests, Hops, compare_digests
-from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
+from reshard.digests import Digests, Hops, compare_digests, describe_copy
+from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError, VerificationError
 from reshard.failures import tell_error
 from reshard.group import find_group
 from reshard.handles import EXIT_SECONDS, Handle, StreamHandle
@@ -26,7 +26,7 @@ from reshard.monitor import Monitor, call_at_exit
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_device_type, check_timeout, check_verify
 from reshard.plan import Plan, TensorSpec
 from reshard.program import Program, build_program
-from reshard.progress import TOLD_TAG, VERIFY_TAG, Tally, run_program
+from reshard.progress import TOLD_TAG, VERIFY_TAG, Tally, WrongCopyError, run_program
 from reshard.round_runner import RoundRunner
 from reshard.rounds import find_rounds
 from reshard.staging import Staging, TorchMemory, carrier
@@ -67,13 +67,13 @@ class Mover:
             wrong = ArgumentError(f"a Mover needs a Plan, not {type(plan).__name__}")
             tell_error(find_group(group), wrong)
             raise wrong
-        timeout_seconds = check_timeout(timeout_seconds)
         channel = find_channel(find_group(group), plan.ranks)
         arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways))), ("device", str(device))]
         arguments.append(("verify", str(bool(verify))))
         record = Record(channel.group.rank, arguments=arguments, hostname=channel.group.hostname)
         program = runner = None
         try:
+            timeout_seconds = check_timeout(timeout_seconds)
             check_device_type(device)
             check_verify(verify, device)
             plan.topology.check_covers(plan.ranks)
@@ -81,6 +81,8 @@ class Mover:
             runner = make_runner(plan, program, device)
         except Exception as error:  # a plan made by hand that this rank cannot serve
             record.error = describe_error(error) if isinstance(error, ReshardError) else ("PlanError", str(error))
+        if record.error is not None:
+            timeout_seconds = DEFAULT_TIMEOUT_SECONDS
         with channel.group.calling():
             call, verdict = channel.agree(record, lambda records: resolve(records, {}), timeout_seconds)
             assert program is not None
@@ -301,14 +303,16 @@ class Mover:
             if digests is not None and self._transport is not None:
                 self._compare(digests, handle, deadline)
             handle.succeed()
+        except VerificationError as error:  # which all ranks worked out alike
+            handle.stop(error)
         except BaseException as error:
             # Buffers that the transport may still write are not used again.
             self._staging = Staging(self._program, self.plan.staging_bytes)
             if isinstance(error, ConnectionError):  # the other side may be about to say why
                 handle._done.wait(3 * 0.2)
-            if isinstance(error, ReshardError) and not isinstance(error, TransferTimeoutError):
-                handle.stop(error)  # told by another rank, or by an earlier transfer
-            else:
+            if isinstance(error, WrongCopyError):
+                error = VerificationError(describe_copy(self.plan, self._program.rank, error.id))
+            if not handle.done():  # nobody told of it
                 handle.stop(self._channel.fail(self._generation, error))
         finally:
             if self._transport is not None:

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 
 from reshard.digests import Digests, digest_of
-from reshard.errors import PlanError, TransferTimeoutError, VerificationError
+from reshard.errors import PlanError, TransferTimeoutError
 from reshard.program import Event, Program, Recv, Send
 from reshard.staging import MANY_BOXES, Pool, Staging, flat_bytes, pack, unpack, view_of
 
@@ -41,6 +41,14 @@ TOLD_TAG = 2**29
 #: And so has what is said behind a transfer about its digests.
 VERIFY_TAG = 2**30
 _TOLD_AHEAD = 8
+
+
+class WrongCopyError(Exception):
+    """A copy inside a rank differs from what was copied; ``id`` is that of the message."""
+
+    def __init__(self, message: int) -> None:
+        super().__init__(f"message {message}")
+        self.id = message
 
 
 class Work(Protocol):
@@ -142,7 +150,7 @@ class _Run:
             source = view_of(self.src, copy.place.tensor, copy.place.src)
             target.copy_(source)
             if self.digests is not None and digest_of([target]) != digest_of([source]):
-                raise VerificationError(f"rank {self.program.rank}: a copy of its own differs (message {copy.id})")
+                raise WrongCopyError(copy.id)
         self.tally.copied = True
         lanes = [lane for lane in self.lanes if lane.ops]
         self.num_lanes = len(lanes)
@@ -367,6 +375,6 @@ def run_program(
 
     Raises:
         TransferTimeoutError: the deadline passed. ConnectionError: the transport failed.
-        PlanError: nothing is under way, and nothing can start.
+        PlanError: nothing is under way, and nothing can start. WrongCopyError: with ``digests``.
     """
     _Run(program, transport, src, dst, staging, tag, deadline, check, digests, tally).run()

@@ -14,6 +14,7 @@ from reshard.group import Group
 from reshard.layout import AnyLayout, Layout, RegionLayout
 from reshard.mesh import Mesh
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.outcasts import those_left
 
 
 @dataclass
@@ -107,7 +108,7 @@ def refuse(group: Group, error: ReshardError, tensor: Any, src_mesh: Any, dst_me
     except Exception:  # that is what is wrong, then
         tell_error(group, error)
         return
-    inside = tuple(rank for rank in members if rank < group.size)
+    inside = those_left(group, [rank for rank in members if rank < group.size])
     if group.rank not in inside:  # nobody waits for it
         return
     try:

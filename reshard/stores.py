@@ -20,6 +20,7 @@ import torch.distributed as dist
 STORE_SECONDS = 1.5
 #: How long a store may say nothing before it counts as lost.
 LOST_STORE_SECONDS = 30.0
+LOOK_SECONDS = 0.2
 
 
 class StoreSilentError(RuntimeError):
@@ -138,7 +139,7 @@ def in_time(function: Callable[[], Any], seconds: float) -> Any:
     """What a function returns, called by a thread of its own.
 
     Raises:
-        RuntimeError: it did not return in time; the thread is left to it.
+        RuntimeError: it did not return in time; the thread is left to it. Otherwise what it raised.
     """
     job = _Job(function)
     threading.Thread(target=job.run, name="reshard-in-time", daemon=True).start()

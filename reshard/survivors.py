@@ -63,6 +63,9 @@ class Survivors:
         self._strategy, self.timeout_seconds = strategy, timeout_seconds
         self._verify, self._carries_on = verify, carries_on
         self._plan, self._pieces = plan, whole_tensors(plan)  # of the turn under way
+        channel.transfers += 1
+        self._name = f"transfer {channel.transfers} of ranks {format_ranks(channel.members)}"
+        self._turn = 0
 
     def settle(self, error: ReshardError | None, tally: Tally, deadline: float) -> None:
         """Return once every rank that is left has all that it needs.
@@ -114,9 +117,11 @@ class Survivors:
     def _meet(self, error: ReshardError | None, tally: Tally, deadline: float) -> dict[int, Any]:
         """What each rank that is left says of its part; finds out who that is."""
         said = asdict(tally) | {"failed": None if error is None else describe_error(error)}
+        self._turn += 1
         while True:
             channel = find_channel(self._group, self._members)
-            record = Record(self._group.rank, said=said)
+            place = f"waits for {self._name}{f', turn {self._turn}' if self._turn > 1 else ''}"
+            record = Record(self._group.rank, said=said, place=place)
             decide = functools.partial(_gather_said, channel)
             left = max(deadline - time.monotonic(), PATIENCE_SECONDS)
             _, verdict = channel.agree(record, decide, left, bears_loss=True)
@@ -154,7 +159,7 @@ class Survivors:
 
 
 def _gather_said(channel: Channel, records: list[Record]) -> Verdict:
-    return gather_said(records, channel.members, channel.find_dead())
+    return gather_said(records, channel.members, channel.meeting.find_dead())
 
 
 class SurvivingHandle(Handle):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from reshard.progress import Work
 from reshard.round_runner import Posted
-from reshard.stores import in_time
+from reshard.stores import LOOK_SECONDS, in_time
 from reshard.streams import STREAMS
 
 #: A tag that no transfer uses: those count rounds.
@@ -30,25 +31,30 @@ class Connections:
         self._own = members.index(rank)
         self._position = {member: position for position, member in enumerate(members)}
         self._groups: list[Any] = []
+        self._stores: list[dist.Store] = []  # which the groups use, and do not keep
         self._device_groups: list[GroupExchange] = []
 
-    def transport(self, is_two_way: bool, timeout_seconds: float) -> GlooTransport:
+    def transport(self, is_two_way: bool, timeout_seconds: float, look: Callable[[], None]) -> GlooTransport:
         """A transport; all ranks must ask for the same one.
 
         Gloo has a receiver say to the sender that it waits, on their connection, behind all that it sends to it itself.
         With traffic both ways a sender would wait for the end of a message in the other direction after each of its own
         (an exchange in place took 1.25 times the bound): a two-way transport has a connection for each direction.
 
+        Args:
+            look: called now and then while connections are made; raises when there is no use in waiting.
+
         Raises:
             RuntimeError: not all ranks came in time.
         """
         while len(self._groups) < 1 + is_two_way:
-            make = functools.partial(self._make_group, timedelta(seconds=timeout_seconds))
+            make = functools.partial(self._make_group, timedelta(seconds=timeout_seconds), look)
             self._groups.append(in_time(make, timeout_seconds + GRACE_SECONDS))
         return GlooTransport(self._groups[0], self._groups[is_two_way], self._own, self._position)
 
-    def _make_group(self, limit: timedelta) -> Any:
-        store = dist.PrefixStore(str(len(self._groups)), self._store)
+    def _make_group(self, limit: timedelta, look: Callable[[], None]) -> Any:
+        store = _PolledStore(dist.PrefixStore(str(len(self._groups)), self._store), look)
+        self._stores.append(store)
         group = dist.ProcessGroupGloo(store, self._own, len(self._position), limit)
         # who has nothing to do might end its process while others still connect, which fails for them then
         group.barrier().wait(limit)
@@ -72,6 +78,39 @@ class Connections:
             abort_group(group)
         for exchange in self._device_groups:
             exchange.abort()
+
+
+class _PolledStore(dist.Store):
+    """A store that asks again where a ``TCPStore`` would wait, holding up its other users, for minutes if need be."""
+
+    def __init__(self, raw: dist.Store, look: Callable[[], None]) -> None:
+        super().__init__()
+        self._raw, self._look = raw, look
+
+    def set(self, key: str, value: Any) -> None:
+        """Write a value."""
+        self._raw.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """A value, once it is there."""
+        self.wait([key])
+        return bytes(self._raw.get(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return once all keys are there.
+
+        Raises:
+            RuntimeError: they are not in time, or what ``look`` raised.
+        """
+        begun = looked = now = time.monotonic()
+        while not self._raw.check(keys):
+            if timeout is not None and now - begun > timeout.total_seconds():
+                raise RuntimeError(f"{keys[0]} is not there after {timeout.total_seconds():g} s")
+            time.sleep(min(0.02, max(0.0005, 0.1 * (now - begun))))
+            now = time.monotonic()
+            if now - looked > LOOK_SECONDS:
+                looked = now
+                self._look()
 
 
 def make_nccl_group(store: dist.Store, own: int, size: int, limit: timedelta, device: torch.device) -> Any:
@@ -116,17 +155,28 @@ class GlooTransport:
     def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
         """Start sending a flat buffer."""
         to = self._position[rank]
-        return (self._later if to > self._own else self._earlier).send([buffer], to, tag)
+        with _naming(f"a message to rank {rank}"):
+            return (self._later if to > self._own else self._earlier).send([buffer], to, tag)
 
     def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
         """Start receiving into a flat buffer."""
         sender = self._position[rank]
-        return (self._later if sender < self._own else self._earlier).recv([buffer], sender, tag)
+        with _naming(f"a message from rank {rank}"):
+            return (self._later if sender < self._own else self._earlier).recv([buffer], sender, tag)
 
     def abort(self) -> None:
         """End every wait on this transport, here and soon at the other ranks."""
         for group in {self._later, self._earlier}:
             abort_group(group)
+
+
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Gloo's error on a connection that is closed already does not say whose it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(f"{what} cannot be posted: {error}") from error
 
 
 def abort_group(group: Any) -> None:

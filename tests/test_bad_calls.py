@@ -25,6 +25,7 @@ WHOLE = whole_tensor((6, 4), torch.float32)
 
 def _cases(rank):
     """``{name: (arguments of this rank, what every rank's error must say)}``."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import Partial, Shard
 
     source = take_shard(ROWS, rank, WHOLE)
@@ -58,6 +59,10 @@ def _cases(rank):
         "shard where none belongs": (give | {"tensor": source if rank != 2 else torch.zeros(3, 4)}, "rank 2 is not in"),
         "not a tensor": (give | {"tensor": [1, 2] if rank == 0 else source}, "passes list"),
         "sparse": (give | {"tensor": holds.to_sparse() if rank == 0 else source}, "only dense"),
+        "a fake tensor": (
+            give | {"tensor": FakeTensorMode().from_tensor(holds) if rank == 0 else source, "shape": (6, 4)},
+            "rank 0 passes a FakeTensor that has no memory of its own",
+        ),
         "out of the wrong shape": (
             give | {"out": torch.zeros(2, 6) if rank == 3 else None},
             "rank 3 passes out of float32 [2, 6]",
@@ -342,29 +347,80 @@ def test_a_wrong_array_for_a_mover_ends_the_transfer_everywhere():
     assert sum("rank 1 passes float64" in text for text in texts) >= 3, texts
 
 
-def _one_misses_a_call(rank):
-    texts = []
+def _steps(rank, late, skips, seconds):
+    """What each step gives, in which shards hold its number; rank ``late`` comes to the second one late, or not."""
+    given, group = [], None
     _meet()
-    for turn in range(3):
-        if turn == 0 and rank == 3:
-            time.sleep(2.5)
-            continue
+    for step in range(5):
+        if step == 1 and rank == late:
+            time.sleep(seconds)
+            if skips:
+                given.append("skipped")
+                continue
+        if step == 4:
+            group = dist.new_group(list(range(4)))
         try:
-            good = reshard.reshard(take_shard(ROWS, rank, WHOLE), ROWS, COLS, timeout_seconds=1 if turn == 0 else 30)
-            assert good is None or same_bytes(good, take_shard(COLS, rank, WHOLE))
-            texts.append("ok")
-        except reshard.TransferTimeoutError as error:
-            texts.append(str(error))
-        dist.barrier() if turn else None
+            source = None if take_shard(ROWS, rank, WHOLE) is None else torch.full((3, 4), float(step))
+            good = reshard.reshard(source, ROWS, COLS, group=group, timeout_seconds=1 if step == 1 else 20)
+            given.append(step if good is None else sorted(set(good.flatten().tolist())))
+        except reshard.ReshardError as error:
+            given.append(f"{type(error).__name__}: {error}")
+    return given
+
+
+@pytest.mark.parametrize(
+    ("late", "seconds", "skips"), [(0, 4.0, False), (3, 4.0, False), (0, 4.0, True), (3, 4.0, True), (3, 1.3, False)]
+)
+def test_after_a_time_out_calls_are_refused_and_never_mixed(late, seconds, skips):
+    """Nothing tells a rank that is late from one that skips a call, so nobody goes on before there is a new group."""
+    for rank, given in enumerate(run_processes(_steps, 4, late, skips, seconds)):
+        assert given[0] in ([0.0], 0) and given[4] in ([4.0], 4), given
+        if rank != late:
+            assert f"rank {late} did not call within 1 s" in given[1], given
+        elif not skips:
+            assert "can no longer be told apart" in given[1], given
+        assert all("make a new group to go on" in text for text in given[2:4]), given
+
+
+def test_a_first_rank_that_is_late_by_less_than_it_is_waited_for_is_not_missed():
+    assert [given[1:4] for given in run_processes(_steps, 4, 0, False, 1.5)] == [
+        [1, 2, 3],
+        [1, 2, 3],
+        [[1.0], [2.0], [3.0]],
+        [[1.0], [2.0], [3.0]],
+    ]
+
+
+def _one_fails_of_two_sets(rank):
+    """Rank 1 takes part in two sets, and fails alone in a call that could be of either."""
+    first, second = Layout(Mesh([0, 1], {"x": 2}), "S0"), Layout(Mesh([1, 2], {"x": 2}), "S0")
+    texts = []
+    for step in range(4):
+        for layout in (first, second):
+            if rank not in layout.ranks:
+                continue
+            bad = rank == 1 and step == 1 and layout is second
+            try:
+                source = torch.full((2, 2), float(step))
+                out = reshard.reshard(source, None if bad else layout, layout, src_spec=None, timeout_seconds=20)
+                texts.append(sorted(set(out.flatten().tolist())))
+            except reshard.ReshardError as error:
+                texts.append(f"{type(error).__name__}: {error}")
     return texts
 
 
-def test_a_missed_call_does_not_spoil_the_next_ones():
-    texts = run_processes(_one_misses_a_call, 4)
-    for rank in range(3):
-        assert "rank 3 did not call" in texts[rank][0]
-        assert texts[rank][1:] == ["ok", "ok"]
-    assert texts[3] == ["ok", "ok"]
+def test_a_rank_that_fails_alone_and_calls_with_two_sets_leaves_both_out_of_step():
+    """Whom the failed call was meant for is not known, so which calls belong together is not either."""
+    first, both, second = run_processes(_one_fails_of_two_sets, 3)
+    for given in (first[:1], both[:3], second[:1]):
+        assert all(len(one) == 1 for one in given[:1]), given
+    for given in (first, second):
+        assert given[0] == [0.0] and given[1] in ([1.0], given[1]), given
+        assert "nobody knows who takes part" in given[-1], given
+        for step, one in enumerate(given):
+            assert one == [float(step)] or "make a new group to go on" in one or "failed a call" in one, given
+    for step, one in enumerate(both):
+        assert one == [float(step // 2)] or "Error" in one, both
 
 
 SCRIPT = """

@@ -11,6 +11,7 @@ import torch
 
 import reshard
 import reshard.call
+import reshard.transport
 from reshard import Layout, Mesh
 from reshard.launch import LaunchError, run_processes
 
@@ -66,6 +67,64 @@ def _run(function, victim):
     assert [failure.rank for failure in caught.value.failures] == [victim]
     assert "exit code -9" in caught.value.failures[0].text
     return [caught.value.results[rank] for rank in range(4) if rank != victim]
+
+
+def _dies_while_connecting(rank, victim, on_loss="raise"):
+    make = reshard.transport.Connections._make_group
+
+    def die(self, *args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    reshard.transport.Connections._make_group = die if rank == victim else make
+    src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("2", first_rank=2), "S0")
+    source = torch.arange(24.0).reshape(6, 4) if rank < 2 else None
+    begun = time.monotonic()
+    try:
+        out = reshard.reshard(source, src, dst, shape=(6, 4), timeout_seconds=30, on_loss=on_loss)
+        text = "done" if out is None else str(out.flatten()[0].item())
+    except reshard.ReshardError as error:
+        text = f"{type(error).__name__}: {error}"
+    assert time.monotonic() - begun < 12
+    return text
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_rank_killed_while_connections_are_made_is_named(victim):
+    for text in _run(_dies_while_connecting, victim):
+        assert f"rank {victim}" in text, text
+
+
+def _dies_while_connecting_borne(rank, victim):
+    return _dies_while_connecting(rank, victim, "carry_on")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_others_carry_on_if_a_rank_dies_while_connections_are_made(victim):
+    assert _run(_dies_while_connecting_borne, victim) == ["done", "0.0", "12.0"]
+
+
+def _dies_between_uses(rank, victim):
+    """The mover's connections are up when the victim goes, and nobody is in a transfer."""
+    mover = reshard.Mover(reshard.make_plan(ROWS, COLS, (6, 4), "float32"), timeout_seconds=8)
+    source = torch.ones(3, 4) if rank < 2 else None
+    mover(source)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    begun = time.monotonic()
+    try:
+        mover(source)
+        return "finished"
+    except reshard.ReshardError as error:
+        assert time.monotonic() - begun < 6
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_rank_killed_between_uses_of_a_mover_is_named(victim):
+    texts = _run(_dies_between_uses, victim)
+    assert all(f"rank {victim}" in text or text == "finished" for text in texts), texts
+    assert f"rank {victim}" in texts[-1], texts
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -209,3 +209,65 @@ def test_carries_on_under_torch_multiprocessing(tmp_path):
     server.join()
     for rank in survivors:
         assert json.loads((tmp_path / f"{rank}.json").read_text())["unlike"] == 0
+
+
+PAIR, HALVES = Layout(Mesh.of("2")), Layout(Mesh.of("2", first_rank=2), "S0")
+
+
+def _step(rank, step, timeout_seconds=20.0, **options):
+    """Start a transfer of an array that holds the number of a step."""
+    source = torch.full((4, 3), float(step)) if rank < 2 else None
+    options = {"shape": (4, 3), "on_loss": "carry_on", "timeout_seconds": timeout_seconds} | options
+    return reshard.reshard_async(source, PAIR, HALVES, **options)
+
+
+def _said(begin):
+    try:
+        out = begin()
+        return None if out is None else sorted(set(out.flatten().tolist()))
+    except reshard.ReshardError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _is_late(rank, late):
+    given, seconds = [_said(_step(rank, 0).wait)], []
+    for step in range(1, 5):
+        if step == 1 and rank == late:
+            time.sleep(5)
+        begun = time.monotonic()
+        given.append(_said(lambda step=step: _step(rank, step, 2.0).wait()))
+        seconds.append(time.monotonic() - begun)
+        if step == 3 and rank != late:
+            time.sleep(4)  # so that the late one calls again while the others do
+    given.append(_said(lambda: _step(rank, 5, on_loss="raise").wait()))
+    return given, seconds
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_a_rank_that_comes_late_is_lost_for_good_and_told_so(late):
+    """The others go on without it and without waiting for it again; what it brings is of another step."""
+    by_rank = run_processes(_is_late, 4, late)
+    for rank, (given, seconds) in enumerate(by_rank):
+        if rank == late:
+            assert all("go on without it" in text or f"without rank {late}" in text for text in given[1:5]), given
+        else:
+            assert given[:5] == [None if rank < 2 else [float(step)] for step in range(5)], (late, rank, given)
+            assert seconds[0] < 9 and max(seconds[1:]) < 1, (late, rank, seconds)
+            assert f"rank {late} was lost in an earlier call" in given[5], given
+
+
+def _crossed(rank, orders):
+    handles = {step: _step(rank, step) for step in (1, 2)}
+    waited = [_said(handles[step].wait) for step in orders[rank]]
+    return waited, _said(lambda: _step(rank, 3).wait())
+
+
+@pytest.mark.parametrize("orders", [[(1, 2), (1, 2), (2, 1), (1, 2)], [(1, 2), (1, 2), (1,), (1, 2)]])
+def test_transfers_that_bear_losses_are_waited_for_alike_or_refused(orders):
+    said = run_processes(_crossed, 4, orders)
+    texts = [text for waited, then in said for text in (*waited, then)]
+    assert all("make a new group to go on" in then for _, then in said), said
+    assert any("ranks disagree on what comes next: rank 0 waits for transfer" in str(text) for text in texts), said
+    for rank in (2, 3):  # what did arrive is of its own step
+        for step, text in zip(orders[rank], said[rank][0], strict=True):
+            assert text == [float(step)] or "DisagreementError" in text, said

@@ -1,0 +1,315 @@
+"""Rounds in which the ranks of a call say what they have, one of them decides, and all hear the same.
+
+Every member says its record to the first one, which decides and answers (see :mod:`reshard.control`). What must be
+found without a connection is in the store:
+
+``u/<members>/hub``        where the first member listens
+``told/<rank>/<attempt>``  an error for a rank that waits where nobody will come
+``beacon/<rank>``          what a rank is waiting for, or why it gave up, for ranks that wait for it in vain
+
+The first member waits no longer than anybody's time-out: a rank whose time is up says so, and leaves only if that is
+not answered. Whoever leaves alone marks the ranks as out of step (see :mod:`reshard.outcasts`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from reshard.agreement import Record, Verdict, describe_error, missing_error, rebuild_error
+from reshard.beacon import Pulses, is_blamed, publish_beacon
+from reshard.control import Hub, Spoke
+from reshard.errors import RemoteError, ReshardError
+from reshard.failures import HasLeftError, LeavingError, count_calls, find_behind, forgive, give_up
+from reshard.group import Group
+from reshard.lookout import find_elsewhere
+from reshard.monitor import call_at_exit
+from reshard.outcasts import check_together, find_mixed, go_on_without, lose_step
+from reshard.stores import Store, StoreSilentError
+
+#: After this long in a round, a rank says what it waits for and looks at what the others wait for.
+PATIENCE_SECONDS = 0.2
+#: How long a rank whose time is up waits for the first one to say so to all.
+ANSWER_SECONDS = 1.5
+
+
+class Meeting:
+    """The rounds of one set of ranks, ascending."""
+
+    def __init__(self, group: Group, members: tuple[int, ...], store: Store) -> None:
+        self.group, self.members = group, members
+        self._store = store
+        self.rounds = 0  # in which this rank took part
+        self.answered: dict[int, int] = {}  # of each member the last attempt that was answered
+        self._number = 0  # of the last round that this rank decided
+        self._blamed: set[int] = set()  # ranks that are gone as far as the store tells
+        self._pulses = Pulses(group.store)
+        self._hub: Hub | None = None
+        self._spoke: Spoke | None = None
+
+    def hold(
+        self,
+        record: Record,
+        decide: Callable[[list[Record]], Verdict],
+        timeout_seconds: float,
+        bears_loss: bool,
+    ) -> Verdict:
+        """One round: every member says its record, and all take the same verdict.
+
+        Args:
+            record: what this rank says. decide: what follows from all records; run on the first member.
+            bears_loss: go on without members that die or do not come in time; the verdict says who is lost.
+
+        Raises:
+            The error of the verdict, alike on all ranks; TransferTimeoutError if members are missing.
+        """
+        check_together(self.group, self.members, bears_loss)
+        self.rounds += 1
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            verdict = self._meet(record, decide, deadline, timeout_seconds, bears_loss)
+            while verdict.behind and self.group.rank not in verdict.behind:  # those have left their call now
+                verdict = self._meet(record, decide, deadline, timeout_seconds, bears_loss)
+        except ReshardError:
+            raise
+        except BaseException as error:  # an interrupt, say: the others are still in this round
+            lose_step(self.group, self.members, f"rank {self.group.rank} left a call: {type(error).__name__}")
+            raise
+        verdict.lost = [int(rank) for rank in verdict.lost]
+        verdict.said = {int(rank): one for rank, one in verdict.said.items()}
+        verdict.hostnames = {int(rank): name for rank, name in verdict.hostnames.items()}
+        self.answered.update({int(rank): attempt for rank, attempt in verdict.attempts.items()})
+        forgive(self.group, verdict.skipped)
+        go_on_without(self.group, verdict.lost)
+        if verdict.behind:
+            give_up(self.group, self.members, verdict)
+        if verdict.loses_step:
+            lose_step(self.group, self.members, (verdict.error or ("", ""))[1])
+        verdict.raise_error()
+        return verdict
+
+    def _meet(
+        self,
+        record: Record,
+        decide: Callable[[list[Record]], Verdict],
+        deadline: float,
+        timeout_seconds: float,
+        bears_loss: bool,
+    ) -> Verdict:
+        """What all take from one round."""
+        self.group.attempts += 1
+        record.attempt = self.group.attempts
+        count_calls(record, self.group, self.members)
+        try:
+            if self.group.rank == self.members[0]:
+                return self._gather(record, decide, deadline, timeout_seconds, bears_loss)
+            return self._ask(record, deadline, timeout_seconds, bears_loss)
+        except RuntimeError as error:
+            if isinstance(error, ReshardError):
+                raise
+            raise RemoteError(f"rank {self.group.rank}: the store is lost: {error}") from error
+        finally:
+            self._say(None)
+
+    def _gather(
+        self,
+        record: Record,
+        decide: Callable[[list[Record]], Verdict],
+        deadline: float,
+        timeout_seconds: float,
+        bears_loss: bool,
+    ) -> Verdict:
+        """The first member: wait for all records, decide, answer."""
+        others = self.members[1:]
+        if not others:
+            verdict = decide([record])
+            verdict.attempts = {record.rank: record.attempt}
+            return verdict
+        if self._hub is None:
+            self._hub = Hub(self._store, others, timeout_seconds)
+            self._close_at_exit()
+        hub = self._hub
+        hub.pump(0.0)  # who left before this round began does not take part in it
+        hub.waits = True
+
+        def missing() -> list[int]:
+            gone = self.find_dead() if bears_loss else ()
+            return [rank for rank in others if rank not in hub.pending and rank not in gone]
+
+        def pump(seconds: float) -> None:
+            hub.pump(seconds)
+            if hub.hurried and missing():
+                raise TimeoutError
+
+        try:
+            try:
+                self._wait(record, pump, lambda: not missing(), missing, deadline, bears_loss)
+            except TimeoutError:
+                if not bears_loss:
+                    raise
+            hub.pump(0.0)  # somebody may have given up while the last one came
+            came = {rank: Record.from_json(hub.pending[rank][1]) for rank in others if rank in hub.pending}
+            came[record.rank] = record
+            records = [came[rank] for rank in self.members if rank in came]
+            verdict = find_behind(records, self.members) or find_mixed(records) or decide(records)
+            verdict.attempts = {said.rank: said.attempt for said in records}
+        except TimeoutError:
+            verdict = Verdict(error=missing_error(missing(), self.members, timeout_seconds), loses_step=True)
+        except HasLeftError as error:
+            verdict = error.verdict
+            verdict.behind = [
+                rank
+                for rank, left in zip(self.members, record.left, strict=True)
+                if rank == record.rank or (rank in hub.pending and hub.pending[rank][1]["left"][0] <= left)
+            ]
+        except LeavingError as error:
+            verdict = error.verdict
+        except Exception as error:  # a defect in deciding must reach the others too
+            verdict = Verdict(error=describe_error(error))
+        self._number += 1
+        verdict.round = self._number
+        hub.waits = False
+        hub.answer(verdict.__dict__)
+        return verdict
+
+    def _ask(self, record: Record, deadline: float, timeout_seconds: float, bears_loss: bool) -> Verdict:
+        """Any other member: say the record, wait for the answer."""
+        hub = self.members[0]
+        said = False
+        last = deadline + ANSWER_SECONDS
+        try:
+            if self._spoke is None:
+                self._wait(record, _sleep, lambda: self._store.shows("hub"), lambda: [hub], last, bears_loss)
+                try:
+                    self._spoke = Spoke.connect(self._store, self.group.rank, hub, last - time.monotonic())
+                except RemoteError as error:
+                    raise (EOFError(str(error)) if bears_loss else error) from None
+                self._close_at_exit()
+            spoke = self._spoke
+            spoke.say(record.to_json())
+            said = True
+            try:
+                self._wait(record, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], deadline, bears_loss)
+            except TimeoutError:
+                spoke.hurry()
+                self._wait(record, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], last, bears_loss)
+            return Verdict(**spoke.take_answer())
+        except EOFError as error:
+            if bears_loss:
+                return Verdict(lost=[hub], generation=record.generation)
+            return Verdict(error=("RemoteError", f"rank {self.group.rank} lost its connection to rank {hub}: {error}"))
+        except TimeoutError:
+            if bears_loss:
+                verdict = Verdict(lost=[hub], generation=record.generation)
+            else:
+                verdict = Verdict(error=missing_error([hub], self.members, timeout_seconds), loses_step=True)
+        except LeavingError as error:
+            verdict = error.verdict
+        except ReshardError as error:
+            verdict = Verdict(error=describe_error(error))
+        if said and self._spoke is not None:  # so that the first member does not go on without this rank
+            record.error = verdict.error
+            with contextlib.suppress(EOFError):
+                self._spoke.leave(None if verdict.behind else record.to_json())
+        return verdict
+
+    def _wait(
+        self,
+        record: Record,
+        pump: Callable[[float], None],
+        come: Callable[[], bool],
+        absent: Callable[[], list[int]],
+        deadline: float,
+        bears_loss: bool,
+    ) -> None:
+        """Pump until ``come()``, now and then looking around for those who are absent.
+
+        Raises:
+            TimeoutError: the deadline passed. ReshardError, LeavingError: what is waited for cannot come.
+        """
+        begun = looked = time.monotonic()
+        while not come():
+            if (now := time.monotonic()) >= deadline:
+                raise TimeoutError
+            if now - looked >= PATIENCE_SECONDS:
+                looked = now
+                self._say({"members": list(self.members), "attempt": record.attempt})
+                with contextlib.suppress(StoreSilentError):  # look again later
+                    self._hear(record, bears_loss)
+                    for rank in absent():
+                        self._look_for(rank, bears_loss)
+            pump(min(PATIENCE_SECONDS, deadline - now, max(0.0005, 0.1 * (now - begun)) if pump is _sleep else 1.0))
+
+    # What ranks find in the store when they wait in vain
+
+    def _say(self, waiting: dict[str, Any] | None) -> None:
+        if self.group.beacon["waiting"] != waiting:
+            self.group.beacon["waiting"] = waiting
+            publish_beacon(self.group)
+
+    def _hear(self, record: Record, bears_loss: bool) -> None:
+        """Raise what another rank left for this attempt, or that a connection is lost."""
+        key = f"told/{self.group.rank}/{record.attempt}"
+        if self.group.store.check([key]):
+            raise rebuild_error(*json.loads(self.group.store.get(key)))
+        if self._hub is not None and self._hub.gone and not bears_loss:
+            rank, why = next(iter(self._hub.gone.items()))
+            raise RemoteError(f"rank {rank} is gone: {why}")
+
+    def _look_for(self, rank: int, bears_loss: bool) -> None:
+        """Raise if ``rank`` waits for us elsewhere, gave up in the same call, or will not come any more."""
+        key = f"beacon/{rank}"
+        beacon = json.loads(self.group.store.get(key)) if self.group.store.check([key]) else None
+        if bears_loss and self._is_gone(rank, beacon):
+            self._blamed.add(rank)
+            if rank == self.members[0]:
+                raise EOFError(f"rank {rank} is gone")
+            return
+        if beacon is not None:
+            find_elsewhere(self.group, self.members, rank, beacon, bears_loss)
+
+    def _is_gone(self, rank: int, beacon: dict[str, Any] | None) -> bool:
+        """Whether a rank that does not come never will: somebody said so, or it has no connection and no pulse."""
+        if beacon is not None and is_blamed(beacon):
+            return True
+        if self._spoke is not None or (self._hub is not None and self._hub.has(rank)):
+            return False
+        return self._pulses.is_silent(rank)
+
+    def find_dead(self) -> list[int]:
+        """Ranks that are gone, as far as the connections of the first member tell, or somebody else."""
+        return sorted(self._blamed | set(() if self._hub is None else self._hub.gone))
+
+    def find_ended(self) -> int | None:
+        """A member whose process has ended, as far as this rank's connections tell, if there is one."""
+        if self._hub is not None:
+            return self._hub.lost()
+        if self._spoke is not None and self._spoke.is_lost():
+            return self.members[0]
+        return None
+
+    def _close_at_exit(self) -> None:
+        _open.add(self)
+        call_at_exit(_close_all, priority=10)
+
+    def close(self) -> None:
+        """Say goodbye to the other ranks; only at the end of the process, there are no rounds after it."""
+        for end in (self._hub, self._spoke):
+            if end is not None:
+                end.close()
+
+
+#: Those with connections, to be closed in order at the end of the process.
+_open: weakref.WeakSet[Meeting] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for meeting in list(_open):
+        meeting.close()
+
+
+_sleep = time.sleep
