@@ -33,8 +33,9 @@ from reshard.stores import Store, StoreSilentError
 
 #: After this long in a round, a rank says what it waits for and looks at what the others wait for.
 PATIENCE_SECONDS = 0.2
-#: How long a rank whose time is up waits for the first one to say so to all.
+#: How long a rank whose time is up waits for the first one to say so to all; less where it goes on without that one.
 ANSWER_SECONDS = 1.5
+BORNE_ANSWER_SECONDS = 1.0
 
 
 class Meeting:
@@ -180,7 +181,7 @@ class Meeting:
         """Any other member: say the record, wait for the answer."""
         hub = self.members[0]
         said = False
-        last = deadline + ANSWER_SECONDS
+        last = deadline + (BORNE_ANSWER_SECONDS if bears_loss else ANSWER_SECONDS)
         try:
             if self._spoke is None:
                 self._wait(record, _sleep, lambda: self._store.shows("hub"), lambda: [hub], last, bears_loss)
@@ -203,7 +204,10 @@ class Meeting:
                 return Verdict(lost=[hub], generation=record.generation)
             return Verdict(error=("RemoteError", f"rank {self.group.rank} lost its connection to rank {hub}: {error}"))
         except TimeoutError:
-            if bears_loss:
+            if bears_loss and self._spoke is None and not self._store_answers():  # nor will anybody else be found
+                text = f"rank {self.group.rank} hears neither rank {hub} nor the store; its host may be cut off"
+                verdict = Verdict(error=("RemoteError", text))
+            elif bears_loss:
                 verdict = Verdict(lost=[hub], generation=record.generation)
             else:
                 verdict = Verdict(error=missing_error([hub], self.members, timeout_seconds), loses_step=True)
@@ -259,6 +263,13 @@ class Meeting:
         if self._hub is not None and self._hub.gone and not bears_loss:
             rank, why = next(iter(self._hub.gone.items()))
             raise RemoteError(f"rank {rank} is gone: {why}")
+
+    def _store_answers(self) -> bool:
+        try:
+            self._store.check(["hub"])
+        except StoreSilentError:
+            return False
+        return True
 
     def _look_for(self, rank: int, bears_loss: bool) -> None:
         """Raise if ``rank`` waits for us elsewhere, gave up in the same call, or will not come any more."""
