@@ -21,6 +21,7 @@ import reshard.call
 from reshard import Layout, Mesh, Topology
 from reshard.demo import count_unlike, shard_of_positions
 from reshard.group import serve_store
+from reshard.progress import TOLD_TAG
 from reshard.staging import flat_bytes
 from reshard.topology import Host, Port
 from reshard.transport import GlooTransport
@@ -234,8 +235,8 @@ def _strike(run: Run) -> None:
         count[0] += 1
         if count[0] == run.moment:
             act()
-        sends[0] += 1
-        if run.fault == "byte flipped" and sends[0] == 1:
+        sends[0] += tag < TOLD_TAG  # one that carries elements
+        if run.fault == "byte flipped" and sends[0] == 1 and tag < TOLD_TAG:
             buffer = buffer.clone()
             buffer[buffer.numel() // 2] ^= 1
         return plain_send(self, buffer, rank, tag)

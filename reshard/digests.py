@@ -21,6 +21,10 @@ from reshard.plan import Message, Plan, expand_messages
 from reshard.staging import flat_bytes
 
 
+#: More than any fault takes to say.
+MOST_TEXT_BYTES = 2**20
+
+
 class Digests:
     """Those of one rank in one transfer, by message id."""
 
@@ -152,6 +156,10 @@ def compare_digests(
 def _recv_text(transport: Any, rank: int, tag: int, wait: Callable[[Any], None]) -> str:
     count = torch.zeros(1, dtype=torch.int64)
     wait(transport.recv(flat_bytes(count), rank, tag))
+    if not 0 <= int(count) <= MOST_TEXT_BYTES:
+        raise ConnectionError(
+            f"rank {rank} says what it found in {int(count)} bytes: something changed them on the way"
+        )
     data = torch.zeros(int(count), dtype=torch.uint8)
     if len(data):
         wait(transport.recv(data, rank, tag))

@@ -26,7 +26,7 @@ from reshard.monitor import Monitor, call_at_exit
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_device_type, check_timeout, check_verify
 from reshard.plan import Plan, TensorSpec
 from reshard.program import Program, build_program
-from reshard.progress import TOLD_TAG, VERIFY_TAG, Tally, WrongCopyError, run_program
+from reshard.progress import ROUNDING_SECONDS, TOLD_TAG, VERIFY_TAG, Tally, WrongCopyError, run_program
 from reshard.round_runner import RoundRunner
 from reshard.rounds import find_rounds
 from reshard.staging import Staging, TorchMemory, carrier
@@ -331,7 +331,7 @@ class Mover:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except Exception as error:
                 handle.check()
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= deadline - ROUNDING_SECONDS:
                     raise TransferTimeoutError(f"rank {rank}: digests were not compared in time") from error
                 raise ConnectionError(f"digests could not be compared: {error}") from error
 

@@ -41,6 +41,8 @@ TOLD_TAG = 2**29
 #: And so has what is said behind a transfer about its digests.
 VERIFY_TAG = 2**30
 _TOLD_AHEAD = 8
+#: How much earlier than asked a wait may run out, which counts whole milliseconds.
+ROUNDING_SECONDS = 0.02
 
 
 class WrongCopyError(Exception):
@@ -342,7 +344,7 @@ class _Run:
                 what = f"message {op.id} to rank {op.receiver}"
             else:
                 what = f"message {op.id} from rank {op.sender}"
-            if time.monotonic() >= self.deadline:
+            if time.monotonic() >= self.deadline - ROUNDING_SECONDS:
                 raise TransferTimeoutError(f"rank {self.program.rank}: {what} did not finish in time") from error
             raise ConnectionError(f"{what} failed: {error}") from error
 

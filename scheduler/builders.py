@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from reshard.errors import ArgumentError
 
 from .pipeline import Pipeline, check_pipeline
-from .schedule import Action, Kind, Schedule
+from .schedule import MOST_ACTIONS, Action, Kind, Schedule
 from .transfers import add_transfers
 
 
@@ -108,13 +108,19 @@ def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: 
         warmups: of each stage the forwards before its first backward, at least one; more than there are counts as all.
 
     Raises:
-        ArgumentError: no microbatch, or a stage without a warm-up.
+        ArgumentError: no microbatch, a stage without a warm-up, or one that a later stage would wait for in vain.
     """
     check_microbatches(pipeline, num_microbatches)
     if not isinstance(warmups, Sequence):
         raise ArgumentError(f"warm-ups are a list with one of each stage, not {warmups!r}")
     if len(warmups) != len(pipeline.stages) or not all(isinstance(depth, int) and depth > 0 for depth in warmups):
         raise ArgumentError(f"warm-ups {list(warmups)}: each of {len(pipeline.stages)} stages needs one, from 1 on")
+    for edge in pipeline.edges:
+        a, b = (min(num_microbatches, warmups[stage]) for stage in (edge.src, edge.dst))
+        if a < b:
+            raise ArgumentError(
+                f"stage {edge.dst} waits for {b} forwards of stage {edge.src}, which makes {a} before it waits for it"
+            )
     rows = []
     for stage, warmup in enumerate(warmups):
         ahead = min(num_microbatches, warmup)
@@ -132,3 +138,6 @@ def check_microbatches(pipeline: Pipeline, num_microbatches: int) -> None:
     check_pipeline(pipeline)
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ArgumentError(f"num_microbatches is {num_microbatches!r}; it must be an integer from 1 on")
+    most = MOST_ACTIONS // len(pipeline.stages)
+    if num_microbatches > most:
+        raise ArgumentError(f"at most {most:,} microbatches can be scheduled on {len(pipeline.stages)} stages")

@@ -18,7 +18,7 @@ from reshard.agreement import Record, describe_error, resolve
 from reshard.channel import find_channel
 from reshard.errors import ArgumentError, RemoteError, ReshardError
 from reshard.failures import tell_error
-from reshard.group import find_group
+from reshard.group import check_inside, find_group
 from reshard.mesh import format_ranks
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.routes import Strategy
@@ -91,6 +91,7 @@ class Engine:
         try:
             _check_types(schedule, pipeline, last_pipeline, ties)
             ranks = _find_ranks(pipeline)
+            check_inside(self._group, ranks)
         except ReshardError as error:
             tell_error(self._group, error)
             raise
@@ -99,6 +100,8 @@ class Engine:
         agreeing_seconds = DEFAULT_TIMEOUT_SECONDS
         try:
             agreeing_seconds = timeout_seconds = self._timeout_seconds = check_timeout(timeout_seconds)
+            if topology is not None and not isinstance(topology, Topology):
+                raise ArgumentError(f"topology must be a Topology, not {type(topology).__name__}")
             check_schedule(schedule, pipeline)
             rows = _find_rows(schedule, pipeline)
             self.row = next(row for row, its in enumerate(rows) if self._group.rank in its)
@@ -125,17 +128,17 @@ class Engine:
             crossings.append(Crossings(ways, self._group, timeout_seconds, device=device, signal_only=signal_only))
         joined = Ties(ties, pipeline, modules, self._group, topology, strategy, timeout_seconds, device)
         joined.share_values()
-        self._parts = Parts(schedule, self.row, self._stages, pipelines, tuple(crossings), joined, num_loss_shards)
+        self._parts = Parts(
+            schedule, self.row, self._stages, pipelines, tuple(crossings), joined, num_loss_shards, timeout_seconds
+        )
         self._iteration: Iteration | None = None
 
     def _make_stages(self, modules: Mapping[int, torch.nn.Module]) -> dict[int, StageRun]:
         ours = [stage for stage, row in enumerate(self.schedule.row_of_stage) if row == self.row]
         if not isinstance(modules, Mapping):
             raise ArgumentError(f"modules are {{stage: module}}, not {type(modules).__name__}")
-        if sorted(modules) != ours:
-            raise ArgumentError(
-                f"rank {self._group.rank} computes stages {ours}, but has modules for {sorted(modules)}"
-            )
+        if set(modules) != set(ours):
+            raise ArgumentError(f"rank {self._group.rank} computes stages {ours}, but has modules for {[*modules]}")
         halves: dict[int, set[int]] = {stage: set() for stage in ours}
         for action in self.schedule.rows[self.row]:
             if action.kind is Kind.W:
@@ -189,8 +192,8 @@ class Engine:
             return error
         if doing.kind is Kind.I:
             error.add_note(
-                "This backward is made in two halves. A module with activation checkpoints, or one that asks for "
-                "gradients in its forward, needs whole ones: fitted(..., can_split=False)"
+                "This backward is made in two halves. A module that asks for gradients in its forward "
+                "needs whole ones: fitted(..., can_split=False)"
             )
         return RemoteError(f"rank {self._group.rank} {where}: {type(error).__name__}: {error}")
 
@@ -241,6 +244,8 @@ class Engine:
             weights = [part / sum(parts) for part in parts]
         else:
             try:
+                if isinstance(loss_weights, str):
+                    raise TypeError
                 weights = [float(weight) for weight in loss_weights]
             except (TypeError, ValueError):
                 raise ArgumentError(f"loss_weights are {num} numbers, not {loss_weights!r}") from None
@@ -343,9 +348,9 @@ def _check_last(pipeline: Pipeline, last: Pipeline | None) -> None:
             for edge in one.edges
         ]
 
-    if outline(pipeline) != outline(last):
+    if outline(pipeline) != outline(last) or len(pipeline.stages) != len(last.stages):
         raise ArgumentError(
-            "last_pipeline must have the edges of the pipeline, and on each the same tensors but for shape"
+            "last_pipeline must have the stages and edges of the pipeline, and on each the same tensors but for shape"
         )
 
 

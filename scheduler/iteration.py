@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,7 @@ class Parts:
     crossings: tuple[Crossings, ...]
     ties: Ties
     num_loss_shards: int
+    timeout_seconds: float
 
 
 class Iteration:
@@ -82,19 +84,21 @@ class Iteration:
         begun = time.monotonic()
         summed = [p for stage in self.stages.values() for p in stage.copied_parameters()]
         kept = set_aside([*summed, *self.parts.ties.parameters()])
-        for action in self.actions:
-            self.doing = action
-            if action.kind.is_transfer:
-                self.move(action)
-            else:
-                self.compute(action)
-        self.doing = None
-        for crossing in self.sends:
-            crossing.wait()
-        for stage in self.stages.values():
-            stage.sum_over_copies()
-        self.parts.ties.add_gradients()
-        put_back(kept)
+        try:
+            for action in self.actions:
+                self.doing = action
+                if action.kind.is_transfer:
+                    self.move(action)
+                else:
+                    self.compute(action)
+            self.doing = None
+            for crossing in self.sends:
+                crossing.wait()
+            for stage in self.stages.values():
+                stage.sum_over_copies(self.parts.timeout_seconds)
+            self.parts.ties.add_gradients()
+        finally:
+            put_back(kept)
         num = self.schedule.num_microbatches
         losses = tuple(float(self.losses[m]) for m in range(num)) if self.losses else ()
         loss = sum(w * x for w, x in zip(self.weights, losses, strict=True)) if losses else None
@@ -181,11 +185,13 @@ class Iteration:
         now = time.monotonic()
         for other, tensors in sent.items():
             channel = Channel(stage, other, is_forward)
+            versions = {name: array._version for name, array in tensors.items()}
             if self.schedule.row_of_stage[other] == self.parts.row:
                 crossing = self.crossings(microbatch).send(channel, tensors)
+                crossing.keep(functools.partial(_check_unchanged, channel, tensors, versions))
             else:
                 crossing = Crossing(None, tensors)
-                crossing.versions = {name: array._version for name, array in tensors.items()}
+                crossing.versions = versions
             crossing.made_at = now
             self.under_way[channel, microbatch] = crossing
 

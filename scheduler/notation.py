@@ -12,13 +12,13 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections import deque
 
 from reshard.errors import ScheduleError
 
 from .pipeline import Pipeline
-from .schedule import Action, Kind, Schedule
+from .schedule import MOST_ACTIONS, Action, Kind, Schedule
 
-_MOST_ACTIONS = 1_000_000
 _HEADER = re.compile(
     r"(?P<name>[^:\n]{1,100}): (?P<num>\d{1,7}) microbatches, stages on rows (?P<rows>\d{1,5}( \d{1,5})*)",
     re.ASCII,
@@ -50,7 +50,7 @@ def parse_schedule(text: str) -> Schedule:
         )
     row_of_stage = tuple(map(int, header["rows"].split()))
     num = int(header["num"])
-    if not 1 <= num * len(row_of_stage) <= _MOST_ACTIONS:
+    if not 1 <= num * len(row_of_stage) <= MOST_ACTIONS:
         raise ScheduleError(
             f"line 1: {num:,} microbatches of {len(row_of_stage)} stages; at least one, and not so many"
         )
@@ -62,8 +62,8 @@ def parse_schedule(text: str) -> Schedule:
             raise ScheduleError(f"line {number + 2}: row {number} is expected, not {row[:40]!r}")
         words = rest.split()
         total += len(words)
-        if total > _MOST_ACTIONS:
-            raise ScheduleError(f"more than {_MOST_ACTIONS:,} actions")
+        if total > MOST_ACTIONS:
+            raise ScheduleError(f"more than {MOST_ACTIONS:,} actions")
         try:
             rows.append(tuple(parse_action(word) for word in words))
         except ScheduleError as error:
@@ -109,7 +109,7 @@ def to_torch_csv(schedule: Schedule, *, transfers: bool = False) -> str:
     writer = csv.writer(out, lineterminator="\n")
     for row in schedule.rows:
         actions: list[Action] = []
-        held: dict[tuple[bool, int, int], list[Action]] = {}  # receives, by what needs them
+        held: dict[tuple[bool, int], dict[int | None, deque[Action]]] = {}  # receives of each channel, in order
         for action in row:
             if action.kind.is_transfer:
                 if abs(action.stage - (action.other or 0)) != 1 or (transfers and action.blocks):
@@ -119,10 +119,15 @@ def to_torch_csv(schedule: Schedule, *, transfers: bool = False) -> str:
                 if not transfers:
                     continue
             if action.kind in (Kind.RECV_F, Kind.RECV_B):
-                held.setdefault((action.kind is Kind.RECV_F, action.stage, action.microbatch), []).append(action)
+                lines = held.setdefault((action.kind is Kind.RECV_F, action.stage), {})
+                lines.setdefault(action.other, deque()).append(action)
                 continue
             if action.kind in (Kind.F, Kind.B, Kind.I):
-                actions += held.pop((action.kind is Kind.F, action.stage, action.microbatch), [])
+                for line in held.get((action.kind is Kind.F, action.stage), {}).values():
+                    if any(recv.microbatch == action.microbatch for recv in line):
+                        while line[0].microbatch != action.microbatch:
+                            actions.append(line.popleft())
+                        actions.append(line.popleft())
             actions.append(action)
         writer.writerow(f"{action.stage}{action.kind}{action.microbatch}" for action in actions)
     return out.getvalue()
@@ -150,8 +155,8 @@ def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedu
         if not any(words):
             raise ScheduleError(f"row {row} is empty, so no stage belongs to it")
         rows.append([_from_torch(word) for word in words if word and not _TORCH_FSDP.fullmatch(word)])
-        if sum(map(len, rows)) > _MOST_ACTIONS:
-            raise ScheduleError(f"more than {_MOST_ACTIONS:,} actions")
+        if sum(map(len, rows)) > MOST_ACTIONS:
+            raise ScheduleError(f"more than {MOST_ACTIONS:,} actions")
     row_of: dict[int, int] = {}
     for row, actions in enumerate(rows):
         for action in actions:

@@ -50,7 +50,7 @@ def block_transfers(schedule: Schedule, pipeline: Pipeline) -> Schedule:
     recvs_ahead = RECVS_AHEAD
     while True:
         ahead = add_transfers(
-            f"{schedule.name}, blocking",
+            schedule.renamed(", blocking"),
             compute_rows(schedule),
             pipeline,
             schedule.row_of_stage,
@@ -92,7 +92,7 @@ def issue_at_consumer(schedule: Schedule, pipeline: Pipeline) -> Schedule:
     rows = []
     for row in ahead.rows:
         rows.append(tuple(replace(a, blocks=True) if a.kind in (Kind.RECV_F, Kind.RECV_B) else a for a in row))
-    return replace(ahead, name=f"{schedule.name}, at the consumer", rows=tuple(rows))
+    return replace(ahead, name=schedule.renamed(", at the consumer"), rows=tuple(rows))
 
 
 def apply_passes(schedule: Schedule, pipeline: Pipeline, passes: Sequence[Pass]) -> tuple[Schedule, tuple[Report, ...]]:

@@ -13,8 +13,10 @@ from reshard.plan import TensorSpec
 
 #: Seconds for which one crossing keeps each link busy, by the link's name.
 Loads = tuple[tuple[str, float], ...]
+#: No cost is above this, in seconds or bytes: sums of them stay exact enough to be compared.
+MOST_COST = 1e15
 #: How the names of dtypes begin whose tensors may have gradients.
-_DIFFERENTIABLE = ("float", "bfloat", "complex")
+_DIFFERENTIABLE: tuple[str, ...] = ("float", "bfloat", "complex")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Stage:
     whole_backward_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        if self.mesh is not None and not isinstance(self.mesh, Mesh):
+            raise ArgumentError(f"the mesh of a stage must be a Mesh, not {type(self.mesh).__name__}")
         for cost in ("forward_seconds", "input_grad_seconds", "weight_grad_seconds", "activation_bytes"):
             _check_cost(f"{cost} of stage {self.name!r}" if self.name else cost, getattr(self, cost))
         if self.whole_backward_seconds is not None:
@@ -111,6 +115,9 @@ class Edge:
                 raise ArgumentError(
                     f"{direction}_loads of edge {self.src} -> {self.dst} are ((link, seconds), ...), not {loads!r}"
                 )
+            links = [link for link, _ in loads]
+            if len(set(links)) < len(links):
+                raise ArgumentError(f"{direction}_loads of edge {self.src} -> {self.dst} name a link twice: {links}")
             for link, busy in loads:
                 _check_cost(f"the load of link {link}", busy)
                 if busy > seconds * (1 + 1e-9):
@@ -158,9 +165,8 @@ class Pipeline:
         if not self.stages:
             raise ArgumentError("a pipeline has at least one stage")
         for edge in self.edges:
-            if not (
-                isinstance(edge.src, int) and isinstance(edge.dst, int) and 0 <= edge.src < edge.dst < len(self.stages)
-            ):
+            ends = (edge.src, edge.dst)
+            if any(type(end) is not int for end in ends) or not 0 <= edge.src < edge.dst < len(self.stages):
                 raise ArgumentError(
                     f"edge {edge.src} -> {edge.dst} must lead forward between stages 0 to {len(self.stages) - 1}"
                 )
@@ -242,5 +248,9 @@ def check_limit(memory_limit_bytes: object) -> None:
 
 
 def _check_cost(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ArgumentError(f"{what} is {value!r}; it must be a number from 0 on")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MOST_COST:
+        raise ArgumentError(f"{what} is {_short(value)}; it must be a number from 0 to {MOST_COST:g}")
+
+
+def _short(value: object) -> str:
+    return "an integer of many digits" if isinstance(value, int) and abs(value) > MOST_COST else repr(value)

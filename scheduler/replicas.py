@@ -7,6 +7,7 @@ them: stages may have different numbers of copies, and a mean over each stage's 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, TransferTimeoutError
+
+#: How often a copy that waits for the others looks.
+LOOK_SECONDS = 0.0005
 
 
 def check_module(stage: int, module: Any, is_split: bool) -> None:
@@ -95,8 +99,12 @@ def copied_parameters(module: Any) -> list[torch.Tensor]:
     return list(module.parameters()) if isinstance(module, DistributedDataParallel) else []
 
 
-def sum_over_copies(module: Any) -> None:
-    """After the last backward: DDP's copies add their gradients, in its buckets and by its hook."""
+def sum_over_copies(stage: int, module: Any, timeout_seconds: float) -> None:
+    """After the last backward: DDP's copies add their gradients, in its buckets and by its hook.
+
+    Raises:
+        TransferTimeoutError: some copy did not come to it.
+    """
     if not isinstance(module, DistributedDataParallel):
         return
     copies = dist.get_world_size(module.process_group)
@@ -104,7 +112,15 @@ def sum_over_copies(module: Any) -> None:
     if not parameters:
         return
     has_one = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
-    dist.all_reduce(has_one, dist.ReduceOp.MAX, group=module.process_group)
+    work = dist.all_reduce(has_one, dist.ReduceOp.MAX, group=module.process_group, async_op=True)
+    deadline = time.monotonic() + timeout_seconds
+    while not work.is_completed():  # a copy that failed never comes, and torch would wait for it for minutes
+        if time.monotonic() > deadline:
+            raise TransferTimeoutError(
+                f"a copy of stage {stage} did not come within {timeout_seconds:g} s to where copies add their gradients"
+            )
+        time.sleep(LOOK_SECONDS)
+    work.wait()
     with torch.no_grad():
         for parameter in parameters:
             if parameter.grad is not None:

@@ -35,6 +35,9 @@ class Kind(enum.StrEnum):
         return self in (Kind.SEND_F, Kind.SEND_B)
 
 
+#: More actions than this are not read or made.
+MOST_ACTIONS = 1_000_000
+MOST_NAME = 100
 _TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 #: By how much an action changes what is kept: microbatches begun and not finished.
 _KEPT = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
@@ -99,9 +102,9 @@ class Schedule:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise ScheduleError(f"a schedule's name is a text, not {self.name!r}")
-        if not 0 < len(self.name) <= 100 or self.name != self.name.strip() or {":", "\n"} & set(self.name):
+        if not 0 < len(self.name) <= MOST_NAME or self.name != self.name.strip() or {":", "\n"} & set(self.name):
             raise ScheduleError(
-                f"a schedule's name is up to 100 characters on one line without a colon, not {self.name!r}"
+                f"a schedule's name is up to {MOST_NAME} characters on one line without a colon, not {self.name!r}"
             )
 
     @property
@@ -109,19 +112,38 @@ class Schedule:
         """Stages of the pipeline."""
         return len(self.row_of_stage)
 
+    def renamed(self, suffix: str) -> str:
+        """A name for what a pass makes of it: this one, shortened if need be, and a suffix."""
+        return self.name[: MOST_NAME - len(suffix)].rstrip() + suffix
+
     def __iter__(self) -> Iterator[tuple[int, Action]]:
         for row, actions in enumerate(self.rows):
             for action in actions:
                 yield row, action
 
     @cached_property
-    def highest_stage(self) -> int:
-        """Of those that actions name."""
-        return max((max(action.stage, action.other or 0) for _, action in self), default=0)
+    def named_stages(self) -> tuple[int, int]:
+        """The lowest and the highest stage that actions name.
+
+        Raises:
+            ScheduleError: a transfer without another stage.
+        """
+        low, high = 0, 0
+        for row, action in self:
+            if action.kind.is_transfer and action.other is None:
+                raise ScheduleError(f"{action} on row {row} is a transfer without a stage at its other end")
+            ends = (action.stage, action.stage if action.other is None else action.other)
+            low, high = min(low, *ends), max(high, *ends)
+        return low, high
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """Of each stage the most microbatches that it has begun and not finished."""
+        """Of each stage the most microbatches that it has begun and not finished.
+
+        Raises:
+            ScheduleError: an action of a stage that there is not.
+        """
+        _check_stages(self)
         now, most = [0] * self.num_stages, [0] * self.num_stages
         for _, action in self:
             now[action.stage] += _KEPT.get(action.kind, 0)
@@ -158,5 +180,10 @@ def check_fits(schedule: object, pipeline: object) -> None:
     num = len(pipeline.stages)
     if schedule.num_stages != num:
         raise ScheduleError(f"the schedule has {schedule.num_stages} stages, the pipeline {num}")
-    if schedule.highest_stage >= num:
-        raise ScheduleError(f"the schedule names stage {schedule.highest_stage}; there are stages 0 to {num - 1}")
+    _check_stages(schedule)
+
+
+def _check_stages(schedule: Schedule) -> None:
+    for stage in schedule.named_stages:
+        if not 0 <= stage < schedule.num_stages:
+            raise ScheduleError(f"the schedule names stage {stage}; there are stages 0 to {schedule.num_stages - 1}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from reshard.arrays import waited_for
+from reshard.arrays import check_movable, waited_for
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.layout import Layout
@@ -52,7 +52,7 @@ class StageRun:
         self._incoming = [edge for edge in pipeline.edges if edge.dst == stage]
         self._outgoing = [edge for edge in pipeline.edges if edge.src == stage]
         self._live: dict[int, _Live] = {}
-        self._is_called = False
+        self._called_with: set[str] | None = None
 
     def forward(self, microbatch: int, received: Mapping[int, Tensors], fed: Mapping[str, Any]) -> dict[int, Tensors]:
         """What goes to each later stage, as local shards.
@@ -101,9 +101,9 @@ class StageRun:
 
     def _check_call(self, names: set[str]) -> None:
         """Raise ArgumentError if the module cannot be called with these names."""
-        if self._is_called:
+        if names == self._called_with:
             return
-        self._is_called = True
+        self._called_with = names
         module = getattr(self.module, "module", self.module)  # inside DDP
         try:
             inspect.signature(module.forward).bind(**dict.fromkeys(names))
@@ -123,6 +123,8 @@ class StageRun:
             raise ArgumentError(
                 f"stage {self.stage} gives a loss of shape {list(live.loss.shape)}; it must be a scalar"
             )
+        if live.loss is not None and not live.loss.is_floating_point():
+            raise ArgumentError(f"stage {self.stage} gives a loss of {dtype_name(live.loss.dtype)}; it must be real")
         learns = any(parameter.requires_grad for parameter in self.module.parameters())
         if not learns and not any(leaf.requires_grad for leaf in live.leaves.values()):
             return
@@ -182,9 +184,9 @@ class StageRun:
         """Those whose gradients :meth:`sum_over_copies` adds."""
         return copied_parameters(self.module)
 
-    def sum_over_copies(self) -> None:
+    def sum_over_copies(self, timeout_seconds: float) -> None:
         """After all backwards: the copies of this stage that see other data add their gradients."""
-        sum_over_copies(self.module)
+        sum_over_copies(self.stage, self.module, timeout_seconds)
 
     def forget(self) -> None:
         """Drop what a step left behind that did not end."""
@@ -211,6 +213,7 @@ class StageRun:
                     f"stage {self.stage} returns {sorted(map(str, outputs))}, not {name!r}, which stage {dst} needs"
                 )
             taken[name] = _localize(outputs[name], spec)
+            check_movable(taken[name], f"{name!r} of stage {self.stage}", self._rank)
         return taken
 
     def check_sizes(

@@ -138,11 +138,19 @@ def _exchange(
 
 
 def check_ties(ties: Iterable[Tie], pipeline: Pipeline, modules: Mapping[int, torch.nn.Module], rank: int) -> None:
-    """Raise ArgumentError unless this rank has the parameters that ties name, as large as they say."""
+    """Raise ArgumentError unless this rank has the parameters that ties name, as large as they say, each in one tie."""
+    taken: set[tuple[int, str]] = set()
+    objects: dict[int, int] = {}
     for tie in ties:
         for stage, name in tie.names.items():
             if stage not in range(len(pipeline.stages)):
                 raise ArgumentError(f"a tie names stage {stage}; there are 0 to {len(pipeline.stages) - 1}")
+            if (stage, name) in taken:
+                raise ArgumentError(f"{name!r} of stage {stage} is in two ties; one tie joins all stages that have it")
+            taken.add((stage, name))
+            mesh = pipeline.stages[stage].mesh
+            if mesh is not None and set(_layout(tie, pipeline, stage).ranks) != set(mesh.ranks):
+                raise ArgumentError(f"the layout of {name!r} in a tie must be on the ranks of stage {stage}")
             if stage not in modules:
                 continue
             try:
@@ -153,6 +161,12 @@ def check_ties(ties: Iterable[Tie], pipeline: Pipeline, modules: Mapping[int, to
                 raise ArgumentError(
                     f"a tie names {name!r} of stage {stage}, whose ranks get or give shards, so each has a gradient of "
                     "its own; wrap the module by DistributedDataParallel or fully_shard, which add them"
+                )
+            other = objects.setdefault(id(modules[stage].get_parameter(name)), stage)
+            if other != stage:
+                raise ArgumentError(
+                    f"{name!r} of stage {stage} is the same Parameter as that of stage {other}: its gradients add up "
+                    "anyhow; a tie is for parameters of their own"
                 )
             spec = TensorSpec(tie.shape, tie.dtype, _layout(tie, pipeline, stage), _layout(tie, pipeline, stage))
             expected = spec.src_shards.local_shape(rank)

@@ -26,9 +26,14 @@ def add_transfers(
     Args:
         rows: computations alone. recvs_ahead: how many a stage posts on a channel before it needs the first.
     """
+    made: _Made = {}
+    for row in rows:
+        for action in row:
+            if action.kind is not Kind.W:
+                made.setdefault((action.stage, action.kind is Kind.F), []).append(action.microbatch)
     return Schedule(
         name,
-        tuple(tuple(_with_transfers(row, pipeline, row_of_stage, recvs_ahead)) for row in rows),
+        tuple(tuple(_with_transfers(row, pipeline, row_of_stage, recvs_ahead, made)) for row in rows),
         tuple(row_of_stage),
         num_microbatches,
     )
@@ -39,19 +44,36 @@ def compute_rows(schedule: Schedule) -> list[list[Action]]:
     return [[action for action in row if not action.kind.is_transfer] for row in schedule.rows]
 
 
+#: Of each stage, forward and backward, the order in which it makes microbatches: they come to others in that order.
+_Made = dict[tuple[int, bool], list[int]]
+
+
 def _with_transfers(
-    row: Sequence[Action], pipeline: Pipeline, row_of_stage: Sequence[int], recvs_ahead: int
+    row: Sequence[Action], pipeline: Pipeline, row_of_stage: Sequence[int], recvs_ahead: int, made: _Made
 ) -> list[Action]:
-    recvs: dict[int, list[Action]] = {}  # by the place of the computation that they stand before
-    places: dict[tuple[int, int, Kind], list[int]] = {}  # of what needs something from a channel
+    needs: dict[tuple[int, int, Kind], dict[int, int]] = {}  # of each channel where a microbatch is needed
     for place, action in enumerate(row):
         for other, kind in _crossings(action, pipeline)[0]:
             if row_of_stage[other] != row_of_stage[action.stage]:
-                before = places.setdefault((action.stage, other, kind), [])
-                # posted when the computation so many before it on this channel begins
-                at = place if not recvs_ahead else before[-recvs_ahead] if len(before) >= recvs_ahead else 0
-                recvs.setdefault(at, []).append(Action(kind, action.stage, action.microbatch, other))
-                before.append(place)
+                needs.setdefault((action.stage, other, kind), {})[action.microbatch] = place
+    due: list[tuple[int, int, tuple[int, int, Kind], int]] = []  # by when each has to be received
+    for number, (line, needed) in enumerate(needs.items()):
+        order = made.get((line[1], line[2] is Kind.RECV_F), [])
+        before = len(row)
+        for microbatch in [*sorted(needed.keys() - set(order)), *order][::-1]:
+            before = min(before, needed.get(microbatch, before))
+            if microbatch in needed:
+                due.append((before, number, line, microbatch))
+    due.reverse()
+    due.sort(key=lambda one: one[:2])
+    recvs: dict[int, list[Action]] = {}  # by the place of the computation that they stand before
+    places: dict[tuple[int, int, Kind], list[int]] = {}  # of each channel those of what came before
+    for place, _, line, microbatch in due:
+        taken = places.setdefault(line, [])
+        # posted when the computation so many before it on this channel begins
+        at = place if not recvs_ahead else taken[-recvs_ahead] if len(taken) >= recvs_ahead else 0
+        recvs.setdefault(at, []).append(Action(line[2], line[0], microbatch, line[1]))
+        taken.append(place)
     out: list[Action] = []
     for place, action in enumerate(row):
         out += recvs.get(place, [])

@@ -64,7 +64,7 @@ class PutOff(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # what is compiled takes the plain way
+        if torch.compiler.is_compiling() or _is_saved_elsewhere():  # what is compiled takes the plain way
             return func(*args, **kwargs)
         if func is _F.linear:
             call = _read(args, kwargs, ("input", "weight", "bias"))
@@ -112,6 +112,11 @@ def _can_wait(call: dict[str, Any], weight_dims: int) -> bool:
         alike = torch.float64 not in dtypes  # which autocast leaves alone
     fits = weight.dim() == weight_dims and weight.numel() > 0 and array.dim() > 0
     return alike and fits and (bias is None or (bias.is_leaf and bias.shape == weight.shape[:1]))
+
+
+def _is_saved_elsewhere() -> bool:
+    """Whether hooks take what a forward saves: an activation checkpoint's give back what torch's own way saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _is_transformed(array: torch.Tensor) -> bool:

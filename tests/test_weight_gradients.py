@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -149,12 +150,27 @@ def test_functions_of_users_can_wait_too():
     assert later_tasks() is None
 
 
-def test_a_checkpoint_is_refused_aloud():
-    module, tasks = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), []
-    with PutOff(tasks):
-        out = torch.utils.checkpoint.checkpoint(module, torch.randn(3, 4, requires_grad=True), use_reentrant=False)
-    with pytest.raises(torch.utils.checkpoint.CheckpointError):
-        out.sum().backward()
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("width", [4, 7])
+def test_a_checkpoint_does_its_whole_backward_at_once(reentrant, width):
+    """What it computes again is saved as torch saves it, so that is how it is saved the first time."""
+    inner = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4))
+    outer = nn.Linear(4, 4)
+    grads = []
+    for tasks in (None, []):
+        for each in (inner, outer):
+            each.zero_grad()
+        torch.manual_seed(0)
+        x = torch.randn(3, 4, requires_grad=True)
+        with contextlib.nullcontext() if tasks is None else PutOff(tasks):
+            out = outer(torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=reentrant))
+        out.pow(2).sum().backward()
+        assert tasks is None or (len(tasks) == 1 and outer.weight.grad is None and inner[0].weight.grad is not None)
+        for task in tasks or []:
+            task()
+        grads.append([p.grad.clone() for p in (*inner.parameters(), *outer.parameters(), x)])
+    for whole, halves in zip(*grads, strict=True):
+        torch.testing.assert_close(halves, whole)
 
 
 def test_what_is_put_off_keeps_no_more_than_it_takes():
