@@ -342,7 +342,7 @@ def moves(run: Run) -> bool:
         run.shape,
         run.dtype,
         strategy=run.strategy,
-        topology=run.topology or Topology((0,) * run.num_ranks),
+        topology=run.topology or Topology.from_hostnames(["here"] * run.num_ranks),
     )
     transfers = plan.transfers
     return bool(((transfers.sender == run.victim) & (transfers.receiver != run.victim)).any())

@@ -20,7 +20,6 @@ from reshard.messages import tabulate_messages
 from reshard.plan import Message, Plan, expand_messages
 from reshard.staging import flat_bytes
 
-
 #: More than any fault takes to say.
 MOST_TEXT_BYTES = 2**20
 
