@@ -230,10 +230,11 @@ def _join(actions: Sequence[Action], num_microbatches: int) -> list[Action]:
 
 def _known(pipeline: Pipeline, num_microbatches: int, rows: tuple[int, ...], can_split: bool) -> Iterable[Schedule]:
     num = len(rows)
-    if rows == tuple(range(num)):
+    if sorted(rows) == list(range(num)):  # one stage each, in whatever order
         builders: list[Callable[[Pipeline, int], Schedule]] = [one_f_one_b, eager_1f1b, gpipe]
         for build in [*builders, zero_bubble] if can_split else builders:
-            yield build(pipeline, num_microbatches)
+            made = build(pipeline, num_microbatches)
+            yield replace(made, rows=tuple(made.rows[rows.index(row)] for row in range(num)), row_of_stage=rows)
     num_rows = max(rows) + 1
     deals_out = num > num_rows and rows == tuple(stage % num_rows for stage in range(num))
     if deals_out and num % num_rows == 0 and num_microbatches % num_rows == 0:

@@ -155,6 +155,8 @@ def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedu
         if not any(words):
             raise ScheduleError(f"row {row} is empty, so no stage belongs to it")
         rows.append([_from_torch(word) for word in words if word and not _TORCH_FSDP.fullmatch(word)])
+        if not rows[-1]:
+            raise ScheduleError(f"row {row} has nothing that a stage computes or sends")
         if sum(map(len, rows)) > MOST_ACTIONS:
             raise ScheduleError(f"more than {MOST_ACTIONS:,} actions")
     row_of: dict[int, int] = {}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from reshard.scheduler import Edge, Pipeline, Stage, gpipe, one_f_one_b
 from reshard.scheduler.engine import Engine
+from reshard.scheduler.schedule import Action, Kind, Schedule
 from reshard.scheduler.ties import Tie
 
 from reshard import Layout, Mesh
@@ -53,7 +54,9 @@ class Part(torch.nn.Module):
                 return {"z": y}
             if self.fault == "dtype":
                 y = y.double()
-        return {"x": y} if self.stage < 2 else {"loss": y.sum()}
+            if self.fault == "sparse":
+                y = y.to_sparse()
+        return {"x": y} if self.stage < 2 else {"loss": y.sum() * (1j if self.fault == "complex loss" else 1)}
 
 
 def make_pipeline(num=3):
@@ -67,7 +70,7 @@ def make_pipeline(num=3):
 
 def run_rank(rank, fault):
     """What each rank gets, and after how many seconds."""
-    at = 2 if fault == "no loss" else 1
+    at = 2 if fault in ("no loss", "complex loss") else 1
     pipeline, build, num, modules = make_pipeline(), one_f_one_b, NUM, {rank: Part(rank, fault if rank == at else None)}
     ties = ()
     begun = time.monotonic()
@@ -85,8 +88,18 @@ def run_rank(rank, fault):
                 modules = {1: "layer"}
             if fault == "tie":
                 ties = (Tie({0: "layer.weight", 1: "layer.wait"}, (3, 3)),)
+            if fault == "mixed keys":
+                modules = {"1": modules[1], 1: modules[1]}
         elif fault == "tie":
             ties = (Tie({0: "layer.weight", 1: "layer.wait"}, (3, 3)),)
+        if fault == "tied twice":
+            ties = (
+                Tie({0: "layer.weight", 1: "layer.weight"}, (3, 3)),
+                Tie({1: "layer.weight", 2: "layer.bias"}, (3,)),
+            )
+        if fault == "tie elsewhere":
+            layouts = {1: Layout(Mesh([2]))}
+            ties = (Tie({0: "layer.weight", 1: "layer.weight"}, (3, 3), layouts=layouts),)
         if fault == "late":  # rank 2 waits for what it shares with rank 0 by then
             ties = (Tie({0: "layer.weight", 2: "layer.weight"}, (3, 3)),)
         engine = Engine(
@@ -94,6 +107,7 @@ def run_rank(rank, fault):
             pipeline,
             modules,
             ties=ties,
+            topology="here" if (fault, rank) == ("no topology", 1) else None,
             timeout_seconds=-1 if (fault, rank) == ("bad timeout", 1) else 20,
         )
         feed = {0: [{"x": torch.ones(2, 3)}] * NUM}
@@ -101,9 +115,12 @@ def run_rank(rank, fault):
             feed[0] = feed[0][1:]
         if fault == "fed twice" and rank == 1:
             feed = {1: [{"x": torch.ones(2, 3)}] * NUM}
+        if fault == "fed otherwise" and rank == 0:
+            feed = {0: [{"x": torch.ones(2, 3)}, {"y": torch.ones(2, 3)}, *feed[0][2:]]}
+        weights = {"loss weights": ["a", 1, 1, 1], "weights in a text": "1111"}.get(fault) if rank == 1 else None
         begun = time.monotonic()
         try:
-            engine.step(feed, loss_weights=["a", 1, 1, 1] if (fault, rank) == ("loss weights", 1) else None)
+            engine.step(feed, loss_weights=weights)
         except Exception:
             with pytest.raises(ArgumentError, match="cannot go on"):
                 engine.step(feed)
@@ -127,6 +144,14 @@ FAULTS = {
     "schedule": ("DisagreementError", "ranks disagree on the schedule: rank 0 passes 1f1b, rank 1 passes gpipe"),
     "count": ("DisagreementError", "number of microbatches: rank 0 passes 4, rank 1 passes 5"),
     "modules": ("ArgumentError", r"rank 1 computes stages \[1\], but has modules for \[\]"),
+    "mixed keys": ("ArgumentError", r"rank 1 computes stages \[1\], but has modules for \['1', 1\]"),
+    "sparse": ("ArgumentError", "'x' of stage 1: rank 1 passes a sparse or quantized tensor"),
+    "complex loss": ("ArgumentError", "stage 2 gives a loss of complex64; it must be real"),
+    "fed otherwise": ("ArgumentError", r"stage 0 cannot be called with \['y'\]"),
+    "tied twice": ("ArgumentError", "'layer.weight' of stage 1 is in two ties"),
+    "tie elsewhere": ("ArgumentError", "the layout of 'layer.weight' in a tie must be on the ranks of stage 1"),
+    "no topology": ("ArgumentError", "rank 1: topology must be a Topology, not str"),
+    "weights in a text": ("ArgumentError", "loss_weights are 4 numbers, not '1111'"),
     "modules are none": ("ArgumentError", "rank 1: modules are {stage: module}, not NoneType"),
     "bad timeout": ("ArgumentError", "rank 1: timeout_seconds is -1"),
     "loss weights": ("ArgumentError", r"loss_weights are 4 finite numbers, not \['a', 1, 1, 1\]|are 4 numbers"),
@@ -245,6 +270,32 @@ def run_counter(rank, is_buffer, kind=None):
         return engine.step({0: [{"x": torch.ones(2, 3)}] * 6}).losses
     except ArgumentError as error:
         return str(error)
+
+
+def run_on_one_row(rank):
+    mesh = Mesh([0])
+    x, count = (TensorSpec((2, 3), "float32", Layout(mesh), Layout(mesh), name) for name in ("x", "count"))
+    edge = Edge(0, 1, 1, 1, tensors=(x, count), without_gradient={"count"})
+    pipeline = Pipeline((Stage(1, 1, 1, mesh=mesh),) * 2, (edge,))
+    order = ["F0", "F1", "f0", "f1", "b0", "B0", "b1", "B1"]
+    row = tuple(Action(Kind(word[0].upper()), int(word[0].islower()), int(word[1])) for word in order)
+    engine = Engine(Schedule("one row", (row,), (0, 0), 2), pipeline, {s: Counter(s, False) for s in (0, 1)})
+    with pytest.raises(ArgumentError, match="stage 0 changed 'count' in place after it gave it to stage 1"):
+        engine.step({0: [{"x": torch.ones(2, 3)}] * 2})
+    shared = torch.nn.Linear(3, 3)
+    modules = {0: torch.nn.Sequential(shared), 1: torch.nn.Sequential(shared)}
+    with pytest.raises(ArgumentError, match="is the same Parameter as that of stage 0"):
+        Engine(
+            Schedule("one row", (row,), (0, 0), 2),
+            pipeline,
+            modules,
+            ties=[Tie({0: "0.weight", 1: "0.weight"}, (3, 3))],
+        )
+    return True
+
+
+def test_what_stays_on_a_rank_is_watched_too():
+    assert run_processes(run_on_one_row, 1) == [True]
 
 
 class Impatient(Counter):

@@ -20,10 +20,11 @@ from reshard.scheduler.builders import (
 from reshard.scheduler.check import check_schedule
 from reshard.scheduler.fitted import fitted
 from reshard.scheduler.notation import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
-from reshard.scheduler.passes import overlap_transfers
+from reshard.scheduler.passes import block_transfers, issue_at_consumer, overlap_transfers
 from reshard.scheduler.pipeline import Edge, Pipeline, Stage
-from reshard.scheduler.schedule import Action, Kind
+from reshard.scheduler.schedule import Action, Kind, Schedule
 from reshard.scheduler.simulation import simulate
+from reshard.scheduler.transfers import add_transfers
 
 from reshard.errors import ArgumentError, ScheduleError
 
@@ -235,6 +236,70 @@ def test_warmups_are_checked():
     for num in (0, True, 1.5):
         with pytest.raises(ArgumentError, match="num_microbatches"):
             gpipe(pipeline, num)
+    with pytest.raises(ArgumentError, match="at most 500,000 microbatches"):
+        gpipe(pipeline, 10**9)
+    with pytest.raises(ArgumentError, match="stage 1 waits for 2 forwards of stage 0, which makes 1"):
+        from_warmups("x", pipeline, 2, [1, 3])
+    from_warmups("x", pipeline, 1, [1, 3])
+
+
+def test_ours_is_never_slower_whatever_row_a_stage_is_on():
+    pipeline = chain(0.1, 2.5, 0.1)
+    there, turned = fitted(pipeline, 12), fitted(pipeline, 12, row_of_stage=(2, 0, 3, 1))
+    seconds = [simulate(one, pipeline).makespan_seconds for one in (there, turned)]
+    assert seconds[0] == seconds[1] and turned.row_of_stage == (2, 0, 3, 1)
+    check_schedule(turned, pipeline)
+
+
+def test_costs_and_edges_are_checked():
+    for value in (5e307, 10**400, float("nan"), True, "1"):
+        with pytest.raises(ArgumentError, match="forward_seconds is"):
+            Stage(value, 1, 1)
+    with pytest.raises(ArgumentError, match="name a link twice"):
+        Edge(0, 1, 1.0, 1.0, (("net", 0.5), ("net", 0.5)))
+    with pytest.raises(ArgumentError, match="the mesh of a stage must be a Mesh, not list"):
+        Stage(1, 1, 1, mesh=[0])
+    with pytest.raises(ArgumentError, match="edge 0 -> True must lead forward"):
+        Pipeline((Stage(1, 1, 1),) * 2, (Edge(0, True),))
+    slow = Pipeline((Stage(1e15, 1e-9, 0), Stage(1e-9, 1e15, 3)), (Edge(0, 1, 1e-9, 1e15),))
+    assert simulate(one_f_one_b(slow, 4), slow).makespan_seconds >= 4e15
+
+
+def test_what_is_received_comes_in_the_order_in_which_it_is_made():
+    """Stage 1 takes microbatch 1 first, and stage 0 makes 0 first: so 0 is received before it too."""
+    pipeline = chain(1.0)
+    rows = [
+        [Action(Kind(word[0]), stage, int(word[1])) for word in text.split()]
+        for stage, text in enumerate(("F0 F1 B1 B0", "F1 B1 F0 B0"))
+    ]
+    schedule = add_transfers("crossed", rows, pipeline, (0, 1), 2)
+    assert str(schedule).splitlines()[2] == "1: 1RECV_F0<0 1RECV_F1<0 1F1 1B1 1SEND_B1>0 1F0 1B0 1SEND_B0>0"
+    check_schedule(schedule, pipeline)
+    assert to_torch_csv(schedule, transfers=True).splitlines()[1].startswith("1RECV_F0,1RECV_F1,1F1")
+    for change in (overlap_transfers, block_transfers, issue_at_consumer):
+        check_schedule(change(schedule, pipeline), pipeline)
+
+
+def test_passes_keep_names_short():
+    pipeline = chain(1.0)
+    long = replace(gpipe(pipeline, 2), name="x" * 100)
+    for change in (block_transfers, issue_at_consumer):
+        name = change(long, pipeline).name
+        assert len(name) <= 100 and name.startswith("xxx") and ", " in name
+
+
+def test_schedules_made_by_hand_that_make_no_sense_are_refused():
+    pipeline = chain(1.0)
+    for action in (
+        Action(Kind.SEND_F, 0, 0),
+        Action(Kind.F, 7, 0),
+        Action(Kind.F, -1, 0),
+        Action(Kind.RECV_B, 0, 0, 9),
+    ):
+        schedule = Schedule("x", ((action,), ()), (0, 1), 1)
+        for use in (simulate, check_schedule, overlap_transfers, Schedule.peak_bytes, lambda one, _: one.in_flight):
+            with pytest.raises(ScheduleError):
+                use(schedule, pipeline)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +329,7 @@ def test_csv_of_torch_both_ways():
     skips = Pipeline(pipeline.stages, (*pipeline.edges, Edge(0, 2, 1.0, 1.0)))
     with pytest.raises(ScheduleError, match="neighbours only"):
         to_torch_csv(gpipe(skips, 2))
-    for bad in ("0F0,0Q1\n", "0F0\n0B0\n", "1F0\n"):
+    for bad in ("0F0,0Q1\n", "0F0\n0B0\n", "1F0\n", "0UNSHARD\n", "0F0\n1F0\n2UNSHARD\n"):
         with pytest.raises(ScheduleError):
             from_torch_csv(bad, pipeline)
 
