@@ -25,7 +25,7 @@ def check_cast(src: str, dst: str, what: str) -> None:
     a, b = getattr(torch, src), getattr(torch, dst)
     is_alike = (a.is_floating_point and b.is_floating_point) or (a.is_complex and b.is_complex)
     try:
-        if not is_alike and torch.promote_types(a, b) is not b:
+        if not is_alike and not _promotes(a, b):
             raise ArgumentError(f"{what}: {src} cannot become {dst} without loss of more than precision")
         torch.zeros(1, dtype=a).to(b)
         negative = torch.tensor([-1.0])
@@ -35,6 +35,14 @@ def check_cast(src: str, dst: str, what: str) -> None:
         text = str(error).splitlines()[0]
         said = "" if "INTERNAL ASSERT" in text else f": {text}"  # of dtypes that have no arithmetic at all
         raise ArgumentError(f"{what}: torch cannot cast {src} to {dst}{said}") from error
+
+
+def _promotes(a: torch.dtype, b: torch.dtype) -> bool:
+    """Whether every number of one is one of the other; torch does not promote unsigned integers of several bytes."""
+    integers = [not (one.is_floating_point or one.is_complex or one is torch.bool) for one in (a, b)]
+    if all(integers):
+        return torch.iinfo(b).min <= torch.iinfo(a).min and torch.iinfo(a).max <= torch.iinfo(b).max
+    return torch.promote_types(a, b) is b
 
 
 def cast_source(array: torch.Tensor | None, dtype: str) -> torch.Tensor | None:
@@ -53,4 +61,4 @@ def cast_landed(landed: Sequence[torch.Tensor | None], targets: Sequence[torch.T
     """Fill the targets that elements landed beside."""
     for array, target in zip(landed, targets, strict=True):
         if target is not None and array is not None and array is not target:
-            target.copy_(array)
+            target.detach().copy_(array)  # of a parameter, whose gradient is no affair of this

@@ -227,6 +227,7 @@ class Spoke:
         self._peer = peer
         self.said = -1  # the number of the last record
         self.answer: Any = None
+        self._has_left = False  # whether the hub said goodbye
 
     @classmethod
     def connect(cls, store: Store, rank: int, hub: int, seconds: float) -> Spoke:
@@ -284,12 +285,13 @@ class Spoke:
         if poller.poll(max(0.0, 1000 * seconds)):
             self._peer.read()
             while (frame := self._peer.frame()) is not None:
+                self._has_left |= "bye" in frame
                 if frame.get("number") == self.said:
                     self.answer = frame["verdict"]
 
     def is_lost(self) -> bool:
-        """True if the hub has closed the connection."""
-        return self._peer.is_closed()
+        """True if the hub has closed the connection without a goodbye."""
+        return not self._has_left and self._peer.is_closed()
 
     def close(self) -> None:
         """Say goodbye and close the connection."""

@@ -13,6 +13,7 @@ import resource
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ import torch.distributed as dist
 
 from reshard.control import own_address
 from reshard.errors import ArgumentError, TransferTimeoutError
+from reshard.group import serve_store
 from reshard.mesh import format_ranks
+from reshard.options import check_timeout
 
 CONNECT_SECONDS = 3.0
 #: What a process opens for each rank that it is connected to, over all groups.
@@ -39,18 +42,57 @@ def examine(timeout_seconds: float = 60.0) -> tuple[list[str], list[str]]:
     Raises:
         ArgumentError: this process was not started by torchrun. TransferTimeoutError: ranks are missing.
     """
-    absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if absent:
-        raise ArgumentError(f"{', '.join(absent)} not set: start it as torchrun --nnodes ... -m reshard doctor")
-    store, rank, size = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore("reshard/doctor", store)
+    timeout_seconds = check_timeout(timeout_seconds)
+    store, rank, size = _meet(timeout_seconds)
     with _listen(store) as listener:
         facts = find_facts(store)
         facts["port"] = listener.getsockname()[1]
         everyone = _share(store, "facts", facts, rank, size, timeout_seconds)
         reached = _reach(everyone, rank)
         found = _share(store, "reached", reached, rank, size, timeout_seconds)
+    if rank:
+        store.set(f"read/{rank}", "true")
+    else:  # whose process may keep the store
+        _share(store, "read", True, rank, size, timeout_seconds)
     return describe(everyone), find_problems(everyone, [one for row in found for one in row])
+
+
+def _meet(timeout_seconds: float) -> tuple[dist.Store, int, int]:
+    """The store of a torchrun job, this rank and how many there are.
+
+    Not by torch's rendezvous, which waits for all ranks and does not say for whom.
+    """
+    absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if absent:
+        raise ArgumentError(f"{', '.join(absent)} not set: start it as torchrun --nnodes ... -m reshard doctor")
+    numbers = {}
+    for name, least in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 1)):
+        text = os.environ[name]
+        if not (text.isascii() and text.isdigit()) or int(text) < least:
+            raise ArgumentError(f"{name} is {text!r}; it must be a whole number from {least} on")
+        numbers[name] = int(text)
+    rank, size, port = numbers["RANK"], numbers["WORLD_SIZE"], numbers["MASTER_PORT"]
+    if rank >= size or port > 65535:
+        raise ArgumentError(f"RANK is {rank} of a WORLD_SIZE of {size}, MASTER_PORT {port}; that cannot be")
+    host = os.environ["MASTER_ADDR"]
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ArgumentError(f"MASTER_ADDR is {host!r}, which this host cannot look up: {error}") from None
+    store: dist.Store
+    try:
+        if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            store = serve_store(socket.create_server(place[:2], family=family, backlog=size + 8))
+        else:
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+    except OSError as error:
+        raise ArgumentError(f"rank 0 cannot serve a store at {host} port {port}: {error}") from None
+    except RuntimeError as error:
+        raise TransferTimeoutError(
+            f"rank {rank} found no store at {host} port {port} within {timeout_seconds:g} s: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+    return dist.PrefixStore("reshard/doctor", store), rank, size
 
 
 def find_facts(store: dist.Store) -> Facts:

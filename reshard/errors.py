@@ -87,6 +87,10 @@ class RankLostError(RemoteError):
         self.ranks, self.regions, self.plan = tuple(ranks), tuple(regions), plan
         self._carry_on = carry_on
 
+    def __reduce__(self) -> Any:
+        """Pickled without what it offers, which is a matter of the process that got it."""
+        return RankLostError, (str(self), self.ranks, self.regions)
+
     def carry_on(self) -> Any:
         """Move what is missing as ``plan`` says; every rank that got this error calls, and gets its shard.
 

@@ -12,6 +12,7 @@ from typing import Any
 from reshard.channel import Channel
 from reshard.errors import ReshardError, TransferTimeoutError
 from reshard.monitor import call_at_exit
+from reshard.options import check_patience
 from reshard.progress import Tally
 from reshard.streams import Mark, StreamTransfers
 
@@ -55,7 +56,7 @@ class Handle:
             TransferTimeoutError: not over within ``timeout_seconds``; the transfer goes on, and ``wait`` may be
                 called again. Otherwise the error that ended the transfer, the same on every rank.
         """
-        if not self._done.wait(timeout_seconds):
+        if not self._done.wait(check_patience(timeout_seconds)):
             raise TransferTimeoutError(f"the transfer is not over after {timeout_seconds:g} s; it goes on")
         self.check()
         return self._take()
@@ -139,6 +140,7 @@ class StreamHandle(Handle):
 
     def synchronize(self, timeout_seconds: float | None = None) -> Any:
         """The result, once the device is done with it; raises the error that ended the transfer, alike on all ranks."""
+        check_patience(timeout_seconds)
         limit = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not self.look():
             if limit is not None and time.monotonic() >= limit:

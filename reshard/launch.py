@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.errors import ReshardError
+from reshard.errors import ArgumentError, ReshardError
 from reshard.group import serve_store
+from reshard.options import check_timeout
 
 #: After one rank failed, how long the others may take to finish by themselves.
 GRACE_SECONDS = 5.0
@@ -42,6 +43,10 @@ class LaunchError(ReshardError, RuntimeError):
     def __init__(self, failures: list[RankFailure], results: dict[int, Any]) -> None:
         self.failures, self.results = failures, results
         super().__init__("\n".join(f"rank {failure.rank}: {failure.text}" for failure in failures))
+
+    def __reduce__(self) -> Any:
+        """Pickled with both."""
+        return LaunchError, (self.failures, self.results)
 
 
 def run_processes(
@@ -67,7 +72,13 @@ def run_processes(
 
     Raises:
         LaunchError: a rank raised, ended without a word, or did not end in time.
+        ArgumentError: the function cannot be called, or there is no rank to call it.
     """
+    if not callable(function):
+        raise ArgumentError(f"run_processes needs a function, not {type(function).__name__}")
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ArgumentError(f"num_ranks is {num_ranks!r}; it must be an integer from 1 on")
+    check_timeout(timeout_seconds)
     context = multiprocessing.get_context("fork")
     pipes: list[Connection] = []
     processes = []

@@ -39,6 +39,13 @@ def check_timeout(timeout_seconds: Any) -> float:
     return float(timeout_seconds)
 
 
+def check_patience(timeout_seconds: Any) -> float | None:
+    """Raise ArgumentError unless it is None, for ever, or a number of seconds from 0 on."""
+    if timeout_seconds is None or (timeout_seconds == 0 and not isinstance(timeout_seconds, bool)):
+        return None if timeout_seconds is None else 0.0
+    return check_timeout(timeout_seconds)
+
+
 def _name(value: Any) -> str:
     """What a value is, for a message; some cannot even be printed."""
     try:

@@ -49,6 +49,7 @@ def reshard(
     topology: Topology | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    verify: bool = False,
     on_loss: str = "raise",
 ) -> Any:
     """Move a sharded array from one mesh of actors to another, or to another layout of the same.
@@ -59,9 +60,11 @@ def reshard(
         dst_spec: how they shard it, in any notation of :class:`~reshard.Layout`, or ``{name: ...}``; omitted, each
             holds all of it.
         dst_dtype: of the result, see :func:`reshard.reshard`; omitted, that of the source. Or ``{name: ...}``.
-        strategy, staging_bytes: as for :func:`reshard.reshard`. timeout_seconds: for ranks to meet, and to finish.
+        strategy, staging_bytes, verify: as for :func:`reshard.reshard`. timeout_seconds: for ranks to meet, and to
+            finish.
         on_loss: ``"raise"``, or ``"carry_on"``: when actors die, the others move what is missing among themselves; what
-            is returned then says in ``lost`` which ranks it lacks.
+            is returned then says in ``lost`` which ranks it lacks. An actor that is silent until the time-out is lost
+            too.
         topology: of ranks; those of ``src_mesh`` come first, those of ``dst_mesh`` behind them. Omitted, by nodes.
 
     Returns:
@@ -101,6 +104,7 @@ def reshard(
         "topology": topology,
         "staging_bytes": staging_bytes,
         "timeout_seconds": timeout_seconds,
+        "verify": verify,
         "on_loss": on_loss,
     }
     meshes = [src_mesh] if first == 0 else [src_mesh, dst_mesh]
@@ -148,6 +152,10 @@ def run(
         ReshardError: what a rank raised; RemoteError with the name of an actor that died.
     """
     check_timeout(timeout_seconds)
+    if isinstance(meshes, ActorMesh) or not all(isinstance(mesh, ActorMesh) for mesh in meshes) or not meshes:
+        raise ArgumentError("run needs a list of ActorMeshes")
+    if not callable(function):
+        raise ArgumentError(f"run needs a function, not {type(function).__name__}")
     address, port = keeper_place()
     world, size = uuid.uuid4().hex, sum(mesh.mesh.size for mesh in meshes)
     asked: list[Asked] = []

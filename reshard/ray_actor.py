@@ -24,7 +24,7 @@ from reshard.agreement import describe_error
 from reshard.beacon import blame
 from reshard.call import reshard
 from reshard.dtypes import dtype_name
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, RankLostError
 from reshard.group import Group, forget_group, join, serve_store
 from reshard.launch import join_world
 from reshard.layout import AnyLayout
@@ -43,6 +43,8 @@ def pack_array(array: torch.Tensor) -> Packed:
 def unpack_array(packed: Packed) -> torch.Tensor:
     """A tensor of its own memory from what :func:`pack_array` made."""
     dtype, shape, data = packed
+    if not data.size:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
     return torch.from_numpy(data.copy()).view(getattr(torch, dtype)).reshape(shape)
 
 
@@ -53,7 +55,9 @@ def answered(method: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     def answer(*args: Any, **keywords: Any) -> tuple[Any, ...]:
         try:
             return ("result", method(*args, **keywords))
-        except Exception as error:
+        except RankLostError as error:
+            return ("error", *describe_error(error), error.ranks, error.regions)
+        except (Exception, SystemExit) as error:
             return ("error", *describe_error(error))
 
     return answer
@@ -73,7 +77,7 @@ class StoreKeeper:
     @answered
     def blame(self, key: str, rank: int, text: str) -> None:
         """Let ranks of a group that wait for one of them know why it does not come."""
-        blame(dist.PrefixStore(f"reshard/join/{key}", self._store), rank, text)
+        blame(dist.PrefixStore("reshard/join", dist.PrefixStore(key, self._store)), rank, text)
 
 
 class Device:
@@ -141,8 +145,12 @@ class Device:
         names: Mapping[str | None, tuple[str | None, str | None]],
         specs: Mapping[str | None, tuple[AnyLayout, AnyLayout, Sequence[int], str, str | None]],
         options: Mapping[str, Any],
-    ) -> None:
-        """Take part in a transfer: of each tensor the key of the source shard and that of the new one."""
+    ) -> list[int]:
+        """Take part in a transfer: of each tensor the key of the source shard and that of the new one.
+
+        Returns:
+            The ranks that are lost to this one, and with which it makes no call any more.
+        """
         tensors = {name: None if src is None else self._shards[src] for name, (src, _) in names.items()}
         columns: list[dict[Any, Any]] = [{name: spec[i] for name, spec in specs.items()} for i in range(5)]
         given: list[Any] = (
@@ -154,6 +162,7 @@ class Device:
         for name, (_, key) in names.items():
             if key is not None:
                 self._shards[key] = moved if name is None else moved[name]
+        return list(group_of_it.beacon["lost"])
 
     @answered
     def run(

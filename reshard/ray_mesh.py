@@ -17,8 +17,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from reshard.agreement import rebuild_error
+from reshard.arrays import check_movable
 from reshard.dtypes import dtype_name
-from reshard.errors import ArgumentError, MeshError, RemoteError, TransferTimeoutError
+from reshard.errors import ArgumentError, MeshError, RankLostError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.layout import Layout
 from reshard.mesh import Mesh
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
@@ -63,6 +64,10 @@ class ActorMesh:
             raise MeshError(f"{size} ranks of {name!r} cannot be dealt to {num_hosts!r} hosts")
         if not ray.is_initialized():
             raise ArgumentError("Ray is not connected: call ray.init() first")
+        for what, number in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
+                raise ArgumentError(f"{what} of {name!r} is {number!r}; it must be a number from 0 on")
+        check_timeout(timeout_seconds)
         per_host = size // num_hosts
         self._id = uuid.uuid4().hex[:12]
         self._dead: dict[int, str] = {}
@@ -103,8 +108,16 @@ class ActorMesh:
 
         Args:
             array: NumPy or a CPU tensor of torch. spec: how the mesh shards it; omitted, every actor holds all of it.
+            timeout_seconds: for all shards to be there.
+
+        Raises:
+            ArgumentError: it is no array of numbers. LayoutError: the spec does not fit it.
         """
-        whole = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(array))
+        try:
+            whole = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array, order="C"))
+            check_movable(whole, "the array", 0)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"put needs an array of numbers, on the CPU: {error}") from None
         made = ShardedArray(self, Layout(self.mesh, spec), tuple(whole.shape), dtype_name(whole.dtype))
         shards = cut_shards(made.layout, made.shape)
         parts: dict[Any, Any] = {}
@@ -236,7 +249,11 @@ class Answers:
             if rank in mesh._dead and not bears_loss:
                 raise RemoteError(f"rank {rank} of {mesh.name!r}, {mesh.called(rank)}, died: {mesh._dead[rank]}")
         self._asked, self._group, self._bears_loss = list(asked), group, bears_loss
-        self._refs = [getattr(mesh.actors[rank], method).remote(*args) for mesh, rank, method, args in asked]
+        self._left_behind: set[int] = set()
+        try:
+            self._refs = [getattr(mesh.actors[rank], method).remote(*args) for mesh, rank, method, args in asked]
+        except (TypeError, ValueError, AttributeError) as error:  # of the pickler
+            raise ArgumentError(f"what the actors are given must pickle: {str(error).splitlines()[0]}") from error
 
     def take(self, timeout_seconds: float) -> list[Any]:
         """What all return; raises the first error, of an actor that died before all others."""
@@ -261,17 +278,44 @@ class Answers:
                     ray.get(_keeper().blame.remote(self._group, i, f"rank {i} is gone: {mesh.called(rank)} died"))
             except RayError as error:
                 answers[i] = ("error", "RemoteError", f"{mesh.called(rank)}: {error}")
+            if answers[i][0] == "result" and self._bears_loss and answers[i][1]:
+                waiting = [ref for ref in waiting if not self._is_left_behind(position[ref], answers[i][1])]
             if answers[i][0] == "error" or (answers[i][0] == "dead" and not self._bears_loss):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if deaths and not (self._bears_loss and len(deaths) < len(self._asked)):
             raise RemoteError("; ".join(deaths))
+        if self._bears_loss:
+            for i in {i for answer in answers.values() if answer[0] == "result" for i in answer[1] or ()}:
+                self._is_left_behind(i, (i,))
         for i in sorted(answers):
-            if answers[i][0] == "error":
-                raise rebuild_error(*answers[i][1:])
-        if len(answers) < len(self._asked):
-            silent = [mesh.called(rank) for i, (mesh, rank, *_) in enumerate(self._asked) if i not in answers]
+            if answers[i][0] == "error" and i not in self._left_behind:
+                raise self._rebuild(answers[i])
+        silent = [
+            mesh.called(rank)
+            for i, (mesh, rank, *_) in enumerate(self._asked)
+            if i not in answers and i not in self._left_behind
+        ]
+        if silent:
             raise TransferTimeoutError(f"no answer within {timeout_seconds:g} s from {', '.join(silent)}")
-        return [answers[i][1] for i in range(len(self._asked)) if answers[i][0] == "result"]
+        return [answers[i][1] for i in sorted(answers) if answers[i][0] == "result"]
+
+    def _is_left_behind(self, i: int, lost: Sequence[int]) -> bool:
+        """Note that the others go on without a rank which has not answered, if they do."""
+        if i not in lost:
+            return False
+        mesh, rank, *_ = self._asked[i]
+        mesh._dead.setdefault(rank, "it was silent, and the others go on without it")
+        self._left_behind.add(i)
+        return True
+
+    def _rebuild(self, answer: tuple[Any, ...]) -> ReshardError:
+        """What a rank raised; of lost ranks also who they are to the driver."""
+        error = rebuild_error(*answer[1:3])
+        if isinstance(error, RankLostError):
+            lost = [(i, *self._asked[i][:2]) for i in answer[3]]
+            names = ", ".join(f"rank {i} is {mesh.called(rank)}" for i, mesh, rank in lost)
+            error = RankLostError(f"{error} ({names})", *answer[3:])
+        return error
 
 
 def _ask(asked: Sequence[Asked], timeout_seconds: float, bears_loss: bool = False) -> list[Any]:
@@ -297,12 +341,13 @@ def join_meshes(meshes: Sequence[ActorMesh]) -> str:
     return key
 
 
-_keepers: dict[str, Any] = {}
+_keepers: dict[tuple[str, str], Any] = {}
 
 
 def _keeper() -> Any:
     """The actor at whose store this driver's actors meet."""
-    job = ray.get_runtime_context().get_job_id()
+    here = ray.get_runtime_context()
+    job = here.get_node_id(), here.get_job_id()  # clusters number their jobs alike
     with order_lock:
         if job not in _keepers:
             _keepers.clear()

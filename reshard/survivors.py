@@ -24,6 +24,7 @@ from reshard.group import Group
 from reshard.handles import Handle
 from reshard.mesh import format_ranks
 from reshard.mover import Mover
+from reshard.options import check_patience
 from reshard.plan import Plan
 from reshard.progress import Tally
 from reshard.remainder import Arrived, find_missing, plan_remainder, view_pieces, whole_tensors
@@ -183,7 +184,7 @@ class SurvivingHandle(Handle):
         Raises:
             RankLostError: see ``on_loss`` of :func:`reshard.reshard`.
         """
-        if not self._inner._done.wait(timeout_seconds):
+        if not self._inner._done.wait(check_patience(timeout_seconds)):
             raise TransferTimeoutError(f"the transfer is not over after {timeout_seconds:g} s; it goes on")
         with self._settling:
             if not self._is_settled:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
 from reshard.doctor import examine, find_problems
-from reshard.errors import ArgumentError, TransferTimeoutError
+from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.launch import run_processes
 
 
@@ -75,6 +78,44 @@ def test_ranks_find_each_other():
 def test_missing_ranks_are_named():
     said = run_processes(_examine, 3, 3, (1,), init_group=False)
     assert said[0] == said[2] == "ranks 1 did not say anything in 3 s"
+
+
+def _alone(rank, port, number):
+    """Without an agent rank 0 serves the store itself."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(number))
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    if rank:
+        time.sleep(0.2)
+    try:
+        lines, problems = examine(timeout_seconds=20.0)
+        return len(lines), problems
+    except ReshardError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_rank_0_serves_where_there_is_no_agent():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        said = run_processes(_alone, 1, number, init_group=False)
+        assert said[0].startswith(f"ArgumentError: rank 0 cannot serve a store at 127.0.0.1 port {number}: "), said
+    assert run_processes(_alone, 2, number, init_group=False) == [(1, [])] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RANK", "x", "RANK is 'x'; it must be a whole number from 0 on"),
+        ("RANK", "5", "RANK is 5 of a WORLD_SIZE of 2"),
+        ("MASTER_PORT", "70000", "MASTER_PORT 70000; that cannot be"),
+        ("MASTER_ADDR", "nowhere.invalid", "MASTER_ADDR is 'nowhere.invalid', which this host cannot look up"),
+    ],
+)
+def test_wrong_settings_are_named(monkeypatch, name, value, said):
+    for key, usual in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29999")):
+        monkeypatch.setenv(key, usual)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        examine()
 
 
 def test_without_torchrun_it_says_how_to_start_it(monkeypatch):

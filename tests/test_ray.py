@@ -6,9 +6,12 @@ import contextlib
 import os
 import re
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from reshard.scheduler import fitted
@@ -94,11 +97,26 @@ def _wrong_calls():
         note(lambda: actors.ActorMesh(3, num_hosts=2))
         note(lambda: actors.ActorMesh(40, num_hosts=4, timeout_seconds=1.0))
         note(lambda: actors.run([left], _fail_on_one))
+        note(lambda: actors.run([left], _exit_on_one))
+        note(lambda: actors.run(left, _fail_on_one))
+        lock = threading.Lock()
+        note(lambda: actors.run([left], lambda rank: lock.locked()))
+        note(lambda: left.put(["a", "b"]))
+        note(lambda: actors.ActorMesh(2, num_cpus=-1))
+        note(lambda: actors.reshard(held, left, right, timeout_seconds="soon"))
+        for array in (np.float32(3.0), np.zeros((0, 4)), np.arange(6.0)[::-1]):
+            there = actors.reshard(left.put(array), left, right, verify=True)
+            assert there.shape == np.shape(array) and np.array_equal(there.gather().numpy(), array)
         good = actors.reshard(held, left, right, dst_spec="R S0")  # and after all that it works
         assert good.gather().equal(_whole(4, 4))
         right.close()
         note(lambda: actors.reshard(held, left, right))
     return found
+
+
+def _exit_on_one(rank):
+    if rank:
+        sys.exit(3)
 
 
 def _fail_on_one(rank):
@@ -117,6 +135,12 @@ def test_wrong_calls_get_errors_that_name_the_thing(drive):
         "MeshError: 3 ranks of 'mesh' cannot be dealt to 2 hosts",
         "TransferTimeoutError: 'mesh' needs 4 nodes",
         "RemoteError: ValueError: not today",
+        "RemoteError: SystemExit: 3",
+        "ArgumentError: run needs a list of ActorMeshes",
+        "ArgumentError: what the actors are given must pickle: ",
+        "ArgumentError: put needs an array of numbers",
+        "ArgumentError: num_cpus of 'mesh' is -1",
+        "ArgumentError: timeout_seconds is 'soon'",
         "ArgumentError: 'right' is closed",
     ]
     for said, start in zip(found, starts, strict=True):
@@ -229,3 +253,40 @@ def test_the_others_carry_on(drive):
     *good, said = drive(_carry_on)
     assert good == [True, [1], [], True, [0, 1, 3], [2]]
     assert said.startswith("ranks 1,3,6 are lost, and with them "), said
+    assert "rank 6 is right[1,0] at " in said
+
+
+STOPPED_SECONDS = 12
+
+
+def _stop_for_a_while(actor):
+    stopped = os.getpid()
+    if os.fork() == 0:
+        time.sleep(STOPPED_SECONDS - 1)
+        os.kill(stopped, signal.SIGCONT)
+        os._exit(0)
+    os.kill(stopped, signal.SIGSTOP)
+
+
+def _carry_on_without_a_silent_one():
+    """An actor stops; the others go on; when it comes back it is told so, and brings nothing of an old step."""
+
+    import reshard.ray as actors
+
+    with actors.ActorMesh(2, name="left") as left, actors.ActorMesh(2, name="right") as right:
+        held = [left.put(np.full((4, 4), float(step)), None) for step in range(3)]
+        actors.reshard(held[0], left, right, dst_spec="S0", on_loss="carry_on")
+        left.actors[1].__ray_call__.remote(_stop_for_a_while)
+        time.sleep(0.5)
+        begun, found = time.monotonic(), []
+        moved = actors.reshard(held[1], left, right, dst_spec="S0", on_loss="carry_on", timeout_seconds=3.0)
+        found.append((moved.gather().unique().tolist(), sorted(left.dead), time.monotonic() - begun < 25))
+        time.sleep(max(0.0, begun + STOPPED_SECONDS - time.monotonic()))
+        begun = time.monotonic()
+        moved = actors.reshard(held[2], left, right, dst_spec="S0", on_loss="carry_on", timeout_seconds=3.0)
+        found.append((moved.gather().unique().tolist(), sorted(left.dead), time.monotonic() - begun < 12))
+    return found
+
+
+def test_the_others_carry_on_without_an_actor_that_is_silent(drive):
+    assert drive(_carry_on_without_a_silent_one) == [([1.0], [1], True), ([2.0], [1], True)]
