@@ -13,6 +13,7 @@ from reshard.errors import BY_NAME, ArgumentError, DisagreementError, RemoteErro
 from reshard.layout import AnyLayout, Layout, RegionLayout
 from reshard.mesh import format_ranks
 from reshard.notation import axis_of
+from reshard.plan import Plan
 from reshard.shards import cut_shards
 
 
@@ -297,3 +298,14 @@ def _check_locals(
                     f"{what}: rank {rank} passes out of {tensor.out[1]} {tensor.out[0]}, "
                     f"but its shard is {dst_dtype} {expected}"
                 )
+
+
+def plan_arguments(plan: Plan) -> list[tuple[str, str]]:
+    """What two ranks compare to find the first difference between their plans."""
+    said = [("the number of tensors", str(len(plan.tensors))), ("strategy", plan.strategy)]
+    said.append(("staging_bytes", str(plan.staging_bytes)))
+    for spec in plan.tensors:
+        said.append((f"tensor {spec.name}" if spec.name is not None else "the tensor", str(spec)))
+    said.append(("topology", str(plan.topology.to_json())))
+    said.append(("plan hash", plan.plan_hash))
+    return said

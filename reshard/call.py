@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 
-from reshard.agreement import Record, Verdict, resolve_left
+from reshard.agreement import Record, Verdict, plan_arguments, resolve_left
 from reshard.arrays import check_array
 from reshard.casts import cast_landed, cast_source, landing_of, travelling_dtype
 from reshard.channel import MAX_CACHED, Channel, find_channel
 from reshard.errors import ArgumentError, RankLostError, ReshardError
-from reshard.group import Group, find_group
+from reshard.failures import calling, counted, tell_error
+from reshard.group import Group, find_group, known_groups
 from reshard.handles import Handle
 from reshard.hosts import topology_of_names
 from reshard.mesh import format_ranks
-from reshard.mover import Mover, make_runner, plan_arguments
+from reshard.mover import Mover, make_runner
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
-from reshard.outcasts import those_left
+from reshard.outcasts import count_call, those_left, uncount_call
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec
 from reshard.planning import plan_tensors
 from reshard.program import Program, build_program
@@ -138,8 +139,14 @@ def reshard_async(
         A handle; ``handle.wait(timeout_seconds=...)`` gives what :func:`reshard` returns. The transfer goes on
         whether or not anybody waits. The source must not change until it is over.
     """
-    our_group = find_group(group)
-    with our_group.calling():
+    try:
+        our_group = find_group(group)
+    except ReshardError as error:
+        for each in known_groups():  # whose other ranks may wait for this one
+            tell_error(each, error)
+        raise
+    bears_loss = Options(strategy, topology, staging_bytes, verify, on_loss).bears_loss
+    with counted(our_group), calling(our_group):
         try:
             items = read_items(tensor, src_mesh, dst_mesh, src_spec, dst_spec, shape, dtype, dst_dtype, out, our_group)
             members = tuple(sorted({rank for item in items for side in (item.src, item.dst) for rank in side.ranks}))
@@ -148,11 +155,11 @@ def reshard_async(
                 find_channel(our_group, members)  # raises
             timeout_seconds = check_timeout(timeout_seconds)
         except ReshardError as error:
-            refuse(our_group, error, tensor, src_mesh, dst_mesh, timeout_seconds)
+            refuse(our_group, error, tensor, src_mesh, dst_mesh, timeout_seconds, bears_loss)
             raise
         except Exception as error:  # whatever a wrong argument does here, the other ranks must hear of it
             known = ArgumentError(f"{type(error).__name__}: {error}")
-            refuse(our_group, known, tensor, src_mesh, dst_mesh, timeout_seconds)
+            refuse(our_group, known, tensor, src_mesh, dst_mesh, timeout_seconds, bears_loss)
             raise known from error
         options = Options(strategy, topology, staging_bytes, verify, on_loss)
         return _Call(our_group, items, members, options, timeout_seconds).start()
@@ -216,11 +223,17 @@ class _Call:
             inside = those_left(self.group, inside)
         channel = find_channel(self.group, inside)
         record = make_record(self.group, self.items, self.members, self.options)
+        record.place = self.place = count_call(self.group, self.members, self.bears_loss)
         layouts = {item.name: (item.src, item.dst) for item in self.items}
         lost = {rank for rank in self.members if rank < self.group.size} - set(inside)
         while True:
             decide = functools.partial(resolve_left, layouts=layouts, members=channel.members)
-            call, verdict = channel.agree(record, decide, self.timeout_seconds, self.bears_loss)
+            try:
+                call, verdict = channel.agree(record, decide, self.timeout_seconds, self.bears_loss)
+            except ReshardError:
+                if channel.meeting.gave_up:
+                    uncount_call(self.group, self.members)
+                raise
             lost |= set(verdict.lost)
             if verdict.dtypes:
                 return channel, call, verdict, record, lost
@@ -263,7 +276,7 @@ class _Call:
         if known and key in channel.cache:
             channel.cache.move_to_end(key)
             return (*channel.cache[key], set())
-        said = Record(self.group.rank, place="compares plans")
+        said = Record(self.group.rank, place=f"compares plans {self.place}".strip())
         plan = program = runner = None
         try:
             plan = self._make_plan(verdict)

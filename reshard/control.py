@@ -27,7 +27,8 @@ _HEADER = struct.Struct("!I")
 MAX_FRAME_BYTES = 2**28
 MAX_HELLO_BYTES = 1024
 CONNECT_SECONDS = 5.0
-SEND_SECONDS = 60.0
+#: How long a frame may take to leave: the other side may be stopped, and its buffers full.
+SEND_SECONDS = 5.0
 
 
 class _Peer:
@@ -39,9 +40,14 @@ class _Peer:
         self.connection = connection
         self._buffer = bytearray()
 
-    def send(self, value: Any) -> None:
+    def send(self, value: Any, seconds: float = SEND_SECONDS) -> None:
+        """Send a frame; raises OSError, TimeoutError among them, where not all of it could be, and nothing more can."""
         body = json.dumps(value).encode()
-        self.connection.sendall(_HEADER.pack(len(body)) + body)
+        self.connection.settimeout(max(seconds, 0.001))
+        try:
+            self.connection.sendall(_HEADER.pack(len(body)) + body)
+        finally:
+            self.connection.settimeout(SEND_SECONDS)
 
     def read(self) -> None:
         """Read once; raises EOFError when the other side is gone."""
@@ -112,8 +118,8 @@ class Hub:
         self._left: set[int] = set()  # ranks that said goodbye
         store.set("hub", json.dumps([address, self._listener.getsockname()[1], self._secret]), seconds)
 
-    def pump(self, seconds: float) -> None:
-        """Read what has come, waiting at most ``seconds`` for the first of it."""
+    def pump(self, seconds: float) -> bool:
+        """Read some of what has come, waiting at most ``seconds`` for the first of it; returns whether there was."""
         poller = select.poll()
         readers: dict[int, int | _Peer] = {}
         poller.register(self._listener, select.POLLIN)
@@ -123,7 +129,8 @@ class Hub:
             readers[stranger.connection.fileno()] = stranger
         for descriptor in readers:
             poller.register(descriptor, select.POLLIN)
-        for descriptor, _ in poller.poll(max(0.0, 1000 * seconds)):
+        ready = poller.poll(max(0.0, 1000 * seconds))
+        for descriptor, _ in ready:
             reader = readers.get(descriptor)
             if reader is None:
                 self._accept()
@@ -131,6 +138,12 @@ class Hub:
                 self._read(reader)
             else:
                 self._greet(reader)
+        return bool(ready)
+
+    def drain(self) -> None:
+        """Read all that has come."""
+        while self.pump(0.0):
+            pass
 
     def answer(self, verdict: Any) -> None:
         """Answer every rank that waits; a rank that comes later takes part in the next round."""
@@ -146,6 +159,10 @@ class Hub:
     def has(self, rank: int) -> bool:
         """Whether a rank is connected."""
         return rank in self._peers
+
+    def reaches(self, rank: int) -> bool:
+        """Whether a rank is connected, and its end open."""
+        return rank in self._peers and not self._peers[rank].is_closed()
 
     def lost(self) -> int | None:
         """A rank whose connection is closed although it did not say goodbye, if there is one."""
@@ -251,30 +268,34 @@ class Spoke:
                     ) from None
                 time.sleep(0.1)
 
-    def say(self, record: Any) -> None:
-        """Send this rank's record of a round; raises EOFError when the hub is gone."""
+    def say(self, record: Any, seconds: float) -> None:
+        """Send this rank's record of a round.
+
+        Raises:
+            EOFError: the hub is gone. TimeoutError: it did not take all of it within ``seconds``.
+        """
         self.said, self.answer = self.said + 1, None
-        self._send(record, leaves=False)
+        self._send({"number": self.said, "record": record, "leaves": False}, seconds)
 
     def hurry(self) -> None:
         """Say that this rank's time is up; raises EOFError when the hub is gone."""
-        self._send_frame({"number": self.said, "hurry": True})
+        self._send({"number": self.said, "hurry": True})
 
     def leave(self, record: Any) -> None:
         """Take the last record back: this rank waits no longer. ``record`` says why to all who wait with it, if any."""
-        self._send(record, leaves=True)
+        self._send({"number": self.said, "record": record, "leaves": True})
 
     def take_answer(self) -> Any:
         """The answer to the last record."""
         answer, self.answer = self.answer, None
         return answer
 
-    def _send(self, record: Any, *, leaves: bool) -> None:
-        self._send_frame({"number": self.said, "record": record, "leaves": leaves})
-
-    def _send_frame(self, frame: dict[str, Any]) -> None:
+    def _send(self, frame: dict[str, Any], seconds: float = SEND_SECONDS) -> None:
         try:
-            self._peer.send(frame)
+            self._peer.send(frame, seconds)
+        except TimeoutError:
+            self._peer.close()  # part of it is sent
+            raise
         except OSError as error:
             raise EOFError(str(error)) from None
 

@@ -9,13 +9,14 @@ call that the other has left: that call fails, and who is ahead waits for the ne
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reshard.agreement import Record, Verdict, describe_error, name_rank
 from reshard.beacon import publish_beacon
-from reshard.errors import DisagreementError, ReshardError
+from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.group import Group
 from reshard.mesh import format_ranks
 
@@ -41,6 +42,32 @@ def tell_error(group: Group, error: ReshardError) -> None:
     group.beacon["error"] = list(describe_error(error))
     group.beacon["many"] |= len(group.channels) > 1
     publish_beacon(group)
+
+
+@contextlib.contextmanager
+def calling(group: Group) -> Iterator[None]:
+    """As :meth:`~reshard.group.Group.calling`; others hear of a call that is refused for it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(group.calling())
+        except ReshardError as error:
+            tell_error(group, error)
+            raise
+        yield
+
+
+@contextlib.contextmanager
+def counted(group: Group) -> Iterator[None]:
+    """A call that is interrupted before others hear of it is one that this rank left alone."""
+    rounds, errors = group.attempts, group.beacon["errors"]
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if (group.attempts, group.beacon["errors"]) == (rounds, errors):
+            tell_error(group, RemoteError(f"rank {group.rank} left a call: {type(error).__name__}"))
+        raise
 
 
 def give_up(group: Group, members: Sequence[int], verdict: Verdict) -> None:

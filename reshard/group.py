@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from reshard.stores import Store
 
 _lock = threading.Lock()
 _groups: dict[Any, Group] = {}
+_all: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def new_beacon() -> dict[str, Any]:
@@ -33,6 +35,11 @@ def new_beacon() -> dict[str, Any]:
     }
 
 
+def known_groups() -> list[Group]:
+    """All groups of this process."""
+    return list(_all)
+
+
 class Group:
     """A set of ranks 0..size-1 that share a store.
 
@@ -44,6 +51,7 @@ class Group:
         if not 0 <= rank < size:
             raise ArgumentError(f"rank {rank} is outside a group of {size} ranks")
         self.rank, self.size, self.process_group = rank, size, process_group
+        _all.add(self)
         self.hostname = socket.gethostname()
         self.store = Store(store)
         self.channels: dict[tuple[int, ...], Any] = {}
@@ -52,6 +60,7 @@ class Group:
         self.attempts = 0  # rounds that this rank began, on any channel
         self.beacon = new_beacon()
         self.forgiven: dict[str, int] = {}  # calls that others skipped, see reshard.failures
+        self.calls: dict[tuple[int, ...], int] = {}  # that this rank made, by who takes part
         self._caller: int | None = None  # the thread that is in a call
 
     @contextlib.contextmanager

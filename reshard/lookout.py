@@ -10,7 +10,7 @@ from reshard.errors import DisagreementError
 from reshard.failures import HasLeftError, describe_unknown, find_skipped, has_left
 from reshard.group import Group
 from reshard.mesh import format_ranks
-from reshard.outcasts import OutOfStepError, find_outcast
+from reshard.outcasts import LostError, OutOfStepError, find_outcast
 
 
 def find_elsewhere(
@@ -22,12 +22,17 @@ def find_elsewhere(
         members: who takes part in the call that we wait in. beacon: what the rank left.
 
     Raises:
-        DisagreementError, RemoteError, LeavingError.
+        DisagreementError, LeavingError.
     """
     find_outcast(group, members, rank, beacon)
     me, waiting = group.rank, beacon["waiting"]
-    if bears_loss and waiting and set(waiting["members"]) > set(members):
-        waiting = None  # it has yet to hear who is lost
+    if bears_loss and waiting:
+        if set(waiting["members"]) > set(members):
+            waiting = None  # it has yet to hear who is lost
+        elif me in waiting["members"] and set(members) - set(waiting["members"]) <= set(beacon["lost"]):
+            lost = set(members) - set(waiting["members"])
+            if lost:
+                raise LostError(lost)
     if waiting and waiting["members"] != list(members) and me in waiting["members"]:
         other = group.channels.get(tuple(waiting["members"]))
         if other is None or other.meeting.answered.get(rank, -1) < waiting["attempt"]:

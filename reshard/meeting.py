@@ -18,6 +18,7 @@ import json
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from reshard.agreement import Record, Verdict, describe_error, missing_error, rebuild_error
@@ -28,7 +29,7 @@ from reshard.failures import HasLeftError, LeavingError, count_calls, find_behin
 from reshard.group import Group
 from reshard.lookout import find_elsewhere
 from reshard.monitor import call_at_exit
-from reshard.outcasts import check_together, find_mixed, go_on_without, lose_step
+from reshard.outcasts import OutcastError, check_together, find_mixed, go_on_without, lose_step
 from reshard.stores import Store, StoreSilentError
 
 #: After this long in a round, a rank says what it waits for and looks at what the others wait for.
@@ -46,6 +47,7 @@ class Meeting:
         self._store = store
         self.rounds = 0  # in which this rank took part
         self.answered: dict[int, int] = {}  # of each member the last attempt that was answered
+        self.gave_up = False  # the last round, because another rank had left the call
         self._number = 0  # of the last round that this rank decided
         self._blamed: set[int] = set()  # ranks that are gone as far as the store tells
         self._pulses = Pulses(group.store)
@@ -86,6 +88,7 @@ class Meeting:
         self.answered.update({int(rank): attempt for rank, attempt in verdict.attempts.items()})
         forgive(self.group, verdict.skipped)
         go_on_without(self.group, verdict.lost)
+        self.gave_up = bool(verdict.behind)
         if verdict.behind:
             give_up(self.group, self.members, verdict)
         if verdict.loses_step:
@@ -131,10 +134,9 @@ class Meeting:
             verdict.attempts = {record.rank: record.attempt}
             return verdict
         if self._hub is None:
-            self._hub = Hub(self._store, others, timeout_seconds)
-            self._close_at_exit()
+            self._hub = self._listen(others, timeout_seconds)
         hub = self._hub
-        hub.pump(0.0)  # who left before this round began does not take part in it
+        hub.drain()  # who left before this round began does not take part in it
         hub.waits = True
 
         def missing() -> list[int]:
@@ -152,7 +154,7 @@ class Meeting:
             except TimeoutError:
                 if not bears_loss:
                     raise
-            hub.pump(0.0)  # somebody may have given up while the last one came
+            hub.drain()  # somebody may have given up while the last one came
             came = {rank: Record.from_json(hub.pending[rank][1]) for rank in others if rank in hub.pending}
             came[record.rank] = record
             records = [came[rank] for rank in self.members if rank in came]
@@ -167,8 +169,14 @@ class Meeting:
                 for rank, left in zip(self.members, record.left, strict=True)
                 if rank == record.rank or (rank in hub.pending and hub.pending[rank][1]["left"][0] <= left)
             ]
+        except OutcastError as error:
+            verdict = error.verdict
+            if bears_loss:  # those who wait here have yet to hear that this rank is lost
+                hub.waits = False
+                hub.answer(Verdict(lost=[record.rank], generation=record.generation).__dict__)
         except LeavingError as error:
             verdict = error.verdict
+            verdict.generation = max(verdict.generation, record.generation)
         except Exception as error:  # a defect in deciding must reach the others too
             verdict = Verdict(error=describe_error(error))
         self._number += 1
@@ -191,7 +199,7 @@ class Meeting:
                     raise (EOFError(str(error)) if bears_loss else error) from None
                 self._close_at_exit()
             spoke = self._spoke
-            spoke.say(record.to_json())
+            spoke.say(record.to_json(), last - time.monotonic())
             said = True
             try:
                 self._wait(record, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], deadline, bears_loss)
@@ -213,13 +221,27 @@ class Meeting:
                 verdict = Verdict(error=missing_error([hub], self.members, timeout_seconds), loses_step=True)
         except LeavingError as error:
             verdict = error.verdict
+            verdict.generation = max(verdict.generation, record.generation)
         except ReshardError as error:
             verdict = Verdict(error=describe_error(error))
         if said and self._spoke is not None:  # so that the first member does not go on without this rank
-            record.error = verdict.error
-            with contextlib.suppress(EOFError):
-                self._spoke.leave(None if verdict.behind else record.to_json())
+            told = replace(record, error=verdict.error)
+            with contextlib.suppress(EOFError, TimeoutError):
+                self._spoke.leave(None if verdict.behind or verdict.lost else told.to_json())
         return verdict
+
+    def _listen(self, others: tuple[int, ...], timeout_seconds: float) -> Hub:
+        try:
+            hub = Hub(self._store, others, timeout_seconds)
+        except OSError as error:
+            known = RemoteError(
+                f"rank {self.group.rank} cannot listen for the others: {error}; GLOO_SOCKET_IFNAME must name an "
+                "interface of its host that they reach"
+            )
+            lose_step(self.group, self.members, str(known))
+            raise known from error
+        self._close_at_exit()
+        return hub
 
     def _wait(
         self,
@@ -287,9 +309,15 @@ class Meeting:
         """Whether a rank that does not come never will: somebody said so, or it has no connection and no pulse."""
         if beacon is not None and is_blamed(beacon):
             return True
-        if self._spoke is not None or (self._hub is not None and self._hub.has(rank)):
+        if self._spoke is not None or any(each.meeting.reaches(rank) for each in [*self.group.channels.values()]):
             return False
         return self._pulses.is_silent(rank)
+
+    def reaches(self, rank: int) -> bool:
+        """Whether a connection of these rounds to a rank is open, so that its process is there."""
+        if self._hub is not None:
+            return self._hub.reaches(rank)
+        return self._spoke is not None and rank == self.members[0] and not self._spoke.is_lost()
 
     def find_dead(self) -> list[int]:
         """Ranks that are gone, as far as the connections of the first member tell, or somebody else."""

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from reshard.agreement import Record, Verdict, describe_error, resolve
+from reshard.agreement import Record, Verdict, describe_error, plan_arguments, resolve_left
 from reshard.arrays import as_plain, check_apart, check_array, waited_for
 from reshard.channel import Channel, find_channel
 from reshard.digests import Digests, Hops, compare_digests, describe_copy
-from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError, VerificationError
-from reshard.failures import tell_error
-from reshard.group import find_group
+from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError, VerificationError
+from reshard.failures import calling, counted, tell_error
+from reshard.group import check_inside, find_group
 from reshard.handles import EXIT_SECONDS, Handle, StreamHandle
 from reshard.hosts import warn_of_hosts
+from reshard.mesh import format_ranks
 from reshard.monitor import Monitor, call_at_exit
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_device_type, check_timeout, check_verify
 from reshard.plan import Plan, TensorSpec
@@ -47,8 +48,10 @@ class Mover:
         verify: compare digests of what every source held and every destination holds, behind each transfer.
         both_ways: another Mover moves things the other way between the same ranks at the same time, so each direction
             gets connections of its own. The same on all ranks.
+        bears_loss: ranks that do not come are lost to the group, which goes on without them.
 
     Raises:
+        RankLostError: with ``bears_loss``, some are.
         DisagreementError: ranks pass different plans. ArgumentError: the plan names ranks outside the group.
         TransferTimeoutError: some rank did not come.
     """
@@ -62,12 +65,19 @@ class Mover:
         device: str = "cpu",
         verify: bool = False,
         both_ways: bool = False,
+        bears_loss: bool = False,
     ) -> None:
         if not isinstance(plan, Plan):
             wrong = ArgumentError(f"a Mover needs a Plan, not {type(plan).__name__}")
             tell_error(find_group(group), wrong)
             raise wrong
-        channel = find_channel(find_group(group), plan.ranks)
+        ours = find_group(group)
+        try:
+            check_inside(ours, plan.ranks)
+        except ReshardError as error:
+            tell_error(ours, error)
+            raise
+        channel = find_channel(ours, plan.ranks)
         arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways))), ("device", str(device))]
         arguments.append(("verify", str(bool(verify))))
         record = Record(channel.group.rank, arguments=arguments, hostname=channel.group.hostname)
@@ -83,8 +93,11 @@ class Mover:
             record.error = describe_error(error) if isinstance(error, ReshardError) else ("PlanError", str(error))
         if record.error is not None:
             timeout_seconds = DEFAULT_TIMEOUT_SECONDS
-        with channel.group.calling():
-            call, verdict = channel.agree(record, lambda records: resolve(records, {}), timeout_seconds)
+        with counted(ours), calling(ours):
+            decide = functools.partial(resolve_left, layouts={}, members=plan.ranks)
+            call, verdict = channel.agree(record, decide, timeout_seconds, bears_loss)
+            if verdict.lost:
+                raise RankLostError(f"ranks {format_ranks(verdict.lost)} did not come", verdict.lost)
             assert program is not None
             warn_of_hosts(plan, verdict.hostnames)
             verdict.device_type = device
@@ -366,17 +379,6 @@ _running: weakref.WeakSet[Mover] = weakref.WeakSet()
 def _finish_all() -> None:
     for mover in list(_running):
         mover.finish(EXIT_SECONDS)
-
-
-def plan_arguments(plan: Plan) -> list[tuple[str, str]]:
-    """What two ranks compare to find the first difference between their plans."""
-    said = [("the number of tensors", str(len(plan.tensors))), ("strategy", plan.strategy)]
-    said.append(("staging_bytes", str(plan.staging_bytes)))
-    for spec in plan.tensors:
-        said.append((f"tensor {spec.name}" if spec.name is not None else "the tensor", str(spec)))
-    said.append(("topology", str(plan.topology.to_json())))
-    said.append(("plan hash", plan.plan_hash))
-    return said
 
 
 def make_runner(plan: Plan, program: Program, device_type: str) -> RoundRunner | None:

@@ -21,6 +21,22 @@ from reshard.failures import LeavingError
 from reshard.group import Group
 from reshard.mesh import format_ranks
 
+
+class OutcastError(LeavingError):
+    """The others go on without this rank."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(Verdict(error=(RemoteError.__name__, text)))
+
+
+class LostError(LeavingError):
+    """Others have found out that ranks are lost, and go on in this very call."""
+
+    def __init__(self, lost: Collection[int]) -> None:
+        super().__init__(Verdict(lost=sorted(lost)))
+
+
+_CALLS = "makes call"
 _ADVICE = "make a new group to go on"
 
 
@@ -76,10 +92,10 @@ def find_outcast(group: Group, members: Sequence[int], rank: int, beacon: dict[s
     """Raise if a rank, by what it left in the store, makes no call with these ranks or with this one any more.
 
     Raises:
-        RemoteError, OutOfStepError.
+        OutcastError, OutOfStepError.
     """
     if group.rank in beacon["lost"]:
-        raise RemoteError(
+        raise OutcastError(
             f"rank {rank} goes on without rank {group.rank}, which did not come to a call in time: make a new group"
         )
     text = beacon["out_of_step"].get(format_ranks(members))
@@ -87,10 +103,28 @@ def find_outcast(group: Group, members: Sequence[int], rank: int, beacon: dict[s
         raise OutOfStepError(text)
 
 
+def count_call(group: Group, members: Sequence[int], bears_loss: bool) -> str:
+    """Count a call; what rounds of it say of themselves.
+
+    Where losses are borne ranks may leave it one by one for a call of fewer, which must be of the same one.
+    """
+    members = tuple(members)
+    group.calls[members] = group.calls.get(members, 0) + 1
+    return f"{_CALLS} {group.calls[members]} of ranks {format_ranks(members)}" if bears_loss else ""
+
+
+def uncount_call(group: Group, members: Sequence[int]) -> None:
+    """Take a call back that another rank had left alone, without counting it."""
+    group.calls[tuple(members)] -= 1
+
+
 def find_mixed(records: Sequence[Record]) -> Verdict | None:
     """What all take from a round to which ranks came for different things; None if it was for the same."""
     first = records[0]
     for record in records[1:]:
+        places = (first.place, record.place)
+        if "" in places and all(place.startswith(("", _CALLS)[bool(place)]) for place in places):
+            continue  # calls that differ in whether they bear losses: their arguments say so
         if record.place != first.place:
             (a, a_place), (b, b_place) = ((one.rank, one.place or "calls again") for one in (first, record))
             text = (

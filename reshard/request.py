@@ -14,7 +14,7 @@ from reshard.group import Group
 from reshard.layout import AnyLayout, Layout, RegionLayout
 from reshard.mesh import Mesh
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
-from reshard.outcasts import those_left
+from reshard.outcasts import count_call, those_left, uncount_call
 
 
 @dataclass
@@ -95,7 +95,15 @@ def read_items(
     ]
 
 
-def refuse(group: Group, error: ReshardError, tensor: Any, src_mesh: Any, dst_mesh: Any, timeout_seconds: Any) -> None:
+def refuse(
+    group: Group,
+    error: ReshardError,
+    tensor: Any,
+    src_mesh: Any,
+    dst_mesh: Any,
+    timeout_seconds: Any,
+    bears_loss: bool,
+) -> None:
     """Let the other ranks of a call hear of an error in what this one was given.
 
     In their round, where the meshes say who they are; else in the store, where they find it when they wait for long.
@@ -115,8 +123,17 @@ def refuse(group: Group, error: ReshardError, tensor: Any, src_mesh: Any, dst_me
         seconds = check_timeout(timeout_seconds)
     except Exception:  # that is what is wrong, then
         seconds = DEFAULT_TIMEOUT_SECONDS
-    record = Record(group.rank, hostname=group.hostname, error=describe_error(error))
-    find_channel(group, inside).agree(record, lambda records: resolve(records, {}), seconds)
+    place = count_call(group, members, bears_loss)
+    record = Record(group.rank, hostname=group.hostname, error=describe_error(error), place=place)
+    while group.rank in inside:  # until the error is told to all that are left
+        channel = find_channel(group, inside)
+        try:
+            channel.agree(record, lambda records: resolve(records, {}), seconds, bears_loss)
+        except ReshardError:
+            if channel.meeting.gave_up:
+                uncount_call(group, members)
+            raise
+        inside = those_left(group, inside)
 
 
 def _find_members(tensor: Any, src_mesh: Any, dst_mesh: Any, group: Group) -> tuple[int, ...]:

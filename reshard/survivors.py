@@ -20,6 +20,7 @@ import torch
 from reshard.agreement import Record, Verdict, describe_error, gather_said, rebuild_error
 from reshard.channel import Channel, find_channel
 from reshard.errors import RankLostError, ReshardError, TransferTimeoutError
+from reshard.failures import calling
 from reshard.group import Group
 from reshard.handles import Handle
 from reshard.mesh import format_ranks
@@ -79,7 +80,7 @@ class Survivors:
             RankLostError: ranks are lost, and with them what others need, or nobody may carry on without being asked.
             Otherwise the error of the transfer, if nobody is lost.
         """
-        with self._group.calling():
+        with calling(self._group):
             self._settle(error, tally, deadline)
 
     def _settle(self, error: ReshardError | None, tally: Tally, deadline: float) -> None:
@@ -112,7 +113,7 @@ class Survivors:
 
     def _accept(self) -> None:
         self._carries_on = True
-        with self._group.calling():
+        with calling(self._group):
             self._settle(*self._move())
 
     def _meet(self, error: ReshardError | None, tally: Tally, deadline: float) -> dict[int, Any]:
@@ -150,7 +151,8 @@ class Survivors:
             return None, tally, deadline
         try:
             views = view_pieces(self._plan, self._pieces, self._first, self._group.rank, self._src, self._dst)
-            with Mover(self._plan, self._group, timeout_seconds=self.timeout_seconds, verify=self._verify) as mover:
+            limit, verify = self.timeout_seconds, self._verify
+            with Mover(self._plan, self._group, timeout_seconds=limit, verify=verify, bears_loss=True) as mover:
                 handle = mover.start_checked(*views, lambda: None)
                 tally = handle.tally
                 handle.wait()

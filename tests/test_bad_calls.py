@@ -455,3 +455,49 @@ def test_processes_end_normally_after_an_error(tmp_path):
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.count("raised") >= 3  # not by lines: ranks print into one pipe
+
+
+A, B = Layout(Mesh([0], {"x": 1})), Layout(Mesh([1], {"x": 1}))
+
+
+def _alone(rank, how):
+    """Rank 0 fails its second call by itself, in a way of its own, and goes on at once."""
+    texts = []
+    for step in range(1, 5):
+        source = torch.full((4,), float(step)) if rank == 0 else None
+        try:
+            if rank == 0 and step == 2:
+                if how == "group":
+                    reshard.reshard(source, A, B, group="nonsense")
+                if how == "interrupt":
+                    read, reshard.call.read_items = reshard.call.read_items, _interrupted
+                    try:
+                        reshard.reshard(source, A, B)
+                    finally:
+                        reshard.call.read_items = read
+                if how == "mover":
+                    reshard.Mover(reshard.make_plan(A, Layout(Mesh([7], {"x": 1})), (4,), "float32"))
+            out = reshard.reshard(source, A, B, timeout_seconds=20)
+            texts.append(step if out is None else out.unique().tolist())
+        except (reshard.ReshardError, KeyboardInterrupt) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def _interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("group", "ArgumentError: rank 0: group must be a process group"),
+        ("interrupt", "RemoteError: rank 0 left a call: KeyboardInterrupt"),
+        ("mover", "ArgumentError: rank 0: layouts name ranks 7"),
+    ],
+)
+def test_a_call_that_a_rank_fails_alone_is_one_that_the_others_fail_too(how, said):
+    ours, theirs = run_processes(_alone, 2, how)
+    assert [ours[0], *ours[2:]] == [1, 3, 4], ours
+    assert [theirs[0], *theirs[2:]] == [[1.0], [3.0], [4.0]], theirs
+    assert theirs[1].startswith(said), theirs

@@ -36,7 +36,7 @@ def _pump(hub, until):
 
 def test_a_goodbye_that_comes_with_the_answer_is_no_death(ends):
     hub, spoke = ends
-    spoke.say({"value": 1})
+    spoke.say({"value": 1}, 5.0)
     _pump(hub, lambda: 1 in hub.pending)
     hub.answer({"value": 2})
     hub.close()
@@ -49,7 +49,7 @@ def test_a_goodbye_that_comes_with_the_answer_is_no_death(ends):
 
 def test_an_end_without_a_goodbye_is_a_death_on_either_side(ends):
     hub, spoke = ends
-    spoke.say({})
+    spoke.say({}, 5.0)
     _pump(hub, lambda: 1 in hub.pending)
     assert hub.lost() is None
     spoke._peer.connection.shutdown(socket.SHUT_WR)
@@ -62,15 +62,15 @@ def test_an_end_without_a_goodbye_is_a_death_on_either_side(ends):
 
 def test_a_hurry_counts_while_its_record_waits(ends):
     hub, spoke = ends
-    spoke.say({})
+    spoke.say({}, 5.0)
     spoke.hurry()
     _pump(hub, lambda: hub.hurried == {1})
     hub.answer({})
     assert not hub.hurried
-    spoke.say({})
+    spoke.say({}, 5.0)
     spoke.hurry()
     spoke.leave(None)
-    spoke.say({"again": True})
+    spoke.say({"again": True}, 5.0)
     _pump(hub, lambda: hub.pending.get(1, (0, {}))[1] == {"again": True})
     assert not hub.hurried
 

@@ -271,3 +271,44 @@ def test_transfers_that_bear_losses_are_waited_for_alike_or_refused(orders):
     for rank in (2, 3):  # what did arrive is of its own step
         for step, text in zip(orders[rank], said[rank][0], strict=True):
             assert text == [float(step)] or "DisagreementError" in text, said
+
+
+def _first_is_late(rank):
+    """The others give up the first rank at different times, and it comes while some still wait for it."""
+    given = [_said(_step(rank, 0).wait)]
+    dist.barrier()
+    time.sleep({0: 2.25, 1: 0.0, 2: 1.7, 3: 1.7}[rank])
+    for step in range(1, 5 if rank else 2):
+        given.append(_said(lambda step=step: _step(rank, step, 1.0).wait()))
+    return given
+
+
+def test_ranks_that_lose_the_first_one_at_different_times_stay_in_one_call():
+    for rank, given in enumerate(run_processes(_first_is_late, 4)):
+        if rank == 0:
+            assert given[0] is None and "goes on without rank 0" in given[1], given
+        else:
+            wanted = [None if rank < 2 else [float(step)] for step in range(5)]
+            assert given == wanted or all("Error" in str(one) for one in given[1:]), (rank, given)
+
+
+def _others_know(rank):
+    """Rank 1 is lost to ranks 0, 2 and 3; rank 4 has yet to hear of it when all call."""
+    large, small = Layout(Mesh.of("3")), Layout(Mesh([1, 2, 4], {"x": 3}))
+    options = {"shape": (3, 2), "dtype": "float32", "on_loss": "carry_on", "timeout_seconds": 1.0}
+    if rank == 1:
+        time.sleep(4)
+    else:
+        if rank < 4:
+            source = torch.ones(3, 2) if rank < 2 else None
+            reshard.reshard(source, PAIR, HALVES, **options)
+        else:
+            time.sleep(1.3)
+        source = torch.full((3, 2), 7.0) if rank < 3 else None
+        if rank in (0, 2, 4):
+            return _said(reshard.reshard_async(source, large, small, **options).wait)
+    return None
+
+
+def test_who_is_lost_is_heard_from_those_who_know():
+    assert run_processes(_others_know, 5) == [None, None, [7.0], None, [7.0]]
