@@ -12,7 +12,7 @@ class Board {
     Board(const Ports &ports, const Freight &freight)
         : ports_(ports), freight_(freight), hosts_(ports.num_hosts), have_(hosts_, none()), miss_(hosts_, none()),
           in_pod_(ports.up.size(), none()), has_(chunks(), Bits(hosts_)), lacks_(chunks(), Bits(hosts_)),
-          copies_(chunks()), source_(chunks()), can_(hosts_ * hosts_), can_enter_(has_pods() ? hosts_ * hosts_ : 0),
+          copies_(chunks()), first_missing_(hosts_), source_(chunks()), can_(hosts_ * hosts_), can_enter_(has_pods() ? hosts_ * hosts_ : 0),
           untaken_(hosts_), held_(hosts_), to_get_(hosts_), to_give_(hosts_), to_enter_(ports.up.size()),
           to_leave_(ports.up.size()), is_fresh_(none()), pods_with_(has_pods() ? chunks() : 0, Bits(ports.up.size())),
           pods_without_(pods_with_) {
@@ -51,7 +51,11 @@ class Board {
         const int64_t a = ports_.host[s], b = ports_.host[r];
         const bool enters = has_pods() && ports_.pod[a] != ports_.pod[b] && !may_enter_again;
         int64_t best = -1, fewest = std::numeric_limits<int64_t>::max(), nearest = -1;
-        for (size_t i = 0; i < is_fresh_.num_words(); ++i) {
+        const int64_t most_near = ports_.are_shared ? 3 : 0;
+        size_t &first = first_missing_[b];
+        while (first < is_fresh_.num_words() && !miss_[b].word(first))
+            ++first; // what a host misses only becomes less
+        for (size_t i = first; i < is_fresh_.num_words(); ++i) {
             uint64_t word = have_[a].word(i) & miss_[b].word(i);
             if (enters)
                 word &= ~in_pod_[ports_.pod[b]].word(i);
@@ -64,6 +68,8 @@ class Board {
                 if (freight_.near_first ? is_nearer || (near == nearest && is_rarer)
                                         : is_rarer || (copies_[chunk] == fewest && is_nearer))
                     fewest = copies_[chunk], nearest = near, best = chunk;
+                if (fewest == least_copies_ && nearest == most_near)
+                    return best; // none is rarer or nearer, and of those alike the first is taken
             }
         }
         return best;
@@ -105,6 +111,8 @@ class Board {
     std::vector<Bits> have_, miss_, in_pod_; // chunks
     std::vector<Bits> has_, lacks_;          // hosts
     std::vector<int64_t> copies_;
+    int64_t least_copies_ = std::numeric_limits<int64_t>::max(); // of any chunk at the beginning; they only grow
+    mutable std::vector<size_t> first_missing_;                  // of each host a word before which it misses nothing
     std::vector<std::vector<std::pair<int64_t, int64_t>>> source_;
     std::vector<int32_t> can_, can_enter_; // chunks that one host can send to another, into a pod that lacks them
     std::vector<int64_t> untaken_, held_, to_get_, to_give_, to_enter_, to_leave_;
@@ -130,6 +138,7 @@ class Board {
                 ++can_[h * hosts_ + b];
         }
         copies_[c] = holders.size();
+        least_copies_ = std::min(least_copies_, copies_[c]);
         is_fresh_.set(c);
         if (!has_pods())
             return;

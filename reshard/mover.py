@@ -27,7 +27,7 @@ from reshard.monitor import Monitor, call_at_exit
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_device_type, check_timeout, check_verify
 from reshard.plan import Plan, TensorSpec
 from reshard.program import Program, build_program
-from reshard.progress import ROUNDING_SECONDS, TOLD_TAG, VERIFY_TAG, Tally, WrongCopyError, run_program
+from reshard.progress import ROUNDING_SECONDS, TOLD_TAG, VERIFY_TAG, WrongCopyError, describe_progress, run_program
 from reshard.round_runner import RoundRunner
 from reshard.rounds import find_rounds
 from reshard.staging import Staging, TorchMemory, carrier
@@ -210,6 +210,11 @@ class Mover:
         """End all transfers under way between these ranks with an error, here and at the others; returns it."""
         return self._channel.fail(self._generation, error)
 
+    def check(self) -> None:
+        """Raise the error that another rank told of, if one did."""
+        if error := self._channel.told_error(self._generation):
+            raise error
+
     def close(self) -> None:
         """End the progress thread; transfers under way are finished first. The group's connections stay."""
         if not self._closed:
@@ -297,7 +302,7 @@ class Mover:
         try:
             handle.check()
             self._channel.check_usable(self._generation)
-            handle.describe = functools.partial(_describe, self.plan, self._program, handle.tally)
+            handle.describe = functools.partial(describe_progress, self.plan, self._program, handle.tally)
             handle.begin()
             deadline = time.monotonic() + self._timeout_seconds
             digests = Digests() if self._verify else None
@@ -349,16 +354,6 @@ class Mover:
                 raise ConnectionError(f"digests could not be compared: {error}") from error
 
         compare_digests(self._hops, rank, digests, self._transport, self._tag + VERIFY_TAG, wait)
-
-
-def _describe(plan: Plan, program: Program, tally: Tally) -> str:
-    """How far a rank came in a transfer."""
-    total = sum(recv.nbytes for recv in program.recvs)
-    return (
-        f"rank {program.rank} had received {tally.received} of {len(program.recvs)} messages, {tally.received_bytes} "
-        f"of {total} bytes, of the transfer of {', '.join(map(str, plan.tensors[:1]))}"
-        f"{f' and {len(plan.tensors) - 1} more tensors' if len(plan.tensors) > 1 else ''} (plan {plan.plan_hash[:12]})"
-    )
 
 
 def _serve(jobs: queue.SimpleQueue[Any]) -> None:

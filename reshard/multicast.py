@@ -33,6 +33,8 @@ _MOST_STEPS = 2 * 10**9
 _MOST_HOSTS = 8192
 #: A plan with more would take more than four gigabytes.
 _MOST_CHUNKS = 10_000_000
+#: Regions cut into more chunks than this, besides their first ones, take longer than ten seconds.
+_MOST_CUTS = 500_000
 #: A holder with less than this part of the rate of another one gains little and comes late.
 _SLOW = 0.3
 #: Of ranks that exchange a region each: more of them are sent in rotation.
@@ -109,10 +111,11 @@ def load_freight(problem: Problem) -> tuple[Freight, Pieces]:
     topology = problem.topology
     largest = _largest_chunks(problem, lanes)
     fewest = int((-(-lanes.nbytes // largest)).sum())
-    if fewest > _MOST_CHUNKS:
+    most = min(_MOST_CHUNKS, _MOST_CUTS + len(lanes))
+    if fewest > most:
         raise ArgumentError(
-            f"{int(lanes.nbytes.sum()):,} bytes make at least {fewest:,} chunks; at most {_MOST_CHUNKS:,} are planned "
-            "at once, so move them in several calls"
+            f"{int(lanes.nbytes.sum()):,} bytes make at least {fewest:,} chunks; at most {most:,} are planned at once, "
+            "so move them in several calls"
         )
     counts, part = count_chunks(topology, lanes, largest)
     # seconds in which a port of rate 1 passes a chunk of size 1

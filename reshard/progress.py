@@ -31,6 +31,7 @@ import torch
 
 from reshard.digests import Digests, digest_of
 from reshard.errors import PlanError, TransferTimeoutError
+from reshard.plan import Plan
 from reshard.program import Event, Program, Recv, Send
 from reshard.staging import MANY_BOXES, Pool, Staging, flat_bytes, pack, unpack, view_of
 
@@ -380,3 +381,13 @@ def run_program(
         PlanError: nothing is under way, and nothing can start. WrongCopyError: with ``digests``.
     """
     _Run(program, transport, src, dst, staging, tag, deadline, check, digests, tally).run()
+
+
+def describe_progress(plan: Plan, program: Program, tally: Tally) -> str:
+    """How far a rank came in a transfer."""
+    total = sum(recv.nbytes for recv in program.recvs)
+    return (
+        f"rank {program.rank} had received {tally.received} of {len(program.recvs)} messages, {tally.received_bytes} "
+        f"of {total} bytes, of the transfer of {', '.join(map(str, plan.tensors[:1]))}"
+        f"{f' and {len(plan.tensors) - 1} more tensors' if len(plan.tensors) > 1 else ''} (plan {plan.plan_hash[:12]})"
+    )

@@ -164,6 +164,11 @@ class Crossings:
             }
         return Crossing(mover.start(), self._zeros.get(channel))
 
+    def look(self) -> None:
+        """Raise the first error that a rank told of, if one did."""
+        for mover in self._movers.values():
+            mover.check()
+
     def fail(self, error: BaseException) -> None:
         """End all transfers of this rank with an error, here and at the ranks they join."""
         for mover in self._movers.values():

@@ -85,6 +85,8 @@ class Iteration:
         summed = [p for stage in self.stages.values() for p in stage.copied_parameters()]
         kept = set_aside([*summed, *self.parts.ties.parameters()])
         try:
+            for stage in self.stages.values():
+                stage.share_buffers(self.parts.timeout_seconds, self.look)
             for action in self.actions:
                 self.doing = action
                 if action.kind.is_transfer:
@@ -95,7 +97,7 @@ class Iteration:
             for crossing in self.sends:
                 crossing.wait()
             for stage in self.stages.values():
-                stage.sum_over_copies(self.parts.timeout_seconds)
+                stage.sum_over_copies(self.parts.timeout_seconds, self.look)
             self.parts.ties.add_gradients()
         finally:
             put_back(kept)
@@ -105,6 +107,11 @@ class Iteration:
         if loss is not None:
             loss *= self.parts.num_loss_shards
         return Step(losses, loss, time.monotonic() - begun, self.waited)
+
+    def look(self) -> None:
+        """Raise what another rank told of."""
+        for crossings in self.parts.crossings:
+            crossings.look()
 
     def is_last(self, microbatch: int) -> bool:
         """Whether it may be smaller than others."""

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from reshard.errors import ArgumentError, TransferTimeoutError
+from reshard.errors import ArgumentError, RemoteError, ReshardError, TransferTimeoutError
 
-#: How often a copy that waits for the others looks.
-LOOK_SECONDS = 0.0005
+#: How often a copy that waits for the others looks whether they came, and whether one has failed.
+SLEEP_SECONDS = 0.0005
+LOOK_SECONDS = 0.2
 
 
 def check_module(stage: int, module: Any, is_split: bool) -> None:
@@ -99,11 +100,53 @@ def copied_parameters(module: Any) -> list[torch.Tensor]:
     return list(module.parameters()) if isinstance(module, DistributedDataParallel) else []
 
 
-def sum_over_copies(stage: int, module: Any, timeout_seconds: float) -> None:
+def share_buffers(stage: int, module: Any, timeout_seconds: float, look: Callable[[], None]) -> None:
+    """Before the first forward: DDP's copies take the buffers of the first one, as its own first forward would.
+
+    That would wait in torch for a copy which failed before it.
+
+    Args:
+        look: called now and then while copies wait for each other; raises when one has failed.
+
+    Raises:
+        TransferTimeoutError, RemoteError: some copy did not come.
+    """
+    if isinstance(module, DistributedDataParallel) and module.broadcast_buffers and module.require_forward_param_sync:
+        first = dist.get_global_rank(module.process_group, 0)
+        for buffer in module.buffers():
+            work = dist.broadcast(buffer.detach(), first, group=module.process_group, async_op=True)
+            _wait(work, stage, "share their buffers", timeout_seconds, look)
+        module.require_forward_param_sync = False
+
+
+def _wait(work: Any, stage: int, what: str, timeout_seconds: float, look: Callable[[], None]) -> None:
+    """As the work's own wait, which would not notice that a copy has failed for minutes."""
+    deadline = time.monotonic() + timeout_seconds
+    looked = time.monotonic()
+    try:
+        while not work.is_completed():
+            now = time.monotonic()
+            if now > deadline:
+                raise TransferTimeoutError(
+                    f"a copy of stage {stage} did not come within {timeout_seconds:g} s to where copies {what}"
+                )
+            if now - looked > LOOK_SECONDS:
+                looked = now
+                look()
+            time.sleep(SLEEP_SECONDS)
+        work.wait()
+    except RuntimeError as error:
+        if isinstance(error, ReshardError):
+            raise
+        raise RemoteError(f"a copy of stage {stage} is gone where copies {what}: {error}") from error
+
+
+def sum_over_copies(stage: int, module: Any, timeout_seconds: float, look: Callable[[], None]) -> None:
     """After the last backward: DDP's copies add their gradients, in its buckets and by its hook.
 
     Raises:
-        TransferTimeoutError: some copy did not come to it.
+        TransferTimeoutError, RemoteError: some copy did not come to it; or what ``look`` raises, see
+            :func:`share_buffers`.
     """
     if not isinstance(module, DistributedDataParallel):
         return
@@ -113,14 +156,7 @@ def sum_over_copies(stage: int, module: Any, timeout_seconds: float) -> None:
         return
     has_one = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
     work = dist.all_reduce(has_one, dist.ReduceOp.MAX, group=module.process_group, async_op=True)
-    deadline = time.monotonic() + timeout_seconds
-    while not work.is_completed():  # a copy that failed never comes, and torch would wait for it for minutes
-        if time.monotonic() > deadline:
-            raise TransferTimeoutError(
-                f"a copy of stage {stage} did not come within {timeout_seconds:g} s to where copies add their gradients"
-            )
-        time.sleep(LOOK_SECONDS)
-    work.wait()
+    _wait(work, stage, "add their gradients", timeout_seconds, look)
     with torch.no_grad():
         for parameter in parameters:
             if parameter.grad is not None:

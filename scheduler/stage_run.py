@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,8 @@ from reshard.layout import Layout
 from reshard.plan import TensorSpec
 
 from .pipeline import Pipeline
-from .replicas import announce_backward, check_module, copied_parameters, quiet, sum_over_copies
-from .weight_gradients import PutOff, Tasks
+from .replicas import announce_backward, check_module, copied_parameters, quiet, share_buffers, sum_over_copies
+from .weight_gradients import PutOff
 
 #: The name of the output that a backward starts from.
 LOSS = "loss"
@@ -32,7 +32,7 @@ class _Live:
     leaves: Tensors
     sent: dict[int, Tensors]  # by the stage that it goes to, with the graph
     loss: torch.Tensor | None
-    tasks: Tasks = field(default_factory=list)
+    put_off: PutOff = field(default_factory=lambda: PutOff([]))
 
 
 class StageRun:
@@ -73,7 +73,7 @@ class StageRun:
             raise ArgumentError(f"stage {self.stage} gets {sorted(doubled)} from another stage and is fed it too")
         self._check_call({*leaves, *fed})
         live = _Live(leaves, {}, None)
-        put_off = PutOff(live.tasks) if microbatch in self._halves else contextlib.nullcontext()
+        put_off = live.put_off if microbatch in self._halves else contextlib.nullcontext()
         versions = {name: leaf._version for name, leaf in leaves.items()}
         with quiet(self.module), put_off:
             outputs = self._name(self.module(**leaves, **fed))
@@ -166,30 +166,56 @@ class StageRun:
         if roots:
             with quiet(self.module):
                 torch.autograd.backward(roots, weights)
+        own = self._keep_apart(live.put_off.held)
         back = {}
         for edge in self._incoming:
-            back[edge.src] = {str(spec.name): _gradient_of(live.leaves[str(spec.name)]) for spec in edge.gradients}
+            back[edge.src] = {str(spec.name): _gradient_of(live.leaves[str(spec.name)], own) for spec in edge.gradients}
         live.leaves, live.sent, live.loss = {}, {}, None
         if microbatch not in self._halves:
             del self._live[microbatch]
         return back
 
+    def _keep_apart(self, held: Sequence[torch.Tensor]) -> set[int]:
+        """See that no gradient of a parameter, which later backwards add to, is memory that is still read.
+
+        Autograd takes a gradient as it is where nobody else seems to have it; one that it got through a view of a
+        parameter may lie in another one's memory.
+
+        Returns:
+            Where gradients of parameters lie.
+        """
+        reads = {each.untyped_storage().data_ptr() for each in held}
+        own = set()
+        for parameter in self.module.parameters():
+            gradient = parameter.grad
+            if gradient is None or _is_dtensor(gradient) or gradient.layout is not torch.strided:
+                continue
+            if gradient.untyped_storage().data_ptr() in reads:
+                gradient = parameter.grad = gradient.clone()
+            own.add(gradient.untyped_storage().data_ptr())
+        return own
+
     def finish(self, microbatch: int) -> None:
         """The second half of a backward: what it put off."""
         with quiet(self.module):
-            for task in self._live.pop(microbatch).tasks:
-                task()
+            self._live.pop(microbatch).put_off.finish()
 
     def copied_parameters(self) -> list[torch.Tensor]:
         """Those whose gradients :meth:`sum_over_copies` adds."""
         return copied_parameters(self.module)
 
-    def sum_over_copies(self, timeout_seconds: float) -> None:
+    def share_buffers(self, timeout_seconds: float, look: Callable[[], None]) -> None:
+        """Before the first forward: copies of this stage take the first one's buffers."""
+        share_buffers(self.stage, self.module, timeout_seconds, look)
+
+    def sum_over_copies(self, timeout_seconds: float, look: Callable[[], None]) -> None:
         """After all backwards: the copies of this stage that see other data add their gradients."""
-        sum_over_copies(self.stage, self.module, timeout_seconds)
+        sum_over_copies(self.stage, self.module, timeout_seconds, look)
 
     def forget(self) -> None:
         """Drop what a step left behind that did not end."""
+        for live in self._live.values():
+            live.put_off.forget()
         self._live.clear()
 
     def _name(self, outputs: Any) -> Mapping[str, Any]:
@@ -232,9 +258,10 @@ class StageRun:
                     )
 
 
-def _gradient_of(leaf: torch.Tensor) -> torch.Tensor:
+def _gradient_of(leaf: torch.Tensor, taken: Collection[int]) -> torch.Tensor:
+    """Of what came in; a copy where it lies in memory that is taken."""
     gradient: torch.Tensor = torch.zeros_like(leaf) if leaf.grad is None else waited_for(leaf.grad)
-    return gradient
+    return gradient.clone() if gradient.untyped_storage().data_ptr() in taken else gradient
 
 
 class _Waited(torch.autograd.Function):

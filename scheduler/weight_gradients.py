@@ -8,7 +8,7 @@ weight gradient store of zero-bubble schedules (Qi et al., 2023).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -38,9 +38,21 @@ class PutOff(TorchFunctionMode):
     def __init__(self, tasks: Tasks) -> None:
         super().__init__()
         self.tasks, self.is_active = tasks, False
+        #: What tasks will read; nothing may change it before.
+        self.held: list[torch.Tensor] = []
+        self._uses: dict[int, int] = {}
+        self._sums: dict[int, torch.Tensor] = {}
 
-    def add(self, task: Callable[[], None]) -> None:
+    def add(
+        self,
+        task: Callable[[], None],
+        held: Sequence[torch.Tensor] = (),
+        parameters: Sequence[torch.Tensor | None] = (),
+    ) -> None:
         """Put something off.
+
+        Args:
+            held: what it will read. parameters: to which it will :meth:`give` a gradient, each.
 
         Raises:
             ArgumentError: the forward is still running, so what calls is a backward of its own.
@@ -50,7 +62,44 @@ class PutOff(TorchFunctionMode):
                 "a forward that calls autograd itself cannot have its backward in halves; give its stage whole ones, "
                 "as fitted(..., can_split=False) does"
             )
-        self.tasks.append(task)
+        versions = [each._version for each in held]
+        self.held += held
+        for parameter in parameters:
+            if parameter is not None:
+                self._uses[id(parameter)] = self._uses.get(id(parameter), 0) + 1
+
+        def checked() -> None:
+            if [each._version for each in held] != versions:
+                raise ArgumentError(
+                    "the input of a layer, or a gradient, was changed in place between the two halves of a backward: "
+                    "change a copy, or give the stage whole backwards, as fitted(..., can_split=False) does"
+                )
+            task()
+
+        self.tasks.append(checked)
+
+    def finish(self) -> None:
+        """Do what was put off, and let go of what it took."""
+        for task in self.tasks:
+            task()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what was put off."""
+        self.tasks.clear()
+        self.held.clear()
+        self._sums.clear()
+
+    def give(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add to a parameter's gradient; its hooks see the sum over all layers that use it, once."""
+        key = id(parameter)
+        self._uses[key] -= 1
+        if key in self._sums:
+            gradient = self._sums.pop(key) + gradient
+        if self._uses[key] and parameter._backward_hooks:
+            self._sums[key] = gradient
+        else:
+            _add_to_gradient(parameter, gradient)
 
     def __enter__(self) -> PutOff:
         self._token, self.is_active = _tasks.set(self.tasks), True
@@ -173,15 +222,15 @@ class _Linear(torch.autograd.Function):
         (gradient,) = gradients
         array, used = ctx.saved_tensors
         array = array.detach()  # else the task would hold the graph, and the graph the task
-        weight, bias = ctx.weight, ctx.bias
+        weight, bias, put_off = ctx.weight, ctx.bias, ctx.put_off
 
         def finish() -> None:
             rows = gradient.reshape(-1, gradient.shape[-1])
-            _add_to_gradient(weight, rows.t() @ array.reshape(-1, array.shape[-1]))
+            put_off.give(weight, rows.t() @ array.reshape(-1, array.shape[-1]))
             if bias is not None and bias.requires_grad:
-                _add_to_gradient(bias, rows.sum(0))
+                put_off.give(bias, rows.sum(0))
 
-        ctx.put_off.add(finish)
+        put_off.add(finish, (gradient, array), (weight, bias))
         return (gradient @ used if ctx.needs_input_grad[0] else None), None, None, None
 
 
@@ -212,18 +261,18 @@ class _Convolution(torch.autograd.Function):
         (gradient,) = gradients
         array, used = ctx.saved_tensors
         array = array.detach()
-        weight, bias, how = ctx.weight, ctx.bias, ctx.how
+        weight, bias, how, put_off = ctx.weight, ctx.bias, ctx.how, ctx.put_off
         sizes = None if bias is None else list(bias.shape)
 
         def finish() -> None:
             _, of_weight, of_bias = torch.ops.aten.convolution_backward(
                 gradient, array, used, sizes, *how, [False, True, bias is not None and bias.requires_grad]
             )
-            _add_to_gradient(weight, of_weight)
+            put_off.give(weight, of_weight)
             if bias is not None and bias.requires_grad:
-                _add_to_gradient(bias, of_bias)
+                put_off.give(bias, of_bias)
 
-        ctx.put_off.add(finish)
+        put_off.add(finish, (gradient, array), (weight, bias))
         of_array = None
         if ctx.needs_input_grad[0]:
             of_array = torch.ops.aten.convolution_backward(gradient, array, used, sizes, *how, [True, False, False])[0]

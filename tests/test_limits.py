@@ -98,7 +98,7 @@ def test_planning_ends_when_it_is_interrupted(monkeypatch):
 
 def test_tensors_of_too_many_chunks_are_refused():
     src, dst = Layout(Mesh.of(4), "S0 R"), Layout(Mesh.of(4, first_rank=4), "R S0")
-    with pytest.raises(ArgumentError, match=r"chunks; at most 10,000,000 are planned"):
+    with pytest.raises(ArgumentError, match=r"chunks; at most 500,00[0-9] are planned"):
         make_plan(src, dst, (10**8, 10**7), "float32", topology=on_hosts(8))
 
 
