@@ -70,6 +70,8 @@ def fitted(
         check_limit(memory_limit_bytes)
     if row_of_stage is not None and not isinstance(row_of_stage, Sequence):
         raise ArgumentError(f"row_of_stage is a list of the rows of all stages, not {row_of_stage!r}")
+    if not isinstance(can_split, bool):
+        raise ArgumentError(f"can_split is {can_split!r}; it must be True or False")
     rows = tuple(range(len(pipeline.stages))) if row_of_stage is None else tuple(row_of_stage)
     if any(isinstance(row, bool) or not isinstance(row, int) for row in rows):
         raise ArgumentError(f"rows {list(rows)} must be integers")
@@ -82,6 +84,9 @@ def fitted(
     search = _Search(pipeline, num_microbatches, rows, memory_limit_bytes, most)
     for schedule in _known(pipeline, num_microbatches, rows, can_split):
         search.look_at(schedule, None)
+    if memory_limit_bytes is not None:  # with more room it is never slower than without
+        free = fitted(pipeline, num_microbatches, row_of_stage=row_of_stage, can_split=can_split)
+        search.look_at(free, None)
     for depths in depths_tried:
         for policy in _policies(depths, can_split):
             search.try_policy(policy)

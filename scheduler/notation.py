@@ -14,9 +14,9 @@ import io
 import re
 from collections import deque
 
-from reshard.errors import ScheduleError
+from reshard.errors import ArgumentError, ScheduleError
 
-from .pipeline import Pipeline
+from .pipeline import Pipeline, check_pipeline
 from .schedule import MOST_ACTIONS, Action, Kind, Schedule
 
 _HEADER = re.compile(
@@ -105,6 +105,8 @@ def to_torch_csv(schedule: Schedule, *, transfers: bool = False) -> str:
     Raises:
         ScheduleError: a transfer between stages that are not neighbours, or one that blocks; torch has neither.
     """
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError(f"a Schedule is needed, not {type(schedule).__name__}")
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for row in schedule.rows:
@@ -143,6 +145,8 @@ def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedu
     """
     from .transfers import add_transfers
 
+    _check_text(text)
+    check_pipeline(pipeline)
     rows: list[list[Action]] = []
     try:
         lines = list(csv.reader(io.StringIO(text)))
@@ -168,6 +172,8 @@ def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedu
         raise ScheduleError(f"the text has stages {sorted(row_of)}, the pipeline 0 to {len(pipeline.stages) - 1}")
     row_of_stage = tuple(row_of[stage] for stage in range(len(row_of)))
     num = 1 + max(action.microbatch for row in rows for action in row)
+    if num * len(row_of_stage) > MOST_ACTIONS:
+        raise ScheduleError(f"{num:,} microbatches of {len(row_of_stage)} stages are too many")
     if any(action.kind.is_transfer for row in rows for action in row):
         return Schedule(name, tuple(map(tuple, rows)), row_of_stage, num)
     return add_transfers(name, rows, pipeline, row_of_stage, num)

@@ -103,9 +103,11 @@ def apply_passes(schedule: Schedule, pipeline: Pipeline, passes: Sequence[Pass])
         raise ArgumentError(f"passes are a list of functions such as overlap_transfers, not {passes!r}")
     for one in passes:
         changed = one(schedule, pipeline)
+        if not isinstance(changed, Schedule):
+            raise ArgumentError(f"a pass returned {type(changed).__name__}, not a Schedule")
         reports.append(
             Report(
-                one.__name__,
+                getattr(one, "__name__", type(one).__name__),
                 _count_moved(schedule, changed),
                 simulate(schedule, pipeline).makespan_seconds,
                 simulate(changed, pipeline).makespan_seconds,

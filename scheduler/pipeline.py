@@ -101,6 +101,8 @@ class Edge:
                     f"edge {self.src} -> {self.dst}: no tensor can be called {spec.name!r}, which means something else"
                 )
         object.__setattr__(self, "tensors", tuple(self.tensors))
+        if not all(isinstance(name, str) for name in self.without_gradient):
+            raise ArgumentError(f"without_gradient of edge {self.src} -> {self.dst} is a set of names")
         object.__setattr__(self, "without_gradient", frozenset(self.without_gradient))
         for direction in ("forward", "backward"):
             seconds = getattr(self, f"{direction}_seconds")
@@ -110,7 +112,7 @@ class Edge:
                 loads = tuple(loads.items())
                 object.__setattr__(self, f"{direction}_loads", loads)
             if not isinstance(loads, Iterable) or not all(
-                isinstance(entry, tuple) and len(entry) == 2 for entry in loads
+                isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) for entry in loads
             ):
                 raise ArgumentError(
                     f"{direction}_loads of edge {self.src} -> {self.dst} are ((link, seconds), ...), not {loads!r}"
@@ -203,6 +205,11 @@ class Pipeline:
                 same in both directions. weight_grad_part: of the backward.
         """
         _check_cost("weight_grad_part", weight_grad_part)
+        for what, costs in (("forward", forward), ("backward", backward), ("communication", communication)):
+            if not isinstance(costs, Sequence) or isinstance(costs, str):
+                raise ArgumentError(f"{what} is a list of seconds, not {type(costs).__name__}")
+            for cost in costs:
+                _check_cost(what, cost)
         if not len(forward) == len(backward) == len(communication) + 1:
             raise ArgumentError(
                 f"{len(forward)} stages have {len(backward)} backwards and {len(communication)} boundaries; "

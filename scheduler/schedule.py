@@ -65,10 +65,22 @@ class Action:
             text += f"{'>' if self.kind.is_send else '<'}{self.other}"
         return text + "!" * self.blocks
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, Kind):
+            raise ScheduleError(f"the kind of an action is a Kind, not {self.kind!r}")
+        for what, number in (("stage", self.stage), ("microbatch", self.microbatch), ("other stage", self.other)):
+            if type(number) is not int and not (number is None and what == "other stage"):
+                raise ScheduleError(f"the {what} of an action is an integer, not {number!r}")
+
     @property
     def channel(self) -> Channel:
-        """The transfers that it stands in line with."""
-        assert self.other is not None
+        """The transfers that it stands in line with.
+
+        Raises:
+            ScheduleError: it is no transfer.
+        """
+        if self.other is None:
+            raise ScheduleError(f"{self} is no transfer with another stage")
         ends = (self.stage, self.other) if self.kind.is_send else (self.other, self.stage)
         return Channel(*ends, self.kind in (Kind.SEND_F, Kind.RECV_F))
 
@@ -100,6 +112,16 @@ class Schedule:
     num_microbatches: int
 
     def __post_init__(self) -> None:
+        is_whole = isinstance(self.rows, tuple) and isinstance(self.row_of_stage, tuple)
+        if not is_whole or not all(isinstance(row, tuple) for row in self.rows):
+            raise ScheduleError("rows of a schedule are a tuple of tuples of Actions, row_of_stage is one of integers")
+        numbers = (*self.row_of_stage, self.num_microbatches)
+        if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
+            raise ScheduleError("row_of_stage and num_microbatches of a schedule are integers")
+        for row in self.rows:
+            for action in row:
+                if not isinstance(action, Action):
+                    raise ScheduleError(f"a schedule is made of Actions, not of {type(action).__name__}")
         if not isinstance(self.name, str):
             raise ScheduleError(f"a schedule's name is a text, not {self.name!r}")
         if not 0 < len(self.name) <= MOST_NAME or self.name != self.name.strip() or {":", "\n"} & set(self.name):

@@ -184,15 +184,15 @@ class StageRun:
         Returns:
             Where gradients of parameters lie.
         """
-        reads = {each.untyped_storage().data_ptr() for each in held}
+        reads = {_place(each) for each in held}
         own = set()
         for parameter in self.module.parameters():
             gradient = parameter.grad
-            if gradient is None or _is_dtensor(gradient) or gradient.layout is not torch.strided:
+            if gradient is None or gradient.layout is not torch.strided:
                 continue
-            if gradient.untyped_storage().data_ptr() in reads:
+            if _place(gradient) in reads:
                 gradient = parameter.grad = gradient.clone()
-            own.add(gradient.untyped_storage().data_ptr())
+            own.add(_place(gradient))
         return own
 
     def finish(self, microbatch: int) -> None:
@@ -261,7 +261,13 @@ class StageRun:
 def _gradient_of(leaf: torch.Tensor, taken: Collection[int]) -> torch.Tensor:
     """Of what came in; a copy where it lies in memory that is taken."""
     gradient: torch.Tensor = torch.zeros_like(leaf) if leaf.grad is None else waited_for(leaf.grad)
-    return gradient.clone() if gradient.untyped_storage().data_ptr() in taken else gradient
+    return gradient.clone() if _place(gradient) in taken else gradient
+
+
+def _place(array: torch.Tensor) -> int:
+    """Where an array lies; of a DTensor, or of what a collective has yet to fill, where its elements do."""
+    inner = getattr(array, "_local_tensor", array)
+    return int(getattr(inner, "elem", inner).untyped_storage().data_ptr())
 
 
 class _Waited(torch.autograd.Function):

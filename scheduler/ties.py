@@ -16,6 +16,7 @@ from reshard.mover import Mover
 from reshard.plan import TensorSpec
 from reshard.planning import plan_tensors
 from reshard.routes import Strategy
+from reshard.shards import check_shape
 from reshard.topology import Topology
 
 from .pipeline import Pipeline
@@ -40,6 +41,12 @@ class Tie:
     layouts: Mapping[int, AnyLayout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.names, Mapping) or not isinstance(self.layouts, Mapping):
+            raise ArgumentError("names and layouts of a tie are {stage: ...}")
+        for stage, name in self.names.items():
+            if isinstance(stage, bool) or not isinstance(stage, int) or not isinstance(name, str):
+                raise ArgumentError(f"a tie names {name!r} of stage {stage!r}; stages are integers, names are texts")
+        object.__setattr__(self, "shape", check_shape(self.shape))
         if len(self.names) < 2 or not set(self.layouts) <= set(self.names):
             raise ArgumentError(f"a tie joins two stages or more, not {sorted(self.names)}; layouts are of those")
 

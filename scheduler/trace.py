@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from html import escape
 
+from reshard.errors import ArgumentError
+
 from .schedule import Kind, Schedule
 from .simulation import PipelineTimeline
 
@@ -15,6 +17,7 @@ _WIDTH, _ROW, _LEFT = 1200, 22, 70
 
 def to_chrome_trace(timeline: PipelineTimeline) -> str:
     """JSON for ``chrome://tracing`` or ui.perfetto.dev: a thread per row, one per channel; times in microseconds."""
+    _check_timeline(timeline)
     events: list[dict[str, object]] = []
     channels = sorted({c.channel for c in timeline.crossings}, key=lambda c: (c.sender, c.receiver, c.is_forward))
     rows = sorted({span.row for span in timeline.spans})
@@ -34,6 +37,11 @@ def to_chrome_trace(timeline: PipelineTimeline) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
+def _check_timeline(timeline: object) -> None:
+    if not isinstance(timeline, PipelineTimeline):
+        raise ArgumentError(f"a PipelineTimeline is needed, not {type(timeline).__name__}")
+
+
 def _event(name: str, pid: int, tid: int, start: float, end: float, **args: float) -> dict[str, object]:
     return {
         "ph": "X",
@@ -48,6 +56,9 @@ def _event(name: str, pid: int, tid: int, start: float, end: float, **args: floa
 
 def to_svg(schedule: Schedule, timeline: PipelineTimeline) -> str:
     """A Gantt picture: what each row computes, and in grey what it waits for transfers whose data is there."""
+    _check_timeline(timeline)
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError(f"a Schedule is needed, not {type(schedule).__name__}")
     end = timeline.makespan_seconds or 1.0
     scale = (_WIDTH - _LEFT - 10) / end
     height = _ROW * len(schedule.rows) + 30

@@ -20,13 +20,15 @@ from reshard.scheduler.builders import (
 from reshard.scheduler.check import check_schedule
 from reshard.scheduler.fitted import fitted
 from reshard.scheduler.notation import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
-from reshard.scheduler.passes import block_transfers, issue_at_consumer, overlap_transfers
+from reshard.scheduler.passes import apply_passes, block_transfers, issue_at_consumer, overlap_transfers
 from reshard.scheduler.pipeline import Edge, Pipeline, Stage
 from reshard.scheduler.schedule import Action, Kind, Schedule
 from reshard.scheduler.simulation import simulate
+from reshard.scheduler.ties import Tie
+from reshard.scheduler.trace import to_chrome_trace, to_svg
 from reshard.scheduler.transfers import add_transfers
 
-from reshard.errors import ArgumentError, ScheduleError
+from reshard.errors import ArgumentError, ReshardError, ScheduleError
 
 BUILDERS = [gpipe, one_f_one_b, eager_1f1b, zero_bubble]
 
@@ -341,3 +343,33 @@ def test_a_schedule_of_very_many_microbatches_is_refused_soon():
     with pytest.raises(ScheduleError, match="is there 0 times, not 1"):
         check_schedule(replace(schedule, num_microbatches=10**9), pipeline)
     assert time.perf_counter() - begun < 5
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: to_torch_csv("x"),
+        lambda p: from_torch_csv(5, p),
+        lambda p: from_torch_csv("0F0", None),
+        lambda p: from_torch_csv("0F9999999\n1F0", p),
+        lambda p: to_chrome_trace(None),
+        lambda p: to_svg(None, None),
+        lambda p: Tie(None, (3,)),
+        lambda p: Tie({0: "a", "b": "c"}, (3,)),
+        lambda p: Tie({0: "a", 1: "c"}, 5),
+        lambda p: Pipeline.of_costs(None, [1], []),
+        lambda p: Pipeline.of_costs("ab", "cd", "e"),
+        lambda p: Edge(0, 1, 1, 1, (([], 1),)),
+        lambda p: Edge(0, 1, 1, 1, without_gradient=[[1]]),
+        lambda p: apply_passes(gpipe(p, 2), p, [lambda *_: None]),
+        lambda p: Schedule("x", None, (0, 1), 2),
+        lambda p: Schedule("x", (("0F0",), ()), (0, 1), 2),
+        lambda p: Schedule("x", ((), ()), (0, 1), "2"),
+        lambda p: Action("F", 0, 0),
+        lambda p: Action(Kind.F, 0, 0).channel,
+        lambda p: fitted(p, 2, can_split="no"),
+    ],
+)
+def test_wrong_arguments_get_errors_of_ours(use):
+    with pytest.raises(ReshardError):
+        use(chain(1.0))
