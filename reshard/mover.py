@@ -33,6 +33,9 @@ from reshard.rounds import find_rounds
 from reshard.staging import Staging, TorchMemory, carrier
 from reshard.streams import STREAMS, StreamTransfers, current_device, find_copier
 
+#: How long a rank whose connection broke waits for who knows why: that another rank has died, say.
+SAY_SECONDS = 2.0
+
 
 class Mover:
     """Moves tensors as a plan says, as often as asked: no planning, no new group, no allocation per call.
@@ -327,7 +330,7 @@ class Mover:
             # Buffers that the transport may still write are not used again.
             self._staging = Staging(self._program, self.plan.staging_bytes)
             if isinstance(error, ConnectionError):  # the other side may be about to say why
-                handle._done.wait(3 * 0.2)
+                handle._done.wait(SAY_SECONDS)
             if isinstance(error, WrongCopyError):
                 error = VerificationError(describe_copy(self.plan, self._program.rank, error.id))
             if not handle.done():  # nobody told of it
