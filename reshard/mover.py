@@ -34,7 +34,7 @@ from reshard.staging import Staging, TorchMemory, carrier
 from reshard.streams import STREAMS, StreamTransfers, current_device, find_copier
 
 #: How long a rank whose connection broke waits for who knows why: that another rank has died, say.
-SAY_SECONDS = 2.0
+SAY_SECONDS = 0.6
 
 
 class Mover:
