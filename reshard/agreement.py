@@ -82,8 +82,8 @@ class Verdict:
 
     ``lost`` are ranks that did not come to a round that bears it; ``said`` is what each other rank said. ``behind`` are
     those that the error is for, if it is not for all: the others wait for the next call of those. ``skipped`` are calls
-    that another rank made without them, which they count as dealt with. ``loses_step`` says that calls of the ranks can
-    no longer be told apart (see :mod:`reshard.outcasts`).
+    that another rank made without them, which they count as dealt with. ``loses_step`` says why calls of the ranks can
+    no longer be told apart, if so (see :mod:`reshard.outcasts`).
     """
 
     error: tuple[str, str] | None = None
@@ -97,7 +97,7 @@ class Verdict:
     attempts: dict[int, int] = field(default_factory=dict)
     skipped: dict[str, Any] = field(default_factory=dict)
     behind: list[int] = field(default_factory=list)
-    loses_step: bool = False
+    loses_step: str = ""
     lost: list[int] = field(default_factory=list)
     said: dict[int, Any] = field(default_factory=dict)
 

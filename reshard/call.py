@@ -20,7 +20,7 @@ from reshard.hosts import topology_of_names
 from reshard.mesh import format_ranks
 from reshard.mover import Mover, make_runner
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
-from reshard.outcasts import count_call, those_left, uncount_call
+from reshard.outcasts import counting, those_left
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec
 from reshard.planning import plan_tensors
 from reshard.program import Program, build_program
@@ -145,7 +145,7 @@ def reshard_async(
         for each in known_groups():  # whose other ranks may wait for this one
             tell_error(each, error)
         raise
-    bears_loss = Options(strategy, topology, staging_bytes, verify, on_loss).bears_loss
+    options = Options(strategy, topology, staging_bytes, verify, on_loss)
     with counted(our_group), calling(our_group):
         try:
             items = read_items(tensor, src_mesh, dst_mesh, src_spec, dst_spec, shape, dtype, dst_dtype, out, our_group)
@@ -155,13 +155,12 @@ def reshard_async(
                 find_channel(our_group, members)  # raises
             timeout_seconds = check_timeout(timeout_seconds)
         except ReshardError as error:
-            refuse(our_group, error, tensor, src_mesh, dst_mesh, timeout_seconds, bears_loss)
+            refuse(our_group, error, tensor, src_mesh, dst_mesh, timeout_seconds, options.bears_loss)
             raise
         except Exception as error:  # whatever a wrong argument does here, the other ranks must hear of it
             known = ArgumentError(f"{type(error).__name__}: {error}")
-            refuse(our_group, known, tensor, src_mesh, dst_mesh, timeout_seconds, bears_loss)
+            refuse(our_group, known, tensor, src_mesh, dst_mesh, timeout_seconds, options.bears_loss)
             raise known from error
-        options = Options(strategy, topology, staging_bytes, verify, on_loss)
         return _Call(our_group, items, members, options, timeout_seconds).start()
 
 
@@ -174,47 +173,32 @@ class _Call:
         self.bears_loss = options.bears_loss
 
     def start(self) -> Handle:
-        channel, call, verdict, record, lost = self._agree()
-        if lost:
-            return self._start_without(channel, verdict, lost)
-        plan, program, runner, lost = self._plan(channel, record, verdict)
+        with counting(self.group, self.members, self.bears_loss) as self.place:
+            channel, call, verdict, record, lost = self._agree()
+            if lost:
+                return self._start_without(channel, verdict, lost)
+            plan, program, runner, lost = self._plan(channel, record, verdict)
         if lost:
             return self._start_without(channel, verdict, lost)
         try:
             src, dst, finish = self._arrays(program.dst_shapes, verdict)
         except Exception as error:  # no memory for the result, say: the others wait for this rank
             raise channel.fail(verdict.generation, error) from error
-        handle = self._start(plan, program, runner, channel, call, verdict, src, dst, finish)
-        if not self.bears_loss:
-            return handle
-        return SurvivingHandle(handle, self._survivors(channel, plan, src, dst), finish)
-
-    def _start(
-        self,
-        plan: Plan,
-        program: Program,
-        runner: RoundRunner | None,
-        channel: Channel,
-        call: int,
-        verdict: Verdict,
-        src: Sequence[torch.Tensor | None],
-        dst: Sequence[torch.Tensor | None],
-        finish: Callable[[], Any],
-    ) -> Handle:
+        limit, verify = self.timeout_seconds, self.options.verify
         try:
-            mover = Mover.agreed(
-                plan, program, runner, channel, call, verdict, self.timeout_seconds, self.options.verify
-            )
+            mover = Mover.agreed(plan, program, runner, channel, call, verdict, limit, verify)
         except Exception as error:
             known = channel.fail(verdict.generation, error)
             if not self.bears_loss:
                 raise known from error
             handle = Handle(channel, verdict.generation, finish)
             handle.stop(known)
+        else:
+            handle = mover.start_checked(src, dst, finish)
+            mover.close()
+        if not self.bears_loss:
             return handle
-        handle = mover.start_checked(src, dst, finish)
-        mover.close()
-        return handle
+        return SurvivingHandle(handle, self._survivors(channel, plan, src, dst), finish)
 
     def _agree(self) -> tuple[Channel, int, Verdict, Record, set[int]]:
         """The channel of those that came, what they agreed on, and who did not come where the call bears that."""
@@ -223,17 +207,12 @@ class _Call:
             inside = those_left(self.group, inside)
         channel = find_channel(self.group, inside)
         record = make_record(self.group, self.items, self.members, self.options)
-        record.place = self.place = count_call(self.group, self.members, self.bears_loss)
+        record.place = self.place
         layouts = {item.name: (item.src, item.dst) for item in self.items}
         lost = {rank for rank in self.members if rank < self.group.size} - set(inside)
         while True:
             decide = functools.partial(resolve_left, layouts=layouts, members=channel.members)
-            try:
-                call, verdict = channel.agree(record, decide, self.timeout_seconds, self.bears_loss)
-            except ReshardError:
-                if channel.meeting.gave_up:
-                    uncount_call(self.group, self.members)
-                raise
+            call, verdict = channel.agree(record, decide, self.timeout_seconds, self.bears_loss)
             lost |= set(verdict.lost)
             if verdict.dtypes:
                 return channel, call, verdict, record, lost

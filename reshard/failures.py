@@ -119,7 +119,7 @@ def find_behind(records: Sequence[Record], members: Sequence[int]) -> Verdict | 
     if any(record.many for record in records):
         record = next(record for record in records if record.many)
         text = describe_unknown(record.rank, (record.why_left or ("", ""))[1])
-        return Verdict(error=(DisagreementError.__name__, text), loses_step=True)
+        return Verdict(error=(DisagreementError.__name__, text), loses_step=text)
     ahead = next((record for record in records if record.rank not in behind), None)
     if ahead is None:  # failures of calls with others only, each known to some: no call goes on before they are counted
         text = f"ranks {format_ranks(members)} have failed calls alone, and each only some of the others know of"

@@ -61,6 +61,7 @@ class Group:
         self.beacon = new_beacon()
         self.forgiven: dict[str, int] = {}  # calls that others skipped, see reshard.failures
         self.calls: dict[tuple[int, ...], int] = {}  # that this rank made, by who takes part
+        self.gave_up = False  # the call that it makes, because another rank had left it
         self._caller: int | None = None  # the thread that is in a call
 
     @contextlib.contextmanager

@@ -48,5 +48,5 @@ def find_elsewhere(
     if has_left(group, rank, beacon):
         name, text = beacon["error"]
         if beacon["many"]:
-            raise OutOfStepError(describe_unknown(rank, text))
+            raise OutOfStepError(members, describe_unknown(rank, text))
         raise HasLeftError((name, name_rank(rank, text)), members)

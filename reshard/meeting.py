@@ -47,7 +47,6 @@ class Meeting:
         self._store = store
         self.rounds = 0  # in which this rank took part
         self.answered: dict[int, int] = {}  # of each member the last attempt that was answered
-        self.gave_up = False  # the last round, because another rank had left the call
         self._number = 0  # of the last round that this rank decided
         self._blamed: set[int] = set()  # ranks that are gone as far as the store tells
         self._pulses = Pulses(group.store)
@@ -88,11 +87,11 @@ class Meeting:
         self.answered.update({int(rank): attempt for rank, attempt in verdict.attempts.items()})
         forgive(self.group, verdict.skipped)
         go_on_without(self.group, verdict.lost)
-        self.gave_up = bool(verdict.behind)
         if verdict.behind:
+            self.group.gave_up = True
             give_up(self.group, self.members, verdict)
         if verdict.loses_step:
-            lose_step(self.group, self.members, (verdict.error or ("", ""))[1])
+            lose_step(self.group, self.members, verdict.loses_step)
         verdict.raise_error()
         return verdict
 
@@ -161,7 +160,7 @@ class Meeting:
             verdict = find_behind(records, self.members) or find_mixed(records) or decide(records)
             verdict.attempts = {said.rank: said.attempt for said in records}
         except TimeoutError:
-            verdict = Verdict(error=missing_error(missing(), self.members, timeout_seconds), loses_step=True)
+            verdict = self._miss(missing(), timeout_seconds)
         except HasLeftError as error:
             verdict = error.verdict
             verdict.behind = [
@@ -218,7 +217,7 @@ class Meeting:
             elif bears_loss:
                 verdict = Verdict(lost=[hub], generation=record.generation)
             else:
-                verdict = Verdict(error=missing_error([hub], self.members, timeout_seconds), loses_step=True)
+                verdict = self._miss([hub], timeout_seconds)
         except LeavingError as error:
             verdict = error.verdict
             verdict.generation = max(verdict.generation, record.generation)
@@ -229,6 +228,10 @@ class Meeting:
             with contextlib.suppress(EOFError, TimeoutError):
                 self._spoke.leave(None if verdict.behind or verdict.lost else told.to_json())
         return verdict
+
+    def _miss(self, missing: list[int], timeout_seconds: float) -> Verdict:
+        error = missing_error(missing, self.members, timeout_seconds)
+        return Verdict(error=error, loses_step=error[1])
 
     def _listen(self, others: tuple[int, ...], timeout_seconds: float) -> Hub:
         try:

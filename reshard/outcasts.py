@@ -1,9 +1,9 @@
 """What ends the company of some ranks for good: calls that can no longer be told apart, and ranks left behind.
 
-Calls carry no number, since ranks take part in different ones: those of one set of ranks belong together by their
-order. A rank that leaves a call by itself (its time is up, its caller is interrupted) breaks that order: whoever comes
-later may come to the call that was left or, having skipped it, to the next one, and nothing in the call tells. So from
-then on these ranks refuse to call together, each as soon as it learns of it from the others' beacons.
+Calls of one set of ranks belong together by their order. A rank that leaves a call by itself (its time is up, its
+caller is interrupted) breaks that order: whoever comes later may come to the call that was left or, having skipped it,
+to the next one, and nothing in the call tells. So from then on these ranks refuse to call together, each as soon as it
+learns of it from the others' beacons.
 
 Where losses are borne, ranks that did not come are lost for good: the others make no call with them any more, and tell
 them so if they do come.
@@ -11,7 +11,8 @@ them so if they do come.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from reshard.agreement import Record, Verdict
@@ -43,17 +44,20 @@ _ADVICE = "make a new group to go on"
 class OutOfStepError(LeavingError):
     """The ranks of a call may be in different ones."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(Verdict(error=(DisagreementError.__name__, text), loses_step=True))
+    def __init__(self, members: Sequence[int], why: str) -> None:
+        super().__init__(Verdict(error=(DisagreementError.__name__, _describe(members, why)), loses_step=why))
+
+
+def _describe(members: Sequence[int], why: str) -> str:
+    return (
+        f"calls of ranks {format_ranks(members)} can no longer be told apart, because in one of them {why}: {_ADVICE}"
+    )
 
 
 def lose_step(group: Group, members: Sequence[int], why: str) -> None:
     """Note that calls of these ranks can no longer be told apart."""
-    name = format_ranks(members)
-    if name not in group.beacon["out_of_step"]:
-        known = _ADVICE in why
-        because = f"calls of ranks {name} can no longer be told apart, because in one of them {why}: {_ADVICE}"
-        group.beacon["out_of_step"][name] = why if known else because
+    if format_ranks(members) not in group.beacon["out_of_step"]:
+        group.beacon["out_of_step"][format_ranks(members)] = why
         publish_beacon(group)
 
 
@@ -64,9 +68,9 @@ def check_together(group: Group, members: Sequence[int], bears_loss: bool) -> No
         DisagreementError: their calls can no longer be told apart.
         RemoteError: some of them are lost, and the call does not bear that.
     """
-    text = group.beacon["out_of_step"].get(format_ranks(members))
-    if text is not None:
-        raise DisagreementError(text)
+    why = group.beacon["out_of_step"].get(format_ranks(members))
+    if why is not None:
+        raise DisagreementError(_describe(members, why))
     lost = [rank for rank in members if rank in group.beacon["lost"]]
     if lost and not bears_loss:
         raise RemoteError(
@@ -98,24 +102,27 @@ def find_outcast(group: Group, members: Sequence[int], rank: int, beacon: dict[s
         raise OutcastError(
             f"rank {rank} goes on without rank {group.rank}, which did not come to a call in time: make a new group"
         )
-    text = beacon["out_of_step"].get(format_ranks(members))
-    if text is not None:
-        raise OutOfStepError(text)
+    why = beacon["out_of_step"].get(format_ranks(members))
+    if why is not None:
+        raise OutOfStepError(members, why)
 
 
-def count_call(group: Group, members: Sequence[int], bears_loss: bool) -> str:
-    """Count a call; what rounds of it say of themselves.
+@contextlib.contextmanager
+def counting(group: Group, members: Sequence[int], bears_loss: bool) -> Iterator[str]:
+    """Count a call while it agrees, unless this rank gives it up because another one had left it, uncounted.
 
-    Where losses are borne ranks may leave it one by one for a call of fewer, which must be of the same one.
+    Where losses are borne ranks may leave a call one by one for one of fewer, which must be of the same one.
+
+    Returns:
+        What its rounds say of themselves.
     """
     members = tuple(members)
     group.calls[members] = group.calls.get(members, 0) + 1
-    return f"{_CALLS} {group.calls[members]} of ranks {format_ranks(members)}" if bears_loss else ""
-
-
-def uncount_call(group: Group, members: Sequence[int]) -> None:
-    """Take a call back that another rank had left alone, without counting it."""
-    group.calls[tuple(members)] -= 1
+    group.gave_up = False
+    try:
+        yield f"{_CALLS} {group.calls[members]} of ranks {format_ranks(members)}" if bears_loss else ""
+    finally:
+        group.calls[members] -= group.gave_up
 
 
 def find_mixed(records: Sequence[Record]) -> Verdict | None:
@@ -123,13 +130,13 @@ def find_mixed(records: Sequence[Record]) -> Verdict | None:
     first = records[0]
     for record in records[1:]:
         places = (first.place, record.place)
-        if "" in places and all(place.startswith(("", _CALLS)[bool(place)]) for place in places):
+        if "" in places and all(not place or place.startswith(_CALLS) for place in places):
             continue  # calls that differ in whether they bear losses: their arguments say so
         if record.place != first.place:
             (a, a_place), (b, b_place) = ((one.rank, one.place or "calls again") for one in (first, record))
             text = (
                 f"ranks disagree on what comes next: rank {a} {a_place}, rank {b} {b_place}; transfers that bear "
-                f"losses are waited for on every rank, in the same order: {_ADVICE}"
+                "losses are waited for on every rank, in the same order"
             )
-            return Verdict(error=(DisagreementError.__name__, text), loses_step=True)
+            return Verdict(error=(DisagreementError.__name__, f"{text}: {_ADVICE}"), loses_step=text)
     return None

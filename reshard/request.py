@@ -14,7 +14,7 @@ from reshard.group import Group
 from reshard.layout import AnyLayout, Layout, RegionLayout
 from reshard.mesh import Mesh
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
-from reshard.outcasts import count_call, those_left, uncount_call
+from reshard.outcasts import counting, those_left
 
 
 @dataclass
@@ -123,17 +123,11 @@ def refuse(
         seconds = check_timeout(timeout_seconds)
     except Exception:  # that is what is wrong, then
         seconds = DEFAULT_TIMEOUT_SECONDS
-    place = count_call(group, members, bears_loss)
-    record = Record(group.rank, hostname=group.hostname, error=describe_error(error), place=place)
-    while group.rank in inside:  # until the error is told to all that are left
-        channel = find_channel(group, inside)
-        try:
-            channel.agree(record, lambda records: resolve(records, {}), seconds, bears_loss)
-        except ReshardError:
-            if channel.meeting.gave_up:
-                uncount_call(group, members)
-            raise
-        inside = those_left(group, inside)
+    with counting(group, members, bears_loss) as place:
+        record = Record(group.rank, hostname=group.hostname, error=describe_error(error), place=place)
+        while group.rank in inside:  # until the error is told to all that are left
+            find_channel(group, inside).agree(record, lambda records: resolve(records, {}), seconds, bears_loss)
+            inside = those_left(group, inside)
 
 
 def _find_members(tensor: Any, src_mesh: Any, dst_mesh: Any, group: Group) -> tuple[int, ...]:
