@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import multiprocessing.util
 import os
@@ -79,6 +80,8 @@ def run_processes(
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
         raise ArgumentError(f"num_ranks is {num_ranks!r}; it must be an integer from 1 on")
     check_timeout(timeout_seconds)
+    for module in ("reshard.call", "numpy.ma"):  # which each process would load for itself
+        importlib.import_module(module)
     context = multiprocessing.get_context("fork")
     pipes: list[Connection] = []
     processes = []

@@ -1,6 +1,7 @@
 """What one actor of a Ray cluster does: it holds shards, and takes part in transfers and runs as one rank.
 
-Answers go to the driver as ``("result", value)`` or ``("error", class, text)``, so that it raises what ranks raise.
+Answers go to the driver as ``("result", value)`` or ``("error", class, text)``, so that it raises what ranks raise;
+``"fault"`` in place of ``"error"`` is what no other actor's death explains, so that the driver need not wait for more.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from reshard.agreement import describe_error
 from reshard.beacon import blame
 from reshard.call import reshard
 from reshard.dtypes import dtype_name
-from reshard.errors import ArgumentError, RankLostError
+from reshard.errors import ArgumentError, RankLostError, ReshardError
 from reshard.group import Group, forget_group, join, serve_store
 from reshard.launch import join_world
 from reshard.layout import AnyLayout
@@ -57,8 +58,10 @@ def answered(method: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
             return ("result", method(*args, **keywords))
         except RankLostError as error:
             return ("error", *describe_error(error), error.ranks, error.regions)
-        except (Exception, SystemExit) as error:
+        except (ReshardError, RuntimeError, OSError) as error:
             return ("error", *describe_error(error))
+        except (Exception, SystemExit) as error:
+            return ("fault", *describe_error(error))
 
     return answer
 

@@ -249,7 +249,6 @@ class Answers:
             if rank in mesh._dead and not bears_loss:
                 raise RemoteError(f"rank {rank} of {mesh.name!r}, {mesh.called(rank)}, died: {mesh._dead[rank]}")
         self._asked, self._group, self._bears_loss = list(asked), group, bears_loss
-        self._left_behind: set[int] = set()
         try:
             self._refs = [getattr(mesh.actors[rank], method).remote(*args) for mesh, rank, method, args in asked]
         except (TypeError, ValueError, AttributeError) as error:  # of the pickler
@@ -262,6 +261,7 @@ class Answers:
         position = {ref: i for i, ref in enumerate(self._refs)}
         waiting = list(self._refs)
         deaths: list[str] = []
+        lost: set[int] = set()  # silent ones, without which the others go on
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -278,35 +278,26 @@ class Answers:
                     ray.get(_keeper().blame.remote(self._group, i, f"rank {i} is gone: {mesh.called(rank)} died"))
             except RayError as error:
                 answers[i] = ("error", "RemoteError", f"{mesh.called(rank)}: {error}")
-            if answers[i][0] == "result" and self._bears_loss and answers[i][1]:
-                waiting = [ref for ref in waiting if not self._is_left_behind(position[ref], answers[i][1])]
+            if answers[i][0] == "result" and self._bears_loss:
+                lost.update(answers[i][1] or ())
+                waiting = [ref for ref in waiting if position[ref] not in lost]
+            if answers[i][0] == "fault":
+                break
             if answers[i][0] == "error" or (answers[i][0] == "dead" and not self._bears_loss):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        for mesh, rank, *_ in (self._asked[i] for i in lost):
+            mesh._dead.setdefault(rank, "it was silent, and the others go on without it")
         if deaths and not (self._bears_loss and len(deaths) < len(self._asked)):
             raise RemoteError("; ".join(deaths))
-        if self._bears_loss:
-            for i in {i for answer in answers.values() if answer[0] == "result" for i in answer[1] or ()}:
-                self._is_left_behind(i, (i,))
-        for i in sorted(answers):
-            if answers[i][0] == "error" and i not in self._left_behind:
-                raise self._rebuild(answers[i])
-        silent = [
-            mesh.called(rank)
-            for i, (mesh, rank, *_) in enumerate(self._asked)
-            if i not in answers and i not in self._left_behind
-        ]
+        for kind in ("fault", "error"):  # errors may follow from faults
+            for i in sorted(answers.keys() - lost):
+                if answers[i][0] == kind:
+                    raise self._rebuild(answers[i])
+        missing = [self._asked[i] for i in range(len(self._asked)) if i not in answers and i not in lost]
+        silent = [mesh.called(rank) for mesh, rank, *_ in missing]
         if silent:
             raise TransferTimeoutError(f"no answer within {timeout_seconds:g} s from {', '.join(silent)}")
         return [answers[i][1] for i in sorted(answers) if answers[i][0] == "result"]
-
-    def _is_left_behind(self, i: int, lost: Sequence[int]) -> bool:
-        """Note that the others go on without a rank which has not answered, if they do."""
-        if i not in lost:
-            return False
-        mesh, rank, *_ = self._asked[i]
-        mesh._dead.setdefault(rank, "it was silent, and the others go on without it")
-        self._left_behind.add(i)
-        return True
 
     def _rebuild(self, answer: tuple[Any, ...]) -> ReshardError:
         """What a rank raised; of lost ranks also who they are to the driver."""

@@ -166,7 +166,9 @@ class StageRun:
         if roots:
             with quiet(self.module):
                 torch.autograd.backward(roots, weights)
-        own = self._keep_apart(live.put_off.held)
+        own: set[int] = set()
+        if live.put_off.held or any(edge.gradients for edge in self._incoming):
+            own = self._keep_apart(live.put_off.held)
         back = {}
         for edge in self._incoming:
             back[edge.src] = {str(spec.name): _gradient_of(live.leaves[str(spec.name)], own) for spec in edge.gradients}

@@ -229,10 +229,10 @@ SCRIPT = """
 import torch, torch.distributed as dist, reshard
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-rows, cols = reshard.Layout(reshard.Mesh.of(2), "S0"), reshard.Layout(reshard.Mesh.of(2, first_rank=2), "R S0")
-mover = reshard.Mover(reshard.make_plan(rows, cols, (6, 4), "float32"))
+one, other = reshard.Layout(reshard.Mesh.of(1)), reshard.Layout(reshard.Mesh.of(1, first_rank=1))
+mover = reshard.Mover(reshard.make_plan(one, other, (6, 4), "float32"))
 try:
-    mover(torch.zeros(3, 4 + rank) if rank < 2 else None)
+    mover(torch.zeros(6, 5) if rank == 0 else None)
     print("ok", flush=True)
 except reshard.ReshardError as error:
     print("raised", flush=True)
@@ -247,8 +247,8 @@ def test_processes_end_normally_after_an_error(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("raised") >= 3  # not by lines: ranks print into one pipe
+    assert run.stdout.count("raised") == 2  # not by lines: ranks print into one pipe

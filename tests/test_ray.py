@@ -98,6 +98,9 @@ def _wrong_calls():
         note(lambda: actors.ActorMesh(40, num_hosts=4, timeout_seconds=1.0))
         note(lambda: actors.run([left], _fail_on_one))
         note(lambda: actors.run([left], _exit_on_one))
+        begun = time.monotonic()
+        note(lambda: actors.run([left], _fail_while_others_work))
+        assert time.monotonic() - begun < 5  # of 8: what it raised is told at once
         note(lambda: actors.run(left, _fail_on_one))
         lock = threading.Lock()
         note(lambda: actors.run([left], lambda rank: lock.locked()))
@@ -124,6 +127,12 @@ def _fail_on_one(rank):
         raise ValueError("not today")
 
 
+def _fail_while_others_work(rank):
+    if rank:
+        raise ValueError("not now")
+    time.sleep(8)
+
+
 def test_wrong_calls_get_errors_that_name_the_thing(drive):
     found = drive(_wrong_calls)
     starts = [
@@ -136,6 +145,7 @@ def test_wrong_calls_get_errors_that_name_the_thing(drive):
         "TransferTimeoutError: 'mesh' needs 4 nodes",
         "RemoteError: ValueError: not today",
         "RemoteError: SystemExit: 3",
+        "RemoteError: ValueError: not now",
         "ArgumentError: run needs a list of ActorMeshes",
         "ArgumentError: what the actors are given must pickle: ",
         "ArgumentError: put needs an array of numbers",

@@ -44,7 +44,7 @@ def _some_fail_alone(rank, seed):
     return found
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_calls_of_ranks_that_fail_alone_never_meet_those_of_others(seed):
     for rank, steps in enumerate(run_processes(_some_fail_alone, 3, seed)):
         for step, (failing, got) in enumerate(steps):
@@ -168,8 +168,10 @@ def _steps(rank, late, skips, seconds):
     ("late", "seconds", "skips"),
     [
         (0, 2.8, False),
-        (3, 2.8, True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 2.8, False), (0, 2.8, True), (3, 1.3, False))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((3, 2.8, True), (3, 2.8, False), (0, 2.8, True), (3, 1.3, False))
+        ),
     ],
 )
 def test_after_a_time_out_calls_are_refused_and_never_mixed(late, seconds, skips):
