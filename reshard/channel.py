@@ -25,8 +25,11 @@ from reshard.meeting import Meeting
 from reshard.mesh import format_ranks
 from reshard.monitor import Monitor
 from reshard.transport import Connections, GlooTransport, GroupExchange
+from reshard.works import BrokenConnectionError
 
 TELLING_SECONDS = 1.0  # how long an error may take to be told
+#: How long a rank whose connection broke waits for who knows why: that another rank has died, say.
+SAY_SECONDS = 0.6
 MAX_CACHED = 32
 
 
@@ -112,6 +115,30 @@ class Channel:
         with contextlib.suppress(RuntimeError):  # the store may be gone
             said = self._store.compare_set(f"error/{generation}", "", str(said), TELLING_SECONDS)
         return self.take_error(generation, rebuild_error(*json.loads(said)))
+
+    def explain(
+        self, generation: int, error: BrokenConnectionError, wait: Callable[[float], bool]
+    ) -> ReshardError | BrokenConnectionError:
+        """Why a connection broke, once others had the time to tell.
+
+        A rank that loses one closes its others too. So who lost whom leads to the rank that lost none, and is gone.
+
+        Args:
+            wait: for so many seconds; true as soon as somebody has told.
+        """
+        loser, lost = self.group.rank, error.peer
+        losers = {loser}
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            self._store.set(f"broken/{generation}/{loser}", str(lost))
+        if wait(SAY_SECONDS):
+            return error
+        with contextlib.suppress(RuntimeError):
+            while lost not in losers and self._store.check([f"broken/{generation}/{lost}"]):
+                losers.add(lost)
+                loser, lost = lost, int(self._store.get(f"broken/{generation}/{lost}"))
+        if lost in losers or loser == self.group.rank:
+            return error
+        return RemoteError(f"rank {loser} lost its connection to rank {lost}")
 
     def told_error(self, generation: int) -> ReshardError | None:
         """The error that a member told of, if any."""

@@ -119,12 +119,12 @@ class Hops:
 
 
 def compare_digests(
-    hops: Hops, rank: int, digests: Digests, transport: Any, tag: int, wait: Callable[[Any], None]
+    hops: Hops, rank: int, digests: Digests, transport: Any, tag: int, wait: Callable[[Any, int], None]
 ) -> None:
     """Every rank of a plan calls when it has all that it needs.
 
     Args:
-        transport: between the ranks; ``tag`` is of this comparison alone. wait: for a work of the transport.
+        transport: between the ranks; ``tag`` is of this comparison alone. wait: for a work with a rank.
 
     Raises:
         VerificationError: somewhere bytes changed; alike on all ranks.
@@ -133,33 +133,35 @@ def compare_digests(
     own = hops.pack(rank, digests)
     if rank != first:
         if len(own):
-            wait(transport.send(flat_bytes(own), first, tag))
+            wait(transport.send(flat_bytes(own), first, tag), first)
         text = _recv_text(transport, first, tag, wait)
     else:
         tables = {other: torch.zeros(sum(map(len, hops.of(other))), dtype=torch.int64) for other in others}
-        works = [transport.recv(flat_bytes(table), other, tag) for other, table in tables.items() if len(table)]
-        for work in works:
-            wait(work)
+        works = [
+            (transport.recv(flat_bytes(table), other, tag), other) for other, table in tables.items() if len(table)
+        ]
+        for work, other in works:
+            wait(work, other)
         text = hops.find_fault({first: own, **tables}) or ""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8)
         size = torch.tensor([len(data)])
-        works = [transport.send(flat_bytes(size), other, tag) for other in others]
+        works = [(transport.send(flat_bytes(size), other, tag), other) for other in others]
         if len(data):
-            works += [transport.send(data, other, tag) for other in others]
-        for work in works:
-            wait(work)
+            works += [(transport.send(data, other, tag), other) for other in others]
+        for work, other in works:
+            wait(work, other)
     if text:
         raise VerificationError(text)
 
 
-def _recv_text(transport: Any, rank: int, tag: int, wait: Callable[[Any], None]) -> str:
+def _recv_text(transport: Any, rank: int, tag: int, wait: Callable[[Any, int], None]) -> str:
     count = torch.zeros(1, dtype=torch.int64)
-    wait(transport.recv(flat_bytes(count), rank, tag))
+    wait(transport.recv(flat_bytes(count), rank, tag), rank)
     if not 0 <= int(count) <= MOST_TEXT_BYTES:
         raise ConnectionError(
             f"rank {rank} says what it found in {int(count)} bytes: something changed them on the way"
         )
     data = torch.zeros(int(count), dtype=torch.uint8)
     if len(data):
-        wait(transport.recv(data, rank, tag))
+        wait(transport.recv(data, rank, tag), rank)
     return bytes(data.tolist()).decode()

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from reshard.agreement import Record, Verdict, describe_error, plan_arguments, r
 from reshard.arrays import as_plain, check_apart, check_array, waited_for
 from reshard.channel import Channel, find_channel
 from reshard.digests import Digests, Hops, compare_digests, describe_copy
-from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError, VerificationError
+from reshard.errors import ArgumentError, RankLostError, ReshardError, VerificationError
 from reshard.failures import calling, counted, tell_error
 from reshard.group import check_inside, find_group
 from reshard.handles import EXIT_SECONDS, Handle, StreamHandle
@@ -27,14 +26,12 @@ from reshard.monitor import Monitor, call_at_exit
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_device_type, check_timeout, check_verify
 from reshard.plan import Plan, TensorSpec
 from reshard.program import Program, build_program
-from reshard.progress import ROUNDING_SECONDS, TOLD_TAG, VERIFY_TAG, WrongCopyError, describe_progress, run_program
+from reshard.progress import TOLD_TAG, VERIFY_TAG, WrongCopyError, describe_progress, run_program
 from reshard.round_runner import RoundRunner
 from reshard.rounds import find_rounds
 from reshard.staging import Staging, TorchMemory, carrier
 from reshard.streams import STREAMS, StreamTransfers, current_device, find_copier
-
-#: How long a rank whose connection broke waits for who knows why: that another rank has died, say.
-SAY_SECONDS = 0.6
+from reshard.works import BrokenConnectionError, Work, wait_for
 
 
 class Mover:
@@ -329,8 +326,8 @@ class Mover:
         except BaseException as error:
             # Buffers that the transport may still write are not used again.
             self._staging = Staging(self._program, self.plan.staging_bytes)
-            if isinstance(error, ConnectionError):  # the other side may be about to say why
-                handle._done.wait(SAY_SECONDS)
+            if isinstance(error, BrokenConnectionError):
+                error = self._channel.explain(self._generation, error, handle._done.wait)
             if isinstance(error, WrongCopyError):
                 error = VerificationError(describe_copy(self.plan, self._program.rank, error.id))
             if not handle.done():  # nobody told of it
@@ -346,15 +343,8 @@ class Mover:
     def _compare(self, digests: Digests, handle: Handle, deadline: float) -> None:
         rank = self._program.rank
 
-        def wait(work: Any) -> None:
-            handle.check()
-            try:
-                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            except Exception as error:
-                handle.check()
-                if time.monotonic() >= deadline - ROUNDING_SECONDS:
-                    raise TransferTimeoutError(f"rank {rank}: digests were not compared in time") from error
-                raise ConnectionError(f"digests could not be compared: {error}") from error
+        def wait(work: Work, other: int) -> None:
+            wait_for(work, deadline, handle.check, rank, other, f"comparing digests with rank {other}")
 
         compare_digests(self._hops, rank, digests, self._transport, self._tag + VERIFY_TAG, wait)
 

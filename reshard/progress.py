@@ -20,20 +20,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from reshard.digests import Digests, digest_of
-from reshard.errors import PlanError, TransferTimeoutError
+from reshard.errors import PlanError
 from reshard.plan import Plan
 from reshard.program import Event, Program, Recv, Send
 from reshard.staging import MANY_BOXES, Pool, Staging, flat_bytes, pack, unpack, view_of
+from reshard.works import Transport, Work, wait_for
 
 #: How often a lane with nothing to wait for looks whether the transfer was told to stop.
 LOOK_SECONDS = 0.2
@@ -42,8 +41,6 @@ TOLD_TAG = 2**29
 #: And so has what is said behind a transfer about its digests.
 VERIFY_TAG = 2**30
 _TOLD_AHEAD = 8
-#: How much earlier than asked a wait may run out, which counts whole milliseconds.
-ROUNDING_SECONDS = 0.02
 
 
 class WrongCopyError(Exception):
@@ -52,25 +49,6 @@ class WrongCopyError(Exception):
     def __init__(self, message: int) -> None:
         super().__init__(f"message {message}")
         self.id = message
-
-
-class Work(Protocol):
-    """An operation under way."""
-
-    def wait(self, timeout: timedelta) -> Any:
-        """Block until done; raise if it failed or ``timeout`` passed."""
-
-
-class Transport(Protocol):
-    """Moves flat byte buffers between ranks; messages of one pair and tag arrive in the order of sending."""
-
-    def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
-        """Start sending a buffer, which must not change until the work is done."""
-        ...
-
-    def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
-        """Start receiving exactly ``buffer.numel()`` bytes."""
-        ...
 
 
 @dataclass
@@ -138,7 +116,7 @@ class _Run:
         self.told = _Lane(self.lock, [_Told(event[0], rank, event) for event, rank in program.awaited])
         self.lanes = (self.recvs, *self.sends, self.told)
         self.over: set[Event] = set()
-        self.telling: list[tuple[Work, torch.Tensor]] = []
+        self.telling: list[tuple[Work, torch.Tensor, int]] = []
         self.slot_of: dict[int, torch.Tensor] = {}  # receive -> its staging slot
         self.uses: dict[int, int] = {}  # receive -> forwards that still read its slot
         self.tally = Tally() if tally is None else tally
@@ -166,8 +144,8 @@ class _Run:
             self.follow(lanes[0])
         for thread in others:
             thread.join()
-        for work, _ in self.telling if self.error is None else []:
-            self.wait(work, None)
+        for work, _, rank in self.telling if self.error is None else []:
+            self.wait(work, rank)
         if self.error is not None:
             raise self.error
 
@@ -219,7 +197,7 @@ class _Run:
         self.over.add(event)
         for rank in self.program.told.get(event, ()):
             byte = torch.zeros(1, dtype=torch.uint8)
-            self.telling.append((self.transport.send(byte, rank, self.tag + TOLD_TAG), byte))
+            self.telling.append((self.transport.send(byte, rank, self.tag + TOLD_TAG), byte, rank))
 
     def post(self) -> None:
         """Post what can be posted, receives first."""
@@ -332,22 +310,14 @@ class _Run:
             self.uses[op.forwards] -= 1
             self.release_if_unused(op.forwards)
 
-    def wait(self, work: Work, op: Recv | Send | _Told | None) -> None:
-        self.check()
-        left = self.deadline - time.monotonic()
-        try:
-            work.wait(timedelta(seconds=max(left, 0.001)))
-        except Exception as error:
-            self.check()
-            if op is None:
-                what = "a word to another rank of its host"
-            elif isinstance(op, Send):
-                what = f"message {op.id} to rank {op.receiver}"
-            else:
-                what = f"message {op.id} from rank {op.sender}"
-            if time.monotonic() >= self.deadline - ROUNDING_SECONDS:
-                raise TransferTimeoutError(f"rank {self.program.rank}: {what} did not finish in time") from error
-            raise ConnectionError(f"{what} failed: {error}") from error
+    def wait(self, work: Work, op: Recv | Send | _Told | int) -> None:
+        if isinstance(op, int):
+            peer, what = op, f"a word to rank {op}"
+        elif isinstance(op, Send):
+            peer, what = op.receiver, f"message {op.id} to rank {op.receiver}"
+        else:
+            peer, what = op.sender, f"message {op.id} from rank {op.sender}"
+        wait_for(work, self.deadline, self.check, self.program.rank, peer, what)
 
 
 def _flatten(arrays: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

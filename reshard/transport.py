@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.progress import Work
 from reshard.round_runner import Posted
 from reshard.stores import LOOK_SECONDS, in_time
 from reshard.streams import STREAMS
+from reshard.works import BrokenConnectionError, Work
 
 #: A tag that no transfer uses: those count rounds.
 ABORT_TAG = 2**31 - 1
@@ -155,13 +155,13 @@ class GlooTransport:
     def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
         """Start sending a flat buffer."""
         to = self._position[rank]
-        with _naming(f"a message to rank {rank}"):
+        with _naming(rank, f"a message to rank {rank}"):
             return (self._later if to > self._own else self._earlier).send([buffer], to, tag)
 
     def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
         """Start receiving into a flat buffer."""
         sender = self._position[rank]
-        with _naming(f"a message from rank {rank}"):
+        with _naming(rank, f"a message from rank {rank}"):
             return (self._later if sender < self._own else self._earlier).recv([buffer], sender, tag)
 
     def abort(self) -> None:
@@ -171,12 +171,12 @@ class GlooTransport:
 
 
 @contextlib.contextmanager
-def _naming(what: str) -> Iterator[None]:
+def _naming(rank: int, what: str) -> Iterator[None]:
     """Gloo's error on a connection that is closed already does not say whose it is."""
     try:
         yield
     except RuntimeError as error:
-        raise ConnectionError(f"{what} cannot be posted: {error}") from error
+        raise BrokenConnectionError(rank, f"{what} cannot be posted: {error}") from error
 
 
 def abort_group(group: Any) -> None:

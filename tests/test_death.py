@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -13,7 +14,10 @@ import reshard
 import reshard.call
 import reshard.transport
 from reshard import Layout, Mesh
+from reshard.channel import find_channel
+from reshard.group import find_group
 from reshard.launch import LaunchError, run_processes
+from reshard.works import BrokenConnectionError
 
 ROWS = Layout(Mesh.of("2"), "S0")
 COLS = Layout(Mesh.of("2", first_rank=2), "R S0")
@@ -153,3 +157,23 @@ def _leaves_early(rank):
 
 def test_a_rank_that_ends_in_order_does_not_break_the_others():
     assert run_processes(_leaves_early, 4) == [True] * 4
+
+
+def _lose(rank, lost):
+    channel = find_channel(find_group(None), (0, 1, 2))
+    if lost[rank] is None:
+        return None
+    error = channel.explain(7, BrokenConnectionError(lost[rank], "broken"), threading.Event().wait)
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [
+        ([None, 0, 1], [None, "BrokenConnectionError: broken", "RemoteError: rank 1 lost its connection to rank 0"]),
+        ([None, 2, 1], [None, *["BrokenConnectionError: broken"] * 2]),  # nobody is gone, a link is
+    ],
+)
+def test_who_lost_whom_leads_to_the_one_that_is_gone(lost, told):
+    """A rank that notices a death closes its connections, so its neighbours lose it too, although it lives."""
+    assert run_processes(_lose, 3, lost) == told
