@@ -44,7 +44,7 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
          "test_values.py", "test_topology.py"),
     ),
     "executor": (
-        "program staging runs rounds round_runner regions progress remainder digests agreement",
+        "program staging runs rounds round_runner regions works progress remainder digests agreement",
         ("test_runs.py", "test_rounds.py", "test_regions.py", "test_remainder.py", "test_properties.py",
          "test_hostile.py"),
     ),
