@@ -1,9 +1,9 @@
 """Whether the tests notice faults planted in ourselves: ``python -m microbench.mutants geometry --count 300``.
 
 A mutant is one small change to the source of a part: a comparison, a sign, a number, a condition turned around, a
-statement left out. Mutants are drawn with a seed from all that are possible, and each is run against the part's
-in-process tests until one fails. What survives is printed as a difference, to be told apart by a reader: a missing
-test, or a change that changes nothing that matters.
+statement left out. Mutants are drawn with a seed from all that are possible, and each is run against the part's tests
+until one fails, with the change in every process that they fork. What survives is printed as a difference, to be told
+apart by a reader: a missing test, or a change that changes nothing that matters.
 """
 
 from __future__ import annotations
