@@ -18,7 +18,7 @@ import json
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.agreement import Record, Verdict, describe_error, missing_error, rebuild_error
@@ -37,6 +37,19 @@ PATIENCE_SECONDS = 0.2
 #: How long a rank whose time is up waits for the first one to say so to all; less where it goes on without that one.
 ANSWER_SECONDS = 1.5
 BORNE_ANSWER_SECONDS = 1.0
+
+
+@dataclass
+class _Round:
+    """What one rank brings to a round; see :meth:`Meeting.hold`."""
+
+    record: Record
+    decide: Callable[[list[Record]], Verdict]
+    timeout_seconds: float
+    bears_loss: bool
+
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + self.timeout_seconds
 
 
 class Meeting:
@@ -71,11 +84,11 @@ class Meeting:
         """
         check_together(self.group, self.members, bears_loss)
         self.rounds += 1
-        deadline = time.monotonic() + timeout_seconds
+        brought = _Round(record, decide, timeout_seconds, bears_loss)
         try:
-            verdict = self._meet(record, decide, deadline, timeout_seconds, bears_loss)
+            verdict = self._meet(brought)
             while verdict.behind and self.group.rank not in verdict.behind:  # those have left their call now
-                verdict = self._meet(record, decide, deadline, timeout_seconds, bears_loss)
+                verdict = self._meet(brought)
         except ReshardError:
             raise
         except BaseException as error:  # an interrupt, say: the others are still in this round
@@ -95,22 +108,13 @@ class Meeting:
         verdict.raise_error()
         return verdict
 
-    def _meet(
-        self,
-        record: Record,
-        decide: Callable[[list[Record]], Verdict],
-        deadline: float,
-        timeout_seconds: float,
-        bears_loss: bool,
-    ) -> Verdict:
+    def _meet(self, brought: _Round) -> Verdict:
         """What all take from one round."""
         self.group.attempts += 1
-        record.attempt = self.group.attempts
-        count_calls(record, self.group, self.members)
+        brought.record.attempt = self.group.attempts
+        count_calls(brought.record, self.group, self.members)
         try:
-            if self.group.rank == self.members[0]:
-                return self._gather(record, decide, deadline, timeout_seconds, bears_loss)
-            return self._ask(record, deadline, timeout_seconds, bears_loss)
+            return self._gather(brought) if self.group.rank == self.members[0] else self._ask(brought)
         except RuntimeError as error:
             if isinstance(error, ReshardError):
                 raise
@@ -118,22 +122,16 @@ class Meeting:
         finally:
             self._say(None)
 
-    def _gather(
-        self,
-        record: Record,
-        decide: Callable[[list[Record]], Verdict],
-        deadline: float,
-        timeout_seconds: float,
-        bears_loss: bool,
-    ) -> Verdict:
+    def _gather(self, brought: _Round) -> Verdict:
         """The first member: wait for all records, decide, answer."""
+        record, bears_loss = brought.record, brought.bears_loss
         others = self.members[1:]
         if not others:
-            verdict = decide([record])
+            verdict = brought.decide([record])
             verdict.attempts = {record.rank: record.attempt}
             return verdict
         if self._hub is None:
-            self._hub = self._listen(others, timeout_seconds)
+            self._hub = self._listen(others, brought.timeout_seconds)
         hub = self._hub
         hub.drain()  # who left before this round began does not take part in it
         hub.waits = True
@@ -149,7 +147,7 @@ class Meeting:
 
         try:
             try:
-                self._wait(record, pump, lambda: not missing(), missing, deadline, bears_loss)
+                self._wait(brought, pump, lambda: not missing(), missing, brought.deadline)
             except TimeoutError:
                 if not bears_loss:
                     raise
@@ -157,10 +155,10 @@ class Meeting:
             came = {rank: Record.from_json(hub.pending[rank][1]) for rank in others if rank in hub.pending}
             came[record.rank] = record
             records = [came[rank] for rank in self.members if rank in came]
-            verdict = find_behind(records, self.members) or find_mixed(records) or decide(records)
+            verdict = find_behind(records, self.members) or find_mixed(records) or brought.decide(records)
             verdict.attempts = {said.rank: said.attempt for said in records}
         except TimeoutError:
-            verdict = self._miss(missing(), timeout_seconds)
+            verdict = self._miss(missing(), brought.timeout_seconds)
         except HasLeftError as error:
             verdict = error.verdict
             verdict.behind = [
@@ -184,14 +182,15 @@ class Meeting:
         hub.answer(verdict.__dict__)
         return verdict
 
-    def _ask(self, record: Record, deadline: float, timeout_seconds: float, bears_loss: bool) -> Verdict:
+    def _ask(self, brought: _Round) -> Verdict:
         """Any other member: say the record, wait for the answer."""
+        record, bears_loss = brought.record, brought.bears_loss
         hub = self.members[0]
         said = False
-        last = deadline + (BORNE_ANSWER_SECONDS if bears_loss else ANSWER_SECONDS)
+        last = brought.deadline + (BORNE_ANSWER_SECONDS if bears_loss else ANSWER_SECONDS)
         try:
             if self._spoke is None:
-                self._wait(record, _sleep, lambda: self._store.shows("hub"), lambda: [hub], last, bears_loss)
+                self._wait(brought, _sleep, lambda: self._store.shows("hub"), lambda: [hub], last)
                 try:
                     self._spoke = Spoke.connect(self._store, self.group.rank, hub, last - time.monotonic())
                 except RemoteError as error:
@@ -201,10 +200,10 @@ class Meeting:
             spoke.say(record.to_json(), last - time.monotonic())
             said = True
             try:
-                self._wait(record, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], deadline, bears_loss)
+                self._wait(brought, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], brought.deadline)
             except TimeoutError:
                 spoke.hurry()
-                self._wait(record, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], last, bears_loss)
+                self._wait(brought, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], last)
             return Verdict(**spoke.take_answer())
         except EOFError as error:
             if bears_loss:
@@ -217,7 +216,7 @@ class Meeting:
             elif bears_loss:
                 verdict = Verdict(lost=[hub], generation=record.generation)
             else:
-                verdict = self._miss([hub], timeout_seconds)
+                verdict = self._miss([hub], brought.timeout_seconds)
         except LeavingError as error:
             verdict = error.verdict
             verdict.generation = max(verdict.generation, record.generation)
@@ -248,12 +247,11 @@ class Meeting:
 
     def _wait(
         self,
-        record: Record,
+        brought: _Round,
         pump: Callable[[float], None],
         come: Callable[[], bool],
         absent: Callable[[], list[int]],
         deadline: float,
-        bears_loss: bool,
     ) -> None:
         """Pump until ``come()``, now and then looking around for those who are absent.
 
@@ -266,11 +264,11 @@ class Meeting:
                 raise TimeoutError
             if now - looked >= PATIENCE_SECONDS:
                 looked = now
-                self._say({"members": list(self.members), "attempt": record.attempt})
+                self._say({"members": list(self.members), "attempt": brought.record.attempt})
                 with contextlib.suppress(StoreSilentError):  # look again later
-                    self._hear(record, bears_loss)
+                    self._hear(brought)
                     for rank in absent():
-                        self._look_for(rank, bears_loss)
+                        self._look_for(rank, brought.bears_loss)
             pump(min(PATIENCE_SECONDS, deadline - now, max(0.0005, 0.1 * (now - begun)) if pump is _sleep else 1.0))
 
     # What ranks find in the store when they wait in vain
@@ -280,12 +278,12 @@ class Meeting:
             self.group.beacon["waiting"] = waiting
             publish_beacon(self.group)
 
-    def _hear(self, record: Record, bears_loss: bool) -> None:
+    def _hear(self, brought: _Round) -> None:
         """Raise what another rank left for this attempt, or that a connection is lost."""
-        key = f"told/{self.group.rank}/{record.attempt}"
+        key = f"told/{self.group.rank}/{brought.record.attempt}"
         if self.group.store.check([key]):
             raise rebuild_error(*json.loads(self.group.store.get(key)))
-        if self._hub is not None and self._hub.gone and not bears_loss:
+        if self._hub is not None and self._hub.gone and not brought.bears_loss:
             rank, why = next(iter(self._hub.gone.items()))
             raise RemoteError(f"rank {rank} is gone: {why}")
 
