@@ -59,7 +59,8 @@ class Engine:
         num_loss_shards: how many copies of the stage with the loss see different data; the total is their mean.
         signal_only: move one element in place of each tensor, and compute on zeros; shows what communication costs.
         timeout_seconds: how long ranks may take to agree, and each transfer to finish, including the wait for whoever
-            has yet to compute what it brings.
+            has yet to compute what it brings. A rank that is alive but silent is named after 30 s; with less than that
+            the error may name one that waits for it itself.
 
     Raises:
         ScheduleError: the schedule does not fit the pipeline. ArgumentError: modules or meshes do not fit.
