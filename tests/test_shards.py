@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 
+import numpy as np
 import pytest
 
 from reshard import Layout, LayoutError, Mesh, RegionLayout
@@ -63,3 +64,15 @@ def test_specs_are_written_for_jax(monkeypatch):
         assert Layout(mesh, layout.to_jax()) == layout
     with pytest.raises(LayoutError, match="a PartitionSpec cannot say"):
         Layout(mesh, ((Strided("tp", 2), "dp"),)).to_jax()
+
+
+def test_a_box_is_found_only_where_one_tile_holds_all_of_it():
+    shards = cut_shards(RegionLayout({0: [[(0, 4), (0, 6)], [(6, 8), (0, 6)]]}), (8, 6))  # as rank 0 holds it: 6 x 6
+    boxes = np.array([[(1, 3), (2, 6)], [(6, 8), (0, 1)], [(3, 5), (0, 6)], [(5, 7), (0, 6)], [(4, 6), (0, 6)]])
+    assert shards.find(0, boxes[:, :, 0], boxes[:, :, 1]) == [
+        (slice(1, 3), slice(2, 6)),
+        (slice(4, 6), slice(0, 1)),
+        None,  # begins inside
+        None,  # ends inside
+        None,  # touches both
+    ]
