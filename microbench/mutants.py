@@ -34,14 +34,15 @@ ROOT = Path(__file__).parent.parent
 PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "geometry": (
         "mesh notation layout shards tasks",
-        ("test_shards.py", "test_values.py", "test_hostile.py", "test_properties.py", "test_jax.py",
-         "test_check_plan.py"),
+        ("test_shards.py", "test_values.py", "test_limits.py", "test_goldens.py", "test_hostile.py",
+         "test_properties.py", "test_jax.py", "test_check_plan.py", "test_processes.py", "test_call.py",
+         "test_bad_calls.py"),
     ),
     "planner": (
         "plan transfers loads order routes senders trees exchanges broadcasts matching chunks lanes freight board "
         "dealer pod_dealer landing sequence schedule relays multicast portfolio planning bound pod_bound check",
-        ("test_goldens.py", "test_check_plan.py", "test_broadcasts.py", "test_multicast.py", "test_properties.py",
-         "test_values.py", "test_topology.py"),
+        ("test_goldens.py", "test_check_plan.py", "test_broadcasts.py", "test_properties.py", "test_values.py",
+         "test_topology.py", "test_limits.py", "test_simulation.py", "test_sharing.py", "test_multicast.py"),
     ),
     "executor": (
         "program staging runs rounds round_runner regions works progress remainder digests agreement",
@@ -105,7 +106,10 @@ class _Mutator(ast.NodeTransformer):
         node.body = docstring + [self.visit(one) for one in node.body[len(docstring) :]]
         return node
 
-    visit_FunctionDef = visit_AsyncFunctionDef = _visit_function  # noqa: N815
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _visit_function  # noqa: N815
+
+    def visit_keyword(self, node: ast.keyword) -> Any:
+        return node if node.arg == "strict" else self.generic_visit(node)  # of zip, says what holds
 
     def visit_Compare(self, node: ast.Compare) -> Any:
         self.generic_visit(node)
