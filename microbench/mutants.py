@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "geometry": (
         "mesh notation layout shards tasks",
-        ("test_shards.py", "test_values.py", "test_limits.py", "test_goldens.py", "test_hostile.py",
+        ("test_shards.py", "test_meshes.py", "test_values.py", "test_limits.py", "test_goldens.py", "test_hostile.py",
          "test_properties.py", "test_jax.py", "test_check_plan.py", "test_processes.py", "test_call.py",
          "test_bad_calls.py"),
     ),
