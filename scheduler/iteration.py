@@ -16,7 +16,7 @@ from reshard.errors import ArgumentError
 from .crossings import Crossing, Crossings
 from .measured import Measured, Moment, Passage
 from .pipeline import Pipeline
-from .replicas import check_loss_shards, put_back, set_aside
+from .replicas import check_loss_shards, hear, is_of_a_connection, put_back, set_aside
 from .schedule import Action, Channel, Kind, Schedule
 from .stage_run import StageRun, Tensors
 from .ties import Ties
@@ -96,9 +96,14 @@ class Iteration:
             self.doing = None
             for crossing in self.sends:
                 crossing.wait()
+            already: set[int] = set()
             for stage in self.stages.values():
-                stage.sum_over_copies(self.parts.timeout_seconds, self.look)
+                stage.sum_over_copies(self.parts.timeout_seconds, self.look, already)
             self.parts.ties.add_gradients()
+        except Exception as error:
+            if is_of_a_connection(error):
+                hear(self.look)  # raises, if somebody knows better
+            raise
         finally:
             put_back(kept)
         num = self.schedule.num_microbatches

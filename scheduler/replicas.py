@@ -2,13 +2,16 @@
 
 Gradients are those of the total loss, so copies of a stage that see different data *add* theirs, whatever wrapper joins
 them: stages may have different numbers of copies, and a mean over each stage's own would weigh them differently.
+
+DDP's reducer sums inside a backward, where nobody sees a copy that has failed. So copies under DDP add their gradients
+behind the last backward, over DDP's group, and the reducer never runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +23,8 @@ from reshard.errors import ArgumentError, RemoteError, ReshardError, TransferTim
 #: How often a copy that waits for the others looks whether they came, and whether one has failed.
 SLEEP_SECONDS = 0.0005
 LOOK_SECONDS = 0.2
+#: How long whose connection inside a stage broke waits for others to say why.
+HEAR_SECONDS = 1.5
 
 
 def check_module(stage: int, module: Any, is_split: bool) -> None:
@@ -37,8 +42,18 @@ def check_module(stage: int, module: Any, is_split: bool) -> None:
         if is_replicate or type(each).__name__ == "FullyShardedDataParallel":
             wrapper = "replicate()" if is_replicate else "FullyShardedDataParallel"
             raise ArgumentError(f"{inside} is wrapped by {wrapper}; use DistributedDataParallel, or fully_shard")
-    if getattr(module, "static_graph", False) and isinstance(module, DistributedDataParallel):
+    if isinstance(module, DistributedDataParallel) and module.static_graph:
         raise ArgumentError(f"stage {stage} is wrapped by DDP with static_graph=True, which cannot leave out its sums")
+    if isinstance(module, DistributedDataParallel) and module._comm_hooks:
+        raise ArgumentError(
+            f"stage {stage} is wrapped by DDP with a communication hook, which would not be called: copies add their "
+            "gradients once per step, behind the last backward"
+        )
+    if any(getattr(each, _SPOILT, False) for each in _fsdp_modules(module)):
+        raise ArgumentError(
+            f"stage {stage} is sharded by FSDP, and was in a step that failed: FSDP keeps gradients of it that nothing "
+            "can reach; make the module anew, from a checkpoint say"
+        )
     if is_split and _fsdp_modules(module):
         raise ArgumentError(
             f"stage {stage} is sharded by FSDP, which frees its weights with the first half of a backward; give it "
@@ -46,15 +61,32 @@ def check_module(stage: int, module: Any, is_split: bool) -> None:
         )
 
 
+_SPOILT = "_was_in_a_step_that_failed"
+
+
+def spoil(module: Any) -> None:
+    """Note that a step of the module failed."""
+    for each in _fsdp_modules(module):
+        setattr(each, _SPOILT, True)
+
+
+def without_ddp(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that DDP wraps, or the module itself."""
+    inside: torch.nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    return inside
+
+
 def check_loss_shards(stage: int, module: Any, num_loss_shards: int) -> None:
     """Raise ArgumentError if a stage that gives a loss has other copies than the total is said to be the mean of."""
     if isinstance(module, DistributedDataParallel):
-        copies = dist.get_world_size(module.process_group)
-        if copies != num_loss_shards:
-            raise ArgumentError(
-                f"stage {stage} gives a loss on {copies} copies under DDP, which see different data, but "
-                f"num_loss_shards is {num_loss_shards}; copies that see the same data need no DDP"
-            )
+        wrapper, copies = "DDP", dist.get_world_size(module.process_group)
+    else:
+        wrapper, copies = "FSDP", _fsdp_copies(module)
+    if copies not in (0, num_loss_shards):
+        raise ArgumentError(
+            f"stage {stage} gives a loss on {copies} copies under {wrapper}, which see different data, but "
+            f"num_loss_shards is {num_loss_shards}; copies that see the same data need no {wrapper}"
+        )
 
 
 def quiet(module: Any) -> contextlib.AbstractContextManager[Any]:
@@ -97,11 +129,13 @@ def put_back(kept: Gradients) -> None:
 
 def copied_parameters(module: Any) -> list[torch.Tensor]:
     """Those whose gradients :func:`sum_over_copies` adds."""
-    return list(module.parameters()) if isinstance(module, DistributedDataParallel) else []
+    if not isinstance(module, DistributedDataParallel):
+        return []
+    return [each for name, each in module.module.named_parameters() if name not in module.parameters_to_ignore]
 
 
 def share_buffers(stage: int, module: Any, timeout_seconds: float, look: Callable[[], None]) -> None:
-    """Before the first forward: DDP's copies take the buffers of the first one, as its own first forward would.
+    """Before the first forward of a step: DDP's copies take the buffers of the first one, as its own forward would.
 
     That would wait in torch for a copy which failed before it.
 
@@ -111,12 +145,13 @@ def share_buffers(stage: int, module: Any, timeout_seconds: float, look: Callabl
     Raises:
         TransferTimeoutError, RemoteError: some copy did not come.
     """
-    if isinstance(module, DistributedDataParallel) and module.broadcast_buffers and module.require_forward_param_sync:
-        first = dist.get_global_rank(module.process_group, 0)
-        for buffer in module.buffers():
-            work = dist.broadcast(buffer.detach(), first, group=module.process_group, async_op=True)
-            _wait(work, stage, "share their buffers", timeout_seconds, look)
+    if isinstance(module, DistributedDataParallel) and module.broadcast_buffers:
         module.require_forward_param_sync = False
+        first = dist.get_global_rank(module.process_group, 0)
+        for name, buffer in module.module.named_buffers():
+            if name not in module.parameters_to_ignore:
+                work = dist.broadcast(buffer.detach(), first, group=module.process_group, async_op=True)
+                _wait(work, stage, "share their buffers", timeout_seconds, look)
 
 
 def _wait(work: Any, stage: int, what: str, timeout_seconds: float, look: Callable[[], None]) -> None:
@@ -138,38 +173,95 @@ def _wait(work: Any, stage: int, what: str, timeout_seconds: float, look: Callab
     except RuntimeError as error:
         if isinstance(error, ReshardError):
             raise
+        hear(look)
         raise RemoteError(f"a copy of stage {stage} is gone where copies {what}: {error}") from error
 
 
-def sum_over_copies(stage: int, module: Any, timeout_seconds: float, look: Callable[[], None]) -> None:
-    """After the last backward: DDP's copies add their gradients, in its buckets and by its hook.
+def hear(look: Callable[[], None]) -> None:
+    """When a connection inside a stage broke: raise what others tell of in a while, as that a rank has died."""
+    deadline = time.monotonic() + HEAR_SECONDS
+    while time.monotonic() < deadline:
+        look()
+        time.sleep(LOOK_SECONDS)
+
+
+def is_of_a_connection(error: BaseException) -> bool:
+    """Whether a module's error may be that of a collective whose other side is gone."""
+    if isinstance(error, ReshardError):
+        return False
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def sum_over_copies(
+    stage: int, module: Any, timeout_seconds: float, look: Callable[[], None], summed: set[int]
+) -> None:
+    """After the last backward: DDP's copies add their gradients. What no copy used keeps none.
+
+    Args:
+        summed: ids of parameters that are dealt with already, as another stage has them too; grows.
 
     Raises:
         TransferTimeoutError, RemoteError: some copy did not come to it; or what ``look`` raises, see
             :func:`share_buffers`.
     """
-    if not isinstance(module, DistributedDataParallel):
-        return
-    copies = dist.get_world_size(module.process_group)
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    parameters = [parameter for parameter in copied_parameters(module) if id(parameter) not in summed]
+    summed.update(map(id, parameters))
     if not parameters:
         return
-    has_one = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
-    work = dist.all_reduce(has_one, dist.ReduceOp.MAX, group=module.process_group, async_op=True)
-    _wait(work, stage, "add their gradients", timeout_seconds, look)
-    with torch.no_grad():
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(copies)  # DDP takes the mean
-    # DDP sums where a parameter's gradient is accumulated, once for each that has one: so add nothing to every one.
-    # torch's own pipeline runtime calls its reducer in the same way.
-    with torch.enable_grad():
-        aliases = [parameter.view_as(parameter) for parameter in parameters]
-    module.reducer.prepare_for_backward(aliases if module.find_unused_parameters else [])
-    torch.autograd.backward(aliases, [torch.zeros_like(parameter) for parameter in parameters])
-    for parameter, is_used in zip(parameters, has_one.tolist(), strict=True):
-        if not is_used:  # by no copy: an optimizer would decay it for a gradient of zeros
-            parameter.grad = None
+
+    def add(array: torch.Tensor, how: Any = dist.ReduceOp.SUM) -> None:
+        work = dist.all_reduce(array, how, group=module.process_group, async_op=True)
+        _wait(work, stage, "add their gradients", timeout_seconds, look)
+
+    kinds = torch.tensor([_kind(parameter.grad) for parameter in parameters], device=parameters[0].device)
+    add(kinds, dist.ReduceOp.MAX)
+    dense: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
+        if kind == _DENSE:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+            dense.setdefault(parameter.dtype, []).append(parameter.grad)
+        elif kind == _SPARSE:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, layout=torch.sparse_coo)
+            gradient = parameter.grad.coalesce()
+            add(gradient)
+            parameter.grad = gradient
+    for gradients in dense.values():
+        for some in _buckets(gradients):
+            flat = torch.cat([gradient.reshape(-1) for gradient in some])
+            add(flat)
+            for gradient, part in zip(some, flat.split([each.numel() for each in some]), strict=True):
+                gradient.copy_(part.view(gradient.shape))
+
+
+_NONE, _SPARSE, _DENSE = range(3)
+#: How much is added at once.
+BUCKET_BYTES = 2**25
+
+
+def _kind(gradient: torch.Tensor | None) -> int:
+    return _NONE if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
+
+
+def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    some: list[torch.Tensor] = []
+    for gradient in gradients:
+        if some and sum(each.nbytes for each in some) + gradient.nbytes > BUCKET_BYTES:
+            yield some
+            some = []
+        some.append(gradient)
+    yield some
+
+
+def _fsdp_copies(module: Any) -> int:
+    """Over how many ranks FSDP shards, and replicates, a module; 0 if it does not, or does not say."""
+    for each in _fsdp_modules(module):
+        with contextlib.suppress(AttributeError):  # torch has no public name for it
+            return int(each._get_fsdp_state()._fsdp_param_group.mesh_info.mesh.size())
+    return 0
 
 
 def _fsdp_modules(module: Any) -> list[Any]:

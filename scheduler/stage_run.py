@@ -17,7 +17,16 @@ from reshard.layout import Layout
 from reshard.plan import TensorSpec
 
 from .pipeline import Pipeline
-from .replicas import announce_backward, check_module, copied_parameters, quiet, share_buffers, sum_over_copies
+from .replicas import (
+    announce_backward,
+    check_module,
+    copied_parameters,
+    quiet,
+    share_buffers,
+    spoil,
+    sum_over_copies,
+    without_ddp,
+)
 from .weight_gradients import PutOff
 
 #: The name of the output that a backward starts from.
@@ -90,7 +99,8 @@ class StageRun:
         live.loss = _whole(loss)
         self._check_gradients(live, outputs)
         self._live[microbatch] = live
-        own = {array.untyped_storage().data_ptr() for array in self.module.buffers() if not _is_dtensor(array)}
+        buffers = [array for array in self.module.buffers() if not _is_dtensor(array)]
+        own = {array.untyped_storage().data_ptr() for array in buffers if array.layout is torch.strided}
 
         def give(array: torch.Tensor) -> torch.Tensor:
             """What is sent; a copy of a buffer, which the next forward may change."""
@@ -104,7 +114,9 @@ class StageRun:
         if names == self._called_with:
             return
         self._called_with = names
-        module = getattr(self.module, "module", self.module)  # inside DDP
+        module = without_ddp(self.module)
+        if self.module._forward_pre_hooks or module._forward_pre_hooks:  # which may call it with other names
+            return
         try:
             inspect.signature(module.forward).bind(**dict.fromkeys(names))
         except TypeError as error:
@@ -210,15 +222,16 @@ class StageRun:
         """Before the first forward: copies of this stage take the first one's buffers."""
         share_buffers(self.stage, self.module, timeout_seconds, look)
 
-    def sum_over_copies(self, timeout_seconds: float, look: Callable[[], None]) -> None:
+    def sum_over_copies(self, timeout_seconds: float, look: Callable[[], None], summed: set[int]) -> None:
         """After all backwards: the copies of this stage that see other data add their gradients."""
-        sum_over_copies(self.stage, self.module, timeout_seconds, look)
+        sum_over_copies(self.stage, self.module, timeout_seconds, look, summed)
 
     def forget(self) -> None:
         """Drop what a step left behind that did not end."""
         for live in self._live.values():
             live.put_off.forget()
         self._live.clear()
+        spoil(self.module)
 
     def _name(self, outputs: Any) -> Mapping[str, Any]:
         """A single tensor is what the only edge carries, or the loss."""

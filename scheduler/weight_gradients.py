@@ -40,19 +40,12 @@ class PutOff(TorchFunctionMode):
         self.tasks, self.is_active = tasks, False
         #: What tasks will read; nothing may change it before.
         self.held: list[torch.Tensor] = []
-        self._uses: dict[int, int] = {}
-        self._sums: dict[int, torch.Tensor] = {}
 
-    def add(
-        self,
-        task: Callable[[], None],
-        held: Sequence[torch.Tensor] = (),
-        parameters: Sequence[torch.Tensor | None] = (),
-    ) -> None:
+    def add(self, task: Callable[[], None], held: Sequence[torch.Tensor] = ()) -> None:
         """Put something off.
 
         Args:
-            held: what it will read. parameters: to which it will :meth:`give` a gradient, each.
+            held: what it will read.
 
         Raises:
             ArgumentError: the forward is still running, so what calls is a backward of its own.
@@ -64,9 +57,6 @@ class PutOff(TorchFunctionMode):
             )
         versions = [each._version for each in held]
         self.held += held
-        for parameter in parameters:
-            if parameter is not None:
-                self._uses[id(parameter)] = self._uses.get(id(parameter), 0) + 1
 
         def checked() -> None:
             if [each._version for each in held] != versions:
@@ -88,18 +78,6 @@ class PutOff(TorchFunctionMode):
         """Let go of what was put off."""
         self.tasks.clear()
         self.held.clear()
-        self._sums.clear()
-
-    def give(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add to a parameter's gradient; its hooks see the sum over all layers that use it, once."""
-        key = id(parameter)
-        self._uses[key] -= 1
-        if key in self._sums:
-            gradient = self._sums.pop(key) + gradient
-        if self._uses[key] and parameter._backward_hooks:
-            self._sums[key] = gradient
-        else:
-            _add_to_gradient(parameter, gradient)
 
     def __enter__(self) -> PutOff:
         self._token, self.is_active = _tasks.set(self.tasks), True
@@ -154,6 +132,8 @@ def _can_wait(call: dict[str, Any], weight_dims: int) -> bool:
     given = [each for each in (array, weight, bias) if each is not None]
     if any(each.layout is not torch.strided or not each.is_floating_point() or _is_transformed(each) for each in given):
         return False
+    if any(_has_hooks(each) for each in (weight, bias) if each is not None):
+        return False
     dtypes = {each.dtype for each in given}
     if _autocast_dtype(array.device.type) is None:
         alike = len(dtypes) == 1
@@ -171,6 +151,11 @@ def _is_saved_elsewhere() -> bool:
 def _is_transformed(array: torch.Tensor) -> bool:
     """Whether ``torch.func`` is at work."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(array))
+
+
+def _has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether something is called with its gradient, once for all that a backward brings it."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _each(value: Any, dims: int) -> list[int]:
@@ -201,7 +186,7 @@ def _start(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None, _Pa
 
 
 def _add_to_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Through autograd, so that its hooks see it."""
+    """Through autograd, which knows what else adds to it."""
     with torch.enable_grad():
         alias = parameter.view_as(parameter)
     torch.autograd.backward([alias], [gradient.to(parameter.dtype)])
@@ -226,11 +211,11 @@ class _Linear(torch.autograd.Function):
 
         def finish() -> None:
             rows = gradient.reshape(-1, gradient.shape[-1])
-            put_off.give(weight, rows.t() @ array.reshape(-1, array.shape[-1]))
+            _add_to_gradient(weight, rows.t() @ array.reshape(-1, array.shape[-1]))
             if bias is not None and bias.requires_grad:
-                put_off.give(bias, rows.sum(0))
+                _add_to_gradient(bias, rows.sum(0))
 
-        put_off.add(finish, (gradient, array), (weight, bias))
+        put_off.add(finish, (gradient, array))
         return (gradient @ used if ctx.needs_input_grad[0] else None), None, None, None
 
 
@@ -268,11 +253,11 @@ class _Convolution(torch.autograd.Function):
             _, of_weight, of_bias = torch.ops.aten.convolution_backward(
                 gradient, array, used, sizes, *how, [False, True, bias is not None and bias.requires_grad]
             )
-            put_off.give(weight, of_weight)
+            _add_to_gradient(weight, of_weight)
             if bias is not None and bias.requires_grad:
-                put_off.give(bias, of_bias)
+                _add_to_gradient(bias, of_bias)
 
-        put_off.add(finish, (gradient, array), (weight, bias))
+        put_off.add(finish, (gradient, array))
         of_array = None
         if ctx.needs_input_grad[0]:
             of_array = torch.ops.aten.convolution_backward(gradient, array, used, sizes, *how, [True, False, False])[0]

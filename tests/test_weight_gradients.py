@@ -89,19 +89,19 @@ def test_halves_add_up(name, needs_input):
             torch.testing.assert_close(p.grad, whole[n], rtol=1e-12, atol=1e-14)
 
 
-def test_hooks_see_what_was_put_off_once():
+@pytest.mark.parametrize("how", ["hook", "post_accumulate_grad_hook"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_hooks_see_gradients_once_and_whole(how, bias):
+    """Whatever else uses the parameter: nothing of it is put off."""
     module = nn.Linear(3, 3)
-    seen = []
-    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    tasks = []
+    seen, tasks = [], []
+    parameter = module.bias if bias else module.weight
+    getattr(parameter, f"register_{how}")(lambda x: seen.append(x.shape))
     with PutOff(tasks):
-        out = module(torch.ones(2, 3))
+        out = module(module(torch.ones(2, 3)))
+        out = out @ module.weight + module.bias
     out.sum().backward()
-    assert not seen
-    for task in tasks:
-        task()
-    assert len(seen) == 1
-    assert torch.equal(seen[0], torch.full((3, 3), 2.0))
+    assert seen == [parameter.shape] and not tasks
 
 
 def test_autocast_computes_as_it_does_without():
