@@ -22,6 +22,7 @@ from reshard.errors import ArgumentError
 from reshard.layout import Layout
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.plan import DEFAULT_STAGING_BYTES
+from reshard.ray_actor import Held, replace_each
 from reshard.ray_mesh import (
     GRACE_SECONDS,
     ActorMesh,
@@ -144,6 +145,8 @@ def run(
 
     Args:
         meshes: ranks of the first come first. function: what it returns must pickle. timeout_seconds: for all.
+        args: a :class:`ShardedArray`, also in a dict or a list, becomes each actor's own shard, not a copy; None where
+            an actor has none.
 
     Returns:
         The results in rank order.
@@ -154,9 +157,12 @@ def run(
     check_timeout(timeout_seconds)
     if isinstance(meshes, ActorMesh) or not all(isinstance(mesh, ActorMesh) for mesh in meshes) or not meshes:
         raise ArgumentError("run needs a list of ActorMeshes")
+    if len({id(mesh) for mesh in meshes}) < len(meshes):
+        raise ArgumentError("run needs each mesh once: an actor is one rank")
     if not callable(function):
         raise ArgumentError(f"run needs a function, not {type(function).__name__}")
     address, port = keeper_place()
+    args = replace_each(args, ShardedArray, lambda array: Held(array.key))
     world, size = uuid.uuid4().hex, sum(mesh.mesh.size for mesh in meshes)
     asked: list[Asked] = []
     with order_lock:

@@ -1,7 +1,8 @@
 """What one actor of a Ray cluster does: it holds shards, and takes part in transfers and runs as one rank.
 
-Answers go to the driver as ``("result", value)`` or ``("error", class, text)``, so that it raises what ranks raise;
-``"fault"`` in place of ``"error"`` is what no other actor's death explains, so that the driver need not wait for more.
+Answers go to the driver as ``("result", value)`` or ``("error", class, text)``, so that it raises what ranks raise.
+What is no error of ours comes with its traceback: as a ``"fault"``, or as a ``"doubt"`` where another actor's death may
+explain it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import math
 import os
 import socket
 import struct
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -58,12 +61,20 @@ def answered(method: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
             return ("result", method(*args, **keywords))
         except RankLostError as error:
             return ("error", *describe_error(error), error.ranks, error.regions)
-        except (ReshardError, RuntimeError, OSError) as error:
+        except ReshardError as error:
             return ("error", *describe_error(error))
         except (Exception, SystemExit) as error:
-            return ("fault", *describe_error(error))
+            kind = "doubt" if isinstance(error, (RuntimeError, OSError)) else "fault"
+            return (kind, *describe_error(error), "".join(traceback.format_exception(error)))
 
     return answer
+
+
+@dataclass(frozen=True)
+class Held:
+    """Stands for an actor's shard of a sharded array among what a function is given."""
+
+    key: str
 
 
 class StoreKeeper:
@@ -175,16 +186,27 @@ class Device:
         args: Sequence[Any],
         timeout_seconds: float,
     ) -> Any:
-        """Call a function with the world group up."""
+        """Call a function with the world group up, and with this actor's shards in place of sharded arrays."""
         key, address, port, rank, size = world
         store = dist.PrefixStore(f"world/{key}", _connect(address, port))
         try:
             join_world(store, rank, size, timedelta(seconds=timeout_seconds))
-            return function(rank, *args)
+            return function(rank, *replace_each(args, Held, lambda held: self._shards.get(held.key)))
         finally:
             if dist.is_initialized():
                 forget_group(dist.group.WORLD)
                 dist.destroy_process_group()
+
+
+def replace_each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """What a value is where each instance of a class in it is changed; looks into dicts, lists and tuples."""
+    if isinstance(value, kind):
+        return change(value)
+    if type(value) is dict:
+        return {key: replace_each(each, kind, change) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(replace_each(each, kind, change) for each in value)
+    return value
 
 
 def _connect(address: str, port: int) -> dist.Store:

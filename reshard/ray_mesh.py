@@ -79,8 +79,8 @@ class ActorMesh:
         try:
             if not self._group.wait(timeout_seconds):
                 raise TransferTimeoutError(
-                    f"{name!r} needs {num_hosts} nodes with {bundle} free on each; the cluster has no such room after "
-                    f"{timeout_seconds:g} s ({_nodes()})"
+                    f"{name!r} needs {num_hosts} node{'s' * (num_hosts > 1)} with {bundle} free on each; the cluster "
+                    f"has no such room after {timeout_seconds:g} s (in all, free or not: {_nodes()})"
                 )
             remote = ray.remote(Device)
             self.actors = [
@@ -227,6 +227,13 @@ class ShardedArray:
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)} {self.layout} of {self.mesh.name}"
 
+    def __repr__(self) -> str:
+        return f"ShardedArray({self})"
+
+    def __reduce__(self) -> Any:
+        """Not pickled: its actors would drop it with each copy."""
+        raise TypeError("a ShardedArray stays on the driver; reshard.ray.run gives each actor its own shard of it")
+
 
 Asked = tuple[ActorMesh, int, str, Sequence[Any]]
 
@@ -283,25 +290,29 @@ class Answers:
                 waiting = [ref for ref in waiting if position[ref] not in lost]
             if answers[i][0] == "fault":
                 break
-            if answers[i][0] == "error" or (answers[i][0] == "dead" and not self._bears_loss):
+            if answers[i][0] in ("error", "doubt") or (answers[i][0] == "dead" and not self._bears_loss):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         for mesh, rank, *_ in (self._asked[i] for i in lost):
             mesh._dead.setdefault(rank, "it was silent, and the others go on without it")
         if deaths and not (self._bears_loss and len(deaths) < len(self._asked)):
             raise RemoteError("; ".join(deaths))
-        for kind in ("fault", "error"):  # errors may follow from faults
+        for kind in ("fault", "error", "doubt"):  # later ones may follow from earlier ones
             for i in sorted(answers.keys() - lost):
                 if answers[i][0] == kind:
-                    raise self._rebuild(answers[i])
+                    raise self._rebuild(i, answers[i])
         missing = [self._asked[i] for i in range(len(self._asked)) if i not in answers and i not in lost]
         silent = [mesh.called(rank) for mesh, rank, *_ in missing]
         if silent:
             raise TransferTimeoutError(f"no answer within {timeout_seconds:g} s from {', '.join(silent)}")
         return [answers[i][1] for i in sorted(answers) if answers[i][0] == "result"]
 
-    def _rebuild(self, answer: tuple[Any, ...]) -> ReshardError:
-        """What a rank raised; of lost ranks also who they are to the driver."""
+    def _rebuild(self, i: int, answer: tuple[Any, ...]) -> ReshardError:
+        """What a rank raised; of lost ranks also who they are to the driver, of its own fault who it is, and where."""
         error = rebuild_error(*answer[1:3])
+        if answer[0] != "error":
+            mesh, rank, *_ = self._asked[i]
+            error = type(error)(f"{mesh.called(rank)}: {error}")
+            error.add_note(answer[3])
         if isinstance(error, RankLostError):
             lost = [(i, *self._asked[i][:2]) for i in answer[3]]
             names = ", ".join(f"rank {i} is {mesh.called(rank)}" for i, mesh, rank in lost)
