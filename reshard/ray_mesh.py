@@ -67,6 +67,8 @@ class ActorMesh:
         for what, number in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
             if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
                 raise ArgumentError(f"{what} of {name!r} is {number!r}; it must be a number from 0 on")
+        if not num_cpus and not num_gpus:
+            raise ArgumentError(f"num_cpus and num_gpus of {name!r} are both 0; Ray places actors by what they reserve")
         check_timeout(timeout_seconds)
         per_host = size // num_hosts
         self._id = uuid.uuid4().hex[:12]
