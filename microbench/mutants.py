@@ -47,13 +47,14 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "executor": (
         "program staging runs rounds round_runner regions works progress remainder digests agreement",
         ("test_runs.py", "test_rounds.py", "test_regions.py", "test_remainder.py", "test_properties.py",
-         "test_hostile.py", "test_verify.py", "test_bad_calls.py", "test_call.py", "test_steps.py"),
+         "test_hostile.py", "test_verify.py", "test_bad_calls.py", "test_call.py", "test_steps.py", "test_streams.py",
+         "test_processes.py", "test_death.py"),
     ),
     "scheduler": (
         "scheduler/*",
         ("test_schedules.py", "test_pipeline_costs.py", "test_torch_schedules.py", "test_weight_gradients.py",
          "test_halves.py", "test_engine.py", "test_engine_errors.py", "test_training.py", "test_schedule_optimum.py",
-         "test_engine_parallel.py"),
+         "test_engine_parallel.py", "test_replicas.py"),
     ),
 }  # fmt: skip
 LIMIT_SECONDS = 180.0

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reshard.regions import box_regions, copy_regions_python, make_table
@@ -44,6 +44,7 @@ def _case(arrays, found):
 
 
 @given(boxes())
+@example(([((3,) * 6, 2)], [(0, (3,) * 6, 2, (slice(1, 3),) * 6)]))  # more dims than a region has
 def test_regions_gather_and_scatter_what_the_boxes_hold(case):
     arrays, found = case
     contents, table, wanted, size = _case(arrays, found)
