@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -182,15 +183,17 @@ def _make_engine(rank: int, training: Training, method: Method, groups: Sequence
         modules: Modules = {stage: TimedStage(pipeline, stage, rank, groups[stage]) for stage in stages}
     else:
         modules = {stage: make_stages(training.config)[stage] for stage in stages}
-    engine = Engine(
-        method.schedule,
-        pipeline,
-        modules,
-        topology=training.topology,
-        strategy=method.strategy,
-        signal_only=method.signal_only,
-        timeout_seconds=training.timeout_seconds,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ranks of stage .* have shards")  # timed stages learn nothing
+        engine = Engine(
+            method.schedule,
+            pipeline,
+            modules,
+            topology=training.topology,
+            strategy=method.strategy,
+            signal_only=method.signal_only,
+            timeout_seconds=training.timeout_seconds,
+        )
     return engine, modules
 
 

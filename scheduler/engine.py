@@ -30,6 +30,7 @@ from .iteration import Iteration, Parts, Step
 from .measured import gather
 from .notation import format_schedule
 from .pipeline import Pipeline
+from .replicas import warn_of_drift
 from .schedule import Kind, Schedule
 from .simulation import PipelineTimeline
 from .stage_run import StageRun
@@ -127,6 +128,8 @@ class Engine:
         for one in pipelines:
             ways = make_ways(one, schedule.row_of_stage, topology, strategy, signal_only=signal_only)
             crossings.append(Crossings(ways, self._group, timeout_seconds, device=device, signal_only=signal_only))
+        for stage, run in self._stages.items():
+            warn_of_drift(pipeline, stage, run.module)
         joined = Ties(ties, pipeline, modules, self._group, topology, strategy, timeout_seconds, device)
         joined.share_values()
         self._parts = Parts(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard.errors import ArgumentError, RemoteError, ReshardError, TransferTimeoutError
+
+from .pipeline import Pipeline
 
 #: How often a copy that waits for the others looks whether they came, and whether one has failed.
 SLEEP_SECONDS = 0.0005
@@ -74,6 +77,26 @@ def without_ddp(module: torch.nn.Module) -> torch.nn.Module:
     """The module that DDP wraps, or the module itself."""
     inside: torch.nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     return inside
+
+
+def is_sharded(pipeline: Pipeline, stage: int) -> bool:
+    """Whether ranks of a stage have parts of what crosses its edges."""
+    sides = [spec.dst_shards for edge in pipeline.edges if edge.dst == stage for spec in edge.tensors]
+    sides += [spec.src_shards for edge in pipeline.edges if edge.src == stage for spec in edge.tensors]
+    return any(shards.local_shape(rank) != shards.shape for shards in sides for rank in shards.layout.ranks)
+
+
+def warn_of_drift(pipeline: Pipeline, stage: int, module: torch.nn.Module) -> None:
+    """Warn where ranks of a stage see different data, and nothing adds the gradients that each of them has."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    is_joined = isinstance(module, DistributedDataParallel) or any(hasattr(each, "to_local") for each in parameters)
+    if parameters and not is_joined and is_sharded(pipeline, stage):
+        warnings.warn(
+            f"ranks of stage {stage} have shards of what crosses its edges, and its module is a plain one: each rank "
+            "keeps the gradients of its own part. Wrap it by DistributedDataParallel or fully_shard, or add them "
+            "yourself (then filter this warning)",
+            stacklevel=3,
+        )
 
 
 def check_loss_shards(stage: int, module: Any, num_loss_shards: int) -> None:

@@ -20,6 +20,7 @@ from reshard.shards import check_shape
 from reshard.topology import Topology
 
 from .pipeline import Pipeline
+from .replicas import is_sharded
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def check_ties(ties: Iterable[Tie], pipeline: Pipeline, modules: Mapping[int, to
                 local = _local(modules[stage].get_parameter(name).detach())
             except AttributeError as error:
                 raise ArgumentError(f"stage {stage} has no parameter {name!r}, which a tie names") from error
-            if _is_plain(modules[stage], name) and _is_sharded(pipeline, stage):
+            if _is_plain(modules[stage], name) and is_sharded(pipeline, stage):
                 raise ArgumentError(
                     f"a tie names {name!r} of stage {stage}, whose ranks get or give shards, so each has a gradient of "
                     "its own; wrap the module by DistributedDataParallel or fully_shard, which add them"
@@ -187,13 +188,6 @@ def check_ties(ties: Iterable[Tie], pipeline: Pipeline, modules: Mapping[int, to
 def _is_plain(module: torch.nn.Module, name: str) -> bool:
     """Whether nothing adds the gradients that copies of a parameter have."""
     return not isinstance(module, DistributedDataParallel) and not hasattr(module.get_parameter(name), "to_local")
-
-
-def _is_sharded(pipeline: Pipeline, stage: int) -> bool:
-    """Whether ranks of a stage have parts of what crosses its edges."""
-    sides = [spec.dst_shards for edge in pipeline.edges if edge.dst == stage for spec in edge.tensors]
-    sides += [spec.src_shards for edge in pipeline.edges if edge.src == stage for spec in edge.tensors]
-    return any(shards.local_shape(rank) != shards.shape for shards in sides for rank in shards.layout.ranks)
 
 
 def _layout(tie: Tie, pipeline: Pipeline, stage: int) -> AnyLayout:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -287,3 +289,19 @@ def run_hooked(rank):
 def test_hooks_of_communication_are_refused():
     for said in run_processes(run_hooked, 3):
         assert "stage 1 is wrapped by DDP with a communication hook, which would not be called" in said
+
+
+def run_plain(rank):
+    module = Last() if rank else First()
+    if rank == 2:
+        module.requires_grad_(False)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        Engine(one_f_one_b(make_pipeline(), NUM), make_pipeline(), {int(rank > 0): module}).close()
+    return [f"{Path(one.filename).name}: {one.message}" for one in seen]
+
+
+def test_plain_copies_that_see_different_data_get_a_warning():
+    first, second, frozen = run_processes(run_plain, 3)
+    assert not first and not frozen and len(second) == 1
+    assert second[0].startswith("test_replicas.py: ranks of stage 1 have shards of what crosses its edges"), second
