@@ -359,5 +359,9 @@ def describe_progress(plan: Plan, program: Program, tally: Tally) -> str:
     return (
         f"rank {program.rank} had received {tally.received} of {len(program.recvs)} messages, {tally.received_bytes} "
         f"of {total} bytes, of the transfer of {', '.join(map(str, plan.tensors[:1]))}"
-        f"{f' and {len(plan.tensors) - 1} more tensors' if len(plan.tensors) > 1 else ''} (plan {plan.plan_hash[:12]})"
+        f"{_and_more(len(plan.tensors) - 1)} (plan {plan.plan_hash[:12]})"
     )
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more tensor{'s' * (count > 1)}" if count else ""

@@ -123,5 +123,10 @@ def test_chunks_of_one_region_are_one_piece():
     arrived = {1: Arrived(True, 0), 2: Arrived(True, _num_recvs(plan, 2)), 3: Arrived(True, half)}
     pieces = find_missing(plan, whole_tensors(plan), arrived, [1, 2, 3])
     assert [(piece.start, piece.stop, piece.missing) for piece in pieces] == [((2048, 0), (4096, 64), {3})]
+    both = find_missing(plan, whole_tensors(plan), arrived | {2: Arrived(True, 96)}, [1, 2, 3])
+    assert [(piece.start[0], piece.stop[0], piece.missing) for piece in both] == [
+        (2048, 3072, {3}),
+        (3072, 4096, {2, 3}),  # as others miss it
+    ]
     rest, _ = plan_remainder(pieces, plan, [1, 2, 3], [0])
     assert rest.tensors[0].src.ranks == (1, 2) and rest.tensors[0].dst.ranks == (3,)

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from memory_transport import MemoryHub, MemoryTransport, run_in_threads
 from tensors import same_bytes, take_shard, whole_tensor
 
-from reshard import Layout, Mesh, PlanError, RegionLayout, check_plan, make_plan
+from reshard import Layout, Mesh, PlanError, RegionLayout, TransferTimeoutError, check_plan, make_plan
+from reshard.plan import TensorSpec
+from reshard.planning import plan_tensors
 from reshard.program import build_program
-from reshard.progress import run_program
+from reshard.progress import Tally, describe_progress, run_program
 from reshard.runs import box_runs, box_span, copy_runs, copy_runs_native, copy_runs_python
 from reshard.staging import MANY_BOXES, Pool, Staging
 
@@ -102,3 +104,27 @@ def test_a_program_that_cannot_go_on_says_so_at_once():
     out = torch.zeros(2, 6, dtype=torch.uint8)
     with pytest.raises(PlanError, match=r"rank 2: message \d can never start"):
         run_program(program, MemoryTransport(MemoryHub(), 2), [None], [out], staging, deadline=time.monotonic() + 60)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_how_far_a_rank_came_is_told_in_messages_and_bytes(others):
+    """Rank 2 gets a message of each of two ranks, the second of which never sends."""
+    specs = [TensorSpec((4, 6), "int8", Layout(Mesh.of(2), "R S0"), Layout(Mesh([2])), "w"), *[SMALL] * others]
+    plan = plan_tensors(specs, strategy="send_recv", staging_bytes=2**20)
+    hub, tally, out = MemoryHub(), Tally(), torch.zeros(4, 6, dtype=torch.uint8)
+    program = build_program(plan, 2)
+    first = program.recvs[0]
+    MemoryTransport(hub, first.sender).send(torch.ones(first.nbytes, dtype=torch.uint8), 2, 0)
+    outs = [out, *[torch.zeros(2, dtype=torch.uint8)] * others]
+    with pytest.raises(TransferTimeoutError, match=r"rank 2: message \d+ from rank \d did not finish in time"):
+        run_program(
+            program, MemoryTransport(hub, 2), [None] * len(specs), outs, Staging(program, plan.staging_bytes),
+            deadline=time.monotonic() + 0.5, tally=tally,
+        )  # fmt: skip
+    total, more = (24, "") if not others else (26, " and 1 more tensor")
+    said = describe_progress(plan, program, tally)
+    assert said.startswith(f"rank 2 had received 1 of 2 messages, {first.nbytes} of {total} bytes, of"), said
+    assert f"{more} (plan {plan.plan_hash[:12]})" in said and "w int8 [4, 6]" in said, said
+
+
+SMALL = TensorSpec((2,), "int8", Layout(Mesh([0])), Layout(Mesh([2])), "v")

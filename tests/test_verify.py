@@ -9,6 +9,7 @@ import reshard
 from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard import progress as executor
 from reshard.demo import count_unlike, shard_of_positions
+from reshard.digests import Hops
 from reshard.launch import run_processes
 from reshard.transport import GlooTransport
 
@@ -34,6 +35,15 @@ def _move(rank, spoil, verify=True):
                 found.append(0 if wanted is None else count_unlike(out, wanted))
     assert kept is None or torch.equal(kept, source)
     return found
+
+
+def test_a_hop_that_passes_on_knows_which_one_brought_it():
+    plan = reshard.make_plan(
+        Layout(Mesh([4])), Layout(Mesh([1, 7])), (8,), "int8", strategy="broadcast_naive", topology=Topology((0,) * 8)
+    )
+    hops = Hops(plan)
+    assert (hops.sender.tolist(), hops.receiver.tolist()) == ([4, 7], [7, 1])
+    assert (hops.passed_on.tolist(), hops.came_as.tolist()) == ([1], [0])  # the first message is one too
 
 
 def test_good_transfers_pass():
