@@ -11,7 +11,7 @@ import numpy as np
 
 from reshard.errors import BY_NAME, ArgumentError, DisagreementError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.layout import AnyLayout, Layout, RegionLayout
-from reshard.mesh import format_ranks
+from reshard.mesh import format_ranks, say_ranks
 from reshard.notation import axis_of
 from reshard.plan import Plan
 from reshard.shards import cut_shards
@@ -129,8 +129,7 @@ def missing_error(missing: Sequence[int], members: Sequence[int], timeout_second
     """The error of a round to which some members did not come."""
     return (
         TransferTimeoutError.__name__,
-        f"rank{'s' * (len(missing) > 1)} {format_ranks(missing)} did not call within {timeout_seconds:g} s; "
-        f"ranks {format_ranks(members)} take part",
+        f"{say_ranks(missing)} did not call within {timeout_seconds:g} s; ranks {format_ranks(members)} take part",
     )
 
 

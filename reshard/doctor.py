@@ -23,7 +23,7 @@ import torch.distributed as dist
 from reshard.control import own_address
 from reshard.errors import ArgumentError, TransferTimeoutError
 from reshard.group import serve_store
-from reshard.mesh import format_ranks
+from reshard.mesh import format_ranks, say_ranks
 from reshard.options import check_timeout
 
 CONNECT_SECONDS = 3.0
@@ -134,9 +134,7 @@ def _share(store: dist.Store, what: str, value: Any, rank: int, size: int, timeo
     while missing:
         missing -= {one for one in missing if store.check([f"{what}/{one}"])}
         if missing and time.monotonic() >= deadline:
-            raise TransferTimeoutError(
-                f"ranks {format_ranks(sorted(missing))} did not say anything in {timeout_seconds:g} s"
-            )
+            raise TransferTimeoutError(f"{say_ranks(sorted(missing))} did not say anything in {timeout_seconds:g} s")
         time.sleep(0.05 if missing else 0.0)
     return [json.loads(store.get(f"{what}/{one}")) for one in range(size)]
 

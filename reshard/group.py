@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from reshard.errors import ArgumentError
-from reshard.mesh import format_ranks
+from reshard.mesh import say_ranks
 from reshard.stores import Store
 
 _lock = threading.Lock()
@@ -109,9 +109,7 @@ def check_inside(group: Group, members: Sequence[int]) -> None:
     """Raise ArgumentError if a rank is outside the group."""
     outside = [rank for rank in members if rank >= group.size]
     if outside:
-        raise ArgumentError(
-            f"layouts name ranks {format_ranks(outside)}, but the {group} has ranks 0..{group.size - 1}"
-        )
+        raise ArgumentError(f"layouts name {say_ranks(outside)}, but the {group} has ranks 0..{group.size - 1}")
 
 
 def serve_store(listener: socket.socket) -> dist.TCPStore:

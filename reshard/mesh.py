@@ -193,6 +193,11 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
+def say_ranks(ranks: Sequence[int]) -> str:
+    """``rank 6``, or ``ranks 0-3,6``."""
+    return f"rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}"
+
+
 def parse_ranks(text: str) -> list[int]:
     """The inverse of :func:`format_ranks`.
 

@@ -20,7 +20,7 @@ from reshard.beacon import publish_beacon
 from reshard.errors import DisagreementError, RemoteError
 from reshard.failures import LeavingError
 from reshard.group import Group
-from reshard.mesh import format_ranks
+from reshard.mesh import format_ranks, say_ranks
 
 
 class OutcastError(LeavingError):
@@ -74,7 +74,7 @@ def check_together(group: Group, members: Sequence[int], bears_loss: bool) -> No
     lost = [rank for rank in members if rank in group.beacon["lost"]]
     if lost and not bears_loss:
         raise RemoteError(
-            f"rank{'s' * (len(lost) > 1)} {format_ranks(lost)} {'were' if len(lost) > 1 else 'was'} lost in an earlier "
+            f"{say_ranks(lost)} {'were' if len(lost) > 1 else 'was'} lost in an earlier "
             "call, which the others went on without"
         )
 

@@ -13,7 +13,7 @@ import torch
 
 from reshard.errors import RankLostError
 from reshard.layout import Layout, format_box
-from reshard.mesh import Mesh, format_ranks
+from reshard.mesh import Mesh, say_ranks
 from reshard.plan import Plan, TensorSpec, expand_messages
 from reshard.planning import plan_tensors
 from reshard.shards import Shards, find_overlaps
@@ -276,8 +276,8 @@ def _lost_text(nowhere: Sequence[Piece], plan: Plan, lost: Iterable[int]) -> str
     more = len(nowhere) - _MOST_NAMED
     needed = sorted({rank for piece in nowhere for rank in piece.missing})
     return (
-        f"rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} lost, and with "
+        f"{say_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} lost, and with "
         f"{'them' if len(ranks) > 1 else 'it'} {named}{f' and {more} more regions' if more > 0 else ''}: "
-        f"rank{'s' * (len(needed) > 1)} {format_ranks(needed)} still need{'s' * (len(needed) == 1)} it and no rank "
+        f"{say_ranks(needed)} still need{'s' * (len(needed) == 1)} it and no rank "
         "that is left holds it"
     )

@@ -23,7 +23,7 @@ from reshard.errors import RankLostError, ReshardError, TransferTimeoutError
 from reshard.failures import calling
 from reshard.group import Group
 from reshard.handles import Handle
-from reshard.mesh import format_ranks
+from reshard.mesh import format_ranks, say_ranks
 from reshard.mover import Mover
 from reshard.options import check_patience
 from reshard.plan import Plan
@@ -103,7 +103,7 @@ class Survivors:
         lost = sorted(self._lost)
         missing = sum(math.prod(spec.shape) * spec.itemsize * len(spec.dst.ranks) for spec in self._plan.tensors)
         return RankLostError(
-            f"rank{'s' * (len(lost) > 1)} {format_ranks(lost)} {'were' if len(lost) > 1 else 'was'} lost in a "
+            f"{say_ranks(lost)} {'were' if len(lost) > 1 else 'was'} lost in a "
             f"transfer; {missing} bytes are missing, which ranks {format_ranks(self._plan.ranks)} can move among "
             "themselves: call carry_on() of this error on every rank that is left",
             lost,

@@ -268,7 +268,7 @@ class StageRun:
                 if list(array.shape) != expected or dtype_name(array.dtype) != spec.dtype:
                     raise ArgumentError(
                         f"stage {self.stage} gives {spec.name!r} as {dtype_name(array.dtype)} {list(array.shape)}; "
-                        f"rank {self._rank} holds {spec.dtype} {expected} of it on the edge to stage {dst} (microbatch "
+                        f"the edge to stage {dst} says {spec.dtype} {expected} on rank {self._rank} (microbatch "
                         f"{microbatch}; a last one that is smaller needs last_pipeline)"
                     )
 

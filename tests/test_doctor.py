@@ -77,7 +77,7 @@ def test_ranks_find_each_other():
 
 def test_missing_ranks_are_named():
     said = run_processes(_examine, 3, 3, (1,), init_group=False)
-    assert said[0] == said[2] == "ranks 1 did not say anything in 3 s"
+    assert said[0] == said[2] == "rank 1 did not say anything in 3 s"
 
 
 def _alone(rank, port, number):

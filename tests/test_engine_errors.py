@@ -133,8 +133,14 @@ def run_rank(rank, fault):
 FAULTS = {
     "raises": ("RemoteError", "rank 1 in 1F2, microbatch 2 of stage 1: ValueError: the third is bad"),
     "late": ("RemoteError", "rank 1 in 1B3, microbatch 3 of stage 1: ValueError: the last backward is bad"),
-    "shape": ("ArgumentError", r"stage 1 gives 'x' as float32 \[1, 3\]; rank 1 holds float32 \[2, 3\]"),
-    "dtype": ("ArgumentError", r"stage 1 gives 'x' as float64 \[2, 3\]; rank 1 holds float32 \[2, 3\]"),
+    "shape": (
+        "ArgumentError",
+        r"stage 1 gives 'x' as float32 \[1, 3\]; the edge to stage 2 says float32 \[2, 3\] on rank 1",
+    ),
+    "dtype": (
+        "ArgumentError",
+        r"stage 1 gives 'x' as float64 \[2, 3\]; the edge to stage 2 says float32 \[2, 3\] on rank 1",
+    ),
     "name": ("ArgumentError", r"stage 1 returns \['z'\], not 'x', which stage 2 needs"),
     "detached": ("ArgumentError", r"stage 1 gives 'x' without a gradient: was it detached\?"),
     "no loss": ("ArgumentError", r"returns \['Loss'\]; it must return a 'loss'"),

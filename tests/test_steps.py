@@ -262,7 +262,7 @@ def _interrupted(*_):
     [
         ("group", "ArgumentError: rank 0: group must be a process group"),
         ("interrupt", "RemoteError: rank 0 left a call: KeyboardInterrupt"),
-        ("mover", "ArgumentError: rank 0: layouts name ranks 7"),
+        ("mover", "ArgumentError: rank 0: layouts name rank 7"),
     ],
 )
 def test_a_call_that_a_rank_fails_alone_is_one_that_the_others_fail_too(how, said):
