@@ -104,7 +104,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "host, one NIC of 10 Gbit/s each, messages cost nothing (reshard() without a topology takes 100 us for one)",
     )
     parser.add_argument("--rank", type=int, help="only the messages of this rank")
-    parser.add_argument("--format", choices=("text", "json", "html"), default="text")
+    parser.add_argument("--format", choices=("text", "summary", "json", "html"), default="text")
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -152,6 +152,11 @@ def _plan(options: argparse.Namespace) -> int:
         if plan.predicted_seconds is None:
             raise ArgumentError(f"the plan has {plan.num_messages} messages, too many to draw")
         print(format_html(plan), end="")
+        return 0
+    if options.format == "summary":
+        if options.rank is not None:
+            raise ArgumentError("--format summary is of the whole plan; leave --rank away")
+        print(describe_plan(plan, max_lines=0).split("\n\n")[0])
         return 0
     if options.rank is None:
         print(describe_plan(plan))

@@ -23,7 +23,11 @@ def test_texts_are_the_golden_files(capsys):
     assert capsys.readouterr().out == (GOLDENS / "plan_2x4_3x4.txt").read_text()
     small = ["plan", "--shape", "96,64", "--src-mesh", "2x2", "--src", "S0 R", "--dst-mesh", "3x2", "--dst", "S0 S1"]
     assert main(small) == 0
-    assert capsys.readouterr().out == (GOLDENS / "plan_2x2_3x2.txt").read_text()
+    whole = capsys.readouterr().out
+    assert whole == (GOLDENS / "plan_2x2_3x2.txt").read_text()
+    assert main([*small, "--format", "summary"]) == 0
+    assert capsys.readouterr().out == whole.split("\n\n")[0] + "\n"
+    assert main([*small, "--format", "summary", "--rank", "1"]) == 2
 
 
 def test_json_is_the_contract(capsys):
