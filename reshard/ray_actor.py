@@ -28,7 +28,7 @@ from reshard.agreement import describe_error
 from reshard.beacon import blame
 from reshard.call import reshard
 from reshard.dtypes import dtype_name
-from reshard.errors import ArgumentError, RankLostError, ReshardError
+from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
 from reshard.group import Group, forget_group, join, serve_store
 from reshard.launch import join_world
 from reshard.layout import AnyLayout
@@ -190,7 +190,12 @@ class Device:
         key, address, port, rank, size = world
         store = dist.PrefixStore(f"world/{key}", _connect(address, port))
         try:
-            join_world(store, rank, size, timedelta(seconds=timeout_seconds))
+            try:
+                join_world(store, rank, size, timedelta(seconds=timeout_seconds))
+            except RuntimeError as error:
+                raise TransferTimeoutError(
+                    f"not all {size} actors began within {timeout_seconds:g} s; is one busy in an earlier run?"
+                ) from error
             return function(rank, *replace_each(args, Held, lambda held: self._shards.get(held.key)))
         finally:
             if dist.is_initialized():

@@ -101,6 +101,7 @@ def _wrong_calls():
         begun = time.monotonic()
         note(lambda: actors.run([left], _fail_while_others_work))
         assert time.monotonic() - begun < 5  # of 8: what it raised is told at once
+        note(lambda: actors.run([left], _fail_on_one, timeout_seconds=1.0))  # left[0] is still busy
         note(lambda: actors.run(left, _fail_on_one))
         note(lambda: actors.run([left, left], _fail_on_one))
         note(lambda: actors.run([left], lambda rank: held))
@@ -173,6 +174,7 @@ def test_wrong_calls_get_errors_that_name_the_thing(drive):
         r"RemoteError: left\[1\] at [0-9.]+: ValueError: not today",
         r"RemoteError: left\[1\] at [0-9.]+: SystemExit: 3",
         r"RemoteError: left\[1\] at [0-9.]+: ValueError: not now",
+        r"TransferTimeoutError: not all 2 actors began within 1 s; is one busy in an earlier run?",
         "ArgumentError: run needs a list of ActorMeshes",
         "ArgumentError: run needs each mesh once: an actor is one rank",
         "ArgumentError: what the actors are given must pickle: ",
