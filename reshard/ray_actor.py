@@ -192,7 +192,7 @@ class Device:
         try:
             try:
                 join_world(store, rank, size, timedelta(seconds=timeout_seconds))
-            except RuntimeError as error:
+            except dist.DistStoreError as error:
                 raise TransferTimeoutError(
                     f"not all {size} actors began within {timeout_seconds:g} s; is one busy in an earlier run?"
                 ) from error

@@ -171,10 +171,13 @@ def share_buffers(stage: int, module: Any, timeout_seconds: float, look: Callabl
     if isinstance(module, DistributedDataParallel) and module.broadcast_buffers:
         module.require_forward_param_sync = False
         first = dist.get_global_rank(module.process_group, 0)
-        for name, buffer in module.module.named_buffers():
-            if name not in module.parameters_to_ignore:
-                work = dist.broadcast(buffer.detach(), first, group=module.process_group, async_op=True)
-                _wait(work, stage, "share their buffers", timeout_seconds, look)
+        works = [
+            dist.broadcast(buffer.detach(), first, group=module.process_group, async_op=True)
+            for name, buffer in module.module.named_buffers()
+            if name not in module.parameters_to_ignore
+        ]
+        for work in works:
+            _wait(work, stage, "share their buffers", timeout_seconds, look)
 
 
 def _wait(work: Any, stage: int, what: str, timeout_seconds: float, look: Callable[[], None]) -> None:
