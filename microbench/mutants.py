@@ -21,6 +21,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -210,7 +211,18 @@ class _Finder:
         exec(compile(self.source, str(self.path), "exec"), module.__dict__)
 
 
-def _try_tests(part: str, mutant: Mutant | None) -> int:
+class _Teller:
+    """Writes the first test that fails into a pipe."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            os.write(self.pipe, report.nodeid.encode()[:500])
+
+
+def _try_tests(tests: list[str], mutant: Mutant | None, pipe: int) -> int:
     """In a process of its own, which has not imported the package: 0 if all tests pass."""
     import pytest
 
@@ -218,15 +230,23 @@ def _try_tests(part: str, mutant: Mutant | None) -> int:
         source, _ = change(mutant.path.read_text(), mutant.at)
         sys.meta_path.insert(0, _Finder(_module_of(mutant.path), source, mutant.path))  # type: ignore[arg-type]
     os.chdir(ROOT)
-    tests = [f"tests/{name}" for name in PARTS[part][1]]
     chosen = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "-k", "not cli and not golden_file"]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return int(pytest.main([*chosen, *tests]))
+        return int(pytest.main([*chosen, *(f"tests/{name}" for name in tests)], plugins=[_Teller(pipe)]))
 
 
-def _run(part: str, mutant: Mutant | None) -> tuple[str, float]:
-    """How a mutant ended: killed, timed out, or survived; and how long that took."""
+@dataclass(frozen=True)
+class Ending:
+    """How a mutant ended: killed, timed out, or survived; how long that took; and the test that failed, if one did."""
+
+    how: str
+    seconds: float
+    test: str = ""
+
+
+def _run(tests: list[str], mutant: Mutant | None, limit: float = LIMIT_SECONDS) -> Ending:
     begun = time.monotonic()
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -235,18 +255,27 @@ def _run(part: str, mutant: Mutant | None) -> tuple[str, float]:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 1)
             os.dup2(null, 2)
-            status = _try_tests(part, mutant)
+            status = _try_tests(tests, mutant, writer)
         finally:
             os._exit(min(status, 100))
-    while time.monotonic() < begun + LIMIT_SECONDS:
+    os.close(writer)
+    how = "timed out"
+    while how == "timed out" and time.monotonic() < begun + limit:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
-            return ("survived" if status == 0 else "killed"), time.monotonic() - begun
-        time.sleep(0.05)
+            how = "survived" if status == 0 else "killed"
+        else:
+            time.sleep(0.05)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "timed out", time.monotonic() - begun
+        os.killpg(pid, signal.SIGKILL)  # and what it has forked
+    if how == "timed out":
+        os.waitpid(pid, 0)
+    os.set_blocking(reader, False)
+    told = b""
+    with contextlib.suppress(BlockingIOError):
+        told = os.read(reader, 500)
+    os.close(reader)
+    return Ending(how, time.monotonic() - begun, told.decode(errors="replace"))
 
 
 def _difference(mutant: Mutant) -> str:
@@ -256,10 +285,19 @@ def _difference(mutant: Mutant) -> str:
     return "\n".join(lines)
 
 
-def _campaign(part: str, mutants: list[Mutant], jobs: int) -> Iterator[tuple[Mutant, str]]:
+def _campaign(part: str, mutants: list[Mutant], jobs: int, limit: float) -> Iterator[tuple[Mutant, Ending]]:
+    """Each mutant and its ending; the files whose tests have killed others of its module are asked first."""
+    killers: dict[Path, Counter[str]] = defaultdict(Counter)
+
+    def run(mutant: Mutant) -> Ending:
+        known = Counter(killers[mutant.path])
+        ending = _run(sorted(PARTS[part][1], key=lambda name: -known[name]), mutant, limit)
+        if ending.test:
+            killers[mutant.path][Path(ending.test.split("::")[0]).name] += 1
+        return ending
+
     with ThreadPoolExecutor(jobs) as pool:
-        for mutant, (how, _) in zip(mutants, pool.map(lambda one: _run(part, one), mutants), strict=True):
-            yield mutant, how
+        yield from zip(mutants, pool.map(run, mutants), strict=True)
 
 
 def main() -> int:
@@ -273,24 +311,25 @@ def main() -> int:
     options = parser.parse_args()
     for heavy in ("numpy", "pytest", "torch", "torch.distributed"):  # once, for all that are forked
         importlib.import_module(heavy)
-    how, seconds = _run(options.part, None)
-    if how != "survived":
-        print(f"the tests of {options.part} fail without any change", file=sys.stderr)
+    alone = _run(list(PARTS[options.part][1]), None, 4 * LIMIT_SECONDS)
+    if alone.how != "survived":
+        print(f"the tests of {options.part} fail without any change: {alone.test or alone.how}", file=sys.stderr)
         return 2
-    print(f"{options.part}: the tests take {seconds:.0f} s")
-    ended: dict[str, int] = {"killed": 0, "timed out": 0, "survived": 0}
-    rows = []
-    for mutant, how in _campaign(options.part, draw(options.part, options.count, options.seed), options.jobs):
-        ended[how] += 1
-        where = f"{mutant.path.relative_to(ROOT)}, place {mutant.at}"
-        rows.append({"where": where, "how": how})
-        if how == "survived":
-            print(f"\n{where}\n{_difference(mutant)}", flush=True)
+    print(f"{options.part}: the tests take {alone.seconds:.0f} s", flush=True)
+    limit = max(LIMIT_SECONDS, 3 * alone.seconds)  # so that none is cut off for being slow beside another
+    ended: Counter[str] = Counter()
+    mutants = draw(options.part, options.count, options.seed)
+    with (options.out or Path(os.devnull)).open("w") as out:
+        for mutant, ending in _campaign(options.part, mutants, options.jobs, limit):
+            ended[ending.how] += 1
+            where = f"{mutant.path.relative_to(ROOT)}, place {mutant.at}"
+            row = {"where": where, "how": ending.how, "seconds": round(ending.seconds, 1), "test": ending.test}
+            print(json.dumps(row), file=out, flush=True)
+            if ending.how == "survived":
+                print(f"\n{where}\n{_difference(mutant)}", flush=True)
     total = sum(ended.values())
     killed = total - ended["survived"]
     print(f"\n{options.part}: {killed} of {total} killed ({100 * killed / total:.1f} %), {ended['timed out']} by time")
-    if options.out:
-        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 0 if killed >= 0.9 * total else 1
 
 
