@@ -54,9 +54,14 @@ def write_topology(out: Path, topology_file: Path | None, rate: str, say: Callab
         topology_file, rate: as for :func:`run_on_machines`; hosts, NICs and pods are taken from there.
 
     Raises:
-        TopologyError: the file does not cover the job's ranks.
+        TopologyError: the file does not cover the job's ranks, or all of them are on one host.
     """
     rank, topology = _join_job(topology_file, rate)
+    if topology.num_hosts == 1:
+        raise TopologyError(
+            f"all {len(topology.host_of_rank)} ranks are on one host ({socket.gethostname()}): there is no link "
+            "between hosts to measure"
+        )
     found = _measure(rank, topology)
     if rank == 0:
         out.write_text(json.dumps(found.to_json(), indent=1) + "\n")

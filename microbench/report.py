@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -134,12 +135,9 @@ def _mean(ratios: Sequence[float]) -> float:
 
 def format_markdown(records: Sequence[Record], contenders: Sequence[str]) -> str:
     """A table for a page: per row the bound, and of each contender seconds over it (and what was predicted)."""
-    run = next(record for record in records if record["kind"] == "run")
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     lines = [
-        f"`{run['command']}` on {run['date']}: {run['machine']}; {versions}; load {run['load']} at the start. "
-        "Medians of interleaved runs, seconds over the lower bound at the measured link rates; in brackets what the "
-        "simulator predicts.",
+        f"{describe_run(records)} Medians of interleaved runs, seconds over the lower bound at the measured link "
+        "rates; in brackets what the simulator predicts.",
         "",
         "| | bound, s | " + " | ".join(contenders) + " |",
         "|---|---|" + "---|" * len(contenders),
@@ -152,6 +150,35 @@ def format_markdown(records: Sequence[Record], contenders: Sequence[str]) -> str
         bound = next(iter(found.values()))["bound_seconds"]
         cells = [_cell(found.get(contender)) for contender in contenders]
         lines.append(f"| {suite}: {row} | {bound:.3g} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def describe_run(records: Sequence[Record]) -> str:
+    """The command, when and where it ran, and with what, in a sentence."""
+    run = next(record for record in records if record["kind"] == "run")
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    return f"`{run['command']}` on {run['date']}: {run['machine']}; {versions}; load {run['load']} at the start."
+
+
+def format_suites(records: Sequence[Record], contenders: Sequence[str]) -> str:
+    """A short table for a page: per suite the geometric mean over the bound of each contender, and its worst row.
+
+    Rows with a bound under 0.1 s, where messages cost more than bytes, have a line of their own.
+    """
+    suites: dict[str, dict[str, dict[str, float]]] = {}
+    for record in rows_of(records):
+        if record["ratio"]:
+            is_long = record["bound_seconds"] >= LONG_SECONDS / 2
+            suite = suites.setdefault(record["suite"] if is_long else f"under {LONG_SECONDS / 2:g} s, all suites", {})
+            suite.setdefault(record["row"], {})[record["contender"]] = record["ratio"]
+    lines = ["| suite | rows | " + " | ".join(contenders) + " |", "|---|---|" + "---|" * len(contenders)]
+    for name, rows in sorted(suites.items(), key=lambda item: item[0].startswith("under")):
+        cells = []
+        for contender in contenders:
+            ratios = [row[contender] for row in rows.values() if contender in row]
+            few = f" of {len(ratios)}" if len(ratios) < len(rows) else ""
+            cells.append(f"{_mean(ratios):.2f} ({max(ratios):.2f}{few})" if ratios else "-")
+        lines.append(f"| {name} | {len(rows)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -232,7 +259,13 @@ def write_pages(records: Sequence[Record], into: Path, readme: Path | None, trac
     written = sorted(str(path) for path in into.parent.glob(into.name + "*") if path.suffix in (".md", ".svg"))
     print(f"wrote {', '.join(written)}", file=sys.stderr)
     if readme is not None:
-        section = f"{format_markdown(records, shown)}\n\n{summary}"
+        link = Path(os.path.relpath(page, readme.parent)).as_posix()
+        section = (
+            f"{describe_run(records)} Seconds over the lower bound at the measured link rates, medians of interleaved "
+            "runs: the geometric mean of a suite's rows, in brackets the worst one, and of how many rows where a "
+            f"contender does not apply to all. Every row: [the whole page]({link}).\n\n"
+            f"{format_suites(records, shown)}\n\n{summary}"
+        )
         readme.write_text(replace_section(readme.read_text(), "benchmark", section))
 
 

@@ -33,6 +33,8 @@ def check_array(
         ArgumentError: it is missing, given where none belongs, or of the wrong kind, shape or dtype.
     """
     what = f"tensor {name!r}" if name is not None else "the tensor"
+    if role == "the destination":
+        what = f"out of {what}"
     if shape is None:
         if array is not None:
             raise ArgumentError(f"{what}: rank {rank} is not in {role} layout and must pass None")

@@ -30,6 +30,7 @@ Move a sharded tensor from one device mesh and layout to another.
 
 A mesh is a grid of ranks: 2x4 is 2 hosts of 4 devices (the last axis counts the devices of a host).
 A layout says, for each tensor dim, which mesh axes shard it: R none, S0 axis 0, S1 axis 1, S01 both, axis 0 major.
+Axes may have names: the mesh dp=2,tp=4 and the layout "(dp, -, tp)".
 
   reshard plan --shape 1024,1024,512 --dtype float32 --src-mesh 2x4 --src "S0 R R" --dst-mesh 3x4 --dst "S0 R R"
       who sends what to whom, in which order, and the least time that the network allows
@@ -53,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo = commands.add_parser("demo", help="move real tensors between real processes")
     demo.add_argument("--divide", type=int, default=4, help="divide each dim of the study's tensors by this (4)")
     commands.add_parser("info", help="versions and backends")
-    commands.add_parser("doctor", help="under torchrun: what keeps ranks from reaching each other")
+    doctor = commands.add_parser("doctor", help="under torchrun: what keeps ranks from reaching each other")
+    doctor.add_argument("--timeout", type=float, default=60.0, help="seconds that ranks may take to answer (60)")
     options = parser.parse_args(arguments)
     try:
         if options.command == "plan":
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "doctor":
             from reshard.doctor import run_doctor
 
-            return run_doctor()
+            return run_doctor(options.timeout)
     except ReshardError as error:
         text = str(error)
         if len(text) > _LONGEST_ERROR:
@@ -82,8 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", required=True, help="global shape, for example 1024,1024,512; empty for a scalar")
     parser.add_argument("--dtype", default="float32", help="element type (float32)")
-    parser.add_argument("--src-mesh", required=True, help="source mesh, for example 2x4")
-    parser.add_argument("--src", default="", help="source layout, for example 'S0 R R'; empty: replicated")
+    parser.add_argument("--src-mesh", required=True, help="source mesh, for example 2x4 or dp=2,tp=4")
+    parser.add_argument(
+        "--src", default="", help="source layout, for example 'S0 R R' or '(dp, -, -)'; empty: replicated"
+    )
     parser.add_argument("--dst-mesh", required=True, help="destination mesh")
     parser.add_argument("--dst", default="", help="destination layout")
     parser.add_argument(
@@ -257,10 +261,17 @@ def _info() -> int:
     rows.append(("native code", "built" if native else "not built: Python twins are used"))
     backends = ["local (NumPy or torch arrays of one process)"]
     if importlib.util.find_spec("torch") is not None:
+        import torch
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_gloo_available():
             backends.append("torch (Gloo, CPU tensors)")
+        if dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available():
+            backends.append(f"torch (NCCL, {torch.cuda.device_count()} GPUs)")
+        if importlib.util.find_spec("ray") is not None:
+            backends.append("ray (actors, Gloo)")
+    if importlib.util.find_spec("cupy") is not None:
+        backends.append("cupy (NCCL)")
     rows.append(("backends", ", ".join(backends)))
     for name, value in rows:
         print(f"{name:12} {value}")

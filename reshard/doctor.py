@@ -231,9 +231,9 @@ def _differences(versions: Sequence[Mapping[str, str]]) -> list[str]:
     return found
 
 
-def run_doctor() -> int:
+def run_doctor(timeout_seconds: float = 60.0) -> int:
     """Print what was found, on rank 0; 1 if something is wrong."""
-    lines, problems = examine()
+    lines, problems = examine(timeout_seconds)
     if os.environ["RANK"] == "0":
         for line in lines:
             print(line)

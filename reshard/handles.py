@@ -11,6 +11,7 @@ from typing import Any
 
 from reshard.channel import Channel
 from reshard.errors import ReshardError, TransferTimeoutError
+from reshard.mesh import say_ranks
 from reshard.monitor import call_at_exit
 from reshard.options import check_patience
 from reshard.progress import Tally
@@ -36,6 +37,10 @@ class Handle:
         #: How far this rank came, and the same in words, for a note on the error; set by who runs the transfer.
         self.tally = Tally()
         self.describe: Callable[[], str] | None = None
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done() else "done" if self._error is None else type(self._error).__name__
+        return f"Handle(transfer {self._generation} of {say_ranks(self.members)}: {state})"
 
     @property
     def members(self) -> tuple[int, ...]:

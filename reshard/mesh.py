@@ -84,10 +84,18 @@ class Mesh:
 
     @classmethod
     def of(cls, grid: str | int | Sequence[int], *, first_rank: int = 0, axes: Sequence[str] | None = None) -> Mesh:
-        """A mesh of consecutive ranks: ``"2x4"``, ``(2, 4)`` or ``8``; axes are named ``0, 1, ...`` unless given."""
-        if isinstance(grid, str):
+        """A mesh of consecutive ranks: ``"2x4"``, ``(2, 4)`` or ``8``; axes are named ``0, 1, ...`` unless given.
+
+        A text may name them: ``"dp=2,tp=4"``.
+        """
+        if isinstance(grid, str) and axes is None and "=" in grid:
+            words = [word.strip().partition("=") for word in grid.split(",")]
+            if not all(re.fullmatch("[0-9]{1,9}", size) for _, _, size in words):
+                raise MeshError(f"mesh {grid!r} is not of the form dp=2,tp=4")
+            axes, sizes = [name for name, _, _ in words], [int(size) for _, _, size in words]
+        elif isinstance(grid, str):
             if not re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9})*", grid):
-                raise MeshError(f"mesh {grid!r} is not of the form 2x4")
+                raise MeshError(f"mesh {grid!r} is not of the form 2x4 or dp=2,tp=4")
             sizes = [int(size) for size in grid.split("x")]
         else:
             try:

@@ -1,9 +1,10 @@
-"""Specs read from and written in the four notations of the field.
+"""Specs read from and written in the notations of the field.
 
 ============  ==========================================  =============================================
 notation      example on ``Mesh(dp=2, tp=4)``             meaning
 ============  ==========================================  =============================================
 ours          ``("dp", None, ("dp", "tp"))``              per tensor dim the axes that shard it, major first
+ours as text  ``"(dp, -, dp+tp)"``                        the same, as plans are printed
 2023 study    ``"S0 R S01"``                              per tensor dim, digits are axis positions
 torch         ``[Shard(0), Replicate()]``                 per mesh axis the tensor dim it shards
 JAX           ``PartitionSpec("dp", None, ("dp", "tp"))``  as ours
@@ -56,7 +57,7 @@ def split_factor_of(step: Step) -> int:
 
 
 def read_spec(mesh: Mesh, spec: Any) -> Spec:
-    """The normal form of a spec in any of the four notations; trailing unsharded dims are dropped.
+    """The normal form of a spec in any of the notations; trailing unsharded dims are dropped.
 
     Raises:
         LayoutError: the text is malformed, or names an unknown axis, or an axis twice.
@@ -65,13 +66,15 @@ def read_spec(mesh: Mesh, spec: Any) -> Spec:
     if spec is None:
         steps: list[tuple[Step, ...]] = []
     elif isinstance(spec, str):
-        steps = _read_2023(mesh, spec)
+        steps = list(parse_ours(spec)) if spec.lstrip().startswith("(") else _read_2023(mesh, spec)
     elif type(spec).__name__ == "PartitionSpec" or hasattr(spec, "UNCONSTRAINED"):  # jax calls its class P now
         if getattr(spec, "unreduced", None):
             raise PartialError(_partial_text(f"unreduced axes {sorted(spec.unreduced)}"))
         steps = _read_ours(mesh, list(spec))
     elif not isinstance(spec, Sequence):
-        raise LayoutError(f"spec {spec!r} is none of: a text such as 'S0 R', a tuple of axis names, placements")
+        raise LayoutError(
+            f"spec {spec!r} is none of: a text such as 'S0 R' or '(dp, -)', a tuple of axis names, placements"
+        )
     elif any(_is_placement(entry) for entry in spec):
         steps = _read_placements(mesh, list(spec))
     else:
@@ -97,7 +100,10 @@ def _read_2023(mesh: Mesh, text: str) -> list[tuple[Step, ...]]:
     for word in text.replace(",", " ").split():
         match = _SPEC_2023.fullmatch(word)
         if not match:
-            raise LayoutError(f"{word!r} in spec {text!r} is neither R nor S followed by axis digits")
+            raise LayoutError(
+                f"{word!r} in spec {text!r} is neither R nor S followed by axis digits; "
+                "names of axes are written as in '(dp, -, tp)'"
+            )
         for digit in match[1] or "":
             if int(digit) >= len(mesh.axes):
                 raise LayoutError(

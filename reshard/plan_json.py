@@ -10,7 +10,7 @@ import numpy as np
 from reshard.errors import LayoutError, PlanError, ReshardError
 from reshard.layout import AnyLayout, Layout, RegionLayout
 from reshard.mesh import Mesh
-from reshard.notation import parse_ours, read_spec, write_2023, write_ours
+from reshard.notation import read_spec, write_2023, write_ours
 from reshard.plan import Plan, TensorSpec, expand_messages
 from reshard.plan_text import format_transfer, parse_plan
 from reshard.topology import Topology
@@ -104,7 +104,7 @@ def layout_from_json(data: Any) -> AnyLayout:
         raise PlanError(f"ranks must be an array of integers, all rows alike: {error}") from None
     mesh = Mesh.from_array(array, axes)
     spec = data["spec"]
-    return Layout(mesh, read_spec(mesh, parse_ours(spec) if spec.startswith("(") else spec))
+    return Layout(mesh, read_spec(mesh, spec))
 
 
 def _check_nested(ranks: Any, depth: int) -> None:

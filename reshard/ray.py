@@ -23,16 +23,8 @@ from reshard.layout import Layout
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.plan import DEFAULT_STAGING_BYTES
 from reshard.ray_actor import Held, replace_each
-from reshard.ray_mesh import (
-    GRACE_SECONDS,
-    ActorMesh,
-    Answers,
-    Asked,
-    ShardedArray,
-    join_meshes,
-    keeper_place,
-    order_lock,
-)
+from reshard.ray_asking import GRACE_SECONDS, Answers, Asked, check_open, keeper_place, order_lock
+from reshard.ray_mesh import ActorMesh, ShardedArray, join_meshes
 from reshard.routes import Strategy
 from reshard.topology import Topology
 
@@ -161,6 +153,7 @@ def run(
         raise ArgumentError("run needs each mesh once: an actor is one rank")
     if not callable(function):
         raise ArgumentError(f"run needs a function, not {type(function).__name__}")
+    check_open(meshes)
     address, port = keeper_place()
     args = replace_each(args, ShardedArray, lambda array: Held(array.key))
     world, size = uuid.uuid4().hex, sum(mesh.mesh.size for mesh in meshes)

@@ -134,7 +134,8 @@ class Device:
         array = torch.empty(shards.local_shape(rank), dtype=getattr(torch, dtype))
         for box, local in shards.boxes_of(rank):
             wanted = tuple(hi - lo for lo, hi in box)
-            block = torch.as_tensor(function(tuple(slice(lo, hi) for lo, hi in box)))
+            made = function(tuple(slice(lo, hi) for lo, hi in box))
+            block = torch.as_tensor(np.require(made, requirements=["C", "W"]) if isinstance(made, np.ndarray) else made)
             if tuple(block.shape) != wanted or block.dtype != array.dtype:
                 raise ArgumentError(
                     f"the function gave {dtype_name(block.dtype)} {list(block.shape)} for {list(map(list, box))}, "

@@ -1,10 +1,10 @@
-"""Meshes of actors, the arrays that they hold, and how the driver asks them."""
+"""Meshes of actors, and the arrays that they hold."""
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,24 +12,22 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from reshard.agreement import rebuild_error
 from reshard.arrays import check_movable
 from reshard.dtypes import dtype_name
-from reshard.errors import ArgumentError, MeshError, RankLostError, RemoteError, ReshardError, TransferTimeoutError
+from reshard.errors import ArgumentError, MeshError, RemoteError, TransferTimeoutError
 from reshard.layout import Layout
 from reshard.mesh import Mesh
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
-from reshard.ray_actor import Device, StoreKeeper, pack_array, shard_of, unpack_array, whole_of
+from reshard.ray_actor import Device, pack_array, shard_of, unpack_array, whole_of
+from reshard.ray_asking import ask, check_open, keeper_place, session
 from reshard.shards import check_shape, cut_shards
 
-#: Once a rank has failed, how long the others may take to say so.
-GRACE_SECONDS = 10.0
-
-order_lock = threading.RLock()  # calls reach all actors in one order
+#: After so long without room on the cluster, the caller hears what there is.
+IMPATIENT_SECONDS = 5.0
 
 
 class ActorMesh:
@@ -75,15 +73,24 @@ class ActorMesh:
         self._dead: dict[int, str] = {}
         self._joined: dict[str, weakref.WeakSet[ActorMesh]] = {}  # groups, with the meshes that they are made of
         self._closed = False
+        self._session = session()
         bundle = {"CPU": num_cpus * per_host} | ({"GPU": num_gpus * per_host} if num_gpus else {})
         self._group: PlacementGroup = placement_group([bundle] * num_hosts, strategy="STRICT_SPREAD")
         begun = time.monotonic()
         try:
-            if not self._group.wait(timeout_seconds):
-                raise TransferTimeoutError(
-                    f"{name!r} needs {num_hosts} node{'s' * (num_hosts > 1)} with {bundle} free on each; the cluster "
-                    f"has no such room after {timeout_seconds:g} s (in all, free or not: {_nodes()})"
-                )
+            needs = f"{name!r} needs {num_hosts} node{'s' * (num_hosts > 1)} with {bundle} free on each"
+            if not self._group.wait(min(IMPATIENT_SECONDS, timeout_seconds)):
+                if timeout_seconds > IMPATIENT_SECONDS:
+                    warnings.warn(
+                        f"{needs}; waiting up to {timeout_seconds:g} s for room (in all, free or not: {_nodes()})",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+                if not self._group.wait(max(0.0, timeout_seconds - IMPATIENT_SECONDS)):
+                    raise TransferTimeoutError(
+                        f"{needs}; the cluster has no such room after {timeout_seconds:g} s "
+                        f"(in all, free or not: {_nodes()})"
+                    )
             remote = ray.remote(Device)
             self.actors = [
                 remote.options(
@@ -120,6 +127,7 @@ class ActorMesh:
             check_movable(whole, "the array", 0)
         except (TypeError, ValueError) as error:
             raise ArgumentError(f"put needs an array of numbers, on the CPU: {error}") from None
+        check_open([self])
         made = ShardedArray(self, Layout(self.mesh, spec), tuple(whole.shape), dtype_name(whole.dtype))
         shards = cut_shards(made.layout, made.shape)
         parts: dict[Any, Any] = {}
@@ -155,6 +163,8 @@ class ActorMesh:
         """End the actors, with what they hold."""
         if not self._closed:
             self._closed = True
+            if self._session != session():
+                return  # they ended with it
             for key, meshes in self._joined.items():
                 for mesh in meshes:
                     if mesh is not self and not mesh._closed:
@@ -186,7 +196,7 @@ class ActorMesh:
         return frozenset(self._dead)
 
     def _ask(self, method: str, asked: Mapping[int, Sequence[Any]], timeout_seconds: float) -> list[Any]:
-        return _ask([(self, rank, method, args) for rank, args in asked.items()], timeout_seconds)
+        return ask([(self, rank, method, args) for rank, args in asked.items()], timeout_seconds)
 
 
 class ShardedArray:
@@ -203,7 +213,7 @@ class ShardedArray:
         cut_shards(layout, shape)  # raises if it does not fit
         self.mesh, self.layout, self.shape, self.dtype = mesh, layout, shape, dtype
         self.key = uuid.uuid4().hex
-        weakref.finalize(self, _drop, mesh.actors, self.key).atexit = False
+        weakref.finalize(self, _drop, mesh._session, mesh.actors, self.key).atexit = False
 
     def shards(self, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> dict[int, torch.Tensor]:
         """The shards of all ranks that are not ``lost``, brought to the driver."""
@@ -237,105 +247,15 @@ class ShardedArray:
         raise TypeError("a ShardedArray stays on the driver; reshard.ray.run gives each actor its own shard of it")
 
 
-Asked = tuple[ActorMesh, int, str, Sequence[Any]]
-
-
-class Answers:
-    """Calls of actors under way.
-
-    Args:
-        asked: whom, and for what. meshes: of them. group: the key of the group that they move data in, if they do.
-        bears_loss: actors that die, or are dead already, are passed over.
-    """
-
-    def __init__(
-        self, asked: Sequence[Asked], meshes: Sequence[ActorMesh], group: str | None, bears_loss: bool = False
-    ) -> None:
-        for mesh in meshes:
-            if mesh._closed:
-                raise ArgumentError(f"{mesh.name!r} is closed")
-        for mesh, rank, *_ in asked:
-            if rank in mesh._dead and not bears_loss:
-                raise RemoteError(f"rank {rank} of {mesh.name!r}, {mesh.called(rank)}, died: {mesh._dead[rank]}")
-        self._asked, self._group, self._bears_loss = list(asked), group, bears_loss
-        try:
-            self._refs = [getattr(mesh.actors[rank], method).remote(*args) for mesh, rank, method, args in asked]
-        except (TypeError, ValueError, AttributeError) as error:  # of the pickler
-            raise ArgumentError(f"what the actors are given must pickle: {str(error).splitlines()[0]}") from error
-
-    def take(self, timeout_seconds: float) -> list[Any]:
-        """What all return; raises the first error, of an actor that died before all others."""
-        deadline = time.monotonic() + timeout_seconds
-        answers: dict[int, tuple[Any, ...]] = {}
-        position = {ref: i for i, ref in enumerate(self._refs)}
-        waiting = list(self._refs)
-        deaths: list[str] = []
-        lost: set[int] = set()  # silent ones, without which the others go on
-        while waiting:
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            i = position[ready[0]]
-            mesh, rank, *_ = self._asked[i]
-            try:
-                answers[i] = ray.get(ready[0])
-            except RayActorError as error:
-                mesh._dead[rank] = str(error).strip().splitlines()[-1].strip()
-                deaths.append(f"rank {rank} of {mesh.name!r}, {mesh.called(rank)}, died: {mesh._dead[rank]}")
-                answers[i] = ("dead",)
-                if self._group is not None:
-                    ray.get(_keeper().blame.remote(self._group, i, f"rank {i} is gone: {mesh.called(rank)} died"))
-            except RayError as error:
-                answers[i] = ("error", "RemoteError", f"{mesh.called(rank)}: {error}")
-            if answers[i][0] == "result" and self._bears_loss:
-                lost.update(answers[i][1] or ())
-                waiting = [ref for ref in waiting if position[ref] not in lost]
-            if answers[i][0] == "fault":
-                break
-            if answers[i][0] in ("error", "doubt") or (answers[i][0] == "dead" and not self._bears_loss):
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        for mesh, rank, *_ in (self._asked[i] for i in lost):
-            mesh._dead.setdefault(rank, "it was silent, and the others go on without it")
-        if deaths and not (self._bears_loss and len(deaths) < len(self._asked)):
-            raise RemoteError("; ".join(deaths))
-        for kind in ("fault", "error", "doubt"):  # later ones may follow from earlier ones
-            for i in sorted(answers.keys() - lost):
-                if answers[i][0] == kind:
-                    raise self._rebuild(i, answers[i])
-        missing = [self._asked[i] for i in range(len(self._asked)) if i not in answers and i not in lost]
-        silent = [mesh.called(rank) for mesh, rank, *_ in missing]
-        if silent:
-            raise TransferTimeoutError(f"no answer within {timeout_seconds:g} s from {', '.join(silent)}")
-        return [answers[i][1] for i in sorted(answers) if answers[i][0] == "result"]
-
-    def _rebuild(self, i: int, answer: tuple[Any, ...]) -> ReshardError:
-        """What a rank raised; of lost ranks also who they are to the driver, of its own fault who it is, and where."""
-        error = rebuild_error(*answer[1:3])
-        if answer[0] != "error":
-            mesh, rank, *_ = self._asked[i]
-            error = type(error)(f"{mesh.called(rank)}: {error}")
-            error.add_note(answer[3])
-        if isinstance(error, RankLostError):
-            lost = [(i, *self._asked[i][:2]) for i in answer[3]]
-            names = ", ".join(f"rank {i} is {mesh.called(rank)}" for i, mesh, rank in lost)
-            error = RankLostError(f"{error} ({names})", *answer[3:])
-        return error
-
-
-def _ask(asked: Sequence[Asked], timeout_seconds: float, bears_loss: bool = False) -> list[Any]:
-    with order_lock:
-        answers = Answers(asked, list(dict.fromkeys(mesh for mesh, *_ in asked)), None, bears_loss)
-    return answers.take(check_timeout(timeout_seconds))
-
-
 def join_meshes(meshes: Sequence[ActorMesh]) -> str:
     """The key of the group of the meshes' actors, in that order; made on first use."""
     key = "+".join(mesh._id for mesh in meshes)
     if key not in meshes[0]._joined:
+        check_open(meshes)
         address, port = keeper_place()
         members = [(mesh, rank) for mesh in meshes for rank in mesh.mesh.ranks]
         places = [(key, address, port, i, len(members)) for i in range(len(members))]
-        _ask(
+        ask(
             [(mesh, rank, "join", place) for (mesh, rank), place in zip(members, places, strict=True)],
             DEFAULT_TIMEOUT_SECONDS,
             bears_loss=True,  # what becomes of the dead is for the call to say
@@ -345,35 +265,8 @@ def join_meshes(meshes: Sequence[ActorMesh]) -> str:
     return key
 
 
-_keepers: dict[tuple[str, str], Any] = {}
-
-
-def _keeper() -> Any:
-    """The actor at whose store this driver's actors meet."""
-    here = ray.get_runtime_context()
-    job = here.get_node_id(), here.get_job_id()  # clusters number their jobs alike
-    with order_lock:
-        if job not in _keepers:
-            _keepers.clear()
-            _keepers[job] = ray.remote(StoreKeeper).options(num_cpus=0).remote()
-        return _keepers[job]
-
-
-def keeper_place() -> tuple[str, int]:
-    """Address and port of the store at which this driver's actors meet.
-
-    Raises:
-        RemoteError: its actor is lost.
-    """
-    try:
-        place: tuple[str, int] = ray.get(_keeper().where.remote(), timeout=DEFAULT_TIMEOUT_SECONDS)
-    except RayError as error:
-        raise RemoteError(f"the actor that keeps the store is lost: {error}") from None
-    return place
-
-
-def _drop(actors: Sequence[Any], key: str) -> None:
-    if ray.is_initialized():
+def _drop(made_in: Any, actors: Sequence[Any], key: str) -> None:
+    if made_in == session():
         for actor in actors:
             actor.drop.remote(key)
 

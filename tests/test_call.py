@@ -167,6 +167,12 @@ def _movers(rank):
             got = handle.wait(timeout_seconds=30)
             assert got is None or same_bytes(got, take_shard(dst, rank, whole) + turn)
         assert mover.staging_allocated_bytes == held
+        last = mover.start(source)
+        assert repr(last).startswith("Handle(transfer ")
+        last.wait()
+        assert repr(last).endswith(" of ranks 0-3: done)")
+        with pytest.raises(ArgumentError, match=r"out of the tensor: rank [23] passes float32 \[3\], but its shard"):
+            mover(source, out=None if rank < 2 else torch.zeros(3))
     with pytest.raises(ArgumentError):
         mover(source)
     return True

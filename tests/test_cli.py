@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -28,6 +29,24 @@ def test_texts_are_the_golden_files(capsys):
     assert main([*small, "--format", "summary"]) == 0
     assert capsys.readouterr().out == whole.split("\n\n")[0] + "\n"
     assert main([*small, "--format", "summary", "--rank", "1"]) == 2
+
+
+def test_axes_may_be_named(capsys):
+    named = ["plan", "--shape", "96,64", "--src-mesh", "dp=2,tp=2", "--src", "(dp, -)", "--dst-mesh", "x=3, y=2"]
+    assert main([*named, "--dst", "(x, y)"]) == 0
+    shown = capsys.readouterr().out
+    numbered = (GOLDENS / "plan_2x2_3x2.txt").read_text()
+    assert "from (dp) on Mesh(dp=2, tp=2; ranks 0-3) to (x, y) on Mesh(x=3, y=2; ranks 4-9)" in shown
+    assert shown.split("\n0: ")[1] == numbered.split("\n0: ")[1]
+    assert main([*named, "--dst", "(x, tp)"]) == 2
+    assert "names axis 'tp', but Mesh(x=3, y=2; ranks 4-9) has axes x, y" in capsys.readouterr().err
+
+
+def test_info_lists_what_can_be_used(capsys):
+    assert main(["info"]) == 0
+    shown = capsys.readouterr().out
+    assert "torch (Gloo, CPU tensors)" in shown
+    assert ("ray (actors, Gloo)" in shown) == (importlib.util.find_spec("ray") is not None)
 
 
 def test_json_is_the_contract(capsys):

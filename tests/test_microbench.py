@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from microbench.calibrate import deviations, mean_topology, measured_topology, p
 from microbench.disturbance import Lap, Laps, Pace, Patience
 from microbench.pictures import draw_bars
 from microbench.plan import Case, growth, time_case
-from microbench.report import format_markdown, format_table, replace_section
+from microbench.report import format_markdown, format_suites, format_table, replace_section
 from microbench.rows import CLUSTERS, read_cluster
 from microbench.run import make_records, plan_row
 from microbench.wiring import cluster_wires, etc_hosts, host_wires, nominal
@@ -168,6 +169,14 @@ def test_records_tables_and_pages():
     assert "| study: study 3 | 0.281 | 1.03 (1.02) | - |" in format_markdown(
         records, ("broadcast_greedy", "gloo broadcast")
     )
+    short = format_suites(records, ("broadcast_greedy", "gloo broadcast"))
+    assert short.splitlines()[2:] == ["| study | 1 | 1.03 (1.03) | - |"]
+    brief = {**ours, "row": "brief", "bound_seconds": 0.09, "ratio": 4.0}
+    both = [*records, {**ours, "row": "another", "ratio": 4 * ours["ratio"]}, brief]
+    twice = format_suites(both, ("broadcast_greedy", "send_recv")).splitlines()[2:]
+    assert twice[0].startswith("| study | 2 | 2.07 (4.13) | ")
+    assert twice[0].endswith(" of 1) |")
+    assert twice[1] == "| under 0.1 s, all suites | 1 | 4.00 (4.00) | - |"
     page = "a\n<!-- x -->\nold\n<!-- end of x -->\nb\n"
     assert replace_section(page, "x", "new") == "a\n<!-- x -->\nnew\n<!-- end of x -->\nb\n"
     with pytest.raises(SystemExit, match="no marks"):
@@ -240,11 +249,14 @@ def test_links_of_a_job_are_written_as_a_topology(tmp_path):
     out = tmp_path / "cluster.json"
     given = tmp_path / "given.yaml"
     given.write_text("hosts: [{devices: 2, nics: [10 Gbit/s], count: 2}]\n")
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "microbench",
-         "--calibrate", str(out), "--topology", str(given)],
-        capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parent.parent,
-    )  # fmt: skip
+    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "microbench"]
+    measure = functools.partial(
+        subprocess.run, capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parent.parent
+    )
+    run = measure([*job, "--calibrate", str(out)])
+    assert "all 4 ranks are on one host" in run.stderr
+    assert not out.exists()
+    run = measure([*job, "--calibrate", str(out), "--topology", str(given)])
     assert run.returncode == 0, run.stderr[-2000:]
     assert "4 ranks on 2 hosts" in run.stderr
     topology = Topology.read(out)

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -117,7 +118,54 @@ def _wrong_calls():
         assert good.gather().equal(_whole(4, 4))
         right.close()
         note(lambda: actors.reshard(held, left, right))
+        there = left.make((4, 4), "float64", "S0", _part_of_what_is_not_writable)
+        assert np.array_equal(there.gather().numpy(), _not_writable())
     return found
+
+
+def _not_writable():
+    whole = np.arange(16.0).reshape(4, 4)
+    whole.setflags(write=False)
+    return whole
+
+
+def _part_of_what_is_not_writable(index):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return _not_writable()[index]
+
+
+def _use_after_shutdown():
+    import ray
+
+    import reshard.ray as actors
+
+    left = actors.ActorMesh(1, name="left")
+    held = left.put(_whole(4, 4))
+    address = ray.get_runtime_context().gcs_address
+    ray.shutdown()
+    found = []
+    for again in (False, True):
+        if again:
+            ray.init(address=address, log_to_driver=False)
+        for use in (held.gather, held.shards, lambda: left.put(_whole(2)), lambda: actors.run([left], _ones)):
+            try:
+                use()
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error}")
+            else:
+                found.append("nothing")
+        left.close() if again else None
+    with actors.ActorMesh(1, name="left") as left:
+        assert left.put(_whole(4, 4)).gather().equal(_whole(4, 4))
+    return found
+
+
+def test_what_ended_with_its_connection_is_an_error(drive):
+    found = drive(_use_after_shutdown)
+    assert len(found) == 8
+    for said in found:
+        assert "ArgumentError: 'left' and its arrays ended with the connection to Ray" in said
 
 
 def _run_on_shards():
