@@ -146,6 +146,8 @@ def put_back(kept: Gradients) -> None:
         for parameter, gradient in kept:
             if parameter.grad is None:
                 parameter.grad = gradient
+            elif parameter.grad.is_sparse and not gradient.is_sparse:
+                parameter.grad = gradient + parameter.grad  # the other way round torch refuses
             else:
                 parameter.grad += gradient
 
@@ -241,14 +243,14 @@ def sum_over_copies(
 
     kinds = torch.tensor([_kind(parameter.grad) for parameter in parameters], device=parameters[0].device)
     add(kinds, dist.ReduceOp.MAX)
-    dense: dict[torch.dtype, list[torch.Tensor]] = {}
+    dense: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
         if kind == _DENSE:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             elif parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
-            dense.setdefault(parameter.dtype, []).append(parameter.grad)
+            dense.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
         elif kind == _SPARSE:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, layout=torch.sparse_coo)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from reshard.scheduler import Edge, Pipeline, Stage, interleaved_1f1b, one_f_one_b
 from reshard.scheduler.engine import Engine
+from reshard.scheduler.replicas import put_back, set_aside
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -305,3 +306,15 @@ def test_plain_copies_that_see_different_data_get_a_warning():
     first, second, frozen = run_processes(run_plain, 3)
     assert not first and not frozen and len(second) == 1
     assert second[0].startswith("test_replicas.py: ranks of stage 1 have shards of what crosses its edges"), second
+
+
+def test_dense_and_sparse_gradients_of_an_earlier_step_are_added_to_either():
+    dense, sparse = torch.ones(3, 2), torch.sparse_coo_tensor([[1]], [[2.0, 3.0]], (3, 2), check_invariants=True)
+    for earlier, later in ((dense, sparse), (sparse, dense), (sparse, sparse), (dense, dense)):
+        parameter = nn.Parameter(torch.zeros(3, 2))
+        parameter.grad = earlier.clone()
+        kept = set_aside([parameter])
+        assert parameter.grad is None
+        parameter.grad = later.clone()
+        put_back(kept)
+        assert parameter.grad.to_dense().equal(earlier.to_dense() + later.to_dense())
