@@ -122,3 +122,33 @@ def test_specs_of_placements_may_leave_all_dims_whole():
     mesh = Mesh.of((2, 2))
     assert Layout(mesh, "R R").spec == Layout(mesh, ()).spec == ()
     assert Layout(mesh, "R S1 R").spec == ((), ("1",))
+
+
+@pytest.mark.parametrize("factor", [0, -1, 2.5, "2"])
+def test_split_factors_are_whole_numbers_from_one(factor):
+    with pytest.raises(LayoutError, match="must be at least 1"):
+        Layout(Mesh.of("2"), (Strided("0", factor),))
+
+
+def test_split_factors_make_no_more_pieces_than_the_limit(monkeypatch):
+    monkeypatch.setattr(reshard.shards, "MAX_PIECES", 8)
+    layout = Layout(Mesh.of("2"), (Strided("0", 4),))
+    assert cut_shards(layout, (8,)).local_shape(1) == (4,)
+    with pytest.raises(LayoutError, match="split factor of 5 over 2 ranks makes more than 8 pieces"):
+        cut_shards(Layout(Mesh.of("2"), (Strided("0", 5),)), (16,))
+
+
+@pytest.mark.parametrize("rank", ["1", True, 1.0])
+def test_first_ranks_are_integers(rank):
+    with pytest.raises(MeshError, match="must be an integer"):
+        Mesh.of("2", first_rank=rank)
+
+
+def test_the_ranks_of_a_mesh_cannot_be_written():
+    with pytest.raises(ValueError, match="read-only"):
+        Mesh.of("2x2").array[0, 0] = 7
+
+
+def test_a_layout_that_shards_nothing_is_written_with_as_many_dims_as_asked_for():
+    layout = Layout(Mesh.of("2"))
+    assert (layout.to_2023(), layout.to_2023(2)) == ("", "R R")
