@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import types
 
+import numpy as np
 import pytest
 
 import reshard.shards
 from reshard import Layout, LayoutError, Mesh, MeshError, RegionLayout
 from reshard.mesh import MAX_AXES, MAX_MESH_RANKS, MAX_RANK, format_ranks, parse_ranks
 from reshard.notation import Strided
-from reshard.shards import cut_shards
+from reshard.shards import cut_shards, find_overlaps
 
 
 def test_each_limit_holds_and_not_one_less():
@@ -152,3 +153,28 @@ def test_the_ranks_of_a_mesh_cannot_be_written():
 def test_a_layout_that_shards_nothing_is_written_with_as_many_dims_as_asked_for():
     layout = Layout(Mesh.of("2"))
     assert (layout.to_2023(), layout.to_2023(2)) == ("", "R R")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_overlaps_are_those_that_a_comparison_of_all_pairs_finds(seed):
+    chance = np.random.default_rng(seed)
+    num_a, num_b, ndim = chance.integers(0, 12), chance.integers(0, 12), chance.integers(0, 4)
+    starts = [chance.integers(0, 5, (num, ndim)) for num in (num_a, num_b)]
+    stops = [start + chance.integers(1, 4, start.shape) for start in starts]
+    found = zip(*find_overlaps(starts[0], stops[0], starts[1], stops[1]), strict=True)
+    expected = [
+        (i, j)
+        for i in range(num_a)
+        for j in range(num_b)
+        if (starts[0][i] < stops[1][j]).all() and (starts[1][j] < stops[0][i]).all()
+    ]
+    assert list(found) == expected
+
+
+def test_boxes_that_are_apart_stay_whole_beside_others_that_overlap():
+    layout = RegionLayout(
+        {0: [((0, 4), (0, 2))], 1: [((4, 8), (0, 2))], 2: [((6, 10), (0, 2))], 3: [((10, 12), (0, 2))]}
+    )
+    cut = cut_shards(layout, (12, 2))
+    assert cut.start[:, 0].tolist() == [0, 4, 6, 8, 10]
+    assert cut.stop[:, 0].tolist() == [4, 6, 8, 10, 12]
