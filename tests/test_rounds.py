@@ -105,3 +105,66 @@ def _move_in_rounds(rank):
 
 def test_rounds_on_processes():
     assert len(run_processes(_move_in_rounds, 10)) == 10
+
+
+def _turned():
+    """Ranks whose hosts have two NICs turn a layout around: some pass on what they do not need themselves."""
+    src, dst = Layout(Mesh.of("2x4"), "R S01"), Layout(Mesh.of("2x4", first_rank=8), "S01 R")
+    nics = ["500 Mbit/s", "500 Mbit/s"]
+    topology = Topology.from_json({"hosts": [{"count": 4, "devices": 4, "nics": nics}]})
+    return src, dst, make_plan(src, dst, (204, 4096), "float32", topology=topology)
+
+
+def test_what_is_passed_on_has_a_place_of_its_own_until_it_left():
+    src, dst, plan = _turned()
+    round_of, reused = find_rounds(plan), 0
+    for rank in plan.ranks:
+        program = build_program(plan, rank)
+        runner = RoundRunner(program, round_of, TorchMemory(torch.device("cpu")))
+        forwards = {send.forwards: number for number, one in enumerate(runner.rounds) for send in one.sends}
+        live: dict[int, tuple[int, int]] = {}
+        for number, one in enumerate(runner.rounds):
+            live = {index: part for index, part in live.items() if forwards[index] >= number}
+            for index, recv in enumerate(program.recvs):
+                if recv.is_relay and recv in one.recvs:
+                    first = runner._place_of_relay[index]
+                    end = first + recv.nbytes
+                    assert all(end <= start or stop <= first for start, stop in live.values())
+                    assert end <= runner.nbytes
+                    live[index] = first, end
+        places = list(runner._place_of_relay.values())
+        reused += len(places) - len(set(places))
+        runner.check_fits(runner.nbytes)
+        if runner.nbytes:
+            with pytest.raises(PlanError, match=f"rank {rank} needs {runner.nbytes} bytes of buffers"):
+                runner.check_fits(runner.nbytes - 1)
+    assert reused
+    whole = whole_tensor((204, 4096), torch.float32)
+    outs = {r: [s if s is None else torch.zeros_like(s)] for r in plan.ranks for s in [take_shard(dst, r, whole)]}
+    run_in_threads(plan, {r: [take_shard(src, r, whole)] for r in plan.ranks}, outs, in_rounds=True)
+    for rank in dst.ranks:
+        assert same_bytes(outs[rank][0], take_shard(dst, rank, whole))
+
+
+class _Packing(TorchMemory):
+    packed = 0
+
+    def pack(self, views, buffer):
+        self.packed += 1
+        super().pack(views, buffer)
+
+    def unpack(self, buffer, views):
+        self.packed += 1
+        super().unpack(buffer, views)
+
+
+@pytest.mark.parametrize(("spec", "packs"), [("S0 R", 0), ("R S0", 1)])
+def test_what_lies_in_one_run_leaves_from_where_it_is(spec, packs):
+    src, dst = Layout(Mesh.of("1"), "R R"), Layout(Mesh.of("2", first_rank=1), spec)
+    plan = make_plan(src, dst, (8, 4), "float32")
+    memory = _Packing(torch.device("cpu"))
+    runner = RoundRunner(build_program(plan, 0), find_rounds(plan), memory)
+    sent = []
+    runner.run([torch.arange(32.0).reshape(8, 4)], [None], lambda recvs, sends: sent.extend(sends))
+    assert len(sent) == plan.num_messages
+    assert (memory.packed > 0) == (packs > 0)
