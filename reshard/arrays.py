@@ -97,7 +97,7 @@ def check_apart(src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor |
         start, stop = _reach(array)
         if any(start < last and first < stop for first, last in reaches):
             raise ArgumentError("out shares memory with a source; they must be apart")
-        if _overlaps_itself(array):
+        if shares_with_itself(array):
             raise ArgumentError(f"out of strides {array.stride()}: several of its elements are one place in memory")
         if array.is_conj() or array.is_neg():
             raise ArgumentError("out is a conjugated or negated view; pass out.resolve_conj().resolve_neg()")
@@ -139,8 +139,8 @@ def _reach(array: torch.Tensor) -> tuple[int, int]:
     return array.data_ptr(), array.data_ptr() + (last + 1) * array.element_size()
 
 
-def _overlaps_itself(array: torch.Tensor) -> bool:
-    """True if two elements may be one place: a stride does not step over what smaller strides span."""
+def shares_with_itself(array: torch.Tensor) -> bool:
+    """Whether two elements may be one place in memory: a stride does not step over what smaller strides span."""
     span = 0
     for stride, size in sorted(zip(array.stride(), array.shape, strict=True)):
         if size > 1:

@@ -7,6 +7,7 @@ is told to all in the store, under ``u/<members>/error/<generation>``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import threading
@@ -79,12 +80,7 @@ class Channel:
         """A transport of this generation, made by all members together; None for one rank."""
         if len(self.members) == 1:
             return None
-
-        def look() -> None:
-            error = self.told_error(generation)
-            if error is not None:
-                raise error
-
+        look = functools.partial(self.check_told, generation)
         return self._connect(generation, lambda made: made.transport(is_two_way, timeout_seconds, look))
 
     def exchange(
@@ -94,6 +90,13 @@ class Channel:
         if len(self.members) == 1:
             return None
         return self._connect(generation, lambda made: made.exchange(device, number, timeout_seconds))
+
+    def collectives(self, generation: int, device: torch.device, timeout_seconds: float) -> Any:
+        """As :meth:`transport`, a backend of ``torch.distributed`` for collectives of all members."""
+        if len(self.members) == 1:
+            return None
+        look = functools.partial(self.check_told, generation)
+        return self._connect(generation, lambda made: made.collectives(device, timeout_seconds, look))
 
     def _connect(self, generation: int, ask: Callable[[Connections], Any]) -> Any:
         with self._lock:
@@ -149,6 +152,12 @@ class Channel:
                 return None
             return self.fail(generation, RemoteError(f"rank {lost} is gone: it closed its connection in a transfer"))
         return self.take_error(generation, rebuild_error(*json.loads(self._store.get(key))))
+
+    def check_told(self, generation: int) -> None:
+        """Raise the error that a member told of, if any."""
+        error = self.told_error(generation)
+        if error is not None:
+            raise error
 
     def take_error(self, generation: int, error: ReshardError) -> ReshardError:
         """Mark a transport as finished; the next agreement makes a new one. Returns its first error."""

@@ -171,6 +171,10 @@ class Hub:
                 return rank
         return next((rank for rank in list(self.gone) if rank not in self._left), None)
 
+    def left(self) -> int | None:
+        """A rank that said goodbye, if there is one."""
+        return min(self._left, default=None)
+
     def close(self) -> None:
         """Say goodbye and close all connections."""
         for peer in self._peers.values():
@@ -244,7 +248,7 @@ class Spoke:
         self._peer = peer
         self.said = -1  # the number of the last record
         self.answer: Any = None
-        self._has_left = False  # whether the hub said goodbye
+        self.has_left = False  # whether the hub said goodbye
 
     @classmethod
     def connect(cls, store: Store, rank: int, hub: int, seconds: float) -> Spoke:
@@ -306,13 +310,13 @@ class Spoke:
         if poller.poll(max(0.0, 1000 * seconds)):
             self._peer.read()
             while (frame := self._peer.frame()) is not None:
-                self._has_left |= "bye" in frame
+                self.has_left |= "bye" in frame
                 if frame.get("number") == self.said:
                     self.answer = frame["verdict"]
 
     def is_lost(self) -> bool:
         """True if the hub has closed the connection without a goodbye."""
-        return not self._has_left and self._peer.is_closed()
+        return not self.has_left and self._peer.is_closed()
 
     def close(self) -> None:
         """Say goodbye and close the connection."""

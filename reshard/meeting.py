@@ -332,6 +332,17 @@ class Meeting:
             return self.members[0]
         return None
 
+    def find_left(self) -> int | None:
+        """A member whose process has ended in order, as far as this rank's connections tell, if there is one."""
+        if self._hub is not None:
+            self._hub.drain()
+            return self._hub.left()
+        if self._spoke is not None:
+            with contextlib.suppress(EOFError):
+                self._spoke.pump(0.0)
+            return self.members[0] if self._spoke.has_left else None
+        return None
+
     def _close_at_exit(self) -> None:
         _open.add(self)
         call_at_exit(_close_all, priority=10)

@@ -212,8 +212,7 @@ class Mover:
 
     def check(self) -> None:
         """Raise the error that another rank told of, if one did."""
-        if error := self._channel.told_error(self._generation):
-            raise error
+        self._channel.check_told(self._generation)
 
     def close(self) -> None:
         """End the progress thread; transfers under way are finished first. The group's connections stay."""

@@ -33,6 +33,7 @@ class Connections:
         self._groups: list[Any] = []
         self._stores: list[dist.Store] = []  # which the groups use, and do not keep
         self._device_groups: list[GroupExchange] = []
+        self._collectives: Any = None
 
     def transport(self, is_two_way: bool, timeout_seconds: float, look: Callable[[], None]) -> GlooTransport:
         """A transport; all ranks must ask for the same one.
@@ -48,12 +49,30 @@ class Connections:
             RuntimeError: not all ranks came in time.
         """
         while len(self._groups) < 1 + is_two_way:
-            make = functools.partial(self._make_group, timedelta(seconds=timeout_seconds), look)
-            self._groups.append(in_time(make, timeout_seconds + GRACE_SECONDS))
+            self._groups.append(self._make_in_time(str(len(self._groups)), timeout_seconds, look))
         return GlooTransport(self._groups[0], self._groups[is_two_way], self._own, self._position)
 
-    def _make_group(self, limit: timedelta, look: Callable[[], None]) -> Any:
-        store = _PolledStore(dist.PrefixStore(str(len(self._groups)), self._store), look)
+    def collectives(self, device: torch.device, timeout_seconds: float, look: Callable[[], None]) -> Any:
+        """A ``torch.distributed`` backend for collectives of tensors on a type of device, one for all that ask.
+
+        Raises:
+            RuntimeError: not all ranks came in time.
+        """
+        if self._collectives is None:
+            if device.type in DEVICE_GROUPS:
+                store = dist.PrefixStore(f"{device.type}/collectives", self._store)
+                limit = timedelta(seconds=timeout_seconds)
+                self._collectives = DEVICE_GROUPS[device.type](store, self._own, len(self._position), limit, device)
+            else:
+                self._collectives = self._make_in_time("collectives", timeout_seconds, look)
+        return self._collectives
+
+    def _make_in_time(self, name: str, timeout_seconds: float, look: Callable[[], None]) -> Any:
+        make = functools.partial(self._make_group, name, timedelta(seconds=timeout_seconds), look)
+        return in_time(make, timeout_seconds + GRACE_SECONDS)
+
+    def _make_group(self, name: str, limit: timedelta, look: Callable[[], None]) -> Any:
+        store = _PolledStore(dist.PrefixStore(name, self._store), look)
         self._stores.append(store)
         group = dist.ProcessGroupGloo(store, self._own, len(self._position), limit)
         # who has nothing to do might end its process while others still connect, which fails for them then
@@ -78,6 +97,10 @@ class Connections:
             abort_group(group)
         for exchange in self._device_groups:
             exchange.abort()
+        if isinstance(self._collectives, dist.ProcessGroupGloo):
+            abort_group(self._collectives)
+        elif self._collectives is not None:
+            self._collectives.abort()
 
 
 class _PolledStore(dist.Store):

@@ -25,12 +25,13 @@ from reshard.routes import Strategy
 from reshard.topology import Topology
 
 from .check import check_schedule
+from .copies import Copies, find_copies
 from .crossings import Crossings, find_device_type, make_ways
 from .iteration import Iteration, Parts, Step
 from .measured import gather
 from .notation import format_schedule
 from .pipeline import Pipeline
-from .replicas import warn_of_drift
+from .replicas import LossShards, check_loss_shards, warn_of_drift
 from .schedule import Kind, Schedule
 from .simulation import PipelineTimeline
 from .stage_run import StageRun
@@ -57,7 +58,8 @@ class Engine:
             its loss weighs as much less.
         ties: parameters that several stages have; the first stage's values are taken by the others now. A stage whose
             ranks see different data needs DDP or FSDP there.
-        num_loss_shards: how many copies of the stage with the loss see different data; the total is their mean.
+        num_loss_shards: how many copies of the stage with the loss see different data; the total is their mean. Where
+            several stages give a loss, ``{stage: number}``, 1 for those left out.
         signal_only: move one element in place of each tensor, and compute on zeros; shows what communication costs.
         timeout_seconds: how long ranks may take to agree, and each transfer to finish, including the wait for whoever
             has yet to compute what it brings. A rank that is alive but silent is named after 30 s; with less than that
@@ -79,13 +81,13 @@ class Engine:
         strategy: str | Strategy | None = None,
         last_pipeline: Pipeline | None = None,
         ties: Sequence[Tie] = (),
-        num_loss_shards: int = 1,
+        num_loss_shards: LossShards = 1,
         signal_only: bool = False,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
         self.schedule, self.pipeline = schedule, pipeline
         self._group = find_group(group)
-        self._num_loss_shards, self._last_weight = num_loss_shards, 1.0
+        self._last_weight = 1.0
         self._broken: BaseException | None = None
         self._closed = False
         self._stepping = threading.Lock()
@@ -109,13 +111,15 @@ class Engine:
             self.row = next(row for row, its in enumerate(rows) if self._group.rank in its)
             _check_last(pipeline, last_pipeline)
             self._last_weight = _weigh_last(pipeline, last_pipeline)
-            _check_shards(num_loss_shards, pipeline)
+            check_loss_shards(num_loss_shards, pipeline)
             self._stages = self._make_stages(modules)
+            if self._group.process_group is not None:
+                self._find_copies()  # are they ranks of their stage?
             check_ties(ties, pipeline, modules, self._group.rank)
             record.arguments = _describe(schedule, pipeline, last_pipeline, strategy, topology)
             record.arguments.append(("the number of ties", str(len(ties))))
             record.arguments += [(f"tie {number}", str(tie)) for number, tie in enumerate(ties)]
-            record.arguments += [("num_loss_shards", str(num_loss_shards)), ("signal_only", str(signal_only))]
+            record.arguments += [("num_loss_shards", _sorted_text(num_loss_shards)), ("signal_only", str(signal_only))]
             device = find_device_type(modules)
             record.arguments.append(("the type of device", device))
         except Exception as error:  # whatever is wrong on this rank, the others must hear of it
@@ -130,10 +134,19 @@ class Engine:
             crossings.append(Crossings(ways, self._group, timeout_seconds, device=device, signal_only=signal_only))
         for stage, run in self._stages.items():
             warn_of_drift(pipeline, stage, run.module)
+        try:
+            copies = [
+                Copies(stage, self._stages[stage].module, self._group, its, device, timeout_seconds)
+                for stage, its in self._find_copies().items()
+            ]
+        except ReshardError as error:
+            for each in crossings:  # ranks of other stages begin a step meanwhile
+                each.fail(error)
+            raise
         joined = Ties(ties, pipeline, modules, self._group, topology, strategy, timeout_seconds, device)
         joined.share_values()
         self._parts = Parts(
-            schedule, self.row, self._stages, pipelines, tuple(crossings), joined, num_loss_shards, timeout_seconds
+            schedule, self.row, self._stages, pipelines, tuple(crossings), tuple(copies), joined, num_loss_shards
         )
         self._iteration: Iteration | None = None
 
@@ -150,6 +163,15 @@ class Engine:
         return {
             stage: StageRun(stage, modules[stage], self.pipeline, self._group.rank, halves[stage]) for stage in ours
         }
+
+    def _find_copies(self) -> dict[int, tuple[int, ...]]:
+        """Of each stage of this rank that is under DDP the ranks that DDP joins."""
+        found = {}
+        for stage, run in self._stages.items():
+            mesh = self.pipeline.stages[stage].mesh
+            assert mesh is not None
+            found[stage] = find_copies(self._group, stage, run.module, mesh)
+        return {stage: ranks for stage, ranks in found.items() if ranks}
 
     def step(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:
         """One iteration: forward and backward of every microbatch, and sums over copies.
@@ -180,6 +202,8 @@ class Engine:
                 stage.forget()
             for crossings in self._parts.crossings:
                 crossings.fail(error)
+            for copies in self._parts.copies:
+                copies.fail(error)
             self._parts.ties.fail(error)
             raise
         finally:
@@ -255,7 +279,7 @@ class Engine:
                 raise ArgumentError(f"loss_weights are {num} numbers, not {loss_weights!r}") from None
             if len(weights) != num or not all(map(math.isfinite, weights)):
                 raise ArgumentError(f"loss_weights are {num} finite numbers, not {loss_weights!r}")
-        return [weight / self._num_loss_shards for weight in weights]
+        return weights
 
 
 def _check_types(schedule: Any, pipeline: Any, last_pipeline: Any, ties: Any) -> None:
@@ -267,15 +291,6 @@ def _check_types(schedule: Any, pipeline: Any, last_pipeline: Any, ties: Any) ->
     for what, value, kind in [*wanted, *(("a tie", tie, Tie) for tie in ties)]:
         if not isinstance(value, kind):
             raise ArgumentError(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
-
-
-def _check_shards(num_loss_shards: Any, pipeline: Pipeline) -> None:
-    most = max(len(stage.mesh.ranks) for stage in pipeline.stages if stage.mesh is not None)
-    if isinstance(num_loss_shards, bool) or not isinstance(num_loss_shards, int) or not 1 <= num_loss_shards <= most:
-        raise ArgumentError(
-            f"num_loss_shards is {num_loss_shards!r}; it must be an integer from 1 to {most}, the ranks of the largest "
-            "stage"
-        )
 
 
 def _weigh_last(pipeline: Pipeline, last: Pipeline | None) -> float:
@@ -356,6 +371,10 @@ def _check_last(pipeline: Pipeline, last: Pipeline | None) -> None:
         raise ArgumentError(
             "last_pipeline must have the stages and edges of the pipeline, and on each the same tensors but for shape"
         )
+
+
+def _sorted_text(given: LossShards) -> str:
+    return str(dict(sorted(given.items())) if isinstance(given, Mapping) else given)
 
 
 def _describe(

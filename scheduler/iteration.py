@@ -13,10 +13,11 @@ import torch
 
 from reshard.errors import ArgumentError
 
+from .copies import Copies, hear, is_of_a_connection, put_back, set_aside
 from .crossings import Crossing, Crossings
 from .measured import Measured, Moment, Passage
 from .pipeline import Pipeline
-from .replicas import check_loss_shards, hear, is_of_a_connection, put_back, set_aside
+from .replicas import LossShards, check_copies_of_loss, loss_shards_of
 from .schedule import Action, Channel, Kind, Schedule
 from .stage_run import StageRun, Tensors
 from .ties import Ties
@@ -47,17 +48,16 @@ class Parts:
     stages: Mapping[int, StageRun]
     pipelines: tuple[Pipeline, ...]
     crossings: tuple[Crossings, ...]
+    copies: tuple[Copies, ...]
     ties: Ties
-    num_loss_shards: int
-    timeout_seconds: float
+    num_loss_shards: LossShards
 
 
 class Iteration:
     """One rank's part of a step.
 
     Args:
-        parts: what the engine holds. feed: by stage of this rank. weights: of each microbatch's loss in what this rank
-            contributes to the total.
+        parts: what the engine holds. feed: by stage of this rank. weights: of each microbatch's loss in the total.
     """
 
     def __init__(self, parts: Parts, feed: Mapping[int, Sequence[Mapping[str, Any]]], weights: Sequence[float]) -> None:
@@ -82,11 +82,11 @@ class Iteration:
     def run(self) -> Step:
         """Do all of it."""
         begun = time.monotonic()
-        summed = [p for stage in self.stages.values() for p in stage.copied_parameters()]
+        summed = [parameter for copies in self.parts.copies for parameter in copies.parameters()]
         kept = set_aside([*summed, *self.parts.ties.parameters()])
         try:
-            for stage in self.stages.values():
-                stage.share_buffers(self.parts.timeout_seconds, self.look)
+            for copies in self.parts.copies:
+                copies.begin(self.look)
             for action in self.actions:
                 self.doing = action
                 if action.kind.is_transfer:
@@ -97,8 +97,8 @@ class Iteration:
             for crossing in self.sends:
                 crossing.wait()
             already: set[int] = set()
-            for stage in self.stages.values():
-                stage.sum_over_copies(self.parts.timeout_seconds, self.look, already)
+            for copies in self.parts.copies:
+                copies.add_gradients(self.look, already)
             self.parts.ties.add_gradients()
         except Exception as error:
             if is_of_a_connection(error):
@@ -106,17 +106,19 @@ class Iteration:
             raise
         finally:
             put_back(kept)
+            for copies in self.parts.copies:
+                copies.end()
         num = self.schedule.num_microbatches
         losses = tuple(float(self.losses[m]) for m in range(num)) if self.losses else ()
         loss = sum(w * x for w, x in zip(self.weights, losses, strict=True)) if losses else None
-        if loss is not None:
-            loss *= self.parts.num_loss_shards
         return Step(losses, loss, time.monotonic() - begun, self.waited)
 
     def look(self) -> None:
         """Raise what another rank told of."""
         for crossings in self.parts.crossings:
             crossings.look()
+        for copies in self.parts.copies:
+            copies.check()
 
     def is_last(self, microbatch: int) -> bool:
         """Whether it may be smaller than others."""
@@ -163,9 +165,9 @@ class Iteration:
         else:
             received = self.collect(stage, microbatch, is_forward=False)
             begun = time.monotonic()
-            back = self.stages[stage].backward(
-                microbatch, received, self.weights[microbatch], is_last=self.last_backward[stage] == microbatch
-            )
+            weight = self.weights[microbatch] / loss_shards_of(stage, self.parts.num_loss_shards)
+            is_last = self.last_backward[stage] == microbatch
+            back = self.stages[stage].backward(microbatch, received, weight, is_last=is_last)
             self.hand_on(stage, microbatch, back, is_forward=False)
         self.waited += begun - since
         self.measured.moments.append(Moment(action, since, begun, time.monotonic()))
@@ -183,7 +185,9 @@ class Iteration:
                 f"stage {stage} gives a loss for some microbatches and none for others; see {microbatch}"
             )
         if loss is not None:
-            check_loss_shards(stage, run.module, self.parts.num_loss_shards)
+            mesh = self.pipeline.stages[stage].mesh
+            assert mesh is not None
+            check_copies_of_loss(stage, run.module, self.parts.num_loss_shards, mesh.size)
             self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss
         self.hand_on(stage, microbatch, sent, is_forward=True)
 

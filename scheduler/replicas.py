@@ -3,31 +3,24 @@
 Gradients are those of the total loss, so copies of a stage that see different data *add* theirs, whatever wrapper joins
 them: stages may have different numbers of copies, and a mean over each stage's own would weigh them differently.
 
-DDP's reducer sums inside a backward, where nobody sees a copy that has failed. So copies under DDP add their gradients
-behind the last backward, over DDP's group, and the reducer never runs.
+What copies under DDP do with each other is in :mod:`.copies`; here is what a module's wrapper must be told, and what
+cannot be run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from reshard.errors import ArgumentError, RemoteError, ReshardError, TransferTimeoutError
+from reshard.errors import ArgumentError
 
 from .pipeline import Pipeline
-
-#: How often a copy that waits for the others looks whether they came, and whether one has failed.
-SLEEP_SECONDS = 0.0005
-LOOK_SECONDS = 0.2
-#: How long whose connection inside a stage broke waits for others to say why.
-HEAR_SECONDS = 1.5
 
 
 def check_module(stage: int, module: Any, is_split: bool) -> None:
@@ -55,7 +48,7 @@ def check_module(stage: int, module: Any, is_split: bool) -> None:
     if any(getattr(each, _SPOILT, False) for each in _fsdp_modules(module)):
         raise ArgumentError(
             f"stage {stage} is sharded by FSDP, and was in a step that failed: FSDP keeps gradients of it that nothing "
-            "can reach; make the module anew, from a checkpoint say"
+            "can reach, and its group may be out of step; make both anew, the module from a checkpoint say"
         )
     if is_split and _fsdp_modules(module):
         raise ArgumentError(
@@ -89,26 +82,63 @@ def is_sharded(pipeline: Pipeline, stage: int) -> bool:
 def warn_of_drift(pipeline: Pipeline, stage: int, module: torch.nn.Module) -> None:
     """Warn where ranks of a stage see different data, and nothing adds the gradients that each of them has."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    is_joined = isinstance(module, DistributedDataParallel) or any(hasattr(each, "to_local") for each in parameters)
-    if parameters and not is_joined and is_sharded(pipeline, stage):
+    plain = [each for each in parameters if not hasattr(each, "to_local")]
+    # of tensor parallel modules the plain ones are alike on all ranks
+    is_joined = isinstance(module, DistributedDataParallel) or (
+        len(plain) < len(parameters) and not _fsdp_modules(module)
+    )
+    if plain and not is_joined and is_sharded(pipeline, stage):
         warnings.warn(
-            f"ranks of stage {stage} have shards of what crosses its edges, and its module is a plain one: each rank "
-            "keeps the gradients of its own part. Wrap it by DistributedDataParallel or fully_shard, or add them "
-            "yourself (then filter this warning)",
+            f"ranks of stage {stage} have shards of what crosses its edges, and {len(plain)} parameters of its module "
+            "are plain ones: each rank keeps the gradients of its own part. Wrap the whole module by "
+            "DistributedDataParallel or fully_shard, or add them yourself (then filter this warning)",
             stacklevel=3,
         )
 
 
-def check_loss_shards(stage: int, module: Any, num_loss_shards: int) -> None:
+#: How many copies of the stages that give a loss see different data: of all of them, or of each.
+LossShards = int | Mapping[int, int]
+
+
+def loss_shards_of(stage: int, given: LossShards) -> int:
+    """Over how many copies of a stage the total is the mean of the loss that it gives."""
+    return given.get(stage, 1) if isinstance(given, Mapping) else given
+
+
+def check_loss_shards(given: Any, pipeline: Pipeline) -> None:
+    """Raise ArgumentError unless these are numbers of copies that stages can have."""
+    ranks = {stage: len(each.mesh.ranks) for stage, each in enumerate(pipeline.stages) if each.mesh is not None}
+    wanted: list[tuple[str, Any, int]] = [("num_loss_shards is", given, max(ranks.values()))]
+    if isinstance(given, Mapping):
+        unknown = [stage for stage in given if stage not in ranks]
+        if unknown:
+            raise ArgumentError(f"num_loss_shards names stage {unknown[0]!r}; there are 0 to {max(ranks)}")
+        wanted = [(f"num_loss_shards of stage {stage} is", number, ranks[stage]) for stage, number in given.items()]
+    for what, number, most in wanted:
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
+            raise ArgumentError(
+                f"{what} {number!r}; it must be an integer from 1 to {most}, the ranks of "
+                f"{'that' if isinstance(given, Mapping) else 'the largest'} stage"
+            )
+
+
+def check_copies_of_loss(stage: int, module: Any, given: LossShards, num_ranks: int) -> None:
     """Raise ArgumentError if a stage that gives a loss has other copies than the total is said to be the mean of."""
+    number = loss_shards_of(stage, given)
+    if number > num_ranks:
+        raise ArgumentError(
+            f"stage {stage} gives a loss on {num_ranks} rank{'s' * (num_ranks > 1)}, but num_loss_shards is {number}; "
+            "where stages with a loss differ, name each: num_loss_shards={stage: number, ...}"
+        )
     if isinstance(module, DistributedDataParallel):
         wrapper, copies = "DDP", dist.get_world_size(module.process_group)
     else:
         wrapper, copies = "FSDP", _fsdp_copies(module)
-    if copies not in (0, num_loss_shards):
+    if copies not in (0, number):
         raise ArgumentError(
             f"stage {stage} gives a loss on {copies} copies under {wrapper}, which see different data, but "
-            f"num_loss_shards is {num_loss_shards}; copies that see the same data need no {wrapper}"
+            f"num_loss_shards is {number}; copies that see the same data need no {wrapper}, and stages that differ are "
+            "named, {stage: number, ...}"
         )
 
 
@@ -125,163 +155,6 @@ def announce_backward(module: Any, *, is_last: bool) -> None:
             each.set_force_sum_reduction_for_comms(True)
         each.set_is_last_backward(is_last)
         each.set_requires_gradient_sync(is_last, recurse=False)
-
-
-Gradients = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-def set_aside(parameters: Iterable[torch.Tensor]) -> Gradients:
-    """Take away the gradients that are there already, so that what is summed over ranks is that of one step."""
-    kept = []
-    for parameter in parameters:
-        if parameter.grad is not None:
-            kept.append((parameter, parameter.grad))
-            parameter.grad = None
-    return kept
-
-
-def put_back(kept: Gradients) -> None:
-    """Add them again."""
-    with torch.no_grad():
-        for parameter, gradient in kept:
-            if parameter.grad is None:
-                parameter.grad = gradient
-            elif parameter.grad.is_sparse and not gradient.is_sparse:
-                parameter.grad = gradient + parameter.grad  # the other way round torch refuses
-            else:
-                parameter.grad += gradient
-
-
-def copied_parameters(module: Any) -> list[torch.Tensor]:
-    """Those whose gradients :func:`sum_over_copies` adds."""
-    if not isinstance(module, DistributedDataParallel):
-        return []
-    return [each for name, each in module.module.named_parameters() if name not in module.parameters_to_ignore]
-
-
-def share_buffers(stage: int, module: Any, timeout_seconds: float, look: Callable[[], None]) -> None:
-    """Before the first forward of a step: DDP's copies take the buffers of the first one, as its own forward would.
-
-    That would wait in torch for a copy which failed before it.
-
-    Args:
-        look: called now and then while copies wait for each other; raises when one has failed.
-
-    Raises:
-        TransferTimeoutError, RemoteError: some copy did not come.
-    """
-    if isinstance(module, DistributedDataParallel) and module.broadcast_buffers:
-        module.require_forward_param_sync = False
-        first = dist.get_global_rank(module.process_group, 0)
-        works = [
-            dist.broadcast(buffer.detach(), first, group=module.process_group, async_op=True)
-            for name, buffer in module.module.named_buffers()
-            if name not in module.parameters_to_ignore
-        ]
-        for work in works:
-            _wait(work, stage, "share their buffers", timeout_seconds, look)
-
-
-def _wait(work: Any, stage: int, what: str, timeout_seconds: float, look: Callable[[], None]) -> None:
-    """As the work's own wait, which would not notice that a copy has failed for minutes."""
-    deadline = time.monotonic() + timeout_seconds
-    looked = time.monotonic()
-    try:
-        while not work.is_completed():
-            now = time.monotonic()
-            if now > deadline:
-                raise TransferTimeoutError(
-                    f"a copy of stage {stage} did not come within {timeout_seconds:g} s to where copies {what}"
-                )
-            if now - looked > LOOK_SECONDS:
-                looked = now
-                look()
-            time.sleep(SLEEP_SECONDS)
-        work.wait()
-    except RuntimeError as error:
-        if isinstance(error, ReshardError):
-            raise
-        hear(look)
-        raise RemoteError(f"a copy of stage {stage} is gone where copies {what}: {error}") from error
-
-
-def hear(look: Callable[[], None]) -> None:
-    """When a connection inside a stage broke: raise what others tell of in a while, as that a rank has died."""
-    deadline = time.monotonic() + HEAR_SECONDS
-    while time.monotonic() < deadline:
-        look()
-        time.sleep(LOOK_SECONDS)
-
-
-def is_of_a_connection(error: BaseException) -> bool:
-    """Whether a module's error may be that of a collective whose other side is gone."""
-    if isinstance(error, ReshardError):
-        return False
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-
-
-def sum_over_copies(
-    stage: int, module: Any, timeout_seconds: float, look: Callable[[], None], summed: set[int]
-) -> None:
-    """After the last backward: DDP's copies add their gradients. What no copy used keeps none.
-
-    Args:
-        summed: ids of parameters that are dealt with already, as another stage has them too; grows.
-
-    Raises:
-        TransferTimeoutError, RemoteError: some copy did not come to it; or what ``look`` raises, see
-            :func:`share_buffers`.
-    """
-    parameters = [parameter for parameter in copied_parameters(module) if id(parameter) not in summed]
-    summed.update(map(id, parameters))
-    if not parameters:
-        return
-
-    def add(array: torch.Tensor, how: Any = dist.ReduceOp.SUM) -> None:
-        work = dist.all_reduce(array, how, group=module.process_group, async_op=True)
-        _wait(work, stage, "add their gradients", timeout_seconds, look)
-
-    kinds = torch.tensor([_kind(parameter.grad) for parameter in parameters], device=parameters[0].device)
-    add(kinds, dist.ReduceOp.MAX)
-    dense: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
-        if kind == _DENSE:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
-            dense.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
-        elif kind == _SPARSE:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, layout=torch.sparse_coo)
-            gradient = parameter.grad.coalesce()
-            add(gradient)
-            parameter.grad = gradient
-    for gradients in dense.values():
-        for some in _buckets(gradients):
-            flat = torch.cat([gradient.reshape(-1) for gradient in some])
-            add(flat)
-            for gradient, part in zip(some, flat.split([each.numel() for each in some]), strict=True):
-                gradient.copy_(part.view(gradient.shape))
-
-
-_NONE, _SPARSE, _DENSE = range(3)
-#: How much is added at once.
-BUCKET_BYTES = 2**25
-
-
-def _kind(gradient: torch.Tensor | None) -> int:
-    return _NONE if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
-
-
-def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    some: list[torch.Tensor] = []
-    for gradient in gradients:
-        if some and sum(each.nbytes for each in some) + gradient.nbytes > BUCKET_BYTES:
-            yield some
-            some = []
-        some.append(gradient)
-    yield some
 
 
 def _fsdp_copies(module: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,8 @@ from .pipeline import Pipeline
 from .replicas import (
     announce_backward,
     check_module,
-    copied_parameters,
     quiet,
-    share_buffers,
     spoil,
-    sum_over_copies,
     without_ddp,
 )
 from .weight_gradients import PutOff
@@ -213,18 +210,6 @@ class StageRun:
         """The second half of a backward: what it put off."""
         with quiet(self.module):
             self._live.pop(microbatch).put_off.finish()
-
-    def copied_parameters(self) -> list[torch.Tensor]:
-        """Those whose gradients :meth:`sum_over_copies` adds."""
-        return copied_parameters(self.module)
-
-    def share_buffers(self, timeout_seconds: float, look: Callable[[], None]) -> None:
-        """Before the first forward: copies of this stage take the first one's buffers."""
-        share_buffers(self.stage, self.module, timeout_seconds, look)
-
-    def sum_over_copies(self, timeout_seconds: float, look: Callable[[], None], summed: set[int]) -> None:
-        """After all backwards: the copies of this stage that see other data add their gradients."""
-        sum_over_copies(self.stage, self.module, timeout_seconds, look, summed)
 
     def forget(self) -> None:
         """Drop what a step left behind that did not end."""

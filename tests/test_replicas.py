@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from reshard.scheduler import Edge, Pipeline, Stage, interleaved_1f1b, one_f_one_b
+from reshard.scheduler.copies import put_back, set_aside
 from reshard.scheduler.engine import Engine
-from reshard.scheduler.replicas import put_back, set_aside
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -1,0 +1,346 @@
+"""Copies of a stage under DDP: connections of their own, buffers, sparse gradients, losses of several stages, deaths."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from reshard.scheduler import Edge, Pipeline, Stage, one_f_one_b
+from reshard.scheduler.engine import Engine
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from reshard import Layout, Mesh, RemoteError, ReshardError
+from reshard.launch import LaunchError, run_processes
+from reshard.plan import TensorSpec
+
+WIDTH, NUM, ROWS = 4, 3, 12
+
+
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(WIDTH, WIDTH).double()
+        self.gives_loss = False
+
+    def forward(self, x):
+        out = self.layer(x)
+        return {"x": out, "loss": (out**2).mean()} if self.gives_loss else {"x": out}
+
+
+class Last(nn.Module):
+    """What it does on rank 2 in microbatch ``NUM - 1`` is for tests to set."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer = nn.Linear(WIDTH, WIDTH).double()
+        self.fault, self.calls = None, 0
+
+    def forward(self, x, target):
+        self.calls += 1
+        if self.fault is not None and self.calls % NUM == 0:
+            self.fault()
+        return {"loss": ((torch.tanh(self.layer(x)) - target) ** 2).mean()}
+
+
+def data():
+    torch.manual_seed(10)
+    return [torch.randn(2, ROWS, WIDTH, dtype=torch.float64) for _ in range(NUM)]
+
+
+def make_pipeline(copies, first=1):
+    meshes = [Mesh(range(first)), Mesh(range(first, first + copies))]
+    src, dst = ("S0 R" if mesh.size > 1 else "R R" for mesh in meshes)
+    x = TensorSpec((ROWS, WIDTH), "float64", Layout(meshes[0], src), Layout(meshes[1], dst), "x")
+    return Pipeline(tuple(Stage(1, 1, 1, mesh=mesh) for mesh in meshes), (Edge(0, 1, 1, 1, tensors=(x,)),))
+
+
+def wrap(rank, copies, module, first=1, **options):
+    """The module of a rank, under DDP where its stage has copies."""
+    groups = [dist.new_group(range(first)), dist.new_group(range(first, first + copies))]
+    size = first if rank < first else copies
+    return DistributedDataParallel(module, process_group=groups[rank >= first], **options) if size > 1 else module
+
+
+def feed(rank, copies, first=1):
+    mine = max(rank - first, 0)
+    return {
+        0: [{"x": x.chunk(first)[min(rank, first - 1)]} for x, _ in data()],
+        1: [{"target": target.chunk(copies)[mine]} for _, target in data()],
+    }
+
+
+def gradients(module):
+    return {n.removeprefix("module."): p.grad.to_dense().numpy().copy() for n, p in module.named_parameters()}
+
+
+def single_process(first_gives_loss=False):
+    first, last = First(), Last()
+    first.gives_loss = first_gives_loss
+    for x, target in data():
+        out = first(x)
+        loss = last(out["x"], target)["loss"] + (out["loss"] if first_gives_loss else 0.0)
+        (loss / NUM).backward()
+    return gradients(first), gradients(last)
+
+
+def check(got, wanted):
+    assert got.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(torch.from_numpy(got[name]), torch.from_numpy(gradient), rtol=1e-10, atol=1e-15)
+
+
+def catch(call):
+    begun = time.monotonic()
+    try:
+        call()
+    except ReshardError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    except ValueError as error:
+        return str(error), time.monotonic() - begun
+    return "done", time.monotonic() - begun
+
+
+def plant():
+    raise ValueError("planted")
+
+
+def run_failing(rank, where):
+    """A step in which copy 2 fails, two with a new engine; and, before each, a forward that arms DDP's reducer."""
+    pipeline = make_pipeline(2)
+    inner = Last() if rank else First()
+    inner.register_buffer("scale", torch.ones(3))
+    module = wrap(rank, 2, inner)
+    schedule, said = one_f_one_b(pipeline, NUM), []
+    for attempt in range(2):
+        with Engine(schedule, pipeline, {int(rank > 0): module}, num_loss_shards=2, timeout_seconds=20) as engine:
+            fed = feed(rank, 2)
+            if rank:
+                module(torch.ones(1, WIDTH, dtype=torch.float64), target=0.0)["loss"].detach()
+            inner.zero_grad()
+            if attempt == 0 and rank == 2:
+                if where == "forward":
+                    inner.fault = plant
+                elif where == "backward":
+                    hook = inner.layer.bias.register_post_accumulate_grad_hook(lambda _: plant())
+                else:
+                    del fed[1][-1]
+            said.append(catch(lambda fed=fed, engine=engine: engine.step(fed)))
+            if attempt == 1:
+                module.zero_grad()
+                engine.step(fed)
+            elif rank == 2:
+                inner.fault, inner.calls = None, 0
+                if where == "backward":
+                    hook.remove()
+    return said, gradients(module)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "feed"])
+def test_a_new_engine_goes_on_after_a_copy_has_failed(where):
+    wanted = single_process()
+    for rank, (said, got) in enumerate(run_processes(run_failing, 3, where, timeout_seconds=60)):
+        assert ("planted" in said[0][0] or "is fed 2 microbatches" in said[0][0]) and said[0][1] < 5
+        assert said[1][0] == "done"
+        check(got, wanted[rank > 0])
+
+
+def run_buffers(rank, kind):
+    pipeline = make_pipeline(2)
+    inner = Last() if rank else First()
+    module = wrap(rank, 2, inner)
+    whole = torch.arange(24.0).reshape(4, 6) + 100 * rank
+    made = {
+        "sliced": lambda: whole[:, ::2],
+        "transposed on one": lambda: whole.T if rank == 1 else whole.reshape(6, 4).clone() + 0,
+        "int16": lambda: whole.to(torch.int16),
+        "conjugated": lambda: torch.complex(whole, whole + 1).conj(),
+        "empty": lambda: whole[:0],
+        "expanded": lambda: whole[:1].expand(9, 6),
+        "of other shapes": lambda: whole[rank:],
+        "reshaped": lambda: whole,
+    }[kind]()
+    if rank:
+        inner.register_buffer("held", made)
+
+    def step():
+        with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
+            if kind == "reshaped" and rank == 2:
+                inner.held = whole[:2]
+            engine.step(feed(rank, 2))
+
+    said, seconds = catch(step)
+    assert seconds < 20
+    untouched = rank != 2 or kind != "sliced" or whole[:, 1::2].equal(torch.arange(24.0).reshape(4, 6)[:, 1::2] + 200)
+    return said, made.resolve_conj().numpy().copy(), untouched
+
+
+@pytest.mark.parametrize("kind", ["sliced", "transposed on one", "int16", "conjugated", "empty"])
+def test_copies_take_the_buffers_of_the_first_one_whatever_their_memory(kind):
+    _, one, two = run_processes(run_buffers, 3, kind)
+    assert one[0] == two[0] == "done"
+    assert one[1].tolist() == two[1].tolist()
+    assert two[2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("expanded", "buffer 'held' of stage 1 has strides (0, 1)"),
+        ("of other shapes", "ranks disagree on buffers of stage 1: rank 1 passes held torch.float32 [3, 6], rank 2"),
+        ("reshaped", "copies of stage 1 have different buffers; rank "),
+    ],
+)
+def test_buffers_that_cannot_be_shared_are_an_error_on_every_rank(kind, text):
+    for said, *_ in run_processes(run_buffers, 3, kind):
+        assert text in said, said
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = nn.Embedding(5, WIDTH, sparse=True).double()
+        self.uses = True
+
+    def forward(self, x, target):
+        out = x + self.table(torch.arange(len(x)) % 3) if self.uses else x
+        return {"loss": ((out - target) ** 2).mean()}
+
+
+def run_sparse(rank):
+    pipeline = make_pipeline(2)
+    inner = Table() if rank else First()
+    inner.uses = rank == 1
+    with Engine(
+        one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): wrap(rank, 2, inner)}, num_loss_shards=2
+    ) as engine:
+        engine.step(feed(rank, 2))
+    return gradients(inner), rank and inner.table.weight.grad.is_sparse
+
+
+def test_a_sparse_gradient_that_one_copy_has_is_that_of_all():
+    first, last = First(), Table()
+    for x, target in data():
+        halves = zip(first(x)["x"].chunk(2), target.chunk(2), strict=True)
+        for uses, (part, its) in zip((True, False), halves, strict=True):
+            last.uses = uses
+            (last(part, its)["loss"] / (2 * NUM)).backward(retain_graph=True)
+    for got, is_sparse in run_processes(run_sparse, 3)[1:]:
+        assert is_sparse
+        check(got, gradients(last))
+
+
+def run_losses(rank, shards):
+    """Stage 0 on ranks 0 and 1 gives a loss too; stage 1 is on rank 2 alone."""
+    pipeline = make_pipeline(1, first=2)
+    inner = First() if rank < 2 else Last()
+    inner.gives_loss = True
+    module = wrap(rank, 1, inner, first=2)
+    schedule = one_f_one_b(pipeline, NUM)
+    try:
+        with Engine(schedule, pipeline, {int(rank > 1): module}, num_loss_shards=shards) as engine:
+            step = engine.step(feed(rank, 1, first=2))
+    except ReshardError as error:
+        return str(error), None, None
+    return "done", gradients(inner), step.loss
+
+
+def test_stages_with_a_loss_may_have_different_numbers_of_copies():
+    wanted = single_process(first_gives_loss=True)
+    found = run_processes(run_losses, 3, {0: 2})
+    for rank, (said, got, _) in enumerate(found):
+        assert said == "done"
+        check(got, wanted[rank > 1])
+    first = First()
+    whole = sum(float((first(x)["x"].detach() ** 2).mean()) for x, _ in data()) / NUM
+    assert (found[0][2] + found[1][2]) / 2 == pytest.approx(whole, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("shards", "text"),
+    [
+        (2, "stage 1 gives a loss on 1 rank, but num_loss_shards is 2"),
+        (1, "stage 0 gives a loss on 2 copies under DDP, which see different data, but num_loss_shards is 1"),
+        ({0: 2, 1: 2}, "num_loss_shards of stage 1 is 2; it must be an integer from 1 to 1"),
+        ({2: 1}, "num_loss_shards names stage 2; there are 0 to 1"),
+        ({0: True}, "num_loss_shards of stage 0 is True"),
+    ],
+)
+def test_numbers_of_copies_that_do_not_fit_are_refused(shards, text):
+    assert all(text in said for said, *_ in run_processes(run_losses, 3, shards))
+
+
+def run_dying(rank, orderly):
+    pipeline = make_pipeline(3)
+    inner = Last() if rank else First()
+    module = wrap(rank, 3, inner)
+    with Engine(
+        one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=3, timeout_seconds=20
+    ) as engine:
+        engine.step(feed(rank, 3))
+        if rank == 2:
+            if orderly:
+                raise ValueError("planted")
+            os._exit(7)
+        return catch(lambda: engine.step(feed(rank, 3)))
+
+
+@pytest.mark.parametrize("orderly", [False, True])
+def test_a_copy_that_ends_is_named_by_every_rank(orderly):
+    with pytest.raises(LaunchError) as caught:
+        run_processes(run_dying, 4, orderly, timeout_seconds=60, grace_seconds=20)
+    assert sorted(caught.value.results) == [0, 1, 3]
+    for said, seconds in caught.value.results.values():
+        assert said.startswith(RemoteError.__name__) and "rank 2" in said, said
+        assert seconds < 5
+
+
+def run_alone(rank):
+    """One stage, so that nothing crosses: what a copy raises reaches the other all the same."""
+    pipeline = Pipeline((Stage(1, 1, 1, mesh=Mesh([0, 1])),), ())
+    inner = Last()
+    inner.fault = plant if rank else None
+    fed = {0: [{"x": x.chunk(2)[rank], "target": target.chunk(2)[rank]} for x, target in data()]}
+    module = DistributedDataParallel(inner)
+    with Engine(one_f_one_b(pipeline, NUM), pipeline, {0: module}, num_loss_shards=2, timeout_seconds=20) as engine:
+        return catch(lambda: engine.step(fed))
+
+
+def test_copies_of_a_single_stage_hear_of_each_other():
+    (said, seconds), _ = run_processes(run_alone, 2)
+    assert "rank 1 in 0F2, microbatch 2 of stage 0: ValueError: planted" in said and seconds < 5
+
+
+def run_joint(rank):
+    pipeline = make_pipeline(1)
+    module = DistributedDataParallel(Last() if rank else First())
+    return catch(lambda: Engine(one_f_one_b(pipeline, NUM), pipeline, {rank: module}, timeout_seconds=20))[0]
+
+
+def test_ddp_over_ranks_of_other_stages_is_refused():
+    for said in run_processes(run_joint, 2):
+        assert "the module of stage 0 is wrapped by DDP over ranks 0-1, but rank 1 is not of that stage" in said
+
+
+def run_flat(rank):
+    pipeline = make_pipeline(2)
+    module = wrap(rank, 2, Last() if rank else First())
+    flat = torch.ones(sum(p.numel() for p in module.parameters()), dtype=torch.float64)
+    for parameter, part in zip(module.parameters(), flat.split([p.numel() for p in module.parameters()]), strict=True):
+        parameter.grad = part.view(parameter.shape)
+    with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
+        engine.step(feed(rank, 2))
+    return gradients(module), flat.numpy().copy()
+
+
+def test_gradients_stay_in_the_memory_that_they_are_in():
+    wanted = single_process()
+    for rank, (got, flat) in enumerate(run_processes(run_flat, 3)):
+        check({name: gradient - 1 for name, gradient in got.items()}, wanted[rank > 0])
+        assert flat.tolist() == [number for gradient in got.values() for number in gradient.reshape(-1).tolist()]
