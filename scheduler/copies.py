@@ -11,7 +11,7 @@ import functools
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from reshard.errors import ArgumentError, DisagreementError, RemoteError, Reshar
 from reshard.group import Group
 from reshard.mesh import Mesh, say_ranks
 from reshard.monitor import Monitor
+
+from .replicas import fsdp_ranks
 
 #: How often a copy that waits for the others looks whether they came, and whether one has failed.
 SLEEP_SECONDS = 0.0005
@@ -42,9 +44,11 @@ def find_copies(group: Group, stage: int, module: Any, mesh: Mesh) -> tuple[int,
     """The ranks of the group that DDP joins, ascending; none where the module is not under DDP.
 
     Raises:
-        ArgumentError: some are not of the stage.
+        ArgumentError: some are not of the stage, or some that FSDP joins.
     """
     if not isinstance(module, DistributedDataParallel):
+        if group.process_group is not None:
+            _check_inside(stage, "FSDP", [group.translate(rank) for rank in fsdp_ranks(module)], mesh)
         return ()
     world = dist.get_process_group_ranks(module.process_group)
     if group.process_group is None:  # which knows no ranks of the world
@@ -52,14 +56,18 @@ def find_copies(group: Group, stage: int, module: Any, mesh: Mesh) -> tuple[int,
         dist.all_gather_object(said, group.rank, group=module.process_group)
         return tuple(sorted(said))
     ranks = tuple(sorted(group.translate(rank) for rank in world))
+    _check_inside(stage, "DDP", ranks, mesh)
+    return ranks
+
+
+def _check_inside(stage: int, wrapper: str, ranks: Sequence[int], mesh: Mesh) -> None:
     others = sorted(set(ranks) - set(mesh.ranks))
     if others:
         raise ArgumentError(
-            f"the module of stage {stage} is wrapped by DDP over {say_ranks(ranks)}, but {say_ranks(others)} "
-            f"{'are' if len(others) > 1 else 'is'} not of that stage, which is on {say_ranks(mesh.ranks)}: give DDP a "
-            "process_group of ranks of its stage"
+            f"the module of stage {stage} is wrapped by {wrapper} over {say_ranks(ranks)}, but {say_ranks(others)} "
+            f"{'are' if len(others) > 1 else 'is'} not of that stage, which is on {say_ranks(mesh.ranks)}: give "
+            f"{wrapper} a group of ranks of its stage"
         )
-    return ranks
 
 
 class Copies:

@@ -133,7 +133,7 @@ def check_copies_of_loss(stage: int, module: Any, given: LossShards, num_ranks: 
     if isinstance(module, DistributedDataParallel):
         wrapper, copies = "DDP", dist.get_world_size(module.process_group)
     else:
-        wrapper, copies = "FSDP", _fsdp_copies(module)
+        wrapper, copies = "FSDP", len(fsdp_ranks(module))
     if copies not in (0, number):
         raise ArgumentError(
             f"stage {stage} gives a loss on {copies} copies under {wrapper}, which see different data, but "
@@ -157,12 +157,12 @@ def announce_backward(module: Any, *, is_last: bool) -> None:
         each.set_requires_gradient_sync(is_last, recurse=False)
 
 
-def _fsdp_copies(module: Any) -> int:
-    """Over how many ranks FSDP shards, and replicates, a module; 0 if it does not, or does not say."""
+def fsdp_ranks(module: Any) -> list[int]:
+    """The ranks of the world over which FSDP shards, and replicates, a module; none if it does not, or does not say."""
     for each in _fsdp_modules(module):
         with contextlib.suppress(AttributeError):  # torch has no public name for it
-            return int(each._get_fsdp_state()._fsdp_param_group.mesh_info.mesh.size())
-    return 0
+            return sorted(each._get_fsdp_state()._fsdp_param_group.mesh_info.mesh.mesh.flatten().tolist())
+    return []
 
 
 def _fsdp_modules(module: Any) -> list[Any]:

@@ -11,8 +11,11 @@ import torch.distributed as dist
 from reshard.scheduler import Edge, Pipeline, Stage, one_f_one_b
 from reshard.scheduler.engine import Engine
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import reshard
 from reshard import Layout, Mesh, RemoteError, ReshardError
 from reshard.launch import LaunchError, run_processes
 from reshard.plan import TensorSpec
@@ -317,15 +320,41 @@ def test_copies_of_a_single_stage_hear_of_each_other():
     assert "rank 1 in 0F2, microbatch 2 of stage 0: ValueError: planted" in said and seconds < 5
 
 
-def run_joint(rank):
+def run_joint(rank, wrapper):
     pipeline = make_pipeline(1)
-    module = DistributedDataParallel(Last() if rank else First())
+    module = Last() if rank else First()
+    module = (
+        DistributedDataParallel(module) if wrapper == "DDP" else fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    )
     return catch(lambda: Engine(one_f_one_b(pipeline, NUM), pipeline, {rank: module}, timeout_seconds=20))[0]
 
 
-def test_ddp_over_ranks_of_other_stages_is_refused():
-    for said in run_processes(run_joint, 2):
-        assert "the module of stage 0 is wrapped by DDP over ranks 0-1, but rank 1 is not of that stage" in said
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP"])
+def test_copies_on_ranks_of_other_stages_are_refused(wrapper):
+    for said in run_processes(run_joint, 2, wrapper):
+        assert f"the module of stage 0 is wrapped by {wrapper} over ranks 0-1, but rank 1 is not of that stage" in said
+
+
+def run_joined(rank):
+    """Ranks of the pipeline are those of a group that knows no world, the other way round."""
+    store = dist.PrefixStore("joined", dist.distributed_c10d._get_default_store())
+    group = reshard.join(store, 2 - rank, 3)
+    groups = [dist.new_group([2]), dist.new_group([0, 1])]
+    mine = 2 - rank
+    module = DistributedDataParallel(Last(), process_group=groups[1]) if mine else First()
+    pipeline = make_pipeline(2)
+    with Engine(
+        one_f_one_b(pipeline, NUM), pipeline, {int(mine > 0): module}, group=group, num_loss_shards=2
+    ) as engine:
+        engine.step(feed(mine, 2))
+    dist.barrier()
+    return gradients(module)
+
+
+def test_copies_in_a_joined_group():
+    wanted = single_process()
+    for rank, got in enumerate(run_processes(run_joined, 3)):
+        check(got, wanted[rank < 2])
 
 
 def run_flat(rank):

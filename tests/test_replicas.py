@@ -292,8 +292,14 @@ def test_hooks_of_communication_are_refused():
         assert "stage 1 is wrapped by DDP with a communication hook, which would not be called" in said
 
 
-def run_plain(rank):
+def run_plain(rank, wraps_a_layer):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    groups = make_groups()
     module = Last() if rank else First()
+    if rank and wraps_a_layer:
+        fully_shard(module.layer, mesh=DeviceMesh.from_group(groups[1], "cpu"))
     if rank == 2:
         module.requires_grad_(False)
     with warnings.catch_warnings(record=True) as seen:
@@ -302,8 +308,9 @@ def run_plain(rank):
     return [f"{Path(one.filename).name}: {one.message}" for one in seen]
 
 
-def test_plain_copies_that_see_different_data_get_a_warning():
-    first, second, frozen = run_processes(run_plain, 3)
+@pytest.mark.parametrize("wraps_a_layer", [False, True])
+def test_plain_copies_that_see_different_data_get_a_warning(wraps_a_layer):
+    first, second, frozen = run_processes(run_plain, 3, wraps_a_layer)
     assert not first and not frozen and len(second) == 1
     assert second[0].startswith("test_replicas.py: ranks of stage 1 have shards of what crosses its edges"), second
 
