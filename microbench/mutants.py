@@ -55,7 +55,7 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "scheduler/*",
         ("test_schedules.py", "test_pipeline_costs.py", "test_torch_schedules.py", "test_weight_gradients.py",
          "test_halves.py", "test_engine.py", "test_engine_errors.py", "test_training.py", "test_schedule_optimum.py",
-         "test_engine_parallel.py", "test_replicas.py"),
+         "test_engine_parallel.py", "test_replicas.py", "test_copies.py"),
     ),
 }  # fmt: skip
 LIMIT_SECONDS = 60.0
@@ -286,12 +286,14 @@ def _difference(mutant: Mutant) -> str:
 
 
 def _campaign(part: str, mutants: list[Mutant], jobs: int, limit: float) -> Iterator[tuple[Mutant, Ending]]:
-    """Each mutant and its ending; the files whose tests have killed others of its module are asked first."""
+    """Each mutant and its ending; files of tests that import its module, or have killed others of it, go first."""
     killers: dict[Path, Counter[str]] = defaultdict(Counter)
+    texts = {name: (ROOT / "tests" / name).read_text() for name in PARTS[part][1]}
 
     def run(mutant: Mutant) -> Ending:
         known = Counter(killers[mutant.path])
-        ending = _run(sorted(PARTS[part][1], key=lambda name: -known[name]), mutant, limit)
+        imports = f"from {_module_of(mutant.path)} import"
+        ending = _run(sorted(texts, key=lambda name: (-known[name], imports not in texts[name])), mutant, limit)
         if ending.test:
             killers[mutant.path][Path(ending.test.split("::")[0]).name] += 1
         return ending
