@@ -17,7 +17,7 @@ from reshard import Layout, Mesh, Topology, make_plan
 from reshard.demo import shard_of_positions
 from reshard.errors import PlanError
 from reshard.launch import run_processes
-from reshard.plan import expand_messages
+from reshard.plan import expand_messages, message_nbytes
 from reshard.program import build_program
 from reshard.round_runner import RoundRunner
 from reshard.rounds import calls_of, check_calls, find_rounds, rounds_of
@@ -54,10 +54,16 @@ def test_rounds_of_any_plan_end_and_move_every_element(case, strategy):
         assert same_bytes(outs[rank][0], take_shard(dst, rank, whole))
 
 
-def _boundary():
+def _boundary(staging_bytes=2**26):
     src, dst = Layout(Mesh.of("2x2"), "S0 R"), Layout(Mesh.of("3x2", first_rank=4), "R S0")
     topology = Topology(tuple(rank // 2 for rank in range(10)), latency_seconds=1e-5)
-    return src, dst, make_plan(src, dst, (256, 384), "float32", strategy="multicast", topology=topology)
+    return (
+        src,
+        dst,
+        make_plan(
+            src, dst, (256, 384), "float32", strategy="multicast", topology=topology, staging_bytes=staging_bytes
+        ),
+    )
 
 
 def test_planted_faults_are_found():
@@ -107,12 +113,12 @@ def test_rounds_on_processes():
     assert len(run_processes(_move_in_rounds, 10)) == 10
 
 
-def _turned():
+def _turned(staging_bytes=2**26):
     """Ranks whose hosts have two NICs turn a layout around: some pass on what they do not need themselves."""
     src, dst = Layout(Mesh.of("2x4"), "R S01"), Layout(Mesh.of("2x4", first_rank=8), "S01 R")
     nics = ["500 Mbit/s", "500 Mbit/s"]
     topology = Topology.from_json({"hosts": [{"count": 4, "devices": 4, "nics": nics}]})
-    return src, dst, make_plan(src, dst, (204, 4096), "float32", topology=topology)
+    return src, dst, make_plan(src, dst, (204, 4096), "float32", topology=topology, staging_bytes=staging_bytes)
 
 
 def test_what_is_passed_on_has_a_place_of_its_own_until_it_left():
@@ -168,3 +174,65 @@ def test_what_lies_in_one_run_leaves_from_where_it_is(spec, packs):
     runner.run([torch.arange(32.0).reshape(8, 4)], [None], lambda recvs, sends: sent.extend(sends))
     assert len(sent) == plan.num_messages
     assert (memory.packed > 0) == (packs > 0)
+
+
+def _on_one_host(staging_bytes):
+    mesh, rows = Mesh.of("9"), (72, 1024)
+    return make_plan(
+        Layout(mesh, "S0"), Layout(mesh), rows, "float32", topology=Topology((0,) * 9), staging_bytes=staging_bytes
+    )
+
+
+def _room(plan):
+    """What a rank may send, and receive, in a round: outside its host, inside."""
+    hosts = plan.topology.host_of_rank
+    sizes = {False: [0], True: [0]}
+    for message in expand_messages(plan):
+        if message.sender != message.receiver:
+            sizes[hosts[message.sender] == hosts[message.receiver]].append(message_nbytes(plan, message))
+    across, inside = max(sizes[False]), max(sizes[True])
+    return {False: across, True: max(inside, min(4 * inside, plan.staging_bytes // 4 - across))}
+
+
+@pytest.mark.parametrize(
+    ("make", "staging_bytes"),
+    [
+        (lambda staging: _boundary(staging)[2], 2**26),
+        (lambda staging: _boundary(staging)[2], 2**20),
+        (lambda staging: _turned(staging)[2], 2**26),
+        (_on_one_host, 2**26),
+        (_on_one_host, 2**18),
+    ],
+    ids=["boundary", "boundary, little staging", "turned", "on one host", "on one host, little staging"],
+)
+def test_each_message_is_in_the_first_round_that_has_room_for_it(make, staging_bytes):
+    plan = make(staging_bytes)
+    hosts, room = plan.topology.host_of_rank, _room(plan)
+    used, rounds, found = {}, {}, find_rounds(plan)
+    for message in expand_messages(plan):
+        if message.sender == message.receiver:
+            continue
+        inside = hosts[message.sender] == hosts[message.receiver]
+        nbytes = message_nbytes(plan, message)
+        at = 0 if message.source not in rounds else rounds[message.source] + 1
+        at = max([at, *(rounds[before] for before in message.after if before in rounds)])
+        ends = [(message.sender, inside, True), (message.receiver, inside, False)]
+        while any(used.get((*end, at), 0) + nbytes > room[inside] for end in ends):
+            at += 1
+        for end in ends:
+            used[(*end, at)] = used.get((*end, at), 0) + nbytes
+        rounds[message.id] = at
+    assert found == rounds
+    assert len({*rounds.values()}) > 1
+
+
+def test_a_buffer_is_made_with_the_first_run_and_given_back():
+    *_, plan = _boundary()
+    runner = RoundRunner(build_program(plan, 4), find_rounds(plan), TorchMemory(torch.device("cpu")))
+    assert runner.nbytes > 0
+    assert runner.allocated_bytes == 0
+    sides = [[None], [torch.zeros(plan.tensors[0].dst_shards.local_shape(4))]]
+    runner.run(*sides, lambda recvs, sends: None)
+    assert runner.allocated_bytes == runner.nbytes
+    runner.release()
+    assert runner.allocated_bytes == 0

@@ -14,6 +14,7 @@ from tensors import same_bytes, take_shard, whole_tensor
 
 from reshard import Layout, Mesh, PlanError, RegionLayout, TransferTimeoutError, check_plan, make_plan
 from reshard.plan import TensorSpec
+from reshard.plan_text import parse_plan
 from reshard.planning import plan_tensors
 from reshard.program import build_program
 from reshard.progress import Tally, describe_progress, run_program
@@ -128,3 +129,48 @@ def test_how_far_a_rank_came_is_told_in_messages_and_bytes(others):
 
 
 SMALL = TensorSpec((2,), "int8", Layout(Mesh([0])), Layout(Mesh([2])), "v")
+
+
+class _Aborted(MemoryTransport):
+    aborts = 0
+
+    def abort(self):
+        self.aborts += 1
+
+
+@pytest.mark.parametrize(("rank", "aborts"), [(2, 0), (0, 0), (1, 1)], ids=["receives", "sends", "does both"])
+def test_a_rank_that_fails_ends_the_waits_of_its_other_lanes_once(rank, aborts):
+    """Rank 1 has both to receive and to send, and nobody else comes."""
+    specs = [TensorSpec((4,), "int8", Layout(Mesh([a])), Layout(Mesh([b])), f"{a}") for a, b in ((0, 1), (1, 2))]
+    plan = plan_tensors(specs, strategy="send_recv")
+    program = build_program(plan, rank)
+    sides = [
+        [torch.zeros(4, dtype=torch.uint8) if rank in layout.ranks else None for layout in layouts]
+        for layouts in ([spec.src for spec in specs], [spec.dst for spec in specs])
+    ]
+    transport = _Aborted(MemoryHub(), rank)
+    with pytest.raises(TransferTimeoutError):
+        run_program(program, transport, *sides, Staging(program, plan.staging_bytes), deadline=time.monotonic() + 0.2)
+    assert transport.aborts == aborts
+
+
+def test_a_copy_that_a_rank_cannot_make_is_refused():
+    """Rank 0 shall keep [0:4] of what it holds whole, but its destination has [0:2] alone."""
+    plan = make_plan(Layout(Mesh([0])), Layout(Mesh.of(2), "S0"), (4,), "float32", strategy="send_recv")
+    text = str(plan)
+    copied = next(line for line in text.splitlines() if "0 -> 0" in line)
+    with pytest.raises(PlanError, match=r"rank 0 cannot copy \[1:3\]"):
+        build_program(parse_plan(text.replace(copied, copied.replace("[0:2]", "[1:3]"))), 0)
+
+
+@pytest.mark.parametrize("in_rounds", [False, True])
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "float64", "complex128"])
+def test_elements_of_any_size_travel_as_bytes(dtype, in_rounds):
+    src, dst = Layout(Mesh.of(2), "R S0"), Layout(Mesh.of(2, first_rank=2), "S0")
+    plan = make_plan(src, dst, (4, 6), dtype)
+    whole = whole_tensor((4, 6), getattr(torch, dtype))
+    sources = {rank: [take_shard(src, rank, whole)] for rank in plan.ranks}
+    outs = {rank: [None if (s := take_shard(dst, rank, whole)) is None else torch.zeros_like(s)] for rank in plan.ranks}
+    run_in_threads(plan, sources, outs, in_rounds=in_rounds)
+    for rank in dst.ranks:
+        assert same_bytes(outs[rank][0], take_shard(dst, rank, whole))

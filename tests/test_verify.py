@@ -9,8 +9,9 @@ import reshard
 from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard import progress as executor
 from reshard.demo import count_unlike, shard_of_positions
-from reshard.digests import Hops
+from reshard.digests import Hops, find_fault
 from reshard.launch import run_processes
+from reshard.plan import expand_messages
 from reshard.transport import GlooTransport
 
 SHAPE = (64, 60)
@@ -149,3 +150,31 @@ def test_ranks_must_agree_on_it():
     said = run_processes(_disagree, 2)
     assert said[0] == said[1]
     assert "verify" in said[0]
+
+
+@pytest.mark.parametrize(("boxes", "more"), [(3, ""), (4, " and 1 more")])
+def test_a_fault_names_three_boxes_of_its_message_and_counts_the_rest(boxes, more):
+    stripes = RegionLayout(
+        {rank: [[(0, 2), (2 * i + rank, 2 * i + rank + 1)] for i in range(boxes)] for rank in (0, 1)}
+    )
+    plan = reshard.make_plan(stripes, Layout(Mesh([2])), (2, 2 * boxes), "int8")
+    first, second = (message for message in expand_messages(plan))
+    good = {first.id: 7, second.id: 8}
+    assert find_fault(plan, good, good) is None
+    said = find_fault(plan, good, good | {second.id: 9})
+    shown = ", ".join(f"[0:2, {2 * i + second.sender}:{2 * i + second.sender + 1}]" for i in range(3))
+    assert said == (
+        f"{shown}{more} from rank {second.sender}: rank 2 does not hold what rank {second.sender} sent "
+        f"(message {second.id})"
+    )
+
+
+def test_a_rank_that_passes_on_other_bytes_than_it_got_is_named():
+    plan = reshard.make_plan(
+        Layout(Mesh([0])), Layout(Mesh([1, 2])), (8,), "int8", strategy="broadcast_naive", topology=Topology((0,) * 3)
+    )
+    first, second = (message for message in expand_messages(plan))
+    assert second.source == first.id
+    said = find_fault(plan, {first.id: 1, second.id: 2}, {first.id: 1, second.id: 2})
+    assert said is not None
+    assert f"from rank 0: rank {second.sender} passed on other bytes to rank {second.receiver} than" in said
