@@ -1,0 +1,94 @@
+"""Writes ``schedules.txt`` beside this file: what builders make of fixed pipelines, and how long it takes.
+
+A change of a builder, of the search or of the simulator changes lines; read the difference before you keep it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard.scheduler.builders import eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
+from reshard.scheduler.check import check_schedule
+from reshard.scheduler.fitted import fitted
+from reshard.scheduler.notation import format_schedule
+from reshard.scheduler.passes import block_transfers, issue_at_consumer
+from reshard.scheduler.pipeline import Edge, Pipeline, Stage
+from reshard.scheduler.schedule import Schedule
+from reshard.scheduler.simulation import simulate
+
+FILE = Path(__file__).with_name("schedules.txt")
+NUM_PIPELINES = 20
+
+
+def make_pipeline(chance: random.Random) -> Pipeline:
+    """Up to four stages of unequal costs, skips, and links that channels share; all seconds are eighths."""
+    num = chance.randint(1, 4)
+
+    def eighths(most: int) -> float:
+        return chance.randint(0, most) / 8
+
+    stages = [
+        Stage(eighths(16) + 0.125, eighths(16) + 0.125, eighths(16) + 0.125, chance.randint(1, 4)) for _ in range(num)
+    ]
+    pairs = [(i, i + 1) for i in range(num - 1)]
+    pairs += [(i, j) for i in range(num) for j in range(i + 2, num) if chance.random() < 0.3]
+    edges = []
+    for i, j in pairs:
+        there, back = eighths(20), eighths(20)
+        part = chance.choice((0.0, 0.5, 1.0))
+        loads = [(("net", seconds * part),) if part and seconds else () for seconds in (there, back)]
+        edges.append(Edge(i, j, there, back, *loads))
+    return Pipeline(tuple(stages), tuple(edges))
+
+
+def schedules_of(pipeline: Pipeline, num: int) -> Iterator[tuple[str, Schedule]]:
+    """By name; of a pipeline whose stages are dealt to fewer rows too."""
+    stages = len(pipeline.stages)
+    plain = one_f_one_b(pipeline, num)
+    yield "1f1b", plain
+    yield "1f1b issued at consumer", issue_at_consumer(plain, pipeline)
+    yield "1f1b blocking", block_transfers(plain, pipeline)
+    yield "gpipe", gpipe(pipeline, num)
+    yield "eager", eager_1f1b(pipeline, num)
+    yield "zero bubble", zero_bubble(pipeline, num)
+    yield "fitted", fitted(pipeline, num)
+    yield "fitted whole", fitted(pipeline, num, can_split=False)
+    for factor in (1, 2):
+        limit = factor * max(plain.peak_bytes(pipeline))
+        yield f"fitted {limit} bytes", fitted(pipeline, num, memory_limit_bytes=limit)
+    if stages % 2 == 0:
+        rows = tuple(stage % (stages // 2) for stage in range(stages))
+        yield "fitted on half the rows", fitted(pipeline, num, row_of_stage=rows)
+        if num % (stages // 2) == 0:
+            yield "interleaved", interleaved_1f1b(pipeline, num, stages // 2)
+
+
+def make_lines() -> Iterator[str]:
+    """The lines of the file."""
+    chance = random.Random(7)
+    for number in range(NUM_PIPELINES):
+        pipeline, num = make_pipeline(chance), chance.randint(1, 6)
+        for name, schedule in schedules_of(pipeline, num):
+            check_schedule(schedule, pipeline)
+            timeline = simulate(schedule, pipeline)
+            exposed = sum(timeline.exposed_seconds(row) for row in range(len(schedule.rows)))
+            digest = hashlib.sha256(format_schedule(schedule).encode()).hexdigest()[:12]
+            peaks = " ".join(map(str, schedule.peak_bytes(pipeline)))
+            yield (
+                f"{number}, {len(pipeline.stages)} stages, {num} microbatches, {name}: {timeline.makespan_seconds:.9g} s, "
+                f"{exposed:.9g} exposed, keeps {peaks}, in flight {schedule.in_flight}, actions {digest}"
+            )
+
+
+def main() -> int:
+    """Write the file."""
+    FILE.write_text("".join(f"{line}\n" for line in make_lines()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
