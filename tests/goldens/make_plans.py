@@ -1,0 +1,88 @@
+"""Writes ``plans.txt`` beside this file: what each strategy plans for fixed cases, and what it is said to take.
+
+A change of a strategy, of an order, of the bound or of the simulator changes lines; read the difference before you keep
+it. Ranks of one version must make equal plans, wherever they run.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard import Layout, Mesh, RegionLayout, Topology, make_plan
+from reshard.check import check_plan
+from reshard.strategies import AUTO, STRATEGIES
+
+FILE = Path(__file__).with_name("plans.txt")
+TOPOLOGIES = {
+    "one NIC": {"hosts": [{"count": 8, "devices": 4, "nics": ["10 Gbit/s"]}]},
+    "latency": {"hosts": [{"count": 8, "devices": 4, "nics": ["10 Gbit/s"]}], "latency_seconds": 1e-4},
+    "two NICs": {"hosts": [{"count": 8, "devices": 4, "nics": ["25 Gbit/s", "10 Gbit/s"]}]},
+    "unequal": {
+        "hosts": [
+            {"count": 2, "devices": 4, "nics": ["40 Gbit/s"]},
+            {"count": 3, "devices": 2, "nics": ["10 Gbit/s"]},
+            {"count": 9, "devices": 2, "nics": [{"egress": "10 Gbit/s", "ingress": "20 Gbit/s"}]},
+        ]
+    },
+    "pods": {
+        "pods": [{"egress": "20 Gbit/s", "ingress": "20 Gbit/s"}, {"egress": "10 Gbit/s", "ingress": "10 Gbit/s"}],
+        "hosts": [
+            {"count": 4, "devices": 4, "nics": ["10 Gbit/s"], "pod": 0},
+            {"count": 4, "devices": 4, "nics": ["10 Gbit/s"], "pod": 1},
+        ],
+    },
+}
+CASES = [
+    ("2x4", "S0 R", "3x4", 8, "S0 R"),
+    ("2x4", "R R", "2x4", 8, "S0 R"),
+    ("2x4", "R S01", "2x4", 8, "S01 R"),
+    ("1x4", "S1 R", "2x4", 4, "R R"),
+    ("1x1", "R R", "4x2", 1, "R R"),
+    ("2x2", "S0 S1", "3x3", 4, "S1 S0"),
+    ("4x2", "R S0", "3x4", 4, "S0 S1"),
+    ("3x4", "S0 R", "2x2", 2, "R R"),
+]
+
+
+def cases() -> Iterator[tuple[str, Layout | RegionLayout, Layout | RegionLayout, tuple[int, ...], int]]:
+    """A name, both layouts, the shape, and the bytes of staging."""
+    for number, (src_grid, src, dst_grid, first, dst) in enumerate(CASES):
+        layouts = Layout(Mesh.of(src_grid), src), Layout(Mesh.of(dst_grid, first_rank=first), dst)
+        shape = (480 + 7 * (number % 3), 512) if number % 2 else (96, 4096)
+        yield f"{src} on {src_grid} -> {dst} on {dst_grid}", *layouts, shape, 2**20 if number % 3 else 2**26
+    chance = random.Random(3)
+    rows = sorted(chance.sample(range(1, 300), 5))
+    cuts = list(zip([0, *rows], [*rows, 300], strict=True))
+    src = RegionLayout({rank: [[cuts[rank], (0, 64)]] for rank in range(6)})
+    dst = RegionLayout({rank + 9: [[(0, 300), (16 * rank, 16 * rank + 16)]] for rank in range(4)})
+    yield "uneven rows -> columns", src, dst, (300, 64), 2**20
+
+
+def make_lines() -> Iterator[str]:
+    """The lines of the file."""
+    for name, src, dst, shape, staging_bytes in cases():
+        for network, said in TOPOLOGIES.items():
+            topology = Topology.from_json(said)
+            for strategy in (AUTO, *STRATEGIES):
+                plan = make_plan(
+                    src, dst, shape, "float32", strategy=strategy, topology=topology, staging_bytes=staging_bytes
+                )
+                check_plan(plan)
+                across, inside, copied = plan.bytes_moved()
+                yield (
+                    f"{name}, {network}, {strategy}: {plan.num_messages} messages, {across} + {inside} + {copied} bytes, "
+                    f"{plan.predicted_seconds:.6g} s of {plan.lower_bound_seconds:.6g} s, {plan.plan_hash[:12]}"
+                )
+
+
+def main() -> int:
+    """Write the file."""
+    FILE.write_text("".join(f"{line}\n" for line in make_lines()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
