@@ -153,55 +153,53 @@ def test_a_new_engine_goes_on_after_a_copy_has_failed(where):
         check(got, wanted[rank > 0])
 
 
-def run_buffers(rank, kind):
-    pipeline = make_pipeline(2)
+def run_buffers(rank, kinds):
+    """For each kind of buffer what a step said, and what the buffer holds then; steps that fail are followed by others."""
     inner = Last() if rank else First()
     module = wrap(rank, 2, inner)
-    whole = torch.arange(24.0).reshape(4, 6) + 100 * rank
-    made = {
-        "sliced": lambda: whole[:, ::2],
-        "transposed on one": lambda: whole.T if rank == 1 else whole.reshape(6, 4).clone() + 0,
-        "int16": lambda: whole.to(torch.int16),
-        "conjugated": lambda: torch.complex(whole, whole + 1).conj(),
-        "empty": lambda: whole[:0],
-        "expanded": lambda: whole[:1].expand(9, 6),
-        "of other shapes": lambda: whole[rank:],
-        "reshaped": lambda: whole,
-    }[kind]()
-    if rank:
-        inner.register_buffer("held", made)
+    pipeline, found = make_pipeline(2), {}
+    for kind in kinds:
+        whole = torch.arange(24.0).reshape(4, 6) + 100 * rank
+        made = {
+            "sliced": lambda whole=whole: whole[:, ::2],
+            "transposed on one": lambda whole=whole: whole.T if rank == 1 else whole.reshape(6, 4).clone(),
+            "int16": lambda whole=whole: whole.to(torch.int16),
+            "conjugated": lambda whole=whole: torch.complex(whole, whole + 1).conj(),
+            "empty": lambda whole=whole: whole[:0],
+            "expanded": lambda whole=whole: whole[:1].expand(9, 6),
+            "of other shapes": lambda whole=whole: whole[rank:],
+            "reshaped": lambda whole=whole: whole,
+        }[kind]()
+        if rank:
+            inner.register_buffer("held", made)
 
-    def step():
-        with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
-            if kind == "reshaped" and rank == 2:
-                inner.held = whole[:2]
-            engine.step(feed(rank, 2))
+        def step(kind=kind, whole=whole):
+            with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
+                if kind == "reshaped" and rank == 2:
+                    inner.held = whole[:2]
+                engine.step(feed(rank, 2))
 
-    said, seconds = catch(step)
-    assert seconds < 20
-    untouched = rank != 2 or kind != "sliced" or whole[:, 1::2].equal(torch.arange(24.0).reshape(4, 6)[:, 1::2] + 200)
-    return said, made.resolve_conj().numpy().copy(), untouched
-
-
-@pytest.mark.parametrize("kind", ["sliced", "transposed on one", "int16", "conjugated", "empty"])
-def test_copies_take_the_buffers_of_the_first_one_whatever_their_memory(kind):
-    _, one, two = run_processes(run_buffers, 3, kind)
-    assert one[0] == two[0] == "done"
-    assert one[1].tolist() == two[1].tolist()
-    assert two[2]
+        said, seconds = catch(step)
+        assert seconds < 20
+        if kind == "sliced" and rank == 2:
+            assert whole[:, 1::2].equal(torch.arange(24.0).reshape(4, 6)[:, 1::2] + 200)  # what lies between
+        found[kind] = said, made.resolve_conj().tolist()
+    return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("expanded", "buffer 'held' of stage 1 has strides (0, 1)"),
-        ("of other shapes", "ranks disagree on buffers of stage 1: rank 1 passes held torch.float32 [3, 6], rank 2"),
-        ("reshaped", "copies of stage 1 have different buffers; rank "),
-    ],
-)
-def test_buffers_that_cannot_be_shared_are_an_error_on_every_rank(kind, text):
-    for said, *_ in run_processes(run_buffers, 3, kind):
-        assert text in said, said
+def test_copies_take_the_buffers_of_the_first_one_whatever_their_memory():
+    shared = ["sliced", "transposed on one", "int16", "conjugated", "empty"]
+    refused = {
+        "expanded": "buffer 'held' of stage 1 has strides (0, 1)",
+        "of other shapes": "ranks disagree on buffers of stage 1: rank 1 passes held torch.float32 [3, 6], rank 2",
+        "reshaped": "copies of stage 1 have different buffers; rank ",
+    }
+    none, one, two = run_processes(run_buffers, 3, [*shared[:2], *refused, *shared[2:]])
+    for kind in shared:
+        assert none[kind][0] == one[kind][0] == two[kind][0] == "done", kind
+        assert one[kind][1] == two[kind][1], kind
+    for kind, text in refused.items():
+        assert all(text in found[kind][0] for found in (none, one, two)), none[kind]
 
 
 class Table(nn.Module):
@@ -239,44 +237,42 @@ def test_a_sparse_gradient_that_one_copy_has_is_that_of_all():
         check(got, gradients(last))
 
 
-def run_losses(rank, shards):
-    """Stage 0 on ranks 0 and 1 gives a loss too; stage 1 is on rank 2 alone."""
+def run_losses(rank, numbers):
+    """Stage 0 on ranks 0 and 1 gives a loss too; stage 1 is on rank 2 alone. What a step with each number gave."""
     pipeline = make_pipeline(1, first=2)
     inner = First() if rank < 2 else Last()
     inner.gives_loss = True
     module = wrap(rank, 1, inner, first=2)
-    schedule = one_f_one_b(pipeline, NUM)
-    try:
-        with Engine(schedule, pipeline, {int(rank > 1): module}, num_loss_shards=shards) as engine:
-            step = engine.step(feed(rank, 1, first=2))
-    except ReshardError as error:
-        return str(error), None, None
-    return "done", gradients(inner), step.loss
+    schedule, found = one_f_one_b(pipeline, NUM), []
+    for shards in numbers:
+        inner.zero_grad()
+        try:
+            with Engine(schedule, pipeline, {int(rank > 1): module}, num_loss_shards=shards) as engine:
+                step = engine.step(feed(rank, 1, first=2))
+            found.append(("done", gradients(inner), step.loss))
+        except ReshardError as error:
+            found.append((str(error), None, None))
+    return found
 
 
 def test_stages_with_a_loss_may_have_different_numbers_of_copies():
-    wanted = single_process(first_gives_loss=True)
-    found = run_processes(run_losses, 3, {0: 2})
-    for rank, (said, got, _) in enumerate(found):
-        assert said == "done"
-        check(got, wanted[rank > 1])
-    first = First()
-    whole = sum(float((first(x)["x"].detach() ** 2).mean()) for x, _ in data()) / NUM
-    assert (found[0][2] + found[1][2]) / 2 == pytest.approx(whole, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("shards", "text"),
-    [
+    refused = [
         (2, "stage 1 gives a loss on 1 rank, but num_loss_shards is 2"),
         (1, "stage 0 gives a loss on 2 copies under DDP, which see different data, but num_loss_shards is 1"),
         ({0: 2, 1: 2}, "num_loss_shards of stage 1 is 2; it must be an integer from 1 to 1"),
         ({2: 1}, "num_loss_shards names stage 2; there are 0 to 1"),
         ({0: True}, "num_loss_shards of stage 0 is True"),
-    ],
-)
-def test_numbers_of_copies_that_do_not_fit_are_refused(shards, text):
-    assert all(text in said for said, *_ in run_processes(run_losses, 3, shards))
+    ]
+    wanted = single_process(first_gives_loss=True)
+    found = run_processes(run_losses, 3, [*(shards for shards, _ in refused), {0: 2}])
+    for nth, (_, text) in enumerate(refused):
+        assert all(text in steps[nth][0] for steps in found), found[0][nth][0]
+    for rank, steps in enumerate(found):
+        assert steps[-1][0] == "done", steps[-1][0]
+        check(steps[-1][1], wanted[rank > 1])
+    first = First()
+    whole = sum(float((first(x)["x"].detach() ** 2).mean()) for x, _ in data()) / NUM
+    assert (found[0][-1][2] + found[1][-1][2]) / 2 == pytest.approx(whole, rel=1e-12)
 
 
 def run_dying(rank, orderly):
