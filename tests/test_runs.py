@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -174,3 +175,45 @@ def test_elements_of_any_size_travel_as_bytes(dtype, in_rounds):
     run_in_threads(plan, sources, outs, in_rounds=in_rounds)
     for rank in dst.ranks:
         assert same_bytes(outs[rank][0], take_shard(dst, rank, whole))
+
+
+class _Counting(MemoryTransport):
+    """Notes how many receives were under way at most."""
+
+    under_way = most = 0
+
+    def recv(self, buffer, rank, tag):
+        work = super().recv(buffer, rank, tag)
+        if tag == 0:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+            wait = work.wait
+
+            def waited(timeout):
+                wait(timeout)
+                self.under_way -= 1
+
+            work.wait = waited
+        return work
+
+
+def test_no_more_receives_are_under_way_than_a_message_allows():
+    plan = make_plan(Layout(Mesh([0])), Layout(Mesh([1])), (4096, 64), "float32", staging_bytes=2**16)
+    programs = {rank: build_program(plan, rank) for rank in (0, 1)}
+    ahead = {recv.ahead for recv in programs[1].recvs}
+    assert len(ahead) == 1 and len(programs[1].recvs) > max(ahead)
+    hub = MemoryHub()
+    transports = {0: MemoryTransport(hub, 0), 1: _Counting(hub, 1)}
+    whole, out = torch.arange(4096 * 64, dtype=torch.int32).reshape(4096, 64), torch.zeros(4096, 64, dtype=torch.int32)
+    sides = {0: ([whole], [None]), 1: ([None], [out])}
+
+    def run(rank):
+        staging = Staging(programs[rank], plan.staging_bytes)
+        run_program(programs[rank], transports[rank], *sides[rank], staging, deadline=time.monotonic() + 20)
+
+    sender = threading.Thread(target=run, args=(0,))
+    sender.start()
+    run(1)
+    sender.join()
+    assert out.equal(whole)
+    assert transports[1].most == max(ahead)
