@@ -60,6 +60,9 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 LIMIT_SECONDS = 60.0
+#: What one test may take.
+TEST_SECONDS = 40
+_TIMED_OUT = 99
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -213,10 +216,18 @@ class _Finder:
 
 
 class _Teller:
-    """Writes the first test that fails into a pipe."""
+    """Writes the first test that fails, or does not end, into a pipe."""
 
     def __init__(self, pipe: int) -> None:
         self.pipe = pipe
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        def give_up(*_: object) -> None:
+            os.write(self.pipe, nodeid.encode()[:500])
+            os._exit(_TIMED_OUT)
+
+        signal.signal(signal.SIGALRM, give_up)
+        signal.alarm(TEST_SECONDS)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
@@ -258,19 +269,20 @@ def _run(tests: list[str], mutant: Mutant | None, limit: float = LIMIT_SECONDS) 
             os.dup2(null, 2)
             status = _try_tests(tests, mutant, writer)
         finally:
-            os._exit(min(status, 100))
+            os._exit(min(status, _TIMED_OUT - 1))
     os.close(writer)
     how = "timed out"
-    while how == "timed out" and time.monotonic() < begun + limit:
+    while time.monotonic() < begun + limit:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
-            how = "survived" if status == 0 else "killed"
-        else:
-            time.sleep(0.05)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # and what it has forked
-    if how == "timed out":
+            how = {0: "survived", _TIMED_OUT: "timed out"}.get(os.waitstatus_to_exitcode(status), "killed")
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # what it has forked
     os.set_blocking(reader, False)
     told = b""
     with contextlib.suppress(BlockingIOError):
