@@ -21,7 +21,7 @@ from reshard.scheduler.schedule import Schedule
 from reshard.scheduler.simulation import simulate
 
 FILE = Path(__file__).with_name("schedules.txt")
-NUM_PIPELINES = 20
+NUM_PIPELINES = 12
 
 
 def make_pipeline(chance: random.Random) -> Pipeline:
