@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 import time
 
@@ -13,12 +15,13 @@ from hypothesis import strategies as st
 from memory_transport import MemoryHub, MemoryTransport, run_in_threads
 from tensors import same_bytes, take_shard, whole_tensor
 
-from reshard import Layout, Mesh, PlanError, RegionLayout, TransferTimeoutError, check_plan, make_plan
-from reshard.plan import TensorSpec
+from reshard import Layout, Mesh, PlanError, RegionLayout, TransferTimeoutError, check_plan, make_plan, progress
+from reshard.digests import Digests
+from reshard.plan import TensorSpec, expand_messages
 from reshard.plan_text import parse_plan
 from reshard.planning import plan_tensors
 from reshard.program import build_program
-from reshard.progress import Tally, describe_progress, run_program
+from reshard.progress import Tally, WrongCopyError, describe_progress, run_program
 from reshard.runs import box_runs, box_span, copy_runs, copy_runs_native, copy_runs_python
 from reshard.staging import MANY_BOXES, Pool, Staging
 
@@ -217,3 +220,32 @@ def test_no_more_receives_are_under_way_than_a_message_allows():
     sender.join()
     assert out.equal(whole)
     assert transports[1].most == max(ahead)
+
+
+@pytest.mark.parametrize("verifies", [False, True])
+def test_a_copy_inside_a_rank_is_compared_where_digests_are_asked_for(verifies, monkeypatch):
+    plan = make_plan(Layout(Mesh([0])), Layout(Mesh([0])), (4,), "int8")
+    program = build_program(plan, 0)
+    numbers = itertools.count()
+    monkeypatch.setattr(progress, "digest_of", lambda views: next(numbers))  # as if the copy were another one
+    sides = [torch.ones(4, dtype=torch.uint8)], [torch.zeros(4, dtype=torch.uint8)]
+    digests = Digests() if verifies else None
+    run = functools.partial(
+        run_program, program, MemoryTransport(MemoryHub(), 0), *sides, Staging(program, plan.staging_bytes),
+        deadline=time.monotonic() + 5, digests=digests,
+    )  # fmt: skip
+    if verifies:
+        with pytest.raises(WrongCopyError) as caught:
+            run()
+        assert caught.value.id == program.copies[0].id
+    else:
+        run()
+    assert sides[1][0].tolist() == [1] * 4
+
+
+def test_each_box_that_a_rank_copies_has_the_id_of_its_own():
+    stripes = RegionLayout({0: [[(0, 2), (i, i + 1)] for i in range(3)]}, join_dim=1)
+    plan = make_plan(stripes, Layout(Mesh([0])), (2, 3), "int8")
+    ids = [message.id + i for message in expand_messages(plan) for i in range(len(message.boxes))]
+    assert [copy.id for copy in build_program(plan, 0).copies] == ids
+    assert len(ids) == 3
