@@ -249,3 +249,12 @@ def test_each_box_that_a_rank_copies_has_the_id_of_its_own():
     ids = [message.id + i for message in expand_messages(plan) for i in range(len(message.boxes))]
     assert [copy.id for copy in build_program(plan, 0).copies] == ids
     assert len(ids) == 3
+
+
+def test_a_rank_that_would_not_get_all_it_needs_is_refused():
+    plan = make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([2])), (4,), "int8", strategy="send_recv")
+    lines = str(plan).splitlines()
+    last = max(i for i, line in enumerate(lines) if " -> 2" in line)
+    short = parse_plan("\n".join(lines[:last] + lines[last + 1 :]) + "\n")
+    with pytest.raises(PlanError, match="rank 2"):
+        build_program(short, 2)
