@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from reshard import Layout, Mesh, Topology, make_plan
-from reshard.agreement import Record, TensorRecord, Verdict, plan_arguments, resolve
+from reshard.agreement import Record, TensorRecord, Verdict, gather_said, plan_arguments, resolve
 
 LAYOUTS = {"w": (Layout(Mesh([0]), "R"), Layout(Mesh([1]), "R"))}
 
@@ -83,3 +83,27 @@ def test_plans_that_differ_in_one_thing_say_in_which():
     ):
         other = arguments(**options)
         assert [key for key in same if same[key] != other[key]] == [name, "plan hash"]
+
+
+def test_what_a_rank_says_of_a_tensor_by_default():
+    assert asdict(TensorRecord()) == {
+        "shape": None, "dtype": None, "dst_dtype": None, "is_dtensor": False, "local": None, "out": None, "devices": [],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("came", "dead", "lost"),
+    [
+        ({0: False, 1: False, 2: False}, [], []),
+        ({0: False, 1: False, 2: False}, [2], []),  # it died when all was over
+        ({0: False, 1: True, 2: False}, [2], [2]),
+        ({0: False, 1: False}, [], [2]),
+        ({0: False, 1: False}, [1], [1, 2]),
+    ],
+)
+def test_who_is_lost_follows_from_who_came_and_how_it_went(came, dead, lost):
+    records = [Record(rank, generation=rank, said={"failed": failed}) for rank, failed in came.items()]
+    verdict = gather_said(records, [0, 1, 2], dead)
+    assert verdict.lost == lost
+    assert sorted(verdict.said) == [rank for rank in came if rank not in lost]
+    assert verdict.generation == max(came)
