@@ -13,6 +13,7 @@ import ast
 import contextlib
 import copy
 import difflib
+import hashlib
 import importlib.util
 import io
 import json
@@ -298,12 +299,27 @@ def _difference(mutant: Mutant) -> str:
     return "\n".join(lines)
 
 
-def _campaign(part: str, mutants: list[Mutant], jobs: int, limit: float) -> Iterator[tuple[Mutant, Ending]]:
+def _mark(mutant: Mutant) -> str:
+    """Of the changed source, so that an ending is known to be of the same one."""
+    return hashlib.sha256(change(mutant.path.read_text(), mutant.at)[0].encode()).hexdigest()[:16]
+
+
+def _read_killed(rows: Path | None) -> dict[str, Ending]:
+    """By mark, what an earlier run killed."""
+    found = [json.loads(line) for line in rows.read_text().splitlines()] if rows else []
+    return {row["mark"]: Ending(row["how"], row["seconds"], row["test"]) for row in found if row["how"] != "survived"}
+
+
+def _campaign(
+    part: str, mutants: list[Mutant], jobs: int, limit: float, killed: dict[str, Ending]
+) -> Iterator[tuple[Mutant, Ending]]:
     """Each mutant and its ending; files of tests that import its module, or have killed others of it, go first."""
     killers: dict[Path, Counter[str]] = defaultdict(Counter)
     texts = {name: (ROOT / "tests" / name).read_text() for name in PARTS[part][1]}
 
     def run(mutant: Mutant) -> Ending:
+        if (earlier := killed.get(_mark(mutant))) is not None:
+            return earlier
         known = Counter(killers[mutant.path])
         imports = f"from {_module_of(mutant.path)} import"
         ending = _run(sorted(texts, key=lambda name: (-known[name], imports not in texts[name])), mutant, limit)
@@ -323,6 +339,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at once (as many as processors)")
     parser.add_argument("--out", type=Path, help="write each mutant and how it ended as JSON lines")
+    parser.add_argument(
+        "--killed", type=Path, help="such lines of an earlier run: what it killed, if still the same, is not run again"
+    )
     options = parser.parse_args()
     for heavy in ("numpy", "pytest", "torch", "torch.distributed"):  # once, for all that are forked
         importlib.import_module(heavy)
@@ -333,19 +352,27 @@ def main() -> int:
     print(f"{options.part}: the tests take {alone.seconds:.0f} s", flush=True)
     limit = max(LIMIT_SECONDS, 3 * alone.seconds)  # so that none is cut off for being slow beside another
     ended: Counter[str] = Counter()
-    mutants = draw(options.part, options.count, options.seed)
+    mutants, killed = draw(options.part, options.count, options.seed), _read_killed(options.killed)
     with (options.out or Path(os.devnull)).open("w") as out:
-        for mutant, ending in _campaign(options.part, mutants, options.jobs, limit):
+        for mutant, ending in _campaign(options.part, mutants, options.jobs, limit, killed):
             ended[ending.how] += 1
             where = f"{mutant.path.relative_to(ROOT)}, place {mutant.at}"
-            row = {"where": where, "how": ending.how, "seconds": round(ending.seconds, 1), "test": ending.test}
+            row = {
+                "where": where,
+                "mark": _mark(mutant),
+                "how": ending.how,
+                "seconds": round(ending.seconds, 1),
+                "test": ending.test,
+            }
             print(json.dumps(row), file=out, flush=True)
             if ending.how == "survived":
                 print(f"\n{where}\n{_difference(mutant)}", flush=True)
     total = sum(ended.values())
-    killed = total - ended["survived"]
-    print(f"\n{options.part}: {killed} of {total} killed ({100 * killed / total:.1f} %), {ended['timed out']} by time")
-    return 0 if killed >= 0.9 * total else 1
+    share = 1 - ended["survived"] / total
+    print(
+        f"\n{options.part}: {total - ended['survived']} of {total} killed ({share:.1%}), {ended['timed out']} by time"
+    )
+    return 0 if share >= 0.9 else 1
 
 
 if __name__ == "__main__":

@@ -240,6 +240,8 @@ def run_reentrant(rank):
         module.engine = engine
         with pytest.raises(ArgumentError, match="in a step already") as caught:
             engine.step({0: [{"x": torch.ones(1)}]})
+    with pytest.raises(ArgumentError, match="this engine is closed"):
+        engine.step({})
     return caught.value.__notes__
 
 

@@ -17,18 +17,19 @@ WIDTH, NUM = 4, 3
 
 
 class Part(nn.Module):
-    """A position added through a view (or not), and a layer used twice whose gradient a hook bounds."""
+    """Positions added through a view (or not), once and twice, and a layer used twice whose gradient a hook bounds."""
 
     def __init__(self, stage, views=True):
         super().__init__()
         torch.manual_seed(stage)
         self.stage, self.views = stage, views
         self.a, self.b = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
-        self.pos = nn.Parameter(torch.randn(WIDTH).double())
+        self.pos, self.once = (nn.Parameter(torch.randn(WIDTH).double()) for _ in range(2))
         self.b.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
     def forward(self, x):
         y = self.a(x) + (self.pos.view(1, WIDTH) if self.views else self.pos)
+        y = y + (self.once.view(1, WIDTH) if self.views else self.once)
         y = self.b(torch.tanh(self.b(torch.tanh(y))))
         y = y + (self.pos[None] if self.views else self.pos)
         return {"loss": y.pow(2).sum()} if self.stage else {"x": y}
