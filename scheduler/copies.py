@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -235,7 +236,8 @@ class Copies:
 
     def _on_device(self, numbers: list[int]) -> torch.Tensor:
         """Integers that the copies' connections can carry."""
-        first = next(iter([*self.parameters(), *(each for _, each in self._buffers())]), None)
+        module = self._module.module
+        first = next(itertools.chain(module.parameters(), module.buffers()), None)
         return torch.tensor(numbers, dtype=torch.int64, device=None if first is None else first.device)
 
     def _add(

@@ -38,6 +38,19 @@ class Frozen(nn.Module):
         return self.b(self.a(x).tanh())
 
 
+class Functional(nn.Module):
+    """Convolutions by arguments that are left out, given by place, or by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Parameter(torch.randn(4, 2, 3)), nn.Parameter(torch.randn(4)), nn.Conv1d(4, 2, 2)
+
+    def forward(self, x):
+        y = nn.functional.conv1d(x, self.a).tanh()
+        y = nn.functional.conv1d(y.repeat(1, 2, 1), bias=self.b, weight=self.a, groups=4, stride=2)
+        return self.c(nn.functional.conv1d(y, self.c.weight, None, 1, (1,)).repeat(1, 2, 1))
+
+
 CASES = {
     "mlp": (lambda: nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.GELU(), nn.Linear(7, 3, bias=False)), (4, 2, 5)),
     "one row": (lambda: nn.Linear(5, 3), (5,)),
@@ -49,6 +62,7 @@ CASES = {
     ),
     "conv1d": (lambda: nn.Conv1d(3, 4, 3, dilation=2, bias=False), (2, 3, 9)),
     "conv3d": (lambda: nn.Conv3d(2, 3, (1, 2, 3), stride=(1, 2, 1), padding=(0, 1, 2)), (1, 2, 3, 4, 5)),
+    "functional": (Functional, (2, 2, 13)),
     "same": (lambda: nn.Conv2d(2, 2, 3, padding="same"), (1, 2, 5, 5)),
     "unbatched": (lambda: nn.Conv2d(2, 2, 3), (2, 5, 5)),
     "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 3, 8)),
