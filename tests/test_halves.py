@@ -24,12 +24,12 @@ class Part(nn.Module):
         torch.manual_seed(stage)
         self.stage, self.views = stage, views
         self.a, self.b = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
-        self.pos, self.once = (nn.Parameter(torch.randn(WIDTH).double()) for _ in range(2))
+        self.pos, self.once, self.first = (nn.Parameter(torch.randn(WIDTH).double()) for _ in range(3))
         self.b.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
     def forward(self, x):
-        y = self.a(x) + (self.pos.view(1, WIDTH) if self.views else self.pos)
-        y = y + (self.once.view(1, WIDTH) if self.views else self.once)
+        first, once, pos = (each.view(1, WIDTH) if self.views else each for each in (self.first, self.once, self.pos))
+        y = self.a(x.view(1, WIDTH) + first) + once + pos
         y = self.b(torch.tanh(self.b(torch.tanh(y))))
         y = y + (self.pos[None] if self.views else self.pos)
         return {"loss": y.pow(2).sum()} if self.stage else {"x": y}

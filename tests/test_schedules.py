@@ -235,11 +235,14 @@ def test_warmups_are_checked():
     pipeline = chain(1.0)
     with pytest.raises(ArgumentError, match=r"warm-ups \[1\]"):
         from_warmups("x", pipeline, 2, [1])
-    for num in (0, True, 1.5):
-        with pytest.raises(ArgumentError, match="num_microbatches"):
-            gpipe(pipeline, num)
-    with pytest.raises(ArgumentError, match="at most 500,000 microbatches"):
-        gpipe(pipeline, 10**9)
+    for build in (*BUILDERS, fitted, lambda pipeline, num: interleaved_1f1b(pipeline, num, 2)):
+        for num in (0, True, 1.5):
+            with pytest.raises(ArgumentError, match="num_microbatches"):
+                build(pipeline, num)
+        with pytest.raises(ArgumentError, match="at most 500,000 microbatches"):
+            build(pipeline, 10**9)
+        with pytest.raises(ArgumentError, match="a Pipeline is needed, not list"):
+            build([pipeline], 4)
     with pytest.raises(ArgumentError, match="stage 1 waits for 2 forwards of stage 0, which makes 1"):
         from_warmups("x", pipeline, 2, [1, 3])
     from_warmups("x", pipeline, 1, [1, 3])
