@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from reshard.scheduler import Edge, Pipeline, Stage, one_f_one_b
+from reshard.scheduler.copies import is_of_a_connection
 from reshard.scheduler.engine import Engine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -369,3 +370,10 @@ def test_gradients_stay_in_the_memory_that_they_are_in():
     for rank, (got, flat) in enumerate(run_processes(run_flat, 3)):
         check({name: gradient - 1 for name, gradient in got.items()}, wanted[rank > 0])
         assert flat.tolist() == [number for gradient in got.values() for number in gradient.reshape(-1).tolist()]
+
+
+def test_errors_of_connections_are_told_from_those_of_users():
+    gone = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4731"
+    assert is_of_a_connection(RuntimeError(gone)) and is_of_a_connection(dist.DistBackendError("NCCL error"))
+    for error in (RemoteError(gone), RuntimeError("mat1 and mat2 shapes"), ValueError("gloo")):
+        assert not is_of_a_connection(error)

@@ -16,7 +16,7 @@ from reshard.scheduler.schedule import Action, Kind, Schedule
 from reshard.scheduler.ties import Tie
 
 from reshard import Layout, Mesh
-from reshard.errors import ArgumentError, ReshardError
+from reshard.errors import ArgumentError, ReshardError, ScheduleError
 from reshard.launch import LaunchError, run_processes
 from reshard.plan import TensorSpec
 
@@ -198,12 +198,13 @@ def test_a_rank_that_dies_is_named():
         assert seconds < 12
 
 
-def run_wrong(rank, pipeline, schedule):
-    try:
-        Engine(schedule, pipeline, {}, timeout_seconds=5)
-    except ReshardError as error:
-        return type(error).__name__, str(error)
-    return None
+def run_wrong(rank, cases):
+    said = []
+    for pipeline, schedule in cases:
+        with pytest.raises(ReshardError) as caught:
+            Engine(schedule, pipeline, {}, timeout_seconds=5)
+        said.append((type(caught.value), str(caught.value)))
+    return said
 
 
 def test_pipelines_that_cannot_run_are_refused():
@@ -216,14 +217,16 @@ def test_pipelines_that_cannot_run_are_refused():
     doubled = Pipeline(
         stages, (Edge(0, 1, 1, 1, tensors=(TensorSpec((2,), "int8", Layout(same), Layout(same), "x"),)),)
     )
-    for one, text in (
-        (bare, "stage 1 has no mesh"),
-        (empty, "edge 0 -> 1 has no tensors"),
-        (doubled, "rank 0 is on rows 0 and 1"),
-    ):
-        for kind, said in run_processes(run_wrong, 2, one, schedule):
-            assert kind == "ArgumentError"
-            assert text in said
+    short = replace(schedule, rows=(schedule.rows[0], schedule.rows[1][:-1]))
+    cases = {
+        "stage 1 has no mesh": (ArgumentError, bare, schedule),
+        "edge 0 -> 1 has no tensors": (ArgumentError, empty, schedule),
+        "rank 0 is on rows 0 and 1": (ArgumentError, doubled, schedule),
+        "1SEND_B1>0 is there 0 times, not 1": (ScheduleError, pipeline, short),
+    }
+    for told in run_processes(run_wrong, 2, [case[1:] for case in cases.values()]):
+        for (kind, said), (text, (expected, *_)) in zip(told, cases.items(), strict=True):
+            assert kind is expected and text in said
 
 
 class Reentrant(torch.nn.Module):
@@ -268,12 +271,13 @@ class Counter(torch.nn.Module):
         return {"x": y, "count": self.count}
 
 
-def run_counter(rank, is_buffer, kind=None):
+def run_counter(rank, is_buffer, kind=None, signal_only=False):
     mesh = [Mesh([0]), Mesh([1])]
     x, count = (TensorSpec((2, 3), "float32", Layout(mesh[0]), Layout(mesh[1]), name) for name in ("x", "count"))
     edge = Edge(0, 1, 1, 1, tensors=(x, count), without_gradient={"count"})
     pipeline = Pipeline(tuple(Stage(1, 1, 1, mesh=each) for each in mesh), (edge,))
-    engine = Engine(gpipe(pipeline, 6), pipeline, {rank: (kind or Counter)(rank, is_buffer)}, timeout_seconds=20)
+    module = (kind or Counter)(rank, is_buffer)
+    engine = Engine(gpipe(pipeline, 6), pipeline, {rank: module}, timeout_seconds=20, signal_only=signal_only)
     try:
         return engine.step({0: [{"x": torch.ones(2, 3)}] * 6}).losses
     except ArgumentError as error:
@@ -318,6 +322,8 @@ class Impatient(Counter):
 def test_what_was_given_away_does_not_change():
     _, losses = run_processes(run_counter, 2, True, timeout_seconds=60)
     assert losses == (1, 2, 3, 4, 5, 6)
+    _, losses = run_processes(run_counter, 2, True, None, True, timeout_seconds=60)
+    assert losses == (0,) * 6  # nothing but a signal is moved, and zeros are computed on
     said, _ = run_processes(run_counter, 2, False, timeout_seconds=60)
     assert "stage 0 changed 'count' in place after it gave it to stage 1" in said
     _, said = run_processes(run_counter, 2, True, Impatient, timeout_seconds=60)

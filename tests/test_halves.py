@@ -35,6 +35,20 @@ class Part(nn.Module):
         return {"loss": y.pow(2).sum()} if self.stage else {"x": y}
 
 
+def _refuse(gradient):
+    raise ValueError("the gradient is not wanted")
+
+
+class Refusing(Part):
+    """Fails in its backward."""
+
+    def forward(self, x):
+        outputs = super().forward(x)
+        for each in outputs.values():
+            each.register_hook(_refuse)
+        return outputs
+
+
 class Counter(Part):
     """The input of its layer is a buffer that the next forward changes."""
 
@@ -73,8 +87,8 @@ def _run(rank, order, kind):
     with Engine(Schedule("by hand", (_row(ORDERS[order]),), (0, 0), NUM), pipeline, modules) as engine:
         try:
             engine.step({0: [{"x": x} for x in _inputs()]}, loss_weights=[1.0] * NUM)
-        except ArgumentError as error:
-            return str(error)
+        except (ArgumentError, ValueError) as error:
+            return "; ".join([str(error), *error.__notes__])
     return [p.grad.numpy() for module in modules.values() for p in module.parameters()]
 
 
@@ -92,3 +106,11 @@ def test_gradients_that_lie_in_each_others_memory_stay_apart(order):
 def test_what_changes_between_the_halves_is_an_error():
     (said,) = run_processes(_run, 1, "halves", Counter)
     assert "was changed in place between the two halves of a backward" in said
+    assert "in 1W0, microbatch 0 of stage 1 of the schedule 'by hand'" in said
+
+
+def test_a_backward_that_fails_in_halves_says_that_it_may_be_whole():
+    (said,) = run_processes(_run, 1, "halves", Refusing)
+    assert "needs whole ones: fitted(..., can_split=False)" in said
+    (said,) = run_processes(_run, 1, "whole", Refusing)
+    assert "the gradient is not wanted" in said and "can_split" not in said

@@ -215,6 +215,9 @@ stuck: 2 microbatches, stages on rows 0 1
         match=r"never ends: no row can do what is in brackets; row 0: .*\[0SEND_F1>1!\].*; row 1: .*\[1SEND_B0>0!\]",
     ):
         check_schedule(parse_schedule(text), pipeline)
+    longer = text.replace("1: ", "1: 1RECV_F2<0 1RECV_F3<0 ").replace("0: ", "0: 0F2 0F3 0SEND_F2>1 0SEND_F3>1 ")
+    with pytest.raises(ScheduleError, match=r"row 1: 1RECV_F3<0 1RECV_F0<0! 1F0 1B0 \[1SEND_B0>0!\] 1RECV_F1"):
+        simulate(parse_schedule(longer.replace("2 micro", "4 micro")), pipeline)
     mended = text.replace("0F1 0SEND_F1>1! 0RECV_B0<1!", "0RECV_B0<1 0F1 0SEND_F1>1!").replace(
         "1SEND_B0>0! 1RECV_F1<0!", "1RECV_F1<0 1SEND_B0>0!"
     )
@@ -249,11 +252,14 @@ def test_warmups_are_checked():
 
 
 def test_ours_is_never_slower_whatever_row_a_stage_is_on():
-    pipeline = chain(0.1, 2.5, 0.1)
+    pipeline = chain(0.1, 0.5, 0.1)
     there, turned = fitted(pipeline, 12), fitted(pipeline, 12, row_of_stage=(2, 0, 3, 1))
     seconds = [simulate(one, pipeline).makespan_seconds for one in (there, turned)]
     assert seconds[0] == seconds[1] and turned.row_of_stage == (2, 0, 3, 1)
     check_schedule(turned, pipeline)
+    in_blocks = fitted(pipeline, 4, row_of_stage=(0, 0, 1, 1), can_split=False)  # stages dealt out would be faster
+    assert in_blocks.row_of_stage == (0, 0, 1, 1)
+    check_schedule(in_blocks, pipeline)
 
 
 def test_costs_and_edges_are_checked():
