@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from reshard.scheduler import measured
 from reshard.scheduler.builders import one_f_one_b, zero_bubble
 from reshard.scheduler.check import check_schedule
 from reshard.scheduler.measured import Measured, Moment, _merge
@@ -16,7 +18,11 @@ from reshard.scheduler.schedule import Action, Channel, Kind
 from reshard.scheduler.simulation import simulate
 from reshard.scheduler.trace import to_chrome_trace, to_svg
 
+from reshard.agreement import Record, resolve
+from reshard.channel import find_channel
 from reshard.errors import ArgumentError, ScheduleError
+from reshard.group import find_group
+from reshard.launch import run_processes
 
 GOLDENS = Path(__file__).parent / "goldens"
 SMALL = Pipeline((Stage(1.0, 0.5, 1.5, 2), Stage(2.0, 1.0, 0.5, 3)), (Edge(0, 1, 0.75, 0.25),))
@@ -103,3 +109,18 @@ def test_what_ranks_measured_becomes_one_timeline():
     apart = _merge([everybody[0], _measured(1, "b", 3.0, second, everybody[1][2])])  # clocks set by when ranks met
     assert [span.start for span in apart.spans] == [0.0, 4.0, 5.0, 7.5]
     assert Measured(1).moments == []
+
+
+def _on_machines_of_their_own(rank):
+    measured._boot_id = lambda: str(rank)
+    channel = find_channel(find_group(None), (0, 1))
+    channel.agree(Record(rank), lambda records: resolve(records, {}), 20)
+    now = time.monotonic()
+    time.sleep(0.5 * rank)
+    own = Measured(rank, [Moment(Action(Kind.F, rank, 0), now, now, now)])
+    return [span.start for span in measured.gather(own, channel, 20).spans]
+
+
+def test_clocks_of_machines_are_set_by_meeting_however_late_one_calls():
+    for starts in run_processes(_on_machines_of_their_own, 2):
+        assert max(starts) - min(starts) < 0.25
