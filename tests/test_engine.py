@@ -16,9 +16,10 @@ from reshard.scheduler import (
     one_f_one_b,
     zero_bubble,
 )
+from reshard.scheduler.crossings import make_ways
 from reshard.scheduler.engine import Engine
 
-from reshard import Layout, Mesh
+from reshard import Layout, Mesh, Topology
 from reshard.launch import run_processes
 from reshard.plan import TensorSpec
 
@@ -150,3 +151,20 @@ def test_losses_and_gradients_are_those_of_one_process(name, dtype, rtol):
     timeline = results[0][1]
     assert timeline.makespan_seconds > 0
     assert {span.row for span in timeline.spans} == set(ranks)
+
+
+def test_what_stays_where_it_is_needs_no_plan():
+    mesh = Mesh([0, 1])
+    whole, half = Layout(mesh), Layout(mesh, "S0")
+    stays, also = (TensorSpec((4,), "float32", half, half, name) for name in "xz")
+    goes = TensorSpec((4,), "float32", half, whole, "y")
+    edges = (Edge(0, 1, tensors=(stays,)), Edge(1, 2, tensors=(goes,), without_gradient={"y"}))
+    pipeline = Pipeline((Stage(1, 1, 1, mesh=mesh),) * 3, (*edges, Edge(0, 2, tensors=(stays, also))))
+    mixed = Pipeline(pipeline.stages, (Edge(0, 1, tensors=(stays, goes)),))
+    for of, rows, without in (
+        (pipeline, (0, 0, 0), {(0, 1), (1, 0), (2, 1), (0, 2), (2, 0)}),
+        (pipeline, (0, 1, 0), {(2, 1), (0, 2), (2, 0)}),
+        (mixed, (0, 0, 0), set()),
+    ):
+        ways = make_ways(of, rows, Topology((0, 0)), None)
+        assert {(way.channel.sender, way.channel.receiver) for way in ways if way.plan is None} == without
