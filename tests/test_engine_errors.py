@@ -80,6 +80,8 @@ def run_rank(rank, fault):
                 build = gpipe
             if fault == "count":
                 num += 1
+            if fault == "no schedule":
+                build = lambda pipeline, num: [one_f_one_b(pipeline, num)]  # noqa: E731
             if fault == "modules":
                 modules = {}
             if fault == "modules are none":
@@ -167,14 +169,19 @@ FAULTS = {
 
 
 def run_all(rank):
-    """One fault after the other: after each the ranks can make a new engine."""
-    return [run_rank(rank, fault) for fault in (*FAULTS, None)]
+    """One fault after the other: after each the ranks can make a new engine, but for the last."""
+    found = [run_rank(rank, fault) for fault in (*FAULTS, None, "no schedule")]
+    time.sleep(float(rank == 1))  # else the others hear that it has ended
+    return found
 
 
 def test_one_rank_fails_and_all_say_so():
     results = run_processes(run_all, 3, timeout_seconds=90)
     for rank, found in enumerate(results):
-        assert found[-1] is None  # without a fault
+        assert found[-2] is None  # without a fault
+        name, said, seconds = found[-1]
+        assert (name, seconds < 6) == ("ArgumentError" if rank == 1 else "DisagreementError", True)
+        assert "schedule must be a Schedule, not list" in said
         for (fault, (kind, text)), result in zip(FAULTS.items(), found, strict=False):
             assert result is not None, fault
             name, said, seconds = result
