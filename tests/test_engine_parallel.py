@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -117,6 +119,10 @@ def run_rank(rank, sizes, how, build, tied, adds_up=False):
             step = engine.step(feed)
         if adds_up:  # gradients of two steps
             step = engine.step(feed)
+    for thread in threading.enumerate():
+        if thread.name == "reshard-progress":
+            thread.join(5)
+            assert not thread.is_alive()
     return step.loss, {n.removeprefix(prefix): whole(p.grad) for n, p in module.named_parameters()}
 
 

@@ -355,6 +355,14 @@ def test_csv_of_torch_both_ways():
             from_torch_csv(bad, pipeline)
 
 
+def test_texts_of_very_many_actions_are_refused(monkeypatch):
+    text = str(one_f_one_b(chain(1.0), 2))
+    monkeypatch.setattr("reshard.scheduler.notation.MOST_ACTIONS", sum(map(len, parse_schedule(text).rows)))
+    assert str(parse_schedule(text)) == text
+    with pytest.raises(ScheduleError, match="more than 16 actions"):
+        parse_schedule(text + " 0F7")
+
+
 def test_a_schedule_of_very_many_microbatches_is_refused_soon():
     pipeline = chain(0.5, 0.5)
     schedule = one_f_one_b(pipeline, 4)
