@@ -113,6 +113,7 @@ def run_rank(rank, make, ranks, dtype, sizes, num_steps):
                 s: {n: p.grad.numpy().copy() for n, p in module.named_parameters()} for s, module in modules.items()
             }
             out.append((step.losses, grads))
+            assert 0 <= step.waited_seconds < step.seconds
         timeline = engine.timeline()
     return out, timeline
 
