@@ -16,7 +16,7 @@ from reshard.scheduler import (
     one_f_one_b,
     zero_bubble,
 )
-from reshard.scheduler.crossings import make_ways
+from reshard.scheduler.crossings import Crossing, make_ways
 from reshard.scheduler.engine import Engine
 
 from reshard import Layout, Mesh, Topology
@@ -169,3 +169,5 @@ def test_what_stays_where_it_is_needs_no_plan():
     ):
         ways = make_ways(of, rows, Topology((0, 0)), None)
         assert {(way.channel.sender, way.channel.receiver) for way in ways if way.plan is None} == without
+    there = Crossing(None, {"x": torch.ones(4)})
+    assert there.is_over() and list(there.wait()) == ["x"]

@@ -88,10 +88,10 @@ def _measured(row, machine, clock, moments, passages):
 def test_what_ranks_measured_becomes_one_timeline():
     """Two rows of one machine, whose clocks are the same; the second waits a second for what was there."""
     there, back = Channel(0, 1, True), Channel(1, 0, False)
-    first = [Moment(Action(Kind.F, 0, 0), 10.0, 10.0, 11.0), Moment(Action(Kind.B, 0, 0), 11.0, 17.5, 18.0)]
+    first = [Moment(Action(Kind.F, 0, 0), 10.0, 10.0, 11.0), Moment(Action(Kind.B, 0, 0), 11.0, 16.5, 18.0)]
     second = [Moment(Action(Kind.F, 1, 0), 10.5, 14.0, 15.0), Moment(Action(Kind.B, 1, 0), 15.0, 15.0, 16.0)]
     everybody = [
-        _measured(0, "a", 3.0, first, [(there, 0, True, 11.0, 11.25, 13.5), (back, 0, False, None, 16.25, 17.0)]),
+        _measured(0, "a", 3.0, first, [(there, 0, True, 11.0, 11.25, 13.5), (back, 0, False, None, 16.25, 16.5)]),
         _measured(1, "a", 9.0, second, [(there, 0, False, None, 10.5, 14.0), (back, 0, True, 16.0, 16.0, 17.25)]),
         _measured(1, "a", 9.0, second, [(there, 0, False, None, 10.75, 13.0), (back, 0, True, 15.5, 16.0, 17.25)]),
     ]
@@ -100,14 +100,15 @@ def test_what_ranks_measured_becomes_one_timeline():
         (0, "0F0", 0.0, 1.0, 0.0),
         (1, "1F0", 4.0, 5.0, 3.0),  # from when the first row had made it
         (1, "1B0", 5.0, 6.0, 0.0),
-        (0, "0B0", 7.5, 8.0, 1.5),
+        (0, "0B0", 6.5, 8.0, 0.5),
     ]
     assert [(c.channel, c.ready, c.start, c.end) for c in timeline.crossings] == [
         (there, 1.0, 1.25, 4.0),  # once both ends had come, until the last rank had it
-        (back, 6.0, 6.25, 7.0),
+        (back, 6.0, 6.25, 6.5),
     ]
     apart = _merge([everybody[0], _measured(1, "b", 3.0, second, everybody[1][2])])  # clocks set by when ranks met
-    assert [span.start for span in apart.spans] == [0.0, 4.0, 5.0, 7.5]
+    assert [span.start for span in apart.spans] == [0.0, 4.0, 5.0, 6.5]
+    assert [(c.ready, c.start, c.end) for c in apart.crossings] == [(1.0, 1.25, 4.0), (6.0, 6.25, 6.5)]
     assert Measured(1).moments == []
 
 

@@ -238,6 +238,8 @@ def test_warmups_are_checked():
     pipeline = chain(1.0)
     with pytest.raises(ArgumentError, match=r"warm-ups \[1\]"):
         from_warmups("x", pipeline, 2, [1])
+    with pytest.raises(ArgumentError, match=r"warm-ups \[1, 0\]"):
+        from_warmups("x", pipeline, 2, [1, 0])
     for build in (*BUILDERS, fitted, lambda pipeline, num: interleaved_1f1b(pipeline, num, 2)):
         for num in (0, True, 1.5):
             with pytest.raises(ArgumentError, match="num_microbatches"):
@@ -318,7 +320,15 @@ def test_schedules_made_by_hand_that_make_no_sense_are_refused():
         Action(Kind.RECV_B, 0, 0, 9),
     ):
         schedule = Schedule("x", ((action,), ()), (0, 1), 1)
-        for use in (simulate, check_schedule, overlap_transfers, Schedule.peak_bytes, lambda one, _: one.in_flight):
+        for use in (
+            simulate,
+            check_schedule,
+            overlap_transfers,
+            block_transfers,
+            issue_at_consumer,
+            Schedule.peak_bytes,
+            lambda one, _: one.in_flight,
+        ):
             with pytest.raises(ScheduleError):
                 use(schedule, pipeline)
 
