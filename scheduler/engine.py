@@ -87,7 +87,6 @@ class Engine:
     ) -> None:
         self.schedule, self.pipeline = schedule, pipeline
         self._group = find_group(group)
-        self._last_weight = 1.0
         self._broken: BaseException | None = None
         self._closed = False
         self._stepping = threading.Lock()

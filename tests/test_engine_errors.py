@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from reshard.scheduler import Edge, Pipeline, Stage, gpipe, one_f_one_b
+from reshard.scheduler import Edge, Pipeline, Stage, engine, gpipe, one_f_one_b
 from reshard.scheduler.engine import Engine
 from reshard.scheduler.schedule import Action, Kind, Schedule
 from reshard.scheduler.ties import Tie
 
-from reshard import Layout, Mesh
+from reshard import Layout, Mesh, Topology
 from reshard.errors import ArgumentError, ReshardError, ScheduleError
 from reshard.launch import LaunchError, run_processes
 from reshard.plan import TensorSpec
@@ -257,6 +257,23 @@ def run_reentrant(rank):
 
 def test_a_step_within_a_step_is_refused():
     assert run_processes(run_reentrant, 1) == [["in 0F0, microbatch 0 of stage 0 of the schedule '1f1b'"]]
+
+
+def run_on_topologies(rank):
+    pipeline, used = Pipeline((Stage(1, 1, 1, mesh=Mesh([0])),), ()), []
+
+    def note(of, rows, topology, strategy, **options):
+        used.append(topology)
+        return []
+
+    engine.make_ways = note
+    for given in (None, Topology.uniform((0,), 1e9)):
+        Engine(one_f_one_b(pipeline, 1), pipeline, {0: Reentrant()}, topology=given).close()
+    return used
+
+
+def test_a_topology_that_is_given_is_used():
+    assert run_processes(run_on_topologies, 1) == [[Topology.from_hostnames(["here"]), Topology.uniform((0,), 1e9)]]
 
 
 class Counter(torch.nn.Module):
