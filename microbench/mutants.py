@@ -43,8 +43,8 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "planner": (
         "plan transfers loads order routes senders trees exchanges broadcasts matching chunks lanes freight board "
         "dealer pod_dealer landing sequence schedule relays multicast portfolio planning bound pod_bound check",
-        ("test_plan_goldens.py", "test_goldens.py", "test_check_plan.py", "test_pod_bound.py", "test_broadcasts.py", "test_properties.py",
-         "test_values.py", "test_topology.py", "test_limits.py", "test_simulation.py", "test_sharing.py",
+        ("test_plan_goldens.py", "test_goldens.py", "test_check_plan.py", "test_pod_bound.py", "test_broadcasts.py",
+         "test_properties.py", "test_values.py", "test_topology.py", "test_limits.py", "test_simulation.py", "test_sharing.py",
          "test_multicast.py"),
     ),
     "executor": (
@@ -244,6 +244,7 @@ def _try_tests(tests: list[str], mutant: Mutant | None, pipe: int) -> int:
         sys.meta_path.insert(0, _Finder(_module_of(mutant.path), source, mutant.path))  # type: ignore[arg-type]
     os.chdir(ROOT)
     chosen = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "-k", "not cli and not golden_file"]
+    chosen.append("--hypothesis-profile=unshrunk")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return int(pytest.main([*chosen, *(f"tests/{name}" for name in tests)], plugins=[_Teller(pipe)]))
 
