@@ -9,7 +9,7 @@ GOLDENS = Path(__file__).parent / "goldens"
 
 
 def test_plans_of_fixed_cases_are_the_golden_ones():
-    """After a change that should change them: python tests/goldens/make_plans.py."""
+    """After a change that should change them: PYTHONPATH=tests python tests/goldens/make_plans.py."""
     spec = importlib.util.spec_from_file_location("make_plans", GOLDENS / "make_plans.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -11,10 +11,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from random_problems import random_problem
+
 from reshard import Layout, Mesh, RegionLayout, Topology, make_plan
 from reshard.check import check_plan
 from reshard.strategies import AUTO, STRATEGIES
 
+NUM_RANDOM = 40
 FILE = Path(__file__).with_name("plans.txt")
 TOPOLOGIES = {
     "one NIC": {"hosts": [{"count": 8, "devices": 4, "nics": ["10 Gbit/s"]}]},
@@ -65,17 +68,31 @@ def make_lines() -> Iterator[str]:
     """The lines of the file."""
     for name, src, dst, shape, staging_bytes in cases():
         for network, said in TOPOLOGIES.items():
-            topology = Topology.from_json(said)
             for strategy in (AUTO, *STRATEGIES):
-                plan = make_plan(
-                    src, dst, shape, "float32", strategy=strategy, topology=topology, staging_bytes=staging_bytes
-                )
-                check_plan(plan)
-                across, inside, copied = plan.bytes_moved()
-                yield (
-                    f"{name}, {network}, {strategy}: {plan.num_messages} messages, {across} + {inside} + {copied} bytes, "
-                    f"{plan.predicted_seconds:.6g} s of {plan.lower_bound_seconds:.6g} s, {plan.plan_hash[:12]}"
-                )
+                line = _make_line(src, dst, shape, Topology.from_json(said), strategy, staging_bytes)
+                yield f"{name}, {network}, {strategy}: {line}"
+    names = list(STRATEGIES)
+    for seed in range(NUM_RANDOM):
+        for strategy in (AUTO, names[seed % len(names)]):
+            line = _make_line(*random_problem(seed), strategy, 2**16 << seed % 5)
+            yield f"random problem {seed}, {strategy}: {line}"
+
+
+def _make_line(
+    src: Layout | RegionLayout,
+    dst: Layout | RegionLayout,
+    shape: tuple[int, ...],
+    topology: Topology,
+    strategy: str,
+    staging_bytes: int,
+) -> str:
+    plan = make_plan(src, dst, shape, "float32", strategy=strategy, topology=topology, staging_bytes=staging_bytes)
+    check_plan(plan)
+    across, inside, copied = plan.bytes_moved()
+    return (
+        f"{plan.num_messages} messages, {across} + {inside} + {copied} bytes, "
+        f"{plan.predicted_seconds:.6g} s of {plan.lower_bound_seconds:.6g} s, {plan.plan_hash[:12]}"
+    )
 
 
 def main() -> int:
