@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from random_problems import random_problem
 
-from reshard import Layout, Mesh, RegionLayout, Topology, make_plan
+from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard.check import check_plan
+from reshard.plan import TensorSpec
+from reshard.planning import plan_tensors
 from reshard.strategies import AUTO, STRATEGIES
 
 NUM_RANDOM = 40
@@ -48,6 +51,15 @@ CASES = [
     ("4x2", "R S0", "3x4", 4, "S0 S1"),
     ("3x4", "S0 R", "2x2", 2, "R R"),
 ]
+LARGE_SHAPE = (3100, 4096)
+LARGE = [
+    ("latency", "S0 R", "broadcast_greedy"),
+    ("latency", "S1 R", "broadcast_size"),
+    ("latency", "R S1", "multicast"),
+    ("unequal", "S0 R", "multicast"),
+    ("one NIC", "S0 R", "send_recv"),
+    ("one NIC", "S1 R", "send_recv"),
+]
 
 
 def cases() -> Iterator[tuple[str, Layout | RegionLayout, Layout | RegionLayout, tuple[int, ...], int]]:
@@ -64,29 +76,48 @@ def cases() -> Iterator[tuple[str, Layout | RegionLayout, Layout | RegionLayout,
     yield "uneven rows -> columns", src, dst, (300, 64), 2**20
 
 
+def small_tensors() -> Iterator[tuple[Layout, Layout, tuple[int, int], str]]:
+    """Of several dtypes; their layouts repeat, and some have uneven shards."""
+    src, dst = Mesh.of("2x4"), Mesh.of("3x4", first_rank=8)
+    specs = [("S0 R", "R S0"), ("R S1", "S1 R"), ("S0 S1", "R R")]
+    for at in range(12):
+        before, after = specs[at % 3]
+        yield (
+            Layout(src, before),
+            Layout(dst, after),
+            (24 + at % 5, 16 << at % 4),
+            ("float32", "float16", "int8")[at % 4 % 3],
+        )
+
+
 def make_lines() -> Iterator[str]:
     """The lines of the file."""
     for name, src, dst, shape, staging_bytes in cases():
         for network, said in TOPOLOGIES.items():
             for strategy in (AUTO, *STRATEGIES):
-                line = _make_line(src, dst, shape, Topology.from_json(said), strategy, staging_bytes)
+                line = _make_line([(src, dst, shape, "float32")], Topology.from_json(said), strategy, staging_bytes)
                 yield f"{name}, {network}, {strategy}: {line}"
+    tensors = list(small_tensors())
+    for strategy in (AUTO, "send_recv", "local_all_gather", "broadcast_greedy", "multicast"):
+        line = _make_line(tensors, Topology.from_json(TOPOLOGIES["latency"]), strategy, 2**20)
+        yield f"{len(tensors)} small tensors, latency, {strategy}: {line}"
+    for network, spec, strategy in LARGE:
+        layouts = Layout(Mesh.of("2x2"), spec), Layout(Mesh.of("3x2", first_rank=8), "S0 R")
+        line = _make_line(
+            [(*layouts, LARGE_SHAPE, "float32")], Topology.from_json(TOPOLOGIES[network]), strategy, 2**28
+        )
+        yield f"{spec} of {LARGE_SHAPE}, {network}, {strategy}: {line}"
     names = list(STRATEGIES)
     for seed in range(NUM_RANDOM):
         for strategy in (AUTO, names[seed % len(names)]):
-            line = _make_line(*random_problem(seed), strategy, 2**16 << seed % 5)
+            *tensor, topology = random_problem(seed)
+            line = _make_line([(*tensor, "float32")], topology, strategy, 2**16 << seed % 5)
             yield f"random problem {seed}, {strategy}: {line}"
 
 
-def _make_line(
-    src: Layout | RegionLayout,
-    dst: Layout | RegionLayout,
-    shape: tuple[int, ...],
-    topology: Topology,
-    strategy: str,
-    staging_bytes: int,
-) -> str:
-    plan = make_plan(src, dst, shape, "float32", strategy=strategy, topology=topology, staging_bytes=staging_bytes)
+def _make_line(tensors: Sequence[tuple[Any, ...]], topology: Topology, strategy: str, staging_bytes: int) -> str:
+    specs = [TensorSpec(shape, dtype, src, dst, str(at)) for at, (src, dst, shape, dtype) in enumerate(tensors)]
+    plan = plan_tensors(specs, strategy=strategy, topology=topology, staging_bytes=staging_bytes)
     check_plan(plan)
     across, inside, copied = plan.bytes_moved()
     return (
