@@ -1,12 +1,15 @@
-"""Chains of whole slices: their way through pods, and their chunks."""
+"""Chains of whole slices: their way through pods, their chunks, and what travels together."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from reshard import Layout, Mesh, Topology, make_plan
+from reshard.plan import TensorSpec
+from reshard.planning import plan_tensors
 from reshard.topology import Host, Port
 
 
@@ -30,3 +33,14 @@ def test_chunks_of_a_chain_are_as_small_as_messages_are_cheap():
         best = math.sqrt(3 * 2**24 / (1.25e9 * latency))  # of a chain of four
         assert took[latency] == pytest.approx(max(best, 16), rel=0.1)
     assert took[1e-5] > 2 * took[1e-4] > 2 * took[1e-2]
+
+
+@pytest.mark.parametrize(("strategy", "receivers"), [("send_recv", 1), ("broadcast_naive", 2)])
+def test_small_regions_of_one_tree_travel_together_until_a_message_is_full(strategy, receivers):
+    """40 of 60,000 bytes, and those of another dtype by themselves."""
+    layouts = Layout(Mesh([0])), Layout(Mesh(range(1, 1 + receivers)))
+    specs = [TensorSpec((60_000,), "int8", *layouts, str(at)) for at in range(40)]
+    specs.insert(20, TensorSpec((16,), "int32", *layouts, "other"))
+    plan = plan_tensors(specs, strategy=strategy, topology=Topology(tuple(range(1 + receivers))))
+    assert sorted(np.diff(plan.transfers.box_at).tolist()) == [1, 6, 17, 17]  # 17 fit into 1 MiB
+    assert plan.num_messages == 41 * receivers

@@ -25,6 +25,12 @@ FILE = Path(__file__).with_name("plans.txt")
 TOPOLOGIES = {
     "one NIC": {"hosts": [{"count": 8, "devices": 4, "nics": ["10 Gbit/s"]}]},
     "latency": {"hosts": [{"count": 8, "devices": 4, "nics": ["10 Gbit/s"]}], "latency_seconds": 1e-4},
+    "slow inside": {
+        "hosts": [{"count": 8, "devices": 4, "nics": ["10 Gbit/s"]}],
+        "latency_seconds": 1e-4,
+        "inside": "2 Gbit/s",
+        "inside_latency_seconds": 2e-4,
+    },
     "two NICs": {"hosts": [{"count": 8, "devices": 4, "nics": ["25 Gbit/s", "10 Gbit/s"]}]},
     "unequal": {
         "hosts": [
@@ -58,7 +64,9 @@ LARGE = [
     ("latency", "R S1", "multicast"),
     ("unequal", "S0 R", "multicast"),
     ("one NIC", "S0 R", "send_recv"),
-    ("one NIC", "S1 R", "send_recv"),
+    ("one NIC", "R S1", "send_recv"),
+    ("slow inside", "R S1", "multicast"),
+    ("slow inside", "S0 R", "multicast"),
 ]
 
 
@@ -94,6 +102,8 @@ def make_lines() -> Iterator[str]:
     """The lines of the file."""
     for name, src, dst, shape, staging_bytes in cases():
         for network, said in TOPOLOGIES.items():
+            if network == "slow inside":
+                continue
             for strategy in (AUTO, *STRATEGIES):
                 line = _make_line([(src, dst, shape, "float32")], Topology.from_json(said), strategy, staging_bytes)
                 yield f"{name}, {network}, {strategy}: {line}"
