@@ -7,7 +7,7 @@ import random
 from reshard import Layout, Mesh, Topology
 from reshard.topology import Host, Port
 
-RATES = (1e9, 1e9, 5e8, 2.5e8)
+RATES = (1e9, 1e9, 5e8, 2.5e8, 4e7)
 #: Axes of a mesh for both dims of a tensor; those that are not named replicate.
 SPECS = ("R R", "S0 R", "R S0", "S01 R", "R S1", "S0 S1", "S1 S0", "R S10")
 
