@@ -1,16 +1,20 @@
-"""Chains of whole slices: their way through pods, their chunks, and what travels together."""
+"""Parts of plans: chains of whole slices, their chunks, what travels together, transfers and what they cost to find."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from reshard import Layout, Mesh, Topology, make_plan
+from reshard import ArgumentError, Layout, Mesh, Topology, make_plan
+from reshard.multicast import load_freight
 from reshard.plan import TensorSpec
 from reshard.planning import plan_tensors
+from reshard.routes import Problem
 from reshard.topology import Host, Port
+from reshard.transfers import Transfers
 
 
 def test_a_chain_enters_each_pod_once():
@@ -37,10 +41,43 @@ def test_chunks_of_a_chain_are_as_small_as_messages_are_cheap():
 
 @pytest.mark.parametrize(("strategy", "receivers"), [("send_recv", 1), ("broadcast_naive", 2)])
 def test_small_regions_of_one_tree_travel_together_until_a_message_is_full(strategy, receivers):
-    """40 of 60,000 bytes, and those of another dtype by themselves."""
+    """40 of 60,000 bytes; what has another dtype or is large goes by itself."""
     layouts = Layout(Mesh([0])), Layout(Mesh(range(1, 1 + receivers)))
     specs = [TensorSpec((60_000,), "int8", *layouts, str(at)) for at in range(40)]
     specs.insert(20, TensorSpec((16,), "int32", *layouts, "other"))
+    specs += [TensorSpec((2**16,), "int8", *layouts, f"large {at}") for at in range(2)]
     plan = plan_tensors(specs, strategy=strategy, topology=Topology(tuple(range(1 + receivers))))
-    assert sorted(np.diff(plan.transfers.box_at).tolist()) == [1, 6, 17, 17]  # 17 fit into 1 MiB
-    assert plan.num_messages == 41 * receivers
+    assert sorted(np.diff(plan.transfers.box_at).tolist()) == [1, 1, 1, 6, 17, 17]  # 17 fit into 1 MiB
+    assert plan.num_messages == 43 * receivers
+
+
+def test_transfers_are_copies_that_nobody_can_write():
+    given = make_plan(Layout(Mesh([0])), Layout(Mesh([1, 2]), "S0"), (8, 8), "int8").transfers
+    columns = {name: getattr(given, name).copy() for name in given.__dataclass_fields__}
+    made = Transfers(**columns)
+    for name, column in columns.items():
+        assert column.flags.writeable and not getattr(made, name).flags.writeable
+        column += 1
+        assert (getattr(made, name) == getattr(given, name)).all()
+
+
+def test_what_a_plan_is_asked_of_its_tensors(monkeypatch):
+    one = TensorSpec((8,), "int8", Layout(Mesh([0])), Layout(Mesh([1])), "a")
+    two = replace(one, name="b")
+    both, alone = plan_tensors([one, two]), plan_tensors([one])
+    assert alone.by_tensor(5) == [5] and alone.by_tensor({"a": 6}) == [6] and alone.by_tensor(None) == [None]
+    assert both.by_tensor({"b": 1, "a": 2}) == [2, 1] and both.by_tensor(None) == [None, None]
+    with pytest.raises(ArgumentError, match="the plan has 2 tensors"):
+        both.by_tensor(5)
+    with pytest.raises(ArgumentError, match=r"tensors \['a'\] are not those of the plan"):
+        both.by_tensor({"a": 2})
+    for most in (4, 3):  # two messages on two ranks
+        monkeypatch.setattr("reshard.simulation.MAX_SIMULATED", most)
+        assert (plan_tensors([one, two]).predicted_seconds is None) == (most == 3)
+
+
+def test_what_dealing_out_costs_is_known_before():
+    """Each chunk that is sent looks at all hosts, holders and needers, once for each that needs it."""
+    spec = TensorSpec((64, 64), "float32", Layout(Mesh([0])), Layout(Mesh([1, 2, 3])))
+    freight, _ = load_freight(Problem.of([spec], Topology((0, 1, 2, 3))))
+    assert freight.num_steps == len(freight.lane_of) * 3 * (4 + 1 + 3)

@@ -111,6 +111,12 @@ def test_errors_name_the_thing_the_rule_and_the_numbers():
     text = str(make_plan(Layout(Mesh.of("1")), Layout(Mesh.of("1", first_rank=1)), (8, 1), "int8"))
     with pytest.raises(PlanError, match=r"rank 1 needs 8 elements, but is sent 4"):
         check_plan(parse_plan(text.replace("[0:8, 0:1]", "[0:4, 0:1]")))
+    halves = Layout(Mesh.of("2", first_rank=1), "S0")
+    text = str(make_plan(Layout(Mesh.of("1")), halves, (8, 1), "int8", strategy="send_recv"))
+    with pytest.raises(
+        PlanError, match="no part of one piece of what rank 1 needs: it meets 1 pieces in 4 of its 6 ele"
+    ):
+        check_plan(parse_plan(text.replace("[0:4, 0:1]", "[0:6, 0:1]")))
 
 
 CROSSING = """\
