@@ -10,7 +10,9 @@ import pytest
 
 from reshard import ArgumentError, Layout, Mesh, Topology, make_plan
 from reshard.multicast import load_freight
+from reshard.order import find_turns, find_waits
 from reshard.plan import TensorSpec
+from reshard.plan_text import parse_plan
 from reshard.planning import plan_tensors
 from reshard.routes import Problem
 from reshard.topology import Host, Port
@@ -81,3 +83,31 @@ def test_what_dealing_out_costs_is_known_before():
     spec = TensorSpec((64, 64), "float32", Layout(Mesh([0])), Layout(Mesh([1, 2, 3])))
     freight, _ = load_freight(Problem.of([spec], Topology((0, 1, 2, 3))))
     assert freight.num_steps == len(freight.lane_of) * 3 * (4 + 1 + 3)
+
+
+ORDERED = """\
+plan by_hand staging_bytes=65536
+topology nic_bytes_per_second=1.0 hosts 0*2,1*2,2*2
+tensor 0 uint8 [9] from () on Mesh(ranks 0) to () on Mesh(0=5; ranks 1-5)
+0: t0 [0:1] 0 -> 2 splits 1 window 1
+1: t0 [1:2] 1 -> 4 splits 1 window 1 after 0
+2: t0 [2:3] 4 -> 3 splits 1 window 1 after 0
+3: t0 [3:4] 3 -> 5 splits 1 window 1 after 0
+4: t0 [4:5] 0 -> 2 splits 1 window 1 after 0
+5: t0 [5:6] 0 -> 3 splits 1 window 1 after 0
+6: t0 [6:7] 1 -> 2 splits 1 window 1 after 0
+7: t0 [7:8] 4 -> 2 splits 1 window 1 after 0
+8: t0 [8:9] 4 -> 5 splits 1 window 1 after 0
+"""
+
+
+def test_who_waits_for_the_order_of_a_plan():
+    """Hosts have two ranks each. 4 passes the same connection as 0, and no end of 8 can know when that is over."""
+    plan = parse_plan(ORDERED)
+    waits = find_waits(plan)
+    assert not waits.earlier.any()
+    rows = zip(waits.later, waits.waiter, waits.actor, waits.is_sent, strict=True)
+    assert [tuple(map(int, row)) for row in rows] == [
+        (1, 1, 0, 1), (2, 3, 2, 0), (3, 3, 2, 0), (5, 0, 0, 1), (6, 1, 0, 1), (7, 2, 2, 0)
+    ]  # fmt: skip
+    assert np.flatnonzero(find_turns(plan)).tolist() == [2, 7]
