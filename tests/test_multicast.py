@@ -224,6 +224,12 @@ def test_a_slow_host_that_needs_what_it_holds_is_not_sent_it():
     topology = Topology((0, 1, 2), (_gbit(1), _gbit(25), _gbit(25)))
     problem = Problem.of([TensorSpec((2**20,), "float32", src, dst)], topology)
     assert without_slow_holders(problem) is None
+    slow = Topology((0, 1, 2, 3), (_gbit(1), _gbit(1), _gbit(25), _gbit(25)))
+    two = [
+        TensorSpec((8,), "int8", Layout(Mesh(ranks)), Layout(Mesh([2])), name)
+        for name, ranks in (("a", [0, 1]), ("b", [0]))
+    ]
+    assert without_slow_holders(Problem.of(two, slow)) is None  # no fast host holds anything
     for strategy in (multicast_from_fast, None):
         check_plan(make_plan(src, dst, (2**20,), "float32", topology=topology, strategy=strategy))
     mixed = Layout(Mesh([0, 1, 2], {"x": 3}))

@@ -27,7 +27,7 @@ from reshard import (
     lower_bound,
     make_plan,
 )
-from reshard.bound import Bound, _classes, _least_egress, find_bound, least_largest_share
+from reshard.bound import Bound, _classes, _least_egress, find_bound, least_largest_share, say_bytes
 from reshard.cases import study_cases
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.mesh import format_ranks, parse_ranks
@@ -364,3 +364,8 @@ def test_a_search_sends_from_the_host_that_can_send_fast():
     src, dst = Layout(Mesh.of(2)), Layout(Mesh.of(4, first_rank=2), "S0")
     plan = make_plan(src, dst, (4_000_000,), "int8", topology=topology, strategy="broadcast_search")
     assert plan.predicted_seconds == pytest.approx(4e-3)  # all four from the fast one, as the slow one takes 10 ms each
+
+
+def test_bytes_in_words():
+    said = {0: "0 bytes", 1023: "1023 bytes", 1024: "1 KiB", 1536: "1.5 KiB", 2**20: "1 MiB", 3 * 2**29: "1.5 GiB"}
+    assert {nbytes: say_bytes(nbytes) for nbytes in said} == said

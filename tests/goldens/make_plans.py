@@ -112,7 +112,7 @@ def make_lines() -> Iterator[str]:
         line = _make_line(tensors, Topology.from_json(TOPOLOGIES["latency"]), strategy, 2**20)
         yield f"{len(tensors)} small tensors, latency, {strategy}: {line}"
     for network, spec, strategy in LARGE:
-        layouts = Layout(Mesh.of("2x2"), spec), Layout(Mesh.of("3x2", first_rank=8), "S0 R")
+        layouts = Layout(Mesh.of("2x4"), spec), Layout(Mesh.of("3x4", first_rank=8), "S0 R")
         line = _make_line(
             [(*layouts, LARGE_SHAPE, "float32")], Topology.from_json(TOPOLOGIES[network]), strategy, 2**28
         )
