@@ -12,9 +12,12 @@ from reshard.plan import TensorSpec
 from reshard.routes import Problem
 from reshard.schedule import schedule_native, schedule_python
 
+#: Seeds where a transfer may be late though a faster port could take it, or the first message goes to a relay.
+RARE = (105, 199, 285, 561)
+
 
 @pytest.mark.skipif(schedule_native is None, reason="the native module is not built")
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(60), *RARE])
 def test_schedules_are_the_same(seed):
     src, dst, shape, topology = random_problem(seed)
     problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology, staging_bytes=2**16 << seed % 5)
