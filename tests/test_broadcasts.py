@@ -67,6 +67,7 @@ def test_what_a_plan_is_asked_of_its_tensors(monkeypatch):
     one = TensorSpec((8,), "int8", Layout(Mesh([0])), Layout(Mesh([1])), "a")
     two = replace(one, name="b")
     both, alone = plan_tensors([one, two]), plan_tensors([one])
+    assert alone.staging_bytes == 64 * 2**20
     assert alone.by_tensor(5) == [5] and alone.by_tensor({"a": 6}) == [6] and alone.by_tensor(None) == [None]
     assert both.by_tensor({"b": 1, "a": 2}) == [2, 1] and both.by_tensor(None) == [None, None]
     with pytest.raises(ArgumentError, match="the plan has 2 tensors"):

@@ -111,6 +111,10 @@ def test_errors_name_the_thing_the_rule_and_the_numbers():
     text = str(make_plan(Layout(Mesh.of("1")), Layout(Mesh.of("1", first_rank=1)), (8, 1), "int8"))
     with pytest.raises(PlanError, match=r"rank 1 needs 8 elements, but is sent 4"):
         check_plan(parse_plan(text.replace("[0:8, 0:1]", "[0:4, 0:1]")))
+    *head, line = text.splitlines()[:4]
+    split = "\n".join([*head, line.replace("splits 1x1", "splits 2x1"), f"{line.replace('0:', '2:', 1)} after 0"])
+    with pytest.raises(PlanError, match="comes after transfer 0, which is not an earlier one of a single message"):
+        parse_plan(split)
     halves = Layout(Mesh.of("2", first_rank=1), "S0")
     text = str(make_plan(Layout(Mesh.of("1")), halves, (8, 1), "int8", strategy="send_recv"))
     with pytest.raises(
