@@ -51,6 +51,17 @@ def test_runs_gather_what_indexing_gathers(case, copy):
     assert packed.tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 2), (3, 1, 2, 2), (3, 3, 3)])
+def test_runs_of_every_box_are_as_long_as_can_be(shape):
+    array = np.arange(int(np.prod(shape)), dtype=np.int16).reshape(shape)
+    whole = [[slice(lo, hi) for lo in range(size) for hi in range(lo + 1, size + 1)] for size in shape]
+    for box in itertools.product(*whole):
+        at, length = box_runs(shape, 2, [box])
+        runs = [array.tobytes()[a : a + n] for a, n in zip(at.tolist(), length.tolist(), strict=True)]
+        assert b"".join(runs) == array[box].tobytes()
+        assert (at[1:] > at[:-1] + length[:-1]).all() or array[box].size == len(at)
+
+
 @given(arrays_with_boxes())
 def test_a_box_that_is_one_run_is_found(case):
     shape, boxes, dtype = case
@@ -75,6 +86,8 @@ def test_runs_outside_their_arrays_are_refused(copy, bad):
     with pytest.raises(ValueError, match="same size"):
         copy(src, dst, *(np.zeros(n, dtype=np.int64) for n in (1, 2, 1)))
     assert not dst.any()
+    copy(src, dst, *(np.array(x, dtype=np.int64) for x in ([0, 8], [2, 8], [1, 0])))  # one is empty
+    assert dst.tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
