@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import MISSING, replace
 
 import numpy as np
 import pytest
 
-from reshard import ArgumentError, Layout, Mesh, Topology, make_plan
-from reshard.multicast import load_freight
+from reshard import ArgumentError, Layout, Mesh, PlanError, Topology, make_plan, portfolio
+from reshard.broadcasts import broadcast_in_rotation
+from reshard.exchanges import send_recv
+from reshard.freight import Freight
+from reshard.multicast import load_freight, multicast
 from reshard.order import find_turns, find_waits
 from reshard.plan import TensorSpec
 from reshard.plan_text import parse_plan
 from reshard.planning import plan_tensors
-from reshard.routes import Problem
+from reshard.routes import Problem, Routes
 from reshard.topology import Host, Port
 from reshard.transfers import Transfers
 
@@ -84,6 +87,71 @@ def test_what_dealing_out_costs_is_known_before():
     spec = TensorSpec((64, 64), "float32", Layout(Mesh([0])), Layout(Mesh([1, 2, 3])))
     freight, _ = load_freight(Problem.of([spec], Topology((0, 1, 2, 3))))
     assert freight.num_steps == len(freight.lane_of) * 3 * (4 + 1 + 3)
+    needed = [name for name, field in Freight.__dataclass_fields__.items() if field.default is MISSING]
+    plain = Freight(**{name: getattr(freight, name) for name in needed})
+    assert (plain.run, plain.inside_each, plain.inside_per_byte) == (1, 0, 0)  # nothing costs anything inside hosts
+
+
+@pytest.mark.parametrize("steps", [2 * 10**9, 25 * 10**8])
+def test_what_would_take_too_long_to_deal_out_is_broadcast(steps, monkeypatch):
+    monkeypatch.setattr(Freight, "num_steps", steps)
+    spec = TensorSpec((64, 64), "float32", Layout(Mesh([0])), Layout(Mesh([1, 2, 3])))
+    problem = Problem.of([spec], Topology((0, 1, 2, 3)))
+    assert isinstance(multicast(problem), Routes if steps > 2 * 10**9 else Transfers)
+
+
+def test_regions_in_rotation_go_along_trees_unless_each_has_one_end():
+    several = Problem.of([TensorSpec((8,), "int8", Layout(Mesh([0])), Layout(Mesh([1, 2])))], Topology((0, 1, 2)))
+    assert broadcast_in_rotation(several).sender.tolist() == [0, 1]
+    halves = Layout(Mesh([2, 3]), "S0")
+    exchange = Problem.of([TensorSpec((8,), "int8", Layout(Mesh([0, 1]), "S0"), halves)], Topology((0, 1, 2, 3)))
+    assert broadcast_in_rotation(exchange).receiver.tolist() == send_recv(exchange).receiver.tolist() == [2, 3]
+
+
+def test_chunks_are_not_larger_than_32_mib():
+    topology = Topology((0, 1), latency_seconds=1.0)  # as few messages as can be
+    plan = make_plan(Layout(Mesh([0])), Layout(Mesh([1])), (2**31,), "int8", strategy="multicast", topology=topology)
+    assert plan.num_messages == 64
+
+
+def _tried(problem, monkeypatch):
+    """The strategies that the default compares with multicast."""
+    tried = []
+
+    def note(name):
+        def strategy(problem):
+            tried.append(name)
+            return multicast(problem)
+
+        return strategy
+
+    others = {name: note(name) for name in portfolio.OTHERS}
+    for name in ("near", "from_fast", "from_partners"):
+        said = next(other for other, was in portfolio.OTHERS.items() if was is getattr(portfolio, f"multicast_{name}"))
+        monkeypatch.setattr(portfolio, f"multicast_{name}", others[said])
+    monkeypatch.setattr(portfolio, "OTHERS", others)
+    portfolio.choose_fastest(problem)
+    monkeypatch.undo()
+    return tried
+
+
+def test_strategies_are_tried_where_they_make_a_difference(monkeypatch):
+    def problem(num, host_of_rank, holders, hosts):
+        specs = [TensorSpec((64,), "int8", Layout(Mesh(holders)), Layout(Mesh([3])), str(at)) for at in range(num)]
+        return Problem.of(specs, Topology(host_of_rank, hosts, latency_seconds=1e-3))
+
+    slow, fast, two = (Host((Port.of(rate),) * n) for rate, n in ((1e8, 1), (1e9, 1), (1e9, 2)))
+    broadcasts = ["broadcast_size", "broadcast_greedy"]
+    near, from_fast, partners = (f"multicast ({said})" for said in ("near first", "from fast hosts", "from partners"))
+    for num, hosts, holders, expected in (
+        (32, (fast,) * 4, [0], broadcasts),
+        (33, (fast,) * 4, [0], broadcasts[:1]),
+        (513, (fast,) * 4, [0], []),
+        (1, (two,) * 4, [0], [near, *broadcasts]),
+        (1, (fast, fast, fast, slow), [0], [partners, *broadcasts]),
+        (1, (slow, fast, fast, fast), [0, 1], [from_fast, partners, *broadcasts]),
+    ):
+        assert _tried(problem(num, (0, 1, 2, 3), holders, hosts), monkeypatch) == expected
 
 
 ORDERED = """\
@@ -112,3 +180,7 @@ def test_who_waits_for_the_order_of_a_plan():
         (1, 1, 0, 1), (2, 3, 2, 0), (3, 3, 2, 0), (5, 0, 0, 1), (6, 1, 0, 1), (7, 2, 2, 0)
     ]  # fmt: skip
     assert np.flatnonzero(find_turns(plan)).tolist() == [2, 7]
+    other = parse_plan(ORDERED.replace("4 -> 5 splits 1 window 1 after 0", "4 -> 5 splits 1 window 1 after 1"))
+    columns = {name: getattr(other.transfers, name) for name in Transfers.__dataclass_fields__}
+    with pytest.raises(PlanError, match="transfer 8 gets data from transfer 0, but does not come after it"):
+        Transfers(**columns | {"source": np.array([-1] * 8 + [0])})

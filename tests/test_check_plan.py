@@ -45,6 +45,12 @@ def _shift(name, amount):
     return plant
 
 
+def _empty(plan):
+    stop = plan.transfers.box_stop.copy()
+    stop[-1, 1] = plan.transfers.box_start[-1, 1]
+    return _with(plan, box_stop=stop)
+
+
 def _rank(name, rank):
     def plant(plan):
         array = getattr(plan.transfers, name).copy()
@@ -90,6 +96,7 @@ FAULTS = {
     "a region is too small": (_shift("box_stop", -1), "needs"),
     "a region lies elsewhere": (_shift("box_start", 1), "needs"),
     "a region reaches past the tensor": (_shift("box_stop", 99), "outside shape"),
+    "nothing is sent": (_empty, "is empty or outside shape"),
     "the wrong rank sends": (_wrong_sender, "by then"),
     "the wrong rank receives": (_rank("receiver", 0), "neither needs nor passes on"),
     "a transfer stands twice": (_twice, "a second time"),
@@ -201,3 +208,25 @@ def test_relays_past_the_window_are_refused():
     lines[-1] = "0: t0 [0:262144] 0 -> 1 -> 2 splits 2 window 1"
     with pytest.raises(PlanError, match="the window is 65536"):
         check_plan(parse_plan("\n".join(lines)))
+
+
+def test_relays_of_several_messages_are_counted():
+    """Rank 1 passes on the first two at once, and then keeps two more, for which it has room, and a third."""
+    words, ids, lines = ["R0", "S0", "R1", "S1", "R2", "R3", "R4", "S2", "S3", "S4"], {}, []
+    for number, word in enumerate(words):
+        at = int(word[1])
+        where = f"{number}: t0 [{at * 16384}:{(at + 1) * 16384}]"
+        if word[0] == "R":
+            ids[at] = number
+            lines.append(f"{where} 0 -> 1 splits 1 window 1")
+        else:
+            lines.append(f"{where} 1 -> 2 splits 1 window 1 from {ids[at]}")
+    head = [
+        "plan by_hand staging_bytes=65536",
+        "topology nic_bytes_per_second=1.0 hosts 0*3",
+        "tensor 0 uint8 [81920] from () on Mesh(ranks 0) to Regions(ndim=1 join=0; 1: none; 2: [0:81920])",
+    ]
+    with pytest.raises(
+        PlanError, match="message 6: rank 1 must receive it while it stages 2 messages for others, but its"
+    ):
+        check_plan(parse_plan("\n".join([*head, *lines])))

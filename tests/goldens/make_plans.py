@@ -67,6 +67,7 @@ LARGE = [
     ("one NIC", "R S1", "send_recv"),
     ("slow inside", "R S1", "multicast"),
     ("slow inside", "S0 R", "multicast"),
+    ("two NICs", "S0 R", "multicast"),
 ]
 
 
