@@ -59,15 +59,16 @@ CASES = [
 ]
 LARGE_SHAPE = (3100, 4096)
 LARGE = [
-    ("latency", "S0 R", "broadcast_greedy"),
-    ("latency", "S1 R", "broadcast_size"),
-    ("latency", "R S1", "multicast"),
-    ("unequal", "S0 R", "multicast"),
-    ("one NIC", "S0 R", "send_recv"),
-    ("one NIC", "R S1", "send_recv"),
-    ("slow inside", "R S1", "multicast"),
-    ("slow inside", "S0 R", "multicast"),
-    ("two NICs", "S0 R", "multicast"),
+    ("latency", "2x4", "S0 R", "3x4", "S0 R", "broadcast_greedy"),
+    ("latency", "2x4", "S1 R", "3x4", "S0 R", "broadcast_size"),
+    ("latency", "2x4", "R S1", "3x4", "S0 R", "multicast"),
+    ("unequal", "2x4", "S0 R", "3x4", "S0 R", "multicast"),
+    ("one NIC", "2x4", "S0 R", "3x4", "S0 R", "send_recv"),
+    ("one NIC", "2x4", "R S1", "3x4", "S0 R", "send_recv"),
+    ("slow inside", "2x4", "R S1", "3x4", "S0 R", "multicast"),
+    ("slow inside", "2x4", "S0 R", "3x4", "S0 R", "multicast"),
+    ("two NICs", "2x4", "S0 R", "3x4", "S0 R", "multicast"),
+    ("latency", "4x4", "S0 R", "1x4", "R R", "multicast"),
 ]
 
 
@@ -112,12 +113,13 @@ def make_lines() -> Iterator[str]:
     for strategy in (AUTO, "send_recv", "local_all_gather", "broadcast_greedy", "multicast"):
         line = _make_line(tensors, Topology.from_json(TOPOLOGIES["latency"]), strategy, 2**20)
         yield f"{len(tensors)} small tensors, latency, {strategy}: {line}"
-    for network, spec, strategy in LARGE:
-        layouts = Layout(Mesh.of("2x4"), spec), Layout(Mesh.of("3x4", first_rank=8), "S0 R")
+    for network, src_grid, src, dst_grid, dst, strategy in LARGE:
+        first_rank = Mesh.of(src_grid).size
+        layouts = Layout(Mesh.of(src_grid), src), Layout(Mesh.of(dst_grid, first_rank=first_rank), dst)
         line = _make_line(
             [(*layouts, LARGE_SHAPE, "float32")], Topology.from_json(TOPOLOGIES[network]), strategy, 2**28
         )
-        yield f"{spec} of {LARGE_SHAPE}, {network}, {strategy}: {line}"
+        yield f"{src} on {src_grid} -> {dst} on {dst_grid} of {LARGE_SHAPE}, {network}, {strategy}: {line}"
     names = list(STRATEGIES)
     for seed in range(NUM_RANDOM):
         for strategy in (AUTO, names[seed % len(names)]):
