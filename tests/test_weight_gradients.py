@@ -140,6 +140,15 @@ def test_autocast_computes_as_it_does_without():
         torch.testing.assert_close(halves, whole, rtol=2e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("make", [lambda: nn.Linear(5, 3), lambda: nn.Conv1d(2, 3, 2)])
+def test_nothing_is_cast_that_nobody_asked_for(make):
+    torch.manual_seed(0)
+    module, x = make(), torch.randn(4, 2, 5)
+    with PutOff([]):
+        out = module(x)
+    assert out.dtype is torch.float32 and torch.equal(out, module(x))
+
+
 def test_functions_of_users_can_wait_too():
     class Slow(torch.autograd.Function):
         @staticmethod
