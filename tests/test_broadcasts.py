@@ -184,3 +184,23 @@ def test_who_waits_for_the_order_of_a_plan():
     columns = {name: getattr(other.transfers, name) for name in Transfers.__dataclass_fields__}
     with pytest.raises(PlanError, match="transfer 8 gets data from transfer 0, but does not come after it"):
         Transfers(**columns | {"source": np.array([-1] * 8 + [0])})
+
+
+def _choose(monkeypatch, *, most=20_000, seconds):
+    """What is chosen where multicast takes ``seconds`` of a bound of 1 s, and 8 messages of one transfer half of that."""
+    spec = TensorSpec((2**26,), "int8", Layout(Mesh([0])), Layout(Mesh([1])))
+    problem = Problem.of([spec], Topology((0, 1), latency_seconds=1e-2))
+    times = iter((seconds, seconds / 2))
+    monkeypatch.setattr(portfolio, "OTHERS", {"broadcast_size": send_recv})
+    monkeypatch.setattr(portfolio, "_MOST_MESSAGES_OF_EQUALS", most)
+    monkeypatch.setattr(portfolio, "least_seconds", lambda topology, lanes: 1.0)
+    monkeypatch.setattr(portfolio, "_time", lambda problem, transfers: next(times))
+    name, made = portfolio.choose_fastest(problem)
+    return name, int(made.first_message[-1])
+
+
+def test_what_is_near_the_bound_is_kept_and_what_has_many_messages_is_not_looked_at(monkeypatch):
+    assert _choose(monkeypatch, seconds=1.2) == ("broadcast_size", 8)
+    assert _choose(monkeypatch, seconds=1.2, most=8) == ("broadcast_size", 8)
+    assert _choose(monkeypatch, seconds=1.2, most=7)[0] == "multicast"
+    assert _choose(monkeypatch, seconds=1.0 * (1 + 0.03))[0] == "multicast"
