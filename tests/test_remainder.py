@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from tensors import same_bytes, take_shard, whole_tensor
 
 from reshard import Layout, Mesh, RankLostError, Topology, check_plan, make_plan
 from reshard.plan import expand_messages
-from reshard.remainder import Arrived, find_boxes, find_missing, plan_remainder, view_pieces, whole_tensors
+from reshard.remainder import Arrived, Piece, _cut, find_boxes, find_missing, plan_remainder, view_pieces, whole_tensors
 from reshard.strategies import STRATEGIES
 
 
@@ -130,3 +132,15 @@ def test_chunks_of_one_region_are_one_piece():
     ]
     rest, _ = plan_remainder(pieces, plan, [1, 2, 3], [0])
     assert rest.tensors[0].src.ranks == (1, 2) and rest.tensors[0].dst.ranks == (3,)
+
+
+def test_pieces_are_cut_where_others_begin_or_end_inside_them():
+    piece = Piece(0, (0, 0), (8, 4), frozenset({1}))
+
+    def ends(*others):
+        return [(part.start, part.stop) for part in _cut(piece, [replace(piece, **other) for other in others])]
+
+    assert ends({"start": (3, 0), "stop": (9, 4)}) == [((0, 0), (3, 4)), ((3, 0), (8, 4))]
+    assert ends({}, {"start": (0, 2), "stop": (8, 3)}) == [((0, 0), (8, 2)), ((0, 2), (8, 4))]
+    assert ends({"start": (0, 0), "stop": (9, 4)}, {"tensor": 1, "stop": (3, 4)}) == [((0, 0), (8, 4))]
+    assert ends({"start": (3, 4), "stop": (9, 6)}) == [((0, 0), (8, 4))]  # beside it
