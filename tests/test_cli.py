@@ -138,10 +138,14 @@ def test_bad_arguments_are_one_line(arguments, text, capsys):
     assert err.count("\n") == 1
 
 
-def test_too_many_messages_ask_for_a_rank(capsys):
-    big = ["plan", "--shape", "2048,2048,2", "--src-mesh", "256x4", "--src", "R S01 R", "--dst-mesh", "256x4"]
-    assert main([*big, "--dst", "S01 R R", "--strategy", "send_recv", "--format", "json"]) == 2
-    assert "1048576 messages; name one rank with --rank" in capsys.readouterr().err
+def test_too_many_messages_ask_for_a_rank(capsys, monkeypatch):
+    big = ["plan", "--shape", "64,64,2", "--src-mesh", "16x4", "--src", "R S01 R", "--dst-mesh", "16x4"]
+    big += ["--dst", "S01 R R", "--strategy", "send_recv", "--format", "json"]
+    monkeypatch.setattr("reshard.cli.MAX_PRINTED_MESSAGES", 4095)
+    assert main(big) == 2
+    assert "4096 messages; name one rank with --rank" in capsys.readouterr().err
+    monkeypatch.setattr("reshard.cli.MAX_PRINTED_MESSAGES", 4096)
+    assert main(big) == 0
 
 
 def test_info_and_help(capsys):

@@ -171,7 +171,7 @@ FAULTS = {
 def run_all(rank):
     """One fault after the other: after each the ranks can make a new engine, but for the last."""
     found = [run_rank(rank, fault) for fault in (*FAULTS, None, "no schedule")]
-    time.sleep(float(rank == 1))  # else the others hear that it has ended
+    time.sleep(0.5 * (rank == 1))  # else the others hear that it has ended
     return found
 
 
