@@ -12,7 +12,7 @@ from reshard.scheduler import measured
 from reshard.scheduler.builders import one_f_one_b, zero_bubble
 from reshard.scheduler.check import check_schedule
 from reshard.scheduler.measured import Measured, Moment, _merge
-from reshard.scheduler.notation import format_schedule
+from reshard.scheduler.notation import format_schedule, parse_schedule
 from reshard.scheduler.pipeline import Edge, Pipeline, Stage
 from reshard.scheduler.schedule import Action, Channel, Kind
 from reshard.scheduler.simulation import simulate
@@ -125,3 +125,21 @@ def _on_machines_of_their_own(rank):
 def test_clocks_of_machines_are_set_by_meeting_however_late_one_calls():
     for starts in run_processes(_on_machines_of_their_own, 2):
         assert max(starts) - min(starts) < 0.25
+
+
+def test_what_is_in_flight_is_kept_until_its_backward_is_whole():
+    text = "by hand: 6 microbatches, stages on rows 0\n0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0B2 0F4 0W1 0F5 0B3 0I4 0B5 0W4"
+    schedule, pipeline = parse_schedule(text), Pipeline((Stage(1, 1, 1, 10),), ())
+    check_schedule(schedule, pipeline)
+    assert schedule.in_flight == (3,) and schedule.peak_bytes(pipeline) == (30,)
+    later = parse_schedule(text.replace(" 0F5 0B3", " 0F5").replace("0B5", "0B5 0B3").replace(" 0F4 0W1", " 0F4"))
+    later = replace(later, rows=((*later.rows[0], Action(Kind.W, 0, 1)),))
+    assert later.in_flight == (4,) and later.peak_bytes(pipeline) == (40,)
+
+
+def test_texts_of_very_many_actions_are_refused(monkeypatch):
+    text = str(one_f_one_b(SMALL, 2))
+    monkeypatch.setattr("reshard.scheduler.notation.MOST_ACTIONS", sum(map(len, parse_schedule(text).rows)))
+    assert str(parse_schedule(text)) == text
+    with pytest.raises(ScheduleError, match="more than 16 actions"):
+        parse_schedule(text + " 0F7")

@@ -264,16 +264,6 @@ def test_ours_is_never_slower_whatever_row_a_stage_is_on():
     check_schedule(in_blocks, pipeline)
 
 
-def test_what_is_in_flight_is_kept_until_its_backward_is_whole():
-    text = "by hand: 6 microbatches, stages on rows 0\n0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0B2 0F4 0W1 0F5 0B3 0I4 0B5 0W4"
-    schedule, pipeline = parse_schedule(text), Pipeline((Stage(1, 1, 1, 10),), ())
-    check_schedule(schedule, pipeline)
-    assert schedule.in_flight == (3,) and schedule.peak_bytes(pipeline) == (30,)
-    later = parse_schedule(text.replace(" 0F5 0B3", " 0F5").replace("0B5", "0B5 0B3").replace(" 0F4 0W1", " 0F4"))
-    later = replace(later, rows=((*later.rows[0], Action(Kind.W, 0, 1)),))
-    assert later.in_flight == (4,) and later.peak_bytes(pipeline) == (40,)
-
-
 def test_costs_and_edges_are_checked():
     for value in (5e307, 10**400, float("nan"), True, "1"):
         with pytest.raises(ArgumentError, match="forward_seconds is"):
@@ -363,14 +353,6 @@ def test_csv_of_torch_both_ways():
     for bad in ("0F0,0Q1\n", "0F0\n0B0\n", "1F0\n", "0UNSHARD\n", "0F0\n1F0\n2UNSHARD\n"):
         with pytest.raises(ScheduleError):
             from_torch_csv(bad, pipeline)
-
-
-def test_texts_of_very_many_actions_are_refused(monkeypatch):
-    text = str(one_f_one_b(chain(1.0), 2))
-    monkeypatch.setattr("reshard.scheduler.notation.MOST_ACTIONS", sum(map(len, parse_schedule(text).rows)))
-    assert str(parse_schedule(text)) == text
-    with pytest.raises(ScheduleError, match="more than 16 actions"):
-        parse_schedule(text + " 0F7")
 
 
 def test_a_schedule_of_very_many_microbatches_is_refused_soon():
