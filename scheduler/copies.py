@@ -236,8 +236,8 @@ class Copies:
 
     def _on_device(self, numbers: list[int]) -> torch.Tensor:
         """Integers that the copies' connections can carry."""
-        module = self._module.module
-        first = next(itertools.chain(module.parameters(), module.buffers()), None)
+        named = itertools.chain(self._module.module.named_parameters(), self._buffers())
+        first = next((each for name, each in named if self._is_joined(name)), None)
         return torch.tensor(numbers, dtype=torch.int64, device=None if first is None else first.device)
 
     def _add(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.cli import default_topology, main
+from reshard.cli import MAX_PRINTED_MESSAGES, default_topology, main
 from reshard.mesh import Mesh
 from reshard.plan_json import plan_from_json
 from reshard.strategies import STRATEGIES
@@ -141,6 +141,7 @@ def test_bad_arguments_are_one_line(arguments, text, capsys):
 def test_too_many_messages_ask_for_a_rank(capsys, monkeypatch):
     big = ["plan", "--shape", "64,64,2", "--src-mesh", "16x4", "--src", "R S01 R", "--dst-mesh", "16x4"]
     big += ["--dst", "S01 R R", "--strategy", "send_recv", "--format", "json"]
+    assert MAX_PRINTED_MESSAGES == 1_000_000
     monkeypatch.setattr("reshard.cli.MAX_PRINTED_MESSAGES", 4095)
     assert main(big) == 2
     assert "4096 messages; name one rank with --rank" in capsys.readouterr().err
