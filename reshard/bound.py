@@ -223,7 +223,7 @@ def _find_share(held: dict[HostSet, int], egress: Mapping[int, float]) -> tuple[
 
 def _binding(places: Sequence[int], duals: Sequence[float]) -> list[int]:
     """The places whose load row has a dual."""
-    least = 1e-9 * max(map(abs, duals), default=0.0)
+    least = 1e-9 * max(map(abs, duals))
     return [place for place, dual in zip(places, duals, strict=True) if dual < -least]
 
 

@@ -137,11 +137,13 @@ def pick_on_host(problem: Problem, task: int, way: Way, rank_port: int, loads: L
 
 def _greedy_order(problem: Problem) -> Iterable[tuple[int, int]]:
     queues, rank_port = port_classes(problem)
+    if not queues:
+        return
     num_hosts = rank_port // 2
     weights = {task: int(problem.nbytes[task]) for _, tasks in queues for task in tasks}
-    longest = max((len(tasks) for _, tasks in queues), default=0)
+    longest = max(len(tasks) for _, tasks in queues)
     visits = longest * max(1, len(queues) // num_hosts) * len(queues)  # of one random set per round
-    tries = max(1, min(GREEDY_TRIES, _GREEDY_VISITS // max(1, visits)))
+    tries = max(1, min(GREEDY_TRIES, _GREEDY_VISITS // visits))
     at_once = max(1, min(longest, visits // _GREEDY_VISITS))
     loads = Loads(problem)
     rng = random.Random(2023)  # random() is the same on every version of Python, shuffle() need not be

@@ -309,10 +309,9 @@ def _splits(start: np.ndarray, stop: np.ndarray, itemsize: np.ndarray, chunk_byt
     size = stop - start
     splits = np.ones_like(size)
     row = itemsize * size.prod(axis=1, dtype=np.int64)
-    open_ = np.ones(len(size), dtype=bool)  # the part so far is one element wide in every outer dim
     for dim in range(size.shape[1]):
         row = row // np.maximum(size[:, dim], 1)
+        # inside a dim whose parts hold several rows, all of a row fits, so later dims stay whole
         rows_per_part = np.maximum(chunk_bytes // np.maximum(row, 1), 1)
-        splits[:, dim] = np.where(open_, -(-size[:, dim] // rows_per_part), 1)
-        open_ &= splits[:, dim] == size[:, dim]
+        splits[:, dim] = -(-size[:, dim] // rows_per_part)
     return splits

@@ -55,9 +55,7 @@ class Transfers:
         if not len(self.region):
             object.__setattr__(self, "region", np.arange(len(self)))
         for name in self.__dataclass_fields__:
-            array = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
-            if array.base is not None or array is getattr(self, name):
-                array = array.copy()
+            array = np.array(getattr(self, name), dtype=np.int64, order="C")
             array.setflags(write=False)
             object.__setattr__(self, name, array)
         if len(self.after):
@@ -115,13 +113,10 @@ class Transfers:
         lo, hi = list(start), list(stop)
         splits = self.splits[transfer].tolist()
         for dim in range(len(splits) - 1, -1, -1):
-            n = splits[dim]
-            if n > 1:
-                index = chunk % n
-                chunk //= n
-                size = stop[dim] - start[dim]
-                lo[dim] = start[dim] + size * index // n
-                hi[dim] = start[dim] + size * (index + 1) // n
+            chunk, index = divmod(chunk, splits[dim])
+            size = stop[dim] - start[dim]
+            lo[dim] = start[dim] + size * index // splits[dim]
+            hi[dim] = start[dim] + size * (index + 1) // splits[dim]
         return lo, hi
 
     def edges_of(self, transfer: int) -> list[tuple[int, int]]:
