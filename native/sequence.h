@@ -27,10 +27,13 @@ class Sequence {
         }
         std::vector<char> waiting = m_.staged;
         for (const auto &[rank, row] : chain(crossing, m_.sender, [&](int64_t a, int64_t b) { return m_.start[a] < m_.start[b]; }))
-            for (size_t k = STAGED_BEFORE; k < row.size(); ++k) {
+            for (size_t k = 0; k < row.size(); ++k) {
                 const int64_t source = m_.source[row[k]];
-                if (source >= 0 && waiting[source] && !m_.crosses[source])
-                    waiting[source] = 0, put(row[k - STAGED_BEFORE], source);
+                if (source >= 0 && waiting[source] && !m_.crosses[source]) {
+                    waiting[source] = 0;
+                    if (k >= STAGED_BEFORE)
+                        put(row[k - STAGED_BEFORE], source);
+                }
             }
         std::map<int64_t, std::vector<int64_t>> uses;
         for (int64_t i = 0; i < count; ++i)

@@ -52,10 +52,11 @@ def find_sequence(messages: Messages, crosses: list[bool]) -> list[int]:
     across = [i for i in everything if crosses[i]]
     waiting = {i for i in messages.staged if not crosses[i]}
     for row in chain(across, messages.sender, lambda i: (messages.start[i], False, i)).values():
-        for earlier, i in zip(row, row[STAGED_BEFORE:], strict=False):
+        for at, i in enumerate(row):
             if messages.source[i] in waiting:
                 waiting.remove(messages.source[i])
-                put(earlier, messages.source[i])
+                if at >= STAGED_BEFORE:
+                    put(row[at - STAGED_BEFORE], messages.source[i])
     uses: dict[int, list[int]] = {i: [] for i in messages.staged if crosses[i]}
     for i in everything:
         if messages.source[i] in uses and not crosses[i]:

@@ -1,0 +1,40 @@
+"""Writes ``bounds.txt`` beside this file: the bounds of random problems, and the words that say why.
+
+A change of the bound changes lines; read the difference before you keep it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from random_problems import random_problem
+
+from reshard.bound import find_bound
+from reshard.plan import TensorSpec
+
+FILE = Path(__file__).with_name("bounds.txt")
+#: Where several links make the bound together.
+RARE = (
+    138, 154, 238, 349, 586, 910, 921, 960, 995, 1095, 1140, 1301, 1388, 1445, 1504, 1584, 1658, 1677, 1752, 1822, 1949,
+    2175,
+)  # fmt: skip
+
+
+def make_lines() -> Iterator[str]:
+    """The lines of the file."""
+    for seed in (*range(120), *RARE):
+        src, dst, shape, topology = random_problem(seed)
+        bound = find_bound([TensorSpec(shape, "float32", src, dst)], topology)
+        yield f"{seed}: {bound.seconds:.9g} s, {bound.reason}"
+
+
+def main() -> int:
+    """Write the file."""
+    FILE.write_text("".join(f"{line}\n" for line in make_lines()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

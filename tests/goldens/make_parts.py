@@ -1,0 +1,57 @@
+"""Writes ``parts.txt`` beside this file: of random problems, what each strategy chooses and how chunks are cut.
+
+No plan is made of them, so many problems are read in little time. A change of a strategy, or of how chunks are counted,
+changes lines; read the difference before you keep it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from random_problems import random_problem
+
+from reshard.multicast import load_freight
+from reshard.plan import TensorSpec
+from reshard.routes import Problem
+from reshard.strategies import STRATEGIES
+
+FILE = Path(__file__).with_name("parts.txt")
+NUM_PROBLEMS = 80
+
+
+def make_lines() -> Iterator[str]:
+    """The lines of the file."""
+    for seed in range(1000, 1000 + NUM_PROBLEMS):
+        src, dst, shape, topology = random_problem(seed)
+        tensors = [TensorSpec(shape, "float32", src, dst), TensorSpec(shape[::-1], "int8", src, dst, "other")]
+        problem = Problem.of(tensors[: 1 + seed % 2], topology, staging_bytes=2**16 << seed % 5)
+        chosen = [f"{name} {_hash_arrays(strategy(problem))}" for name, strategy in STRATEGIES.items()]
+        yield f"{seed}: {', '.join(chosen)}"
+        large = TensorSpec((32 * shape[0], 4 * shape[1]), "float32", src, dst)
+        freight, _ = load_freight(Problem.of([large], topology, staging_bytes=2**16 << seed % 9))
+        counts = np.bincount(freight.lane_of, minlength=len(freight.lane_size))
+        nbytes = freight.piece_bytes.tolist() or [0]
+        yield (
+            f"{seed}: {counts.tolist()} chunks of {freight.lane_size.tolist()}, {len(freight.piece_class)} pieces of "
+            f"{min(nbytes)} to {max(nbytes)} bytes, "
+            f"turns of {freight.run}, inside {freight.inside_each:.6g} + {freight.inside_per_byte:.6g} a byte"
+        )
+
+
+def _hash_arrays(chosen: object) -> str:
+    arrays = [getattr(chosen, name) for name in chosen.__dataclass_fields__]  # type: ignore[attr-defined]
+    return hashlib.sha256(b"".join(array.astype("<i8").tobytes() for array in arrays)).hexdigest()[:8]
+
+
+def main() -> int:
+    """Write the file."""
+    FILE.write_text("".join(f"{line}\n" for line in make_lines()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
