@@ -196,17 +196,19 @@ def test_first_hops_first_with_one_buffer_each_is_refused_and_would_deadlock(mon
         run_in_threads(plan, *_crossing_arrays(plan), seconds=1.0)
 
 
-def test_relays_past_the_window_are_refused():
+@pytest.mark.parametrize(("dtype", "itemsize"), [("uint8", 1), ("float64", 8)])
+def test_relays_past_the_window_are_refused(dtype, itemsize):
     """Rank 1 must hold everything before it may pass on the first chunk."""
+    numel = 262144 // itemsize
     lines = [
         "plan by_hand staging_bytes=65536",
         "topology nic_bytes_per_second=1.0 hosts 0*3",
-        "tensor 0 uint8 [262144] from () on Mesh(ranks 0) to Regions(ndim=1 join=0; 1: none; 2: [0:262144])",
-        "0: t0 [0:262144] 0 -> 1 -> 2 splits 8 window 1",
+        f"tensor 0 {dtype} [{numel}] from () on Mesh(ranks 0) to Regions(ndim=1 join=0; 1: none; 2: [0:{numel}])",
+        f"0: t0 [0:{numel}] 0 -> 1 -> 2 splits 8 window 1",
     ]
     check_plan(parse_plan("\n".join(lines)))  # chunk by chunk it fits
-    lines[-1] = "0: t0 [0:262144] 0 -> 1 -> 2 splits 2 window 1"
-    with pytest.raises(PlanError, match="the window is 65536"):
+    lines[-1] = f"0: t0 [0:{numel}] 0 -> 1 -> 2 splits 2 window 1"
+    with pytest.raises(PlanError, match="rank 1 stages 131072 bytes; the window is 65536"):
         check_plan(parse_plan("\n".join(lines)))
 
 

@@ -90,6 +90,7 @@ def test_what_dealing_out_costs_is_known_before():
     needed = [name for name, field in Freight.__dataclass_fields__.items() if field.default is MISSING]
     plain = Freight(**{name: getattr(freight, name) for name in needed})
     assert (plain.run, plain.inside_each, plain.inside_per_byte) == (1, 0, 0)  # nothing costs anything inside hosts
+    assert not plain.near_first and not plain.keeps_partners
 
 
 @pytest.mark.parametrize("steps", [2 * 10**9, 25 * 10**8])
