@@ -15,11 +15,13 @@ from reshard.scheduler import (
     Pipeline,
     Stage,
     check_schedule,
+    copies,
     gpipe,
     one_f_one_b,
     simulate,
     to_svg,
 )
+from reshard.scheduler.crossings import find_device_type
 from reshard.scheduler.engine import Engine, _find_rows, _weigh_last
 from reshard.scheduler.ties import Tie
 
@@ -182,3 +184,21 @@ def test_a_picture_needs_a_timeline():
         to_svg(schedule, None)
     with pytest.raises(ArgumentError, match="Schedule"):
         to_svg(None, simulate(schedule, TWO))
+
+
+def test_modules_of_a_rank_are_on_one_type_of_device():
+    assert find_device_type({}) == "cpu" and find_device_type({0: Model(), 1: Model()}) == "cpu"
+    assert find_device_type({0: Model().to("meta")}) == "meta"
+    with_buffer = Model()
+    with_buffer.register_buffer("mask", torch.ones(2, device="meta"))
+    for modules in ({0: Model(), 2: Model().to("meta")}, {1: with_buffer}):
+        with pytest.raises(ArgumentError, match=r"on one type of device: 'layer.weight' of stage . is on cpu, '"):
+            find_device_type(modules)
+
+
+def test_gradients_are_added_in_buckets(monkeypatch):
+    """In order, each as full as it can be; one that is larger goes alone."""
+    monkeypatch.setattr(copies, "BUCKET_BYTES", 40)
+    sizes = [16, 16, 12, 28, 4, 80, 8, 40, 0, 8]
+    found = copies._buckets(torch.zeros(size, dtype=torch.int8) for size in sizes)
+    assert [[each.nbytes for each in some] for some in found] == [[16, 16], [12, 28], [4], [80], [8], [40, 0], [8]]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from dataclasses import replace
 
 import pytest
 from reshard.scheduler import (
+    Edge,
     Pipeline,
     Stage,
     apply_passes,
@@ -113,3 +117,48 @@ def test_blocking_sends_end_whatever_the_order():
         check_schedule(change(schedule, pipeline), pipeline)
     crossed = gpipe(pipeline, 9)
     check_schedule(block_transfers(crossed, pipeline), pipeline)
+
+
+TENSOR = TensorSpec((2,), "int8", Layout(Mesh([0])), Layout(Mesh([1])), "x")
+WRONG = {
+    "forward": (lambda: Pipeline.of_costs([1.0, -2.0], [1.0, 1.0], [0.5]), "forward is -2.0"),
+    "backward": (lambda: Pipeline.of_costs([1.0, 1.0], [math.nan, 1.0], [0.5]), "backward is nan"),
+    "communication": (lambda: Pipeline.of_costs([1.0, 1.0], [1.0, 1.0], [math.inf]), "communication is inf"),
+    "part": (lambda: Pipeline.of_costs([1.0], [1.0], [], weight_grad_part=-0.5), "weight_grad_part is -0.5"),
+    "backwards": (lambda: Pipeline.of_costs([1.0, 1.0], [1.0], [0.5]), "2 stages have 1 backwards and 1 boundaries"),
+    "boundaries": (lambda: Pipeline.of_costs([1.0, 1.0], [1.0, 1.0], []), "2 stages have 2 backwards and 0 boundaries"),
+    "input": (lambda: Stage(1, -1, 1), "input_grad_seconds is -1"),
+    "weight": (lambda: Stage(1, 1, -1), "weight_grad_seconds is -1"),
+    "kept": (lambda: Stage(1, 1, 1, -4), "activation_bytes is -4"),
+    "whole": (lambda: Stage(1, 1, 1, whole_backward_seconds=-1), "whole_backward_seconds is -1"),
+    "name": (lambda: Stage(-1, 1, 1, name="a"), "forward_seconds of stage 'a' is -1"),
+    "edge forward": (lambda: Edge(0, 1, -1, 1), "forward_seconds of edge 0 -> 1 is -1"),
+    "edge backward": (lambda: Edge(0, 1, 1, -1), "backward_seconds of edge 0 -> 1 is -1"),
+    "load": (lambda: Edge(0, 1, 1, 1, {"net": -1}), "the load of link net is -1"),
+    "busy": (lambda: Edge(0, 1, 1, 1, {"net": 1.01}), "link net is busy for 1.01 s of a crossing of 1 s"),
+    "busy back": (lambda: Edge(0, 1, 2, 1, (), {"net": 2}), "link net is busy for 2 s of a crossing of 1 s"),
+    "pairs": (lambda: Edge(0, 1, 1, 1, (("net", 1, 2),)), "forward_loads of edge 0 -> 1 are "),
+    "links": (lambda: Edge(0, 1, 1, 1, ((3, 1),)), "forward_loads of edge 0 -> 1 are "),
+    "twice": (lambda: Edge(0, 1, 1, 1, tensors=(TENSOR, TENSOR)), "must have a name each"),
+    "nameless": (lambda: Edge(0, 1, 1, 1, tensors=(replace(TENSOR, name=None),)), "must have a name each"),
+    "no gradient": (lambda: Edge(0, 1, 1, 1, tensors=(TENSOR,), without_gradient={"y"}), "be among them"),
+    "loss": (lambda: Edge(0, 1, 1, 1, tensors=(replace(TENSOR, name="loss"),)), "no tensor can be called 'loss'"),
+    "no stage": (lambda: Pipeline(()), "at least one stage"),
+    "back": (lambda: Pipeline((Stage(1, 1, 1),) * 2, (Edge(1, 1),)), "edge 1 -> 1 must lead forward"),
+    "behind": (lambda: Pipeline((Stage(1, 1, 1),) * 2, (Edge(0, 2),)), "forward between stages 0 to 1"),
+    "before": (lambda: Pipeline((Stage(1, 1, 1),) * 2, (Edge(-1, 1),)), "forward between stages 0 to 1"),
+    "joined": (lambda: Pipeline((Stage(1, 1, 1),) * 2, (Edge(0, 1),) * 2), "two edges join the same two stages"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_costs_are_named(name):
+    use, said = WRONG[name]
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        use()
+
+
+def test_costs_and_loads_may_be_nothing_and_the_whole_crossing():
+    assert Edge(0, 1, 1, 1, {"net": 1.0}, {"net": 0.0}).forward_loads == (("net", 1.0),)
+    assert Stage(0, 0, 0, 0, whole_backward_seconds=0).backward_seconds == 0
+    assert Pipeline.of_costs([0.0], [0.0], [], weight_grad_part=0).stages[0].backward_seconds == 0
