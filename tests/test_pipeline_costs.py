@@ -9,8 +9,11 @@ from dataclasses import replace
 
 import pytest
 from reshard.scheduler import (
+    Action,
     Edge,
+    Kind,
     Pipeline,
+    Schedule,
     Stage,
     apply_passes,
     block_transfers,
@@ -29,7 +32,7 @@ from reshard.scheduler import (
 )
 
 from reshard import Layout, Mesh, Topology, make_plan
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, ScheduleError
 from reshard.plan import TensorSpec
 
 
@@ -162,3 +165,16 @@ def test_costs_and_loads_may_be_nothing_and_the_whole_crossing():
     assert Edge(0, 1, 1, 1, {"net": 1.0}, {"net": 0.0}).forward_loads == (("net", 1.0),)
     assert Stage(0, 0, 0, 0, whole_backward_seconds=0).backward_seconds == 0
     assert Pipeline.of_costs([0.0], [0.0], [], weight_grad_part=0).stages[0].backward_seconds == 0
+
+
+def test_a_simulated_row_stops_where_it_needs_what_it_does_later():
+    """The gradient of weights before that of inputs, a backward before its forward."""
+    pipeline = Pipeline((Stage(1, 1, 1),))
+    for words in ("F0 W0 I0", "I0 F0 W0", "B0 F0", "F0 I0 W0", "F0 B0"):
+        row = tuple(Action(Kind(word[0]), 0, int(word[1])) for word in words.split())
+        schedule = Schedule("by hand", (row,), (0,), 1)
+        if words.startswith("F0") and "W0 I0" not in words:
+            assert simulate(schedule, pipeline).makespan_seconds == 3
+        else:
+            with pytest.raises(ScheduleError, match="row 0"):
+                simulate(schedule, pipeline)
