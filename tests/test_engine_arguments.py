@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from reshard.scheduler import (
     Action,
     Edge,
@@ -23,9 +24,12 @@ from reshard.scheduler import (
 )
 from reshard.scheduler.crossings import find_device_type
 from reshard.scheduler.engine import Engine, _find_rows, _weigh_last
+from reshard.scheduler.stage_run import _localize
 from reshard.scheduler.ties import Tie
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
-from reshard import ArgumentError, Layout, Mesh, ReshardError, join
+from reshard import ArgumentError, Layout, Mesh, RegionLayout, ReshardError, join
 from reshard.errors import ScheduleError
 from reshard.plan import TensorSpec
 
@@ -55,7 +59,7 @@ TWO = Pipeline(tuple(Stage(1.0, 1.0, 1.0, mesh=Mesh([r])) for r in (0, 1)), (Edg
 @pytest.fixture(scope="module")
 def group():
     """A group of one."""
-    return join(torch.distributed.HashStore(), 0, 1)
+    return join(dist.HashStore(), 0, 1)
 
 
 def _feed():
@@ -202,3 +206,23 @@ def test_gradients_are_added_in_buckets(monkeypatch):
     sizes = [16, 16, 12, 28, 4, 80, 8, 40, 0, 8]
     found = copies._buckets(torch.zeros(size, dtype=torch.int8) for size in sizes)
     assert [[each.nbytes for each in some] for some in found] == [[16, 16], [12, 28], [4], [80], [8], [40, 0], [8]]
+
+
+@pytest.fixture
+def mesh_of_one():
+    """A device mesh of torch, of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_dtensor_is_on_the_ranks_of_its_edge(mesh_of_one):
+    given = DTensor.from_local(torch.full((2, 3), 2.0), mesh_of_one, [Partial()])
+    here = _spec()
+    assert torch.equal(_localize(given, here), torch.full((2, 3), 2.0))
+    regions = RegionLayout({0: [[(0, 2), (0, 3)]]})
+    for src in (Layout(Mesh([1])), Layout(Mesh([0, 1]), "S0"), regions):
+        with pytest.raises(ArgumentError, match=r"'x' is a DTensor on .*, but its edge has it on "):
+            _localize(given, replace(here, src=src))
+    with pytest.raises(ArgumentError, match="'x' is list, not a tensor"):
+        _localize([1.0], here)

@@ -178,3 +178,21 @@ def test_a_simulated_row_stops_where_it_needs_what_it_does_later():
         else:
             with pytest.raises(ScheduleError, match="row 0"):
                 simulate(schedule, pipeline)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [([0, 1], "each of 3 stages needs one"), ([0, 1, 1, 0], "each of 3 stages needs one"), ([0, 1, 3], "each of 3"),
+     ([0, 2, 2], "numbered from 0"), ([1, 1, 1], "numbered from 0"), ([-1, 0, 1], "numbered from 0"),
+     ([0, 1, True], "must be integers"), ([0, 1, 2.0], "must be integers"), (5, "row_of_stage is a list")],
+)  # fmt: skip
+def test_rows_of_stages_are_numbered_from_0(rows, said):
+    with pytest.raises(ArgumentError, match=said):
+        fitted(chain(1.0, 1.0), 4, row_of_stage=rows)
+
+
+@pytest.mark.parametrize("rows", [(0, 0, 0), (1, 0, 1), (2, 1, 0)])
+def test_rows_of_stages_may_be_any_that_are_numbered_from_0(rows):
+    schedule = fitted(chain(1.0, 1.0), 4, row_of_stage=rows)
+    assert schedule.row_of_stage == rows and len(schedule.rows) == max(rows) + 1
+    check_schedule(schedule, chain(1.0, 1.0))
