@@ -196,6 +196,21 @@ def test_first_hops_first_with_one_buffer_each_is_refused_and_would_deadlock(mon
         run_in_threads(plan, *_crossing_arrays(plan), seconds=1.0)
 
 
+@pytest.mark.parametrize(
+    ("edges", "said"), [("1 -> 2", "rank 1 sends 8 elements, but has 0"), ("2 -> 1", "rank 2 sends")]
+)
+def test_what_never_came_is_not_sent(edges, said):
+    """By a rank that holds nothing, or that needs it itself."""
+    lines = [
+        "plan by_hand staging_bytes=65536",
+        "topology nic_bytes_per_second=1.0 hosts 0*3",
+        "tensor 0 uint8 [8] from () on Mesh(ranks 0) to Regions(ndim=1 join=0; 1: none; 2: [0:8])",
+        f"0: t0 [0:8] {edges} splits 1 window 1",
+    ]
+    with pytest.raises(PlanError, match=said):
+        check_plan(parse_plan("\n".join(lines)))
+
+
 @pytest.mark.parametrize(("dtype", "itemsize"), [("uint8", 1), ("float64", 8)])
 def test_relays_past_the_window_are_refused(dtype, itemsize):
     """Rank 1 must hold everything before it may pass on the first chunk."""

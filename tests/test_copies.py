@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from reshard.scheduler import Edge, Pipeline, Stage, one_f_one_b
-from reshard.scheduler.copies import is_of_a_connection
+from reshard.scheduler.copies import Copies, is_of_a_connection
 from reshard.scheduler.engine import Engine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import reshard
 from reshard import Layout, Mesh, RemoteError, ReshardError
+from reshard.group import find_group
 from reshard.launch import LaunchError, run_processes
+from reshard.monitor import Monitor
 from reshard.plan import TensorSpec
 
 WIDTH, NUM, ROWS = 4, 3, 12
@@ -362,14 +364,16 @@ def run_flat(rank):
         parameter.grad = part.view(parameter.shape)
     with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
         engine.step(feed(rank, 2))
-    return gradients(module), flat.numpy().copy()
+        watched = [each for each in Monitor.of(find_group(None))._watched if isinstance(each, Copies)]
+    return gradients(module), flat.numpy().copy(), len(watched)
 
 
 def test_gradients_stay_in_the_memory_that_they_are_in():
     wanted = single_process()
-    for rank, (got, flat) in enumerate(run_processes(run_flat, 3)):
+    for rank, (got, flat, num_watched) in enumerate(run_processes(run_flat, 3)):
         check({name: gradient - 1 for name, gradient in got.items()}, wanted[rank > 0])
         assert flat.tolist() == [number for gradient in got.values() for number in gradient.reshape(-1).tolist()]
+        assert num_watched == 0  # a step that is over
 
 
 def test_errors_of_connections_are_told_from_those_of_users():
