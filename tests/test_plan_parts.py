@@ -7,6 +7,7 @@ from dataclasses import MISSING, replace
 
 import numpy as np
 import pytest
+from random_problems import random_problem
 
 from reshard import ArgumentError, Layout, Mesh, PlanError, Topology, make_plan, portfolio
 from reshard.broadcasts import broadcast_in_rotation
@@ -14,7 +15,7 @@ from reshard.exchanges import send_recv
 from reshard.freight import Freight
 from reshard.multicast import load_freight, multicast
 from reshard.order import find_turns, find_waits
-from reshard.plan import TensorSpec
+from reshard.plan import TensorSpec, expand_messages
 from reshard.plan_text import parse_plan
 from reshard.planning import plan_tensors
 from reshard.routes import Problem, Routes
@@ -205,3 +206,42 @@ def test_what_is_near_the_bound_is_kept_and_what_has_many_messages_is_not_looked
     assert _choose(monkeypatch, seconds=1.2, most=8) == ("broadcast_size", 8)
     assert _choose(monkeypatch, seconds=1.2, most=7)[0] == "multicast"
     assert _choose(monkeypatch, seconds=1.0 * (1 + 0.03))[0] == "multicast"
+
+
+def test_messages_come_after_the_last_ones_of_the_transfers_that_theirs_comes_after():
+    found = 0
+    for seed in range(40):
+        src, dst, shape, topology = random_problem(seed)
+        specs = [TensorSpec(shape, "float32", src, dst, "a"), TensorSpec((7, 7), "float32", src, dst, "b")]
+        plan = plan_tensors(specs, strategy="multicast", topology=topology)
+        transfers = plan.transfers
+        last = {}  # of each transfer its last message's last box
+        for message in expand_messages(plan):
+            named = transfers.after[transfers.after_at[message.transfer] : transfers.after_at[message.transfer + 1]]
+            wanted = [last[transfer] for transfer in named.tolist()]
+            if transfers.source[message.transfer] >= 0:
+                source = last[int(transfers.source[message.transfer])]
+                wanted.remove(source)
+                assert message.source == source - len(message.boxes) + 1
+            assert list(message.after) == wanted
+            found += len(wanted)
+            last[message.transfer] = message.id + len(message.boxes) - 1
+    assert found > 100
+
+
+@pytest.mark.parametrize("shape", [(3, 2**25), (2, 3, 2**24), (2**26, 2), (5, 2**23 + 1), (2**27 + 3,)])
+def test_no_chunk_is_larger_than_may_be_and_none_is_cut_further(shape):
+    """Of 8 MiB; a row that is larger is cut too, and then each part is of one row."""
+    layouts = Layout(Mesh([0])), Layout(Mesh([1]))
+    plan = make_plan(*layouts, shape, "int8", topology=Topology((0, 1)), strategy="send_recv")
+    sizes = [
+        math.prod(stop - start for start, stop in zip(*m.boxes[0][1:], strict=True)) for m in expand_messages(plan)
+    ]
+    assert sum(sizes) == math.prod(shape) and max(sizes) <= 2**23 <= 2.01 * min(sizes)
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("a", None), (None, None)])
+def test_several_tensors_have_a_name_each(names):
+    specs = [TensorSpec((8,), "int8", Layout(Mesh([0])), Layout(Mesh([1])), name) for name in names]
+    with pytest.raises(PlanError, match="2 tensors need 2 different names, not "):
+        plan_tensors(specs)
