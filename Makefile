@@ -18,7 +18,7 @@ demo: install
 	$(BIN)/reshard demo
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-cluster: install
 	$(BIN)/python -m pytest -m cluster

@@ -7,6 +7,7 @@ from dataclasses import MISSING, replace
 
 import numpy as np
 import pytest
+import torch
 from random_problems import random_problem
 
 from reshard import ArgumentError, Layout, Mesh, PlanError, Topology, make_plan, portfolio
@@ -245,3 +246,9 @@ def test_several_tensors_have_a_name_each(names):
     specs = [TensorSpec((8,), "int8", Layout(Mesh([0])), Layout(Mesh([1])), name) for name in names]
     with pytest.raises(PlanError, match="2 tensors need 2 different names, not "):
         plan_tensors(specs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", np.float32, np.dtype("float32"), torch.float32])
+def test_a_dtype_is_kept_by_its_name(dtype):
+    spec = TensorSpec((8,), dtype, Layout(Mesh([0])), Layout(Mesh([1])))
+    assert spec.dtype == "float32" and spec == TensorSpec((8,), "float32", spec.src, spec.dst)
