@@ -181,7 +181,8 @@ class Mover:
             A handle; several may be under way, they finish in the order in which they were started.
 
         Raises:
-            ArgumentError: an array does not fit the plan. All ranks then get an error from this transfer.
+            ArgumentError: an array does not fit the plan. All ranks then get this error, from earlier transfers
+                too that they have not finished by then.
         """
         if self._closed:
             raise ArgumentError("this Mover is closed")
