@@ -67,14 +67,15 @@ def _feed():
     return {0: [{"x": torch.randn(2, 3)} for _ in range(NUM)]}
 
 
-@pytest.mark.parametrize("weights", [None, [1, 2, 3, 4], (w / 4 for w in range(4)), torch.tensor([0.5, 0, 0, 0.5])])
+@pytest.mark.parametrize("weights", [None, [1, 2, 3, 4], torch.tensor([0.5, 0, 0, 0.25])])
 def test_losses_are_weighted(group, weights):
-    weights = None if weights is None else [float(weight) for weight in weights]
     model, alone = Model(), Model()
     with Engine(one_f_one_b(ONE, NUM), ONE, {0: model}, group=group) as engine:
         step = engine.step(_feed(), loss_weights=weights)
     losses = [alone(**row)["loss"] for row in _feed()[0]]
-    total = sum(loss * weight for loss, weight in zip(losses, weights or [0.25] * NUM, strict=True))
+    total = sum(
+        loss * weight for loss, weight in zip(losses, [0.25] * NUM if weights is None else weights, strict=True)
+    )
     total.backward()
     assert step.loss == pytest.approx(float(total.detach()), rel=1e-6)
     assert torch.allclose(model.layer.weight.grad, alone.layer.weight.grad)
