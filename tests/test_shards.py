@@ -7,6 +7,7 @@ import types
 
 import numpy as np
 import pytest
+from random_problems import random_problem
 
 from reshard import Layout, LayoutError, Mesh, RegionLayout
 from reshard.notation import Strided
@@ -47,6 +48,21 @@ def test_tasks_know_whether_their_boxes_lie_in_one_piece(src, dst, strided):
     tasks = cut_unit_tasks(cut_shards(Layout(mesh, src), (4, 4, 4)), cut_shards(Layout(other, dst), (4, 4, 4)))
     assert tasks.is_strided.all() == tasks.is_strided.any() == strided
     assert (tasks.holders >= 0).all() and (tasks.needers >= 8).all()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_box_is_strided_where_numpy_says_it_is_not_contiguous(seed):
+    src, dst, shape, _ = random_problem(seed)
+    tasks = cut_unit_tasks(cut_shards(src, shape), cut_shards(dst, shape))
+    for index in range(len(tasks)):
+        is_contiguous = []
+        for shards, tile in ((tasks.src, tasks.src_tile[index]), (tasks.dst, tasks.dst_tile[index])):
+            origin = shards.start[tile]
+            held = np.empty(shards.stop[tile] - origin, dtype=np.int8)
+            start, stop = tasks.start[index] - origin, tasks.stop[index] - origin
+            box = held[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
+            is_contiguous.append(box.flags.c_contiguous)
+        assert tasks.is_strided[index] == (not all(is_contiguous)), (tasks.start[index], tasks.stop[index])
 
 
 def test_specs_are_written_for_jax(monkeypatch):
