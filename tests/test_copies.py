@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from reshard.scheduler import Edge, Pipeline, Stage, one_f_one_b
-from reshard.scheduler.copies import Copies, is_of_a_connection
+from reshard.scheduler.copies import Copies, _sparse, is_of_a_connection
 from reshard.scheduler.engine import Engine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -238,6 +238,20 @@ def test_a_sparse_gradient_that_one_copy_has_is_that_of_all():
     for got, is_sparse in run_processes(run_sparse, 3)[1:]:
         assert is_sparse
         check(got, gradients(last))
+
+
+def test_sparse_gradients_get_the_dims_of_indices_that_copies_agree_on():
+    parameter = torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.float64))
+    empty = _sparse(parameter, 1)
+    assert (empty.sparse_dim(), empty.dense_dim(), empty._nnz(), empty.dtype) == (1, 1, 0, torch.float64)
+    assert torch.equal(empty.to_dense(), torch.zeros(4, 3, dtype=torch.float64))
+    dense = torch.zeros(4, 3, dtype=torch.float64)
+    dense[1, 2], dense[3] = 5.0, 7.0
+    for given in (1, 2):
+        for wanted in (1, 2):
+            parameter.grad = dense.to_sparse(given)
+            made = _sparse(parameter, wanted)
+            assert made.sparse_dim() == wanted and made.is_coalesced() and torch.equal(made.to_dense(), dense)
 
 
 def run_losses(rank, numbers):

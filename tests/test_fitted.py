@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
 from reshard.scheduler import (
     Action,
     Edge,
@@ -14,17 +11,11 @@ from reshard.scheduler import (
     Stage,
     check_schedule,
     fitted,
-    gpipe,
-    parse_schedule,
-    plan_edge,
 )
-from reshard.scheduler.copies import _sparse
 from reshard.scheduler.fitted import _depths, _Found, _join, _known, _link_seconds, _policies, _Search
 from reshard.scheduler.greedy import Policy
 
-from reshard import Layout, Mesh, Topology
 from reshard.errors import ScheduleError
-from reshard.plan import TensorSpec
 
 
 def _words(text):
@@ -152,34 +143,3 @@ def test_a_limit_is_kept_to_the_byte():
     assert peaks[:3] == [10, 10, 20] and 20 <= peaks[3] <= 60
     with pytest.raises(ScheduleError, match="keeps at most 9 bytes of activations; one microbatch takes 10"):
         fitted(pipeline, 6, memory_limit_bytes=9)
-
-
-@pytest.mark.parametrize("name", ["", "x" * 101, " x", "x ", "a:b", "a\nb", "a: b\n"])
-def test_names_of_schedules_are_one_line_of_a_text(name):
-    schedule = gpipe(Pipeline((Stage(1, 1, 1),)), 2)
-    assert parse_schedule(str(replace(schedule, name="x" * 100))).name == "x" * 100
-    with pytest.raises(ScheduleError, match="up to 100 characters on one line without a colon"):
-        replace(schedule, name=name)
-
-
-def test_what_needs_no_gradient_costs_nothing_on_the_way_back():
-    spec = TensorSpec((2**20,), "int32", Layout(Mesh([0])), Layout(Mesh([1])), "x")
-    for tensor, without in ((spec, ()), (replace(spec, dtype="float32"), ("x",))):
-        edge = plan_edge(0, 1, [tensor], Topology((0, 1)), without_gradient=without)
-        assert edge.forward_seconds > 0 and edge.forward_loads
-        assert edge.backward_seconds == 0 and edge.backward_loads == ()
-    assert Edge(0, 1).forward_seconds == Edge(0, 1).backward_seconds == 0
-
-
-def test_sparse_gradients_get_the_dims_of_indices_that_copies_agree_on():
-    parameter = torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.float64))
-    empty = _sparse(parameter, 1)
-    assert (empty.sparse_dim(), empty.dense_dim(), empty._nnz(), empty.dtype) == (1, 1, 0, torch.float64)
-    assert torch.equal(empty.to_dense(), torch.zeros(4, 3, dtype=torch.float64))
-    dense = torch.zeros(4, 3, dtype=torch.float64)
-    dense[1, 2], dense[3] = 5.0, 7.0
-    for given in (1, 2):
-        for wanted in (1, 2):
-            parameter.grad = dense.to_sparse(given)
-            made = _sparse(parameter, wanted)
-            assert made.sparse_dim() == wanted and made.is_coalesced() and torch.equal(made.to_dense(), dense)

@@ -85,6 +85,15 @@ def test_an_edge_costs_what_its_plans_take():
         plan_edge(0, 1, [], topology)
 
 
+def test_what_needs_no_gradient_costs_nothing_on_the_way_back():
+    spec = TensorSpec((2**20,), "int32", Layout(Mesh([0])), Layout(Mesh([1])), "x")
+    for tensor, without in ((spec, ()), (replace(spec, dtype="float32"), ("x",))):
+        edge = plan_edge(0, 1, [tensor], Topology((0, 1)), without_gradient=without)
+        assert edge.forward_seconds > 0 and edge.forward_loads
+        assert edge.backward_seconds == 0 and edge.backward_loads == ()
+    assert Edge(0, 1).forward_seconds == Edge(0, 1).backward_seconds == 0
+
+
 def test_boundaries_behind_one_nic_share_it():
     """Stages 0 and 1 of one host both send to others of host 1: two crossings take as long as one of both."""
     topology = Topology.uniform([0, 0, 1, 1], 1e9)
