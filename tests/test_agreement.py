@@ -85,6 +85,13 @@ def test_plans_that_differ_in_one_thing_say_in_which():
         assert [key for key in same if same[key] != other[key]] == [name, "plan hash"]
 
 
+def test_plans_of_named_tensors_that_differ_say_in_which_tensor():
+    src, dst = Layout(Mesh([0]), "R"), Layout(Mesh([1]), "R")
+    one, other = (dict(plan_arguments(make_plan(src, dst, {"a": (4,), "b": size}, "int8"))) for size in ((4,), (5,)))
+    assert next(key for key in one if one[key] != other[key]) == "tensor b" and one["tensor a"] == other["tensor a"]
+    assert "the tensor" in dict(plan_arguments(make_plan(src, dst, (4,), "int8")))
+
+
 def test_what_a_rank_says_of_a_tensor_by_default():
     assert asdict(TensorRecord()) == {
         "shape": None, "dtype": None, "dst_dtype": None, "is_dtensor": False, "local": None, "out": None, "devices": [],

@@ -73,6 +73,9 @@ def test_launches_have_tiles_that_fit_their_rows():
     wide = make_table(box_regions(0, (64, 4096), 4, (slice(0, 64), slice(0, 2048)), 0))
     assert wide.tile == (1, 1024)
     assert len(wide.programs) == 64
+    widest = make_table(box_regions(0, (64, 4096), 4, (slice(0, 64), slice(0, 3000)), 0))
+    assert widest.tile == (1, 1024)
+    assert len(widest.programs) == 2 * 64
     narrow = make_table(box_regions(0, (4096, 64), 4, (slice(0, 4096), slice(0, 32)), 0))
     assert narrow.tile == (64, 16)
     assert len(narrow.programs) == 64

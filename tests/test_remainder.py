@@ -56,6 +56,13 @@ def _holdings(first, ranks, landed):
     return held
 
 
+def test_ranks_that_nothing_is_said_of_have_nothing():
+    plan = make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([2])), (4,), "int8", strategy="send_recv")
+    assert find_missing(plan, whole_tensors(plan), {}, [0, 1, 2]) == [
+        Piece(0, (0,), (2,), frozenset({2})), Piece(0, (2,), (4,), frozenset({2})),
+    ]  # fmt: skip
+
+
 @given(cases(), st.sampled_from(sorted(STRATEGIES)), st.data())
 @settings(max_examples=150)
 def test_survivors_get_all_that_somebody_still_holds(case, strategy, data):

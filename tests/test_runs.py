@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from memory_transport import MemoryHub, MemoryTransport, run_in_threads
 from tensors import same_bytes, take_shard, whole_tensor
 
-from reshard import Layout, Mesh, PlanError, RegionLayout, TransferTimeoutError, check_plan, make_plan, progress
+from reshard import (
+    Layout,
+    Mesh,
+    PlanError,
+    RegionLayout,
+    Topology,
+    TransferTimeoutError,
+    check_plan,
+    make_plan,
+    progress,
+)
 from reshard.digests import Digests
 from reshard.plan import TensorSpec
 from reshard.plan_text import parse_plan
@@ -112,6 +122,23 @@ def test_a_message_of_many_boxes_of_two_tensors(contiguous):
         for k in range(2):
             assert same_bytes(outs[rank][k], take_shard(dst, rank, whole + k))
     assert copy_runs in (copy_runs_native, copy_runs_python)
+
+
+@pytest.mark.parametrize("in_rounds", [False, True])
+def test_messages_of_many_boxes_are_passed_on(in_rounds):
+    """Both destination ranks need all that rank 0 has; what one of them gets it passes on from its own shard."""
+    stripes = [[(0, 60), (2 * i, 2 * i + 1)] for i in range(9)]
+    src, dst = RegionLayout({0: stripes}, join_dim=1), RegionLayout(dict.fromkeys((1, 2), stripes), join_dim=1)
+    plan = make_plan(src, dst, (60, 18), "int8", topology=Topology((0, 1, 1)), strategy="multicast")
+    check_plan(plan)
+    sends = [send for rank in dst.ranks for send in build_program(plan, rank).sends_inside]
+    assert any(send.forwards is not None and len({str(place.dst) for place in send.places}) > 1 for send in sends)
+    whole = whole_tensor((60, 18), torch.int8)
+    sources = {rank: [take_shard(src, rank, whole)] for rank in plan.ranks}
+    outs = {r: [torch.zeros_like(s) if (s := take_shard(dst, r, whole)) is not None else None] for r in plan.ranks}
+    run_in_threads(plan, sources, outs, in_rounds=in_rounds)
+    for rank in dst.ranks:
+        assert same_bytes(outs[rank][0], take_shard(dst, rank, whole))
 
 
 def test_a_program_that_cannot_go_on_says_so_at_once():
@@ -263,3 +290,13 @@ def test_a_rank_that_would_not_get_all_it_needs_is_refused():
     short = parse_plan("\n".join(lines[:last] + lines[last + 1 :]) + "\n")
     with pytest.raises(PlanError, match="rank 2"):
         build_program(short, 2)
+
+
+def test_a_message_that_a_rank_needs_in_part_is_refused():
+    stripes = [[(0, 6), (2 * i, 2 * i + 1)] for i in range(3)]
+    src, dst = (RegionLayout({rank: boxes}, join_dim=1) for rank, boxes in ((0, stripes), (1, stripes[:2])))
+    text = str(make_plan(src, dst, (6, 6), "int8", strategy="send_recv"))
+    assert text.count("t0 [0:6, 2:3] ") == 1
+    more = parse_plan(text.replace("t0 [0:6, 2:3] ", "t0 [0:6, 2:3] + t0 [0:6, 4:5] "))
+    with pytest.raises(PlanError, match="message 0: rank 1 needs some of its boxes only"):
+        build_program(more, 1)
