@@ -50,9 +50,9 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "executor": (
         "program staging runs rounds round_runner regions works progress remainder digests agreement",
-        ("test_agreement.py", "test_works.py", "test_runs.py", "test_rounds.py", "test_regions.py", "test_remainder.py",
-         "test_properties.py", "test_hostile.py", "test_verify.py", "test_bad_calls.py", "test_call.py",
-         "test_steps.py", "test_streams.py", "test_processes.py", "test_death.py"),
+        ("test_agreement.py", "test_works.py", "test_runs.py", "test_programs.py", "test_rounds.py", "test_regions.py",
+         "test_remainder.py", "test_properties.py", "test_hostile.py", "test_verify.py", "test_bad_calls.py",
+         "test_call.py", "test_steps.py", "test_streams.py", "test_processes.py", "test_death.py"),
     ),
     "scheduler": (
         "scheduler/*",

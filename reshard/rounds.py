@@ -124,7 +124,7 @@ def check_calls(calls: Mapping[int, Sequence[Sequence[Call]]]) -> None:
         moving = False
         for rank, posted in left.items():
             for call in [call for call in posted if call[0]]:
-                moving |= _match(rank, call, left)
+                _match(rank, call, left)
         for rank, groups in calls.items():
             while not left[rank] and at[rank] < len(groups):
                 at[rank] += 1
@@ -140,19 +140,18 @@ def check_calls(calls: Mapping[int, Sequence[Sequence[Call]]]) -> None:
         )
 
 
-def _match(sender: int, call: Call, left: Mapping[int, list[Call]]) -> bool:
+def _match(sender: int, call: Call, left: Mapping[int, list[Call]]) -> None:
     """Move one message if its receiver has posted its end; it takes the first from that sender."""
     _, receiver, nbytes = call
     if next(one for one in left[sender] if one[:2] == call[:2]) is not call:
-        return False  # one before it to the same rank has not moved
+        return  # one before it to the same rank has not moved
     end = next((one for one in left.get(receiver, ()) if one[:2] == (False, sender)), None)
     if end is None:
-        return False
+        return
     if end[2] != nbytes:
         raise PlanError(f"rank {sender} sends {nbytes} bytes to rank {receiver}, which receives {end[2]}")
     left[sender].remove(call)
     left[receiver].remove(end)
-    return True
 
 
 def calls_of(rounds: Iterable[Round]) -> list[list[Call]]:

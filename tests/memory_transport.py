@@ -83,10 +83,10 @@ class PythonCopier:
         copy_regions_python(self.table, flats, buffer.numpy(), to_buffer)
 
 
-def run_in_threads(plan, sources, outs, seconds=5.0, in_rounds=False):
+def run_in_threads(plan, sources, outs, seconds=5.0, in_rounds=False, digests=None):
     """Run every rank's program; ``sources`` and ``outs`` are ``{rank: [tensor or None, ...]}``.
 
-    Returns the staging bytes of each rank; raises the first error of a rank.
+    Returns the staging bytes of each rank; raises the first error of a rank. ``digests`` are ``{rank: Digests}``.
     """
     hub, errors, staged = MemoryHub(), {}, {}
     round_of = find_rounds(plan) if in_rounds else {}
@@ -101,7 +101,10 @@ def run_in_threads(plan, sources, outs, seconds=5.0, in_rounds=False):
                 staging.run(*arrays, MemoryExchange(hub, rank, seconds))
             else:
                 staging = Staging(program, plan.staging_bytes)
-                run_program(program, MemoryTransport(hub, rank), *arrays, staging, deadline=time.monotonic() + seconds)
+                run_program(
+                    program, MemoryTransport(hub, rank), *arrays, staging,
+                    deadline=time.monotonic() + seconds, digests=digests and digests[rank],
+                )  # fmt: skip
             staged[rank] = staging.allocated_bytes
         except BaseException as error:
             errors[rank] = error
