@@ -17,6 +17,7 @@ class _Failing:
         self.seconds = seconds
 
     def wait(self, timeout):
+        self.timeout = timeout.total_seconds()
         time.sleep(min(self.seconds, timeout.total_seconds()))
         raise RuntimeError("reset by peer")
 
@@ -29,8 +30,10 @@ def test_what_fails_before_its_time_is_over_is_a_broken_connection():
 
 @pytest.mark.parametrize("left", [-1.0, 0.05])
 def test_what_does_not_end_in_time_is_late(left):
+    work = _Failing(seconds=5)
     with pytest.raises(TransferTimeoutError, match="rank 1: message 3 did not finish in time"):
-        wait_for(_Failing(seconds=5), time.monotonic() + left, lambda: None, 1, 2, "message 3")
+        wait_for(work, time.monotonic() + left, lambda: None, 1, 2, "message 3")
+    assert 0 < work.timeout <= max(left, 0.001)
 
 
 def test_what_another_rank_told_comes_first():
