@@ -1,4 +1,4 @@
-"""Copies of a stage under DDP: connections of their own, buffers, sparse gradients, losses of several stages, deaths."""
+"""Copies of a stage under DDP: connections of their own, buffers, losses of several stages, deaths."""
 
 from __future__ import annotations
 
@@ -8,97 +8,29 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from reshard.scheduler import Edge, Pipeline, Stage, one_f_one_b
-from reshard.scheduler.copies import Copies, _sparse, is_of_a_connection
+from reshard.scheduler import Pipeline, Stage, one_f_one_b
+from reshard.scheduler.copies import is_of_a_connection
 from reshard.scheduler.engine import Engine
-from torch import nn
+from stages_with_copies import (
+    NUM,
+    WIDTH,
+    First,
+    Last,
+    check,
+    data,
+    feed,
+    gradients,
+    make_pipeline,
+    single_process,
+    wrap,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import reshard
-from reshard import Layout, Mesh, RemoteError, ReshardError
-from reshard.group import find_group
+from reshard import Mesh, RemoteError, ReshardError
 from reshard.launch import LaunchError, run_processes
-from reshard.monitor import Monitor
-from reshard.plan import TensorSpec
-
-WIDTH, NUM, ROWS = 4, 3, 12
-
-
-class First(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.layer = nn.Linear(WIDTH, WIDTH).double()
-        self.gives_loss = False
-
-    def forward(self, x):
-        out = self.layer(x)
-        return {"x": out, "loss": (out**2).mean()} if self.gives_loss else {"x": out}
-
-
-class Last(nn.Module):
-    """What it does on rank 2 in microbatch ``NUM - 1`` is for tests to set."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(2)
-        self.layer = nn.Linear(WIDTH, WIDTH).double()
-        self.fault, self.calls = None, 0
-
-    def forward(self, x, target):
-        self.calls += 1
-        if self.fault is not None and self.calls % NUM == 0:
-            self.fault()
-        return {"loss": ((torch.tanh(self.layer(x)) - target) ** 2).mean()}
-
-
-def data():
-    torch.manual_seed(10)
-    return [torch.randn(2, ROWS, WIDTH, dtype=torch.float64) for _ in range(NUM)]
-
-
-def make_pipeline(copies, first=1):
-    meshes = [Mesh(range(first)), Mesh(range(first, first + copies))]
-    src, dst = ("S0 R" if mesh.size > 1 else "R R" for mesh in meshes)
-    x = TensorSpec((ROWS, WIDTH), "float64", Layout(meshes[0], src), Layout(meshes[1], dst), "x")
-    return Pipeline(tuple(Stage(1, 1, 1, mesh=mesh) for mesh in meshes), (Edge(0, 1, 1, 1, tensors=(x,)),))
-
-
-def wrap(rank, copies, module, first=1, **options):
-    """The module of a rank, under DDP where its stage has copies."""
-    groups = [dist.new_group(range(first)), dist.new_group(range(first, first + copies))]
-    size = first if rank < first else copies
-    return DistributedDataParallel(module, process_group=groups[rank >= first], **options) if size > 1 else module
-
-
-def feed(rank, copies, first=1):
-    mine = max(rank - first, 0)
-    return {
-        0: [{"x": x.chunk(first)[min(rank, first - 1)]} for x, _ in data()],
-        1: [{"target": target.chunk(copies)[mine]} for _, target in data()],
-    }
-
-
-def gradients(module):
-    return {n.removeprefix("module."): p.grad.to_dense().numpy().copy() for n, p in module.named_parameters()}
-
-
-def single_process(first_gives_loss=False):
-    first, last = First(), Last()
-    first.gives_loss = first_gives_loss
-    for x, target in data():
-        out = first(x)
-        loss = last(out["x"], target)["loss"] + (out["loss"] if first_gives_loss else 0.0)
-        (loss / NUM).backward()
-    return gradients(first), gradients(last)
-
-
-def check(got, wanted):
-    assert got.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(torch.from_numpy(got[name]), torch.from_numpy(gradient), rtol=1e-10, atol=1e-15)
 
 
 def catch(call):
@@ -203,55 +135,6 @@ def test_copies_take_the_buffers_of_the_first_one_whatever_their_memory():
         assert one[kind][1] == two[kind][1], kind
     for kind, text in refused.items():
         assert all(text in found[kind][0] for found in (none, one, two)), none[kind]
-
-
-class Table(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.table = nn.Embedding(5, WIDTH, sparse=True).double()
-        self.uses = True
-
-    def forward(self, x, target):
-        out = x + self.table(torch.arange(len(x)) % 3) if self.uses else x
-        return {"loss": ((out - target) ** 2).mean()}
-
-
-def run_sparse(rank):
-    pipeline = make_pipeline(2)
-    inner = Table() if rank else First()
-    inner.uses = rank == 1
-    with Engine(
-        one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): wrap(rank, 2, inner)}, num_loss_shards=2
-    ) as engine:
-        engine.step(feed(rank, 2))
-    return gradients(inner), rank and inner.table.weight.grad.is_sparse
-
-
-def test_a_sparse_gradient_that_one_copy_has_is_that_of_all():
-    first, last = First(), Table()
-    for x, target in data():
-        halves = zip(first(x)["x"].chunk(2), target.chunk(2), strict=True)
-        for uses, (part, its) in zip((True, False), halves, strict=True):
-            last.uses = uses
-            (last(part, its)["loss"] / (2 * NUM)).backward(retain_graph=True)
-    for got, is_sparse in run_processes(run_sparse, 3)[1:]:
-        assert is_sparse
-        check(got, gradients(last))
-
-
-def test_sparse_gradients_get_the_dims_of_indices_that_copies_agree_on():
-    parameter = torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.float64))
-    empty = _sparse(parameter, 1)
-    assert (empty.sparse_dim(), empty.dense_dim(), empty._nnz(), empty.dtype) == (1, 1, 0, torch.float64)
-    assert torch.equal(empty.to_dense(), torch.zeros(4, 3, dtype=torch.float64))
-    dense = torch.zeros(4, 3, dtype=torch.float64)
-    dense[1, 2], dense[3] = 5.0, 7.0
-    for given in (1, 2):
-        for wanted in (1, 2):
-            parameter.grad = dense.to_sparse(given)
-            made = _sparse(parameter, wanted)
-            assert made.sparse_dim() == wanted and made.is_coalesced() and torch.equal(made.to_dense(), dense)
 
 
 def run_losses(rank, numbers):
@@ -368,26 +251,6 @@ def test_copies_in_a_joined_group():
     wanted = single_process()
     for rank, got in enumerate(run_processes(run_joined, 3)):
         check(got, wanted[rank < 2])
-
-
-def run_flat(rank):
-    pipeline = make_pipeline(2)
-    module = wrap(rank, 2, Last() if rank else First())
-    flat = torch.ones(sum(p.numel() for p in module.parameters()), dtype=torch.float64)
-    for parameter, part in zip(module.parameters(), flat.split([p.numel() for p in module.parameters()]), strict=True):
-        parameter.grad = part.view(parameter.shape)
-    with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
-        engine.step(feed(rank, 2))
-        watched = [each for each in Monitor.of(find_group(None))._watched if isinstance(each, Copies)]
-    return gradients(module), flat.numpy().copy(), len(watched)
-
-
-def test_gradients_stay_in_the_memory_that_they_are_in():
-    wanted = single_process()
-    for rank, (got, flat, num_watched) in enumerate(run_processes(run_flat, 3)):
-        check({name: gradient - 1 for name, gradient in got.items()}, wanted[rank > 0])
-        assert flat.tolist() == [number for gradient in got.values() for number in gradient.reshape(-1).tolist()]
-        assert num_watched == 0  # a step that is over
 
 
 def test_errors_of_connections_are_told_from_those_of_users():
