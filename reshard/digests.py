@@ -51,9 +51,8 @@ def find_fault(plan: Plan, sent: Mapping[int, int], landed: Mapping[int, int]) -
         if message.sender == message.receiver:
             continue
         ident, source = message.id, message.source
-        moved = source is not None and source in roots
-        root = roots[ident] = roots[source] if moved else message.sender  # type: ignore[index]
-        if moved and landed.get(source) != sent.get(ident):  # type: ignore[arg-type]
+        root = roots[ident] = message.sender if source is None else roots[source]
+        if source is not None and landed.get(source) != sent.get(ident):
             return (
                 f"{_region(plan, message)} from rank {root}: rank {message.sender} passed on other bytes to rank "
                 f"{message.receiver} than it had received (message {ident})"

@@ -29,12 +29,13 @@ from reshard.plan_text import parse_plan
 from reshard.planning import plan_tensors
 from reshard.program import build_program
 from reshard.progress import Tally, WrongCopyError, describe_progress, run_program
-from reshard.staging import MANY_BOXES, Pool, Staging
+from reshard.staging import MANY_BOXES, MAX_WINDOW, Pool, Staging
 from reshard.transport import ABORT_TAG
 
 
+@pytest.mark.parametrize("in_rounds", [False, True])
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_a_message_of_many_boxes_of_two_tensors(contiguous):
+def test_a_message_of_many_boxes_of_two_tensors(contiguous, in_rounds):
     stripes = {rank: [[(0, 6), (2 * i + rank, 2 * i + rank + 1)] for i in range(9)] for rank in (0, 1)}
     src = RegionLayout(stripes, join_dim=1)
     dst = Layout(Mesh([2, 3], {"x": 2}), "S0")
@@ -50,7 +51,7 @@ def test_a_message_of_many_boxes_of_two_tensors(contiguous):
     sources = {r: [placed(take_shard(src, r, whole + k)) for k in range(2)] for r in plan.ranks}
     sources = {r: [None if r not in src.ranks else x for x in row] for r, row in sources.items()}
     outs = {r: [placed(torch.zeros(3, 18)) if r in dst.ranks else None for _ in range(2)] for r in plan.ranks}
-    run_in_threads(plan, sources, outs)
+    run_in_threads(plan, sources, outs, in_rounds=in_rounds)
     for rank in dst.ranks:
         for k in range(2):
             assert same_bytes(outs[rank][k], take_shard(dst, rank, whole + k))
@@ -166,6 +167,22 @@ def test_a_rank_that_fails_ends_the_waits_of_its_other_lanes_once(rank, aborts):
     with pytest.raises(TransferTimeoutError):
         run_program(program, transport, *sides, Staging(program, plan.staging_bytes), deadline=time.monotonic() + 0.2)
     assert transport.aborts == aborts
+
+
+@pytest.mark.parametrize("sends", ["sends_across", "sends_inside"])
+def test_a_queue_of_sends_packs_into_a_quarter_of_what_a_rank_may_hold(sends):
+    topology = Topology((0, 1, 1) if sends == "sends_across" else (0, 0, 0))
+    spec = TensorSpec((1024, 2048), "int8", Layout(Mesh([0])), Layout(Mesh([1, 2]), "R S0"))
+    plan = plan_tensors([spec], topology=topology, strategy="send_recv", staging_bytes=2**18)
+    program = build_program(plan, 0)
+    largest = max(send.nbytes for send in getattr(program, sends))
+    for slots in (1, 2, 3, MAX_WINDOW, 2 * MAX_WINDOW):
+        for more in (0, 4 * largest - 4):
+            pool = getattr(Staging(program, 4 * largest * slots + more), sends.removeprefix("sends_"))
+            taken = 0
+            while pool.take() is not None:
+                taken += 1
+            assert taken == min(slots, MAX_WINDOW), (slots, more)
 
 
 def test_a_copy_that_a_rank_cannot_make_is_refused():
