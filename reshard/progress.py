@@ -116,6 +116,10 @@ class _Run:
         self.told = _Lane(self.lock, [_Told(event[0], rank, event) for event, rank in program.awaited])
         self.lanes = (self.recvs, *self.sends, self.told)
         self.over: set[Event] = set()
+        self.to_tell: dict[int, deque[Event]] = {}  # waiting rank -> what it has not been told, in the order it expects
+        for event in sorted(program.told):
+            for rank in program.told[event]:
+                self.to_tell.setdefault(rank, deque()).append(event)
         self.telling: list[tuple[Work, torch.Tensor, int]] = []
         self.slot_of: dict[int, torch.Tensor] = {}  # receive -> its staging slot
         self.uses: dict[int, int] = {}  # receive -> forwards that still read its slot
@@ -193,11 +197,14 @@ class _Run:
                     abort()
 
     def end(self, event: Event) -> None:
-        """Note that a message is over, and tell those who wait for it."""
+        """Note that a message is over, and tell those who wait for it, once they know of all before it."""
         self.over.add(event)
         for rank in self.program.told.get(event, ()):
-            byte = torch.zeros(1, dtype=torch.uint8)
-            self.telling.append((self.transport.send(byte, rank, self.tag + TOLD_TAG), byte, rank))
+            left = self.to_tell[rank]
+            while left and left[0] in self.over:
+                left.popleft()
+                byte = torch.zeros(1, dtype=torch.uint8)
+                self.telling.append((self.transport.send(byte, rank, self.tag + TOLD_TAG), byte, rank))
 
     def post(self) -> None:
         """Post what can be posted, receives first."""

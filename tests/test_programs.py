@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from memory_transport import MemoryHub, MemoryTransport, run_in_threads
+from random_problems import random_problem
 from tensors import same_bytes, take_shard, whole_tensor
 
 from reshard import (
@@ -29,7 +30,7 @@ from reshard.plan_text import parse_plan
 from reshard.planning import plan_tensors
 from reshard.program import build_program
 from reshard.progress import Tally, WrongCopyError, describe_progress, run_program
-from reshard.staging import MANY_BOXES, MAX_WINDOW, Pool, Staging
+from reshard.staging import MANY_BOXES, MAX_WINDOW, Pool, Staging, carrier
 from reshard.transport import ABORT_TAG
 
 
@@ -205,6 +206,71 @@ def test_elements_of_any_size_travel_as_bytes(dtype, in_rounds):
     run_in_threads(plan, sources, outs, in_rounds=in_rounds)
     for rank in dst.ranks:
         assert same_bytes(outs[rank][0], take_shard(dst, rank, whole))
+
+
+class _Noting(MemoryTransport):
+    """Checks that what a message waits for is over when the message is posted."""
+
+    def __init__(self, hub, program, over):
+        super().__init__(hub, program.rank)
+        self.over, self.recvs = over, iter(program.recvs)
+        self.sends = {}
+        for op in (*program.sends_across, *program.sends_inside):
+            self.sends.setdefault(op.receiver, []).append(op)
+
+    def note(self, work, op, is_send):
+        assert self.over.issuperset(op.waits), f"message {op.id} goes before {op.waits}"
+        wait = work.wait
+
+        def waited(timeout):
+            wait(timeout)
+            self.over.add((op.id, is_send))
+
+        work.wait = waited
+        return work
+
+    def send(self, buffer, rank, tag):
+        work = super().send(buffer, rank, tag)
+        return work if tag else self.note(work, self.sends[rank].pop(0), True)
+
+    def recv(self, buffer, rank, tag):
+        work = super().recv(buffer, rank, tag)
+        return work if tag else self.note(work, next(self.recvs), False)
+
+
+@pytest.mark.parametrize("seed", [5, 16, 42, 50, 56])
+def test_no_message_is_posted_before_what_it_waits_for_is_over(seed):
+    src, dst, shape, topology = random_problem(seed)
+    plan = make_plan(src, dst, shape, "int8", topology=topology)
+    programs = {rank: build_program(plan, rank) for rank in plan.ranks}
+    ops = [op for one in programs.values() for op in (*one.recvs, *one.sends_across, *one.sends_inside)]
+    assert {bool(op.waits) for op in ops if hasattr(op, "sender")} == {True, False}
+    assert any(op.waits for op in ops if not hasattr(op, "sender")) and any(one.awaited for one in programs.values())
+    whole = whole_tensor(shape, torch.int8)
+    over, hub, errors = set(), MemoryHub(), []
+    sides = {
+        rank: ([take_shard(src, rank, whole)], [None if s is None else torch.zeros_like(s)])
+        for rank in plan.ranks
+        for s in [take_shard(dst, rank, whole)]
+    }
+
+    def run(rank):
+        arrays = [[None if x is None else carrier(x) for x in side] for side in sides[rank]]
+        staging = Staging(programs[rank], plan.staging_bytes)
+        try:
+            transport = _Noting(hub, programs[rank], over)
+            run_program(programs[rank], transport, *arrays, staging, deadline=time.monotonic() + 5)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in plan.ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    for rank in dst.ranks:
+        assert same_bytes(sides[rank][1][0], take_shard(dst, rank, whole))
 
 
 class _Counting(MemoryTransport):
