@@ -144,6 +144,25 @@ def test_how_far_a_rank_came_is_told_in_messages_and_bytes(others):
     assert f"{more} (plan {plan.plan_hash[:12]})" in said and "w int8 [4, 6]" in said, said
 
 
+class _Failing(MemoryTransport):
+    def recv(self, buffer, rank, tag):
+        raise ConnectionError("gone")
+
+
+@pytest.mark.parametrize(("transport", "copied"), [(_Failing, False), (MemoryTransport, True)])
+def test_copies_inside_a_rank_count_once_they_are_made(transport, copied):
+    plan = make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([1])), (4,), "int8", strategy="send_recv")
+    program, tally = build_program(plan, 1), Tally()
+    assert len(program.copies) == len(program.recvs) == 1
+    out = torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises((ConnectionError, TransferTimeoutError)):
+        run_program(
+            program, transport(MemoryHub(), 1), [torch.ones(2, dtype=torch.uint8)], [out],
+            Staging(program, plan.staging_bytes), deadline=time.monotonic() + 0.1, tally=tally,
+        )  # fmt: skip
+    assert tally == Tally(copied, 0, 0) and out.tolist() == [0, 0, copied, copied]
+
+
 SMALL = TensorSpec((2,), "int8", Layout(Mesh([0])), Layout(Mesh([2])), "v")
 
 

@@ -47,6 +47,20 @@ def test_a_hop_that_passes_on_knows_which_one_brought_it():
     assert (hops.passed_on.tolist(), hops.came_as.tolist()) == ([1], [0])  # the first message is one too
 
 
+@pytest.mark.parametrize("side", ["sent", "landed"])
+def test_a_fault_is_found_behind_copies_inside_ranks(side):
+    plan = reshard.make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([1, 2])), (8,), "int8", strategy="send_recv")
+    messages = list(expand_messages(plan))
+    assert any(one.sender == one.receiver for one in messages)
+    moved = [one for one in messages if one.sender != one.receiver]
+    digests = {name: {one.id: one.id for one in moved} for name in ("sent", "landed")}
+    assert find_fault(plan, digests["sent"], digests["landed"]) is None
+    for one in moved:
+        changed = digests | {side: digests[side] | {one.id: -1}}
+        fault = find_fault(plan, changed["sent"], changed["landed"])
+        assert fault is not None and f"rank {one.receiver} does not hold what rank {one.sender} sent" in fault
+
+
 def test_good_transfers_pass():
     assert run_processes(_move, 6, None) == [[0, 0]] * 6
 
