@@ -19,7 +19,7 @@ from reshard.errors import PlanError
 from reshard.launch import run_processes
 from reshard.plan import expand_messages, message_nbytes
 from reshard.program import build_program
-from reshard.round_runner import RoundRunner
+from reshard.round_runner import ALIGN, RoundRunner
 from reshard.rounds import calls_of, check_calls, find_rounds, rounds_of
 from reshard.staging import TorchMemory, carrier
 from reshard.strategies import STRATEGIES
@@ -135,6 +135,7 @@ def test_what_is_passed_on_has_a_place_of_its_own_until_it_left():
                 if recv.is_relay and recv in one.recvs:
                     first = runner._place_of_relay[index]
                     end = first + recv.nbytes
+                    assert first % ALIGN == 0
                     assert all(end <= start or stop <= first for start, stop in live.values())
                     assert end <= runner.nbytes
                     live[index] = first, end
