@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_transport import run_in_threads
+from random_problems import random_problem
 from strategies_of_cases import cases
 from tensors import same_bytes, take_shard, whole_tensor
 
@@ -21,6 +22,7 @@ from reshard.plan import expand_messages, message_nbytes
 from reshard.program import build_program
 from reshard.round_runner import ALIGN, RoundRunner
 from reshard.rounds import calls_of, check_calls, find_rounds, rounds_of
+from reshard.routes import MIN_STAGING_BYTES
 from reshard.staging import TorchMemory, carrier
 from reshard.strategies import STRATEGIES
 
@@ -119,6 +121,21 @@ def _turned(staging_bytes=2**26):
     nics = ["500 Mbit/s", "500 Mbit/s"]
     topology = Topology.from_json({"hosts": [{"count": 4, "devices": 4, "nics": nics}]})
     return src, dst, make_plan(src, dst, (204, 4096), "float32", topology=topology, staging_bytes=staging_bytes)
+
+
+@pytest.mark.parametrize("seed", [None, *range(12)])
+def test_a_round_takes_no_more_than_half_of_what_a_rank_may_hold(seed):
+    staging_bytes = MIN_STAGING_BYTES
+    if seed is None:
+        _, _, plan = _turned(staging_bytes)
+    else:
+        src, dst, shape, topology = random_problem(seed)
+        plan = make_plan(src, dst, shape, "float32", topology=topology, staging_bytes=staging_bytes)
+    round_of = find_rounds(plan)
+    for rank in plan.ranks:
+        for one in rounds_of(build_program(plan, rank), round_of):
+            for ops in (one.recvs, one.sends):
+                assert sum(op.nbytes for op in ops) <= staging_bytes // 4
 
 
 def test_what_is_passed_on_has_a_place_of_its_own_until_it_left():
