@@ -273,11 +273,12 @@ def _name(piece: Piece, plan: Plan) -> str:
 def _lost_text(nowhere: Sequence[Piece], plan: Plan, lost: Iterable[int]) -> str:
     ranks = sorted(lost)
     named = ", ".join(_name(piece, plan) for piece in nowhere[:_MOST_NAMED])
-    more = len(nowhere) - _MOST_NAMED
+    num_more = len(nowhere) - _MOST_NAMED
+    more = f" and {num_more} more region{'s' * (num_more > 1)}" if num_more > 0 else ""
     needed = sorted({rank for piece in nowhere for rank in piece.missing})
     return (
         f"{say_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} lost, and with "
-        f"{'them' if len(ranks) > 1 else 'it'} {named}{f' and {more} more regions' if more > 0 else ''}: "
+        f"{'them' if len(ranks) > 1 else 'it'} {named}{more}: "
         f"{say_ranks(needed)} still need{'s' * (len(needed) == 1)} it and no rank "
         "that is left holds it"
     )

@@ -45,6 +45,8 @@ def _case(arrays, found):
 
 @given(boxes())
 @example(([((3,) * 6, 2)], [(0, (3,) * 6, 2, (slice(1, 3),) * 6)]))  # more dims than a region has
+@example(([((4, 3000), 8)], [(0, (4, 3000), 8, (slice(1, 4), slice(5, 2990)))]))  # rows of several tiles
+@example(([((4, 90), 8)], [(0, (4, 90), 8, (slice(i, i + 2), slice(7, stop))) for i, stop in enumerate((9, 9, 80))]))
 def test_regions_gather_and_scatter_what_the_boxes_hold(case):
     arrays, found = case
     contents, table, wanted, size = _case(arrays, found)
@@ -87,9 +89,9 @@ import numpy as np, torch
 sys.path.insert(0, sys.argv[1])
 from test_regions import _case
 from reshard.region_kernel import RegionCopier
-arrays = [((5, 7, 9), 4), ((64, 40), 2), ((3, 3, 3, 3, 3, 5), 8)]
+arrays = [((5, 7, 9), 4), ((64, 40), 2), ((3, 3, 3, 3, 3, 5), 8), ((3, 500), 4)]
 cuts = [(0, (slice(1, 4), slice(2, 7), slice(0, 5))), (0, (slice(0, 5), slice(0, 7), slice(0, 9))),
-        (1, (slice(3, 60), slice(8, 40))), (2, (slice(0, 2),) * 5 + (slice(1, 4),))]
+        (1, (slice(3, 60), slice(8, 40))), (2, (slice(0, 2),) * 5 + (slice(1, 4),)), (3, (slice(1, 3), slice(7, 490)))]
 found = [(t, *arrays[t], box) for t, box in cuts]
 contents, table, wanted, size = _case(arrays, found)
 copier = RegionCopier(table, torch.device("cpu"))

@@ -14,7 +14,17 @@ from tensors import same_bytes, take_shard, whole_tensor
 
 from reshard import Layout, Mesh, RankLostError, Topology, check_plan, make_plan
 from reshard.plan import expand_messages
-from reshard.remainder import Arrived, Piece, _cut, find_boxes, find_missing, plan_remainder, view_pieces, whole_tensors
+from reshard.remainder import (
+    Arrived,
+    Piece,
+    _cut,
+    _lost_text,
+    find_boxes,
+    find_missing,
+    plan_remainder,
+    view_pieces,
+    whole_tensors,
+)
 from reshard.strategies import STRATEGIES
 
 
@@ -120,6 +130,21 @@ def test_survivors_get_all_that_somebody_still_holds(case, strategy, data):
         assert same_bytes(outs[rank], take_shard(dst, rank, whole))
     for rank in src.ranks:
         assert same_bytes(sources[rank], take_shard(src, rank, whole))
+
+
+@pytest.mark.parametrize(
+    ("num_regions", "lost", "text"),
+    [
+        (1, {4}, "rank 4 is lost, and with it 'w' [0:1]: rank 0 still needs it and no rank that is left holds it"),
+        (3, {4}, "it 'w' [0:1], 'w' [2:3], 'w' [4:5]: ranks 0-2 still need it"),
+        (4, {5, 4}, "ranks 4-5 are lost, and with them 'w' [0:1], 'w' [2:3], 'w' [4:5] and 1 more region: ranks 0-3"),
+        (9, {4}, "'w' [4:5] and 6 more regions: ranks 0-8 still need it"),
+    ],
+)
+def test_regions_that_are_lost_are_named_up_to_three(num_regions, lost, text):
+    plan = make_plan(Layout(Mesh([4])), Layout(Mesh([0])), {"w": (18,)}, "int8")
+    nowhere = [Piece(0, (2 * i,), (2 * i + 1,), frozenset({i})) for i in range(num_regions)]
+    assert text in _lost_text(nowhere, plan, lost)
 
 
 def test_chunks_of_one_region_are_one_piece():

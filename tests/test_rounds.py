@@ -244,6 +244,13 @@ def test_each_message_is_in_the_first_round_that_has_room_for_it(make, staging_b
     assert len({*rounds.values()}) > 1
 
 
+def test_ranks_that_only_copy_need_no_buffer():
+    plan = make_plan(Layout(Mesh([0])), Layout(Mesh([0])), (8,), "int8")
+    runner = RoundRunner(build_program(plan, 0), find_rounds(plan), TorchMemory(torch.device("cpu")))
+    assert runner.nbytes == 0
+    runner.check_fits(0)
+
+
 def test_a_buffer_is_made_with_the_first_run_and_given_back():
     *_, plan = _boundary()
     runner = RoundRunner(build_program(plan, 4), find_rounds(plan), TorchMemory(torch.device("cpu")))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.runs import box_runs, box_span, copy_runs_native, copy_runs_python
+from reshard.runs import box_runs, box_span, copy_runs, copy_runs_native, copy_runs_python
 
 
 @st.composite
@@ -59,6 +59,10 @@ def test_a_box_that_is_one_run_is_found(case):
         if span is not None:
             assert array.tobytes()[slice(*span)] == array[box].tobytes()
             assert span == (at[0], at[-1] + length[-1])
+
+
+def test_the_native_copy_is_taken_where_there_is_one():
+    assert copy_runs is (copy_runs_native or copy_runs_python)
 
 
 @pytest.mark.parametrize("copy", [f for f in (copy_runs_native, copy_runs_python) if f])
