@@ -176,6 +176,16 @@ def test_costs_and_loads_may_be_nothing_and_the_whole_crossing():
     assert Pipeline.of_costs([0.0], [0.0], [], weight_grad_part=0).stages[0].backward_seconds == 0
 
 
+@pytest.mark.parametrize("asked", ["busy_seconds", "exposed_seconds"])
+def test_rows_that_a_timeline_does_not_have_are_refused(asked):
+    pipeline = chain(1.0)
+    timeline = simulate(gpipe(pipeline, 2), pipeline)
+    assert getattr(timeline, asked)(1) >= 0
+    for row in (-1, 2):
+        with pytest.raises(ArgumentError, match=re.escape(f"the timeline has no row {row}, only [0, 1]")):
+            getattr(timeline, asked)(row)
+
+
 def test_a_simulated_row_stops_where_it_needs_what_it_does_later():
     """The gradient of weights before that of inputs, a backward before its forward."""
     pipeline = Pipeline((Stage(1, 1, 1),))

@@ -249,6 +249,13 @@ def test_what_is_odd_takes_the_plain_way(name):
     assert not tasks
 
 
+@pytest.mark.parametrize(("args", "kwargs"), [((), {"other": 1}), ((None, None), {}), ((None,), {"weight": 1})])
+def test_arguments_that_torch_does_not_know_are_refused_as_ever(args, kwargs):
+    weight = _parameter(2, 3)
+    with PutOff([]), pytest.raises(TypeError):
+        nn.functional.linear(torch.ones(2, 3), weight, *args, **kwargs)
+
+
 def test_dtypes_that_do_not_fit_are_refused_as_ever():
     with PutOff([]), pytest.raises(RuntimeError, match="dtype"):
         nn.functional.linear(torch.ones(2, 3, dtype=torch.float64), _parameter(4, 3))
