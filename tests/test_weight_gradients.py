@@ -217,6 +217,17 @@ def test_what_is_put_off_keeps_no_more_than_it_takes():
         gc.enable()
 
 
+def test_what_was_put_off_is_let_go_of_once_it_is_done():
+    layer, x = nn.Linear(3, 2), torch.ones(4, 3)
+    with PutOff([]) as put_off:
+        out = layer(x)
+    out.sum().backward()
+    assert len(put_off.tasks) == 1 and any(each.data_ptr() == x.data_ptr() for each in put_off.held)
+    put_off.finish()
+    assert not put_off.tasks and not put_off.held
+    assert torch.equal(layer.weight.grad, torch.full((2, 3), 4.0))
+
+
 def test_a_forward_that_calls_autograd_is_refused():
     """Else the inner backward would leave its weight gradients too."""
     layer, tasks = nn.Linear(3, 1), []
