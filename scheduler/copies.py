@@ -225,12 +225,10 @@ class Copies:
         for buffers in by_device.values():
             flat = torch.cat([_bytes_of(buffer) for buffer in buffers])
             self._wait(self._broadcast(flat), "share their buffers", look)
-            if self._channel.group.rank == self.members[0]:
-                continue
-            for buffer, part in zip(
-                buffers, flat.split([math.prod(b.shape) * b.itemsize for b in buffers]), strict=True
-            ):
-                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+            if self._channel.group.rank != self.members[0]:
+                parts = flat.split([math.prod(buffer.shape) * buffer.itemsize for buffer in buffers])
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
     # Collectives
 
