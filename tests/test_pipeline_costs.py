@@ -67,6 +67,19 @@ def test_passes_make_schedules_slower_and_back_again(build, change):
     assert f"{report.num_moved} transfers moved" in str(report)
 
 
+def test_reports_of_passes_say_what_they_gained():
+    pipeline = chain(1.0)
+    schedule, (report,) = apply_passes(
+        block_transfers(one_f_one_b(pipeline, 4), pipeline), pipeline, [overlap_transfers]
+    )
+    seconds = [simulate(one, pipeline).makespan_seconds for one in (block_transfers(schedule, pipeline), schedule)]
+    assert (report.before_seconds, report.after_seconds) == tuple(seconds) and seconds[0] > seconds[1]
+    assert str(report) == (
+        f"overlap_transfers: {report.num_moved} transfers moved, {seconds[0]:.6g} s -> {seconds[1]:.6g} s "
+        f"({seconds[0] / seconds[1]:.3f} times as fast)"
+    )
+
+
 def test_an_edge_costs_what_its_plans_take():
     """Rows on two ranks of host 0 to columns on host 1, 8 MiB over 1 GB/s; gradients go back the other way."""
     topology = Topology.uniform([0, 0, 1, 1], 1e9)

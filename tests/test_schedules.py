@@ -347,6 +347,11 @@ def test_a_schedule_of_very_many_microbatches_is_refused_soon():
         lambda p: Action("F", 0, 0),
         lambda p: Action(Kind.F, 0, 0).channel,
         lambda p: fitted(p, 2, can_split="no"),
+        lambda p: fitted(p, 2, memory_limit_bytes="10"),
+        lambda p: fitted(p, 2, memory_limit_bytes=True),
+        lambda p: fitted(p, 2, memory_limit_bytes=float("nan")),
+        lambda p: gpipe(p, 2).peak_bytes(None),
+        lambda p: gpipe(p, 2).peak_bytes("p"),
     ],
 )
 def test_wrong_arguments_get_errors_of_ours(use):
