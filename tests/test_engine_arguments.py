@@ -23,13 +23,13 @@ from reshard.scheduler import (
     to_svg,
 )
 from reshard.scheduler.crossings import find_device_type
-from reshard.scheduler.engine import Engine, _find_rows, _weigh_last
+from reshard.scheduler.engine import Engine, _describe, _find_rows, _weigh_last
 from reshard.scheduler.stage_run import _localize
 from reshard.scheduler.ties import Tie
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
-from reshard import ArgumentError, Layout, Mesh, RegionLayout, ReshardError, join
+from reshard import ArgumentError, Layout, Mesh, RegionLayout, ReshardError, Topology, join
 from reshard.errors import ScheduleError
 from reshard.plan import TensorSpec
 
@@ -162,6 +162,26 @@ def test_rows_are_of_ranks_of_their_own():
     ):
         with pytest.raises(ArgumentError, match=said):
             _find_rows(schedule, pipeline)
+
+
+def test_engines_that_differ_in_one_thing_say_in_which():
+    def described(pipeline=TWO, last=None, schedule=None, strategy="auto", topology=None):
+        return dict(_describe(schedule or gpipe(pipeline, 2), pipeline, last, strategy, topology))
+
+    wider = replace(TWO, edges=(replace(TWO.edges[0], tensors=(_spec(shape=(2, 4)),)),))
+    without = replace(TWO, edges=(replace(TWO.edges[0], without_gradient=frozenset({"x"})),))
+    same = described(last=TWO)
+    for other, names in (
+        (described(wider, last=TWO), {"edge 0 -> 1 of pipeline"}),
+        (described(without, last=TWO), {"edge 0 -> 1 of pipeline"}),
+        (described(last=wider), {"edge 0 -> 1 of last_pipeline"}),
+        (described(), {"edge 0 -> 1 of last_pipeline"}),
+        (described(last=TWO, schedule=replace(gpipe(TWO, 2), name="x")), {"the schedule", "the schedule's actions"}),
+        (described(last=TWO, schedule=gpipe(TWO, 3)), {"the number of microbatches", "the schedule's actions"}),
+        (described(last=TWO, strategy="multicast"), {"strategy"}),
+        (described(last=TWO, topology=Topology((0, 1))), {"topology"}),
+    ):
+        assert {key for key in same.keys() | other.keys() if same.get(key) != other.get(key)} == names
 
 
 def test_actions_of_stages_and_microbatches_next_to_the_last_are_refused():

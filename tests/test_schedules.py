@@ -17,7 +17,7 @@ from reshard.scheduler.builders import (
     one_f_one_b,
     zero_bubble,
 )
-from reshard.scheduler.check import check_schedule
+from reshard.scheduler.check import check_schedule, show
 from reshard.scheduler.fitted import fitted
 from reshard.scheduler.notation import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
 from reshard.scheduler.passes import apply_passes, block_transfers, issue_at_consumer, overlap_transfers
@@ -222,6 +222,19 @@ stuck: 2 microbatches, stages on rows 0 1
         "1SEND_B0>0! 1RECV_F1<0!", "1RECV_F1<0 1SEND_B0>0!"
     )
     check_schedule(parse_schedule(mended), pipeline)
+
+
+def test_a_place_is_shown_with_six_actions_on_both_sides():
+    schedule = gpipe(chain(1.0), 8)
+    words = [str(action) for action in schedule.rows[0]]
+    for place in (0, 3, 9, len(words) - 1):
+        around = [*words[max(0, place - 6) : place], f"[{words[place]}]", *words[place + 1 : place + 7]]
+        assert show(schedule, 0, place) == f"row 0: {' '.join(around)}"
+
+
+def test_what_costs_nothing_takes_no_time():
+    pipeline = Pipeline.of_costs([0.0, 0.0], [0.0, 0.0], [0.0])
+    assert simulate(gpipe(pipeline, 3), pipeline).makespan_seconds == 0
 
 
 def test_ends_of_a_channel_in_different_orders_are_refused():
