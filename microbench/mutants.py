@@ -56,10 +56,11 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "scheduler": (
         "scheduler/*",
-        ("test_schedule_goldens.py", "test_schedules.py", "test_schedule_texts.py", "test_pipeline_costs.py",
-         "test_torch_schedules.py", "test_fitted.py", "test_engine_arguments.py", "test_weight_gradients.py",
-         "test_halves.py", "test_engine.py", "test_engine_errors.py", "test_training.py", "test_schedule_optimum.py",
-         "test_engine_parallel.py", "test_replicas.py", "test_copies.py", "test_copy_gradients.py"),
+        ("test_schedule_goldens.py", "test_schedules.py", "test_check_schedule.py", "test_schedule_texts.py",
+         "test_pipeline_costs.py", "test_torch_schedules.py", "test_fitted.py", "test_engine_arguments.py",
+         "test_weight_gradients.py", "test_halves.py", "test_engine.py", "test_engine_errors.py", "test_training.py",
+         "test_schedule_optimum.py", "test_engine_parallel.py", "test_replicas.py", "test_copies.py",
+         "test_copy_gradients.py"),
     ),
 }  # fmt: skip
 LIMIT_SECONDS = 60.0
