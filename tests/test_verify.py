@@ -9,7 +9,7 @@ import reshard
 from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard import progress as executor
 from reshard.demo import count_unlike, shard_of_positions
-from reshard.digests import Hops, find_fault
+from reshard.digests import Hops, describe_copy, find_fault
 from reshard.launch import run_processes
 from reshard.plan import expand_messages
 from reshard.transport import GlooTransport
@@ -59,6 +59,15 @@ def test_a_fault_is_found_behind_copies_inside_ranks(side):
         changed = digests | {side: digests[side] | {one.id: -1}}
         fault = find_fault(plan, changed["sent"], changed["landed"])
         assert fault is not None and f"rank {one.receiver} does not hold what rank {one.sender} sent" in fault
+
+
+def test_a_wrong_copy_is_named_with_its_region():
+    plan = reshard.make_plan(Layout(Mesh([0])), Layout(Mesh([0])), {"a": (2,), "b": (3,)}, "int8", strategy="send_recv")
+    copies = list(expand_messages(plan))
+    assert {describe_copy(plan, 0, copies[0].id), describe_copy(plan, 0, copies[1].id)} == {
+        f"[0:{size}] of {name!r}: rank 0 does not hold what it copied itself (message {one.id})"
+        for one, name, size in zip(copies, "ab", (2, 3), strict=True)
+    }
 
 
 def test_good_transfers_pass():
