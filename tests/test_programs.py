@@ -227,6 +227,24 @@ def test_elements_of_any_size_travel_as_bytes(dtype, in_rounds):
         assert same_bytes(outs[rank][0], take_shard(dst, rank, whole))
 
 
+def test_a_buffer_is_kept_for_forwards_before_the_next_receive_alone():
+    """Later ones read the destination shard; a relay has none."""
+    found = set()
+    for seed in (5, 16, 48, 54):
+        src, dst, shape, topology = random_problem(seed)
+        plan = make_plan(src, dst, shape, "float32", topology=topology, staging_bytes=2**16)
+        for rank in plan.ranks:
+            program = build_program(plan, rank)
+            sends = [*program.sends_across, *program.sends_inside]
+            for index, recv in enumerate(program.recvs):
+                forwards = [send.id for send in sends if send.forwards == index]
+                following = [other.id for other in program.recvs[index + 1 :]]
+                is_late = bool(forwards and following) and max(forwards) > following[0]
+                assert recv.num_forwards == (0 if is_late and not recv.is_relay else len(forwards))
+                found.add((is_late, recv.is_relay, len(forwards) > 0))
+    assert {(is_late, is_relay, True) for is_late in (True, False) for is_relay in (True, False)} <= found
+
+
 class _Noting(MemoryTransport):
     """Checks that what a message waits for is over when the message is posted."""
 

@@ -155,6 +155,8 @@ def test_what_is_passed_on_has_a_place_of_its_own_until_it_left():
                     assert first % ALIGN == 0
                     assert all(end <= start or stop <= first for start, stop in live.values())
                     assert end <= runner.nbytes
+                    for place in range(runner._scratch_bytes, first, ALIGN):  # none that is lower was free
+                        assert any(place < stop and start < place + recv.nbytes for start, stop in live.values())
                     live[index] = first, end
         places = list(runner._place_of_relay.values())
         reused += len(places) - len(set(places))
