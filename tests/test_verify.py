@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
 import pytest
 import torch
+from memory_transport import MemoryHub, MemoryTransport
 
 import reshard
 from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard import progress as executor
 from reshard.demo import count_unlike, shard_of_positions
-from reshard.digests import Hops, describe_copy, find_fault
+from reshard.digests import Digests, Hops, compare_digests, describe_copy, find_fault
 from reshard.launch import run_processes
 from reshard.plan import expand_messages
 from reshard.transport import GlooTransport
@@ -68,6 +72,49 @@ def test_a_wrong_copy_is_named_with_its_region():
         f"[0:{size}] of {name!r}: rank 0 does not hold what it copied itself (message {one.id})"
         for one, name, size in zip(copies, "ab", (2, 3), strict=True)
     }
+
+
+class _Made(MemoryTransport):
+    """Notes what is under way."""
+
+    def __init__(self, hub, rank):
+        super().__init__(hub, rank)
+        self.made = []
+
+    def send(self, buffer, rank, tag):
+        self.made.append(super().send(buffer, rank, tag))
+        return self.made[-1]
+
+    def recv(self, buffer, rank, tag):
+        self.made.append(super().recv(buffer, rank, tag))
+        return self.made[-1]
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_ranks_that_compare_wait_for_all_that_they_started(is_wrong):
+    plan = reshard.make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([2])), (8,), "int8", strategy="send_recv")
+    hops, hub = Hops(plan), MemoryHub()
+
+    def compare(rank):
+        digests, transport, waited = Digests(), _Made(hub, rank), []
+        for one in expand_messages(plan, rank):
+            (digests.sent if one.sender == rank else digests.landed)[one.id] = is_wrong and one.receiver == rank
+
+        def wait(work, other):
+            work.wait(timedelta(seconds=5))
+            waited.append(work)
+
+        try:
+            compare_digests(hops, rank, digests, transport, 7, wait)
+            said = ""
+        except reshard.VerificationError as error:
+            said = str(error)
+        assert len(waited) == len(transport.made) > 0 and set(map(id, waited)) == set(map(id, transport.made))
+        return said
+
+    with ThreadPoolExecutor(3) as pool:
+        said = set(pool.map(compare, plan.ranks))
+    assert len(said) == 1 and ("rank 2 does not hold what rank 0 sent" in said.pop()) == is_wrong
 
 
 def test_good_transfers_pass():
