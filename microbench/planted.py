@@ -204,7 +204,7 @@ def _arguments(run: Run, rank: int, source: Any) -> dict[str, Any]:
     elif run.fault == "other dtype":
         given["dtype"] = "float64"
     elif run.fault == "wrong shard":
-        given["tensor"] = torch.cat([source, source])
+        given["tensor"] = source.new_zeros((len(source) + 1, *source.shape[1:]))  # wrong though it may have been empty
     elif run.fault == "no shard":
         given["tensor"] = None
     return given
