@@ -105,6 +105,7 @@ def check_plan(plan: Plan) -> None:
     got: dict[tuple[int, int], int] = {}
     staged: dict[int, tuple[int, int]] = {}  # message id -> (receiver, bytes not needed there)
     last_use: dict[int, int] = {}
+    copied: set[int] = set()  # messages that stay on their rank
     messages = list(expand_messages(plan))
     for message in messages:
         for i, (tensor, start, stop) in enumerate(message.boxes):
@@ -115,7 +116,9 @@ def check_plan(plan: Plan) -> None:
                 if not 0 <= lo < hi <= size:
                     raise PlanError(f"{where} is empty or outside shape {list(spec.shape)}")
                 numel *= hi - lo
-            _check_sender(message, i, where, numel, holds, came, last_use)
+            _check_sender(message, i, where, numel, holds, came, last_use, copied)
+            if message.sender == message.receiver:
+                copied.add(message.id)
             key = (message.receiver, tensor)
             wanted = 0
             if key in needs:
@@ -157,6 +160,7 @@ def _check_sender(
     holds: dict[tuple[int, int], _Held],
     came: dict[tuple[int, int], _Held],
     last_use: dict[int, int],
+    copied: set[int],
 ) -> None:
     tensor, start, stop = message.boxes[i]
     key = (message.sender, tensor)
@@ -175,6 +179,10 @@ def _check_sender(
         raise PlanError(f"{where}: rank {message.sender} gets it from message {missing[0]}, which is not in `after`")
     if len(ids) > 1:
         raise PlanError(f"{where}: rank {message.sender} gets it in {len(ids)} messages, and would have to join them")
+    if message.source in copied:
+        raise PlanError(
+            f"{where}: message {message.source} is a copy on rank {message.sender}; nothing is passed on of it"
+        )
     for source in ids.tolist():
         last_use[source] = message.id + i
 

@@ -140,6 +140,10 @@ def build_program(plan: Plan, rank: int) -> Program:
                 )
             )
         else:
+            if message.source is not None and message.source not in received:
+                raise PlanError(
+                    f"message {message.id}: rank {rank} passes on message {message.source}, which it has not received"
+                )
             forwards = None if message.source is None else received[message.source]
             places = tuple(
                 Place(box[0], src.find(message.id + i) if forwards is None else None, dst.find(message.id + i))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from tensors import same_bytes, take_shard, whole_tensor
 
 from reshard import Layout, Mesh, PlanError, Topology, check_plan, make_plan
 from reshard.plan_text import parse_plan
+from reshard.program import build_program
 from reshard.strategies import STRATEGIES
 from reshard.transfers import Transfers
 
@@ -112,6 +114,25 @@ def test_planted_faults_are_found(fault, strategy):
     with pytest.raises(PlanError) as caught:
         check_plan(plant(plan))
     assert text in str(caught.value) or fault.startswith(("the wrong rank", "a region"))
+
+
+@pytest.mark.parametrize(
+    ("dst", "refused"),
+    [
+        ([0, 1], "message 1: [0:4]: message 0 is a copy on rank 0; nothing is passed on of it"),
+        ([1, 2], "message 1: [0:4]: rank 0 sends 4 elements, but has 0 by then"),
+    ],
+    ids=["a copy", "a message to another rank"],
+)
+def test_a_rank_passes_on_what_it_received_alone(dst, refused):
+    plan = make_plan(Layout(Mesh([0])), Layout(Mesh(dst)), (4,), "int8", strategy="send_recv")
+    text = "".join(f"{line} from 0\n" if line.startswith("1: ") else f"{line}\n" for line in str(plan).splitlines())
+    bad = parse_plan(text)
+    assert str(bad) != str(plan)
+    with pytest.raises(PlanError, match=re.escape(refused)):
+        check_plan(bad)
+    with pytest.raises(PlanError, match="message 1: rank 0 passes on message 0, which it has not received"):
+        build_program(bad, 0)
 
 
 def test_errors_name_the_thing_the_rule_and_the_numbers():
