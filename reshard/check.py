@@ -64,13 +64,14 @@ _SOURCE = -1
 MAX_CHECKED = 2**24
 
 
-def _check_ranks(plan: Plan) -> None:
-    """Every rank that sends or receives is in a layout and on a host, and boxes that travel together are alike."""
+def check_ranks(plan: Plan) -> None:
+    """Raise unless every rank that sends or receives is in a layout and on a host, and messages are of one itemsize."""
     plan.topology.check_covers(plan.ranks)
     transfers = plan.transfers
-    strangers = np.setdiff1d(np.concatenate([transfers.sender, transfers.receiver]), plan.ranks)
+    ends = np.concatenate([transfers.sender, transfers.receiver])
+    strangers = ends[~np.isin(ends, plan.ranks)]
     if len(strangers):
-        raise PlanError(f"rank {strangers[0]} takes part in a transfer, but is in neither layout")
+        raise PlanError(f"rank {strangers.min()} takes part in a transfer, but is in neither layout")
     itemsize = np.array([spec.itemsize for spec in plan.tensors], dtype=np.int64)[transfers.box_tensor]
     if len(transfers):
         unlike = np.flatnonzero(
@@ -93,7 +94,7 @@ def check_plan(plan: Plan) -> None:
         raise PlanError(f"check_plan needs a Plan, not {type(plan).__name__}")
     if plan.num_messages > MAX_CHECKED:
         raise PlanError(f"the plan has {plan.num_messages} messages; at most {MAX_CHECKED} can be checked")
-    _check_ranks(plan)
+    check_ranks(plan)
     holds: dict[tuple[int, int], _Held] = {}
     needs: dict[tuple[int, int], _Held] = {}
     came: dict[tuple[int, int], _Held] = {}

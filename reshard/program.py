@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from reshard.check import check_ranks
 from reshard.errors import PlanError
 from reshard.layout import format_box
 from reshard.order import find_waits
@@ -98,8 +99,10 @@ def build_program(plan: Plan, rank: int) -> Program:
     """The part of ``rank``, from its own messages alone.
 
     Raises:
-        PlanError: a message that the rank cannot serve; :func:`~reshard.check.check_plan` says why.
+        PlanError: a message that the rank cannot serve; :func:`~reshard.check.check_plan` says why. TopologyError: a
+            rank of the plan is on no host.
     """
+    check_ranks(plan)
     messages = list(expand_messages(plan, rank))
     src, dst = _Locator(plan, rank, messages, "src"), _Locator(plan, rank, messages, "dst")
     copies: list[Copy] = []

@@ -135,6 +135,17 @@ def test_a_rank_passes_on_what_it_received_alone(dst, refused):
         build_program(bad, 0)
 
 
+@pytest.mark.parametrize("rank", [2, 9])
+def test_ranks_of_no_layout_are_refused_by_every_rank(rank):
+    """Whether the topology has a host for it or not."""
+    topology = Topology((0, 0, 1))
+    text = str(make_plan(Layout(Mesh([0])), Layout(Mesh([1])), (4,), "int8", strategy="send_recv", topology=topology))
+    bad = parse_plan(text.replace("0 -> 1", f"0 -> {rank}"))
+    for use in (check_plan, lambda plan: build_program(plan, 0), lambda plan: build_program(plan, 1)):
+        with pytest.raises(PlanError, match=f"rank {rank} takes part in a transfer, but is in neither layout"):
+            use(bad)
+
+
 def test_errors_name_the_thing_the_rule_and_the_numbers():
     text = str(make_plan(Layout(Mesh.of("1")), Layout(Mesh.of("1", first_rank=1)), (8, 1), "int8"))
     with pytest.raises(PlanError, match=r"rank 1 needs 8 elements, but is sent 4"):
