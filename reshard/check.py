@@ -106,8 +106,8 @@ def check_plan(plan: Plan) -> None:
     got: dict[tuple[int, int], int] = {}
     staged: dict[int, tuple[int, int]] = {}  # message id -> (receiver, bytes not needed there)
     last_use: dict[int, int] = {}
-    copied: set[int] = set()  # messages that stay on their rank
     messages = list(expand_messages(plan))
+    before: dict[int | None, Message] = {}
     for message in messages:
         for i, (tensor, start, stop) in enumerate(message.boxes):
             spec = plan.tensors[tensor]
@@ -117,9 +117,7 @@ def check_plan(plan: Plan) -> None:
                 if not 0 <= lo < hi <= size:
                     raise PlanError(f"{where} is empty or outside shape {list(spec.shape)}")
                 numel *= hi - lo
-            _check_sender(message, i, where, numel, holds, came, last_use, copied)
-            if message.sender == message.receiver:
-                copied.add(message.id)
+            _check_sender(message, i, where, numel, holds, came, last_use, before.get(message.source))
             key = (message.receiver, tensor)
             wanted = 0
             if key in needs:
@@ -143,6 +141,7 @@ def check_plan(plan: Plan) -> None:
             got[key] = got.get(key, 0) + wanted
             if wanted < numel:
                 staged[message.id + i] = (message.receiver, (numel - wanted) * spec.itemsize)
+        before[message.id] = message
     for (rank, tensor), region in needs.items():
         spec = plan.tensors[tensor]
         if got.get((rank, tensor), 0) != region.numel:
@@ -161,7 +160,7 @@ def _check_sender(
     holds: dict[tuple[int, int], _Held],
     came: dict[tuple[int, int], _Held],
     last_use: dict[int, int],
-    copied: set[int],
+    brought: Message | None,
 ) -> None:
     tensor, start, stop = message.boxes[i]
     key = (message.sender, tensor)
@@ -180,10 +179,10 @@ def _check_sender(
         raise PlanError(f"{where}: rank {message.sender} gets it from message {missing[0]}, which is not in `after`")
     if len(ids) > 1:
         raise PlanError(f"{where}: rank {message.sender} gets it in {len(ids)} messages, and would have to join them")
-    if message.source in copied:
-        raise PlanError(
-            f"{where}: message {message.source} is a copy on rank {message.sender}; nothing is passed on of it"
-        )
+    if brought is not None and brought.sender == brought.receiver:
+        raise PlanError(f"{where}: message {brought.id} is a copy on rank {message.sender}; nothing is passed on of it")
+    if brought is not None and brought.boxes != message.boxes:
+        raise PlanError(f"{where}: rank {message.sender} passes on other boxes than message {brought.id} brings")
     for source in ids.tolist():
         last_use[source] = message.id + i
 

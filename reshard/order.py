@@ -15,8 +15,9 @@ class Waits:
 
     The waiter is an end of ``later``. ``actor`` is a rank of its host, or itself, that knows when ``earlier`` is over:
     its sender, who is done with it (``is_sent``), or its receiver, who has it. Transfers of the same two ranks are not
-    here: they pass one connection, one after the other. Nor is what neither end of a transfer can learn on its own
-    host: such order is kept by the times that the plan expects, not by force.
+    here: they pass one connection, one after the other. Nor are copies inside a rank, which take no link, nor what
+    neither end of a transfer can learn on its own host: such order is kept by the times that the plan expects, not by
+    force.
     """
 
     later: np.ndarray
@@ -49,7 +50,7 @@ def find_waits(plan: Plan) -> Waits:
     leaves = host[a] == host[sender]
     enters = ~leaves & (host[b] == host[receiver])
     passes = ~leaves & ~enters & (host[b] == host[sender])
-    kept = (leaves | enters | passes) & ((a != sender) | (b != receiver))
+    kept = (leaves | enters | passes) & ((a != sender) | (b != receiver)) & (a != b)
     return Waits(
         later=later[kept],
         earlier=earlier[kept],

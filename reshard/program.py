@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -109,6 +110,7 @@ def build_program(plan: Plan, rank: int) -> Program:
     recvs: list[Recv] = []
     queues: tuple[list[Send], list[Send]] = ([], [])
     received: dict[int, int] = {}  # message id -> index of the receive
+    boxes_of: dict[int, tuple[Any, ...]] = {}
     num_forwards: dict[int, int] = {}
     for message in messages:
         if message.sender == rank and message.source is not None:
@@ -130,7 +132,7 @@ def build_program(plan: Plan, rank: int) -> Program:
             places = tuple(Place(box[0], None, dst.find(message.id + i)) for i, box in enumerate(message.boxes))
             if len({place.dst is None for place in places}) > 1:
                 raise PlanError(f"message {message.id}: rank {rank} needs some of its boxes only")
-            received[message.id] = len(recvs)
+            received[message.id], boxes_of[message.id] = len(recvs), message.boxes
             recvs.append(
                 Recv(
                     message.id,
@@ -143,10 +145,12 @@ def build_program(plan: Plan, rank: int) -> Program:
                 )
             )
         else:
-            if message.source is not None and message.source not in received:
-                raise PlanError(
-                    f"message {message.id}: rank {rank} passes on message {message.source}, which it has not received"
-                )
+            if message.source is not None:
+                passes_on = f"message {message.id}: rank {rank} passes on"
+                if message.source not in received:
+                    raise PlanError(f"{passes_on} message {message.source}, which it has not received")
+                if boxes_of[message.source] != message.boxes:
+                    raise PlanError(f"{passes_on} other boxes than message {message.source} brings")
             forwards = None if message.source is None else received[message.source]
             places = tuple(
                 Place(box[0], src.find(message.id + i) if forwards is None else None, dst.find(message.id + i))

@@ -1,0 +1,111 @@
+"""Plans changed at random: what the checker lets through delivers on transports of both kinds, the rest is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+
+import pytest
+import torch
+from memory_transport import run_in_threads
+from random_problems import random_problem
+from tensors import same_bytes, take_shard, whole_tensor
+
+from reshard import Layout, Mesh, PlanError, ReshardError, Topology, check_plan, make_plan
+from reshard.order import find_waits
+from reshard.plan_text import parse_plan
+from reshard.program import build_program
+
+_EDGES, _BOXES, _SPLITS = r"\] ([0-9 ,>-]+) splits", r"t\d.*\] (?=\d)", r"splits [0-9x]+"
+
+
+def _change(text, chance):
+    """Change a number of a transfer, exchange two, or give one what another has."""
+    lines = text.split("\n")
+    rows = [i for i, line in enumerate(lines) if re.match(r"\d+: t", line)]
+    at, other = chance.choice(rows), chance.choice(rows)
+    line = lines[at]
+    how = chance.randrange(7)
+    if how == 0:
+        number = chance.choice(list(re.finditer(r"\d+", line)))
+        changed = max(0, int(number[0]) + chance.choice((-1, 1, 2)))
+        line = f"{line[: number.start()]}{changed}{line[number.end() :]}"
+    elif how == 1:
+        line, lines[other] = lines[other], line
+    elif how == 2:
+        line = re.sub(chance.choice((r" from \d+", r" after [\d,]+")), "", line)
+    elif how == 3 and " from " not in line:
+        line = re.sub(r"(window \d+)", rf"\1 from {lines[other].split(':')[0]}", line)
+    elif how == 4:
+        line = re.sub(_EDGES, re.search(_EDGES, lines[other])[0], line)
+    elif how == 5:
+        line = re.sub(_BOXES, re.search(_BOXES, lines[other])[0], line)
+    else:
+        line = re.sub(_SPLITS, f"splits {chance.randint(1, 3)}x{chance.randint(1, 3)}", line)
+    lines[at] = line
+    return "\n".join(lines)
+
+
+def _run(plan, in_rounds):
+    spec = plan.tensors[0]
+    whole = whole_tensor(spec.shape, torch.int8)
+    sources, wanted = ({rank: take_shard(side, rank, whole) for rank in plan.ranks} for side in (spec.src, spec.dst))
+    outs = {rank: [None if shard is None else torch.zeros_like(shard)] for rank, shard in wanted.items()}
+    run_in_threads(plan, {rank: [shard] for rank, shard in sources.items()}, outs, in_rounds=in_rounds)
+    for rank in spec.dst.ranks:
+        assert same_bytes(outs[rank][0], wanted[rank])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_the_checker_lets_through_delivers(seed):
+    chance = random.Random(seed)
+    src, dst, shape, topology = random_problem(seed)
+    texts = [
+        str(make_plan(src, dst, shape, "int8", topology=topology, strategy=strategy))
+        for strategy in ("auto", "send_recv", "broadcast_greedy")
+    ]
+    num_good = num_bad = 0
+    for _ in range(60):
+        text = _change(chance.choice(texts), chance)
+        try:
+            plan = parse_plan(text)
+        except ReshardError:
+            continue
+        try:
+            check_plan(plan)
+        except ReshardError:
+            num_bad += 1
+            for rank in plan.ranks:  # each says so in words of ours, or can serve its part
+                with contextlib.suppress(ReshardError):
+                    build_program(plan, rank)
+        else:
+            num_good += 1
+            if num_good <= 8:
+                _run(plan, in_rounds=bool(num_good % 2))
+    assert num_good >= 4 and num_bad >= 1, (num_good, num_bad)
+
+
+def _of_lines(lines, dst, host_of_rank=None):
+    text = str(make_plan(Layout(Mesh([0])), dst, (4,), "int8", strategy="send_recv", topology=host_of_rank))
+    head = [line for line in text.splitlines() if not re.match(r"\d+: ", line)]
+    return parse_plan("\n".join([*head, *lines]) + "\n")
+
+
+@pytest.mark.parametrize(
+    "second", ["1: t0 [0:2] 1 -> 2 splits 1 window 4 from 0", "1: t0 [0:4] 1 -> 2 splits 2 window 4 from 0"]
+)
+def test_what_is_passed_on_is_what_was_brought(second):
+    plan = _of_lines(["0: t0 [0:4] 0 -> 1 splits 1 window 4", second], Layout(Mesh([1, 2])))
+    said = "rank 1 passes on other boxes than message 0 brings"
+    for use in (check_plan, lambda plan: build_program(plan, 1)):
+        with pytest.raises(PlanError, match=said):
+            use(plan)
+
+
+def test_nothing_waits_for_copies():
+    lines = ["0: t0 [0:4] 0 -> 0 splits 1 window 4", "1: t0 [0:4] 0 -> 1 splits 1 window 4 after 0"]
+    plan = _of_lines(lines, Layout(Mesh([0, 1])), Topology((0, 1)))
+    assert len(find_waits(plan).later) == 0
+    check_plan(plan)
+    _run(plan, in_rounds=False)
