@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -82,7 +81,8 @@ class Program:
     """All that one rank does, each list in the plan's total order.
 
     Sends that cross hosts and sends that stay inside are two queues, as their windows are. ``awaited`` are events of
-    other ranks that this one waits for, each with the rank that tells of it; ``told`` says whom to tell of own events.
+    other ranks that this one waits for, each with the rank that tells of it; ``told`` says whom to tell of own events,
+    in the same order, that of events, for what tells of them is alike.
     """
 
     rank: int
@@ -109,8 +109,7 @@ def build_program(plan: Plan, rank: int) -> Program:
     copies: list[Copy] = []
     recvs: list[Recv] = []
     queues: tuple[list[Send], list[Send]] = ([], [])
-    received: dict[int, int] = {}  # message id -> index of the receive
-    boxes_of: dict[int, tuple[Any, ...]] = {}
+    received: dict[int, tuple[int, Message]] = {}  # message id -> index of the receive, and the message
     num_forwards: dict[int, int] = {}
     for message in messages:
         if message.sender == rank and message.source is not None:
@@ -132,7 +131,7 @@ def build_program(plan: Plan, rank: int) -> Program:
             places = tuple(Place(box[0], None, dst.find(message.id + i)) for i, box in enumerate(message.boxes))
             if len({place.dst is None for place in places}) > 1:
                 raise PlanError(f"message {message.id}: rank {rank} needs some of its boxes only")
-            received[message.id], boxes_of[message.id] = len(recvs), message.boxes
+            received[message.id] = len(recvs), message
             recvs.append(
                 Recv(
                     message.id,
@@ -145,13 +144,14 @@ def build_program(plan: Plan, rank: int) -> Program:
                 )
             )
         else:
+            forwards = None
             if message.source is not None:
                 passes_on = f"message {message.id}: rank {rank} passes on"
                 if message.source not in received:
                     raise PlanError(f"{passes_on} message {message.source}, which it has not received")
-                if boxes_of[message.source] != message.boxes:
+                forwards, brought = received[message.source]
+                if brought.boxes != message.boxes:
                     raise PlanError(f"{passes_on} other boxes than message {message.source} brings")
-            forwards = None if message.source is None else received[message.source]
             places = tuple(
                 Place(box[0], src.find(message.id + i) if forwards is None else None, dst.find(message.id + i))
                 for i, box in enumerate(message.boxes)
@@ -198,7 +198,7 @@ def _waits_of(
         event = (int(ids[earlier]), is_sent)
         if waiter not in told.get(event, ()):
             told[event] = (*told.get(event, ()), waiter)
-    return waits, tuple(sorted(awaited.items())), told
+    return waits, tuple(sorted(awaited.items())), dict(sorted(told.items()))
 
 
 def _check_complete(plan: Plan, rank: int, copies: Sequence[Copy], recvs: Sequence[Recv]) -> None:

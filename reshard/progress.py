@@ -117,8 +117,8 @@ class _Run:
         self.lanes = (self.recvs, *self.sends, self.told)
         self.over: set[Event] = set()
         self.to_tell: dict[int, deque[Event]] = {}  # waiting rank -> what it has not been told, in the order it expects
-        for event in sorted(program.told):
-            for rank in program.told[event]:
+        for event, ranks in program.told.items():
+            for rank in ranks:
                 self.to_tell.setdefault(rank, deque()).append(event)
         self.telling: list[tuple[Work, torch.Tensor, int]] = []
         self.slot_of: dict[int, torch.Tensor] = {}  # receive -> its staging slot

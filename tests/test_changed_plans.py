@@ -86,8 +86,8 @@ def test_what_the_checker_lets_through_delivers(seed):
     assert num_good >= 4 and num_bad >= 1, (num_good, num_bad)
 
 
-def _of_lines(lines, dst, host_of_rank=None):
-    text = str(make_plan(Layout(Mesh([0])), dst, (4,), "int8", strategy="send_recv", topology=host_of_rank))
+def _of_lines(lines, dst, topology=None):
+    text = str(make_plan(Layout(Mesh([0])), dst, (4,), "int8", strategy="send_recv", topology=topology))
     head = [line for line in text.splitlines() if not re.match(r"\d+: ", line)]
     return parse_plan("\n".join([*head, *lines]) + "\n")
 
