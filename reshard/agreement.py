@@ -7,14 +7,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
+from reshard.callers import Caller
 from reshard.errors import BY_NAME, ArgumentError, DisagreementError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.layout import AnyLayout, Layout, RegionLayout
 from reshard.mesh import format_ranks, say_ranks
 from reshard.notation import axis_of
 from reshard.plan import Plan
 from reshard.shards import cut_shards
+
+#: Characters of an argument that an error shows.
+MAX_VALUE_TEXT = 240
 
 
 @dataclass
@@ -23,7 +25,8 @@ class TensorRecord:
 
     ``local`` and ``out`` are ``(shape, dtype)`` of the shard it passes and of the array to fill; ``is_dtensor`` says
     that it passes a DTensor, so that every rank of a DeviceMesh gets one. ``devices`` are the types of device of both.
-    ``dst_dtype`` is that of the result, None if no other than the source's.
+    ``dst_dtype`` is that of the result, None if no other than the source's. ``digest`` is of its shard, where the call
+    gives no spec and so says that all shards are equal.
     """
 
     shape: list[int] | None = None
@@ -33,6 +36,7 @@ class TensorRecord:
     local: tuple[list[int], str] | None = None
     out: tuple[list[int], str] | None = None
     devices: list[str] = field(default_factory=list)
+    digest: int | None = None
 
 
 @dataclass
@@ -44,7 +48,7 @@ class Record:
     may have left, ``why_left`` is the error of the last one, and ``many`` says that they may have been meant for
     different ranks; ``skipped`` and ``made`` count calls by who takes part: those that left the rank out though it
     called, and those that left out other members (see :mod:`reshard.failures`). ``place`` says what the round is for
-    if not a call; ``said`` is for all others.
+    if not a call; ``caller`` is the thread that calls; ``said`` is for all others.
     """
 
     rank: int
@@ -60,6 +64,7 @@ class Record:
     skipped: dict[str, Any] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
     place: str = ""
+    caller: Caller = field(default_factory=Caller)
     said: Any = None
 
     def to_json(self) -> dict[str, Any]:
@@ -71,6 +76,8 @@ class Record:
         """The inverse of :meth:`to_json`."""
         values = dict(data)
         values["tensors"] = {name: TensorRecord(**tensor) for name, tensor in values["tensors"].items()}
+        values["arguments"] = [tuple(entry) for entry in values["arguments"]]
+        values["caller"] = Caller(**values.get("caller", {}))
         for name in ("error", "why_left"):
             values[name] = tuple(values[name]) if values[name] is not None else None
         return cls(**values)
@@ -155,6 +162,7 @@ def resolve(records: Sequence[Record], layouts: Mapping[str, tuple[AnyLayout, An
             verdict.dtypes[name] = _resolve_dtype(what, tensors)
             verdict.shapes[name] = _resolve_shape(what, tensors, src)
             _check_locals(what, tensors, src, dst, verdict.shapes[name], verdict.dtypes[name])
+            _check_replicas(what, tensors)
         return verdict
     except ReshardError as error:
         return Verdict(error=describe_error(error))
@@ -191,20 +199,50 @@ def _raise_local_errors(records: Sequence[Record]) -> None:
         raise rebuild_error(name, text if everywhere else name_rank(failed[0].rank, text))
 
 
+def find_odd(values: Mapping[int, Any]) -> tuple[list[int], list[int]] | None:
+    """The ranks with the most common value, the lowest rank's at a tie, and those with the next; None if all agree."""
+    ranks_of: dict[Any, list[int]] = {}
+    for rank in sorted(values):
+        ranks_of.setdefault(values[rank], []).append(rank)
+    if len(ranks_of) < 2:
+        return None
+    most, odd, *_ = sorted(ranks_of.values(), key=len, reverse=True)
+    return most, odd
+
+
 def _raise_disagreements(records: Sequence[Record]) -> None:
-    first = records[0]
-    for record in records[1:]:
-        for (name, value), (other_name, other) in zip(first.arguments, record.arguments, strict=False):
-            if (name, value) != (other_name, other):
-                said = name if name == other_name else f"{name} or {other_name}"
-                raise DisagreementError(
-                    f"ranks disagree on {said}: rank {first.rank} passes {value}, rank {record.rank} passes {other}"
-                )
-        if len(first.arguments) != len(record.arguments):
-            raise DisagreementError(
-                f"ranks disagree on how many arguments they pass: rank {first.rank} {len(first.arguments)}, "
-                f"rank {record.rank} {len(record.arguments)}"
-            )
+    arguments = {record.rank: record.arguments for record in records}
+    for entries in zip(*arguments.values(), strict=False):
+        values = dict(zip(arguments, entries, strict=True))
+        found = find_odd(values)
+        if found is not None:
+            most, odd = found
+            (name, value), (other_name, other) = values[most[0]], values[odd[0]]
+            said = name if name == other_name else f"{name} or {other_name}"
+            value, other = contrast(value, other)
+            raise DisagreementError(f"ranks disagree on {said}: {_pass(most)} {value}, {_pass(odd)} {other}")
+    found = find_odd({rank: len(given) for rank, given in arguments.items()})
+    if found is not None:
+        counts = [f"{say_ranks(ranks)} {len(arguments[ranks[0]])}" for ranks in found]
+        raise DisagreementError(f"ranks disagree on how many arguments they pass: {', '.join(counts)}")
+
+
+def _pass(ranks: Sequence[int]) -> str:
+    return f"{say_ranks(ranks)} pass{'es' * (len(ranks) == 1)}"
+
+
+def contrast(a: str, b: str) -> tuple[str, str]:
+    """Two texts that differ; where one is long, what surrounds their first difference."""
+    if max(len(a), len(b)) <= MAX_VALUE_TEXT:
+        return a, b
+    first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    start = max(0, first - MAX_VALUE_TEXT // 4)
+    return _cut(a, start), _cut(b, start)
+
+
+def _cut(text: str, start: int) -> str:
+    stop = start + MAX_VALUE_TEXT
+    return f"{'...' * (start > 0)}{text[start:stop]}{'...' * (stop < len(text))}"
 
 
 def _resolve_device_type(records: Sequence[Record]) -> str:
@@ -220,27 +258,31 @@ def _resolve_device_type(records: Sequence[Record]) -> str:
 
 
 def _resolve_dtype(what: str, tensors: Mapping[int, TensorRecord]) -> str:
-    said: dict[str, str] = {}
+    said: dict[str, dict[str, list[int]]] = {}  # dtype -> how it is said -> by which ranks
     for rank, tensor in tensors.items():
-        for value, how in ((tensor.dtype, "says dtype"), (tensor.local and tensor.local[1], "holds")):
+        for value, how in ((tensor.dtype, "say"), (tensor.local and tensor.local[1], "hold")):
             if value:
-                said.setdefault(value, f"rank {rank} {how} {value}")
+                said.setdefault(value, {}).setdefault(how, []).append(rank)
     if not said:
         raise ArgumentError(f"{what}: no rank knows the dtype; pass dtype=, or a shard on each source rank")
     if len(said) > 1:
-        raise DisagreementError(f"{what}: ranks disagree on the dtype: {', '.join(said.values())}")
+        texts = []
+        for value, hows in said.items():
+            how, ranks = next(iter(hows.items()))
+            verb = f"{how}{'s' * (len(ranks) == 1)}{' dtype' * (how == 'say')}"
+            texts.append(f"{say_ranks(ranks)} {verb} {value}")
+        raise DisagreementError(f"{what}: ranks disagree on the dtype: {', '.join(texts)}")
     return next(iter(said))
 
 
 def _resolve_shape(what: str, tensors: Mapping[int, TensorRecord], src: AnyLayout) -> list[int]:
-    said: dict[tuple[int, ...], str] = {}
-    for rank, tensor in tensors.items():
-        if tensor.shape is not None:
-            said.setdefault(tuple(tensor.shape), f"rank {rank} says {tensor.shape}")
-    if len(said) > 1:
-        raise DisagreementError(f"{what}: ranks disagree on the global shape: {', '.join(said.values())}")
+    said = {rank: tuple(tensor.shape) for rank, tensor in tensors.items() if tensor.shape is not None}
+    found = find_odd(said)
+    if found is not None:
+        texts = [f"{say_ranks(ranks)} say{'s' * (len(ranks) == 1)} {list(said[ranks[0]])}" for ranks in found]
+        raise DisagreementError(f"{what}: ranks disagree on the global shape: {', '.join(texts)}")
     if said:
-        return list(next(iter(said)))
+        return list(next(iter(said.values())))
     if isinstance(src, RegionLayout):
         boxes = [box for _, row in src.boxes for box in row]
         return [max((box[dim][1] for box in boxes), default=0) for dim in range(src.ndim)]
@@ -248,23 +290,48 @@ def _resolve_shape(what: str, tensors: Mapping[int, TensorRecord], src: AnyLayou
 
 
 def _shape_from_shards(what: str, local: Mapping[int, tuple[list[int], str] | None], src: Layout) -> list[int]:
-    """The global shape: along each dim the sizes of the parts that the first ranks of the mesh hold, added up."""
-    first = local.get(src.ranks[0])
-    if first is None:
-        raise ArgumentError(f"{what}: no rank knows the shape; pass shape=, or a shard on each source rank")
-    shape = list(first[0])
-    if len(src.spec) > len(shape):
-        raise ArgumentError(f"{what}: layout {src} shards dim {len(src.spec) - 1}, but shards have {len(shape)} dims")
-    for dim, steps in enumerate(src.spec):
-        axes = [src.mesh.axes.index(axis_of(step)) for step in steps]
+    """The global shape: along each dim the sizes of the parts that the first ranks of the mesh hold, added up.
+
+    Raises:
+        ArgumentError: no global shape gives the ranks shards of these sizes.
+    """
+    sizes: dict[int, tuple[int, ...]] = {}
+    for rank in src.ranks:
+        shard = local.get(rank)
+        if shard is None:
+            raise ArgumentError(
+                f"{what}: rank {rank} does not know the shape; pass shape=, or a shard on each source rank"
+            )
+        sizes[rank] = tuple(shard[0])
+    found = find_odd({rank: len(size) for rank, size in sizes.items()})
+    if found is not None:
+        (most, *_), (odd, *_) = found
+        raise ArgumentError(
+            f"{what}: rank {odd} passes a shard of shape {list(sizes[odd])}, rank {most} one of {list(sizes[most])}; "
+            "shards of one tensor have the same number of dims"
+        )
+    ndim = len(sizes[src.ranks[0]])
+    if len(src.spec) > ndim:
+        raise ArgumentError(f"{what}: layout {src} shards dim {len(src.spec) - 1}, but shards have {ndim} dims")
+    shape = []
+    for dim in range(ndim):
+        axes = [src.mesh.axes.index(axis_of(step)) for step in (src.spec[dim] if dim < len(src.spec) else ())]
+        if not axes:
+            found = find_odd({rank: size[dim] for rank, size in sizes.items()})
+            shape.append(sizes[src.ranks[0] if found is None else found[0][0]][dim])
+            continue
         line = src.mesh.array[tuple(slice(None) if i in axes else 0 for i in range(len(src.mesh.axes)))]
-        sizes = []
-        for rank in line.ravel().tolist():
-            shard = local.get(rank)
-            if shard is None or len(shard[0]) != len(shape):
-                raise ArgumentError(f"{what}: rank {rank} passes {shard and shard[0]}, rank {src.ranks[0]} {first[0]}")
-            sizes.append(shard[0][dim])
-        shape[dim] = int(np.sum(sizes))
+        shape.append(sum(sizes[rank][dim] for rank in line.ravel().tolist()))
+    shards = cut_shards(src, shape)
+    for rank, size in sizes.items():
+        expected = shards.local_shape(rank)
+        if size != expected:
+            dim = next(dim for dim in range(ndim) if size[dim] != expected[dim])
+            rule = "the dim is not sharded" if shape[dim] == expected[dim] else f"{src} cuts {shape[dim]} elements so"
+            raise ArgumentError(
+                f"{what}: rank {rank} passes {size[dim]} elements along dim {dim}, but should pass {expected[dim]}, as "
+                f"{rule}; pass shape= if another rank is wrong, or a RegionLayout if the shards are right"
+            )
     return shape
 
 
@@ -297,6 +364,21 @@ def _check_locals(
                     f"{what}: rank {rank} passes out of {tensor.out[1]} {tensor.out[0]}, "
                     f"but its shard is {dst_dtype} {expected}"
                 )
+
+
+def _check_replicas(what: str, tensors: Mapping[int, TensorRecord]) -> None:
+    """Raise where shards that the call takes for replicas differ."""
+    holders: dict[int, list[int]] = {}
+    for rank, tensor in tensors.items():
+        if tensor.digest is not None:
+            holders.setdefault(tensor.digest, []).append(rank)
+    if len(holders) > 1:
+        most, *others = sorted(holders.values(), key=len, reverse=True)
+        odd = sorted(rank for ranks in others for rank in ranks)
+        raise DisagreementError(
+            f"{what}: {say_ranks(odd)} hold{'s' * (len(odd) == 1)} other elements than {say_ranks(most)}, but without "
+            "src_spec every source rank holds the whole tensor; pass src_spec= if it is sharded"
+        )
 
 
 def plan_arguments(plan: Plan) -> list[tuple[str, str]]:

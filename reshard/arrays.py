@@ -83,31 +83,41 @@ def check_movable(array: Any, what: str, rank: int) -> None:
         raise ArgumentError(f"{what}: rank {rank} passes a {type(array).__name__} that has no memory of its own")
 
 
-def check_apart(src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> None:
-    """Raise ArgumentError if a destination shares storage with a source, or its elements with another or itself."""
+def check_apart(
+    src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], names: Sequence[str | None]
+) -> None:
+    """Raise ArgumentError if a destination shares storage with a source, or its elements with another or itself.
+
+    Args:
+        names: of the tensors, None or "" where there is one.
+    """
     filled = [array for array in src if array is not None and array.numel()]
     sources = {array.untyped_storage().data_ptr() for array in filled}
     reaches = [_reach(array) for array in filled]
-    outs: list[tuple[int, int, torch.Tensor]] = []
-    for array in dst:
+    outs: list[tuple[int, int, torch.Tensor, str]] = []
+    for array, name in zip(dst, names, strict=True):
         if array is None or not array.numel():
             continue
+        what = f"out of {name!r}" if name else "out"
         if array.untyped_storage().data_ptr() in sources:
-            raise ArgumentError("out shares storage with a source; they must be apart")
+            raise ArgumentError(f"{what} shares storage with a source; they must be apart")
         start, stop = _reach(array)
         if any(start < last and first < stop for first, last in reaches):
-            raise ArgumentError("out shares memory with a source; they must be apart")
+            raise ArgumentError(f"{what} shares memory with a source; they must be apart")
         if shares_with_itself(array):
-            raise ArgumentError(f"out of strides {array.stride()}: several of its elements are one place in memory")
+            raise ArgumentError(f"{what} has overlapping elements: its strides are {array.stride()}")
         if array.is_conj() or array.is_neg():
-            raise ArgumentError("out is a conjugated or negated view; pass out.resolve_conj().resolve_neg()")
-        outs.append((start, stop, array))
+            raise ArgumentError(f"{what} is a conjugated or negated view; pass out.resolve_conj().resolve_neg()")
+        outs.append((start, stop, array, what))
     outs.sort(key=lambda one: one[:2])
-    reaching: list[tuple[int, int, torch.Tensor]] = []  # of those before, what may share memory with the next
+    reaching: list[tuple[int, int, torch.Tensor, str]] = []  # of those before, what may share memory with the next
     for out in outs:
         reaching = [other for other in reaching if other[1] > out[0]]
-        if any(_share(other[2], out[2]) for other in reaching):
-            raise ArgumentError("two outs share memory; they must be apart")
+        for other in reaching:
+            if _share(other[2], out[2]):
+                raise ArgumentError(
+                    f"{other[3]} and {out[3]} share memory, as tied tensors do; move one of them, or give each its own"
+                )
         reaching.append(out)
 
 

@@ -16,6 +16,9 @@ from reshard.stores import Store
 #: Without a heartbeat for this long, a rank that nobody has a connection to counts as gone where losses are borne.
 SILENT_SECONDS = 4.0
 
+#: Key of ``out_of_step`` for calls with any ranks of the group.
+ANY_RANKS = "*"
+
 
 def beat_key(rank: int) -> str:
     """Where a rank counts its heartbeats."""

@@ -321,7 +321,9 @@ class _Call:
 
     def _result(self, dst: Sequence[torch.Tensor | None], verdict: Verdict) -> Any:
         results = {
-            item.name: item.wrap(array, verdict.shapes[item.name]) if item.name in verdict.dtensors else array
+            item.name: item.wrap(array, verdict.shapes[item.name])
+            if item.name in verdict.dtensors or item.out_like is not None
+            else array
             for item, array in zip(self.items, dst, strict=True)
         }
         return results[""] if self.items[0].name == "" else {name: results[name] for name in self.items[0].names}

@@ -255,7 +255,7 @@ class Spoke:
         """Connect to the address that the hub published, which the store has ``seconds`` to tell.
 
         Raises:
-            RemoteError: nothing answers there.
+            RemoteError: the hub has left, or cannot be reached.
         """
         address, port, secret = json.loads(store.get("hub", seconds))
         begun = time.monotonic()
@@ -264,6 +264,12 @@ class Spoke:
                 peer = _Peer(socket.create_connection((address, port), timeout=CONNECT_SECONDS))
                 peer.send([secret, rank])
                 return cls(peer)
+            except ConnectionRefusedError:  # the hub listened there before it published the address
+                advice = "; if it runs on another host, set GLOO_SOCKET_IFNAME there" if _is_loopback(address) else ""
+                raise RemoteError(
+                    f"rank {hub} has left: nothing listens at its address {address} port {port} any more, so its "
+                    f"process has ended or its group is closed{advice}"
+                ) from None
             except OSError as error:
                 if time.monotonic() - begun > CONNECT_SECONDS:
                     raise RemoteError(
@@ -322,6 +328,10 @@ class Spoke:
         """Say goodbye and close the connection."""
         self._peer.say_goodbye()
         self._peer.close()
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address in ("::1", "localhost")
 
 
 def own_address(store: dist.Store) -> str:

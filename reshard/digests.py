@@ -18,6 +18,7 @@ from reshard.errors import VerificationError
 from reshard.layout import format_box
 from reshard.messages import tabulate_messages
 from reshard.plan import Message, Plan, expand_messages
+from reshard.shards import NO_RANK
 from reshard.staging import flat_bytes
 
 #: More than any fault takes to say.
@@ -30,6 +31,7 @@ class Digests:
     def __init__(self) -> None:
         self.sent: dict[int, int] = {}
         self.landed: dict[int, int] = {}
+        self.replicas: list[int] = []  # of source tiles that other ranks hold too, see Replicas
 
 
 def digest_of(parts: Sequence[torch.Tensor]) -> int:
@@ -38,6 +40,34 @@ def digest_of(parts: Sequence[torch.Tensor]) -> int:
     for part in parts:
         digest.update(flat_bytes(part.contiguous()).numpy())
     return digest.intdigest()
+
+
+#: Bytes of a device array that :func:`digest_array` looks at together.
+_CHUNK_BYTES = 2**24
+#: Odd numbers of 64 bits, as signed ones (from splitmix64).
+_STEP, _FACTOR = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
+
+
+def digest_array(array: torch.Tensor) -> int:
+    """The digest of an array's elements in row-major order; of arrays on one type of device, equal for equal bytes."""
+    if array.device.type == "cpu":
+        return digest_of([array])
+    return _digest_on_device(flat_bytes(array.contiguous()))
+
+
+def _digest_on_device(data: torch.Tensor) -> int:
+    """As :func:`digest_of`, of flat bytes, worked out where they are: a sum of words mixed with their positions."""
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for first in range(0, data.numel(), _CHUNK_BYTES):
+        part = data[first : first + _CHUNK_BYTES]
+        if part.numel() % 8 or part.storage_offset() % 8:
+            part = torch.nn.functional.pad(part, (0, -part.numel() % 8))
+        words = part.view(torch.int64)
+        place = torch.arange(first // 8 + 1, first // 8 + 1 + words.numel(), device=data.device)
+        mixed = (words ^ (place * _STEP)) * _FACTOR
+        mixed ^= mixed >> 29
+        total += (mixed * _STEP).sum()
+    return (int(total) ^ data.numel()) % 2**64
 
 
 def find_fault(plan: Plan, sent: Mapping[int, int], landed: Mapping[int, int]) -> str | None:
@@ -81,6 +111,56 @@ def _region(plan: Plan, message: Message) -> str:
     return ", ".join(boxes) + more
 
 
+class Replicas:
+    """Source tiles of a plan that several ranks hold, which must be equal."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        entries = [np.zeros((0, 4), dtype=np.int64)]
+        for tensor, spec in enumerate(plan.tensors):
+            ranks = spec.src_shards.ranks
+            tiles = np.flatnonzero((ranks != NO_RANK).sum(axis=1) > 1)
+            tile, replica = np.nonzero(ranks[tiles] != NO_RANK)
+            tile = tiles[tile]
+            entries.append(np.stack([np.full(len(tile), tensor), tile, replica, ranks[tile, replica]], axis=1))
+        self.tensor, self.tile, self.replica, self.rank = np.concatenate(entries).T
+
+    def of(self, rank: int) -> np.ndarray:
+        """Entries of a rank."""
+        return np.flatnonzero(self.rank == rank)
+
+    def digest(self, rank: int, src: Sequence[torch.Tensor | None]) -> list[int]:
+        """The digest of each entry of a rank, from its source shards."""
+        found = []
+        for entry in self.of(rank).tolist():
+            shards, tile = self.plan.tensors[self.tensor[entry]].src_shards, self.tile[entry]
+            first = shards.local[tile, self.replica[entry]]
+            last = first + shards.stop[tile] - shards.start[tile]
+            array = src[self.tensor[entry]]
+            assert array is not None
+            found.append(digest_of([array[(..., *map(slice, first.tolist(), last.tolist()))]]))
+        return found
+
+    def find_fault(self, digests: Mapping[int, Sequence[int]]) -> str | None:
+        """The first tile of which two ranks hold different elements, in words; None if there is none."""
+        value = np.zeros(len(self.rank), dtype=np.uint64)
+        for rank, found in digests.items():
+            value[self.of(rank)] = found
+        is_first = np.ones(len(value), dtype=bool)
+        is_first[1:] = (self.tensor[1:] != self.tensor[:-1]) | (self.tile[1:] != self.tile[:-1])
+        first = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
+        wrong = np.flatnonzero(value != value[first])
+        if not len(wrong):
+            return None
+        spec, tile = self.plan.tensors[self.tensor[wrong[0]]], self.tile[wrong[0]]
+        box = format_box([*zip(spec.src_shards.start[tile].tolist(), spec.src_shards.stop[tile].tolist(), strict=True)])
+        name = f" of {spec.name!r}" if spec.name is not None else ""
+        return (
+            f"the source {box}{name} differs between its replicas: rank {self.rank[wrong[0]]} holds other elements "
+            f"than rank {self.rank[first[wrong[0]]]}"
+        )
+
+
 class Hops:
     """The messages between ranks of a plan, and which digests of them each rank has."""
 
@@ -93,24 +173,34 @@ class Hops:
         source = messages.source[moves]
         self.passed_on = np.flatnonzero((source >= 0) & moves[source])
         self.came_as = place[source[self.passed_on]]
+        self.replicas = Replicas(plan)
 
     def of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows of what a rank sends, and of what it receives."""
         return np.flatnonzero(self.sender == rank), np.flatnonzero(self.receiver == rank)
 
     def pack(self, rank: int, digests: Digests) -> torch.Tensor:
-        """``(sent + received,)`` int64, the digests of a rank."""
+        """``(sent + received + replicas,)`` int64, the digests of a rank."""
         sent, landed = (self.ident[rows].tolist() for rows in self.of(rank))
-        found = [digests.sent[i] for i in sent] + [digests.landed[i] for i in landed]
+        found = [digests.sent[i] for i in sent] + [digests.landed[i] for i in landed] + digests.replicas
         return torch.from_numpy(np.array(found, dtype=np.uint64).view(np.int64))
 
+    def count(self, rank: int) -> int:
+        """How many digests a rank packs."""
+        return sum(map(len, self.of(rank))) + len(self.replicas.of(rank))
+
     def find_fault(self, digests: Mapping[int, torch.Tensor]) -> str | None:
-        """As :func:`find_fault`, from what all ranks packed."""
+        """The first replica that differs, or as :func:`find_fault`, from what all ranks packed."""
         sent, landed = (np.zeros(len(self.ident), dtype=np.uint64) for _ in range(2))
+        replicas = {}
         for rank, packed in digests.items():
             sends, lands = self.of(rank)
             values = packed.numpy().view(np.uint64)
-            sent[sends], landed[lands] = values[: len(sends)], values[len(sends) :]
+            sent[sends], landed[lands] = values[: len(sends)], values[len(sends) : len(sends) + len(lands)]
+            replicas[rank] = values[len(sends) + len(lands) :]
+        fault = self.replicas.find_fault(replicas)
+        if fault is not None:
+            return fault
         if (sent == landed).all() and (landed[self.came_as] == sent[self.passed_on]).all():
             return None
         by_id = (dict(zip(self.ident.tolist(), side.tolist(), strict=True)) for side in (sent, landed))
@@ -135,7 +225,7 @@ def compare_digests(
             wait(transport.send(flat_bytes(own), first, tag), first)
         text = _recv_text(transport, first, tag, wait)
     else:
-        tables = {other: torch.zeros(sum(map(len, hops.of(other))), dtype=torch.int64) for other in others}
+        tables = {other: torch.zeros(hops.count(other), dtype=torch.int64) for other in others}
         works = [
             (transport.recv(flat_bytes(table), other, tag), other) for other, table in tables.items() if len(table)
         ]

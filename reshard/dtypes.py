@@ -23,6 +23,7 @@ _BY_SIZE = {
 ITEMSIZE: dict[str, int] = {name: size for size, names in _BY_SIZE.items() for name in names.split()}
 
 _ALIASES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32", "long": "int64"}
+_ALIASES |= {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def dtype_name(dtype: Any) -> str:

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reshard.agreement import Record, Verdict, describe_error, name_rank
-from reshard.beacon import publish_beacon
+from reshard.beacon import ANY_RANKS, publish_beacon
+from reshard.callers import describe_caller
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.group import Group
 from reshard.mesh import format_ranks
@@ -46,11 +47,12 @@ def tell_error(group: Group, error: ReshardError) -> None:
 
 @contextlib.contextmanager
 def calling(group: Group) -> Iterator[None]:
-    """As :meth:`~reshard.group.Group.calling`; others hear of a call that is refused for it."""
+    """As :meth:`~reshard.group.Group.calling`; a call of a second thread ends the group on all ranks."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(group.calling())
         except ReshardError as error:
+            group.beacon["out_of_step"].setdefault(ANY_RANKS, str(error))
             tell_error(group, error)
             raise
         yield
@@ -99,6 +101,7 @@ def count_calls(record: Record, group: Group, members: Sequence[int]) -> None:
     skipped = group.beacon["skipped"]
     record.skipped = {name: entry for name, entry in skipped.items() if not set(entry[1]).isdisjoint(members)}
     made = [ranks for ranks in list(group.channels) if not set(members) <= set(ranks)]
+    record.caller = describe_caller(group.callers_alternate)
     record.made = group.forgiven | {_name(ranks): _count_made(group, ranks) for ranks in made}
 
 
@@ -175,7 +178,7 @@ def _find_skipped(records: Sequence[Record], members: Sequence[int]) -> Verdict 
             for other in records:
                 if other.rank in ranks and other.made.get(name, 0) < count:
                     text = _describe_skipped(other.rank, members, record.rank, ranks)
-                    return Verdict(error=(DisagreementError.__name__, f"{text}; make a new group to go on"))
+                    return Verdict(error=(DisagreementError.__name__, f"{text}; create a new group"))
     return None
 
 

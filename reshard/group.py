@@ -63,6 +63,8 @@ class Group:
         self.calls: dict[tuple[int, ...], int] = {}  # that this rank made, by who takes part
         self.gave_up = False  # the call that it makes, because another rank had left it
         self._caller: int | None = None  # the thread that is in a call
+        self.callers: list[threading.Thread] = []  # live threads that have called, the last one last
+        self.callers_alternate = False  # whether one of them called again after another one
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -76,10 +78,14 @@ class Group:
             is_first = self._caller is None
             if self._caller not in (None, thread):
                 raise ArgumentError(
-                    f"two threads call on one {self} at once; ranks could pair calls that do not belong together: "
-                    "make a group for each thread (torch.distributed.new_group, or reshard.join)"
+                    f"rank {self.rank}: two threads call on one {self} at once; ranks match calls by order, which two "
+                    "threads do not have: give each thread its own group (torch.distributed.new_group or reshard.join)"
                 )
             self._caller = thread
+            current = threading.current_thread()
+            earlier = [one for one in self.callers if one is not current and one.is_alive()]
+            self.callers_alternate |= current in self.callers[:-1] and bool(earlier)
+            self.callers = [*earlier, current]
         try:
             yield
         finally:

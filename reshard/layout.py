@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any
 
+import numpy as np
+
+from reshard.dim_cuts import MAX_NDIM, DimCuts, check_sizes, cut_dim
 from reshard.errors import LayoutError
-from reshard.mesh import MAX_RANK, Mesh
-from reshard.notation import Spec, read_spec, write_2023, write_jax, write_ours, write_placements
+from reshard.mesh import MAX_RANK, Mesh, format_ranks
+from reshard.notation import Spec, axis_of, read_spec, write_2023, write_jax, write_ours, write_placements
 
 #: A half-open interval per tensor dim.
 Box = tuple[tuple[int, int], ...]
-
-MAX_NDIM = 8
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Layout:
             replicas, and dims past the end of the spec are not sharded. Any notation of
             :mod:`reshard.notation` is read: ``("dp", None)``, ``"S0 R"``, ``[Shard(0)]``, ``PartitionSpec("dp")``.
             Omitted: every rank of the mesh holds the whole tensor.
+        ndim: the number of tensor dims, needed only for placements that count from the last, such as ``Shard(-1)``.
 
     A layout has no shape. Sizes that do not divide follow torch's chunk rule, nested as DTensor nests it: a
     dim of n elements over k ranks gives ``ceil(n / k)`` to each until none are left, and the next axis cuts
@@ -39,16 +42,66 @@ class Layout:
     mesh: Mesh
     spec: Spec
 
-    def __init__(self, mesh: Mesh, spec: Any = None) -> None:
+    def __init__(self, mesh: Mesh, spec: Any = None, *, ndim: int | None = None) -> None:
         if not isinstance(mesh, Mesh):
             raise LayoutError(f"a Layout needs a Mesh, not {type(mesh).__name__}")
         object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "spec", read_spec(mesh, spec))
+        object.__setattr__(self, "spec", read_spec(mesh, spec, ndim))
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take part, in mesh order."""
         return self.mesh.ranks
+
+    def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """The shape of a rank's shard of a tensor of a global shape.
+
+        Raises:
+            LayoutError: the shape does not fit the layout, or the rank is outside it.
+        """
+        cuts = self.cut_dims(check_sizes(shape))
+        parts = self.parts_of(rank, len(cuts))
+        return tuple(int(cut.local_size[part]) for cut, part in zip(cuts, parts, strict=True))
+
+    def regions(self, shape: Sequence[int], rank: int) -> list[Box]:
+        """The boxes of the global tensor that a rank holds, in the order of its shard; none of them is empty.
+
+        There are several only with :class:`~reshard.notation.Strided` steps. Raises as :meth:`local_shape`.
+        """
+        cuts = self.cut_dims(check_sizes(shape))
+        intervals = []
+        for cut, part in zip(cuts, self.parts_of(rank, len(cuts)), strict=True):
+            own = np.flatnonzero(cut.coord == part)
+            own = own[np.argsort(cut.local[own], kind="stable")]
+            intervals.append(list(zip(cut.lo[own].tolist(), cut.hi[own].tolist(), strict=True)))
+        return list(itertools.product(*intervals))
+
+    def parts_of(self, rank: int, ndim: int) -> tuple[int, ...]:
+        """Which part of each tensor dim a rank holds, counted major first over the dim's axes."""
+        if rank not in self.mesh.ranks:
+            raise LayoutError(f"rank {rank} is not in {self}")
+        coords = np.unravel_index(self.mesh.ranks.index(rank), self.mesh.sizes) if self.mesh.sizes else ()
+        at = dict(zip(self.mesh.axes, map(int, coords), strict=True))
+        parts = []
+        for dim in range(ndim):
+            part = 0
+            for step in self.spec[dim] if dim < len(self.spec) else ():
+                part = part * self.mesh.axis_size(axis_of(step)) + at[axis_of(step)]
+            parts.append(part)
+        return tuple(parts)
+
+    def cut_dims(self, shape: tuple[int, ...]) -> tuple[DimCuts, ...]:
+        """How each dim of a tensor is cut."""
+        if len(self.spec) > len(shape):
+            raise LayoutError(
+                f"layout {self} shards dim {len(self.spec) - 1}, but the tensor of shape {list(shape)} has "
+                f"{len(shape)} dims"
+            )
+        spec = self.spec + ((),) * (len(shape) - len(self.spec))
+        return tuple(
+            cut_dim(size, steps, [self.mesh.axis_size(axis_of(step)) for step in steps])
+            for size, steps in zip(shape, spec, strict=True)
+        )
 
     def with_ranks(self, rank_of: Mapping[int, int]) -> Layout:
         """The same layout with each rank replaced."""
@@ -147,6 +200,46 @@ class RegionLayout:
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take part, ascending."""
         return tuple(rank for rank, _ in self.boxes)
+
+    def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """The shape of a rank's shard of a tensor of a global shape.
+
+        Raises:
+            LayoutError: a region reaches past the shape, or the rank is outside the layout.
+        """
+        self.check_fits(check_sizes(shape))
+        return self.joined_shape(rank)
+
+    def regions(self, shape: Sequence[int], rank: int) -> list[Box]:
+        """The boxes that a rank holds, in the order of its shard, without empty ones; raises as :meth:`local_shape`."""
+        self.check_fits(check_sizes(shape))
+        return [box for box in self._boxes_of(rank) if all(hi > lo for lo, hi in box)]
+
+    def _boxes_of(self, rank: int) -> tuple[Box, ...]:
+        for holder, row in self.boxes:
+            if holder == rank:
+                return row
+        raise LayoutError(f"rank {rank} is not in the layout, whose ranks are {format_ranks(self.ranks)}")
+
+    def joined_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's boxes, joined."""
+        boxes = self._boxes_of(rank)
+        if not boxes:
+            return (0,) * self.ndim
+        shape = [hi - lo for lo, hi in boxes[0]]
+        if shape:
+            shape[self.join_dim] = sum(box[self.join_dim][1] - box[self.join_dim][0] for box in boxes)
+        return tuple(shape)
+
+    def check_fits(self, shape: tuple[int, ...]) -> None:
+        """Raise LayoutError unless all regions are inside a global shape."""
+        if self.ndim != len(shape):
+            raise LayoutError(f"regions have {self.ndim} dims, but the tensor of shape {list(shape)} has {len(shape)}")
+        for rank, row in self.boxes:
+            for box in row:
+                for (_, hi), size in zip(box, shape, strict=True):
+                    if hi > size:
+                        raise LayoutError(f"rank {rank}: region {format_box(box)} reaches past shape {list(shape)}")
 
     def with_ranks(self, rank_of: Mapping[int, int]) -> RegionLayout:
         """The same layout with each rank replaced."""

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from reshard.dtypes import dtype_name
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, DisagreementError
 from reshard.layout import AnyLayout, Layout, RegionLayout
 from reshard.mesh import Mesh
 from reshard.plan import Plan, expand_messages
@@ -67,6 +68,7 @@ def reshard_local(
     src_spec: Any = None,
     dst_spec: Any = None,
     shape: Sequence[int],
+    dst_dtype: Any = None,
     strategy: str | Strategy | None = None,
     topology: Topology | None = None,
 ) -> dict[int, Array]:
@@ -74,11 +76,17 @@ def reshard_local(
 
     Args:
         shards: ``{source rank: local array}``, NumPy or torch.
-        src, dst: a layout, or a mesh with ``src_spec`` or ``dst_spec`` beside it.
+        src, dst: a layout, or a mesh with ``src_spec`` or ``dst_spec`` beside it; without a spec each rank of the mesh
+            holds the whole tensor.
         shape: the global shape.
+        dst_dtype: the dtype of the result; omitted, that of the source.
 
     Returns:
         ``{destination rank: local array}``, new arrays.
+
+    Raises:
+        ArgumentError: a shard is missing, has the wrong shape or dtype, or cannot be cast to ``dst_dtype``.
+        DisagreementError: there is no ``src_spec``, and shards differ.
 
     >>> import numpy as np
     >>> from reshard import Layout, Mesh, reshard_local
@@ -101,8 +109,52 @@ def reshard_local(
         if rank not in src_layout.ranks:
             raise ArgumentError(f"rank {rank} has a shard, but is not in the source layout")
     dtype = dtype_name(next(iter(shards.values())).dtype)
-    plan = make_plan(src_layout, dst_layout, shape, dtype, strategy=strategy, topology=topology)
-    return execute_local(plan, [shards])[0]
+    travelling = dtype
+    if dst_dtype is not None:
+        from reshard.casts import check_cast, travelling_dtype  # imports torch
+
+        dst_dtype = dtype_name(dst_dtype)
+        check_cast(dtype, dst_dtype, "the tensor")
+        travelling = travelling_dtype(dtype, dst_dtype)
+    plan = make_plan(src_layout, dst_layout, shape, travelling, strategy=strategy, topology=topology)
+    _check_shards(plan.tensors[0].src_shards, dtype, shards, None)
+    if isinstance(src, Mesh) and src_spec is None:
+        _check_equal({rank: shards[rank] for rank in src.ranks})
+    moved = execute_local(plan, [{rank: _cast(array, travelling) for rank, array in shards.items()}])[0]
+    return moved if dst_dtype is None else {rank: _cast(array, dst_dtype) for rank, array in moved.items()}
+
+
+def _cast(array: Array, dtype: str) -> Array:
+    if dtype_name(array.dtype) == dtype:
+        return array
+    if not isinstance(array, np.ndarray):
+        import torch
+
+        return array.to(getattr(torch, dtype))
+    try:
+        return array.astype(dtype)
+    except TypeError:
+        raise ArgumentError(f"NumPy has no dtype {dtype}; pass torch tensors") from None
+
+
+def _check_equal(shards: Mapping[int, Array]) -> None:
+    """Raise where shards that are taken for replicas differ in a byte."""
+    digest = {rank: xxhash.xxh3_64(_bytes_of(array)).intdigest() for rank, array in shards.items()}
+    first = next(iter(digest))
+    for rank, found in digest.items():
+        if found != digest[first]:
+            raise DisagreementError(
+                f"rank {rank} holds other elements than rank {first}, but without src_spec every source rank holds the "
+                "whole tensor; pass src_spec= if it is sharded"
+            )
+
+
+def _bytes_of(array: Array) -> Any:
+    if isinstance(array, np.ndarray):
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    import torch
+
+    return array.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _empty_like(array: Array, shape: tuple[int, ...]) -> Array:

@@ -194,7 +194,10 @@ class Meeting:
                 try:
                     self._spoke = Spoke.connect(self._store, self.group.rank, hub, last - time.monotonic())
                 except RemoteError as error:
-                    raise (EOFError(str(error)) if bears_loss else error) from None
+                    if bears_loss:
+                        raise EOFError(str(error)) from None
+                    self._look_for(hub, bears_loss)  # it may have published why it left
+                    raise
                 self._close_at_exit()
             spoke = self._spoke
             spoke.say(record.to_json(), last - time.monotonic())
@@ -208,7 +211,7 @@ class Meeting:
         except EOFError as error:
             if bears_loss:
                 return Verdict(lost=[hub], generation=record.generation)
-            return Verdict(error=("RemoteError", f"rank {self.group.rank} lost its connection to rank {hub}: {error}"))
+            return self._explain_loss(hub, error)
         except TimeoutError:
             if bears_loss and self._spoke is None and not self._store_answers():  # nor will anybody else be found
                 text = f"rank {self.group.rank} hears neither rank {hub} nor the store; its host may be cut off"
@@ -227,6 +230,18 @@ class Meeting:
             with contextlib.suppress(EOFError, TimeoutError):
                 self._spoke.leave(None if verdict.behind or verdict.lost else told.to_json())
         return verdict
+
+    def _explain_loss(self, hub: int, error: EOFError) -> Verdict:
+        """Why the connection to the first member ended: what that rank published, else what the socket says."""
+        try:
+            self._look_for(hub, bears_loss=False)
+        except LeavingError as left:
+            return left.verdict
+        except ReshardError as known:
+            return Verdict(error=describe_error(known))
+        except RuntimeError:  # the store is gone too
+            pass
+        return Verdict(error=("RemoteError", f"rank {self.group.rank} lost its connection to rank {hub}: {error}"))
 
     def _miss(self, missing: list[int], timeout_seconds: float) -> Verdict:
         error = missing_error(missing, self.members, timeout_seconds)

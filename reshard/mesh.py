@@ -26,8 +26,9 @@ class Mesh:
     """An n-d grid of distinct ranks with one name per axis.
 
     Args:
-        ranks: the ranks in row-major order.
-        axis_sizes: ``{axis name: size}`` in axis order; the sizes multiply to ``len(ranks)``. Omitted: one axis "0".
+        ranks: the ranks in row-major order, as one list or a nested one such as ``[[0, 1], [2, 3]]``.
+        axis_sizes: ``{axis name: size}`` in axis order; the sizes multiply to the number of ranks. Omitted: the axes of
+            the nested list, named "0", "1", ...
 
     Any set of ranks will do: not contiguous, in any order, shared with another mesh. Ranks are those of
     the group that a call names, the world by default. Two meshes are equal when sizes, names and ranks are.
@@ -46,11 +47,11 @@ class Mesh:
     def __init__(self, ranks: Iterable[int], axis_sizes: Mapping[str, int] | None = None) -> None:
         try:
             ranks = tuple(ranks)
-            if any(isinstance(rank, (list, tuple)) for rank in ranks):
-                raise MeshError(
-                    "ranks are one flat list, major axis first, and a second argument names the axes, as in "
-                    "Mesh([2, 3, 4, 5], {'dp': 2, 'tp': 2}); a grid is Mesh.from_array([[2, 3], [4, 5]])"
-                )
+            if any(isinstance(rank, (list, tuple, np.ndarray)) for rank in ranks):
+                nested = _as_grid(ranks)
+                ranks = tuple(nested.ravel().tolist())
+                if axis_sizes is None:
+                    axis_sizes = {str(axis): size for axis, size in enumerate(nested.shape)}
             flat = tuple(index(rank) for rank in ranks)
             if axis_sizes is None:
                 axis_sizes = {"0": len(flat)}
@@ -112,12 +113,7 @@ class Mesh:
     @classmethod
     def from_array(cls, ranks: Any, axes: Sequence[str] | None = None) -> Mesh:
         """A mesh from an n-d array (or nested list) of ranks."""
-        try:
-            grid = np.asarray(ranks)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise MeshError(f"ranks must form a full grid: {error}") from None
-        if grid.size and grid.dtype.kind not in "iu":
-            raise MeshError(f"ranks must be integers, not {grid.dtype}")
+        grid = _as_grid(ranks)
         names = _axis_names(axes, grid.ndim)
         return cls(grid.ravel().tolist(), dict(zip(names, grid.shape, strict=True)))
 
@@ -174,6 +170,17 @@ class Mesh:
         return f"Mesh({grid + '; ' if grid else ''}ranks {format_ranks(self.ranks)})"
 
     __repr__ = __str__
+
+
+def _as_grid(ranks: Any) -> np.ndarray:
+    """Nested ranks as an array of integers."""
+    try:
+        grid = np.asarray(ranks)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise MeshError(f"ranks must form a full grid: {error}") from None
+    if grid.size and grid.dtype.kind not in "iu":
+        raise MeshError(f"ranks must be integers, not {grid.dtype}")
+    return grid
 
 
 def _axis_names(axes: Sequence[str] | None, count: int) -> list[str]:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from reshard.agreement import Record, Verdict, describe_error, plan_arguments, resolve_left
-from reshard.arrays import as_plain, check_apart, check_array, waited_for
+from reshard.arrays import as_plain, check_apart
 from reshard.channel import Channel, find_channel
 from reshard.digests import Digests, Hops, compare_digests, describe_copy
+from reshard.dtensors import is_dtensor
 from reshard.errors import ArgumentError, RankLostError, ReshardError, VerificationError
 from reshard.failures import calling, counted, tell_error
 from reshard.group import check_inside, find_group
@@ -23,8 +24,9 @@ from reshard.handles import EXIT_SECONDS, Handle, StreamHandle
 from reshard.hosts import warn_of_hosts
 from reshard.mesh import format_ranks
 from reshard.monitor import Monitor, call_at_exit
+from reshard.mover_arrays import MoverArrays
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_device_type, check_timeout, check_verify
-from reshard.plan import Plan, TensorSpec
+from reshard.plan import Plan
 from reshard.program import Program, build_program
 from reshard.progress import TOLD_TAG, VERIFY_TAG, WrongCopyError, describe_progress, run_program
 from reshard.round_runner import RoundRunner
@@ -38,7 +40,8 @@ class Mover:
     """Moves tensors as a plan says, as often as asked: no planning, no new group, no allocation per call.
 
     Use it as a context manager, or call :meth:`close`. All ranks of the plan make it, in the same order among
-    themselves, and call it equally often.
+    themselves, and call it equally often. The thread that makes a Mover starts its transfers; :meth:`start` returns at
+    once, so a second thread is not needed.
 
     Args:
         plan: what to do; equal on all ranks.
@@ -143,12 +146,13 @@ class Mover:
         self.plan, self._program, self._verify = plan, program, verify
         self._channel, self._tag, self._generation = channel, call % (TOLD_TAG - 1), verdict.generation
         self._timeout_seconds = timeout_seconds
+        self._owner = threading.current_thread()
         self._staging = Staging(program, plan.staging_bytes)
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._keeps_staging = False  # hand the buffers to the next call of the same plan
-        self._device_type = verdict.device_type
+        self._arrays = MoverArrays(plan, program, channel.group, verdict.device_type)
         self._streamed = self._transport = None
         if runner is not None:
             device = runner.memory.device
@@ -173,9 +177,9 @@ class Mover:
         """Start moving.
 
         Args:
-            tensor: this rank's source shard, or ``{name: shard}`` for a plan of named tensors; None outside
-                the source. It must not change until the transfer is over.
-            out: where to put the destination shard, or ``{name: array}``; allocated if omitted.
+            tensor: this rank's source shard or DTensor, or ``{name: shard}`` for a plan of named tensors; None
+                outside the source. It must not change until the transfer is over.
+            out: where to put the destination shard, a tensor or DTensor, or ``{name: array}``; allocated if omitted.
 
         Returns:
             A handle; several may be under way, they finish in the order in which they were started.
@@ -186,18 +190,21 @@ class Mover:
         """
         if self._closed:
             raise ArgumentError("this Mover is closed")
+        names = [spec.name for spec in self.plan.tensors]
         try:
-            src = self._sources(tensor)
-            dst = self._targets(out)
-            check_apart(src, dst)
+            self._check_thread()
+            src = self._arrays.sources(self.plan.by_tensor(tensor))
+            outs = self.plan.by_tensor(out)
+            dst = self._arrays.targets(outs)
+            check_apart(src, dst, names)
             src = [as_plain(array) for array in src]
         except ReshardError as error:
             raise self._channel.fail(self._generation, error) from None
         named = isinstance(tensor, Mapping) or self.plan.tensors[0].name is not None
-        names = [spec.name for spec in self.plan.tensors]
+        results = [given if is_dtensor(given) else array for given, array in zip(outs, dst, strict=True)]
 
         def finish() -> Any:
-            return dict(zip(names, dst, strict=True)) if named else dst[0]
+            return dict(zip(names, results, strict=True)) if named else results[0]
 
         return self._enqueue(src, dst, finish)
 
@@ -227,25 +234,25 @@ class Mover:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _sources(self, tensor: Any) -> list[torch.Tensor | None]:
-        return [
-            check_array(
-                waited_for(array), shape, spec.dtype, "the source", spec.name, self._program.rank, self._device_type
+    def empty_out(self) -> Any:
+        """An array for this rank's destination shard to pass as ``out=``, not filled; None outside the destination.
+
+        For a plan of named tensors ``{name: array}``.
+        """
+        arrays = map(self._arrays.empty, self.plan.tensors, self._program.dst_shapes)
+        if self.plan.tensors[0].name is None:
+            return next(arrays)
+        return {spec.name: array for spec, array in zip(self.plan.tensors, arrays, strict=True)}
+
+    def _check_thread(self) -> None:
+        """Raise ArgumentError where another thread made this Mover and is alive: threads have no common order."""
+        current = threading.current_thread()
+        if current is not self._owner and self._owner.is_alive():
+            raise ArgumentError(
+                f"rank {self._program.rank}: thread {current.name!r} starts a transfer of a Mover that thread "
+                f"{self._owner.name!r} made; ranks match transfers by order: give each thread its own group and Mover"
             )
-            for array, shape, spec in self._by_tensor(tensor, self._program.src_shapes)
-        ]
-
-    def _targets(self, out: Any) -> list[torch.Tensor | None]:
-        targets: list[torch.Tensor | None] = []
-        for array, shape, spec in self._by_tensor(out, self._program.dst_shapes):
-            if array is None and shape is not None:
-                array = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=current_device(self._device_type))
-            rank = self._program.rank
-            targets.append(check_array(array, shape, spec.dtype, "the destination", spec.name, rank, self._device_type))
-        return targets
-
-    def _by_tensor(self, value: Any, shapes: Sequence[Any]) -> list[tuple[Any, Any, TensorSpec]]:
-        return list(zip(self.plan.by_tensor(value), shapes, self.plan.tensors, strict=True))
+        self._owner = current
 
     def _enqueue(
         self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], finish: Callable[[], Any]
@@ -305,7 +312,10 @@ class Mover:
             handle.describe = functools.partial(describe_progress, self.plan, self._program, handle.tally)
             handle.begin()
             deadline = time.monotonic() + self._timeout_seconds
-            digests = Digests() if self._verify else None
+            digests = None
+            if self._verify:
+                digests = Digests()
+                digests.replicas = self._hops.replicas.digest(self._program.rank, src)
             run_program(
                 self._program,
                 self._transport,  # type: ignore[arg-type]

@@ -56,8 +56,11 @@ def split_factor_of(step: Step) -> int:
     return 1 if isinstance(step, str) else step.split_factor
 
 
-def read_spec(mesh: Mesh, spec: Any) -> Spec:
+def read_spec(mesh: Mesh, spec: Any, ndim: int | None = None) -> Spec:
     """The normal form of a spec in any of the notations; trailing unsharded dims are dropped.
+
+    Args:
+        ndim: the number of tensor dims, which placements such as ``Shard(-1)`` count from.
 
     Raises:
         LayoutError: the text is malformed, or names an unknown axis, or an axis twice.
@@ -76,7 +79,7 @@ def read_spec(mesh: Mesh, spec: Any) -> Spec:
             f"spec {spec!r} is none of: a text such as 'S0 R' or '(dp, -)', a tuple of axis names, placements"
         )
     elif any(_is_placement(entry) for entry in spec):
-        steps = _read_placements(mesh, list(spec))
+        steps = _read_placements(mesh, list(spec), ndim)
     else:
         steps = _read_ours(mesh, list(spec))
     seen: set[str] = set()
@@ -142,7 +145,7 @@ def _partial_text(what: str) -> str:
     )
 
 
-def _read_placements(mesh: Mesh, placements: list[Any]) -> list[tuple[Step, ...]]:
+def _read_placements(mesh: Mesh, placements: list[Any], ndim: int | None) -> list[tuple[Step, ...]]:
     if len(placements) != len(mesh.axes):
         raise LayoutError(f"{len(placements)} placements for the {len(mesh.axes)} axes of {mesh}; give one per axis")
     steps: dict[int, list[Step]] = {}
@@ -157,7 +160,14 @@ def _read_placements(mesh: Mesh, placements: list[Any]) -> list[tuple[Step, ...]
         if not isinstance(dim, int):
             raise LayoutError(f"placement {placement!r} for axis {axis!r} shards no tensor dim")
         if dim < 0:
-            raise LayoutError(f"placement {placement} for axis {axis!r}: count the tensor dim from 0")
+            if ndim is None:
+                raise LayoutError(
+                    f"placement {placement} for axis {axis!r}: the number of dims is unknown here; count the dim from "
+                    "0, pass shape= in a call, or ndim= to a Layout"
+                )
+            if dim < -ndim:
+                raise LayoutError(f"placement {placement} for axis {axis!r}: the tensor has {ndim} dims")
+            dim += ndim
         factor = int(getattr(placement, "split_factor", 1))
         steps.setdefault(dim, []).append(axis if factor == 1 else Strided(axis, factor))
     return [tuple(steps.get(dim, ())) for dim in range(max(steps, default=-1) + 1)]

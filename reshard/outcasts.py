@@ -16,7 +16,8 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from reshard.agreement import Record, Verdict
-from reshard.beacon import publish_beacon
+from reshard.beacon import ANY_RANKS, publish_beacon
+from reshard.callers import find_mixed_threads
 from reshard.errors import DisagreementError, RemoteError
 from reshard.failures import LeavingError
 from reshard.group import Group
@@ -38,7 +39,7 @@ class LostError(LeavingError):
 
 
 _CALLS = "makes call"
-_ADVICE = "make a new group to go on"
+_ADVICE = "create a new group"
 
 
 class OutOfStepError(LeavingError):
@@ -49,9 +50,7 @@ class OutOfStepError(LeavingError):
 
 
 def _describe(members: Sequence[int], why: str) -> str:
-    return (
-        f"calls of ranks {format_ranks(members)} can no longer be told apart, because in one of them {why}: {_ADVICE}"
-    )
+    return f"ranks {format_ranks(members)} are out of sync ({why}): {_ADVICE}"
 
 
 def lose_step(group: Group, members: Sequence[int], why: str) -> None:
@@ -61,6 +60,12 @@ def lose_step(group: Group, members: Sequence[int], why: str) -> None:
         publish_beacon(group)
 
 
+def _find_reason(beacon: dict[str, Any], members: Sequence[int]) -> str | None:
+    """Why calls of these ranks can no longer be told apart, by what a rank publishes; None if they can."""
+    reasons = beacon["out_of_step"]
+    return reasons.get(format_ranks(members), reasons.get(ANY_RANKS))
+
+
 def check_together(group: Group, members: Sequence[int], bears_loss: bool) -> None:
     """Raise unless these ranks may call.
 
@@ -68,7 +73,7 @@ def check_together(group: Group, members: Sequence[int], bears_loss: bool) -> No
         DisagreementError: their calls can no longer be told apart.
         RemoteError: some of them are lost, and the call does not bear that.
     """
-    why = group.beacon["out_of_step"].get(format_ranks(members))
+    why = _find_reason(group.beacon, members)
     if why is not None:
         raise DisagreementError(_describe(members, why))
     lost = [rank for rank in members if rank in group.beacon["lost"]]
@@ -102,7 +107,7 @@ def find_outcast(group: Group, members: Sequence[int], rank: int, beacon: dict[s
         raise OutcastError(
             f"rank {rank} goes on without rank {group.rank}, which did not come to a call in time: make a new group"
         )
-    why = beacon["out_of_step"].get(format_ranks(members))
+    why = _find_reason(beacon, members)
     if why is not None:
         raise OutOfStepError(members, why)
 
@@ -127,6 +132,9 @@ def counting(group: Group, members: Sequence[int], bears_loss: bool) -> Iterator
 
 def find_mixed(records: Sequence[Record]) -> Verdict | None:
     """What all take from a round to which ranks came for different things; None if it was for the same."""
+    threads = find_mixed_threads({record.rank: record.caller for record in records})
+    if threads is not None:
+        return Verdict(error=(DisagreementError.__name__, threads), loses_step=threads)
     first = records[0]
     for record in records[1:]:
         places = (first.place, record.place)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.dim_cuts import check_shape
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError, PlanError
 from reshard.layout import AnyLayout, Layout, RegionLayout
-from reshard.shards import Shards, check_shape, cut_shards, mix_rows
+from reshard.shards import Shards, cut_shards, mix_rows
 from reshard.tasks import UnitTasks, count_unit_tasks, cut_unit_tasks
 from reshard.topology import Topology
 from reshard.transfers import Transfers

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reshard.dim_cuts import check_shape
 from reshard.errors import ArgumentError
 from reshard.layout import AnyLayout
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec, check_tensors
 from reshard.portfolio import choose_fastest
 from reshard.routes import Problem, Routes, Strategy, complete
-from reshard.shards import check_shape
 from reshard.strategies import find_strategy
 from reshard.topology import Topology
 from reshard.transfers import Transfers

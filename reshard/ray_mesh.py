@@ -17,6 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from reshard.arrays import check_movable
+from reshard.dim_cuts import check_shape
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, MeshError, RemoteError, TransferTimeoutError
 from reshard.layout import Layout
@@ -24,7 +25,7 @@ from reshard.mesh import Mesh
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.ray_actor import Device, pack_array, shard_of, unpack_array, whole_of
 from reshard.ray_asking import ask, check_open, keeper_place, session
-from reshard.shards import check_shape, cut_shards
+from reshard.shards import cut_shards
 
 #: After so long without room on the cluster, the caller hears what there is.
 IMPATIENT_SECONDS = 5.0

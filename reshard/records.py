@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 from reshard.agreement import Record, TensorRecord
 from reshard.arrays import as_plain, check_apart, check_movable, waited_for
 from reshard.casts import check_cast
+from reshard.digests import digest_array
+from reshard.dim_cuts import check_shape
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError
 from reshard.group import Group, check_inside
 from reshard.options import check_on_loss, check_verify
 from reshard.request import Item
 from reshard.routes import Strategy
-from reshard.shards import check_shape
 from reshard.strategies import find_strategy
 from reshard.topology import Topology
 from reshard.version import __version__
@@ -77,9 +78,11 @@ def _check_local(record: Record, group: Group, items: Sequence[Item], members: S
             raise item.spec_error
         _check_item(record.tensors[item.name], item, group.rank, options)
         said.append((f"the destination dtype{f' of {item.name!r}' if item.name else ''}", str(item.dst_dtype)))
-    check_apart([item.tensor for item in items], [item.out for item in items])
+    check_apart([item.tensor for item in items], [item.out for item in items], [item.name for item in items])
     for item in items:
         item.tensor = as_plain(item.tensor)
+        if item.is_assumed_replicated and item.tensor is not None and len(item.src.ranks) > 1:
+            record.tensors[item.name].digest = digest_array(item.tensor)
 
 
 def _check_device(device_type: str, options: Options) -> None:
@@ -94,6 +97,9 @@ def _check_item(record: TensorRecord, item: Item, rank: int, options: Options) -
         record.shape = list(check_shape(item.shape))
         if any(size < 0 for size in record.shape):
             raise ArgumentError(f"{what}: shape {record.shape} has a negative size")
+        for dtensor, role in ((item.like, "the source DTensor"), (item.out_like, "the out DTensor")):
+            if dtensor is not None and list(dtensor.shape) != record.shape:
+                raise ArgumentError(f"{what}: {role} has shape {list(dtensor.shape)}, but shape is {record.shape}")
     if item.dtype is not None:
         record.dtype = dtype_name(item.dtype)
     if item.dst_dtype is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from reshard.agreement import Record, describe_error, resolve
 from reshard.channel import find_channel
+from reshard.dtensors import check_same_layout, is_device_mesh, is_dtensor, mesh_of
 from reshard.errors import ArgumentError, ReshardError
 from reshard.failures import tell_error
 from reshard.group import Group
@@ -30,20 +31,24 @@ class Item:
     dtype: Any
     dst_dtype: Any
     like: Any  # the DTensor that came in
+    out_like: Any  # the DTensor to fill
+    is_assumed_replicated: bool  # no spec was given for a plain tensor: the ranks compare their replicas
     dst_device_mesh: Any
-    dst_spec: Any
+    dst_placements: Any
     names: list[str]  # of all tensors, in the order in which this rank passes them
     spec_error: ReshardError | None  # a spec that does not fit its mesh, told once ranks meet
 
     def wrap(self, array: Any, shape: Sequence[int]) -> Any:
         """A destination shard as a DTensor if the destination is a DeviceMesh."""
+        if self.out_like is not None:
+            return self.out_like
         if self.dst_device_mesh is None or array is None:
             return array
         import torch
         from torch.distributed.tensor import DTensor
 
         stride = torch.empty(list(shape), device="meta").stride()
-        placements = self.dst_spec if self.dst_spec is not None else self.dst.to_placements()  # type: ignore[union-attr]
+        placements = self.dst_placements or self.dst.to_placements()  # type: ignore[union-attr]
         return DTensor.from_local(
             array, self.dst_device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
@@ -142,68 +147,103 @@ def _find_members(tensor: Any, src_mesh: Any, dst_mesh: Any, group: Group) -> tu
     return tuple(sorted(ranks))
 
 
-def _is_dtensor(tensor: Any) -> bool:
-    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
-
-
 def _read_item(name: str, names: list[str], given: Mapping[str, Any], group: Group) -> Item:
-    tensor, src_mesh, src_spec = given["tensor"], given["src_mesh"], given["src_spec"]
-    dst_mesh, shape, dtype, out = given["dst_mesh"], given["shape"], given["dtype"], given["out"]
-    like = None
-    if _is_dtensor(tensor):
-        like = tensor
-        if src_mesh is None:
-            if src_spec is not None:
-                raise ArgumentError("src_spec is given, but the DTensor brings its own placements")
-            src_mesh, src_spec = tensor.device_mesh, list(tensor.placements)
-        shape = list(tensor.shape) if shape is None else shape
-        dtype = tensor.dtype if dtype is None else dtype
-        tensor = tensor.to_local().detach()
-    if _is_dtensor(out):
-        out = out.to_local()
+    tensor, shape, dtype, out = given["tensor"], given["shape"], given["dtype"], given["out"]
+    like = tensor if is_dtensor(tensor) else None
+    out_like = out if is_dtensor(out) else None
     what = f" of {name!r}" if name else ""
-    if src_mesh is None:
-        raise ArgumentError(f"src_mesh{what} is missing: give a Mesh, a DeviceMesh or a Layout, or pass a DTensor")
-    if dst_mesh is None:
-        raise ArgumentError(f"dst_mesh{what} is missing: give a Mesh, a DeviceMesh or a Layout")
-    src, src_error = _read_layout(src_mesh, src_spec, group, f"src_mesh{what}")
-    dst, dst_error = _read_layout(dst_mesh, given["dst_spec"], group, f"dst_mesh{what}")
+    src, src_error = _read_side("src", given, like, group, what)
+    dst, dst_error = _read_side("dst", given, out_like, group, what)
+    if like is not None:
+        dtype = like.dtype if dtype is None else dtype
+        tensor = like.to_local().detach()
+    either = out_like if like is None else like
+    if shape is None and either is not None:
+        shape = list(either.shape)
+    dst_mesh = given["dst_mesh"] if out_like is None else out_like.device_mesh
+    placements = given["dst_spec"] if out_like is None else out_like.placements
     return Item(
         name=name,
         names=names,
         src=src,
         dst=dst,
         tensor=tensor,
-        out=out,
+        out=out if out_like is None else out_like.to_local(),
         shape=shape,
         dtype=dtype,
         dst_dtype=given["dst_dtype"],
         like=like,
-        dst_device_mesh=dst_mesh if _is_device_mesh(dst_mesh) else None,
-        dst_spec=given["dst_spec"] if isinstance(given["dst_spec"], (list, tuple)) else None,
+        out_like=out_like,
+        is_assumed_replicated=like is None
+        and given["src_spec"] is None
+        and isinstance(src, Layout)
+        and not src.spec
+        and not isinstance(given["src_mesh"], Layout),
+        dst_device_mesh=dst_mesh if is_device_mesh(dst_mesh) else None,
+        dst_placements=list(placements) if _are_placements(placements) else None,
         spec_error=src_error or dst_error,
     )
 
 
-def _is_device_mesh(mesh: Any) -> bool:
-    return hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "mesh")
+def _are_placements(spec: Any) -> bool:
+    return isinstance(spec, (list, tuple)) and bool(spec) and all(hasattr(one, "is_partial") for one in spec)
 
 
-def _read_layout(mesh: Any, spec: Any, group: Group, what: str) -> tuple[AnyLayout, ReshardError | None]:
+def _read_side(
+    side: str, given: Mapping[str, Any], dtensor: Any, group: Group, what: str
+) -> tuple[AnyLayout, ReshardError | None]:
+    """The source or the destination layout: what a DTensor says of itself, or what the arguments say, or both alike."""
+    mesh, spec = given[f"{side}_mesh"], given[f"{side}_spec"]
+    if dtensor is None:
+        if mesh is None:
+            other = ", or pass a DTensor" if side == "src" else ""
+            raise ArgumentError(f"{side}_mesh{what} is missing: give a Mesh, a DeviceMesh or a Layout{other}")
+        return _read_layout(mesh, spec, group, f"{side}_mesh{what}", _find_ndim(given))
+    own, error = _read_layout(dtensor.device_mesh, list(dtensor.placements), group, f"{side}_mesh{what}", dtensor.dim())
+    if error is not None or (mesh is None and spec is None):
+        return own, error
+    given_mesh = dtensor.device_mesh if mesh is None else mesh
+    said, error = _read_layout(given_mesh, spec, group, f"{side}_mesh{what}", dtensor.dim())
+    if error is not None:
+        return said, error
+    is_mesh_alone = spec is None and not isinstance(mesh, (Layout, RegionLayout))
+    if is_mesh_alone and isinstance(said, Layout) and own.mesh.array.tolist() == said.mesh.array.tolist():  # type: ignore[union-attr]
+        return (own if own.spec else said), None  # type: ignore[union-attr]
+    try:
+        role = f"the {'source' if side == 'src' else 'out'} DTensor{what}"
+        source = f"{side}_mesh" if spec is None else f"{side}_spec"
+        check_same_layout(own, said, tuple(dtensor.shape), group.rank, role, source)  # type: ignore[arg-type]
+    except ReshardError as contradiction:
+        return said, contradiction
+    return said, None
+
+
+def _find_ndim(given: Mapping[str, Any]) -> int | None:
+    """The number of tensor dims as far as this rank knows it."""
+    if isinstance(given["shape"], Sequence):
+        return len(given["shape"])
+    for array in (given["tensor"], given["out"]):
+        if hasattr(array, "ndim"):
+            return int(array.ndim)
+    return None
+
+
+def _read_layout(
+    mesh: Any, spec: Any, group: Group, what: str, ndim: int | None = None
+) -> tuple[AnyLayout, ReshardError | None]:
     """A layout; a spec that does not fit is an error for later, since its mesh says which ranks must hear of it."""
     if isinstance(mesh, (Layout, RegionLayout)):
         error = ArgumentError(f"{what} is a layout and has a spec already") if spec is not None else None
         return mesh, error
     if isinstance(mesh, Mesh):
         ours = mesh
-    elif _is_device_mesh(mesh):
-        ours = Mesh.from_device_mesh(mesh)
-        ours = ours.with_ranks({rank: group.translate(rank) for rank in ours.ranks})
+    elif is_device_mesh(mesh):
+        ours = mesh_of(mesh, group)
     elif hasattr(mesh, "axis_names") and hasattr(mesh, "devices"):
         ours = Mesh.from_jax(mesh)
     else:
         raise ArgumentError(f"{what} must be a Mesh, a DeviceMesh, a jax Mesh or a Layout, not {type(mesh).__name__}")
     try:
-        return Layout(ours, spec), None
+        return Layout(ours, spec, ndim=ndim), None
     except ReshardError as error:
         return Layout(ours), error

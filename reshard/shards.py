@@ -1,6 +1,6 @@
 """Where a layout puts each element of a tensor of a given shape.
 
-The only place that knows the chunk rule. Everything is arrays: a layout of a million tiles is three of them.
+Everything is arrays: a layout of a million tiles is three of them.
 """
 
 from __future__ import annotations
@@ -9,34 +9,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import index
 
 import numpy as np
 
+from reshard.dim_cuts import MAX_PIECES, DimCuts, check_sizes
 from reshard.errors import LayoutError
-from reshard.layout import MAX_NDIM, AnyLayout, Box, Layout, RegionLayout, format_box
-from reshard.notation import Step, axis_of, split_factor_of
+from reshard.layout import AnyLayout, Box, Layout, RegionLayout, format_box
+from reshard.notation import axis_of
 
 NO_RANK = -1
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-MAX_PIECES = 2**22
 #: Cells into which regions that overlap in part may be cut.
 MAX_CELLS = 2**17
-
-
-@dataclass(frozen=True, eq=False)
-class DimCuts:
-    """One tensor dim cut into intervals that do not overlap, ascending; empty ones are left out.
-
-    ``coord`` says which part of the dim (counted major first over its axes) an interval belongs to, and
-    ``local`` where it lies in that part; ``local_size`` is the size of each part.
-    """
-
-    lo: np.ndarray
-    hi: np.ndarray
-    coord: np.ndarray
-    local: np.ndarray
-    local_size: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,18 +51,10 @@ class Shards:
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the local array of a rank of the layout."""
         if isinstance(self.layout, RegionLayout):
-            return _joined_shape(self.layout, rank)
+            return self.layout.joined_shape(rank)
         assert self.cuts is not None
-        mesh = self.layout.mesh
-        coords = np.unravel_index(mesh.ranks.index(rank), mesh.sizes) if mesh.sizes else ()
-        at = dict(zip(mesh.axes, coords, strict=True))
-        shape = []
-        for dim, cut in enumerate(self.cuts):
-            part = 0
-            for step in self.layout.spec[dim] if dim < len(self.layout.spec) else ():
-                part = part * mesh.axis_size(axis_of(step)) + int(at[axis_of(step)])
-            shape.append(int(cut.local_size[part]))
-        return tuple(shape)
+        parts = self.layout.parts_of(rank, len(self.shape))
+        return tuple(int(cut.local_size[part]) for cut, part in zip(self.cuts, parts, strict=True))
 
     def pieces_of(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tiles of one rank: their ``start``, ``stop`` and where each starts in its local array."""
@@ -114,106 +90,16 @@ def cut_shards(layout: AnyLayout, shape: Sequence[int]) -> Shards:
     Raises:
         LayoutError: the layout has more dims than the shape, or a region reaches past it.
     """
-    shape = check_shape(shape)
-    if len(shape) > MAX_NDIM:
-        raise LayoutError(f"shape {list(shape)} has {len(shape)} dims; at most {MAX_NDIM} are supported")
-    if any(size < 0 for size in shape) or math.prod(size for size in shape if size) >= 2**56:
-        raise LayoutError(f"shape {list(shape)} must have sizes of at least 0 and fewer than 2**56 elements")
+    shape = check_sizes(shape)
     if isinstance(layout, RegionLayout):
         return _cut_regions(layout, shape)
     return _cut_grid(layout, shape)
 
 
-def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape as a tuple of integers; raises LayoutError if it is none."""
-    try:
-        if isinstance(shape, str):
-            raise TypeError
-        return tuple(index(size) for size in shape)
-    except TypeError:
-        raise LayoutError(f"shape {shape!r} is not a sequence of integers") from None
-
-
-def chunk_rule(size: np.ndarray, num_chunks: int) -> tuple[np.ndarray, np.ndarray]:
-    """torch.chunk: ``ceil(size / num_chunks)`` elements to each chunk until none are left.
-
-    Returns ``(start, stop)`` of shape ``size.shape + (num_chunks,)``.
-    """
-    size = np.asarray(size, dtype=np.int64)[..., None]
-    chunk = -(-size // num_chunks)
-    number = np.arange(num_chunks, dtype=np.int64)
-    return np.minimum(chunk * number, size), np.minimum(chunk * (number + 1), size)
-
-
-def _cut_dim(size: int, steps: Sequence[Step], axis_sizes: Sequence[int]) -> DimCuts:
-    if all(split_factor_of(step) == 1 for step in steps):
-        lo, length = np.zeros(1, dtype=np.int64), np.array([size], dtype=np.int64)
-        for axis_size in axis_sizes:
-            start, stop = chunk_rule(length, axis_size)
-            lo, length = (lo[:, None] + start).ravel(), (stop - start).ravel()
-        coord = np.flatnonzero(length)
-        return DimCuts(lo[coord], (lo + length)[coord], coord, np.zeros_like(coord), length)
-    parts: list[list[tuple[int, int]]] = [[(0, size)]]
-    for step, axis_size in zip(steps, axis_sizes, strict=True):
-        parts = [piece for part in parts for piece in _cut_strided(part, split_factor_of(step), axis_size)]
-        if sum(map(len, parts)) > MAX_PIECES:
-            raise LayoutError(
-                f"steps {' '.join(map(str, steps))} cut {size} elements into more than {MAX_PIECES} pieces"
-            )
-    rows = []
-    for coord_index, part in enumerate(parts):
-        local = 0
-        for lo_, hi_ in part:
-            rows.append((lo_, hi_, coord_index, local))
-            local += hi_ - lo_
-    table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
-    local_size = np.array([sum(hi_ - lo_ for lo_, hi_ in part) for part in parts], dtype=np.int64)
-    return DimCuts(table[:, 0], table[:, 1], table[:, 2], table[:, 3], local_size)
-
-
-def _cut_strided(part: list[tuple[int, int]], split_factor: int, num_parts: int) -> list[list[tuple[int, int]]]:
-    """Cut the elements of ``part``, taken in order, into ``split_factor`` chunks and each over ``num_parts``."""
-    total = sum(hi - lo for lo, hi in part)
-    split_factor = min(split_factor, max(total, 1))
-    if min(split_factor, total) * num_parts > MAX_PIECES:
-        raise LayoutError(
-            f"a split factor of {split_factor} over {num_parts} ranks makes more than {MAX_PIECES} pieces"
-        )
-    outer_lo, outer_hi = chunk_rule(np.array(total), split_factor)
-    kept = outer_hi > outer_lo
-    outer_lo, outer_hi = outer_lo[kept], outer_hi[kept]
-    inner_lo, inner_hi = chunk_rule(outer_hi - outer_lo, num_parts)
-    ends = np.cumsum([0] + [hi - lo for lo, hi in part])
-    result = []
-    for part_index in range(num_parts):
-        piece: list[tuple[int, int]] = []
-        for lo, hi in zip(
-            (outer_lo + inner_lo[:, part_index]).tolist(), (outer_lo + inner_hi[:, part_index]).tolist(), strict=True
-        ):
-            at = int(np.searchsorted(ends, lo, side="right")) - 1
-            while lo < hi:
-                taken = min(hi, int(ends[at + 1])) - lo
-                first = part[at][0] + lo - int(ends[at])
-                if taken and piece and piece[-1][1] == first:
-                    piece[-1] = (piece[-1][0], first + taken)
-                elif taken:
-                    piece.append((first, first + taken))
-                lo, at = lo + taken, at + 1
-        result.append(piece)
-    return result
-
-
 def _cut_grid(layout: Layout, shape: tuple[int, ...]) -> Shards:
     mesh, spec = layout.mesh, layout.spec
-    if len(spec) > len(shape):
-        raise LayoutError(
-            f"layout {layout} shards dim {len(spec) - 1}, but the tensor of shape {list(shape)} has {len(shape)} dims"
-        )
+    cuts = layout.cut_dims(shape)
     spec = spec + ((),) * (len(shape) - len(spec))
-    cuts = tuple(
-        _cut_dim(size, steps, [mesh.axis_size(axis_of(step)) for step in steps])
-        for size, steps in zip(shape, spec, strict=True)
-    )
     num_tiles = math.prod(len(cut.lo) for cut in cuts)
     if num_tiles > MAX_PIECES:
         raise LayoutError(
@@ -247,26 +133,12 @@ def combine(columns: Sequence[np.ndarray]) -> np.ndarray:
     return out
 
 
-def _joined_shape(layout: RegionLayout, rank: int) -> tuple[int, ...]:
-    boxes = dict(layout.boxes)[rank]
-    if not boxes:
-        return (0,) * layout.ndim
-    shape = [hi - lo for lo, hi in boxes[0]]
-    if shape:
-        shape[layout.join_dim] = sum(box[layout.join_dim][1] - box[layout.join_dim][0] for box in boxes)
-    return tuple(shape)
-
-
 def _cut_regions(layout: RegionLayout, shape: tuple[int, ...]) -> Shards:
-    if layout.ndim != len(shape):
-        raise LayoutError(f"regions have {layout.ndim} dims, but the tensor of shape {list(shape)} has {len(shape)}")
+    layout.check_fits(shape)
     holders: dict[Box, list[tuple[int, tuple[int, ...]]]] = {}
     for rank, row in layout.boxes:
         at = 0
         for box in row:
-            for (_, hi), size in zip(box, shape, strict=True):
-                if hi > size:
-                    raise LayoutError(f"rank {rank}: region {format_box(box)} reaches past shape {list(shape)}")
             local = tuple(at if dim == layout.join_dim else 0 for dim in range(len(shape)))
             at += box[layout.join_dim][1] - box[layout.join_dim][0] if shape else 1
             if all(hi > lo for lo, hi in box):

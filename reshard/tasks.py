@@ -8,9 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
+from reshard.dim_cuts import DimCuts
 from reshard.errors import LayoutError
 from reshard.layout import format_box
-from reshard.shards import DimCuts, Shards, combine, find_overlaps, ranges
+from reshard.shards import Shards, combine, find_overlaps, ranges
 
 
 @dataclass(frozen=True, eq=False)

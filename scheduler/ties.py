@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from reshard.dim_cuts import check_shape
 from reshard.errors import ArgumentError
 from reshard.group import Group
 from reshard.layout import AnyLayout, Layout
@@ -16,7 +17,6 @@ from reshard.mover import Mover
 from reshard.plan import TensorSpec
 from reshard.planning import plan_tensors
 from reshard.routes import Strategy
-from reshard.shards import check_shape
 from reshard.topology import Topology
 
 from .pipeline import Pipeline

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 import pytest
 
 from reshard import Layout, Mesh, Topology, make_plan
-from reshard.agreement import Record, TensorRecord, Verdict, gather_said, plan_arguments, resolve
+from reshard.agreement import Record, TensorRecord, gather_said, plan_arguments, resolve
 
 LAYOUTS = {"w": (Layout(Mesh([0]), "R"), Layout(Mesh([1]), "R"))}
-
-
-def test_what_a_rank_says_by_default():
-    """Ranks of one version have the same defaults, and read each other's."""
-    said = Record(3).to_json()
-    assert said == {
-        "rank": 3, "arguments": [], "tensors": {}, "hostname": "", "generation": 0, "error": None, "attempt": 0,
-        "left": [], "why_left": None, "many": False, "skipped": {}, "made": {}, "place": "", "said": None,
-    }  # fmt: skip
-    assert Record.from_json(json.loads(json.dumps(said))) == Record(3)
-    assert asdict(Verdict()) == {
-        "error": None, "shapes": {}, "dtypes": {}, "hostnames": {}, "dtensors": [], "device_type": "cpu",
-        "generation": 0, "round": 0, "attempts": {}, "skipped": {}, "behind": [], "loses_step": "", "lost": [],
-        "said": {},
-    }  # fmt: skip
 
 
 def test_a_record_is_read_back_as_it_was():
@@ -90,12 +74,6 @@ def test_plans_of_named_tensors_that_differ_say_in_which_tensor():
     one, other = (dict(plan_arguments(make_plan(src, dst, {"a": (4,), "b": size}, "int8"))) for size in ((4,), (5,)))
     assert next(key for key in one if one[key] != other[key]) == "tensor b" and one["tensor a"] == other["tensor a"]
     assert "the tensor" in dict(plan_arguments(make_plan(src, dst, (4,), "int8")))
-
-
-def test_what_a_rank_says_of_a_tensor_by_default():
-    assert asdict(TensorRecord()) == {
-        "shape": None, "dtype": None, "dst_dtype": None, "is_dtensor": False, "local": None, "out": None, "devices": [],
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

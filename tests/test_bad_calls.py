@@ -104,7 +104,7 @@ def _cases(rank):
         ),
         "out that overlaps itself": (
             give | {"out": torch.zeros(20).as_strided((6, 2), (1, 1)) if rank == 3 else None},
-            "one place in memory",
+            "overlapping elements",
         ),
         "out conjugated": (
             give | {"out": torch.zeros(6, 2, dtype=torch.complex64).conj() if rank == 3 else None},
@@ -198,7 +198,7 @@ def _different_plans(rank):
 def test_movers_of_different_plans_name_the_first_difference():
     texts = run_processes(_different_plans, 4)
     assert len(set(texts)) == 1
-    assert "disagree on strategy: rank 0 passes multicast, rank 2 passes send_recv" in texts[0]
+    assert "disagree on strategy: ranks 0-1,3 pass multicast, rank 2 passes send_recv" in texts[0]
 
 
 def _one_start_fails(rank):

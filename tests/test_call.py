@@ -276,7 +276,7 @@ def _two_threads(rank):
 def test_two_threads_at_once_are_refused():
     """The refused call is one that the rank left alone: others fail for it, and calls of different steps never meet."""
     (refused, *ours), theirs = run_processes(_two_threads, 2)
-    assert refused.startswith("ArgumentError: two threads call on one group of 2 ranks at once"), refused
+    assert refused.startswith("ArgumentError: rank 0: two threads call on one group of 2 ranks at once"), refused
     assert any("two threads" in str(said) for said in theirs), theirs
     assert all(said is True or "Error: " in said for said in (*ours, *theirs)), (ours, theirs)
 

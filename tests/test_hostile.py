@@ -166,7 +166,7 @@ def test_memory_shared_through_another_storage_is_found():
     memory = np.arange(8, dtype=np.float32)
     source, out = torch.from_numpy(memory[:6]), torch.from_numpy(memory[2:])
     with pytest.raises(ReshardError, match="shares"):
-        check_apart([source], [out])
+        check_apart([source], [out], [None])
 
 
 def _out_under_a_conjugated_source(rank):

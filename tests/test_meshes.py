@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 
+import reshard.dim_cuts
 import reshard.shards
 from reshard import Layout, LayoutError, Mesh, MeshError, RegionLayout
 from reshard.mesh import MAX_AXES, MAX_MESH_RANKS, MAX_RANK, format_ranks, parse_ranks
@@ -132,7 +133,7 @@ def test_split_factors_are_whole_numbers_from_one(factor):
 
 
 def test_split_factors_make_no_more_pieces_than_the_limit(monkeypatch):
-    monkeypatch.setattr(reshard.shards, "MAX_PIECES", 8)
+    monkeypatch.setattr(reshard.dim_cuts, "MAX_PIECES", 8)
     layout = Layout(Mesh.of("2"), (Strided("0", 4),))
     assert cut_shards(layout, (8,)).local_shape(1) == (4,)
     with pytest.raises(LayoutError, match="split factor of 5 over 2 ranks makes more than 8 pieces"):

@@ -55,7 +55,8 @@ from reshard.topology import Host, Port
         (lambda: Mesh.of("999999999x999999999"), "more than"),
         (lambda: Mesh.from_array([[0, 1], [2]]), "full grid"),
         (lambda: Mesh.from_array([0.5]), "integers"),
-        (lambda: Mesh([[0, 1], [2, 3]]), "one flat list, major axis first"),
+        (lambda: Mesh([[0, 1], [2]]), "full grid"),
+        (lambda: Mesh([[0, 1], [2, 3]], {"x": 3}), "hold 3 ranks, but 4 are given"),
         (lambda: parse_ranks("3-1"), "empty or too long"),
     ],
 )

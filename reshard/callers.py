@@ -1,0 +1,66 @@
+"""Which threads call on a group, so that calls of two threads are never paired across ranks.
+
+Ranks match the calls of a group by their order. Two threads of one rank have no order, so a call of one thread could
+meet another rank's call of the other thread, and take its data. Two checks prevent that. A call that overlaps another
+thread's call on the same rank ends the group. And each rank reports in every round which thread calls, by the thread's
+name: ranks that run the same program give their threads the same names.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+#: Threads of this package; they make no calls.
+_OWN_PREFIX = "reshard-"
+#: Names that a rank reports at most.
+MAX_NAMES = 256
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The thread that calls, as one rank reports it.
+
+    Attributes:
+        name: of the thread, with a number where several share a name; "" for a thread that Python did not start.
+        others: names of the rank's other live threads.
+        alternates: whether threads of this rank have called on the group in turns.
+    """
+
+    name: str = ""
+    others: tuple[str, ...] = ()
+    alternates: bool = False
+
+
+def describe_caller(alternates: bool) -> Caller:
+    """The current thread as a caller."""
+    current = threading.current_thread()
+    names: dict[threading.Thread, str] = {}
+    count: dict[str, int] = {}
+    for thread in threading.enumerate():  # in the order in which they were started
+        if not isinstance(thread, threading._DummyThread) and not thread.name.startswith(_OWN_PREFIX):
+            count[thread.name] = count.get(thread.name, 0) + 1
+            names[thread] = thread.name if count[thread.name] == 1 else f"{thread.name} #{count[thread.name]}"
+    name = names.pop(current, "")
+    return Caller(name, tuple(names.values())[:MAX_NAMES], alternates)
+
+
+def find_mixed_threads(callers: dict[int, Caller]) -> str | None:
+    """Why the calls of these ranks may be of different threads, in words; None if nothing says so.
+
+    Ranks may call from threads of different names. Two names are a mistake where each rank has a live thread of the
+    other's name too, or where threads of a rank call in turns.
+    """
+    ranks = [rank for rank, caller in callers.items() if caller.name]
+    for place, a in enumerate(ranks):
+        for b in ranks[place + 1 :]:
+            one, two = callers[a], callers[b]
+            if one.name == two.name:
+                continue
+            if (two.name in one.others and one.name in two.others) or one.alternates or two.alternates:
+                return (
+                    f"rank {a} calls from thread {one.name!r}, rank {b} from thread {two.name!r}; ranks match calls by "
+                    "order, which two threads do not have: give each thread its own group "
+                    "(torch.distributed.new_group or reshard.join)"
+                )
+    return None
