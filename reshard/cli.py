@@ -153,8 +153,6 @@ def _plan(options: argparse.Namespace) -> int:
     if options.format == "html":
         if options.rank is not None:
             raise ArgumentError("--format html draws the whole plan; leave --rank away")
-        if plan.predicted_seconds is None:
-            raise ArgumentError(f"the plan has {plan.num_messages} messages, too many to draw")
         print(format_html(plan), end="")
         return 0
     if options.format == "summary":

@@ -93,13 +93,23 @@ class Group:
                 self._caller = None
 
     def translate(self, world_rank: int) -> int:
-        """The rank in this group of a rank of the world, as a DeviceMesh names it.
+        """The rank in this group of a rank of this process's world, as a DeviceMesh names it.
+
+        In a joined group the ranks of one world have consecutive ranks in world order. Ranks for which that is not so
+        derive different layouts here, which they find when they compare them.
 
         Raises:
-            ArgumentError: it is not in the group, or the group was joined and knows no world.
+            ArgumentError: it is not in the group.
         """
         if self.process_group is None:
-            raise ArgumentError("a joined group has no world: give a reshard Mesh of its ranks, not a DeviceMesh")
+            rank = world_rank + self.rank - dist.get_rank()
+            if not 0 <= rank < self.size:
+                raise ArgumentError(
+                    f"rank {world_rank} of the DeviceMesh would be rank {rank} of the {self}: this process, rank "
+                    f"{dist.get_rank()} of its world, joined as rank {self.rank}; join in the order of world ranks, "
+                    "or give a reshard Mesh of joined ranks"
+                )
+            return rank
         if self.process_group is dist.group.WORLD:
             return world_rank
         ranks = dist.get_process_group_ranks(self.process_group)

@@ -15,6 +15,7 @@ from reshard.dim_cuts import check_shape
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError, PlanError
 from reshard.layout import AnyLayout, Layout, RegionLayout
+from reshard.names import compare_names
 from reshard.shards import Shards, cut_shards, mix_rows
 from reshard.tasks import UnitTasks, count_unit_tasks, cut_unit_tasks
 from reshard.topology import Topology
@@ -192,8 +193,11 @@ class Plan:
             ArgumentError: the names are not those of the plan, or are missing.
         """
         if isinstance(value, Mapping):
-            if set(value) != {spec.name for spec in self.tensors}:
-                raise ArgumentError(f"tensors {sorted(map(str, value))} are not those of the plan")
+            if self.tensors[0].name is None:
+                raise ArgumentError("the plan has one tensor without a name: give the tensor itself, not a dict")
+            differences = compare_names(value, [spec.name for spec in self.tensors])
+            if differences:
+                raise ArgumentError(f"the dict of tensors {differences}; the plan has {len(self.tensors)} tensors")
             return [value[spec.name] for spec in self.tensors]
         if len(self.tensors) > 1 and value is not None:
             raise ArgumentError(f"the plan has {len(self.tensors)} tensors: give {{name: tensor}}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import colorsys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 
 import numpy as np
@@ -17,9 +18,13 @@ from reshard.simulation import Timeline, simulate
 Tree = tuple[tuple[int, int], ...]
 
 MOST_TREES = 24
+#: Hosts, or groups of neighbouring hosts where there are more, that a page shows apart.
+MAX_GROUPS = 32
+#: Ports in the table, busiest first.
+MAX_PORTS = 2 * MAX_GROUPS
 #: Messages of one pair of hosts that follow each other within this part of the whole are drawn as one.
 _GAP = 0.002
-_WIDTH, _LANE, _ROW, _LEFT, _TICKS = 1000, 14, 10, 90, 5
+_WIDTH, _LANE, _ROW, _LEFT, _TICKS = 1000, 14, 10, 110, 5
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1120px; padding: 0 1em; }
 pre { background: #f4f4f4; padding: 0.8em; overflow-x: auto; }
@@ -32,9 +37,32 @@ svg text { font: 11px system-ui, sans-serif; } .trees { display: flex; flex-wrap
 """
 
 
+@dataclass(frozen=True)
+class _Groups:
+    """The hosts of a plan, in groups of neighbours where there are too many to show each."""
+
+    num_hosts: int
+    size: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Groups:
+        return cls(plan.topology.num_hosts, -(-plan.topology.num_hosts // MAX_GROUPS))
+
+    def by_rank(self, plan: Plan) -> np.ndarray:
+        return plan.topology.host_by_rank // self.size
+
+    def label(self, group: int) -> str:
+        first, last = group * self.size, min((group + 1) * self.size, self.num_hosts) - 1
+        return f"host {first}" if first == last else f"hosts {first}-{last}"
+
+
 def format_html(plan: Plan) -> str:
-    """The page. It needs nothing beside it."""
-    timeline = simulate(plan)
+    """The page. It needs nothing beside it.
+
+    Many hosts are shown in groups. A plan that is too large to simulate is drawn without times.
+    """
+    groups = _Groups.of(plan)
+    timeline = None if plan.predicted_seconds is None else simulate(plan)
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>reshard plan</title>",
         f"<style>{_STYLE}</style></head><body><h1>{escape(str(plan.tensors[0]))}</h1>",
@@ -43,17 +71,21 @@ def format_html(plan: Plan) -> str:
         parts.append(f"<p>and {len(plan.tensors) - 1} more tensors</p>")
     parts.append(f"<pre>{escape(describe_plan(plan, max_lines=0).split('...')[0].strip())}</pre>")
     parts.append("<h2>Links</h2><p>Bytes from the host of the row to that of the column.</p>")
-    parts.append(_links(plan))
+    parts.append(_links(plan, groups))
     parts.append("<h2>Ports</h2><p>What each has to pass, and for how long that keeps it busy.</p>")
-    parts.append(_ports(plan, timeline))
-    parts.append("<h2>Trees</h2><p>The hosts that regions pass, and the bytes of all regions that pass them.</p>")
-    parts.append(_trees(plan))
-    parts.append(
-        "<h2>Times</h2><p>What leaves and enters each host when, as simulated; the colour is that of the other host, "
-        "and the dashed line the lower bound.</p>"
-    )
-    parts.append(_legend(plan))
-    parts.append(_times(plan, timeline))
+    parts.append(_ports(plan, plan.lower_bound_seconds if timeline is None else timeline.makespan_seconds))
+    if groups.size == 1:
+        parts.append("<h2>Trees</h2><p>The hosts that regions pass, and the bytes of all regions that pass them.</p>")
+        parts.append(_trees(plan))
+    if timeline is None:
+        parts.append(f"<p>Times are not drawn: {plan.num_messages:,} messages are too many to simulate.</p>")
+    else:
+        parts.append(
+            "<h2>Times</h2><p>What leaves and enters each host when, as simulated; the colour is that of the other "
+            "host, and the dashed line the lower bound.</p>"
+        )
+        parts.append(_legend(plan, groups))
+        parts.append(_times(plan, timeline, groups))
     parts.append("</body></html>")
     return "\n".join(parts) + "\n"
 
@@ -63,17 +95,16 @@ def _colour(host: int) -> str:
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
-def _crossing(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of each edge between hosts: its transfer, both hosts, and its bytes."""
+def _crossing(plan: Plan, groups: _Groups) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of each edge between hosts: its transfer, the groups of both hosts, and its bytes."""
     hosts, transfers = plan.topology.host_by_rank, plan.transfers
-    a, b = hosts[transfers.sender], hosts[transfers.receiver]
-    edges = np.flatnonzero(a != b)
-    of = transfers.transfer_of_edge[edges]
-    return of, a[edges], b[edges], plan.message_bytes[of]
+    edges = np.flatnonzero(hosts[transfers.sender] != hosts[transfers.receiver])
+    of, group = transfers.transfer_of_edge[edges], groups.by_rank(plan)
+    return of, group[transfers.sender[edges]], group[transfers.receiver[edges]], plan.message_bytes[of]
 
 
-def _links(plan: Plan) -> str:
-    _, a, b, nbytes = _crossing(plan)
+def _links(plan: Plan, groups: _Groups) -> str:
+    _, a, b, nbytes = _crossing(plan, groups)
     if not len(a):
         return "<p>Nothing crosses hosts.</p>"
     total: dict[tuple[int, int], int] = {}
@@ -82,9 +113,9 @@ def _links(plan: Plan) -> str:
     rows = sorted({pair[0] for pair in total})
     columns = sorted({pair[1] for pair in total})
     most = max(total.values())
-    lines = ["<table><tr><th></th>", *(f"<th>host {column}</th>" for column in columns), "<th>sends</th></tr>"]
+    lines = ["<table><tr><th></th>", *(f"<th>{groups.label(column)}</th>" for column in columns), "<th>sends</th></tr>"]
     for row in rows:
-        lines.append(f"<tr><th>host {row}</th>")
+        lines.append(f"<tr><th>{groups.label(row)}</th>")
         for column in columns:
             cell = total.get((row, column), 0)
             shade = f" style='background: rgba(70, 130, 220, {0.6 * cell / most:.2f})'" if cell else ""
@@ -96,10 +127,13 @@ def _links(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _ports(plan: Plan, timeline: Timeline) -> str:
-    end = timeline.makespan_seconds or 1.0
+def _ports(plan: Plan, seconds: float) -> str:
+    end = seconds or 1.0
     lines = ["<table><tr><th></th><th>bytes</th><th>rate</th><th>busy, s</th><th>of the whole</th></tr>"]
-    for load in find_loads(plan):
+    loads = find_loads(plan)
+    if len(loads) > MAX_PORTS:
+        loads = sorted(loads, key=lambda load: -load.seconds)
+    for load in loads[:MAX_PORTS]:
         part = load.seconds / end
         shade = (
             f" style='background: linear-gradient(to right, rgba(70, 130, 220, 0.5) {100 * part:.1f}%, transparent 0)'"
@@ -108,16 +142,18 @@ def _ports(plan: Plan, timeline: Timeline) -> str:
             f"<tr><th>{load.port}</th><td>{say_bytes(load.nbytes)}</td><td>{say_rate(load.bytes_per_second)}</td>"
             f"<td>{load.seconds:.4g}</td><td{shade}>{part:.1%}</td></tr>"
         )
-    return "\n".join([*lines, "</table>"])
+    more = f"<p>and {len(loads) - MAX_PORTS} ports that are less busy</p>" if len(loads) > MAX_PORTS else ""
+    return "\n".join([*lines, "</table>", more])
 
 
-def _legend(plan: Plan) -> str:
-    _, a, b, _ = _crossing(plan)
+def _legend(plan: Plan, groups: _Groups) -> str:
+    _, a, b, _ = _crossing(plan, groups)
     hosts = sorted({*a.tolist(), *b.tolist()})
     return (
         "<p>"
         + " ".join(
-            f"<span style='background: {_colour(host)}; color: #000; padding: 0 0.5em'>{host}</span>" for host in hosts
+            f"<span style='background: {_colour(host)}; color: #000; padding: 0 0.5em'>{groups.label(host)}</span>"
+            for host in hosts
         )
         + "</p>"
     )
@@ -126,7 +162,7 @@ def _legend(plan: Plan) -> str:
 def _find_trees(plan: Plan) -> list[tuple[Tree, int]]:
     """The trees of hosts that regions pass, and the bytes of each region that does, most first."""
     transfers = plan.transfers
-    of, a, b, nbytes = _crossing(plan)
+    of, a, b, nbytes = _crossing(plan, _Groups(plan.topology.num_hosts, 1))
     first = transfers.first_box
     key = np.concatenate([transfers.box_tensor[first, None], transfers.box_start[first]], axis=1)
     edges: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -179,11 +215,11 @@ def _draw_tree(tree: Tree) -> str:
     return "".join(lines)
 
 
-def _times(plan: Plan, timeline: Timeline) -> str:
-    hosts = plan.topology.host_by_rank
+def _times(plan: Plan, timeline: Timeline, groups: _Groups) -> str:
+    hosts, group = plan.topology.host_by_rank, groups.by_rank(plan)
     messages = timeline.messages
-    a, b = hosts[messages.sender], hosts[messages.receiver]
-    crossing = np.flatnonzero(a != b)
+    a, b = group[messages.sender], group[messages.receiver]
+    crossing = np.flatnonzero(hosts[messages.sender] != hosts[messages.receiver])
     if not len(crossing):
         return "<p>Nothing crosses hosts.</p>"
     end = max(timeline.makespan_seconds, plan.lower_bound_seconds)
@@ -195,7 +231,7 @@ def _times(plan: Plan, timeline: Timeline) -> str:
             which = crossing[mine[crossing] == host]
             spans = sorted(_join(which, other, timeline, _GAP * end), key=lambda span: span[1:])
             rows: list[float] = [0.0]  # where the last span of each row ends; what is there at once is drawn apart
-            name = f"host {host} {('out', 'in')[side]}"
+            name = f"{groups.label(host)} {('out', 'in')[side]}"
             lines.append(f"<text x='{_LEFT - 6}' y='{top + 10}' text-anchor='end'>{name}</text>")
             for peer, start, stop in spans:
                 free = next((i for i, until in enumerate(rows) if until <= start + _GAP * end), len(rows))
@@ -205,7 +241,7 @@ def _times(plan: Plan, timeline: Timeline) -> str:
                 lines.append(
                     f"<rect x='{_LEFT + start * scale:.2f}' y='{top + free * _ROW}' "
                     f"width='{max((stop - start) * scale, 0.3):.2f}' height='{_ROW - 1}' fill='{_colour(peer)}'>"
-                    f"<title>{'to' if side == 0 else 'from'} host {peer}: {start:.6g} to {stop:.6g} s</title></rect>"
+                    f"<title>{('to', 'from')[side]} {groups.label(peer)}: {start:.6g} to {stop:.6g} s</title></rect>"
                 )
             top += max(_LANE, _ROW * len(rows) + 3)
     for tick in range(_TICKS + 1):

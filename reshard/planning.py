@@ -8,6 +8,7 @@ from typing import Any
 from reshard.dim_cuts import check_shape
 from reshard.errors import ArgumentError
 from reshard.layout import AnyLayout
+from reshard.names import compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec, check_tensors
 from reshard.portfolio import choose_fastest
 from reshard.routes import Problem, Routes, Strategy, complete
@@ -109,5 +110,7 @@ def _of(value: Any, name: str, names: list[str], what: str) -> Any:
     if not isinstance(value, Mapping):
         return value
     if set(value) != set(names):
-        raise ArgumentError(f"{what} is given for {sorted(map(str, value))}, but the tensors are {sorted(names)}")
+        raise ArgumentError(
+            f"{what}, given by name, {compare_names(value, names)}; the shape names {len(names)} tensors"
+        )
     return value[name]

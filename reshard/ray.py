@@ -20,6 +20,7 @@ from typing import Any
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.layout import Layout
+from reshard.names import compare_names
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.plan import DEFAULT_STAGING_BYTES
 from reshard.ray_actor import Held, replace_each
@@ -124,7 +125,7 @@ def _by_name(given: Any, arrays: Mapping[Any, ShardedArray], what: str) -> dict[
     """One for all arrays, or one each."""
     named = {**given} if isinstance(given, Mapping) else dict.fromkeys(arrays, given)
     if set(named) != set(arrays):
-        raise ArgumentError(f"{what} names {sorted(map(str, named))}, the arrays are {sorted(map(str, arrays))}")
+        raise ArgumentError(f"{what} {compare_names(named, arrays)}; there are {len(arrays)} arrays")
     return named
 
 

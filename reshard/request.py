@@ -14,6 +14,7 @@ from reshard.failures import tell_error
 from reshard.group import Group
 from reshard.layout import AnyLayout, Layout, RegionLayout
 from reshard.mesh import Mesh
+from reshard.names import compare_names
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.outcasts import counting, those_left
 
@@ -85,7 +86,7 @@ def read_items(
             if not value or not all(isinstance(name, str) and name for name in value):
                 raise ArgumentError(f"{what} as a dict needs names that are strings, not {list(value)[:8]}")
             if names is not None and sorted(value) != names:
-                raise ArgumentError(f"{what} is given for {sorted(value)}, but other arguments for {names}")
+                raise ArgumentError(f"{what} {compare_names(value, names)}; all arguments given by name need the same")
             names = sorted(value)
             ordered = ordered or list(value)
     if names is None:

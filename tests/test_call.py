@@ -138,11 +138,29 @@ def _two_jobs(rank, port):
     whole = whole_tensor((7, 6), torch.float16)
     src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("3", first_rank=2), "R S0")
     out = reshard.reshard(take_shard(src, rank, whole), src, dst, group=group)
-    return out is None if rank < 2 else same_bytes(out, take_shard(dst, rank, whole))
+    assert out is None if rank < 2 else same_bytes(out, take_shard(dst, rank, whole))
+    # Each job has DTensors on a DeviceMesh of its own world, and describes the other job's ranks with a Mesh.
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = DeviceMesh("cpu", list(range(size)))
+    if rank < 2:
+        given = {"tensor": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None), "dst_mesh": dst.mesh}
+        assert reshard.reshard(**given, dst_spec="R S0", group=group) is None
+    else:
+        given = {"src_mesh": src.mesh, "src_spec": "S0", "dst_mesh": mesh, "dst_spec": [Shard(1)]}
+        out = reshard.reshard(**given, group=group)
+        assert out.device_mesh == mesh and same_bytes(out.to_local(), take_shard(dst, rank, whole))
+    turned = reshard.join(dist.PrefixStore("turned", store), 4 - rank, 5)  # not in the order of the worlds
+    try:
+        reshard.reshard(None, src.mesh, mesh, dst_spec=[Shard(0)], shape=(7, 6), group=turned, timeout_seconds=3)
+    except reshard.ReshardError as error:
+        return str(error)
 
 
 def test_join_makes_one_group_of_two_jobs():
-    assert run_processes(_two_jobs, 5, init_group=False) == [True] * 5
+    said = run_processes(_two_jobs, 5, init_group=False)
+    assert all(said), said
 
 
 def _movers(rank):

@@ -70,7 +70,7 @@ def test_json_is_the_contract(capsys):
         done.add(number)
 
 
-def test_html_draws_the_plan(capsys):
+def test_html_draws_the_plan(capsys, monkeypatch):
     assert main([*PLAN, *TO, "--strategy", "broadcast", "--format", "html"]) == 0
     page = capsys.readouterr().out
     assert page.count("<svg") == page.count("</svg>") > 2
@@ -82,6 +82,18 @@ def test_html_draws_the_plan(capsys):
         main([*PLAN[:-4], "--src-mesh", "1x4", "--dst-mesh", "1x4", "--dst-first-rank", "0", "--format", "html"]) == 0
     )
     assert "Nothing crosses hosts." in capsys.readouterr().out
+    assert (
+        main(
+            ["plan", "--shape", "512,64", "--src-mesh", "64x1", "--src", "S0", "--dst-mesh", "64x1", "--format", "html"]
+        )
+        == 0
+    )
+    page = capsys.readouterr().out
+    assert "hosts 0-3 out" in page and "Times</h2>" in page  # 128 hosts in groups of four
+    monkeypatch.setattr("reshard.simulation.MAX_SIMULATED", 1)
+    assert main([*PLAN, *TO, "--strategy", "send_recv", "--format", "html"]) == 0
+    page = capsys.readouterr().out
+    assert "too many to simulate" in page and "Ports</h2>" in page and "Times</h2>" not in page
     assert main([*PLAN, *TO, "--format", "html", "--rank", "1"]) == 2
     assert "leave --rank away" in capsys.readouterr().err
 

@@ -123,7 +123,7 @@ def test_arrays_that_do_not_fit():
             2: (source, source, "but its shard in the destination is float64"),
             3: ([1.0], None, "passes list"),
             4: (np.zeros((3, 5)), None, "is not in the source layout"),
-            5: (None, {"a": None}, "are not those of the plan"),
+            5: (None, {"a": None}, "without a name: give the tensor itself"),
         }[comm.rank_id()]
         with pytest.raises(ArgumentError, match=wrong[2]):
             mover.start(wrong[0], out=wrong[1])
