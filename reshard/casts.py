@@ -1,13 +1,21 @@
-"""Results of another dtype: elements are cast where that lets fewer bytes travel."""
+"""Results of another dtype: elements are cast where that lets fewer bytes travel.
+
+Nothing is cast beside the shards: a source is cast message by message as it is packed, and what is to become wider
+lands in the destination's own memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError
+from reshard.staging import CastSource
+
+#: Scratch memory for casts in place.
+CAST_BYTES = 2**20
 
 
 def travelling_dtype(src: str, dst: str | None) -> str:
@@ -45,20 +53,74 @@ def _promotes(a: torch.dtype, b: torch.dtype) -> bool:
     return torch.promote_types(a, b) is b
 
 
-def cast_source(array: torch.Tensor | None, dtype: str) -> torch.Tensor | None:
-    """What is sent of a source: itself if it has this dtype."""
-    return None if array is None else array.to(getattr(torch, dtype))
+def cast_source(array: torch.Tensor | None, dtype: str) -> torch.Tensor | CastSource | None:
+    """What is sent of a source: itself if it has this dtype, else what casts it message by message."""
+    if array is None or array.dtype == getattr(torch, dtype):
+        return array
+    return CastSource(array, getattr(torch, dtype))
 
 
 def landing_of(target: torch.Tensor | None, dtype: str) -> torch.Tensor | None:
-    """Where elements of this dtype land: in the target itself if it has it, else beside it until they are cast."""
+    """Where elements of a dtype no wider than the target's land: in the target's own memory.
+
+    A dense target takes them in its last bytes, in its own order of elements; any other takes each element in the first
+    bytes of its place. :func:`cast_landed` then casts them where they are.
+    """
     if target is None or target.dtype == getattr(torch, dtype):
         return target
-    return torch.empty(target.shape, dtype=getattr(torch, dtype), device=target.device)
+    narrow = getattr(torch, dtype)
+    target = target.detach()
+    if not target.numel():
+        return torch.empty(target.shape, dtype=narrow, device=target.device)
+    ratio = target.element_size() // narrow.itemsize
+    first = target.storage_offset() * ratio
+    strides = target.stride()
+    if _is_dense(target):
+        first += target.numel() * (ratio - 1)
+    else:
+        strides = tuple(stride * ratio for stride in strides)
+    return _bytes_of_storage(target).view(narrow).as_strided(target.shape, strides, first)
 
 
 def cast_landed(landed: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]) -> None:
-    """Fill the targets that elements landed beside."""
+    """Cast elements that landed as :func:`landing_of` says; scratch memory is at most :data:`CAST_BYTES`."""
     for array, target in zip(landed, targets, strict=True):
-        if target is not None and array is not None and array is not target:
-            target.detach().copy_(array)  # of a parameter, whose gradient is no affair of this
+        if array is None or target is None or array is target or not target.numel():
+            continue
+        wide = target.detach()  # of a parameter, whose gradient is no affair of this
+        if not _is_dense(wide):
+            for piece, place in zip(_pieces(array), _pieces(wide), strict=True):
+                place.copy_(piece.clone())
+            continue
+        # From the first element on: what is written ends before the elements that are still to be read.
+        narrow_row, wide_row = (one.as_strided((one.numel(),), (1,)) for one in (array, wide))
+        step = max(1, CAST_BYTES // wide.element_size())
+        for at in range(0, wide.numel(), step):
+            wide_row[at : at + step].copy_(narrow_row[at : at + step].clone())
+
+
+def _is_dense(array: torch.Tensor) -> bool:
+    """Whether its elements fill one run of memory, in any order of dims."""
+    span = 1
+    for stride, size in sorted(zip(array.stride(), array.shape, strict=True)):
+        if size > 1:
+            if stride != span:
+                return False
+            span *= size
+    return True
+
+
+def _bytes_of_storage(array: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=array.device).set_(array.untyped_storage())  # type: ignore[call-overload]
+
+
+def _pieces(array: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of an array, in row-major order, of at most :data:`CAST_BYTES` at 16 bytes an element."""
+    most = CAST_BYTES // 16
+    if array.numel() <= most or not array.ndim:
+        yield array
+    elif array.numel() // len(array) > most:
+        for row in array:
+            yield from _pieces(row)
+    else:
+        yield from array.split(max(1, most * len(array) // array.numel()))

@@ -19,7 +19,7 @@ from reshard.layout import format_box
 from reshard.messages import tabulate_messages
 from reshard.plan import Message, Plan, expand_messages
 from reshard.shards import NO_RANK
-from reshard.staging import flat_bytes
+from reshard.staging import CastSource, flat_bytes
 
 #: More than any fault takes to say.
 MOST_TEXT_BYTES = 2**20
@@ -40,6 +40,17 @@ def digest_of(parts: Sequence[torch.Tensor]) -> int:
     for part in parts:
         digest.update(flat_bytes(part.contiguous()).numpy())
     return digest.intdigest()
+
+
+def is_copy_of(target: torch.Tensor, source: torch.Tensor | CastSource) -> bool:
+    """Whether a target holds what was copied into it; NaN casts to any NaN, as torch's kernels differ there."""
+    if not isinstance(source, CastSource):
+        return digest_of([target]) == digest_of([source])
+    found, wanted = target.view(source.dtype), source.array.to(source.dtype)
+    if source.dtype.is_floating_point:
+        found, wanted = found.float(), wanted.float()
+        return bool(((found == wanted) | (found.isnan() & wanted.isnan())).all())
+    return digest_of([found]) == digest_of([wanted])
 
 
 #: Bytes of a device array that :func:`digest_array` looks at together.
@@ -129,7 +140,7 @@ class Replicas:
         """Entries of a rank."""
         return np.flatnonzero(self.rank == rank)
 
-    def digest(self, rank: int, src: Sequence[torch.Tensor | None]) -> list[int]:
+    def digest(self, rank: int, src: Sequence[torch.Tensor | CastSource | None]) -> list[int]:
         """The digest of each entry of a rank, from its source shards."""
         found = []
         for entry in self.of(rank).tolist():
@@ -138,6 +149,8 @@ class Replicas:
             last = first + shards.stop[tile] - shards.start[tile]
             array = src[self.tensor[entry]]
             assert array is not None
+            if isinstance(array, CastSource):
+                array = array.array
             found.append(digest_of([array[(..., *map(slice, first.tolist(), last.tolist()))]]))
         return found
 

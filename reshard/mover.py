@@ -280,9 +280,7 @@ class Mover:
     ) -> StreamHandle:
         self._channel.check_usable(self._generation)
         try:
-            mark = streamed.start(
-                *([None if array is None else carrier(array) for array in side] for side in (src, dst))
-            )
+            mark = streamed.start(list(map(carrier, src)), list(map(carrier, dst)))
         except RuntimeError as error:
             raise self._channel.fail(self._generation, error) from error
         deadline = time.monotonic() + self._timeout_seconds
@@ -319,8 +317,8 @@ class Mover:
             run_program(
                 self._program,
                 self._transport,  # type: ignore[arg-type]
-                [None if array is None else carrier(array) for array in src],
-                [None if array is None else carrier(array) for array in dst],
+                list(map(carrier, src)),
+                list(map(carrier, dst)),
                 self._staging,
                 tag=self._tag,
                 deadline=deadline,

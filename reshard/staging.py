@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -130,12 +131,51 @@ def view_of(arrays: Sequence[torch.Tensor | None], tensor: int, at: Slices | Non
     return array[at]
 
 
-def pack(views: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+class CastSource:
+    """A source array whose elements are cast to another dtype as they are packed; it is never cast as a whole.
+
+    It is indexed as the array is, has the itemsize of what it is cast to, and counts as strided: nothing is sent from
+    where it lies.
+    """
+
+    def __init__(self, array: torch.Tensor, dtype: torch.dtype) -> None:
+        self.array, self.dtype = array, dtype
+        self.shape = array.shape
+
+    def __getitem__(self, at: Slices) -> CastSource:
+        return CastSource(self.array[at], self.dtype)
+
+    def is_contiguous(self) -> bool:
+        """False: its elements lie nowhere as they travel."""
+        return False
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.array.numel()
+
+    def element_size(self) -> int:
+        """Bytes of an element after the cast."""
+        return self.dtype.itemsize
+
+    def record_stream(self, stream: Any) -> None:
+        """See ``torch.Tensor.record_stream``."""
+        self.array.record_stream(stream)
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor | CastSource) -> None:
+    """Copy between views of one shape, casting if the source says so."""
+    if isinstance(source, CastSource):
+        target.view(source.dtype).copy_(source.array)
+    else:
+        target.copy_(source)
+
+
+def pack(views: Sequence[torch.Tensor | CastSource], buffer: torch.Tensor) -> None:
     """Copy strided views one after the other into a flat byte buffer."""
     at = 0
     for view in views:
         nbytes = view.numel() * view.element_size()
-        _typed(buffer, at, nbytes, view).copy_(view)
+        copy_into(_typed(buffer, at, nbytes, view), view)
         at += nbytes
 
 
@@ -148,15 +188,20 @@ def unpack(buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
         at += nbytes
 
 
-def _typed(buffer: torch.Tensor, at: int, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+def _typed(buffer: torch.Tensor, at: int, nbytes: int, like: torch.Tensor | CastSource) -> torch.Tensor:
     return buffer[at : at + nbytes].view(like.dtype).view(like.shape)  # boxes of a message have one itemsize
 
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def carrier(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a plain dtype of the same size, so that any dtype can be copied as bytes."""
+def carrier(tensor: torch.Tensor | CastSource | None) -> Any:
+    """The same memory as a plain dtype of the same size, so that any dtype can be copied as bytes.
+
+    What casts stays as it is; None too.
+    """
+    if tensor is None or isinstance(tensor, CastSource):
+        return tensor
     return tensor.detach().view(_CARRIERS[tensor.element_size()])
 
 
@@ -191,8 +236,8 @@ class TorchMemory:
         return flat_bytes(array)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Between views of one shape and dtype."""
-        target.copy_(source)
+        """See :func:`copy_into`."""
+        copy_into(target, source)
 
     def pack(self, views: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
         """See :func:`pack`."""

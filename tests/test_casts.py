@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from tensors import same_bytes, take_shard, whole_tensor
@@ -9,8 +11,9 @@ from tensors import same_bytes, take_shard, whole_tensor
 import reshard
 import reshard.call
 from reshard import ArgumentError, DisagreementError, Layout, Mesh
-from reshard.casts import check_cast, travelling_dtype
+from reshard.casts import cast_landed, check_cast, landing_of, travelling_dtype
 from reshard.dtypes import ITEMSIZE
+from reshard.group import find_group
 from reshard.launch import run_processes
 
 ROWS = Layout(Mesh.of("2"), "S0")
@@ -98,6 +101,67 @@ def test_casts_that_lose_more_than_precision_are_refused_on_every_rank():
         assert "rank 3 passes out of float32" in texts[3]
         assert "but its shard is float16" in texts[3]
         assert "so the tensor must be too" in texts[4]
+
+
+@pytest.mark.parametrize("wide", ["float32", "float64", "complex128", "int64"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.empty,
+        lambda shape: torch.empty(shape[::-1]).t(),
+        lambda shape: torch.empty(shape[0], 2 * shape[1])[:, 1::2],
+        lambda shape: torch.empty(3, *shape)[1],
+        lambda shape: torch.empty(shape)[:0],
+    ],
+    ids=["contiguous", "transposed", "strided", "inside", "empty"],
+)
+def test_what_lands_is_cast_in_the_targets_own_memory(monkeypatch, wide, make):
+    monkeypatch.setattr("reshard.casts.CAST_BYTES", 64)
+    narrow = {"float32": "bfloat16", "float64": "float8_e5m2", "complex128": "complex64", "int64": "int8"}[wide]
+    target = make((5, 7))
+    around = torch.zeros(target.untyped_storage().nbytes() // 4 * 2, dtype=getattr(torch, wide))
+    target = around.as_strided(target.shape, target.stride(), target.storage_offset())
+    landed = landing_of(target, narrow)
+    assert landed.shape == target.shape
+    assert landed.numel() == 0 or landed.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+    values = torch.arange(target.numel()).reshape(target.shape).to(getattr(torch, narrow))
+    landed.copy_(values)
+    cast_landed([landed], [target])
+    assert same_bytes(target.contiguous(), values.to(getattr(torch, wide)))
+    target.zero_()
+    assert not around.any()  # nothing was written beside it
+
+
+def _peak_bytes():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+
+
+def _growth(rank):
+    """How much this process grows in a cast to a narrower and one to a wider dtype, and what staging it holds."""
+    src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2), "R S0")
+    found = []
+    for before, after in (("float32", "bfloat16"), ("bfloat16", "float32")):
+        whole = (torch.arange(2**24) % 251).reshape(8192, 2048).to(getattr(torch, before))
+        source, out = take_shard(src, rank, whole), None
+        if rank > 1:
+            out = torch.ones(8192, 1024, dtype=getattr(torch, after))
+        reshard.reshard(source if source is None else source[:2], src, dst, shape=(4, 2048), dst_dtype=after)  # warm up
+        with open("/proc/self/clear_refs", "w") as refs:
+            refs.write("5")  # the peak starts anew
+        begun = _peak_bytes()
+        reshard.reshard(source, src, dst, dst_dtype=after, out=out, staging_bytes=2**22)
+        channel = next(iter(find_group(None).channels.values()))
+        found += [_peak_bytes() - begun, channel.idle_staging[1].allocated_bytes]
+        assert out is None or same_bytes(out, take_shard(dst, rank, whole.to(getattr(torch, after))))
+    return found
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs /proc to measure memory")
+def test_casts_stay_inside_the_staging_bytes():
+    """A cast of a whole shard would take 16 MiB; the staging is 4 MiB."""
+    for found in run_processes(_growth, 4):
+        assert max(found[1::2]) <= 2**22
+        assert max(found[0::2]) <= 10 * 2**20, found
 
 
 def test_what_travels_is_the_narrower():
