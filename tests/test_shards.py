@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 
 import numpy as np
 import pytest
+from hypothesis import given
 from random_problems import random_problem
+from strategies_of_cases import cases
 
 from reshard import Layout, LayoutError, Mesh, RegionLayout
 from reshard.notation import Strided
@@ -92,3 +95,22 @@ def test_a_box_is_found_only_where_one_tile_holds_all_of_it():
         None,  # ends inside
         None,  # touches both
     ]
+
+
+@given(cases())
+def test_a_layout_gives_the_regions_and_the_shape_of_each_shard(case):
+    """As the table of all tiles does, from the rank alone."""
+    shape, src, dst, _ = case
+    for layout in (src, dst):
+        shards = cut_shards(layout, shape)
+        for rank in layout.ranks:
+            regions = layout.regions(shape, rank)
+            volume = sum(math.prod(stop - start for start, stop in box) for box in regions)
+            assert math.prod(layout.local_shape(shape, rank)) == volume
+            assert layout.local_shape(shape, rank) == shards.local_shape(rank)
+            if isinstance(layout, Layout):
+                assert sorted(regions) == sorted(box for box, _ in shards.boxes_of(rank))
+        with pytest.raises(LayoutError, match="rank 99 is not in"):
+            layout.regions(shape, 99)
+        with pytest.raises(LayoutError, match="at least 0"):
+            layout.local_shape((-1, *shape[1:]), layout.ranks[0])
