@@ -1,0 +1,313 @@
+"""NCCL by ctypes: communicators that never block the host without a deadline.
+
+Communicators are non-blocking (``ncclConfig_t.blocking = 0``). Making one, and connecting two ranks when they first
+meet in a group, goes on in a thread of NCCL's while :meth:`Communicator.wait` polls. Once all pairs are connected, a
+group is launched by the thread that ends it. Decision 18 says why this is not ``ProcessGroupNCCL``.
+
+Signatures are those of ``nccl.h`` 2.18 and later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+UNIQUE_ID_BYTES = 128
+#: ``ncclResult_t``
+SUCCESS, IN_PROGRESS = 0, 7
+_CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21700
+_UNDEFINED = -(2**31)
+MIN_VERSION = 21800
+#: ``ncclDataType_t`` of dtypes that collectives add; messages travel as bytes.
+DATA_TYPES = {
+    "int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5,
+    "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
+}  # fmt: skip
+#: ``ncclRedOp_t``
+REDUCTIONS = {"sum": 0, "product": 1, "max": 2, "min": 3}
+#: How long an abort waits for a call of another thread to return before it aborts all the same.
+ABORT_WAIT_SECONDS = 0.5
+
+#: A message: address and size of its bytes on the device, and the rank at the other end.
+Message = tuple[int, int, int]
+Look = Callable[[], None]
+
+
+class NcclError(RuntimeError):
+    """A call of NCCL failed, or its communicator did."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_char * UNIQUE_ID_BYTES)]
+
+
+class _Config(ctypes.Structure):
+    """``ncclConfig_t`` up to the fields of 2.17; newer libraries take their defaults for the rest."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cgaClusterSize", ctypes.c_int),
+        ("minCTAs", ctypes.c_int),
+        ("maxCTAs", ctypes.c_int),
+        ("netName", ctypes.c_char_p),
+    ]
+
+
+_comm, _stream = ctypes.c_void_p, ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[list[type], type]] = {
+    "ncclGetVersion": ([ctypes.POINTER(ctypes.c_int)], ctypes.c_int),
+    "ncclGetUniqueId": ([ctypes.POINTER(_UniqueId)], ctypes.c_int),
+    "ncclGetErrorString": ([ctypes.c_int], ctypes.c_char_p),
+    "ncclGetLastError": ([_comm], ctypes.c_char_p),
+    "ncclCommInitRankConfig": (
+        [ctypes.POINTER(_comm), ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.POINTER(_Config)],
+        ctypes.c_int,
+    ),
+    "ncclCommGetAsyncError": ([_comm, ctypes.POINTER(ctypes.c_int)], ctypes.c_int),
+    "ncclCommFinalize": ([_comm], ctypes.c_int),
+    "ncclCommDestroy": ([_comm], ctypes.c_int),
+    "ncclCommAbort": ([_comm], ctypes.c_int),
+    "ncclGroupStart": ([], ctypes.c_int),
+    "ncclGroupEnd": ([], ctypes.c_int),
+    "ncclSend": ([ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _comm, _stream], ctypes.c_int),
+    "ncclRecv": ([ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _comm, _stream], ctypes.c_int),
+    "ncclBroadcast": (
+        [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _comm, _stream],
+        ctypes.c_int,
+    ),
+    "ncclAllReduce": (
+        [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _comm, _stream],
+        ctypes.c_int,
+    ),
+}
+
+
+class Library:
+    """A loaded ``libnccl``.
+
+    Raises:
+        NcclError: it lacks a function, or is older than 2.18.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._library = ctypes.CDLL(path)
+        for name, (arguments, result) in _SIGNATURES.items():
+            try:
+                function = getattr(self._library, name)
+            except AttributeError:
+                raise NcclError(f"{path} has no {name}; NCCL 2.18 or later is needed") from None
+            function.argtypes, function.restype = arguments, result
+        version = ctypes.c_int()
+        self.check("ncclGetVersion", ctypes.byref(version))
+        #: As ``NCCL_VERSION_CODE``: 22705 is 2.27.5.
+        self.version = version.value
+        if self.version < MIN_VERSION:
+            raise NcclError(f"{path} is NCCL version code {self.version}; {MIN_VERSION} or later is needed")
+
+    def call(self, name: str, *arguments: object) -> int:
+        """The result of a function."""
+        return int(getattr(self._library, name)(*arguments))
+
+    def check(self, name: str, *arguments: object, also: Sequence[int] = ()) -> int:
+        """As :meth:`call`; raises NcclError unless the result is success, or one of ``also``."""
+        result = self.call(name, *arguments)
+        if result != SUCCESS and result not in also:
+            raise NcclError(f"{name}: {self.describe(result)}")
+        return result
+
+    def describe(self, result: int) -> str:
+        """A result in NCCL's words, with its last warning."""
+        text = self._library.ncclGetErrorString(result).decode(errors="replace")
+        last = (self._library.ncclGetLastError(None) or b"").decode(errors="replace").strip()
+        return f"{text}: {last}" if last else text
+
+    def make_unique_id(self) -> bytes:
+        """What the ranks of one communicator share; one of them makes it."""
+        unique_id = _UniqueId()
+        self.check("ncclGetUniqueId", ctypes.byref(unique_id))
+        return bytes(unique_id)
+
+
+@functools.cache
+def find_library() -> Library:
+    """The library that torch has loaded, else that of the package ``nvidia-nccl-*``, else the system's.
+
+    Two versions of NCCL in one process can hang each other, so one that is loaded comes first.
+
+    Raises:
+        NcclError: there is none.
+    """
+    candidates = ["libnccl.so.2"]  # finds what is loaded already under that name
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        candidates += map(str, sorted(Path(folder).glob("nccl/lib/libnccl.so*")))
+    failures = []
+    for path in candidates:
+        try:
+            return Library(path)
+        except OSError as error:
+            failures.append(str(error))
+    raise NcclError(f"no NCCL library is found ({'; '.join(failures)})")
+
+
+class Communicator:
+    """A non-blocking communicator, on the current CUDA device.
+
+    Calls of different threads exclude each other. :meth:`abort` may come from any thread at any time.
+
+    Args:
+        library: to call. unique_id: of :meth:`Library.make_unique_id`, the same on all ranks.
+        rank, size: of this communicator.
+        timeout_seconds: how long ranks may take to come, and a group to be launched.
+        look: called now and then while waiting; raises when there is no use in waiting.
+
+    Raises:
+        NcclError: NCCL cannot make it. TimeoutError: not all ranks came in time.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        unique_id: bytes,
+        rank: int,
+        size: int,
+        *,
+        timeout_seconds: float,
+        look: Look = lambda: None,
+    ) -> None:
+        self.library, self.rank, self.size = library, rank, size
+        self._timeout_seconds, self._look = timeout_seconds, look
+        self._lock = threading.RLock()
+        self._comm = _comm()
+        self._aborted = self._closed = False
+        config = _Config(
+            ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0, _UNDEFINED, _UNDEFINED, _UNDEFINED, None
+        )
+        shared = _UniqueId.from_buffer_copy(unique_id)
+        library.check(
+            "ncclCommInitRankConfig",
+            ctypes.byref(self._comm), size, shared, rank, ctypes.byref(config),
+            also=(IN_PROGRESS,),
+        )  # fmt: skip
+        try:
+            self.wait("making a communicator")
+        except BaseException:
+            self.abort()
+            raise
+
+    def wait(self, what: str = "launching a group") -> None:
+        """Return when nothing of NCCL's is in progress on this communicator.
+
+        Raises:
+            NcclError: it failed or was aborted. TimeoutError: it took longer than allowed; or what ``look`` raises.
+        """
+        begun = looked = time.monotonic()
+        while (result := self._async_result()) == IN_PROGRESS:
+            now = time.monotonic()
+            if now - begun > self._timeout_seconds:
+                raise TimeoutError(f"NCCL took longer than {self._timeout_seconds:g} s {what}")
+            if now - looked > 0.2:
+                looked = now
+                self._look()
+            time.sleep(min(0.01, max(1e-5, 0.05 * (now - begun))))
+        if result != SUCCESS:
+            raise NcclError(f"NCCL failed {what}: {self.library.describe(result)}")
+
+    def find_error(self) -> str | None:
+        """What broke this communicator, such as a peer that is gone; None if nothing did."""
+        if self._aborted or self._closed:
+            return None
+        result = self._async_result()
+        return None if result in (SUCCESS, IN_PROGRESS) else self.library.describe(result)
+
+    def _async_result(self) -> int:
+        with self._lock:
+            if self._aborted:
+                raise NcclError("the communicator was aborted")
+            result = ctypes.c_int()
+            self.library.check("ncclCommGetAsyncError", self._comm, ctypes.byref(result))
+            return result.value
+
+    def exchange(self, recvs: Sequence[Message], sends: Sequence[Message], stream: int) -> None:
+        """Put receives and sends on a stream as one group; messages of two ranks match by order.
+
+        Args:
+            recvs, sends: messages. stream: the handle of a CUDA stream (``torch.cuda.Stream.cuda_stream``).
+
+        Raises:
+            NcclError: NCCL refuses one, or the communicator failed. TimeoutError: ranks did not meet in time.
+        """
+        with self._group():
+            for name, messages in (("ncclRecv", recvs), ("ncclSend", sends)):
+                for address, nbytes, rank in messages:
+                    self._check(name, address, nbytes, DATA_TYPES["uint8"], rank, stream=stream)
+
+    def all_reduce(self, address: int, count: int, dtype: str, reduction: str, stream: int) -> None:
+        """Reduce an array over all ranks, in place.
+
+        Args:
+            address, count: of the array and its elements. dtype: a name in :data:`DATA_TYPES`.
+            reduction: a name in :data:`REDUCTIONS`. stream: see :meth:`exchange`.
+        """
+        with self._group():
+            self._check(
+                "ncclAllReduce", address, address, count, DATA_TYPES[dtype], REDUCTIONS[reduction], stream=stream
+            )
+
+    def broadcast(self, address: int, nbytes: int, root: int, stream: int) -> None:
+        """Copy an array of ``root`` over those of all ranks."""
+        with self._group():
+            self._check("ncclBroadcast", address, address, nbytes, DATA_TYPES["uint8"], root, stream=stream)
+
+    def _check(self, name: str, *arguments: int, stream: int) -> None:
+        self.library.check(name, *arguments, self._comm, _stream(stream), also=(IN_PROGRESS,))
+
+    @contextlib.contextmanager
+    def _group(self) -> Iterator[None]:
+        """A group of calls. It is ended whatever happens inside, or the thread would never leave it."""
+        with self._lock:
+            if self._aborted or self._closed:
+                raise NcclError(f"the communicator is {'aborted' if self._aborted else 'closed'}")
+            self.library.check("ncclGroupStart")
+            try:
+                yield
+            except BaseException:
+                self.library.call("ncclGroupEnd")
+                raise
+            result = self.library.check("ncclGroupEnd", also=(IN_PROGRESS,))
+        if result == IN_PROGRESS:  # pairs of ranks connect
+            self.wait()
+
+    def abort(self) -> None:
+        """End what is under way, here at once and soon at the other ranks; no call is possible after it."""
+        locked = self._lock.acquire(timeout=ABORT_WAIT_SECONDS)  # another thread may hang inside NCCL
+        try:
+            if not (self._aborted or self._closed):
+                self._aborted = True
+                self.library.call("ncclCommAbort", self._comm)
+        finally:
+            if locked:
+                self._lock.release()
+
+    def close(self) -> None:
+        """Give the communicator back once what is under way on it is done; one that is broken is aborted."""
+        try:
+            with self._lock:
+                if self._aborted or self._closed:
+                    return
+                self.library.check("ncclCommFinalize", self._comm, also=(IN_PROGRESS,))
+                self.wait("closing a communicator")
+                self._closed = True
+                self.library.check("ncclCommDestroy", self._comm)
+        except (NcclError, TimeoutError):
+            self.abort()

@@ -1,0 +1,393 @@
+// A stand-in for libnccl on host memory: the C interface of nccl.h, with sockets between processes of one machine.
+//
+// It keeps what callers depend on: non-blocking communicators, pairs of ranks that connect only when both are in a group
+// with each other, messages of two ranks that match by order, groups that must be ended, aborts, and peers that die.
+// Streams do not exist: a group has moved its bytes when ncclGroupEnd returns success. With NCCL_STANDIN_HEADER defined
+// it is compiled against the real nccl.h, and the compiler compares every signature.
+#include <climits>
+#include <cstddef>
+
+#ifdef NCCL_STANDIN_HEADER
+#include "nccl.h"
+#else
+extern "C" {
+typedef struct ncclComm* ncclComm_t;
+typedef struct CUstream_st* cudaStream_t;
+typedef struct { char internal[128]; } ncclUniqueId;
+typedef enum { ncclSuccess = 0, ncclUnhandledCudaError, ncclSystemError, ncclInternalError, ncclInvalidArgument,
+               ncclInvalidUsage, ncclRemoteError, ncclInProgress } ncclResult_t;
+typedef enum { ncclSum = 0, ncclProd, ncclMax, ncclMin, ncclAvg } ncclRedOp_t;
+typedef enum { ncclInt8 = 0, ncclUint8, ncclInt32, ncclUint32, ncclInt64, ncclUint64, ncclFloat16, ncclFloat32,
+               ncclFloat64, ncclBfloat16 } ncclDataType_t;
+typedef struct { size_t size; unsigned int magic; unsigned int version; int blocking; int cgaClusterSize; int minCTAs;
+                 int maxCTAs; const char* netName; } ncclConfig_t;
+}
+#endif
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+namespace {
+
+struct Op {
+  char* data;
+  size_t nbytes;
+  int peer;
+  bool is_send;
+  size_t done = 0;  // of the size and the bytes behind it
+  uint64_t size = 0;
+};
+
+struct Collective {
+  char* data;
+  size_t count;
+  int type, op, root;  // op -1: a broadcast
+};
+
+}  // namespace
+
+struct ncclComm {
+  int rank, size;
+  std::string folder;
+  int listener = -1;
+  std::vector<int> sockets, waiting;  // of each peer; those that asked and were not answered yet
+  std::atomic<int> state{ncclInProgress};
+  std::atomic<bool> aborted{false};
+  std::thread job;
+
+  ~ncclComm() {
+    if (job.joinable()) job.join();
+    for (int fd : sockets)
+      if (fd >= 0) close(fd);
+    for (int fd : waiting)
+      if (fd >= 0) close(fd);
+    if (listener >= 0) close(listener);
+  }
+};
+
+namespace {
+
+thread_local int depth = 0;
+thread_local ncclResult_t group_error = ncclSuccess;
+thread_local ncclComm* group_comm = nullptr;
+thread_local std::vector<Op> group_ops;
+thread_local std::vector<Collective> group_collectives;
+std::string last_error;
+std::mutex last_error_lock;
+
+ncclResult_t fail(ncclResult_t result, const std::string& text) {
+  std::lock_guard<std::mutex> guard(last_error_lock);
+  last_error = text;
+  return result;
+}
+
+sockaddr_un address_of(const std::string& folder, int rank) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::snprintf(address.sun_path, sizeof address.sun_path, "%s/%d", folder.c_str(), rank);
+  return address;
+}
+
+void nap() { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }
+
+bool take_waiting(ncclComm* comm) {
+  pollfd one{comm->listener, POLLIN, 0};
+  if (poll(&one, 1, 10) <= 0) return false;
+  int fd = accept(comm->listener, nullptr, nullptr);
+  int peer = -1;
+  if (fd < 0 || recv(fd, &peer, sizeof peer, MSG_WAITALL) != sizeof peer) return false;
+  comm->waiting[peer] = fd;
+  return true;
+}
+
+// The higher rank asks, the lower one answers: only when it is in a group with the other too.
+bool connect_pair(ncclComm* comm, int peer) {
+  if (comm->rank < peer) {
+    while (comm->waiting[peer] < 0) {
+      if (comm->aborted) return false;
+      take_waiting(comm);
+    }
+    comm->sockets[peer] = comm->waiting[peer];
+    comm->waiting[peer] = -1;
+    char answer = 1;
+    return send(comm->sockets[peer], &answer, 1, MSG_NOSIGNAL) == 1;
+  }
+  sockaddr_un address = address_of(comm->folder, peer);
+  int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) {
+    close(fd);
+    return false;
+  }
+  send(fd, &comm->rank, sizeof comm->rank, MSG_NOSIGNAL);
+  pollfd one{fd, POLLIN, 0};
+  char answer = 0;
+  while (poll(&one, 1, 10) == 0)
+    if (comm->aborted) {
+      close(fd);
+      return false;
+    }
+  comm->sockets[peer] = fd;
+  return recv(fd, &answer, 1, 0) == 1;
+}
+
+// Moves one operation on; -1 at the end of a connection.
+int advance(ncclComm* comm, Op& op) {
+  int fd = comm->sockets[op.peer];
+  size_t header = sizeof op.size;
+  char* at = op.done < header ? reinterpret_cast<char*>(&op.size) + op.done : op.data + (op.done - header);
+  size_t left = op.done < header ? header - op.done : op.nbytes - (op.done - header);
+  ssize_t moved = op.is_send ? send(fd, at, left, MSG_DONTWAIT | MSG_NOSIGNAL) : recv(fd, at, left, MSG_DONTWAIT);
+  if (moved < 0) return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : -1;
+  if (moved == 0 && left > 0) return -1;
+  op.done += moved;
+  return 1;
+}
+
+ncclResult_t move(ncclComm* comm, std::vector<Op>& ops) {
+  std::map<std::pair<int, bool>, std::deque<Op*>> queues;  // messages of two ranks match by order
+  for (Op& op : ops) {
+    op.size = op.is_send ? op.nbytes : 0;
+    queues[{op.peer, op.is_send}].push_back(&op);
+  }
+  while (!queues.empty()) {
+    if (comm->aborted) return ncclRemoteError;
+    bool moved = false;
+    for (auto it = queues.begin(); it != queues.end();) {
+      Op* op = it->second.front();
+      int result = advance(comm, *op);
+      if (result < 0) return fail(ncclRemoteError, "rank " + std::to_string(op->peer) + " closed its connection");
+      moved |= result > 0;
+      if (!op->is_send && op->done >= sizeof op->size && op->size != op->nbytes)
+        return fail(ncclInvalidUsage, "a message has another size than its receive");
+      if (op->done == sizeof op->size + op->nbytes) it->second.pop_front();
+      it = it->second.empty() ? queues.erase(it) : std::next(it);
+    }
+    if (!moved) nap();
+  }
+  return ncclSuccess;
+}
+
+template <typename T>
+void reduce(char* into, const char* from, size_t count, int op) {
+  T* a = reinterpret_cast<T*>(into);
+  const T* b = reinterpret_cast<const T*>(from);
+  for (size_t i = 0; i < count; ++i) a[i] = op == ncclSum ? a[i] + b[i] : op == ncclMax ? (a[i] < b[i] ? b[i] : a[i]) : a[i];
+}
+
+ncclResult_t collect(ncclComm* comm, const Collective& one) {
+  size_t itemsize = one.type == ncclFloat64 || one.type == ncclInt64 ? 8 : one.type == ncclFloat32 ? 4 : 1;
+  size_t nbytes = one.count * itemsize;
+  int root = one.op < 0 ? one.root : 0;
+  std::vector<Op> gather, spread;
+  std::vector<std::vector<char>> parts(comm->size);
+  for (int peer = 0; peer < comm->size; ++peer) {
+    if (peer == comm->rank || (comm->rank != root && peer != root)) continue;
+    parts[peer].resize(nbytes);
+    if (comm->rank == root) {
+      gather.push_back({parts[peer].data(), nbytes, peer, false});
+      spread.push_back({one.data, nbytes, peer, true});
+    } else {
+      gather.push_back({one.data, nbytes, peer, true});
+      spread.push_back({one.data, nbytes, peer, false});
+    }
+  }
+  if (one.op >= 0) {
+    ncclResult_t result = move(comm, gather);
+    if (result != ncclSuccess) return result;
+    for (const Op& op : gather)
+      if (!op.is_send) {
+        if (one.type == ncclFloat64) reduce<double>(one.data, op.data, one.count, one.op);
+        else if (one.type == ncclFloat32) reduce<float>(one.data, op.data, one.count, one.op);
+        else if (one.type == ncclInt64) reduce<int64_t>(one.data, op.data, one.count, one.op);
+        else return fail(ncclInvalidArgument, "this type is not added here");
+      }
+  }
+  return move(comm, spread);
+}
+
+ncclResult_t launch(ncclComm* comm, std::vector<Op> ops, std::vector<Collective> collectives) {
+  ncclResult_t result = move(comm, ops);
+  for (const Collective& one : collectives)
+    if (result == ncclSuccess) result = collect(comm, one);
+  comm->state = result;
+  return result;
+}
+
+ncclResult_t enqueue(ncclComm* comm) {
+  if (depth == 0) return fail(ncclInvalidUsage, "not in a group");
+  if (comm->state != ncclSuccess) return group_error = fail(ncclInvalidUsage, "the communicator is busy or broken");
+  group_comm = comm;
+  return ncclSuccess;
+}
+
+ncclResult_t message(const void* data, size_t count, ncclDataType_t type, int peer, ncclComm* comm, bool is_send) {
+  ncclResult_t result = enqueue(comm);
+  if (result != ncclSuccess) return result;
+  if (peer < 0 || peer >= comm->size || type != ncclUint8)
+    return group_error = fail(ncclInvalidArgument, "invalid rank or type");
+  group_ops.push_back({static_cast<char*>(const_cast<void*>(data)), count, peer, is_send});
+  return ncclSuccess;
+}
+
+}  // namespace
+
+extern "C" {
+
+ncclResult_t ncclGetVersion(int* version) {
+  *version = 22705;
+  return ncclSuccess;
+}
+
+const char* ncclGetErrorString(ncclResult_t result) {
+  static const char* texts[] = {"no error", "unhandled cuda error", "unhandled system error", "internal error",
+                                "invalid argument", "invalid usage", "remote process exited or there was a network error",
+                                "NCCL operation in progress"};
+  return texts[result];
+}
+
+const char* ncclGetLastError(ncclComm_t) {
+  std::lock_guard<std::mutex> guard(last_error_lock);
+  return last_error.c_str();
+}
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  std::memset(id, 0, sizeof *id);
+  std::strcpy(id->internal, "/tmp/nccl-standin-XXXXXX");
+  return mkdtemp(id->internal) ? ncclSuccess : ncclSystemError;
+}
+
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int size, ncclUniqueId id, int rank, ncclConfig_t* config) {
+  if (config == nullptr || config->magic != 0xcafebeef) return fail(ncclInvalidArgument, "no NCCL_CONFIG_INITIALIZER");
+  if (config->blocking != 0 || rank < 0 || rank >= size) return fail(ncclInvalidArgument, "invalid configuration or rank");
+  ncclComm* comm = *out = new ncclComm();
+  comm->rank = rank, comm->size = size, comm->folder = id.internal;
+  comm->sockets.assign(size, -1), comm->waiting.assign(size, -1);
+  comm->listener = socket(AF_UNIX, SOCK_STREAM, 0);
+  sockaddr_un address = address_of(comm->folder, rank);
+  if (bind(comm->listener, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 || listen(comm->listener, 64) != 0) {
+    delete comm;
+    return fail(ncclSystemError, "cannot listen");
+  }
+  comm->job = std::thread([comm] {
+    for (int peer = 0; peer < comm->size; ++peer) {
+      sockaddr_un other = address_of(comm->folder, peer);
+      struct stat found;
+      while (stat(other.sun_path, &found) != 0) {
+        if (comm->aborted) return;
+        nap();
+      }
+    }
+    comm->state = ncclSuccess;
+  });
+  return ncclInProgress;
+}
+
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* result) {
+  if (comm->state == ncclSuccess)
+    for (size_t peer = 0; peer < comm->sockets.size(); ++peer) {
+      char byte;
+      if (comm->sockets[peer] >= 0 && recv(comm->sockets[peer], &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0)
+        comm->state = fail(ncclRemoteError, "rank " + std::to_string(peer) + " closed its connection");
+    }
+  *result = static_cast<ncclResult_t>(comm->state.load());
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGroupStart() {
+  ++depth;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t) {
+  return message(data, count, type, peer, comm, true);
+}
+
+ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t) {
+  return message(data, count, type, peer, comm, false);
+}
+
+ncclResult_t ncclAllReduce(const void* from, void* into, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                           ncclComm_t comm, cudaStream_t) {
+  ncclResult_t result = enqueue(comm);
+  if (result != ncclSuccess) return result;
+  if (from != into) return group_error = fail(ncclInvalidArgument, "only in place");
+  group_collectives.push_back({static_cast<char*>(into), count, type, op, 0});
+  return ncclSuccess;
+}
+
+ncclResult_t ncclBroadcast(const void* from, void* into, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                           cudaStream_t) {
+  ncclResult_t result = enqueue(comm);
+  if (result != ncclSuccess) return result;
+  if (from != into) return group_error = fail(ncclInvalidArgument, "only in place");
+  group_collectives.push_back({static_cast<char*>(into), count, type, -1, root});
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGroupEnd() {
+  if (depth == 0) return fail(ncclInvalidUsage, "ncclGroupEnd: not in a group call.");
+  if (--depth > 0) return ncclSuccess;
+  ncclComm* comm = group_comm;
+  std::vector<Op> ops = std::move(group_ops);
+  std::vector<Collective> collectives = std::move(group_collectives);
+  ncclResult_t error = group_error;
+  group_ops.clear(), group_collectives.clear(), group_comm = nullptr, group_error = ncclSuccess;
+  if (error != ncclSuccess) return error;
+  if (comm == nullptr) return ncclSuccess;
+  std::vector<int> unconnected;
+  for (int peer = 0; peer < comm->size; ++peer) {
+    bool used = false;
+    for (const Op& op : ops) used |= op.peer == peer;
+    for (const Collective& one : collectives) {
+      int root = one.op < 0 ? one.root : 0;
+      used |= comm->rank == root || peer == root;
+    }
+    if (used && peer != comm->rank && comm->sockets[peer] < 0) unconnected.push_back(peer);
+  }
+  if (unconnected.empty()) return launch(comm, std::move(ops), std::move(collectives));
+  if (comm->job.joinable()) comm->job.join();
+  comm->state = ncclInProgress;
+  comm->job = std::thread([comm, unconnected, ops = std::move(ops), collectives = std::move(collectives)]() mutable {
+    for (int peer : unconnected)
+      if (!connect_pair(comm, peer)) {
+        comm->state = fail(ncclRemoteError, "cannot connect to rank " + std::to_string(peer));
+        return;
+      }
+    launch(comm, std::move(ops), std::move(collectives));
+  });
+  return ncclInProgress;
+}
+
+ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+  return comm->state == ncclSuccess ? ncclSuccess : ncclInvalidUsage;
+}
+
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  comm->aborted = true;
+  for (int fd : comm->sockets)
+    if (fd >= 0) shutdown(fd, SHUT_RDWR);
+  if (comm->job.joinable()) comm->job.join();
+  return ncclSuccess;  // another thread may still be inside a call: its memory is left
+}
+
+ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  delete comm;
+  return ncclSuccess;
+}
+
+}  // extern "C"
