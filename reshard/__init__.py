@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from reshard import forks as _forks  # noqa: F401  # which learns of every fork from here on
 from reshard.version import __version__
 
 if TYPE_CHECKING:
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
         RankLostError,
         RemoteError,
         ReshardError,
+        ResourceError,
         TopologyError,
         TransferTimeoutError,
         VerificationError,
     )
-    from reshard.group import Group, join
+    from reshard.group import Group, close_group, join
     from reshard.handles import Handle
     from reshard.hosts import find_topology
     from reshard.layout import Layout, RegionLayout
@@ -61,12 +63,14 @@ _HOME = {
     "RegionLayout": "layout",
     "RemoteError": "errors",
     "ReshardError": "errors",
+    "ResourceError": "errors",
     "Timeline": "simulation",
     "Topology": "topology",
     "TopologyError": "errors",
     "TransferTimeoutError": "errors",
     "VerificationError": "errors",
     "check_plan": "check",
+    "close_group": "group",
     "execute_local": "local",
     "find_bound": "bound",
     "find_topology": "hosts",
@@ -97,6 +101,7 @@ __all__ = [
     "RegionLayout",
     "RemoteError",
     "ReshardError",
+    "ResourceError",
     "Timeline",
     "Topology",
     "TopologyError",
@@ -104,6 +109,7 @@ __all__ = [
     "VerificationError",
     "__version__",
     "check_plan",
+    "close_group",
     "execute_local",
     "find_bound",
     "find_topology",

@@ -142,7 +142,7 @@ def reshard_async(
     try:
         our_group = find_group(group)
     except ReshardError as error:
-        for each in known_groups():  # whose other ranks may wait for this one
+        for each in known_groups(group):  # whose other ranks may wait for this one
             tell_error(each, error)
         raise
     options = Options(strategy, topology, staging_bytes, verify, on_loss)

@@ -10,7 +10,9 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.agreement import Record, Verdict, describe_error, name_rank, rebuild_error
-from reshard.errors import ArgumentError, RemoteError, ReshardError
+from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError
 from reshard.failures import note_skipped
 from reshard.group import Group, check_inside
 from reshard.meeting import Meeting
@@ -38,7 +40,8 @@ class Channel:
     """The ranks of one call, ascending; made once per group and set of ranks."""
 
     def __init__(self, group: Group, members: tuple[int, ...]) -> None:
-        self.group, self.members = group, members
+        self._group, self.members = weakref.ref(group), members
+        self._pid = os.getpid()
         digest = hashlib.sha256(repr(members).encode()).hexdigest()[:20]
         self._store = group.store.under(f"u/{digest}")
         self._lock = threading.RLock()
@@ -50,6 +53,14 @@ class Channel:
         self.idle_runner: Any = None  # the same between devices
         self._connections: tuple[int, Connections] | None = None  # of a generation
         self.cache: OrderedDict[Any, Any] = OrderedDict()
+
+    @property
+    def group(self) -> Group:
+        """Whose ranks these are. Whoever moves something keeps it; a channel does not, so that it may be dropped."""
+        group = self._group()
+        if group is None:
+            raise ArgumentError("nothing refers any more to the group of this transfer")
+        return group
 
     def agree(
         self,
@@ -63,6 +74,7 @@ class Channel:
         Returns:
             The number of the round and the verdict, which holds no error.
         """
+        self.group.check_usable()
         with self._lock:
             record.generation = self.generation + (self.broken is not None)
             verdict = self.meeting.hold(record, decide, timeout_seconds, bears_loss)
@@ -73,8 +85,14 @@ class Channel:
     # Transfers
 
     def close(self) -> None:
-        """Say goodbye to the other ranks; the channel is not usable after."""
+        """Say goodbye to the other ranks and let go of all connections; the channel is not usable after."""
         self.meeting.close()
+        if self._connections is not None:
+            self._connections[1].close()
+        if self.idle_runner is not None:
+            self.idle_runner.release()
+        self._connections = self.idle_staging = self.idle_runner = None
+        self.cache.clear()
 
     def transport(self, generation: int, is_two_way: bool, timeout_seconds: float) -> GlooTransport | None:
         """A transport of this generation, made by all members together; None for one rank."""
@@ -99,13 +117,18 @@ class Channel:
         return self._connect(generation, lambda made: made.collectives(device, timeout_seconds, look))
 
     def _connect(self, generation: int, ask: Callable[[Connections], Any]) -> Any:
+        self.group.check_usable()
         with self._lock:
             if self._connections is None or self._connections[0] != generation:
+                if self._connections is not None:
+                    self._connections[1].close()
                 Monitor.of(self.group)
                 store = dist.PrefixStore(f"gloo/{generation}", self._store.raw)
                 self._connections = generation, Connections(store, self.group.rank, self.members)
             try:
                 return ask(self._connections[1])
+            except ResourceError as error:
+                raise self.fail(generation, error) from None
             except ReshardError:
                 raise
             except RuntimeError as error:
@@ -161,7 +184,7 @@ class Channel:
 
     def take_error(self, generation: int, error: ReshardError) -> ReshardError:
         """Mark a transport as finished; the next agreement makes a new one. Returns its first error."""
-        if generation != self.generation:
+        if generation != self.generation or self._pid != os.getpid():
             return error
         if self.broken is None:
             self.broken = error
@@ -183,6 +206,7 @@ def find_channel(group: Group, members: tuple[int, ...]) -> Channel:
     Raises:
         ArgumentError: a rank is outside the group, or this rank is not among them.
     """
+    group.check_usable()
     check_inside(group, members)
     if group.rank not in members:
         note_skipped(group, members)

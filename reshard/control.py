@@ -20,7 +20,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from reshard.descriptors import is_shortage, out_of_descriptors
 from reshard.errors import RemoteError
+from reshard.forks import close_in_child
 from reshard.stores import Store
 
 _HEADER = struct.Struct("!I")
@@ -35,6 +37,7 @@ class _Peer:
     """One connection, and what was read of its next frame."""
 
     def __init__(self, connection: socket.socket) -> None:
+        close_in_child(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(SEND_SECONDS)
         self.connection = connection
@@ -106,7 +109,7 @@ class Hub:
         self._secret = secrets.token_hex(16)
         address = own_address(store.raw)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=len(others) + 8)
+        self._listener = close_in_child(socket.create_server((address, 0), family=family, backlog=len(others) + 8))
         self._listener.setblocking(False)
         self._peers: dict[int, _Peer] = {}
         self._strangers: list[_Peer] = []
@@ -119,7 +122,11 @@ class Hub:
         store.set("hub", json.dumps([address, self._listener.getsockname()[1], self._secret]), seconds)
 
     def pump(self, seconds: float) -> bool:
-        """Read some of what has come, waiting at most ``seconds`` for the first of it; returns whether there was."""
+        """Read some of what has come, waiting at most ``seconds`` for the first of it; returns whether there was.
+
+        Raises:
+            OSError: a rank cannot be let in, as this process may open no more file descriptors.
+        """
         poller = select.poll()
         readers: dict[int, int | _Peer] = {}
         poller.register(self._listener, select.POLLIN)
@@ -184,9 +191,12 @@ class Hub:
         self._listener.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             connection, _ = self._listener.accept()
             self._strangers.append(_Peer(connection))
+        except OSError as error:
+            if is_shortage(error):
+                raise
 
     def _greet(self, stranger: _Peer) -> None:
         """Take the first frame of a connection, which must know the secret and name a rank of ours."""
@@ -255,7 +265,7 @@ class Spoke:
         """Connect to the address that the hub published, which the store has ``seconds`` to tell.
 
         Raises:
-            RemoteError: the hub has left, or cannot be reached.
+            RemoteError: the hub has left, or cannot be reached. ResourceError: no file descriptor is left.
         """
         address, port, secret = json.loads(store.get("hub", seconds))
         begun = time.monotonic()
@@ -271,6 +281,8 @@ class Spoke:
                     f"process has ended or its group is closed{advice}"
                 ) from None
             except OSError as error:
+                if is_shortage(error):
+                    raise out_of_descriptors(rank, f"meeting rank {hub}") from None
                 if time.monotonic() - begun > CONNECT_SECONDS:
                     raise RemoteError(
                         f"rank {rank} cannot reach rank {hub} at {address} port {port}: {error}; "

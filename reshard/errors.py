@@ -11,6 +11,7 @@
     ├── TopologyError        a description of hosts and links that does not fit the ranks
     ├── ArgumentError        a call whose tensors, shapes, dtypes or keywords do not fit its layouts
     ├── DisagreementError    ranks that called with different arguments
+    ├── ResourceError        a rank has no file descriptors left for connections
     ├── RemoteError          another rank failed; carries its rank and its text
     │   └── RankLostError    ranks died where ``on_loss`` asks to go on without them; offers how
     ├── TransferTimeoutError nothing moved within ``timeout_seconds``
@@ -60,6 +61,10 @@ class ArgumentError(ReshardError, ValueError):
 
 class DisagreementError(ReshardError, ValueError):
     """Ranks that took part in one call with different arguments."""
+
+
+class ResourceError(ReshardError, RuntimeError):
+    """A rank may not open as many file descriptors as its connections take."""
 
 
 class RemoteError(ReshardError, RuntimeError):
@@ -122,6 +127,7 @@ BY_NAME: dict[str, type[ReshardError]] = {
         TopologyError,
         ArgumentError,
         DisagreementError,
+        ResourceError,
         RemoteError,
         RankLostError,
         TransferTimeoutError,

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from reshard.errors import ArgumentError
+from reshard.forks import call_in_child, find_maker, keep_in_child
 from reshard.mesh import say_ranks
 from reshard.stores import Store
 
+#: How long closing a group waits for its threads, which have been told to end.
+END_SECONDS = 2.0
+
 _lock = threading.Lock()
-_groups: dict[Any, Group] = {}
+_groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 _all: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
@@ -35,28 +40,78 @@ def new_beacon() -> dict[str, Any]:
     }
 
 
-def known_groups() -> list[Group]:
-    """All groups of this process."""
-    return list(_all)
+def known_groups(given: Any = None) -> list[Group]:
+    """The groups in which other ranks may wait for a call that names no usable group but ``given``."""
+    if isinstance(given, Group) or (isinstance(given, dist.ProcessGroup) and not is_alive(given)):
+        return []  # its ranks know, or wait in vain; those of other groups do not wait
+    return [group for group in list(_all) if group.is_usable()]
+
+
+class User(Protocol):
+    """What moves things over the connections of a group."""
+
+    def finish(self, timeout_seconds: float | None) -> None:
+        """Wait for what is under way; None: for as long as it takes."""
+
+    def release(self) -> None:
+        """Let go of connections as soon as nothing is under way; takes no lock and does not wait."""
+
+
+class Held:
+    """What a group holds until it is closed, dropped or destroyed. It does not know the group, which may be dropped."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.channels: dict[tuple[int, ...], Any] = {}
+        self.users: weakref.WeakSet[User] = weakref.WeakSet()
+        self.monitor: Any = None
+        self.is_released = False
+        self._pid = os.getpid()
+
+    def release(self) -> None:
+        """Give all of it back, once; not in a forked child, whose parent uses it.
+
+        Takes no lock and does not wait, since objects are collected anywhere.
+        """
+        if self.is_released or self._pid != os.getpid():
+            return
+        self.is_released = True
+        for user in list(self.users):
+            user.release()
+        if self.monitor is not None:
+            self.monitor.end()
+        for channel in list(self.channels.values()):
+            channel.close()
+        self.channels.clear()
+        self.store.close()
+
+    def join(self) -> None:
+        """Wait for the threads to end."""
+        if self.monitor is not None:
+            self.monitor.join(END_SECONDS)
+        self.store.join(END_SECONDS)
 
 
 class Group:
     """A set of ranks 0..size-1 that share a store.
 
-    Made by :func:`join`, or from a process group by :func:`find_group`. It holds no connection to other ranks;
-    those are made by the ranks that move data, when they first do.
+    Made by :func:`join`, or from a process group by :func:`find_group`. Connections and threads are made when ranks
+    first need them, and kept until the group is closed: by :meth:`close`, at the end of a ``with`` block, when a joined
+    group is no longer referenced, or when its process group is destroyed.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, process_group: Any = None) -> None:
         if not 0 <= rank < size:
             raise ArgumentError(f"rank {rank} is outside a group of {size} ranks")
-        self.rank, self.size, self.process_group = rank, size, process_group
+        self.rank, self.size = rank, size
+        self._process_group = None if process_group is None else weakref.ref(process_group)
+        self.pid = os.getpid()
         _all.add(self)
         self.hostname = socket.gethostname()
         self.store = Store(store)
-        self.channels: dict[tuple[int, ...], Any] = {}
+        self.held = Held(self.store)
+        self.channels = self.held.channels
         self.lock = threading.Lock()
-        self.monitor: Any = None
         self.attempts = 0  # rounds that this rank began, on any channel
         self.beacon = new_beacon()
         self.forgiven: dict[str, int] = {}  # calls that others skipped, see reshard.failures
@@ -65,6 +120,57 @@ class Group:
         self._caller: int | None = None  # the thread that is in a call
         self.callers: list[threading.Thread] = []  # live threads that have called, the last one last
         self.callers_alternate = False  # whether one of them called again after another one
+        self._is_closed = False
+        self._release = weakref.finalize(self, self.held.release)
+        self._release.atexit = False
+
+    @property
+    def process_group(self) -> Any:
+        """The process group of torch; None for a joined group."""
+        return None if self._process_group is None else self._process_group()
+
+    def is_destroyed(self) -> bool:
+        """Whether this is the group of a process group that torch has destroyed."""
+        return self._process_group is not None and not is_alive(self._process_group())
+
+    def is_usable(self) -> bool:
+        """Whether :meth:`check_usable` passes."""
+        return self.pid == os.getpid() and not self._is_closed and not self.held.is_released
+
+    def check_usable(self) -> None:
+        """Raise ArgumentError if the group is closed, or was made in another process."""
+        if self.pid != os.getpid():
+            raise ArgumentError(_describe_fork(str(self), self.pid))
+        if not self.is_usable():
+            raise ArgumentError(f"this {self} is closed: make a new one (reshard.join, torch.distributed.new_group)")
+
+    def close(self) -> None:
+        """End the threads and close the connections of this rank, once transfers under way are over.
+
+        The group and its Movers cannot be used any more. Ranks that still wait for this one get an error. Closing a
+        group twice does nothing, nor does closing it in a forked child.
+
+        Raises:
+            ArgumentError: another thread is in a call on the group.
+        """
+        if self.held.is_released or self.pid != os.getpid():
+            return
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self.calling())
+            except ArgumentError:
+                raise ArgumentError(f"another thread is in a call on this {self}, which cannot be closed yet") from None
+            self._is_closed = True
+            for user in list(self.held.users):
+                user.finish(None)
+            self._release()
+        self.held.join()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -101,7 +207,7 @@ class Group:
         Raises:
             ArgumentError: it is not in the group.
         """
-        if self.process_group is None:
+        if self._process_group is None:
             rank = world_rank + self.rank - dist.get_rank()
             if not 0 <= rank < self.size:
                 raise ArgumentError(
@@ -139,21 +245,34 @@ def serve_store(listener: socket.socket) -> dist.TCPStore:
 
 def own_client(store: dist.Store) -> dist.Store:
     """A connection of our own to a store, so that waiting on it holds up nobody else's."""
+    keep_in_child(store)
     try:
-        return store.clone()
+        return keep_in_child(store.clone())
     except (RuntimeError, AttributeError, NotImplementedError):
         return store
+
+
+def is_alive(process_group: Any) -> bool:
+    """Whether torch knows this process group, and has not destroyed it."""
+    return process_group is not None and process_group in c10d._world.pg_map
 
 
 def find_group(group: Any) -> Group:
     """Our group for a ``torch.distributed`` process group (None: the world) or for a joined one.
 
     Raises:
-        ArgumentError: torch.distributed is not initialised, or this process is not in the group.
+        ArgumentError: torch.distributed is not initialised, this process is not in the group or was forked from the one
+            that made it, or the group is closed or destroyed.
     """
+    found = _find_group(group)
+    found.check_usable()
+    return found
+
+
+def _find_group(group: Any) -> Group:
     if isinstance(group, Group):
         return group
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_available() or not (dist.is_initialized() or isinstance(group, dist.ProcessGroup)):
         raise ArgumentError(
             "torch.distributed is not initialised: call torch.distributed.init_process_group() first, "
             "or pass group=reshard.join(store, rank, world_size)"
@@ -161,29 +280,52 @@ def find_group(group: Any) -> Group:
     process_group = dist.group.WORLD if group is None else group
     if not isinstance(process_group, dist.ProcessGroup):
         raise ArgumentError(f"group must be a process group or come from reshard.join, not {type(group).__name__}")
+    maker = find_maker(process_group)
+    if maker is not None:
+        raise ArgumentError(_describe_fork("process group", maker))
+    if not is_alive(process_group):
+        raise ArgumentError("this process group was destroyed: make a new one (torch.distributed.new_group)")
     with _lock:
+        for other in list(_groups.values()):
+            if other.is_destroyed():
+                other.held.release()
         if process_group not in _groups:
             rank = dist.get_rank(process_group)
             if rank < 0:
                 raise ArgumentError("this process is not in the group that it passes")
             store = c10d._get_process_group_store(process_group)
             prefixed = dist.PrefixStore(f"reshard/{process_group.group_name}", own_client(store))
-            _groups[process_group] = Group(prefixed, rank, dist.get_world_size(process_group), process_group)
+            found = Group(prefixed, rank, dist.get_world_size(process_group), process_group)
+            _groups[process_group] = found
+            # torch holds this object until it destroys the process group, which others may hold for longer
+            weakref.finalize(store, found.held.release).atexit = False
         return _groups[process_group]
 
 
-def forget_group(group: Any) -> None:
-    """Give back what a group holds: its thread and its connections. No transfer may be under way."""
-    with _lock:
-        found = group if isinstance(group, Group) else _groups.pop(group, None)
-    if found is None:
-        return
-    if found.monitor is not None:
-        found.monitor.close()
-    for channel in found.channels.values():
-        channel.close()
-    found.channels.clear()
-    found.store.close()
+def close_group(group: Any = None) -> None:
+    """Close what this rank holds for a process group, or a joined group; see :meth:`Group.close`.
+
+    The process group itself stays, but cannot be passed to this package any more.
+
+    Args:
+        group: a process group (omitted: the world), or what :func:`join` returned.
+
+    Raises:
+        ArgumentError: another thread is in a call on the group, or it is none.
+    """
+    if isinstance(group, dist.ProcessGroup) and not is_alive(group):
+        return  # closed when it was destroyed
+    _find_group(group).close()
+
+
+def _describe_fork(what: str, pid: int) -> str:
+    return (
+        f"this {what} was made in process {pid}, and process {os.getpid()} is a child of it: after fork make a new "
+        "group (torch.distributed.init_process_group, or reshard.join)"
+    )
+
+
+call_in_child(_lock._at_fork_reinit)  # type: ignore[attr-defined]  # another thread of the parent may have held it
 
 
 def join(store: Any, rank: int, world_size: int) -> Group:
@@ -198,7 +340,8 @@ def join(store: Any, rank: int, world_size: int) -> Group:
         rank: this process's rank in the new group. world_size: how many ranks it has.
 
     Returns:
-        A group to pass as ``group=``; layouts then name its ranks.
+        A group to pass as ``group=``; layouts then name its ranks. Its threads and connections end with
+        ``group.close()``, with a ``with`` block, or when nothing refers to it any more.
 
     Raises:
         ArgumentError: the rank is outside the group, or the store is not a store.

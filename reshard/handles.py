@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from reshard.channel import Channel
-from reshard.errors import ReshardError, TransferTimeoutError
+from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
+from reshard.forks import call_in_child
 from reshard.mesh import say_ranks
 from reshard.monitor import call_at_exit
 from reshard.options import check_patience
@@ -28,6 +30,7 @@ class Handle:
 
     def __init__(self, channel: Channel, generation: int, finish: Callable[[], Any]) -> None:
         self._channel, self._generation, self._finish = channel, generation, finish
+        self._pid = os.getpid()
         self._done = threading.Event()
         self._error: ReshardError | None = None
         self._result: Any = None
@@ -59,12 +62,21 @@ class Handle:
 
         Raises:
             TransferTimeoutError: not over within ``timeout_seconds``; the transfer goes on, and ``wait`` may be
-                called again. Otherwise the error that ended the transfer, the same on every rank.
+                called again. ArgumentError: in a child that was forked meanwhile. Otherwise the error that ended the
+                transfer, the same on every rank.
         """
+        self.check_process()
         if not self._done.wait(check_patience(timeout_seconds)):
             raise TransferTimeoutError(f"the transfer is not over after {timeout_seconds:g} s; it goes on")
         self.check()
         return self._take()
+
+    def check_process(self) -> None:
+        """Raise ArgumentError in a forked child, which has no thread that would end the transfer."""
+        if self._pid != os.getpid():
+            raise ArgumentError(
+                f"this transfer is one of process {self._pid}; process {os.getpid()} cannot wait for it"
+            )
 
     def _take(self) -> Any:
         if self._finish is not None:
@@ -119,11 +131,13 @@ class StreamHandle(Handle):
         deadline: float,
     ) -> None:
         super().__init__(channel, generation, finish)
+        self._group = channel.group
         self._transfers, self._mark, self._deadline = transfers, mark, deadline
         if mark is None:  # captured in a graph, which has no end of its own
             self.succeed()
         else:
             _on_streams.add(self)
+            self._group.held.users.add(self)
             call_at_exit(_finish_streams, priority=20)
 
     def done(self) -> bool:
@@ -136,6 +150,7 @@ class StreamHandle(Handle):
         Raises:
             ReshardError: what ended the transfer, if that is known by now; see :meth:`synchronize`.
         """
+        self.check_process()
         self.check()
         if self._mark is None:
             self._transfers.streams.join()
@@ -145,6 +160,7 @@ class StreamHandle(Handle):
 
     def synchronize(self, timeout_seconds: float | None = None) -> Any:
         """The result, once the device is done with it; raises the error that ended the transfer, alike on all ranks."""
+        self.check_process()
         check_patience(timeout_seconds)
         limit = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not self.look():
@@ -153,6 +169,14 @@ class StreamHandle(Handle):
             time.sleep(SYNCHRONIZE_SECONDS)
         self.check()
         return self.wait()
+
+    def finish(self, timeout_seconds: float | None) -> None:
+        """Wait until the device is done with it."""
+        with contextlib.suppress(ReshardError):
+            self.synchronize(timeout_seconds)
+
+    def release(self) -> None:
+        """What it uses goes with it."""
 
     def look(self) -> bool:
         """Whether it is over; ends it where its time is up or the device failed."""
@@ -173,10 +197,10 @@ class StreamHandle(Handle):
 
 #: Transfers that a device is not done with, and what they use, whoever else has forgotten them.
 _on_streams: set[StreamHandle] = set()
+call_in_child(_on_streams.clear)
 
 
 def _finish_streams() -> None:
     """At the end of the process: others would miss what this rank has yet to send."""
     for handle in list(_on_streams):
-        with contextlib.suppress(ReshardError):
-            handle.synchronize(EXIT_SECONDS)
+        handle.finish(EXIT_SECONDS)

@@ -24,10 +24,12 @@ from typing import Any
 from reshard.agreement import Record, Verdict, describe_error, missing_error, rebuild_error
 from reshard.beacon import Pulses, is_blamed, publish_beacon
 from reshard.control import Hub, Spoke
-from reshard.errors import RemoteError, ReshardError
-from reshard.failures import HasLeftError, LeavingError, count_calls, find_behind, forgive, give_up
+from reshard.descriptors import check_room, is_shortage, out_of_descriptors
+from reshard.errors import RemoteError, ReshardError, ResourceError
+from reshard.failures import HasLeftError, LeavingError, count_calls, find_behind, forgive, give_up, tell_error
 from reshard.group import Group
 from reshard.lookout import find_elsewhere
+from reshard.mesh import format_ranks
 from reshard.monitor import call_at_exit
 from reshard.outcasts import OutcastError, check_together, find_mixed, go_on_without, lose_step
 from reshard.stores import Store, StoreSilentError
@@ -56,7 +58,7 @@ class Meeting:
     """The rounds of one set of ranks, ascending."""
 
     def __init__(self, group: Group, members: tuple[int, ...], store: Store) -> None:
-        self.group, self.members = group, members
+        self._group, self.members = weakref.ref(group), members
         self._store = store
         self.rounds = 0  # in which this rank took part
         self.answered: dict[int, int] = {}  # of each member the last attempt that was answered
@@ -65,6 +67,13 @@ class Meeting:
         self._pulses = Pulses(group.store)
         self._hub: Hub | None = None
         self._spoke: Spoke | None = None
+
+    @property
+    def group(self) -> Group:
+        """Whose ranks these are; who calls keeps it."""
+        group = self._group()
+        assert group is not None
+        return group
 
     def hold(
         self,
@@ -83,6 +92,7 @@ class Meeting:
             The error of the verdict, alike on all ranks; TransferTimeoutError if members are missing.
         """
         check_together(self.group, self.members, bears_loss)
+        self._check_room()
         self.rounds += 1
         brought = _Round(record, decide, timeout_seconds, bears_loss)
         try:
@@ -107,6 +117,18 @@ class Meeting:
             lose_step(self.group, self.members, verdict.loses_step)
         verdict.raise_error()
         return verdict
+
+    def _check_room(self) -> None:
+        """Raise ResourceError, of which the others hear, if this rank may not open the connections of its rounds."""
+        is_hub = self.group.rank == self.members[0]
+        if len(self.members) == 1 or (self._hub if is_hub else self._spoke) is not None:
+            return
+        try:
+            needed = len(self.members) if is_hub else 1
+            check_room(self.group.rank, needed, f"meeting ranks {format_ranks(self.members)}")
+        except ResourceError as error:
+            tell_error(self.group, error)
+            raise
 
     def _meet(self, brought: _Round) -> Verdict:
         """What all take from one round."""
@@ -133,8 +155,6 @@ class Meeting:
         if self._hub is None:
             self._hub = self._listen(others, brought.timeout_seconds)
         hub = self._hub
-        hub.drain()  # who left before this round began does not take part in it
-        hub.waits = True
 
         def missing() -> list[int]:
             gone = self.find_dead() if bears_loss else ()
@@ -146,6 +166,8 @@ class Meeting:
                 raise TimeoutError
 
         try:
+            hub.drain()  # who left before this round began does not take part in it
+            hub.waits = True
             try:
                 self._wait(brought, pump, lambda: not missing(), missing, brought.deadline)
             except TimeoutError:
@@ -174,6 +196,9 @@ class Meeting:
         except LeavingError as error:
             verdict = error.verdict
             verdict.generation = max(verdict.generation, record.generation)
+        except OSError:  # those that this rank cannot let in find it in the store
+            known = out_of_descriptors(record.rank, f"meeting ranks {format_ranks(self.members)}")
+            verdict = Verdict(error=describe_error(known), loses_step=str(known))
         except Exception as error:  # a defect in deciding must reach the others too
             verdict = Verdict(error=describe_error(error))
         self._number += 1
@@ -193,6 +218,9 @@ class Meeting:
                 self._wait(brought, _sleep, lambda: self._store.shows("hub"), lambda: [hub], last)
                 try:
                     self._spoke = Spoke.connect(self._store, self.group.rank, hub, last - time.monotonic())
+                except ResourceError as error:
+                    lose_step(self.group, self.members, str(error))
+                    raise
                 except RemoteError as error:
                     if bears_loss:
                         raise EOFError(str(error)) from None
@@ -251,10 +279,12 @@ class Meeting:
         try:
             hub = Hub(self._store, others, timeout_seconds)
         except OSError as error:
-            known = RemoteError(
+            known: ReshardError = RemoteError(
                 f"rank {self.group.rank} cannot listen for the others: {error}; GLOO_SOCKET_IFNAME must name an "
                 "interface of its host that they reach"
             )
+            if is_shortage(error):
+                known = out_of_descriptors(self.group.rank, f"meeting ranks {format_ranks(self.members)}")
             lose_step(self.group, self.members, str(known))
             raise known from error
         self._close_at_exit()
@@ -350,7 +380,8 @@ class Meeting:
     def find_left(self) -> int | None:
         """A member whose process has ended in order, as far as this rank's connections tell, if there is one."""
         if self._hub is not None:
-            self._hub.drain()
+            with contextlib.suppress(OSError):
+                self._hub.drain()
             return self._hub.left()
         if self._spoke is not None:
             with contextlib.suppress(EOFError):
@@ -363,7 +394,7 @@ class Meeting:
         call_at_exit(_close_all, priority=10)
 
     def close(self) -> None:
-        """Say goodbye to the other ranks; only at the end of the process, there are no rounds after it."""
+        """Say goodbye to the other ranks; there are no rounds after it."""
         for end in (self._hub, self._spoke):
             if end is not None:
                 end.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import queue
 import threading
 import time
@@ -70,12 +71,10 @@ class Mover:
         both_ways: bool = False,
         bears_loss: bool = False,
     ) -> None:
-        if not isinstance(plan, Plan):
-            wrong = ArgumentError(f"a Mover needs a Plan, not {type(plan).__name__}")
-            tell_error(find_group(group), wrong)
-            raise wrong
         ours = find_group(group)
         try:
+            if not isinstance(plan, Plan):
+                raise ArgumentError(f"a Mover needs a Plan, not {type(plan).__name__}")
             check_inside(ours, plan.ranks)
         except ReshardError as error:
             tell_error(ours, error)
@@ -144,7 +143,8 @@ class Mover:
         both_ways: bool = False,
     ) -> None:
         self.plan, self._program, self._verify = plan, program, verify
-        self._channel, self._tag, self._generation = channel, call % (TOLD_TAG - 1), verdict.generation
+        self._group, self._channel = channel.group, channel
+        self._tag, self._generation = call % (TOLD_TAG - 1), verdict.generation
         self._timeout_seconds = timeout_seconds
         self._owner = threading.current_thread()
         self._staging = Staging(program, plan.staging_bytes)
@@ -163,6 +163,7 @@ class Mover:
             self._streamed = StreamTransfers(runner, exchange or _nobody, streams)
         else:
             self._transport = channel.transport(self._generation, both_ways or plan.is_two_way, timeout_seconds)
+        self._group.held.users.add(self)
 
     @property
     def staging_allocated_bytes(self) -> int:
@@ -186,8 +187,10 @@ class Mover:
 
         Raises:
             ArgumentError: an array does not fit the plan. All ranks then get this error, from earlier transfers
-                too that they have not finished by then.
+                too that they have not finished by then. Or the Mover or its group is closed, or it was made in another
+                process.
         """
+        self._group.check_usable()
         if self._closed:
             raise ArgumentError("this Mover is closed")
         names = [spec.name for spec in self.plan.tensors]
@@ -224,8 +227,12 @@ class Mover:
 
     def close(self) -> None:
         """End the progress thread; transfers under way are finished first. The group's connections stay."""
-        if not self._closed:
-            self._closed = True
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is None:
+            self._transport = None
+        elif self._group.pid == os.getpid():
             self._jobs.put((self, None, None, None))
 
     def __enter__(self) -> Mover:
@@ -261,7 +268,7 @@ class Mover:
             return self._put_on_stream(self._streamed, src, dst, finish)
         handle = Handle(self._channel, self._generation, finish)
         if self._transport is not None:
-            Monitor.of(self._channel.group).watch(handle)
+            Monitor.of(self._group).watch(handle)
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="reshard-progress", daemon=True)
             self._thread.start()
@@ -286,10 +293,10 @@ class Mover:
         deadline = time.monotonic() + self._timeout_seconds
         handle = StreamHandle(self._channel, self._generation, finish, streamed, mark, deadline)
         if mark is not None:
-            Monitor.of(self._channel.group).watch(handle)
+            Monitor.of(self._group).watch(handle)
         return handle
 
-    def finish(self, timeout_seconds: float) -> None:
+    def finish(self, timeout_seconds: float | None) -> None:
         """Close, and wait for transfers under way; those that do not end in time are broken off."""
         self.close()
         if self._thread is not None:
@@ -298,9 +305,15 @@ class Mover:
                 self._transport.abort()
                 self._thread.join(1.0)
 
+    def release(self) -> None:
+        """The group closes: let go of its connections once transfers under way are over."""
+        self.close()
+        self._streamed = None
+
     def _end(self) -> None:
         """What the thread does last once the Mover is closed."""
-        if self._keeps_staging and self._channel.broken is None:
+        self._transport = None
+        if self._keeps_staging and self._channel.broken is None and self._group.is_usable():
             self._channel.idle_staging = self.plan.plan_hash, self._staging
 
     def _run(self, handle: Handle, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> None:
@@ -342,7 +355,7 @@ class Mover:
                 handle.stop(self._channel.fail(self._generation, error))
         finally:
             if self._transport is not None:
-                Monitor.of(self._channel.group).forget(handle)
+                Monitor.of(self._group).forget(handle)
 
     @functools.cached_property
     def _hops(self) -> Hops:

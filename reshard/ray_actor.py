@@ -29,7 +29,7 @@ from reshard.beacon import blame
 from reshard.call import reshard
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
-from reshard.group import Group, forget_group, join, serve_store
+from reshard.group import Group, join, serve_store
 from reshard.launch import join_world
 from reshard.layout import AnyLayout
 from reshard.shards import cut_shards
@@ -118,7 +118,7 @@ class Device:
     def leave(self, key: str) -> None:
         """Give a group's connections back."""
         if key in self._groups:
-            forget_group(self._groups.pop(key))
+            self._groups.pop(key).close()
 
     @answered
     def put(self, key: str, packed: Packed) -> None:
@@ -200,7 +200,6 @@ class Device:
             return function(rank, *replace_each(args, Held, lambda held: self._shards.get(held.key)))
         finally:
             if dist.is_initialized():
-                forget_group(dist.group.WORLD)
                 dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ answer, so a call that only looks is worth another try; a store that says nothin
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import threading
@@ -43,34 +44,46 @@ class _Job:
 
 
 class _Worker:
-    """Makes calls one after the other."""
+    """Makes calls of a store one after the other, and holds the store until it is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, raw: dist.Store) -> None:
+        self.raw: dist.Store | None = raw
+        self.thread: threading.Thread | None = None
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._pid: int | None = None
         self._stuck: _Job | None = None  # the last job that was given up
         self._asked = 0.0  # when that was asked for
 
-    def call(self, function: Callable[[], Any], seconds: float) -> Any:
+    def call(self, function: Callable[[dist.Store], Any], seconds: float) -> Any:
         begun = time.monotonic()
+        raw = self.check_usable()
         stuck = self._stuck
         if stuck is not None and seconds > STORE_SECONDS:
             stuck.done.wait(seconds)
         with self._lock:
-            if self._pid != os.getpid():  # no thread outlives a fork
-                self._pid, self._stuck, self._jobs = os.getpid(), None, queue.SimpleQueue()
-                threading.Thread(target=_work, args=(self._jobs,), name="reshard-store", daemon=True).start()
+            if self.thread is None:
+                self.thread = threading.Thread(target=_work, args=(self._jobs,), name="reshard-store", daemon=True)
+                self.thread.start()
             if self._stuck is not None and not self._stuck.done.is_set():
                 self._raise_silent()
-            job = _Job(function)
+            job = _Job(functools.partial(function, raw))
             self._jobs.put(job)
         if not job.done.wait(max(begun + seconds - time.monotonic(), 0.0)):
             self._stuck, self._asked = job, begun
             self._raise_silent()
-        if job.error is not None:
-            raise job.error
+        error, job.error = job.error, None  # else the error and its traceback would keep each other, and the store
+        if error is not None:
+            raise error
         return job.result
+
+    def check_usable(self) -> dist.Store:
+        """The store; raises RuntimeError once it is closed, and in a forked child, which shares its connection."""
+        if self._pid != os.getpid():
+            raise RuntimeError(f"this store was connected in process {self._pid}")
+        if self.raw is None:
+            raise RuntimeError("this store is closed")
+        return self.raw
 
     def _raise_silent(self) -> None:
         waited = time.monotonic() - self._asked
@@ -78,13 +91,14 @@ class _Worker:
         raise kind(f"the store did not answer within {waited:.1f} s")
 
     def close(self) -> None:
+        self.raw = self._stuck = None
         self._jobs.put(None)
-        self._pid = None
 
 
 def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
+        del job  # and with it the store
 
 
 class Store:
@@ -92,31 +106,34 @@ class Store:
 
     That is a :class:`StoreSilentError` until :data:`LOST_STORE_SECONDS` have passed. Calls that cannot be made again
     say how many ``seconds`` they wait.
-
-    Args:
-        raw: the store, for those that need one of torch's.
     """
 
-    def __init__(self, raw: dist.Store, worker: _Worker | None = None) -> None:
-        self.raw = raw
-        self._worker = _Worker() if worker is None else worker
+    def __init__(self, raw: dist.Store, worker: _Worker | None = None, prefix: str = "") -> None:
+        self._worker = _Worker(raw) if worker is None else worker
+        self._prefix = prefix
+
+    @property
+    def raw(self) -> dist.Store:
+        """The store, for those that need one of torch's; raises RuntimeError once it is closed."""
+        raw = self._worker.check_usable()
+        return dist.PrefixStore(self._prefix[:-1], raw) if self._prefix else raw
 
     def under(self, prefix: str) -> Store:
         """The same store for keys that begin with a prefix."""
-        return Store(dist.PrefixStore(prefix, self.raw), self._worker)
+        return Store(self.raw, self._worker, f"{self._prefix}{prefix}/")
 
     def set(self, key: str, value: str, seconds: float = STORE_SECONDS) -> None:
         """Write a value."""
-        self._worker.call(lambda: self.raw.set(key, value), seconds)
+        self._worker.call(lambda raw: raw.set(self._prefix + key, value), seconds)
 
     def get(self, key: str, seconds: float = STORE_SECONDS) -> bytes:
         """A value that is there, see :meth:`check`."""
-        found: bytes = self._worker.call(lambda: self.raw.get(key), seconds)
+        found: bytes = self._worker.call(lambda raw: raw.get(self._prefix + key), seconds)
         return found
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there."""
-        return bool(self._worker.call(lambda: self.raw.check(list(keys)), STORE_SECONDS))
+        return bool(self._worker.call(lambda raw: raw.check([self._prefix + key for key in keys]), STORE_SECONDS))
 
     def shows(self, key: str) -> bool:
         """Whether a key is known to be there: not if the store says nothing."""
@@ -127,12 +144,17 @@ class Store:
 
     def compare_set(self, key: str, expected: str, value: str, seconds: float = STORE_SECONDS) -> bytes:
         """Write a value if another one is there; what is there then."""
-        found: bytes = self._worker.call(lambda: self.raw.compare_set(key, expected, value), seconds)
+        found: bytes = self._worker.call(lambda raw: raw.compare_set(self._prefix + key, expected, value), seconds)
         return found
 
     def close(self) -> None:
-        """End the thread; it begins again with the next call."""
+        """Give up the store, and let its thread end. Takes no lock and does not wait."""
         self._worker.close()
+
+    def join(self, seconds: float) -> None:
+        """Wait at most ``seconds`` for the thread to end, once the store is closed."""
+        if self._worker.thread is not None:
+            self._worker.thread.join(seconds)
 
 
 def in_time(function: Callable[[], Any], seconds: float) -> Any:

@@ -186,6 +186,7 @@ class SurvivingHandle(Handle):
         Raises:
             RankLostError: see ``on_loss`` of :func:`reshard.reshard`.
         """
+        self.check_process()
         if not self._inner._done.wait(check_patience(timeout_seconds)):
             raise TransferTimeoutError(f"the transfer is not over after {timeout_seconds:g} s; it goes on")
         with self._settling:

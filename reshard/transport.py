@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.descriptors import SPARE, check_room
+from reshard.forks import keep_in_child
+from reshard.mesh import format_ranks
 from reshard.round_runner import Posted
 from reshard.stores import LOOK_SECONDS, in_time
 from reshard.streams import STREAMS
@@ -23,11 +26,15 @@ ABORT_TAG = 2**31 - 1
 GRACE_SECONDS = 5.0
 
 
+#: What a Gloo group opens beside a connection to each other rank: two for its event loop, one to listen, one spare.
+GROUP_DESCRIPTORS = 4
+
+
 class Connections:
     """Gloo groups of the same ranks, each with a connection between each two of them, made when first needed."""
 
     def __init__(self, store: dist.Store, rank: int, members: Sequence[int]) -> None:
-        self._store = store
+        self._store, self._rank = store, rank
         self._own = members.index(rank)
         self._position = {member: position for position, member in enumerate(members)}
         self._groups: list[Any] = []
@@ -46,7 +53,7 @@ class Connections:
             look: called now and then while connections are made; raises when there is no use in waiting.
 
         Raises:
-            RuntimeError: not all ranks came in time.
+            RuntimeError: not all ranks came in time. ResourceError: this rank has no descriptors left for it.
         """
         while len(self._groups) < 1 + is_two_way:
             self._groups.append(self._make_in_time(str(len(self._groups)), timeout_seconds, look))
@@ -72,11 +79,14 @@ class Connections:
         return in_time(make, timeout_seconds + GRACE_SECONDS)
 
     def _make_group(self, name: str, limit: timedelta, look: Callable[[], None]) -> Any:
+        ranks = sorted(self._position)
+        check_room(self._rank, len(ranks) - 1 + GROUP_DESCRIPTORS, f"connecting ranks {format_ranks(ranks)}", SPARE)
         store = _PolledStore(dist.PrefixStore(name, self._store), look)
         self._stores.append(store)
-        group = dist.ProcessGroupGloo(store, self._own, len(self._position), limit)
+        group = keep_in_child(dist.ProcessGroupGloo(store, self._own, len(ranks), limit))
         # who has nothing to do might end its process while others still connect, which fails for them then
         group.barrier().wait(limit)
+        store.settle()
         return group
 
     def exchange(self, device: torch.device, number: int, timeout_seconds: float) -> GroupExchange:
@@ -90,6 +100,18 @@ class Connections:
             group = DEVICE_GROUPS[device.type](store, self._own, len(self._position), limit, device)
             self._device_groups.append(GroupExchange(group, self._position, device))
         return self._device_groups[number]
+
+    def close(self) -> None:
+        """Let go of all groups; one that nobody else holds ends its threads and closes its connections."""
+        for exchange in self._device_groups:
+            exchange.close()
+        if self._collectives is not None and not isinstance(self._collectives, dist.ProcessGroupGloo):
+            with contextlib.suppress(RuntimeError):
+                self._collectives.shutdown()
+        self._collectives = None
+        self._device_groups.clear()
+        self._groups.clear()
+        self._stores.clear()
 
     def abort(self) -> None:
         """End every wait of any transport, here and soon at the other ranks."""
@@ -109,6 +131,10 @@ class _PolledStore(dist.Store):
     def __init__(self, raw: dist.Store, look: Callable[[], None]) -> None:
         super().__init__()
         self._raw, self._look = raw, look
+
+    def settle(self) -> None:
+        """Connections are made: stop looking around, and forget who did."""
+        self._look = _look_nowhere
 
     def set(self, key: str, value: Any) -> None:
         """Write a value."""
@@ -136,11 +162,15 @@ class _PolledStore(dist.Store):
                 self._look()
 
 
+def _look_nowhere() -> None:
+    pass
+
+
 def make_nccl_group(store: dist.Store, own: int, size: int, limit: timedelta, device: torch.device) -> Any:
     """An NCCL communicator, connected now: a lazy one would be connected inside a graph or a transfer."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    group = dist.ProcessGroupNCCL(store, own, size, options)
+    group = keep_in_child(dist.ProcessGroupNCCL(store, own, size, options))
     group.eager_connect_single_device(device)
     return group
 
@@ -158,6 +188,11 @@ class GroupExchange:
     def abort(self) -> None:
         """End what is under way, here and soon at the other ranks."""
         self._group.abort()
+
+    def close(self) -> None:
+        """End the communicator, once the device is done with what is under way."""
+        with contextlib.suppress(RuntimeError):
+            self._group.shutdown()
 
     def __call__(self, recvs: Sequence[Posted], sends: Sequence[Posted]) -> None:
         """What is put on the current stream behind this finds the messages done."""

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reshard.agreement import Record, resolve
 from reshard.arrays import shares_with_itself
-from reshard.channel import Channel, find_channel
+from reshard.channel import find_channel
 from reshard.errors import ArgumentError, DisagreementError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.group import Group
 from reshard.mesh import Mesh, say_ranks
@@ -86,12 +86,13 @@ class Copies:
         self, stage: int, module: Any, group: Group, ranks: tuple[int, ...], device: str, timeout_seconds: float
     ) -> None:
         self.stage, self._module, self._timeout_seconds = stage, module, timeout_seconds
-        self._channel: Channel = find_channel(group, ranks)
+        self._group, self._channel = group, find_channel(group, ranks)
         record = Record(group.rank, hostname=group.hostname)
         record.arguments = [(f"{what} of stage {stage}", text) for what, text in self._outline()]
         _, verdict = self._channel.agree(record, lambda records: resolve(records, {}), timeout_seconds)
         self._generation, self._is_begun = verdict.generation, False
         self._connections = self._channel.collectives(verdict.generation, torch.device(device), timeout_seconds)
+        group.held.users.add(self)
 
     # What a monitor asks, see :class:`reshard.monitor.Watched`
 
@@ -111,6 +112,15 @@ class Copies:
     def look(self) -> bool:
         """Whether a step is over; its own thread says."""
         return False
+
+    # What a group asks that closes, see :class:`reshard.group.User`
+
+    def finish(self, timeout_seconds: float | None) -> None:
+        """A step that is under way ends with an error."""
+
+    def release(self) -> None:
+        """Let go of the connections."""
+        self._connections = None
 
     # A step
 
@@ -137,7 +147,7 @@ class Copies:
         self._module.reducer._reset_state()  # a forward between steps has armed it, if there was one
         if self._connections is None:
             return
-        Monitor.of(self._channel.group).watch(self)
+        Monitor.of(self._group).watch(self)
         outline = self._outline()
         marks = [int(hashlib.sha256(text.encode()).hexdigest()[:15], 16) for _, text in outline]
         most = self._on_device([sign * mark for mark in marks for sign in (1, -1)])
@@ -155,7 +165,7 @@ class Copies:
             return
         self._is_begun, self._module.require_forward_param_sync = False, self._shares_itself
         if self._connections is not None:
-            Monitor.of(self._channel.group).forget(self)
+            Monitor.of(self._group).forget(self)
 
     def add_gradients(self, look: Look, summed: set[int]) -> None:
         """Behind the last backward: add the gradients of all copies. What no copy used keeps none.
@@ -167,6 +177,7 @@ class Copies:
         Raises:
             TransferTimeoutError, RemoteError: some copy did not come; or what ``look`` raises.
         """
+        self._group.check_usable()
         parameters = [parameter for parameter in self.parameters() if id(parameter) not in summed]
         summed.update(map(id, parameters))
         if not parameters or self._connections is None:

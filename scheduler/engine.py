@@ -184,6 +184,7 @@ class Engine:
         Raises:
             ReshardError: this rank or another failed; the same on all ranks in time. The engine cannot go on then.
         """
+        self._group.check_usable()
         if self._closed:
             raise ArgumentError("this engine is closed")
         if self._broken is not None:
