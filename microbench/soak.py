@@ -1,8 +1,10 @@
 """Long use: ``python -m microbench.soak --seconds 7200``. Random reshards, every element checked, nothing left behind.
 
 Eight processes make random layouts of random tensors from one seed and move them, by calls and by Movers, one at a time
-and several in flight. Now and then each process notes its memory, file descriptors and threads; at the end the growth
-of memory over time is fitted by a line (Theil-Sen) with what the first and the last tenth differ by beside it.
+and several in flight. Between them they make groups of two ranks, use each once and give it up: joined groups that are
+closed or dropped, process groups that are destroyed. Now and then each process notes its memory, file descriptors and
+threads; at the end the growth of memory over time is fitted by a line (Theil-Sen) with what the first and the last
+tenth differ by beside it.
 
 By default glibc keeps much of what was freed, more and more of it where sizes are random. So the command starts itself
 anew with settings that give large blocks back at once: then resident memory is what is held.
@@ -17,7 +19,6 @@ import os
 import random
 import statistics
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ NUM_RANKS = 8
 #: Connections are kept for each set of ranks that moves something, so there are some sets, not all.
 NUM_SETS = 10
 ROUNDS_PER_TURN = 20
+GROUPS_PER_TURN = 6
 MOST_ELEMENTS = 1_000_000
 DTYPES = ("float32", "bfloat16", "int64", "bool", "complex64")
 STRATEGIES = ("auto", "multicast", "send_recv", "local_all_gather", "broadcast_greedy")
@@ -98,6 +100,26 @@ def _one(chance: random.Random, rank: int, sets: list[tuple[list[int], list[int]
     return 0 if wanted is None else sum(count_unlike(out, wanted) for out in outs)
 
 
+def _use_group(chance: random.Random, rank: int, name: str, store: dist.Store) -> int:
+    """Make a group of two ranks, move something in it, and give it up; how many elements were wrong on this rank."""
+    pair = sorted(chance.sample(range(NUM_RANKS), 2))
+    kind = chance.choice(("closed", "dropped", "destroyed"))
+    made = dist.new_group(pair) if kind == "destroyed" else None  # which every rank of the world calls
+    if rank not in pair:
+        return 0
+    own = pair.index(rank)
+    group = reshard.join(dist.PrefixStore(name, store), own, 2) if made is None else made
+    both = Mesh([0, 1])
+    src, dst = Layout(both, "S0 R"), Layout(both, "R S0")
+    source, wanted = (shard_of_positions(layout, own, (64, 64), "float32") for layout in (src, dst))
+    wrong = count_unlike(reshard.reshard(source, src, dst, group=group, timeout_seconds=120), wanted)
+    if kind == "closed":
+        reshard.close_group(group)
+    elif kind == "destroyed":
+        dist.destroy_process_group(made)
+    return wrong
+
+
 def _sample(begun: float) -> Sample:
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -105,22 +127,25 @@ def _sample(begun: float) -> Sample:
         time.monotonic() - begun,
         pages * os.sysconf("SC_PAGE_SIZE"),
         len(list(Path("/proc/self/fd").iterdir())),
-        threading.active_count(),
+        len(list(Path("/proc/self/task").iterdir())),
     )
 
 
-def soak(rank: int, seconds: float, seed: int) -> tuple[int, int, list[Sample]]:
+def soak(rank: int, seconds: float, seed: int, num_groups: int) -> tuple[int, int, list[Sample]]:
     """What one rank does: rounds, wrong elements, and what it held over time."""
     chance = random.Random(seed)
     sets = [_sides(chance) for _ in range(NUM_SETS)]
     begun, rounds, wrong = time.monotonic(), 0, 0
     samples: list[Sample] = []
-    goes_on = torch.ones(1)
+    goes_on, store = torch.ones(1), dist.distributed_c10d._get_default_store()
     while goes_on.item():
         for _ in range(ROUNDS_PER_TURN):
             state = chance.random()  # every rank draws from the same place, whatever the one before did there
             wrong += _one(random.Random(f"{seed} {rounds} {state}"), rank, sets)
             rounds += 1
+        for number in range(num_groups):
+            name = f"group {len(samples)} {number}"
+            wrong += _use_group(random.Random(f"{seed} {name}"), rank, name, store)
         samples.append(_sample(begun))
         if rank == 0:
             goes_on[0] = float(time.monotonic() - begun < seconds)
@@ -144,10 +169,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m microbench.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=7200.0, help="how long (7200)")
     parser.add_argument("--seed", type=int, default=0, help="of the layouts (0)")
+    parser.add_argument(
+        "--groups", type=int, default=GROUPS_PER_TURN, help=f"made and given up after {ROUNDS_PER_TURN} rounds (6)"
+    )
     options = parser.parse_args()
     if not ALLOCATOR.keys() <= os.environ.keys():
         os.execve(sys.executable, [sys.executable, "-m", "microbench.soak", *sys.argv[1:]], {**ALLOCATOR, **os.environ})
-    found = run_processes(soak, NUM_RANKS, options.seconds, options.seed, timeout_seconds=options.seconds + 600)
+    found = run_processes(
+        soak, NUM_RANKS, options.seconds, options.seed, options.groups, timeout_seconds=options.seconds + 600
+    )
     bad = False
     print("| rank | MiB at the end | MiB/h | last tenth over first, MiB | descriptors, first and last | threads |")
     print("|---|---|---|---|---|---|")
@@ -162,7 +192,8 @@ def main() -> int:
             f"| {settled.descriptors}, {last.descriptors} | {settled.threads}, {last.threads} |"
         )
     rounds, wrong = found[0][0], sum(one[1] for one in found)
-    print(f"{rounds} rounds in {found[0][2][-1].seconds:.0f} s, {wrong} elements wrong")
+    groups = options.groups * len(found[0][2])
+    print(f"{rounds} rounds and {groups} groups in {found[0][2][-1].seconds:.0f} s, {wrong} elements wrong")
     return 1 if bad else 0
 
 
