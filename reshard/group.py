@@ -63,10 +63,18 @@ class Held:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.channels: dict[tuple[int, ...], Any] = {}
-        self.users: weakref.WeakSet[User] = weakref.WeakSet()
+        self._users: set[weakref.ref[User]] = set()  # a WeakSet cannot be read while another thread adds to it
         self.monitor: Any = None
         self.is_released = False
         self._pid = os.getpid()
+
+    def add_user(self, user: User) -> None:
+        """Have a user finish and let go of its connections when the group closes."""
+        self._users.add(weakref.ref(user, self._users.discard))
+
+    def users(self) -> list[User]:
+        """Those that are still there."""
+        return [user for each in tuple(self._users) if (user := each()) is not None]
 
     def release(self) -> None:
         """Give all of it back, once; not in a forked child, whose parent uses it.
@@ -76,7 +84,7 @@ class Held:
         if self.is_released or self._pid != os.getpid():
             return
         self.is_released = True
-        for user in list(self.users):
+        for user in self.users():
             user.release()
         if self.monitor is not None:
             self.monitor.end()
@@ -161,7 +169,7 @@ class Group:
             except ArgumentError:
                 raise ArgumentError(f"another thread is in a call on this {self}, which cannot be closed yet") from None
             self._is_closed = True
-            for user in list(self.held.users):
+            for user in self.held.users():
                 user.finish(None)
             self._release()
         self.held.join()
@@ -286,10 +294,10 @@ def _find_group(group: Any) -> Group:
     if not is_alive(process_group):
         raise ArgumentError("this process group was destroyed: make a new one (torch.distributed.new_group)")
     with _lock:
-        for other in list(_groups.values()):
-            if other.is_destroyed():
-                other.held.release()
         if process_group not in _groups:
+            for other in list(_groups.values()):
+                if other.is_destroyed():
+                    other.held.release()
             rank = dist.get_rank(process_group)
             if rank < 0:
                 raise ArgumentError("this process is not in the group that it passes")

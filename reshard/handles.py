@@ -137,7 +137,7 @@ class StreamHandle(Handle):
             self.succeed()
         else:
             _on_streams.add(self)
-            self._group.held.users.add(self)
+            self._group.held.add_user(self)
             call_at_exit(_finish_streams, priority=20)
 
     def done(self) -> bool:

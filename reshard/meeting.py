@@ -128,6 +128,7 @@ class Meeting:
             check_room(self.group.rank, needed, f"meeting ranks {format_ranks(self.members)}")
         except ResourceError as error:
             tell_error(self.group, error)
+            self.group.gave_up = True  # as those that hear of it do
             raise
 
     def _meet(self, brought: _Round) -> Verdict:

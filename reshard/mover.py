@@ -163,7 +163,7 @@ class Mover:
             self._streamed = StreamTransfers(runner, exchange or _nobody, streams)
         else:
             self._transport = channel.transport(self._generation, both_ways or plan.is_two_way, timeout_seconds)
-        self._group.held.users.add(self)
+        self._group.held.add_user(self)
 
     @property
     def staging_allocated_bytes(self) -> int:

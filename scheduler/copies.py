@@ -92,7 +92,7 @@ class Copies:
         _, verdict = self._channel.agree(record, lambda records: resolve(records, {}), timeout_seconds)
         self._generation, self._is_begun = verdict.generation, False
         self._connections = self._channel.collectives(verdict.generation, torch.device(device), timeout_seconds)
-        group.held.users.add(self)
+        group.held.add_user(self)
 
     # What a monitor asks, see :class:`reshard.monitor.Watched`
 
