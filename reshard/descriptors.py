@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import errno
+import math
 import resource
 from pathlib import Path
 
 from reshard.errors import ResourceError
 
-#: What to leave for whatever else the process opens meanwhile. Gloo ends the process where it runs out of descriptors.
+#: What to leave for whatever else the process opens meanwhile, modules that it imports among them. Gloo ends its
+#: process where it runs out of descriptors.
 SPARE = 8
 
 
-def check_room(rank: int, needed: int, purpose: str, spare: int = 0) -> None:
-    """Raise unless the process may open ``needed`` descriptors, and has ``spare`` ones left then.
+def has_room(needed: int) -> bool:
+    """Whether the process may open ``needed`` descriptors, and has :data:`SPARE` ones left then."""
+    found, limit = _count_open()
+    return found + needed + SPARE <= limit
+
+
+def check_room(rank: int, needed: int, purpose: str) -> None:
+    """Raise unless the process may open ``needed`` descriptors and some more.
 
     Raises:
         ResourceError: it may not; the text begins with ``rank`` and names what they are for.
     """
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return
-    found = _count_open()
-    if found is not None and found + needed + spare > limit:
-        raise describe_shortage(rank, min(found, limit), limit, f"{purpose} takes {needed} more")
+    if not has_room(needed):
+        found, limit = _count_open()
+        raise _describe(rank, found, limit, f"{purpose} takes {needed} more and {SPARE} to spare")
 
 
 def is_shortage(error: OSError) -> bool:
@@ -33,22 +38,23 @@ def is_shortage(error: OSError) -> bool:
 
 def out_of_descriptors(rank: int, purpose: str) -> ResourceError:
     """The error where the system has just refused a descriptor."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = _count_open()
-    return describe_shortage(rank, limit if found is None else min(found, limit), limit, f"{purpose} takes one more")
+    return _describe(rank, *_count_open(), f"{purpose} takes one more")
 
 
-def describe_shortage(rank: int, found: int, limit: int, need: str) -> ResourceError:
-    """The error of a rank that has ``found`` descriptors open of ``limit``."""
+def _describe(rank: int, found: int, limit: float, need: str) -> ResourceError:
     return ResourceError(
         f"rank {rank} has {found} of {limit} file descriptors open, and {need}: close groups that are not used any "
         "more (group.close(), reshard.close_group), or raise the limit (ulimit -n)"
     )
 
 
-def _count_open() -> int | None:
-    """How many descriptors are open; None where the system does not say."""
+def _count_open() -> tuple[int, float]:
+    """How many descriptors are open, 0 where the system does not say, and how many may be."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return 0, math.inf
     try:
-        return sum(1 for _ in Path("/dev/fd").iterdir()) - 1  # one is of the listing itself
+        # Numbers from the limit on are of before it was lowered. One is of the listing itself.
+        return sum(int(each.name) < limit for each in Path("/dev/fd").iterdir()) - 1, limit
     except OSError as error:
-        return resource.getrlimit(resource.RLIMIT_NOFILE)[0] if is_shortage(error) else None
+        return limit if is_shortage(error) else 0, limit

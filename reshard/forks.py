@@ -47,8 +47,8 @@ def _leave_alone() -> None:
     for socket in list(_sockets):
         socket.close()
     _sockets.clear()
-    distributed = sys.modules.get("torch.distributed.distributed_c10d")
-    groups = [] if distributed is None else list(distributed._world.pg_map)
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    groups = [] if world is None else list(world.pg_map)
     _inherited.extend((group, os.getppid()) for group in groups if find_maker(group) is None)
     kept = [*_kept, *groups]
     _kept.clear()

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from reshard.descriptors import has_room
 from reshard.errors import ArgumentError
 from reshard.forks import call_in_child, find_maker, keep_in_child
 from reshard.mesh import say_ranks
@@ -254,6 +255,8 @@ def serve_store(listener: socket.socket) -> dist.TCPStore:
 def own_client(store: dist.Store) -> dist.Store:
     """A connection of our own to a store, so that waiting on it holds up nobody else's."""
     keep_in_child(store)
+    if not has_room(1):  # torch would try for minutes; the first call of the group says what is wrong
+        return store
     try:
         return keep_in_child(store.clone())
     except (RuntimeError, AttributeError, NotImplementedError):

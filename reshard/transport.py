@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.descriptors import SPARE, check_room
+from reshard.descriptors import check_room
 from reshard.forks import keep_in_child
 from reshard.mesh import format_ranks
 from reshard.round_runner import Posted
@@ -80,7 +80,7 @@ class Connections:
 
     def _make_group(self, name: str, limit: timedelta, look: Callable[[], None]) -> Any:
         ranks = sorted(self._position)
-        check_room(self._rank, len(ranks) - 1 + GROUP_DESCRIPTORS, f"connecting ranks {format_ranks(ranks)}", SPARE)
+        check_room(self._rank, len(ranks) - 1 + GROUP_DESCRIPTORS, f"connecting ranks {format_ranks(ranks)}")
         store = _PolledStore(dist.PrefixStore(name, self._store), look)
         self._stores.append(store)
         group = keep_in_child(dist.ProcessGroupGloo(store, self._own, len(ranks), limit))
