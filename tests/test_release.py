@@ -10,6 +10,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from reshard.scheduler import one_f_one_b
+from reshard.scheduler.engine import Engine
+from stages_with_copies import NUM, First, Last, feed, make_pipeline, wrap
 
 import reshard
 from reshard import Layout, Mesh
@@ -161,3 +164,19 @@ def _close_in_a_call(rank, port):
 
 def test_a_group_is_not_closed_under_a_call():
     assert run_processes(_close_in_a_call, 2, init_group=False) == [True, True]
+
+
+def _train_then_close(rank, size):
+    pipeline, inner = make_pipeline(size), Last() if rank else First()
+    modules = {int(rank > 0): wrap(rank, size, inner)}
+    engine = Engine(one_f_one_b(pipeline, NUM), pipeline, modules, num_loss_shards=size)
+    engine.step(feed(rank, size))
+    reshard.close_group()
+    with pytest.raises(reshard.ArgumentError, match="is closed"):
+        engine.step(feed(rank, size))
+    engine.close()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("reshard")]
+
+
+def test_an_engine_ends_with_its_group():
+    assert run_processes(_train_then_close, 3, 2) == [[]] * 3
