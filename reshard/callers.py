@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from reshard.errors import ArgumentError
+
 #: Threads of this package; they make no calls.
 _OWN_PREFIX = "reshard-"
 #: Names that a rank reports at most.
@@ -64,3 +66,20 @@ def find_mixed_threads(callers: dict[int, Caller]) -> str | None:
                     "(torch.distributed.new_group or reshard.join)"
                 )
     return None
+
+
+class Owner:
+    """The thread that starts the transfers of a Mover: the one that made it, or another one after its end."""
+
+    def __init__(self) -> None:
+        self._thread = threading.current_thread()
+
+    def check(self, rank: int) -> None:
+        """Raise ArgumentError unless the current thread may start a transfer."""
+        current = threading.current_thread()
+        if current is not self._thread and self._thread.is_alive():
+            raise ArgumentError(
+                f"rank {rank}: thread {current.name!r} starts a transfer of a Mover that thread {self._thread.name!r} "
+                "made; ranks match transfers by order: give each thread its own group and Mover"
+            )
+        self._thread = current

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
-from reshard.agreement import describe_error, name_rank
-from reshard.errors import DisagreementError
-from reshard.failures import HasLeftError, describe_unknown, find_skipped, has_left
+from reshard.agreement import Verdict, describe_error, name_rank
+from reshard.errors import DisagreementError, RemoteError, ReshardError
+from reshard.failures import HasLeftError, LeavingError, describe_unknown, find_skipped, has_left
 from reshard.group import Group
 from reshard.mesh import format_ranks
 from reshard.outcasts import LostError, OutOfStepError, find_outcast
@@ -50,3 +51,16 @@ def find_elsewhere(
         if beacon["many"]:
             raise OutOfStepError(members, describe_unknown(rank, text))
         raise HasLeftError((name, name_rank(rank, text)), members)
+
+
+def explain_loss(look: Callable[[], None], text: str) -> Verdict:
+    """Why a connection to a rank ended: what ``look`` raises, as that rank published it; else ``text``."""
+    try:
+        look()
+    except LeavingError as left:
+        return left.verdict
+    except ReshardError as known:
+        return Verdict(error=describe_error(known))
+    except RuntimeError:  # the store is gone too
+        pass
+    return Verdict(error=(RemoteError.__name__, text))

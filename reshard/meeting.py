@@ -28,7 +28,7 @@ from reshard.descriptors import check_room, is_shortage, out_of_descriptors
 from reshard.errors import RemoteError, ReshardError, ResourceError
 from reshard.failures import HasLeftError, LeavingError, count_calls, find_behind, forgive, give_up, tell_error
 from reshard.group import Group
-from reshard.lookout import find_elsewhere
+from reshard.lookout import explain_loss, find_elsewhere
 from reshard.mesh import format_ranks
 from reshard.monitor import call_at_exit
 from reshard.outcasts import OutcastError, check_together, find_mixed, go_on_without, lose_step
@@ -216,7 +216,7 @@ class Meeting:
         last = brought.deadline + (BORNE_ANSWER_SECONDS if bears_loss else ANSWER_SECONDS)
         try:
             if self._spoke is None:
-                self._wait(brought, _sleep, lambda: self._store.shows("hub"), lambda: [hub], last)
+                self._wait(brought, time.sleep, lambda: self._store.shows("hub"), lambda: [hub], last)
                 try:
                     self._spoke = Spoke.connect(self._store, self.group.rank, hub, last - time.monotonic())
                 except ResourceError as error:
@@ -240,7 +240,8 @@ class Meeting:
         except EOFError as error:
             if bears_loss:
                 return Verdict(lost=[hub], generation=record.generation)
-            return self._explain_loss(hub, error)
+            text = f"rank {self.group.rank} lost its connection to rank {hub}: {error}"
+            return explain_loss(lambda: self._look_for(hub, bears_loss=False), text)
         except TimeoutError:
             if bears_loss and self._spoke is None and not self._store_answers():  # nor will anybody else be found
                 text = f"rank {self.group.rank} hears neither rank {hub} nor the store; its host may be cut off"
@@ -259,18 +260,6 @@ class Meeting:
             with contextlib.suppress(EOFError, TimeoutError):
                 self._spoke.leave(None if verdict.behind or verdict.lost else told.to_json())
         return verdict
-
-    def _explain_loss(self, hub: int, error: EOFError) -> Verdict:
-        """Why the connection to the first member ended: what that rank published, else what the socket says."""
-        try:
-            self._look_for(hub, bears_loss=False)
-        except LeavingError as left:
-            return left.verdict
-        except ReshardError as known:
-            return Verdict(error=describe_error(known))
-        except RuntimeError:  # the store is gone too
-            pass
-        return Verdict(error=("RemoteError", f"rank {self.group.rank} lost its connection to rank {hub}: {error}"))
 
     def _miss(self, missing: list[int], timeout_seconds: float) -> Verdict:
         error = missing_error(missing, self.members, timeout_seconds)
@@ -315,7 +304,7 @@ class Meeting:
                     self._hear(brought)
                     for rank in absent():
                         self._look_for(rank, brought.bears_loss)
-            pump(min(PATIENCE_SECONDS, deadline - now, max(0.0005, 0.1 * (now - begun)) if pump is _sleep else 1.0))
+            pump(min(PATIENCE_SECONDS, deadline - now, max(0.0005, 0.1 * (now - begun)) if pump is time.sleep else 1.0))
 
     # What ranks find in the store when they wait in vain
 
@@ -408,6 +397,3 @@ _open: weakref.WeakSet[Meeting] = weakref.WeakSet()
 def _close_all() -> None:
     for meeting in list(_open):
         meeting.close()
-
-
-_sleep = time.sleep

@@ -15,6 +15,7 @@ import torch
 
 from reshard.agreement import Record, Verdict, describe_error, plan_arguments, resolve_left
 from reshard.arrays import as_plain, check_apart
+from reshard.callers import Owner
 from reshard.channel import Channel, find_channel
 from reshard.digests import Digests, Hops, compare_digests, describe_copy
 from reshard.dtensors import is_dtensor
@@ -146,7 +147,7 @@ class Mover:
         self._group, self._channel = channel.group, channel
         self._tag, self._generation = call % (TOLD_TAG - 1), verdict.generation
         self._timeout_seconds = timeout_seconds
-        self._owner = threading.current_thread()
+        self._owner = Owner()
         self._staging = Staging(program, plan.staging_bytes)
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -195,7 +196,7 @@ class Mover:
             raise ArgumentError("this Mover is closed")
         names = [spec.name for spec in self.plan.tensors]
         try:
-            self._check_thread()
+            self._owner.check(self._program.rank)
             src = self._arrays.sources(self.plan.by_tensor(tensor))
             outs = self.plan.by_tensor(out)
             dst = self._arrays.targets(outs)
@@ -250,16 +251,6 @@ class Mover:
         if self.plan.tensors[0].name is None:
             return next(arrays)
         return {spec.name: array for spec, array in zip(self.plan.tensors, arrays, strict=True)}
-
-    def _check_thread(self) -> None:
-        """Raise ArgumentError where another thread made this Mover and is alive: threads have no common order."""
-        current = threading.current_thread()
-        if current is not self._owner and self._owner.is_alive():
-            raise ArgumentError(
-                f"rank {self._program.rank}: thread {current.name!r} starts a transfer of a Mover that thread "
-                f"{self._owner.name!r} made; ranks match transfers by order: give each thread its own group and Mover"
-            )
-        self._owner = current
 
     def _enqueue(
         self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], finish: Callable[[], Any]
