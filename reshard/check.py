@@ -1,67 +1,34 @@
-"""Does a plan deliver? Replays it message by message, knowing nothing of what made it."""
+"""Does a plan deliver? Replays it on arrays of all its messages, knowing nothing of what made it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
 
 import numpy as np
 
+from reshard.apart import find_overlapping
 from reshard.errors import PlanError
-from reshard.layout import format_box
-from reshard.plan import Message, Plan, expand_messages, message_nbytes, num_recv_slots
+from reshard.owners import Marks, add_by, describe_pieces
+from reshard.parts import Parts, Sides, boxes_of
+from reshard.plan import Plan, is_sound, vouch_for
+from reshard.shards import mix_rows
+from reshard.staged import check_staging
 
-
-class _Held:
-    """Boxes of one tensor that one rank has, in a growing table, each with the message that brought it."""
-
-    def __init__(self, ndim: int) -> None:
-        self._start = np.zeros((4, ndim), dtype=np.int64)
-        self._stop = np.zeros((4, ndim), dtype=np.int64)
-        self._ids = np.zeros(4, dtype=np.int64)
-        self._count = 0
-
-    @classmethod
-    def of(cls, start: np.ndarray, stop: np.ndarray) -> _Held:
-        """The boxes that a layout gives."""
-        held = cls(start.shape[1])
-        held._start, held._stop, held._count = start, stop, len(start)
-        held._ids = np.full(len(start), _SOURCE, dtype=np.int64)
-        return held
-
-    @property
-    def numel(self) -> int:
-        """Elements of all boxes."""
-        sizes = self._stop[: self._count] - self._start[: self._count]
-        return int(sizes.prod(axis=1, dtype=np.int64).sum())
-
-    def add(self, start: Sequence[int], stop: Sequence[int], message: int) -> None:
-        if self._count == len(self._ids):
-            self._start = np.concatenate([self._start, np.zeros_like(self._start)])
-            self._stop = np.concatenate([self._stop, np.zeros_like(self._stop)])
-            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
-        self._start[self._count], self._stop[self._count], self._ids[self._count] = start, stop, message
-        self._count += 1
-
-    def take(self, message: int) -> None:
-        """Let go of what a message brought."""
-        kept = self._ids[: self._count] != message
-        for name in ("_start", "_stop", "_ids"):
-            table = getattr(self, name)
-            rows = table[: self._count][kept]
-            table[: len(rows)] = rows
-        self._count = int(kept.sum())
-
-    def overlap(self, start: Sequence[int], stop: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Elements that each box shares with the given one, and the ids of those boxes; none that share none."""
-        starts, stops = self._start[: self._count], self._stop[: self._count]
-        size = np.minimum(stops, np.array(stop, dtype=np.int64)) - np.maximum(starts, np.array(start, dtype=np.int64))
-        shared = np.maximum(size, 0).prod(axis=1, dtype=np.int64)
-        hit = shared > 0
-        return shared[hit], self._ids[: self._count][hit]
-
-
-_SOURCE = -1
+#: Messages of a plan that is checked; with more, the arrays would take gigabytes.
 MAX_CHECKED = 2**24
+#: Boxes that a rank stages more than once, and not as the same box each time. They are replayed one by one.
+MAX_REPLAYED = 2**13
+_MOST_BYTES = 2**62
+
+
+def ensure_checked(plan: Plan) -> None:
+    """Check a plan on its first use, unless :func:`reshard.make_plan` made it in this process.
+
+    Raises:
+        PlanError: as :func:`check_plan`.
+    """
+    if not is_sound(plan):
+        check_plan(plan)
 
 
 def check_ranks(plan: Plan) -> None:
@@ -89,140 +56,294 @@ def check_plan(plan: Plan) -> None:
     that has all of it by then, as a source or through messages named in its ``after``; regions inside their
     tensors; bytes that a rank neither holds nor needs never above ``staging_bytes``, counted from their arrival
     to the last message that passes them on. What a rank only stages it may get anew, for later messages.
+
+    The time is that of sorting the messages. That every element arrives exactly once is seen from sums of random
+    numbers, which miss a fault with a probability below 2**-80; everything else is exact.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"check_plan needs a Plan, not {type(plan).__name__}")
-    if plan.num_messages > MAX_CHECKED:
-        raise PlanError(f"the plan has {plan.num_messages} messages; at most {MAX_CHECKED} can be checked")
+    _check_form(plan)
     check_ranks(plan)
-    holds: dict[tuple[int, int], _Held] = {}
-    needs: dict[tuple[int, int], _Held] = {}
-    came: dict[tuple[int, int], _Held] = {}
-    for tensor, spec in enumerate(plan.tensors):
-        for rank in spec.src.ranks:
-            holds[rank, tensor] = _Held.of(*spec.src_shards.pieces_of(rank)[:2])
-        for rank in spec.dst.ranks:
-            needs[rank, tensor] = _Held.of(*spec.dst_shards.pieces_of(rank)[:2])
-    got: dict[tuple[int, int], int] = {}
-    staged: dict[int, tuple[int, int]] = {}  # message id -> (receiver, bytes not needed there)
-    last_use: dict[int, int] = {}
-    messages = list(expand_messages(plan))
-    before: dict[int | None, Message] = {}
-    for message in messages:
-        for i, (tensor, start, stop) in enumerate(message.boxes):
-            spec = plan.tensors[tensor]
-            where = f"message {message.id + i}: {format_box(list(zip(start, stop, strict=True)))}"
-            numel = 1
-            for lo, hi, size in zip(start, stop, spec.shape, strict=True):
-                if not 0 <= lo < hi <= size:
-                    raise PlanError(f"{where} is empty or outside shape {list(spec.shape)}")
-                numel *= hi - lo
-            _check_sender(message, i, where, numel, holds, came, last_use, before.get(message.source))
-            key = (message.receiver, tensor)
-            wanted = 0
-            if key in needs:
-                pieces = needs[key].overlap(start, stop)[0]
-                wanted = int(pieces.sum())
-                if len(pieces) > 1 or 0 < wanted < numel:
-                    raise PlanError(
-                        f"{where} is no part of one piece of what rank {message.receiver} needs: it meets "
-                        f"{len(pieces)} pieces in {wanted} of its {numel} elements"
-                    )
-            earlier = came.setdefault(key, _Held(spec.ndim))
-            shared, ids = earlier.overlap(start, stop)
-            again = int(shared.sum())
-            if again and not wanted and again == numel and len(ids) == 1 and int(ids[0]) in staged:
-                earlier.take(int(ids[0]))  # it is staged anew: what was before is given up
-            elif again:
-                raise PlanError(f"{where} brings rank {message.receiver} {again} elements a second time")
-            if not wanted and message.sender == message.receiver:
-                raise PlanError(f"{where} copies on rank {message.receiver} what it does not need")
-            earlier.add(start, stop, message.id + i)
-            got[key] = got.get(key, 0) + wanted
-            if wanted < numel:
-                staged[message.id + i] = (message.receiver, (numel - wanted) * spec.itemsize)
-        before[message.id] = message
-    for (rank, tensor), region in needs.items():
-        spec = plan.tensors[tensor]
-        if got.get((rank, tensor), 0) != region.numel:
-            name = f" of {spec.name}" if spec.name is not None else ""
-            raise PlanError(
-                f"rank {rank} needs {region.numel} elements{name}, but is sent {got.get((rank, tensor), 0)}"
-            )
-    _check_staging(plan, messages, staged, last_use)
+    parts = Parts.of(plan)
+    _check_bounds(parts)
+    _Replay(parts).check()
+    vouch_for(plan)
 
 
-def _check_sender(
-    message: Message,
-    i: int,
-    where: str,
-    numel: int,
-    holds: dict[tuple[int, int], _Held],
-    came: dict[tuple[int, int], _Held],
-    last_use: dict[int, int],
-    brought: Message | None,
-) -> None:
-    tensor, start, stop = message.boxes[i]
-    key = (message.sender, tensor)
-    if message.source is None and key in holds:
-        pieces = holds[key].overlap(start, stop)[0]
-        if int(pieces.sum()) == numel:
-            if len(pieces) > 1:
-                raise PlanError(f"{where} is no part of one piece of what rank {message.sender} holds")
+def _check_form(plan: Plan) -> None:
+    """Raise unless the arrays of the transfers fit together."""
+    transfers = plan.transfers
+    num, num_boxes, num_regions = len(transfers), len(transfers.box_tensor), len(transfers.box_at) - 1
+    shape = transfers.box_start.shape
+    least = max(spec.ndim for spec in plan.tensors) if num_boxes else 0
+    if isinstance(plan.staging_bytes, bool) or not isinstance(plan.staging_bytes, int):
+        raise PlanError(f"staging_bytes must be an integer, not {plan.staging_bytes!r}")
+    if len(shape) != 2 or shape[0] != num_boxes or shape[1] < least or transfers.box_stop.shape != shape:
+        raise PlanError(f"box_start and box_stop must both be {num_boxes} x {least}, one row per box")
+    if transfers.splits.shape != (num, shape[1]) or (transfers.splits < 1).any():
+        raise PlanError(f"splits must be {num} x {shape[1]} numbers of at least 1, one row per transfer")
+    for name, count, total, fewest in (
+        ("box_at", num_regions, num_boxes, 1),
+        ("edge_at", num, len(transfers.sender), 0),
+        ("after_at", num, len(transfers.after), 0),
+    ):
+        at = getattr(transfers, name)
+        if at.shape != (count + 1,) or at[0] != 0 or at[-1] != total or (np.diff(at) < fewest).any():
+            raise PlanError(f"{name} must be {count + 1} numbers that rise from 0 to {total} by at least {fewest}")
+    for name, count, first, end in (
+        ("region", num, 0, num_regions),
+        ("box_tensor", num_boxes, 0, len(plan.tensors)),
+        ("source", num, -1, num),
+        ("window", num, 1, 2**62),
+        ("receiver", len(transfers.sender), 0, 2**62),
+    ):
+        values = getattr(transfers, name)
+        if values.shape != (count,) or (values < first).any() or (values >= end).any():
+            raise PlanError(f"{name} must be {count} numbers from {first} to {end - 1}")
+    several = (transfers.num_boxes > 1) & (transfers.splits != 1).any(axis=1)
+    if several.any():
+        raise PlanError(f"transfer {several.argmax()} has several boxes, so it travels in one chunk: its splits are 1")
+    ndim = np.array([spec.ndim for spec in plan.tensors], dtype=np.int64)[transfers.box_tensor]
+    beyond = np.arange(shape[1]) >= ndim[:, None]
+    if (beyond & ((transfers.box_start != 0) | (transfers.box_stop != 1))).any():
+        raise PlanError("a box must be 0:1 in dims that its tensor lacks")
+    per_edge = transfers.num_boxes * transfers.splits.prod(axis=1, dtype=np.float64)
+    num_messages = float((per_edge * np.diff(transfers.edge_at)).sum())
+    if num_messages > MAX_CHECKED:
+        raise PlanError(f"the plan has {num_messages:.0f} messages; at most {MAX_CHECKED} can be checked")
+
+
+def _check_bounds(parts: Parts) -> None:
+    sizes = np.ones((len(parts.plan.tensors), parts.start.shape[1]), dtype=np.int64)
+    for tensor, spec in enumerate(parts.plan.tensors):
+        sizes[tensor, : spec.ndim] = spec.shape
+    start, stop = parts.start, parts.stop
+    outside = ((start < 0) | (start >= stop) | (stop > sizes[parts.tensor])).any(axis=1)
+    if outside.any():
+        row = int(outside[parts.piece].argmax())
+        shape = list(parts.plan.tensors[parts.box_of(row)[0]].shape)
+        raise PlanError(f"{parts.name(row)} is empty or outside shape {shape}")
+    itemsize = np.array([spec.itemsize for spec in parts.plan.tensors], dtype=np.float64)
+    total = float((parts.numel.astype(np.float64) * itemsize[parts.tensor])[parts.piece].sum())
+    if total >= _MOST_BYTES:
+        raise PlanError(f"the messages have {total:.0f} bytes together; at most {_MOST_BYTES} can be checked")
+
+
+class _Replay:
+    """What each message brings and takes. A row's fault is kept until all kinds are looked for; the first row wins.
+
+    ``wanted`` are rows that bring their receiver what it needs; the others it stages. ``given_up`` is the row that
+    brings again what a row has staged, the number of rows if none does.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._plan = parts, parts.plan
+        self._src, self._dst = Sides(parts.plan, "src"), Sides(parts.plan, "dst")
+        self._wanted = np.zeros(len(parts), dtype=bool)
+        self._place = np.full(len(parts), -1, dtype=np.int64)  # of the receiver among the owners
+        self._given_up = np.full(len(parts), len(parts), dtype=np.int64)
+        self._faults: list[tuple[int, str]] = []
+
+    def check(self) -> None:
+        """Raise PlanError at the first fault."""
+        self._find_wanted()
+        staged = np.flatnonzero(~self._wanted)
+        self._follow_staged(staged)
+        self._check_senders()
+        parts = self._parts
+        for row in staged[parts.sender[staged] == parts.receiver[staged]][:1].tolist():
+            self._fault(row, f"copies on rank {parts.receiver[row]} what it does not need")
+        if self._faults:
+            raise PlanError(min(self._faults)[1])
+        self._check_cover()
+        check_staging(parts, ~self._wanted)
+
+    def _fault(self, row: int, text: str) -> None:
+        self._faults.append((row, f"{self._parts.name(row)} {text}"))
+
+    def _find_wanted(self) -> None:
+        parts = self._parts
+        for owners, tensors, rows in self._dst.split(parts, np.arange(len(parts))):
+            if not len(rows):
+                continue
+            start, stop = boxes_of(parts, rows, self._plan.tensors[tensors[0]].ndim)
+            place = owners.places_of(parts.receiver[rows])
+            inside = owners.inside(place, start, stop)
+            self._place[rows], self._wanted[rows] = place, inside
+            rest = np.flatnonzero(~inside & (place >= 0))
+            if len(rest) and owners.is_grid:
+                met = owners.meets(place[rest], start[rest], stop[rest])
+                for row in rows[rest[met]][:1].tolist():
+                    self._fault_place(row)
+
+    def _fault_place(self, row: int) -> None:
+        parts, rank = self._parts, int(self._parts.receiver[row])
+        tensor, start, stop = parts.box_of(row)
+        count, shared = describe_pieces(self._plan.tensors[tensor].dst_shards, rank, start, stop)
+        numel = parts.numel[parts.piece[row]]
+        self._fault(
+            row,
+            f"is no part of one piece of what rank {rank} needs: it meets {count} pieces in {shared} of its "
+            f"{numel} elements",
+        )
+
+    def _follow_staged(self, rows: np.ndarray) -> None:
+        """Find what is staged anew, and boxes that meet what their rank stages, or needs, in part."""
+        if not len(rows):
             return
-    shared, ids = came[key].overlap(start, stop) if key in came else (np.zeros(0), np.zeros(0, dtype=np.int64))
-    if int(shared.sum()) != numel:
-        raise PlanError(f"{where}: rank {message.sender} sends {numel} elements, but has {int(shared.sum())} by then")
-    known = set() if message.source is None else {message.source + i}
-    missing = sorted(set(ids.tolist()) - known)
-    if missing:
-        raise PlanError(f"{where}: rank {message.sender} gets it from message {missing[0]}, which is not in `after`")
-    if len(ids) > 1:
-        raise PlanError(f"{where}: rank {message.sender} gets it in {len(ids)} messages, and would have to join them")
-    if brought is not None and brought.sender == brought.receiver:
-        raise PlanError(f"{where}: message {brought.id} is a copy on rank {message.sender}; nothing is passed on of it")
-    if brought is not None and brought.boxes != message.boxes:
-        raise PlanError(f"{where}: rank {message.sender} passes on other boxes than message {brought.id} brings")
-    for source in ids.tolist():
-        last_use[source] = message.id + i
+        parts = self._parts
+        piece = parts.piece[rows]
+        where = parts.receiver[rows] * len(self._plan.tensors) + parts.tensor[piece]
+        columns = np.concatenate([where[:, None], parts.start[piece], parts.stop[piece]], axis=1)
+        first, second = (mix_rows(columns, secrets.randbits(63)) for _ in range(2))
+        order = np.lexsort((second, first))  # rows of one box at one rank stand together, in the plan's order
+        again = (first[order[1:]] == first[order[:-1]]) & (second[order[1:]] == second[order[:-1]])
+        self._given_up[rows[order[:-1][again]]] = rows[order[1:][again]]
+        begins = np.concatenate([[True], ~again])
+        one = order[begins]
+        names, groups = np.unique(where, return_inverse=True)
+        group, start, stop = groups[one], parts.start[piece[one]], parts.stop[piece[one]]
+        needed = self._needs_beside(rows, names)
+        try:
+            found = find_overlapping(*map(np.concatenate, zip((group, start, stop), needed, strict=True)))
+        except PlanError as error:
+            raise PlanError(f"of what {len(rows)} messages bring ranks to pass on, {error}") from None
+        meets_need = np.flatnonzero(found[len(one) :])
+        if len(meets_need):
+            group_of, need_start, need_stop = (column[meets_need[0]] for column in needed)
+            meets = (groups == group_of) & (parts.start[piece] < need_stop).all(axis=1)
+            self._fault_place(int(rows[meets & (need_start < parts.stop[piece]).all(axis=1)][0]))
+        elif found.any():
+            box_of_row = np.empty(len(rows), dtype=np.int64)
+            box_of_row[order] = np.cumsum(begins) - 1
+            self._replay_staged(rows[found[box_of_row]], where[found[box_of_row]])
 
+    def _needs_beside(self, rows: np.ndarray, names: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Pieces that ranks need where they stage rows of the same tensor, unless they are a grid: there it was seen.
 
-def _check_staging(
-    plan: Plan, messages: list[Message], staged: dict[int, tuple[int, int]], last_use: dict[int, int]
-) -> None:
-    """Replay what ranks hold for others: every message in needs a buffer, and a relay keeps its until it is used."""
-    largest: dict[int, int] = {}
-    for message in messages:
-        if message.sender != message.receiver:
-            largest[message.receiver] = max(largest.get(message.receiver, 0), message_nbytes(plan, message))
-    held_bytes: dict[int, int] = {}
-    held_messages: dict[int, int] = {}
-    release: dict[int, list[tuple[int, int]]] = {}
-    for message in messages:
-        rank = message.receiver
-        if message.sender != rank:
-            slots = num_recv_slots(plan.staging_bytes, largest[rank])
-            if held_messages.get(rank, 0) >= slots:
-                raise PlanError(
-                    f"message {message.id}: rank {rank} must receive it while it stages {held_messages[rank]} messages "
-                    f"for others, but its window is {slots} messages of {largest[rank]} bytes"
-                )
-        relayed = [message.id + i for i in range(len(message.boxes)) if message.id + i in staged]
-        for ident in relayed:
-            if ident not in last_use:
-                raise PlanError(
-                    f"message {ident} brings rank {rank} {staged[ident][1]} bytes that it neither needs nor passes on"
-                )
-            held_bytes[rank] = held_bytes.get(rank, 0) + staged[ident][1]
-            if held_bytes[rank] > plan.staging_bytes:
-                raise PlanError(
-                    f"message {ident}: rank {rank} stages {held_bytes[rank]} bytes; the window is {plan.staging_bytes}"
-                )
-        if relayed:
-            held_messages[rank] = held_messages.get(rank, 0) + 1
-            last = max(last_use[ident] for ident in relayed)
-            release.setdefault(last, []).append((rank, sum(staged[ident][1] for ident in relayed)))
-        for i in range(len(message.boxes)):
-            for holder, nbytes in release.pop(message.id + i, ()):
-                held_bytes[holder] -= nbytes
-                held_messages[holder] -= 1
+        ``names`` are the ranks and tensors, as the caller numbers them; returns the place there, starts and stops.
+        """
+        parts, num_tensors, ndim = self._parts, len(self._plan.tensors), self._parts.start.shape[1]
+        found = [(np.zeros(0, dtype=np.int64), parts.start[:0], parts.stop[:0])]
+        members = rows[self._place[rows] >= 0]
+        for owners, _, mine in self._dst.split(parts, members):
+            if owners.is_grid or not len(mine):
+                continue
+            for tensor in np.unique(parts.tensor[parts.piece[mine]]).tolist():
+                shards = self._plan.tensors[tensor].dst_shards
+                own = mine[parts.tensor[parts.piece[mine]] == tensor]
+                tile, place = owners.tiles_of(np.unique(self._place[own]))
+                start, stop = (np.full((len(tile), ndim), at, dtype=np.int64) for at in (0, 1))
+                start[:, : len(shards.shape)], stop[:, : len(shards.shape)] = shards.start[tile], shards.stop[tile]
+                found.append((np.searchsorted(names, owners.ranks[place] * num_tensors + tensor), start, stop))
+        group, start, stop = map(np.concatenate, zip(*found, strict=True))
+        return group, start, stop
+
+    def _replay_staged(self, rows: np.ndarray, where: np.ndarray) -> None:
+        """Replay what ranks stage where boxes overlap: one that lies inside another takes its place."""
+        parts = self._parts
+        if len(rows) > MAX_REPLAYED:
+            raise PlanError(
+                f"ranks stage {len(rows)} boxes that overlap others which they stage; at most {MAX_REPLAYED} such "
+                "boxes can be checked"
+            )
+        self._given_up[rows] = len(parts)
+        for name in np.unique(where).tolist():
+            own = rows[where == name]
+            is_there = np.zeros(len(own), dtype=bool)
+            for i, row in enumerate(own.tolist()):
+                shared = np.where(is_there, parts.shared(own, row), 0)
+                met = np.flatnonzero(shared)
+                if len(met) > 1 or shared.sum() not in (0, parts.numel[parts.piece[row]]):
+                    self._fault(row, f"brings rank {parts.receiver[row]} {shared.sum()} elements a second time")
+                    return
+                is_there[met] = False
+                self._given_up[own[met]] = row
+                is_there[i] = True
+
+    def _check_senders(self) -> None:
+        parts, messages = self._parts, self._parts.messages
+        bad = np.zeros(len(parts), dtype=bool)
+        for owners, tensors, rows in self._src.split(parts, np.flatnonzero(parts.source < 0)):
+            if len(rows):
+                start, stop = boxes_of(parts, rows, self._plan.tensors[tensors[0]].ndim)
+                bad[rows] = ~owners.inside(owners.places_of(parts.sender[rows]), start, stop)
+        fed = np.flatnonzero(parts.source >= 0)
+        source = parts.source[fed]
+        a, b = parts.piece[fed], parts.piece[source]
+        unlike = (a != b) & (
+            (parts.tensor[a] != parts.tensor[b])
+            | (parts.start[a] != parts.start[b]).any(axis=1)
+            | (parts.stop[a] != parts.stop[b]).any(axis=1)
+        )
+        num_boxes = self._plan.transfers.num_boxes[messages.transfer]
+        bad[fed] = (
+            unlike
+            | (num_boxes[parts.message[fed]] != num_boxes[parts.message[source]])
+            | (parts.receiver[source] != parts.sender[fed])
+            | (parts.sender[source] == parts.receiver[source])
+            | (self._given_up[source] < fed)
+        )
+        if bad.any():
+            self._fault_sender(int(bad.argmax()))
+
+    def _fault_sender(self, row: int) -> None:
+        parts, rank, source = self._parts, int(self._parts.sender[row]), int(self._parts.source[row])
+        tensor, start, stop = parts.box_of(row)
+        numel = int(parts.numel[parts.piece[row]])
+        if source < 0 and describe_pieces(self._plan.tensors[tensor].src_shards, rank, start, stop)[1] == numel:
+            self._faults.append((row, f"{parts.name(row)} is no part of one piece of what rank {rank} holds"))
+            return
+        came = parts.rows_to(rank, tensor)
+        came = came[(came < row) & (self._given_up[came] >= row)]
+        shared = parts.shared(came, row)
+        others = came[(shared > 0) & (came != source)]
+        brought = int(parts.messages.id[parts.message[source]])
+        if shared.sum() != numel:
+            text = f"rank {rank} sends {numel} elements, but has {shared.sum()} by then"
+        elif len(others):
+            text = f"rank {rank} gets it from message {others[0]}, which is not in `after`"
+        elif parts.sender[source] == parts.receiver[source]:
+            text = f"message {brought} is a copy on rank {rank}; nothing is passed on of it"
+        else:
+            text = f"rank {rank} passes on other boxes than message {brought} brings"
+        self._faults.append((row, f"{parts.name(row)}: {text}"))
+
+    def _check_cover(self) -> None:
+        """Compare the marks of what each rank is sent with those of what it needs."""
+        parts, marks = self._parts, Marks()
+        ndim = np.array([spec.ndim for spec in self._plan.tensors], dtype=np.int64)
+        of_piece = marks.of_boxes(parts.start, parts.stop, ndim[parts.tensor])
+        nth = np.zeros(len(self._plan.tensors), dtype=np.int64)
+        for owners, tensors, rows in self._dst.split(parts, np.flatnonzero(self._wanted)):
+            nth[tensors] = np.arange(len(tensors))
+            piece = parts.piece[rows]
+            group = nth[parts.tensor[piece]] * len(owners.ranks) + self._place[rows]
+            sent = add_by(group, of_piece[piece], len(tensors) * len(owners.ranks))
+            needed = owners.sum_marks(marks)
+            unlike = (sent.reshape(len(tensors), len(owners.ranks), 2) != needed).any(axis=2)
+            if unlike.any():
+                tensor, place = np.argwhere(unlike)[0].tolist()
+                self._fault_cover(int(owners.ranks[place]), tensors[tensor])
+
+    def _fault_cover(self, rank: int, tensor: int) -> None:
+        parts, spec = self._parts, self._plan.tensors[tensor]
+        rows = parts.rows_to(rank, tensor)
+        rows = rows[self._wanted[rows]]
+        piece = parts.piece[rows]
+        try:
+            found = find_overlapping(np.zeros(len(rows), dtype=np.int64), parts.start[piece], parts.stop[piece])
+        except PlanError as error:
+            raise PlanError(
+                f"rank {rank} is not sent each element once: of what {len(rows)} messages bring, {error}"
+            ) from None
+        twice = rows[found]
+        if len(twice):
+            meeting = twice[parts.shared(twice, int(twice[0])) > 0]
+            row = int(meeting[meeting > twice[0]][0])
+            again = parts.shared(rows[rows < row], row).sum()
+            raise PlanError(f"{parts.name(row)} brings rank {rank} {again} elements a second time")
+        start, stop, _ = spec.dst_shards.pieces_of(rank)
+        needed = (stop - start).prod(axis=1, dtype=np.int64).sum()
+        name = f" of {spec.name}" if spec.name is not None else ""
+        raise PlanError(f"rank {rank} needs {needed} elements{name}, but is sent {parts.numel[piece].sum()}")

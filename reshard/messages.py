@@ -8,6 +8,7 @@ import numpy as np
 
 from reshard.plan import Plan
 from reshard.shards import ranges
+from reshard.transfers import Transfers
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,25 +82,58 @@ def tabulate_messages(plan: Plan) -> MessageTable:
 def _parent_edges(plan: Plan) -> np.ndarray:
     """For each edge the position in its transfer of the edge that brings the data to its sender, or -1."""
     transfers = plan.transfers
-    parents = np.full(len(transfers.sender), -1, dtype=np.int64)
-    for number in np.flatnonzero(np.diff(transfers.edge_at) > 1).tolist():
-        brought_by: dict[int, int] = {}
-        for position, (sender, receiver) in enumerate(transfers.edges_of(number)):
-            parents[int(transfers.edge_at[number]) + position] = brought_by.get(sender, -1)
-            if sender != receiver:
-                brought_by[receiver] = position
+    sender, receiver, edge_at = transfers.sender, transfers.receiver, transfers.edge_at
+    edge = np.arange(len(sender))
+    position = edge - edge_at[transfers.transfer_of_edge]
+    brings = sender != receiver
+    parents = np.full(len(sender), -1, dtype=np.int64)
+    chained = np.zeros(len(sender), dtype=bool)
+    chained[1:] = (position[1:] > 0) & brings[:-1] & (receiver[:-1] == sender[1:])
+    parents[chained] = position[chained] - 1
+    asking = edge[(position > 0) & ~chained]
+    if not len(asking):
+        return parents
+    bringing = edge[brings & (np.diff(edge_at)[transfers.transfer_of_edge] > 1)]
+    width = 1 + max(int(sender.max()), int(receiver.max()))
+    _, name = np.unique(
+        np.concatenate(
+            [
+                transfers.transfer_of_edge[part] * width + end[part]
+                for part, end in ((bringing, receiver), (asking, sender))
+            ]
+        ),
+        return_inverse=True,
+    )
+    keys = np.sort(name[: len(bringing)] * len(sender) + bringing)
+    wanted = name[len(bringing) :]
+    at = np.searchsorted(keys, wanted * len(sender) + asking) - 1
+    key = keys[np.maximum(at, 0)] if len(keys) else np.full(len(at), -1)
+    known = (at >= 0) & (key // len(sender) == wanted)
+    parents[asking[known]] = position[key[known] % len(sender)]
     return parents
+
+
+def cut_chunks(
+    transfers: Transfers, transfer: np.ndarray, chunk: np.ndarray, box: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """``(start, stop)`` of chunks of boxes, as :meth:`Transfers.chunk_box` cuts one."""
+    start, stop = transfers.box_start[box], transfers.box_stop[box]
+    cut = np.flatnonzero(transfers.num_chunks[transfer] > 1)
+    rest = chunk[cut]
+    for dim in range(start.shape[1] - 1, -1, -1):
+        parts = transfers.splits[transfer[cut], dim]
+        rest, part = np.divmod(rest, parts)
+        low = start[cut, dim]
+        whole, over = np.divmod(stop[cut, dim] - low, parts)
+        start[cut, dim] = low + whole * part + over * part // parts
+        stop[cut, dim] = low + whole * (part + 1) + over * (part + 1) // parts
+    return start, stop
 
 
 def _chunk_bytes(plan: Plan, transfer: np.ndarray, chunk: np.ndarray) -> np.ndarray:
     transfers = plan.transfers
-    box = transfers.first_box
-    size = (transfers.box_stop - transfers.box_start)[box][transfer]
+    box = transfers.first_box[transfer]
+    start, stop = cut_chunks(transfers, transfer, chunk, box)
     itemsize = np.array([spec.itemsize for spec in plan.tensors], dtype=np.int64)[transfers.box_tensor[box]]
-    numel = np.ones(len(transfer), dtype=np.int64)
-    rest = chunk.copy()
-    for dim in range(size.shape[1] - 1, -1, -1):
-        parts = transfers.splits[transfer, dim]
-        part, rest = rest % parts, rest // parts
-        numel *= size[:, dim] * (part + 1) // parts - size[:, dim] * part // parts
-    return np.where(transfers.num_boxes[transfer] > 1, plan.message_bytes[transfer], numel * itemsize[transfer])
+    numel = (stop - start).prod(axis=1, dtype=np.int64)
+    return np.where(transfers.num_boxes[transfer] > 1, plan.message_bytes[transfer], numel * itemsize)

@@ -236,6 +236,9 @@ class Plan:
             int(edge_bytes[copies].sum()),
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}  # a copy is not known to be sound
+
     def __eq__(self, other: object) -> bool:
         return self.plan_hash == other.plan_hash if isinstance(other, Plan) else NotImplemented
 
@@ -344,6 +347,21 @@ def message_nbytes(plan: Plan, message: Message) -> int:
             numel *= hi - lo
         total += numel
     return total
+
+
+def vouch_for(plan: Plan) -> Plan:
+    """Mark a plan as sound: the planner made it in this process, or the checker passed it.
+
+    The mark is on this one object. It is no part of its value: plans that are replaced, copied, unpickled or parsed
+    have none.
+    """
+    object.__setattr__(plan, "_is_sound", True)
+    return plan
+
+
+def is_sound(plan: Plan) -> bool:
+    """Whether somebody vouched for this plan in this process."""
+    return vars(plan).get("_is_sound", False) is True
 
 
 def check_tensors(tensors: Sequence[TensorSpec]) -> None:

@@ -12,8 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
+from reshard.apart import find_overlapping
 from reshard.dim_cuts import MAX_PIECES, DimCuts, check_sizes
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, PlanError
 from reshard.layout import AnyLayout, Box, Layout, RegionLayout, format_box
 from reshard.notation import axis_of
 
@@ -168,11 +169,15 @@ def _refine(holders: _Holders, ndim: int) -> _Holders:
             rank = next(rank for rank in ranks if ranks.count(rank) > 1)
             raise LayoutError(f"rank {rank} holds region {format_box(box)} twice")
     bounds = np.array(boxes, dtype=np.int64).reshape(len(boxes), ndim, 2)
-    first, second = find_overlaps(bounds[:, :, 0], bounds[:, :, 1], bounds[:, :, 0], bounds[:, :, 1])
-    apart = first < second
-    first, second = first[apart], second[apart]
-    if not len(first):
+    try:
+        mixed = np.flatnonzero(find_overlapping(np.zeros(len(boxes)), bounds[:, :, 0], bounds[:, :, 1]))
+    except PlanError:  # they overlap so much that they are soon too many cells
+        mixed = np.arange(len(boxes))
+    if not len(mixed):
         return holders
+    start, stop = bounds[mixed, :, 0], bounds[mixed, :, 1]
+    first, second = find_overlaps(start, stop, start, stop)
+    first, second = mixed[first[first < second]], mixed[second[first < second]]
     group = list(range(len(boxes)))
 
     def root(i: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class Transfers:
             array = np.array(getattr(self, name), dtype=np.int64, order="C")
             array.setflags(write=False)
             object.__setattr__(self, name, array)
-        if len(self.after):
+        if len(self.after) or (self.source >= 0).any():
             self._check_after()
 
     def _check_after(self) -> None:
@@ -76,6 +77,10 @@ class Transfers:
         if not named[fed].all():
             lost = fed[~named[fed]][0]
             raise PlanError(f"transfer {lost} gets data from transfer {self.source[lost]}, but does not come after it")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # through the constructor, so that what was unpickled is checked and cannot be written either
+        return type(self), tuple(getattr(self, name) for name in self.__dataclass_fields__)
 
     def __len__(self) -> int:
         return len(self.window)

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from changed import change_plan
 from memory_transport import run_in_threads
 from random_problems import random_problem
 from tensors import same_bytes, take_shard, whole_tensor
@@ -16,35 +17,6 @@ from reshard import Layout, Mesh, PlanError, ReshardError, Topology, check_plan,
 from reshard.order import find_waits
 from reshard.plan_text import parse_plan
 from reshard.program import build_program
-
-_EDGES, _BOXES, _SPLITS = r"\] ([0-9 ,>-]+) splits", r"t\d.*\] (?=\d)", r"splits [0-9x]+"
-
-
-def _change(text, chance):
-    """Change a number of a transfer, exchange two, or give one what another has."""
-    lines = text.split("\n")
-    rows = [i for i, line in enumerate(lines) if re.match(r"\d+: t", line)]
-    at, other = chance.choice(rows), chance.choice(rows)
-    line = lines[at]
-    how = chance.randrange(7)
-    if how == 0:
-        number = chance.choice(list(re.finditer(r"\d+", line)))
-        changed = max(0, int(number[0]) + chance.choice((-1, 1, 2)))
-        line = f"{line[: number.start()]}{changed}{line[number.end() :]}"
-    elif how == 1:
-        line, lines[other] = lines[other], line
-    elif how == 2:
-        line = re.sub(chance.choice((r" from \d+", r" after [\d,]+")), "", line)
-    elif how == 3 and " from " not in line:
-        line = re.sub(r"(window \d+)", rf"\1 from {lines[other].split(':')[0]}", line)
-    elif how == 4:
-        line = re.sub(_EDGES, re.search(_EDGES, lines[other])[0], line)
-    elif how == 5:
-        line = re.sub(_BOXES, re.search(_BOXES, lines[other])[0], line)
-    else:
-        line = re.sub(_SPLITS, f"splits {chance.randint(1, 3)}x{chance.randint(1, 3)}", line)
-    lines[at] = line
-    return "\n".join(lines)
 
 
 def _run(plan, in_rounds):
@@ -67,7 +39,7 @@ def test_what_the_checker_lets_through_delivers(seed):
     ]
     num_good = num_bad = 0
     for _ in range(60):
-        text = _change(chance.choice(texts), chance)
+        text = change_plan(chance.choice(texts), chance)
         try:
             plan = parse_plan(text)
         except ReshardError:

@@ -1,0 +1,201 @@
+"""Which boxes share elements, and which box a point lies in, without looking at pairs of boxes.
+
+Boxes start in one bin per group. Each bin is cut where no box of it is in the way, along one dim after the other, until
+it holds few boxes. Grids come apart in one pass. Bins whose boxes interlock are halved; a box on the cut becomes two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from reshard.errors import PlanError
+
+#: Boxes of so many a bin are compared pair by pair.
+_FEW = 16
+#: Passes over all dims before bins are halved: boxes can lie so that a pass takes only one of them away.
+_PASSES = 3
+#: Pairs that are compared at once.
+_AT_ONCE = 2**21
+
+
+def find_overlapping(group: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """``(boxes,)`` True for each box that shares an element with another box of its group.
+
+    Args:
+        group: ``(boxes,)`` any integers. start, stop: ``(boxes, ndim)``, no box empty.
+
+    Raises:
+        PlanError: the boxes overlap or interlock so much that cutting them apart takes too many parts.
+    """
+    found = np.zeros(len(group), dtype=bool)
+    if len(group) < 2:
+        return found
+    bins = _Bins(group, start, stop, start[:0])
+    num_dims, idle, dim = start.shape[1], 0, 0
+    while True:
+        bins.separate(2)
+        for a, b in _pairs(bins.bin, bins.first, bins.size):
+            hit = a < b
+            a, b = a[hit], b[hit]
+            hit = ((bins.start[a] < bins.stop[b]) & (bins.start[b] < bins.stop[a])).all(axis=1)
+            found[bins.box[a[hit]]] = True
+            found[bins.box[b[hit]]] = True
+        bins.keep(bins.size > _FEW)
+        if not len(bins.box):
+            return found
+        if idle == num_dims:  # what is left in a bin fills it
+            found[bins.box] = True
+            return found
+        idle = 0 if bins.halve(dim) else idle + 1
+        dim = (dim + 1) % max(num_dims, 1)
+
+
+def locate_points(point: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """``(points,)`` the number of the box that each point lies in, -1 where it lies in none.
+
+    Args:
+        point: ``(points, ndim)``. start, stop: ``(boxes, ndim)``; no box is empty, no two share an element.
+
+    Raises:
+        PlanError: the boxes interlock so much that cutting them apart takes too many parts.
+    """
+    found = np.full(len(point), -1, dtype=np.int64)
+    if not len(start) or not len(point):
+        return found
+    bins = _Bins(np.zeros(len(start), dtype=np.int64), start, stop, point)
+    dim = 0
+    while True:
+        bins.separate(1)
+        for at, box in _pairs(bins.bin_of_point, bins.first, bins.size):
+            hit = ((bins.start[box] <= bins.point[at]) & (bins.point[at] < bins.stop[box])).all(axis=1)
+            found[bins.point_id[at[hit]]] = bins.box[box[hit]]
+        bins.keep(bins.size > _FEW)
+        if not len(bins.box) or not len(bins.point):
+            return found
+        bins.halve(dim)
+        dim = (dim + 1) % start.shape[1]
+
+
+def _pairs(bin_of: np.ndarray, first: np.ndarray, size: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Each entry with each box of its bin, for bins of few boxes, so many pairs at a time."""
+    rows = np.flatnonzero(size[bin_of] <= _FEW)
+    for part in np.array_split(rows, max(1, len(rows) * _FEW // _AT_ONCE)):
+        counts = size[bin_of[part]]
+        behind = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        yield np.repeat(part, counts), np.repeat(first[bin_of[part]], counts) + behind
+
+
+class _Bins:
+    """Boxes and points in bins; only what is in one bin can meet. Boxes stand in the order of their bins.
+
+    ``box`` and ``point_id`` say which box or point an entry is, or is a part of.
+    """
+
+    def __init__(self, group: np.ndarray, start: np.ndarray, stop: np.ndarray, point: np.ndarray) -> None:
+        order = np.argsort(group, kind="stable")
+        self.box = order
+        self._limit = 4 * len(group) + 2**16
+        columns = [self._small(start[:, d], stop[:, d], point[:, d]) for d in range(start.shape[1])]
+        self.start, self.stop, self.point = (
+            np.stack([column[i] for column in columns], axis=1) if columns else given
+            for i, given in enumerate((start, stop, point))
+        )
+        self.start, self.stop = self.start[order], self.stop[order]
+        self._span = [int(column[1].max()) + 1 for column in columns]
+        self.point_id = np.arange(len(point))
+        self.bin_of_point = np.zeros(len(point), dtype=np.int64)
+        self._number(group[order])
+
+    def _small(self, *columns: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Coordinates of one dim, so small that the number of a bin fits beside them."""
+        least = columns[0].min()
+        columns = (columns[0] - least, columns[1] - least, np.maximum(columns[2] - least, -1))
+        if (int(columns[1].max()) + 2) * self._limit < 2**62:
+            return tuple(np.minimum(column, columns[1].max()) for column in columns)
+        cuts = np.unique(np.concatenate(columns[:2]))
+        ends = len(cuts) - 1
+        points = np.minimum(np.searchsorted(cuts, columns[2], side="right") - 1, ends)
+        return np.searchsorted(cuts, columns[0]), np.searchsorted(cuts, columns[1]), points
+
+    def _number(self, bins: np.ndarray) -> None:
+        """Count bins from 0; ``bins`` ascends."""
+        begins = np.ones(len(bins), dtype=bool)
+        begins[1:] = bins[1:] != bins[:-1]
+        self.bin = np.cumsum(begins) - 1
+        self.first = np.flatnonzero(begins)
+        self.size = np.diff(np.append(self.first, len(bins)))
+
+    def keep(self, kept: np.ndarray) -> None:
+        """Drop all other bins."""
+        if kept.all():
+            return
+        number = np.cumsum(kept) - 1
+        boxes, points = kept[self.bin], kept[self.bin_of_point]
+        self.box, self.start, self.stop = self.box[boxes], self.start[boxes], self.stop[boxes]
+        self.point_id, self.point = self.point_id[points], self.point[points]
+        self.bin_of_point = number[self.bin_of_point[points]]
+        self._number(number[self.bin[boxes]])
+
+    def separate(self, least: int) -> None:
+        """Cut bins where no box is in the way; then drop those of fewer boxes than ``least``, or that need no cut."""
+        for _ in range(_PASSES):
+            before = len(self.box), len(self.size)
+            for dim in range(self.start.shape[1]):
+                self._cut(dim)
+                self.keep(self.size >= least)
+            if (len(self.box), len(self.size)) == before or not len(self.box):
+                return
+
+    def _cut(self, dim: int) -> None:
+        span = self._span[dim]
+        order = np.argsort(self.bin * span + self.start[:, dim], kind="stable")
+        self.box, self.start, self.stop = self.box[order], self.start[order], self.stop[order]
+        base = self.bin * span  # bins stand in order already
+        low = base + self.start[:, dim]
+        reach = np.maximum.accumulate(base + self.stop[:, dim])
+        begins = np.ones(len(low), dtype=bool)
+        begins[1:] = low[1:] >= reach[:-1]
+        bins, old = np.cumsum(begins) - 1, self.bin
+        if len(self.point):
+            at = np.searchsorted(low, self.bin_of_point * span + self.point[:, dim], side="right") - 1
+            inside = (at >= 0) & (old[np.maximum(at, 0)] == self.bin_of_point)
+            self.point_id, self.point, self.bin_of_point = self.point_id[inside], self.point[inside], bins[at[inside]]
+        self._number(bins)
+
+    def halve(self, dim: int) -> bool:
+        """Cut each bin at the median of the sides of its boxes that lie inside it; False if no bin has any."""
+        low, high = self.start[:, dim], self.stop[:, dim]
+        inner_low = low > np.minimum.reduceat(low, self.first)[self.bin]
+        inner_high = high < np.maximum.reduceat(high, self.first)[self.bin]
+        value = np.concatenate([low[inner_low], high[inner_high]])
+        of = np.concatenate([self.bin[inner_low], self.bin[inner_high]])
+        if not len(of):
+            return False
+        value = np.sort(of * self._span[dim] + value)
+        counts = np.bincount(of, minlength=len(self.size))
+        middle = np.minimum(np.cumsum(counts) - counts + counts // 2, len(value) - 1)
+        at = np.where(counts > 0, value[middle] % self._span[dim], self._span[dim])
+        cut = at[self.bin]
+        left, right = low < cut, high > cut
+        if left.sum() + right.sum() > self._limit:
+            raise PlanError(
+                f"boxes overlap or interlock in more than {self._limit} parts, which are too many to compare"
+            )
+        bins = np.concatenate([2 * self.bin[left], 2 * self.bin[right] + 1])
+        start = np.concatenate([self.start[left], self.start[right]])
+        stop = np.concatenate([self.stop[left], self.stop[right]])
+        start[left.sum() :, dim] = np.maximum(start[left.sum() :, dim], cut[right])
+        stop[: left.sum(), dim] = np.minimum(stop[: left.sum(), dim], cut[left])
+        order = np.argsort(bins, kind="stable")
+        self.box = np.concatenate([self.box[left], self.box[right]])[order]
+        self.start, self.stop = start[order], stop[order]
+        if len(self.point):
+            wanted = 2 * self.bin_of_point + (self.point[:, dim] >= at[self.bin_of_point])
+            number = np.unique(bins)  # a half that holds no box is no bin
+            place = np.minimum(np.searchsorted(number, wanted), len(number) - 1)
+            known = number[place] == wanted
+            self.point_id, self.point, self.bin_of_point = self.point_id[known], self.point[known], place[known]
+        self._number(bins[order])
+        return True
