@@ -12,6 +12,7 @@ from reshard.agreement import Record, Verdict, plan_arguments, resolve_left
 from reshard.arrays import check_array
 from reshard.casts import cast_landed, cast_source, landing_of, travelling_dtype
 from reshard.channel import MAX_CACHED, Channel, find_channel
+from reshard.check import ensure_checked
 from reshard.errors import ArgumentError, RankLostError, ReshardError
 from reshard.failures import calling, counted, tell_error
 from reshard.group import Group, find_group, known_groups
@@ -259,6 +260,7 @@ class _Call:
         plan = program = runner = None
         try:
             plan = self._make_plan(verdict)
+            ensure_checked(plan)  # it was made just now, but perhaps by a caller's strategy
             program = build_program(plan, self.group.rank)
             runner = make_runner(plan, program, verdict.device_type)
             said.arguments = plan_arguments(plan)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.check import ensure_checked
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError, PlanError
 from reshard.mesh import format_ranks
@@ -68,7 +69,8 @@ class Mover:
 
     Raises:
         ArgumentError: the plan names ranks that the communicator lacks. DisagreementError: ranks have different plans.
-        PlanError: a rank cannot do its part, or not within the plan's ``staging_bytes``; on all ranks.
+        PlanError: the plan does not deliver (see :func:`reshard.check_plan`), or a rank cannot do its part, or not
+            within the plan's ``staging_bytes``; on all ranks.
     """
 
     def __init__(self, plan: Plan, comm: Any) -> None:
@@ -87,6 +89,7 @@ class Mover:
         try:
             if plan.ranks[-1] >= size:
                 raise ArgumentError(f"the plan names rank {plan.ranks[-1]}; the communicator has {size} ranks")
+            ensure_checked(plan)
             if self._rank in plan.ranks:
                 self._runner = _make_runner(plan, self._rank, _CupyMemory(cupy))
         except Exception as failed:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from reshard.check import ensure_checked
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.layout import AnyLayout, Layout, RegionLayout
@@ -32,8 +33,10 @@ def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dic
         Per tensor ``{destination rank: local array}``, new arrays of the same kind.
 
     Raises:
-        ArgumentError: a shard is missing, or has the wrong shape or dtype.
+        ArgumentError: a shard is missing, or has the wrong shape or dtype. PlanError: the plan does not deliver; it is
+            checked unless :func:`reshard.make_plan` made it in this process, once per object.
     """
+    ensure_checked(plan)
     out: list[dict[int, Array]] = []
     for spec, arrays in zip(plan.tensors, shards, strict=True):
         _check_shards(spec.src_shards, spec.dtype, arrays, spec.name)

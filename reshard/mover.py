@@ -17,6 +17,7 @@ from reshard.agreement import Record, Verdict, describe_error, plan_arguments, r
 from reshard.arrays import as_plain, check_apart
 from reshard.callers import Owner
 from reshard.channel import Channel, find_channel
+from reshard.check import ensure_checked
 from reshard.digests import Digests, Hops, compare_digests, describe_copy
 from reshard.dtensors import is_dtensor
 from reshard.errors import ArgumentError, RankLostError, ReshardError, VerificationError
@@ -46,7 +47,8 @@ class Mover:
     once, so a second thread is not needed.
 
     Args:
-        plan: what to do; equal on all ranks.
+        plan: what to do; equal on all ranks. One that :func:`reshard.make_plan` did not make in this process is
+            checked first, as by :func:`reshard.check_plan`; once per object.
         group: whose ranks the plan names; omitted, the world. Or what :func:`reshard.join` returned.
         timeout_seconds: how long ranks may take to agree, and each transfer to finish.
         device: the type of device that the arrays are on, ``"cpu"`` or ``"cuda"``; of the latter the current one.
@@ -56,7 +58,7 @@ class Mover:
         bears_loss: ranks that do not come are lost to the group, which goes on without them.
 
     Raises:
-        RankLostError: with ``bears_loss``, some are.
+        PlanError: the plan does not deliver; on all ranks alike. RankLostError: with ``bears_loss``, some are lost.
         DisagreementError: ranks pass different plans. ArgumentError: the plan names ranks outside the group.
         TransferTimeoutError: some rank did not come.
     """
@@ -81,18 +83,18 @@ class Mover:
             tell_error(ours, error)
             raise
         channel = find_channel(ours, plan.ranks)
-        arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways))), ("device", str(device))]
-        arguments.append(("verify", str(bool(verify))))
-        record = Record(channel.group.rank, arguments=arguments, hostname=channel.group.hostname)
+        record = Record(channel.group.rank, hostname=channel.group.hostname)
         program = runner = None
         try:
             timeout_seconds = check_timeout(timeout_seconds)
             check_device_type(device)
             check_verify(verify, device)
-            plan.topology.check_covers(plan.ranks)
+            ensure_checked(plan)
+            record.arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways))), ("device", str(device))]
+            record.arguments.append(("verify", str(bool(verify))))
             program = build_program(plan, channel.group.rank)
             runner = make_runner(plan, program, device)
-        except Exception as error:  # a plan made by hand that this rank cannot serve
+        except Exception as error:  # a plan that does not deliver, or that this rank cannot serve
             record.error = describe_error(error) if isinstance(error, ReshardError) else ("PlanError", str(error))
         if record.error is not None:
             timeout_seconds = DEFAULT_TIMEOUT_SECONDS

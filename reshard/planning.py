@@ -9,10 +9,10 @@ from reshard.dim_cuts import check_shape
 from reshard.errors import ArgumentError
 from reshard.layout import AnyLayout
 from reshard.names import compare_names
-from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec, check_tensors
+from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec, check_tensors, vouch_for
 from reshard.portfolio import choose_fastest
 from reshard.routes import Problem, Routes, Strategy, complete
-from reshard.strategies import find_strategy
+from reshard.strategies import STRATEGIES, find_strategy
 from reshard.topology import Topology
 from reshard.transfers import Transfers
 
@@ -102,7 +102,9 @@ def plan_tensors(
         if not isinstance(chosen, (Routes, Transfers)):
             raise ArgumentError(f"strategy {name} must return Routes, not {type(chosen).__name__}")
         transfers = complete(problem, chosen)
-    return Plan(tuple(tensors), topology, name, transfers, staging_bytes)
+    plan = Plan(tuple(tensors), topology, name, transfers, staging_bytes)
+    is_ours = function is None or function in STRATEGIES.values()
+    return vouch_for(plan) if is_ours else plan  # what a caller's function chose is checked before it runs
 
 
 def _of(value: Any, name: str, names: list[str], what: str) -> Any:
