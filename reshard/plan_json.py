@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,22 +18,6 @@ from reshard.topology import Topology
 
 def plan_to_json(plan: Plan, rank: int | None = None) -> dict[str, Any]:
     """The plan as plain values, all messages expanded; with ``rank`` only the messages of that rank."""
-    messages = []
-    for message in expand_messages(plan, rank):
-        for i, (tensor, start, stop) in enumerate(message.boxes):
-            messages.append(
-                {
-                    "id": message.id + i,
-                    "tensor": tensor,
-                    "sender": message.sender,
-                    "receiver": message.receiver,
-                    "start": list(start),
-                    "stop": list(stop),
-                    "after": [*([] if message.source is None else [message.source + i]), *message.after],
-                    # boxes that travel in one message are listed one by one, so the window counts them so
-                    "window": message.window * len(message.boxes),
-                }
-            )
     return {
         "tensors": [_tensor_to_json(spec) for spec in plan.tensors],
         "host_of_rank": list(plan.topology.host_of_rank),
@@ -45,8 +29,24 @@ def plan_to_json(plan: Plan, rank: int | None = None) -> dict[str, Any]:
         "lower_bound_reason": plan.bound.reason,
         "predicted_seconds": plan.predicted_seconds,
         "transfers": [format_transfer(plan, i) for i in range(len(plan.transfers))],
-        "messages": messages,
+        "messages": list(_list_messages(plan, rank)),
     }
+
+
+def _list_messages(plan: Plan, rank: int | None = None) -> Iterator[dict[str, Any]]:
+    for message in expand_messages(plan, rank):
+        for i, (tensor, start, stop) in enumerate(message.boxes):
+            yield {
+                "id": message.id + i,
+                "tensor": tensor,
+                "sender": message.sender,
+                "receiver": message.receiver,
+                "start": list(start),
+                "stop": list(stop),
+                "after": [*([] if message.source is None else [message.source + i]), *message.after],
+                # boxes that travel in one message are listed one by one, so the window counts them so
+                "window": message.window * len(message.boxes),
+            }
 
 
 def _tensor_to_json(spec: TensorSpec) -> dict[str, Any]:
@@ -123,10 +123,13 @@ def _integer(data: Mapping[str, Any], key: str) -> int:
 
 
 def plan_from_json(data: Any) -> Plan:
-    """The plan that :func:`plan_to_json` wrote (without ``rank``), checked against its own hash.
+    """The plan that :func:`plan_to_json` wrote (without ``rank``), checked against its own hash and its messages.
+
+    Whether it delivers is checked on its first use, or by :func:`reshard.check_plan`.
 
     Raises:
-        PlanError: the values are not a plan, or do not have the hash that they name.
+        PlanError: the values are not a plan, do not have the hash that they name, list other messages than the
+            transfers make, or move nothing though a rank needs something.
     """
     try:
         if isinstance(data, str):
@@ -159,7 +162,24 @@ def plan_from_json(data: Any) -> Plan:
         raise PlanError(f"not a plan: {error}") from None
     if data.get("plan_hash") != plan.plan_hash:
         raise PlanError(f"the plan says it has hash {data.get('plan_hash')}, but its hash is {plan.plan_hash}")
+    if "messages" in data:
+        _check_listed(data["messages"], plan)
     return plan
+
+
+def _check_listed(listed: Any, plan: Plan) -> None:
+    """Raise PlanError unless a list of messages is that of the plan: who edits it means the transfers."""
+    if not isinstance(listed, list) or len(listed) != plan.num_messages:
+        said = f"lists {len(listed)}" if isinstance(listed, list) else "is no list"
+        raise PlanError(
+            f"messages {said}, but the transfers make {plan.num_messages} messages: list all, or leave out the key"
+        )
+    for given, made in zip(listed, _list_messages(plan), strict=True):
+        if given != made:
+            raise PlanError(
+                f"messages lists {str(given)[:200]}, but the transfers make {made}: edit transfers and leave out "
+                "messages"
+            )
 
 
 def _no_transfers() -> Any:

@@ -187,10 +187,24 @@ def parse_plan(text: str) -> Plan:
                 raise PlanError(f"the first message has id {row.first_message}, not {transfers.first_message[index]}")
         plan = Plan(tuple(tensors), topology, head[1], transfers, int(head[2]))
         topology.check_covers(plan.ranks)
+        _check_moves(plan)
         return plan
     except (ReshardError, ValueError, OverflowError, RecursionError) as error:
         line = numbered[min(at, len(numbered) - 1)][0] if numbered else 0
         raise PlanError(f"line {line}: {error}") from None
+
+
+def _check_moves(plan: Plan) -> None:
+    """Raise PlanError if a plan has no transfers though a rank needs something."""
+    if len(plan.transfers):
+        return
+    for spec in plan.tensors:
+        if len(spec.dst_shards.start):
+            name = f" of {spec.name}" if spec.name is not None else ""
+            raise PlanError(
+                f"the plan has no transfers, but rank {spec.dst_shards.ranks[0, 0]} needs "
+                f"{spec.dst_shards.numel[0]} elements{name}"
+            )
 
 
 def _expect(pattern: re.Pattern[str], lines: list[tuple[int, str]], at: int) -> re.Match[str]:

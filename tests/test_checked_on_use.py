@@ -174,3 +174,40 @@ def test_movers_of_cupy_arrays_check_plans(monkeypatch):
         assert str(caught.value) == SAID
 
     run_ranks(3, one)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_plans_without_transfers_are_refused_where_something_must_move(moves):
+    text = TEXT.split("0: t0", maxsplit=1)[0].replace("[8, 2]", "[8, 2]" if moves else "[8, 0]")
+    head = parse_plan(TEXT if moves else text)
+    empty = replace(head, transfers=_none(head))
+    data = empty.to_json()
+    assert data["messages"] == data["transfers"] == []
+    for read in (lambda: parse_plan(text), lambda: plan_from_json(data)):
+        if moves:
+            with pytest.raises(PlanError, match="the plan has no transfers, but rank 1 needs 8 elements"):
+                read()
+        else:
+            found = execute_local(read(), [{0: np.zeros((8, 0), dtype=np.float32)}])[0]
+            assert {rank: array.shape for rank, array in found.items()} == {1: (4, 0), 2: (4, 0)}
+
+
+def _none(plan):
+    nothing = {name: np.zeros(0, dtype=np.int64) for name in Transfers.__dataclass_fields__}
+    ndim = plan.tensors[0].ndim
+    tables = {name: np.zeros((0, ndim), dtype=np.int64) for name in ("box_start", "box_stop", "splits")}
+    return Transfers(**(nothing | tables | {"box_at": [0], "edge_at": [0]}))
+
+
+def test_messages_of_a_json_plan_are_those_of_its_transfers():
+    data = parse_plan(TEXT).to_json()
+    for wrong, said in (
+        ([], "messages lists 0, but the transfers make 3 messages"),
+        (data["messages"][:2], "messages lists 2, but the transfers make 3 messages"),
+        (None, "messages is no list, but the transfers make 3 messages"),
+        ([data["messages"][0] | {"sender": 2}, *data["messages"][1:]], "edit transfers and leave out messages"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            plan_from_json(data | {"messages": wrong})
+    del data["messages"]
+    assert plan_from_json(data) == parse_plan(TEXT)
