@@ -46,6 +46,17 @@ def _few_ranks(strategy: str) -> Callable[[int], Plan]:
     return make
 
 
+def _relays(messages: int) -> Plan:
+    """Rows to columns between two hosts of four ranks and three NICs: what leaves by a neighbour's is staged there."""
+    src, dst = Layout(Mesh.of(4), "S0 R"), Layout(Mesh.of(4, first_rank=4), "R S0")
+    host = {"count": 1, "devices": 4, "nics": ["10 Gbit/s"] * 3}
+    rows = min(max(1, messages // 20), 54_000)  # with more, its chunks are too many to plan at once
+    spec = TensorSpec((rows, 2**19), "bfloat16", src, dst)
+    return plan_tensors(
+        [spec], strategy="multicast", topology=Topology.from_json({"hosts": [host, host]}), staging_bytes=STAGING_BYTES
+    )
+
+
 def _small_boxes(messages: int) -> Plan:
     """Two ranks to two others, rows dealt out in turn against columns dealt out in turn: boxes of one element."""
     side = 2 * max(1, math.isqrt(messages) // 2)
@@ -141,6 +152,7 @@ CASES: dict[str, Callable[[int], Plan]] = {
     "2 -> 4 ranks, global_all_gather": _few_ranks("global_all_gather"),
     "2 -> 4 ranks, local_all_gather": _few_ranks("local_all_gather"),
     "2 -> 4 ranks, multicast": _few_ranks("multicast"),
+    "4 -> 4 ranks, multicast, relays": _relays,
     "2 -> 2 ranks, small boxes": _small_boxes,
     "many ranks, each to each": _many_ranks,
     "many tensors": _many_tensors,

@@ -35,17 +35,18 @@ ROOT = Path(__file__).parent.parent
 #: Of each part its modules, and the tests that are asked, the quickest first.
 PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "geometry": (
-        "mesh notation layout shards tasks",
+        "mesh notation layout apart shards tasks",
         ("test_shards.py", "test_meshes.py", "test_values.py", "test_limits.py", "test_goldens.py", "test_hostile.py",
          "test_properties.py", "test_jax.py", "test_check_plan.py", "test_processes.py", "test_call.py",
          "test_bad_calls.py"),
     ),
     "planner": (
         "plan transfers loads order routes senders trees exchanges broadcasts matching chunks lanes freight board "
-        "dealer pod_dealer landing sequence schedule relays multicast portfolio planning bound pod_bound check",
-        ("test_plan_goldens.py", "test_goldens.py", "test_check_plan.py", "test_changed_plans.py", "test_pod_bound.py",
-         "test_matching.py", "test_plan_parts.py", "test_dealing.py", "test_sequence.py", "test_properties.py",
-         "test_values.py", "test_topology.py", "test_limits.py", "test_simulation.py", "test_sharing.py",
+        "dealer pod_dealer landing sequence schedule relays multicast portfolio planning bound pod_bound owners parts "
+        "staged check",
+        ("test_plan_goldens.py", "test_goldens.py", "test_check_plan.py", "test_checkers_agree.py",
+         "test_changed_plans.py", "test_pod_bound.py", "test_matching.py", "test_plan_parts.py", "test_dealing.py", "test_sequence.py",
+         "test_properties.py", "test_values.py", "test_topology.py", "test_limits.py", "test_simulation.py", "test_sharing.py",
          "test_twins.py", "test_multicast.py"),
     ),
     "executor": (
