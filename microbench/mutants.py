@@ -45,9 +45,9 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "dealer pod_dealer landing sequence schedule relays multicast portfolio planning bound pod_bound owners parts "
         "staged check",
         ("test_plan_goldens.py", "test_goldens.py", "test_check_plan.py", "test_checkers_agree.py",
-         "test_changed_plans.py", "test_pod_bound.py", "test_matching.py", "test_plan_parts.py", "test_dealing.py", "test_sequence.py",
-         "test_properties.py", "test_values.py", "test_topology.py", "test_limits.py", "test_simulation.py", "test_sharing.py",
-         "test_twins.py", "test_multicast.py"),
+         "test_changed_plans.py", "test_pod_bound.py", "test_matching.py", "test_plan_parts.py", "test_dealing.py",
+         "test_sequence.py", "test_properties.py", "test_values.py", "test_topology.py", "test_limits.py",
+         "test_simulation.py", "test_sharing.py", "test_twins.py", "test_multicast.py"),
     ),
     "executor": (
         "program staging runs rounds round_runner regions works progress remainder digests agreement",

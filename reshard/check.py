@@ -108,7 +108,7 @@ def _check_form(plan: Plan) -> None:
     if (beyond & ((transfers.box_start != 0) | (transfers.box_stop != 1))).any():
         raise PlanError("a box must be 0:1 in dims that its tensor lacks")
     per_edge = transfers.num_boxes * transfers.splits.prod(axis=1, dtype=np.float64)
-    num_messages = float((per_edge * np.diff(transfers.edge_at)).sum())
+    num_messages = float((per_edge * np.maximum(np.diff(transfers.edge_at), 1)).sum())
     if num_messages > MAX_CHECKED:
         raise PlanError(f"the plan has {num_messages:.0f} messages; at most {MAX_CHECKED} can be checked")
 
@@ -118,9 +118,9 @@ def _check_bounds(parts: Parts) -> None:
     for tensor, spec in enumerate(parts.plan.tensors):
         sizes[tensor, : spec.ndim] = spec.shape
     start, stop = parts.start, parts.stop
-    outside = ((start < 0) | (start >= stop) | (stop > sizes[parts.tensor])).any(axis=1)
+    outside = ((start < 0) | (start >= stop) | (stop > sizes[parts.tensor])).any(axis=1)[parts.piece]
     if outside.any():
-        row = int(outside[parts.piece].argmax())
+        row = int(outside.argmax())
         shape = list(parts.plan.tensors[parts.box_of(row)[0]].shape)
         raise PlanError(f"{parts.name(row)} is empty or outside shape {shape}")
     itemsize = np.array([spec.itemsize for spec in parts.plan.tensors], dtype=np.float64)
