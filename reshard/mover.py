@@ -43,8 +43,7 @@ class Mover:
     """Moves tensors as a plan says, as often as asked: no planning, no new group, no allocation per call.
 
     Use it as a context manager, or call :meth:`close`. All ranks of the plan make it, in the same order among
-    themselves, and call it equally often. The thread that makes a Mover starts its transfers; :meth:`start` returns at
-    once, so a second thread is not needed.
+    themselves, and call it equally often. The thread that makes a Mover starts its transfers.
 
     Args:
         plan: what to do; equal on all ranks. One that :func:`reshard.make_plan` did not make in this process is
