@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <limits>
+#include <utility>
 #include <vector>
 
 struct Path {
@@ -33,44 +35,68 @@ class Sharing {
         double least;
         size_t first, last; // of here_
     };
-    std::vector<double> left_, cost_, over_, exact_;
-    std::vector<int64_t> count_, open_, rest_, here_;
+    std::vector<double> left_, share_, cost_, over_, exact_;
+    std::vector<int64_t> count_, used_, here_, touched_;
+    std::vector<char> is_open_;
+    std::vector<std::pair<double, int64_t>> heap_; // what each flow of a port would get, and the port
     std::vector<Held> held_;
     std::vector<std::vector<int64_t>> flows_;
 
+    // As the twin, with a heap in place of a look at every port and every flow for each bottleneck.
     bool share_single_bottlenecks(const std::vector<Path> &paths, const std::vector<double> &capacity) {
         const size_t num_ports = capacity.size();
         left_ = capacity;
         count_.assign(num_ports, 0);
-        for (const Path &path : paths)
-            for (const int64_t port : path)
-                ++count_[port];
-        rate.assign(paths.size(), 0);
-        open_.resize(paths.size());
+        flows_.resize(num_ports);
+        for (const int64_t port : used_)
+            flows_[port].clear();
+        used_.clear();
         for (size_t flow = 0; flow < paths.size(); ++flow)
-            open_[flow] = static_cast<int64_t>(flow);
+            for (const int64_t port : paths[flow]) {
+                if (++count_[port] == 1)
+                    used_.push_back(port);
+                flows_[port].push_back(static_cast<int64_t>(flow));
+            }
+        share_.assign(num_ports, 0);
+        heap_.clear();
+        for (const int64_t port : used_) {
+            share_[port] = left_[port] / static_cast<double>(count_[port]);
+            heap_.push_back({share_[port], port});
+        }
+        std::make_heap(heap_.begin(), heap_.end(), std::greater<>());
+        rate.assign(paths.size(), 0);
+        is_open_.assign(paths.size(), true);
         held_.clear(), here_.clear();
-        while (!open_.empty()) {
-            Held held{0, std::numeric_limits<double>::infinity(), here_.size(), 0};
-            for (size_t port = 0; port < num_ports; ++port)
-                if (count_[port] && left_[port] / static_cast<double>(count_[port]) < held.least)
-                    held.least = left_[port] / static_cast<double>(count_[port]), held.port = static_cast<int64_t>(port);
-            rest_.clear();
-            for (const int64_t flow : open_) {
-                if (std::find(paths[flow].begin(), paths[flow].end(), held.port) == paths[flow].end()) {
-                    rest_.push_back(flow);
+        while (!heap_.empty()) {
+            const auto [least, tightest] = heap_.front();
+            std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
+            heap_.pop_back();
+            if (!count_[tightest] || share_[tightest] != least)
+                continue; // what was found of it since stands there too
+            Held held{tightest, least, here_.size(), 0};
+            touched_.clear();
+            for (const int64_t flow : flows_[tightest]) {
+                if (!is_open_[flow])
                     continue;
-                }
+                is_open_[flow] = false;
                 here_.push_back(flow);
-                rate[flow] = held.least;
+                rate[flow] = least;
                 for (const int64_t port : paths[flow]) {
-                    left_[port] = std::max(left_[port] - held.least, 0.0);
+                    left_[port] = std::max(left_[port] - least, 0.0);
                     --count_[port];
+                    touched_.push_back(port);
                 }
+            }
+            for (const int64_t port : touched_) {
+                const double now = left_[port] / static_cast<double>(count_[port]);
+                if (!count_[port] || now == share_[port])
+                    continue;
+                share_[port] = now;
+                heap_.push_back({now, port});
+                std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
             }
             held.last = here_.size();
             held_.push_back(held);
-            open_.swap(rest_);
         }
         exact_.assign(num_ports, 0);
         for (size_t i = held_.size(); i-- > 0;) {
@@ -90,15 +116,10 @@ class Sharing {
     }
 
     void search_prices(const std::vector<Path> &paths, const std::vector<double> &capacity) {
-        flows_.resize(capacity.size());
-        for (auto &row : flows_)
-            row.clear();
         cost_.assign(paths.size(), 0);
         for (size_t flow = 0; flow < paths.size(); ++flow)
-            for (const int64_t port : paths[flow]) {
-                flows_[port].push_back(static_cast<int64_t>(flow));
+            for (const int64_t port : paths[flow])
                 cost_[flow] += price[port];
-            }
         for (size_t flow = 0; flow < paths.size(); ++flow)
             if (cost_[flow] == 0) {
                 const int64_t port = *paths[flow].begin();

@@ -13,7 +13,7 @@ from reshard.messages import MessageTable, tabulate_messages
 from reshard.order import find_turns
 from reshard.plan import Plan, recvs_ahead
 from reshard.shards import ranges
-from reshard.topology import Topology
+from reshard.topology import MAX_NICS, Topology
 
 #: Messages times ranks up to which a plan is simulated without being asked for: a few seconds.
 MAX_SIMULATED = 2 * 10**7
@@ -91,21 +91,19 @@ def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: 
     host = topology.host_by_rank
     inside = (host[sender] == host[receiver]).astype(np.int64)
     _, queue = np.unique(sender * 2 + inside, return_inverse=True)
-    pairs, stream = np.unique(np.stack([sender, receiver], axis=1), axis=0, return_inverse=True)
+    pairs, stream = np.unique(sender * len(host) + receiver, return_inverse=True)
     _, to = np.unique(receiver, return_inverse=True)
     row_of = np.full(len(messages), -1, dtype=np.int64)
     row_of[moves] = np.arange(len(moves))
     num_after = np.diff(messages.after_at)[moves]
     after = row_of[messages.after[ranges(messages.after_at[moves], num_after)]]
     later = np.repeat(np.arange(len(moves)), num_after)[after >= 0]  # what comes after a copy need not wait
-    ports = _Ports(topology)
-    paths = [ports.path(a, b) for a, b in pairs.tolist()]
+    ports = _Ports.of(topology, pairs // len(host), pairs % len(host))
     hold = np.where(inside, topology.inside_latency_seconds, topology.latency_seconds)
     if topology.turn_seconds:
         takes_turn = find_turns(plan)[messages.transfer[moves]] & (messages.chunk[moves] == 0)
         hold = hold + np.where(takes_turn, topology.turn_seconds, 0.0)
-    rate = np.array(ports.rates, dtype=np.float64)
-    hold_port = np.array([path[0] for path in paths], dtype=np.int64)
+    hold_port = ports.port[ports.port_at[:-1]]
     return Network(
         queue=queue.ravel().astype(np.int64),
         stream=stream.ravel().astype(np.int64),
@@ -115,12 +113,12 @@ def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: 
         after_at=np.concatenate([[0], np.cumsum(np.bincount(later, minlength=len(moves)))]).astype(np.int64),
         after=after[after >= 0],
         ahead=_ahead(messages.window[moves]),
-        port_at=np.cumsum([0] + [len(path) for path in paths]).astype(np.int64),
-        port=np.array([port for path in paths for port in path], dtype=np.int64),
+        port_at=ports.port_at,
+        port=ports.port,
         hold_port=hold_port,
-        hold_work=hold * rate[hold_port[stream.ravel()]],
-        buffer=np.full(len(paths), float(topology.send_buffer_bytes)),
-        rate=rate,
+        hold_work=hold * ports.rate[hold_port[stream.ravel()]],
+        buffer=np.full(len(pairs), float(topology.send_buffer_bytes)),
+        rate=ports.rate,
         burst=np.where(ports.are_inside, 0.0, float(topology.burst_bytes)),
     )
 
@@ -130,39 +128,65 @@ def _ahead(window: np.ndarray) -> np.ndarray:
     return np.array([recvs_ahead(int(w)) for w in found], dtype=np.int64)[inverse.ravel()]
 
 
+_OUT, _IN, _EGRESS, _UP, _DOWN, _INGRESS = range(6)
+
+
+@dataclass(frozen=True, eq=False)
 class _Ports:
-    """Numbers for the ports that streams pass: both directions of NICs, uplinks, and of ranks inside their host."""
+    """The ports that streams pass: both directions of NICs, uplinks, and of ranks inside their host.
 
-    def __init__(self, topology: Topology) -> None:
-        self._topology = topology
-        self._number: dict[tuple[str, int, int], int] = {}
-        self.rates: list[float] = []
-        self.are_inside: list[bool] = []  # hosts
+    Stream s passes ``port[port_at[s]:port_at[s + 1]]``, the sender's own first. Ports are numbered as streams first
+    pass them; ``rate`` and ``are_inside`` have one entry each.
+    """
 
-    def share_host(self, a: int, b: int) -> bool:
-        return self._topology.host_of_rank[a] == self._topology.host_of_rank[b]
+    port_at: np.ndarray
+    port: np.ndarray
+    rate: np.ndarray
+    are_inside: np.ndarray
 
-    def path(self, sender: int, receiver: int) -> list[int]:
-        """The ports from one rank to another, the sender's own first."""
-        topology = self._topology
-        if self.share_host(sender, receiver):
-            rate = topology.inside_bytes_per_second or _UNLIMITED
-            return [self._find("out", sender, 0, rate), self._find("in", receiver, 0, rate)]
-        (from_host, from_nic), (to_host, to_nic) = (
-            (topology.host_of_rank[rank], topology.nic_of_rank[rank]) for rank in (sender, receiver)
+    @classmethod
+    def of(cls, topology: Topology, sender: np.ndarray, receiver: np.ndarray) -> _Ports:
+        """Those of streams from one rank to another."""
+        host, nic = topology.host_by_rank, np.array(topology.nic_of_rank, dtype=np.int64)
+        a, b = host[sender], host[receiver]
+        inside = a == b
+        apart = np.zeros(len(a), dtype=bool)
+        pod = np.zeros(topology.num_hosts, dtype=np.int64)
+        if topology.pods:
+            pod = np.array([topology.host(h).pod for h in range(topology.num_hosts)], dtype=np.int64)
+            apart = pod[a] != pod[b]
+
+        def key(kind: int, place: np.ndarray, number: np.ndarray | int = 0) -> np.ndarray:
+            return (place * MAX_NICS + number) * 6 + kind
+
+        keys = np.stack(
+            [
+                np.where(inside, key(_OUT, sender), key(_EGRESS, a, nic[sender])),
+                key(_UP, pod[a]),
+                key(_DOWN, pod[b]),
+                np.where(inside, key(_IN, receiver), key(_INGRESS, b, nic[receiver])),
+            ],
+            axis=1,
         )
-        path = [self._find("egress", from_host, from_nic, topology.nic(sender).egress_bytes_per_second)]
-        from_pod, to_pod = topology.host(from_host).pod, topology.host(to_host).pod
-        if from_pod is not None and to_pod is not None and from_pod != to_pod:
-            up, down = topology.pods[from_pod], topology.pods[to_pod]
-            path.append(self._find("up", from_pod, 0, up.egress_bytes_per_second))
-            path.append(self._find("down", to_pod, 0, down.ingress_bytes_per_second))
-        path.append(self._find("ingress", to_host, to_nic, topology.nic(receiver).ingress_bytes_per_second))
-        return path
+        passed = np.ones(keys.shape, dtype=bool)
+        passed[:, 1:3] = apart[:, None]
+        found, first, which = np.unique(keys[passed], return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        number = np.empty_like(order)
+        number[order] = np.arange(len(order))
+        kinds = (found[order] % 6).tolist()
+        places, nics = (found[order] // 6 // MAX_NICS).tolist(), (found[order] // 6 % MAX_NICS).tolist()
+        rate = [_rate_of(topology, *port) for port in zip(kinds, places, nics, strict=True)]
+        return cls(
+            port_at=np.concatenate([[0], np.cumsum(passed.sum(axis=1))]),
+            port=number[which.ravel()],
+            rate=np.array(rate, dtype=np.float64),
+            are_inside=np.array([kind in (_OUT, _IN) for kind in kinds], dtype=bool),
+        )
 
-    def _find(self, kind: str, place: int, nic: int, rate: float) -> int:
-        number = self._number.setdefault((kind, place, nic), len(self.rates))
-        if number == len(self.rates):
-            self.rates.append(rate)
-            self.are_inside.append(kind in ("out", "in"))
-        return number
+
+def _rate_of(topology: Topology, kind: int, place: int, nic: int) -> float:
+    if kind in (_OUT, _IN):
+        return topology.inside_bytes_per_second or _UNLIMITED
+    port = topology.pods[place] if kind in (_UP, _DOWN) else topology.host(place).nics[nic]
+    return port.egress_bytes_per_second if kind in (_EGRESS, _UP) else port.ingress_bytes_per_second
