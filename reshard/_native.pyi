@@ -26,6 +26,24 @@ def flow(
 ) -> None:
     """Fill start and finish with the times of all messages; see reshard.fluid.Network."""
 
+def order_greedily(
+    way_at: Any,
+    home: Any,
+    crosses: Any,
+    port_at: Any,
+    port: Any,
+    task_at: Any,
+    nbytes: Any,
+    num_hosts: int,
+    num_ports: int,
+    tries: int,
+    at_once: int,
+    state: Any,
+    classes: Any,
+    ways: Any,
+) -> None:
+    """Fill classes and ways with the class of each task in turn and the way it is sent; see reshard.greedy.Contest."""
+
 def make_schedule(
     host: Any,
     out: Any,

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 
 import numpy as np
 
 from reshard.exchanges import send_recv
+from reshard.greedy import Contest, order_greedily
 from reshard.routes import Problem, Routes
 from reshard.senders import Loads, real_ranks, rotation
 from reshard.shards import NO_RANK
 from reshard.trees import along_trees
 
-GREEDY_TRIES = 100
-#: Visits that the greedy order may spend, one per class and random set. Past it, it tries fewer sets per round,
-#: then takes several tasks of each class at once.
-_GREEDY_VISITS = 200_000
 #: More tasks than this are sent in rotation, each from the host with the fewest bytes to send so far.
 _GREEDY_TASKS = 20_000
 
@@ -139,39 +135,32 @@ def _greedy_order(problem: Problem) -> Iterable[tuple[int, int]]:
     queues, rank_port = port_classes(problem)
     if not queues:
         return
-    num_hosts = rank_port // 2
-    weights = {task: int(problem.nbytes[task]) for _, tasks in queues for task in tasks}
-    longest = max(len(tasks) for _, tasks in queues)
-    visits = longest * max(1, len(queues) // num_hosts) * len(queues)  # of one random set per round
-    tries = max(1, min(GREEDY_TRIES, _GREEDY_VISITS // visits))
-    at_once = max(1, min(longest, visits // _GREEDY_VISITS))
+    ways = [way for options, _ in queues for way in options]
+    ports = [ports_of_mask(mask) for _, mask in ways]
+    classes, chosen = order_greedily(
+        Contest(
+            way_at=np.cumsum([0] + [len(options) for options, _ in queues]),
+            home=np.array([home for home, _ in ways], dtype=np.int64),
+            crosses=np.array([not mask >> rank_port for _, mask in ways], dtype=np.int64),
+            port_at=np.cumsum([0] + [len(row) for row in ports]),
+            port=np.array([port for row in ports for port in row], dtype=np.int64),
+            task_at=np.cumsum([0] + [len(tasks) for _, tasks in queues]),
+            nbytes=problem.nbytes[[task for _, tasks in queues for task in tasks]],
+            num_hosts=rank_port // 2,
+            num_ports=1 + max(row[-1] for row in ports),
+        )
+    )
     loads = Loads(problem)
-    rng = random.Random(2023)  # random() is the same on every version of Python, shuffle() need not be
-    while queues:
-        best: tuple[tuple[int, int], list[tuple[int, int, int]]] | None = None
-        for _ in range(tries):
-            order = sorted(range(len(queues)), key=lambda _: rng.random())
-            taken, chosen, total = 0, [], 0
-            sent: dict[int, int] = {}
-            for index in order:
-                options, tasks = queues[index]
-                free = [option for option in options if not option[1] & taken]
-                if free:
-                    home, mask = min(free, key=lambda option: loads.host[option[0]] + sent.get(option[0], 0))
-                    taken |= mask
-                    nbytes = weights[tasks[-1]]
-                    total += nbytes
-                    sent[home] = sent.get(home, 0) + nbytes
-                    chosen.append((index, home, mask))
-            # the mean is the same for every set of so many bytes, so squares say how loads are spread
-            score = (total, -sum(nbytes * (2 * loads.host[host] + nbytes) for host, nbytes in sent.items()))
-            if best is None or score > best[0]:
-                best = (score, chosen)
-        assert best is not None
-        taken_now = [(index, home, mask) for index, home, mask in sorted(best[1]) for _ in range(at_once)]
-        for index, home, mask in taken_now:
-            if not queues[index][1]:
-                continue
-            task = queues[index][1].pop()
-            yield task, pick_on_host(problem, task, (home, mask), rank_port, loads)
-        queues = [queue for queue in queues if queue[1]]
+    for index, way in zip(classes.tolist(), chosen.tolist(), strict=True):
+        task = queues[index][1].pop()
+        yield task, pick_on_host(problem, task, ways[way], rank_port, loads)
+
+
+def ports_of_mask(mask: int) -> list[int]:
+    """The bits of a mask, ascending."""
+    bits = []
+    while mask:
+        low = mask & -mask
+        bits.append(low.bit_length() - 1)
+        mask ^= low
+    return bits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from reshard.broadcasts import Way, broadcast_greedy, pick_on_host, port_classes
+from reshard.broadcasts import Way, broadcast_greedy, pick_on_host, port_classes, ports_of_mask
 from reshard.routes import Problem, Routes
 from reshard.senders import Loads
 from reshard.trees import along_trees
@@ -40,7 +40,7 @@ def broadcast_search(problem: Problem) -> Routes:
 
 class _Search:
     def __init__(self, problem: Problem, queues: list[tuple[tuple[Way, ...], list[int]]]) -> None:
-        self.ways = [[(way, _bits(way[1])) for way in ways] for ways, _ in queues]
+        self.ways = [[(way, ports_of_mask(way[1])) for way in ways] for ways, _ in queues]
         rates = _port_rates(problem)
         # of each queue and way the rate of its slowest port
         self.rate = [[min(rates.get(port, float("inf")) for port in ports) for _, ports in ways] for ways in self.ways]
@@ -134,10 +134,6 @@ class _Search:
             key=lambda c: (c[0], -max((work.get(p, 0.0) for p in self.certain[c[2]]), default=0.0), c),
             reverse=True,
         )
-
-
-def _bits(mask: int) -> list[int]:
-    return [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
 
 
 def _port_rates(problem: Problem) -> dict[int, float]:
