@@ -288,9 +288,13 @@ def _bundle(
     single = small[np.diff(routes.edge_at)[small] == 1]
     edge = routes.edge_at[single]
     num_ranks = int(routes.receiver.max(initial=0)) + 1
-    pair = (routes.sender[edge] * num_ranks + routes.receiver[edge]) * 32 + itemsize[single]
-    _, inverse, counts = np.unique(pair, return_inverse=True, return_counts=True)
-    repeated = single[counts[inverse.ravel()] > 1]  # others have no one to travel with
+    pair = routes.sender[edge] * num_ranks + routes.receiver[edge]
+    if num_ranks**2 <= 8 * len(pair) and len(np.unique(itemsize[single])) == 1:
+        counts = np.bincount(pair)[pair]
+    else:
+        _, inverse, count = np.unique(pair * 32 + itemsize[single], return_inverse=True, return_counts=True)
+        counts = count[inverse.ravel()]
+    repeated = single[counts > 1]  # others have no one to travel with
     several = small[np.diff(routes.edge_at)[small] > 1]
     open_bundle: dict[tuple[int, bytes], tuple[int, int]] = {}
     for route in np.sort(np.concatenate([repeated, several])).tolist():

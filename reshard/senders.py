@@ -45,12 +45,26 @@ def pick_sender(loads: Loads, holders: list[int], receiver: int, nbytes: int) ->
 
 def rotation(sender: np.ndarray, receiver: np.ndarray) -> np.ndarray:
     """An order of messages in which sender i starts with receiver i and goes round."""
-    senders, i = np.unique(sender, return_inverse=True)
-    receivers, j = np.unique(receiver, return_inverse=True)
     if not len(sender):
         return np.zeros(0, dtype=np.int64)
-    first = i * len(receivers) // len(senders)  # spread where each sender starts
-    return np.lexsort((i, (j - first) % len(receivers)))
+    (num_senders, i), (num_receivers, j) = _number(sender), _number(receiver)
+    first = i * num_receivers // num_senders  # spread where each sender starts
+    key = (j - first) % num_receivers * num_senders + i
+    if num_senders * num_receivers <= 4 * len(key):
+        place = np.full(num_senders * num_receivers, -1, dtype=np.int64)
+        place[key] = np.arange(len(key))
+        order = place[place >= 0]
+        if len(order) == len(key):  # no two have one key
+            return order
+    return np.argsort(key, kind="stable")
+
+
+def _number(ranks: np.ndarray) -> tuple[int, np.ndarray]:
+    """How many different ranks there are, and the place of each among them."""
+    present = np.zeros(int(ranks.max()) + 1, dtype=bool)
+    present[ranks] = True
+    number = np.cumsum(present) - 1
+    return int(number[-1]) + 1, number[ranks]
 
 
 def reorder(routes: Routes, order: np.ndarray) -> Routes:
