@@ -15,6 +15,7 @@ from reshard.call import reshard
 from reshard.cases import Case, hard_cases, study_cases
 from reshard.launch import run_processes
 from reshard.layout import AnyLayout
+from reshard.plan_text import NOTABLE_LATENCY
 from reshard.planning import make_plan
 from reshard.shards import cut_shards
 from reshard.strategies import AUTO
@@ -29,16 +30,16 @@ Each case moves one tensor from one mesh of processes to another, three times, i
 default (auto), by plain sends, and by fetching parts and gathering them. The planner is told that every {devices}
 ranks share a host with one link of 10 Gbit/s. "between" and "inside" are the MiB that the plan sends between
 hosts and inside hosts, "x bound" what it would take on such hosts, over the least time that any plan could (-:
-less than a message costs). Here all processes are on this machine and no link is slow, so "ms", the median time until
-the last rank had its shard, says what the software costs. "elements" is how many were compared with what they
-must be, on every rank.
+less than a message costs; *: more than {notable} of it is latency, which that least time does not count). Here all
+processes are on this machine and no link is slow, so "ms", the median time until the last rank had its shard, says
+what the software costs. "elements" is how many were compared with what they must be, on every rank.
 """
 
 
 def run_demo(divide: int = 4, rows: int = 512) -> int:
     """Run all cases and print a row for each; returns 0 if every element was right."""
     cases = study_cases(divide) + hard_cases(rows)
-    print(_HEADER.format(devices=cases[0].devices_per_host))
+    print(_HEADER.format(devices=cases[0].devices_per_host, notable=f"{100 * NOTABLE_LATENCY:.0f} %"))
     print(_row("case", "from -> to", "strategy", "between", "inside", "x bound", "ms", "elements", "ok"))
     print("-" * 138)
     sys.stdout.flush()
@@ -98,6 +99,7 @@ def _print_row(case: Case, strategy: str, milliseconds: float, checked: int, ok:
     sizes = f"{across / _MIB:.1f}", f"{inside / _MIB:.1f}"
     seconds, bound = plan.predicted_seconds, plan.lower_bound_seconds
     over = f"{seconds / bound:.2f}" if seconds is not None and bound > MESSAGE_SECONDS else "-"
+    over += "*" * (over != "-" and plan.latency_part > NOTABLE_LATENCY)
     print(
         _row(
             case.name, case.title, strategy, *sizes, over, f"{milliseconds:.1f}", f"{checked:,}", "yes" if ok else "NO"

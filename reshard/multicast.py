@@ -49,16 +49,29 @@ def multicast(problem: Problem) -> Routes | Transfers:
     broadcast in rotation instead, whole; where more than 100,000 pairs of ranks exchange one region each over equal
     links they are sent in rotation, which is at the bound too and planned faster.
     """
-    if _is_large_exchange(problem):
+    if is_large_exchange(problem):
         return send_recv(problem)
-    if problem.topology.num_hosts > _MOST_HOSTS:
+    if has_many_hosts(problem):
         return broadcast_in_rotation(problem)
     return deal_out(problem)
 
 
-def deal_out(problem: Problem, near_first: bool = False, keeps_partners: bool = False) -> Routes | Transfers:
-    """As :func:`multicast`, for any problem; the other arguments are those of :class:`Freight`."""
-    freight, pieces = load_freight(problem)
+def has_many_hosts(problem: Problem) -> bool:
+    """Whether there are too many to deal out chunks to."""
+    return problem.topology.num_hosts > _MOST_HOSTS
+
+
+def deal_out(
+    problem: Problem,
+    near_first: bool = False,
+    keeps_partners: bool = False,
+    loaded: tuple[Freight, Pieces] | None = None,
+) -> Routes | Transfers:
+    """As :func:`multicast`, for any problem; ``loaded`` is what :func:`load_freight` made of it, if it did already.
+
+    The other arguments are those of :class:`Freight`.
+    """
+    freight, pieces = loaded or load_freight(problem)
     if freight.num_steps > _MOST_STEPS:
         return broadcast_in_rotation(problem)
     made = make_schedule(ports_of(problem), replace(freight, near_first=near_first, keeps_partners=keeps_partners))
@@ -98,16 +111,17 @@ def without_slow_holders(problem: Problem) -> Problem | None:
     return replace(problem, holders=np.where(slow, NO_RANK, problem.holders)) if slow.any() else None
 
 
-def _is_large_exchange(problem: Problem) -> bool:
+def is_large_exchange(problem: Problem) -> bool:
+    """Whether so many pairs of ranks exchange one region each, over equal links, that they are sent in rotation."""
     if len(problem) <= _MOST_PAIRS or len(problem.tensors) > 1 or problem.topology.pods:
         return False
     has_one_end = problem.holders.shape[1] == 1 and int((problem.receivers != NO_RANK).sum(axis=1).max()) <= 1
     return has_one_end and ports_of(problem).are_alike
 
 
-def load_freight(problem: Problem) -> tuple[Freight, Pieces]:
-    """What is to be dealt out, and the boxes of its pieces."""
-    lanes = Lanes.of(Classes.of(problem), problem.topology)
+def load_freight(problem: Problem, lanes: Lanes | None = None) -> tuple[Freight, Pieces]:
+    """What is to be dealt out, and the boxes of its pieces; ``lanes`` are those of the problem, if they are known."""
+    lanes = lanes or Lanes.of(Classes.of(problem), problem.topology)
     topology = problem.topology
     largest = _largest_chunks(problem, lanes)
     fewest = int((-(-lanes.nbytes // largest)).sum())

@@ -143,7 +143,8 @@ class Plan:
     def plan_hash(self) -> str:
         """sha256 of everything the plan says, 64 hex digits."""
         digest = hashlib.sha256()
-        header = [[str(spec) for spec in self.tensors], self.topology.to_json(), self.strategy, self.staging_bytes]
+        topology = {name: value for name, value in self.topology.to_json().items() if value != 0}
+        header = [[str(spec) for spec in self.tensors], topology, self.strategy, self.staging_bytes]
         digest.update(json.dumps(header).encode())
         for name in Transfers.__dataclass_fields__:
             array = getattr(self.transfers, name)
@@ -185,6 +186,19 @@ class Plan:
         if self.num_messages * len(self.ranks) > MAX_SIMULATED:
             return None
         return simulate(self).makespan_seconds
+
+    @cached_property
+    def latency_part(self) -> float:
+        """How much of :attr:`predicted_seconds` latencies and turns make, from 0 to 1: the bound counts none of them.
+
+        0 where the plan is too large to simulate.
+        """
+        from reshard.simulation import simulate
+
+        free = self.topology.without_latency()
+        if not self.predicted_seconds or free == self.topology:
+            return 0.0
+        return max(1.0 - simulate(self, free).makespan_seconds / self.predicted_seconds, 0.0)
 
     def by_tensor(self, value: Any) -> list[Any]:
         """What a caller gives for the tensors, one each: ``{name: value}``, or the value where there is one tensor.

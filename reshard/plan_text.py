@@ -21,6 +21,8 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +37,8 @@ from reshard.topology import Topology
 from reshard.transfers import Transfers
 
 MAX_TEXT_BYTES = 2**30
+#: Where latency is more than this part of what a plan takes, what says how it compares with the bound says so.
+NOTABLE_LATENCY = 0.05
 
 
 def format_plan(plan: Plan) -> str:
@@ -72,7 +76,9 @@ def _format_prediction(plan: Plan) -> str:
         return f"{plan.predicted_seconds:.6g} s"
     said = f"{plan.predicted_seconds:.6g} s, {plan.predicted_seconds / plan.lower_bound_seconds:.3f} times the bound"
     if not plan.topology.latency_seconds:
-        said += "; messages cost nothing, as the topology has no latency_seconds"
+        return f"{said}; messages between hosts cost nothing, as latency_seconds is 0"
+    if plan.latency_part > NOTABLE_LATENCY:
+        said += f", which counts no latency (latency is {100 * plan.latency_part:.0f} % of the prediction)"
     return said
 
 
@@ -123,15 +129,22 @@ def _format_topology(topology: Topology) -> str:
         else:
             runs.append([host, 1])
     hosts = ",".join(f"{host}*{count}" for host, count in runs)
-    data = topology.to_json()
-    if "host_of_rank" in data:
-        return f"topology nic_bytes_per_second={data['nic_bytes_per_second']!r} hosts {hosts}"
-    return f"topology {json.dumps(data)}"
+    rate = topology.hosts[0].nics[0].egress_bytes_per_second
+    numbers = {name: getattr(topology, name) for name in _LATENCIES}
+    if topology != replace(Topology.uniform(topology.host_of_rank, rate), **numbers):
+        return f"topology {json.dumps(topology.to_json())}"
+    said = "".join(f"{name}={number!r} " for name, number in numbers.items() if number)
+    return f"topology nic_bytes_per_second={rate!r} {said}hosts {hosts}"
 
 
 _INT = r"[0-9]{1,19}"
 _PLAN = re.compile(rf"plan (\S+) staging_bytes=({_INT})")
-_TOPOLOGY = re.compile(r"topology (?:nic_bytes_per_second=([0-9.e+-]{1,40}) hosts ([0-9*,]*)|(\{.*\}))")
+_LATENCIES = ("latency_seconds", "inside_latency_seconds")
+_NUMBER = r"([0-9.e+-]{1,40})"
+_TOPOLOGY = re.compile(
+    rf"topology (?:nic_bytes_per_second={_NUMBER} {''.join(f'(?:{name}={_NUMBER} )?' for name in _LATENCIES)}"
+    r"hosts ([0-9*,]*)|(\{.*\}))"
+)
 _TENSOR = re.compile(rf"tensor ({_INT}) (\w+) (\[[0-9, ]*\])(?: named (\"(?:[^\"\\]|\\.)*\"))? from (.*)")
 _TRANSFER = re.compile(
     rf"({_INT}): (t.*?\]) ([0-9 ,>-]+) splits ([0-9x]+) window ({_INT})(?: from ({_INT}))?(?: after ([0-9,]+))?"
@@ -218,15 +231,16 @@ def _expect(pattern: re.Pattern[str], lines: list[tuple[int, str]], at: int) -> 
 
 
 def _parse_topology(match: re.Match[str]) -> Topology:
-    if match[3]:
-        return Topology.from_json(json.loads(match[3]))
+    if match[5]:
+        return Topology.from_json(json.loads(match[5]))
     hosts: list[int] = []
-    for run in match[2].split(",") if match[2] else []:
+    for run in match[4].split(",") if match[4] else []:
         host, _, count = run.partition("*")
         if int(count) > 2**24 or len(hosts) + int(count) > 2**24:
             raise PlanError("a topology has at most 2**24 ranks")
         hosts.extend([int(host)] * int(count))
-    return Topology.uniform(hosts, float(match[1]))
+    numbers: dict[str, Any] = {name: float(match[2 + i] or 0) for i, name in enumerate(_LATENCIES)}
+    return replace(Topology.uniform(hosts, float(match[1])), **numbers)
 
 
 class TransferRow:

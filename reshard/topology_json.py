@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ MAX_TOPOLOGY_BYTES = 2**26
 MAX_YAML_CHARACTERS = 2**20
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+_LATENCIES = ("latency_seconds", "inside_latency_seconds")
 _NUMBERS = (
-    "latency_seconds",
-    "inside_latency_seconds",
+    *_LATENCIES,
     "turn_seconds",
     "start_seconds",
     "send_buffer_bytes",
@@ -95,7 +96,8 @@ def _load_yaml(text: str) -> Any:
 def topology_from_json(data: Any) -> Topology:
     """A topology from its JSON object.
 
-    Either ``{"host_of_rank": [0, 0, 1, 1], "nic_bytes_per_second": 1.25e9}``, or a list of hosts::
+    Either ``{"host_of_rank": [0, 0, 1, 1], "nic_bytes_per_second": 1.25e9, "latency_seconds": 2e-5, ...}``, or a list
+    of hosts::
 
         {"hosts": [{"devices": 4, "nics": ["25 Gbit/s"], "count": 2, "pod": 0}, ...],
          "pods": ["100 Gbit/s", {"egress": ..., "ingress": ...}],
@@ -108,10 +110,11 @@ def topology_from_json(data: Any) -> Topology:
     if not isinstance(data, dict):
         raise TopologyError("a topology is a JSON object")
     if "host_of_rank" in data:
-        _refuse_unknown(data, {"host_of_rank", "nic_bytes_per_second"}, "topology")
+        _refuse_unknown(data, {"host_of_rank", "nic_bytes_per_second", *_NUMBERS}, "topology")
         if not isinstance(data["host_of_rank"], list):
             raise TopologyError("host_of_rank must be a list")
-        return Topology.uniform(data["host_of_rank"], parse_rate(data.get("nic_bytes_per_second", TEN_GBIT)))
+        topology = Topology.uniform(data["host_of_rank"], parse_rate(data.get("nic_bytes_per_second", TEN_GBIT)))
+        return replace(topology, **_numbers(data))
     _refuse_unknown(data, {"hosts", "pods", "inside", *_NUMBERS}, "topology")
     hosts, ranks_of, nics_of = _read_hosts(data.get("hosts"))
     host_of_rank, nic_of_rank = _place_ranks(ranks_of, nics_of, [len(host.nics) for host in hosts])
@@ -125,21 +128,25 @@ def topology_from_json(data: Any) -> Topology:
         nic_of_rank,
         tuple(_read_port(pod) for pod in pods),
         None if inside is None else parse_rate(inside),
-        **{name: data[name] for name in _NUMBERS if name in data},
+        **_numbers(data),
     )
 
 
+def _numbers(data: dict[str, Any]) -> dict[str, Any]:
+    return {name: data[name] for name in _NUMBERS if name in data}
+
+
 def topology_to_json(topology: Topology) -> dict[str, Any]:
-    """The inverse of :func:`topology_from_json`, rates in bytes per second."""
+    """The inverse of :func:`topology_from_json`, rates in bytes per second.
+
+    Both latencies are always written, as what is omitted is not 0.
+    """
+    numbers = {name: getattr(topology, name) for name in _NUMBERS if name in _LATENCIES or getattr(topology, name) != 0}
     first = topology.hosts[0]
     plain = len(topology.hosts) == 1 and len(first.nics) == 1 and not topology.pods
-    if plain and topology == Topology(topology.host_of_rank, topology.hosts):
-        rate = first.nics[0]
-        if rate.egress_bytes_per_second == rate.ingress_bytes_per_second:
-            return {
-                "host_of_rank": list(topology.host_of_rank),
-                "nic_bytes_per_second": rate.egress_bytes_per_second,
-            }
+    rate = first.nics[0].egress_bytes_per_second
+    if plain and topology == Topology.uniform(topology.host_of_rank, rate).without_latency():
+        return {"host_of_rank": list(topology.host_of_rank), "nic_bytes_per_second": rate, **numbers}
     ranks_of: dict[int, list[int]] = {}
     for rank, number in enumerate(topology.host_of_rank):
         ranks_of.setdefault(number, []).append(rank)
@@ -157,10 +164,7 @@ def topology_to_json(topology: Topology) -> dict[str, Any]:
         data["pods"] = [_port_to_json(pod) for pod in topology.pods]
     if topology.inside_bytes_per_second is not None:
         data["inside"] = topology.inside_bytes_per_second
-    for name in _NUMBERS:
-        if getattr(topology, name):
-            data[name] = getattr(topology, name)
-    return data
+    return data | numbers
 
 
 def _read_port(data: Any) -> Port:

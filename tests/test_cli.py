@@ -31,6 +31,14 @@ def test_texts_are_the_golden_files(capsys):
     assert main([*small, "--format", "summary", "--rank", "1"]) == 2
 
 
+def test_a_ratio_to_the_bound_says_how_much_of_it_is_latency(capsys):
+    rows = ["plan", "--src-mesh", "2", "--src", "S0 R", "--dst-mesh", "2", "--dst", "R S0", "--format", "summary"]
+    for shape, said in (("64,64", "which counts no latency (latency is 9"), ("16384,16384", None)):
+        assert main([*rows, "--shape", shape]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("predicted"))
+        assert (said or "times the bound\n") in line + "\n"
+
+
 def test_axes_may_be_named(capsys):
     named = ["plan", "--shape", "96,64", "--src-mesh", "dp=2,tp=2", "--src", "(dp, -)", "--dst-mesh", "x=3, y=2"]
     assert main([*named, "--dst", "(x, y)"]) == 0
@@ -55,7 +63,7 @@ def test_json_is_the_contract(capsys):
     assert set(data) >= {
         "tensors", "host_of_rank", "strategy", "plan_hash", "lower_bound_seconds", "predicted_seconds", "messages",
     }  # fmt: skip
-    assert data["predicted_seconds"] == pytest.approx(0.858993, abs=1e-5)
+    assert data["predicted_seconds"] == pytest.approx(0.873068, abs=1e-5)
     assert data["lower_bound_seconds"] == pytest.approx(0.8589934592)
     assert data["host_of_rank"] == [rank // 4 for rank in range(20)]
     assert data["tensors"][0]["src"]["ranks"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -173,8 +181,10 @@ def test_all_strategies_in_one_table(capsys):
     assert main([*arguments, "--strategy", "all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "lower bound  1.31072e-05 s: host 2 must receive 16 KiB and can receive 1.25 GB/s"
-    assert [line.split()[0] for line in lines[2:]] == ["auto", *STRATEGIES]
-    assert lines[2].split()[:2] == ["auto", "(multicast)"]
+    assert [line.split()[0] for line in lines[2:]] == ["auto", *STRATEGIES, "latency:"]
+    assert lines[2].split()[:2] == ["auto", "(send_recv)"]
+    assert lines[2].split()[-2:] == ["94", "%"]  # 200 us of latency, and 13 us of bytes
+    assert lines[-1] == "latency: how much of the predicted time it is; the bound counts none"
     assert main([*arguments, "--strategy", "all", "--format", "json"]) == 2
     assert "--strategy all prints a table" in capsys.readouterr().err
 

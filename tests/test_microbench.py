@@ -99,7 +99,7 @@ def _records():
 
     row = next(row for row in all_rows(0, 0) if row.name == "study 3")
     one = plan_row(row, "0", ("broadcast_greedy", "broadcast_search", "send_recv", "gloo broadcast"), 2)
-    links = replace(nominal(read_cluster("five")), latency_seconds=0.0, start_seconds=0.01)
+    links = replace(nominal(read_cluster("five")), latency_seconds=0.0, inside_latency_seconds=0.0, start_seconds=0.01)
     gathered = [
         {
             "broadcast_greedy": {

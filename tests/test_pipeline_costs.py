@@ -82,7 +82,7 @@ def test_reports_of_passes_say_what_they_gained():
 
 def test_an_edge_costs_what_its_plans_take():
     """Rows on two ranks of host 0 to columns on host 1, 8 MiB over 1 GB/s; gradients go back the other way."""
-    topology = Topology.uniform([0, 0, 1, 1], 1e9)
+    topology = Topology.uniform([0, 0, 1, 1], 1e9).without_latency()
     src, dst = Layout(Mesh.of(2), "S0 R"), Layout(Mesh.of(2, first_rank=2), "R S0")
     tensors = [TensorSpec((2048, 1024), "float32", src, dst, "x")]
     edge = plan_edge(0, 1, tensors, topology)

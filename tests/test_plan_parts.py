@@ -19,6 +19,7 @@ from reshard.order import find_turns, find_waits
 from reshard.plan import TensorSpec, expand_messages
 from reshard.plan_text import parse_plan
 from reshard.planning import plan_tensors
+from reshard.pricing import Floors
 from reshard.routes import Problem, Routes
 from reshard.topology import Host, Port
 from reshard.transfers import Transfers
@@ -118,43 +119,40 @@ def test_chunks_are_not_larger_than_32_mib():
 
 
 def _tried(problem, monkeypatch):
-    """The strategies that the default compares with multicast."""
+    """The strategies that the default looks at."""
     tried = []
-
-    def note(name):
-        def strategy(problem):
-            tried.append(name)
-            return multicast(problem)
-
-        return strategy
-
-    others = {name: note(name) for name in portfolio.OTHERS}
-    for name in ("near", "from_fast", "from_partners"):
-        said = next(other for other, was in portfolio.OTHERS.items() if was is getattr(portfolio, f"multicast_{name}"))
-        monkeypatch.setattr(portfolio, f"multicast_{name}", others[said])
-    monkeypatch.setattr(portfolio, "OTHERS", others)
+    plan = portfolio._Choice.plan
+    monkeypatch.setattr(portfolio._Choice, "plan", lambda self, name: tried.append(name) or plan(self, name))
+    monkeypatch.setattr(Floors, "of_all", 0.0)  # nothing is near it
+    monkeypatch.setattr(portfolio, "_FAR", np.inf)
+    for kind in ("of_trees", "of_broadcasts"):
+        monkeypatch.setattr(Floors, kind, 0.0)
+    monkeypatch.setattr(Floors, "of_gathers", lambda self, num_receivers: 0.0)
     portfolio.choose_fastest(problem)
     monkeypatch.undo()
-    return tried
+    return set(tried)
 
 
 def test_strategies_are_tried_where_they_make_a_difference(monkeypatch):
-    def problem(num, host_of_rank, holders, hosts):
-        specs = [TensorSpec((64,), "int8", Layout(Mesh(holders)), Layout(Mesh([3])), str(at)) for at in range(num)]
-        return Problem.of(specs, Topology(host_of_rank, hosts, latency_seconds=1e-3))
+    def problem(num, holders, receivers, hosts):
+        layouts = Layout(Mesh(holders)), Layout(Mesh(receivers))
+        specs = [TensorSpec((64,), "int8", *layouts, str(at)) for at in range(num)]
+        return Problem.of(specs, Topology((0, 1, 2, 3), hosts, latency_seconds=1e-3))
 
     slow, fast, two = (Host((Port.of(rate),) * n) for rate, n in ((1e8, 1), (1e9, 1), (1e9, 2)))
-    broadcasts = ["broadcast_size", "broadcast_greedy"]
-    near, from_fast, partners = (f"multicast ({said})" for said in ("near first", "from fast hosts", "from partners"))
-    for num, hosts, holders, expected in (
-        (32, (fast,) * 4, [0], broadcasts),
-        (33, (fast,) * 4, [0], broadcasts[:1]),
-        (513, (fast,) * 4, [0], []),
-        (1, (two,) * 4, [0], [near, *broadcasts]),
-        (1, (fast, fast, fast, slow), [0], [partners, *broadcasts]),
-        (1, (slow, fast, fast, fast), [0, 1], [from_fast, partners, *broadcasts]),
+    always = {"send_recv", "multicast", "broadcast_naive", "multicast_from_partners"}
+    orders = {"broadcast_greedy", "broadcast_search"}
+    gathers = {"local_all_gather", "global_all_gather"}
+    for num, hosts, holders, receivers, expected in (
+        (128, (fast,) * 4, [0], [3], orders),
+        (129, (fast,) * 4, [0], [3], {"broadcast_greedy"}),
+        (10_001, (fast,) * 4, [0], [3], set()),
+        (1, (fast,) * 4, [0], [2, 3], orders | gathers),
+        (1, (two,) * 4, [0], [3], orders | {"multicast_near"}),
+        (1, (fast, fast, fast, slow), [0], [3], orders),
+        (1, (slow, fast, fast, fast), [0, 1], [3], orders | {"broadcast_size", "multicast_from_fast"}),
     ):
-        assert _tried(problem(num, (0, 1, 2, 3), holders, hosts), monkeypatch) == expected
+        assert _tried(problem(num, holders, receivers, hosts), monkeypatch) == always | expected
 
 
 ORDERED = """\
@@ -189,24 +187,14 @@ def test_who_waits_for_the_order_of_a_plan():
         Transfers(**columns | {"source": np.array([-1] * 8 + [0])})
 
 
-def _choose(monkeypatch, *, most=20_000, seconds):
-    """What is chosen where multicast takes ``seconds`` of a bound of 1 s, and 8 messages of one transfer half of that."""
-    spec = TensorSpec((2**26,), "int8", Layout(Mesh([0])), Layout(Mesh([1])))
-    problem = Problem.of([spec], Topology((0, 1), latency_seconds=1e-2))
-    times = iter((seconds, seconds / 2))
-    monkeypatch.setattr(portfolio, "OTHERS", {"broadcast_size": send_recv})
-    monkeypatch.setattr(portfolio, "_MOST_MESSAGES_OF_EQUALS", most)
-    monkeypatch.setattr(portfolio, "least_seconds", lambda topology, lanes: 1.0)
-    monkeypatch.setattr(portfolio, "_time", lambda problem, transfers: next(times))
-    name, made = portfolio.choose_fastest(problem)
-    return name, int(made.first_message[-1])
-
-
-def test_what_is_near_the_bound_is_kept_and_what_has_many_messages_is_not_looked_at(monkeypatch):
-    assert _choose(monkeypatch, seconds=1.2) == ("broadcast_size", 8)
-    assert _choose(monkeypatch, seconds=1.2, most=8) == ("broadcast_size", 8)
-    assert _choose(monkeypatch, seconds=1.2, most=7)[0] == "multicast"
-    assert _choose(monkeypatch, seconds=1.0 * (1 + 0.03))[0] == "multicast"
+def test_what_cannot_be_simulated_is_judged_by_its_busiest_port(monkeypatch):
+    """Two replicas on one host: plain sends pass the link twice, so half the time is out of their reach."""
+    spec = TensorSpec((2**26,), "int8", Layout(Mesh([0])), Layout(Mesh([1, 2])))
+    problem = Problem.of([spec], Topology((0, 1, 1)))
+    chosen = portfolio.choose_fastest(problem)[0]
+    monkeypatch.setattr(portfolio, "simulate", None)
+    monkeypatch.setattr(portfolio, "_MOST_SIMULATED", 0)
+    assert portfolio.choose_fastest(problem)[0] == chosen == "multicast"
 
 
 def test_messages_come_after_the_last_ones_of_the_transfers_that_theirs_comes_after():

@@ -119,8 +119,11 @@ def _turned(staging_bytes=2**26):
     """Ranks whose hosts have two NICs turn a layout around: some pass on what they do not need themselves."""
     src, dst = Layout(Mesh.of("2x4"), "R S01"), Layout(Mesh.of("2x4", first_rank=8), "S01 R")
     nics = ["500 Mbit/s", "500 Mbit/s"]
-    topology = Topology.from_json({"hosts": [{"count": 4, "devices": 4, "nics": nics}]})
-    return src, dst, make_plan(src, dst, (204, 4096), "float32", topology=topology, staging_bytes=staging_bytes)
+    topology = Topology.from_json({"hosts": [{"count": 4, "devices": 4, "nics": nics}]}).without_latency()
+    plan = make_plan(
+        src, dst, (204, 4096), "float32", strategy="multicast", topology=topology, staging_bytes=staging_bytes
+    )
+    return src, dst, plan
 
 
 @pytest.mark.parametrize("seed", [None, *range(12)])

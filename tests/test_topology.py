@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -266,3 +267,19 @@ def test_arguments_that_are_no_plans_and_topologies_are_named():
         Topology.preset("tcp", "x")
     with pytest.raises(ArgumentError, match="strategy <lambda> must return Routes, not list"):
         make_plan(plan.tensors[0].src, plan.tensors[0].dst, (8,), "float32", strategy=lambda problem: [])
+
+
+def test_where_no_latency_is_given_messages_cost_what_they_do_over_tcp():
+    hosts = {"hosts": [{"devices": 2, "count": 2}]}
+    short = {"host_of_rank": [0, 0, 1, 1]}
+    for said in (Topology((0, 0, 1, 1)), Topology.uniform([0, 0, 1, 1]), *map(Topology.from_json, (hosts, short))):
+        assert (said.latency_seconds, said.inside_latency_seconds) == (1e-4, 5e-5)
+    free = said.without_latency()
+    numbers = {"latency_seconds": 0, "inside_latency_seconds": 0}
+    assert free == Topology.from_json(hosts | numbers) == Topology.from_json(short | numbers)
+    src, dst = Layout(Mesh.of(2)), Layout(Mesh.of(2, first_rank=2))
+    for topology in (said, free, replace(said, inside_latency_seconds=0), replace(free, turn_seconds=1e-4)):
+        assert Topology.from_json(topology.to_json()) == topology
+        plan = make_plan(src, dst, (8,), "int8", topology=topology)
+        assert parse_plan(str(plan)).topology == topology
+        assert plan_from_json(plan.to_json()) == plan

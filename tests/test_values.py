@@ -361,7 +361,7 @@ def test_a_bound_where_rates_are_a_billion_times_apart():
 def test_a_search_sends_from_the_host_that_can_send_fast():
     """Two replicas, one behind a NIC of a tenth of the rate: four regions to four hosts of the fast rate."""
     fast, slow = Host((Port.of(1e9),)), Host((Port.of(1e8),))
-    topology = Topology(tuple(range(6)), (slow, fast, fast, fast, fast, fast))
+    topology = Topology(tuple(range(6)), (slow, fast, fast, fast, fast, fast), latency_seconds=0)
     src, dst = Layout(Mesh.of(2)), Layout(Mesh.of(4, first_rank=2), "S0")
     plan = make_plan(src, dst, (4_000_000,), "int8", topology=topology, strategy="broadcast_search")
     assert plan.predicted_seconds == pytest.approx(4e-3)  # all four from the fast one, as the slow one takes 10 ms each
