@@ -12,8 +12,7 @@ from reshard.layout import AnyLayout, Layout, RegionLayout
 from reshard.mesh import Mesh
 from reshard.notation import read_spec, write_2023, write_ours
 from reshard.plan import Plan, TensorSpec, expand_messages
-from reshard.plan_text import format_transfer, parse_plan
-from reshard.topology import Topology
+from reshard.plan_text import format_transfer, parse_plan, read_plan_topology
 
 
 def plan_to_json(plan: Plan, rank: int | None = None) -> dict[str, Any]:
@@ -147,7 +146,7 @@ def plan_from_json(data: Any) -> Plan:
                 raise PlanError("a tensor's name must be a string")
             src, dst = layout_from_json(entry.get("src")), layout_from_json(entry.get("dst"))
             tensors.append(TensorSpec(tuple(entry["shape"]), str(entry.get("dtype")), src, dst, name))
-        topology = Topology.from_json(data.get("topology"))
+        topology = read_plan_topology(data.get("topology"))
         lines = data.get("transfers")
         if not isinstance(lines, list) or not all(isinstance(line, str) and "\n" not in line for line in lines):
             raise PlanError("transfers must be a list of lines")

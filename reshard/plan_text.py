@@ -230,9 +230,14 @@ def _expect(pattern: re.Pattern[str], lines: list[tuple[int, str]], at: int) -> 
     return match
 
 
+def read_plan_topology(data: Any) -> Topology:
+    """As :meth:`Topology.from_json`; plans of versions that left out what is 0 keep their meaning."""
+    return Topology.from_json({**dict.fromkeys(_LATENCIES, 0), **data} if isinstance(data, dict) else data)
+
+
 def _parse_topology(match: re.Match[str]) -> Topology:
     if match[5]:
-        return Topology.from_json(json.loads(match[5]))
+        return read_plan_topology(json.loads(match[5]))
     hosts: list[int] = []
     for run in match[4].split(",") if match[4] else []:
         host, _, count = run.partition("*")

@@ -282,4 +282,9 @@ def test_where_no_latency_is_given_messages_cost_what_they_do_over_tcp():
         assert Topology.from_json(topology.to_json()) == topology
         plan = make_plan(src, dst, (8,), "int8", topology=topology)
         assert parse_plan(str(plan)).topology == topology
-        assert plan_from_json(plan.to_json()) == plan
+        said = plan.to_json()
+        assert plan_from_json(said) == plan
+        for name in numbers:  # as earlier versions wrote it
+            if not said["topology"][name]:
+                del said["topology"][name]
+        assert plan_from_json(said) == plan
