@@ -43,7 +43,7 @@ from reshard import (
 from reshard.cli import main as cli_main
 from reshard.notation import parse_ours
 from reshard.plan_json import layout_from_json, plan_from_json
-from reshard.plan_text import parse_layout, parse_plan
+from reshard.plan_parser import parse_layout, parse_plan
 from reshard.presets import MACHINES
 from reshard.shards import cut_shards
 from reshard.topology_json import parse_rate, read_topology

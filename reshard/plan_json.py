@@ -12,7 +12,8 @@ from reshard.layout import AnyLayout, Layout, RegionLayout
 from reshard.mesh import Mesh
 from reshard.notation import read_spec, write_2023, write_ours
 from reshard.plan import Plan, TensorSpec, expand_messages
-from reshard.plan_text import format_transfer, parse_plan, read_plan_topology
+from reshard.plan_parser import parse_plan, read_plan_topology
+from reshard.plan_text import format_transfer
 
 
 def plan_to_json(plan: Plan, rank: int | None = None) -> dict[str, Any]:
@@ -182,6 +183,6 @@ def _check_listed(listed: Any, plan: Plan) -> None:
 
 
 def _no_transfers() -> Any:
-    from reshard.plan_text import build_transfers
+    from reshard.plan_parser import build_transfers
 
     return build_transfers([], 0)

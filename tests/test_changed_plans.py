@@ -15,7 +15,7 @@ from tensors import same_bytes, take_shard, whole_tensor
 
 from reshard import Layout, Mesh, PlanError, ReshardError, Topology, check_plan, make_plan
 from reshard.order import find_waits
-from reshard.plan_text import parse_plan
+from reshard.plan_parser import parse_plan
 from reshard.program import build_program
 
 

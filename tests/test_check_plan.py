@@ -12,7 +12,7 @@ from memory_transport import run_in_threads
 from tensors import same_bytes, take_shard, whole_tensor
 
 from reshard import Layout, Mesh, PlanError, Topology, check_plan, make_plan
-from reshard.plan_text import parse_plan
+from reshard.plan_parser import parse_plan
 from reshard.program import build_program
 from reshard.strategies import STRATEGIES
 from reshard.transfers import Transfers

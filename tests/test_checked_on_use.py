@@ -22,7 +22,7 @@ from reshard.exchanges import send_recv
 from reshard.launch import run_processes
 from reshard.local import execute_local, reshard_local
 from reshard.plan_json import plan_from_json
-from reshard.plan_text import parse_plan
+from reshard.plan_parser import parse_plan
 from reshard.routes import Routes
 from reshard.transfers import Transfers
 

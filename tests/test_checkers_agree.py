@@ -18,7 +18,7 @@ from reshard import Layout, Mesh, PlanError, RegionLayout, ReshardError, Topolog
 from reshard.apart import find_overlapping, locate_points
 from reshard.messages import tabulate_messages
 from reshard.plan import Plan, expand_messages, message_nbytes
-from reshard.plan_text import parse_plan
+from reshard.plan_parser import parse_plan
 from reshard.strategies import STRATEGIES
 from reshard.transfers import Transfers
 

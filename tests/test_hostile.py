@@ -28,7 +28,7 @@ from reshard import (
 from reshard.cli import main
 from reshard.launch import run_processes
 from reshard.plan_json import layout_from_json, plan_from_json
-from reshard.plan_text import parse_layout, parse_plan
+from reshard.plan_parser import parse_layout, parse_plan
 from reshard.shards import cut_shards
 
 HEAD = "plan x staging_bytes=67108864\ntopology nic_bytes_per_second=1.0 hosts 0*8\n"

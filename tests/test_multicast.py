@@ -19,7 +19,8 @@ from reshard.lanes import Lanes
 from reshard.loads import find_loads
 from reshard.multicast import load_freight, multicast_from_fast, ports_of, without_slow_holders
 from reshard.plan import TensorSpec, expand_messages
-from reshard.plan_text import format_plan, parse_plan
+from reshard.plan_parser import parse_plan
+from reshard.plan_text import format_plan
 from reshard.routes import Problem
 from reshard.schedule import schedule_native, schedule_python
 from reshard.topology import Host, Port

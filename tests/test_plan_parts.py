@@ -17,7 +17,7 @@ from reshard.freight import Freight
 from reshard.multicast import load_freight, multicast
 from reshard.order import find_turns, find_waits
 from reshard.plan import TensorSpec, expand_messages
-from reshard.plan_text import parse_plan
+from reshard.plan_parser import parse_plan
 from reshard.planning import plan_tensors
 from reshard.pricing import Floors
 from reshard.routes import Problem, Routes

@@ -26,7 +26,7 @@ from reshard import (
 )
 from reshard.digests import Digests, find_fault
 from reshard.plan import TensorSpec
-from reshard.plan_text import parse_plan
+from reshard.plan_parser import parse_plan
 from reshard.planning import plan_tensors
 from reshard.program import build_program
 from reshard.progress import Tally, WrongCopyError, describe_progress, run_program

@@ -16,7 +16,7 @@ from reshard import Layout, Mesh, Topology, check_plan, execute_local, make_plan
 from reshard.notation import parse_ours, read_spec, write_ours
 from reshard.plan import expand_messages
 from reshard.plan_json import plan_from_json
-from reshard.plan_text import parse_layout, parse_plan
+from reshard.plan_parser import parse_layout, parse_plan
 from reshard.strategies import STRATEGIES
 
 DTYPES = ["uint8", "bfloat16", "float32", "complex64", "complex128"]

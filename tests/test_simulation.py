@@ -15,7 +15,7 @@ from reshard.fluid import flow_native, flow_python
 from reshard.messages import tabulate_messages
 from reshard.order import find_turns
 from reshard.plan import expand_messages, message_nbytes
-from reshard.plan_text import parse_plan
+from reshard.plan_parser import parse_plan
 from reshard.simulation import network_of
 from reshard.strategies import STRATEGIES
 from reshard.topology import Host, Port

@@ -25,7 +25,7 @@ from reshard import (
     simulate,
 )
 from reshard.plan_json import plan_from_json
-from reshard.plan_text import parse_plan
+from reshard.plan_parser import parse_plan
 from reshard.presets import MACHINES
 from reshard.topology import Host, Port
 from reshard.topology_json import parse_rate
