@@ -19,7 +19,7 @@ from reshard.group import Group, find_group, known_groups
 from reshard.handles import Handle
 from reshard.hosts import topology_of_names
 from reshard.mesh import format_ranks
-from reshard.mover import Mover, make_runner
+from reshard.mover import Mover
 from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.outcasts import counting, those_left
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, TensorSpec
@@ -29,7 +29,7 @@ from reshard.records import Options, make_record
 from reshard.request import Item, read_items, refuse
 from reshard.round_runner import RoundRunner
 from reshard.routes import Strategy
-from reshard.streams import current_device
+from reshard.streams import current_device, make_runner
 from reshard.survivors import SurvivingHandle, Survivors
 from reshard.topology import Topology
 
@@ -70,8 +70,8 @@ def reshard(
         shape, dtype: the global ones. Omitted, source ranks supply them; without ``shape`` the sizes of the
             shards add up to it.
         dst_dtype: the dtype of the result, cast as ``Tensor.to`` does: floating point to floating point of any width,
-            or to what torch promotes to. Omitted, that of the source. Elements travel in the narrower of both; whoever
-            casts needs memory for its shard in that. For several tensors one for all, or ``{name: ...}``.
+            or to what torch promotes to. Omitted, that of the source. Elements travel in the narrower of both.
+            For several tensors one for all, or ``{name: ...}``.
         group: whose ranks the meshes name: a process group (omitted: the world), or what
             :func:`~reshard.join` returned. Ranks of a DeviceMesh are ranks of the world and are translated.
         out: where to put this rank's destination shard; must not share storage with the source.

@@ -2,8 +2,8 @@
 
 Ranks match the calls of a group by their order. Two threads of one rank have no order, so a call of one thread could
 meet another rank's call of the other thread, and take its data. Two checks prevent that. A call that overlaps another
-thread's call on the same rank ends the group. And each rank reports in every round which thread calls, by the thread's
-name: ranks that run the same program give their threads the same names.
+thread's call on the same rank ends the group. And each rank reports in every round which thread calls, by its name:
+threads of one name belong together.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from reshard.errors import ArgumentError
 
 #: Threads of this package; they make no calls.
 _OWN_PREFIX = "reshard-"
+_MAIN = threading.main_thread().name
 #: Names that a rank reports at most.
 MAX_NAMES = 256
 
@@ -50,8 +51,8 @@ def describe_caller(alternates: bool) -> Caller:
 def find_mixed_threads(callers: dict[int, Caller]) -> str | None:
     """Why the calls of these ranks may be of different threads, in words; None if nothing says so.
 
-    Ranks may call from threads of different names. Two names are a mistake where each rank has a live thread of the
-    other's name too, or where threads of a rank call in turns.
+    Threads that belong together have one name on all ranks. The main thread of a rank may also meet another thread of
+    the next, unless each rank has a live thread of the other's name too, or threads of a rank call in turns.
     """
     ranks = [rank for rank, caller in callers.items() if caller.name]
     for place, a in enumerate(ranks):
@@ -59,11 +60,13 @@ def find_mixed_threads(callers: dict[int, Caller]) -> str | None:
             one, two = callers[a], callers[b]
             if one.name == two.name:
                 continue
-            if (two.name in one.others and one.name in two.others) or one.alternates or two.alternates:
+            is_main = _MAIN in (one.name, two.name)
+            is_mutual = two.name in one.others and one.name in two.others
+            if not is_main or is_mutual or one.alternates or two.alternates:
                 return (
                     f"rank {a} calls from thread {one.name!r}, rank {b} from thread {two.name!r}; ranks match calls by "
-                    "order, which two threads do not have: give each thread its own group "
-                    "(torch.distributed.new_group or reshard.join)"
+                    "order, which two threads do not have: give threads that call together the same name on all ranks, "
+                    "and threads that do not their own groups (torch.distributed.new_group or reshard.join)"
                 )
     return None
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from reshard.descriptors import is_shortage, out_of_descriptors
 from reshard.errors import RemoteError
 from reshard.forks import close_in_child
+from reshard.mesh import format_ranks
 from reshard.stores import Store
 
 _HEADER = struct.Struct("!I")
@@ -31,6 +32,10 @@ MAX_HELLO_BYTES = 1024
 CONNECT_SECONDS = 5.0
 #: How long a frame may take to leave: the other side may be stopped, and its buffers full.
 SEND_SECONDS = 5.0
+
+
+class DeadlineError(Exception):
+    """A deadline of a round passed. Not a TimeoutError, which a caller's signal handler may raise."""
 
 
 class _Peer:
@@ -120,6 +125,23 @@ class Hub:
         self.hurried: set[int] = set()  # ranks that wait and whose time is up
         self._left: set[int] = set()  # ranks that said goodbye
         store.set("hub", json.dumps([address, self._listener.getsockname()[1], self._secret]), seconds)
+
+    @classmethod
+    def listen(cls, store: Store, rank: int, others: tuple[int, ...], seconds: float) -> Hub:
+        """Listen for the other ranks.
+
+        Raises:
+            RemoteError: this host cannot listen where they reach it. ResourceError: no file descriptor is left.
+        """
+        try:
+            return cls(store, others, seconds)
+        except OSError as error:
+            if is_shortage(error):
+                raise out_of_descriptors(rank, f"meeting ranks {format_ranks(sorted((rank, *others)))}") from error
+            raise RemoteError(
+                f"rank {rank} cannot listen for the others: {error}; GLOO_SOCKET_IFNAME must name an interface of its "
+                "host that they reach"
+            ) from error
 
     def pump(self, seconds: float) -> bool:
         """Read some of what has come, waiting at most ``seconds`` for the first of it; returns whether there was.
@@ -294,7 +316,7 @@ class Spoke:
         """Send this rank's record of a round.
 
         Raises:
-            EOFError: the hub is gone. TimeoutError: it did not take all of it within ``seconds``.
+            EOFError: the hub is gone. DeadlineError: it did not take all of it within ``seconds``.
         """
         self.said, self.answer = self.said + 1, None
         self._send({"number": self.said, "record": record, "leaves": False}, seconds)
@@ -315,9 +337,9 @@ class Spoke:
     def _send(self, frame: dict[str, Any], seconds: float = SEND_SECONDS) -> None:
         try:
             self._peer.send(frame, seconds)
-        except TimeoutError:
+        except TimeoutError as error:
             self._peer.close()  # part of it is sent
-            raise
+            raise DeadlineError(str(error)) from None
         except OSError as error:
             raise EOFError(str(error)) from None
 

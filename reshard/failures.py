@@ -60,15 +60,25 @@ def calling(group: Group) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted(group: Group) -> Iterator[None]:
-    """A call that is interrupted before others hear of it is one that this rank left alone."""
-    rounds, errors = group.attempts, group.beacon["errors"]
+    """A call that ends by what is no error of ours, such as a signal handler's, is one that this rank left.
+
+    Before its first round the rank left it alone. Later the others may be in its next round or transfer: those end.
+    """
+    rounds, errors, reasons = group.attempts, group.beacon["errors"], len(group.beacon["out_of_step"])
     try:
         yield
-    except Exception:
+    except ReshardError:
         raise
     except BaseException as error:
+        left = RemoteError(f"rank {group.rank} left a call: {type(error).__name__}")
         if (group.attempts, group.beacon["errors"]) == (rounds, errors):
-            tell_error(group, RemoteError(f"rank {group.rank} left a call: {type(error).__name__}"))
+            tell_error(group, left)
+        elif group.attempts > rounds and len(group.beacon["out_of_step"]) == reasons:
+            group.beacon["out_of_step"][ANY_RANKS] = str(left)
+            publish_beacon(group)
+            channel = group.channels.get(group.last_members)
+            if channel is not None:
+                channel.fail(channel.generation, left)
         raise
 
 

@@ -126,6 +126,7 @@ class Group:
         self.forgiven: dict[str, int] = {}  # calls that others skipped, see reshard.failures
         self.calls: dict[tuple[int, ...], int] = {}  # that this rank made, by who takes part
         self.gave_up = False  # the call that it makes, because another rank had left it
+        self.last_members: tuple[int, ...] = ()  # of the last round
         self._caller: int | None = None  # the thread that is in a call
         self.callers: list[threading.Thread] = []  # live threads that have called, the last one last
         self.callers_alternate = False  # whether one of them called again after another one

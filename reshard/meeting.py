@@ -23,7 +23,7 @@ from typing import Any
 
 from reshard.agreement import Record, Verdict, describe_error, missing_error, rebuild_error
 from reshard.beacon import Pulses, is_blamed, publish_beacon
-from reshard.control import Hub, Spoke
+from reshard.control import DeadlineError, Hub, Spoke
 from reshard.descriptors import check_room, is_shortage, out_of_descriptors
 from reshard.errors import RemoteError, ReshardError, ResourceError
 from reshard.failures import HasLeftError, LeavingError, count_calls, find_behind, forgive, give_up, tell_error
@@ -102,7 +102,7 @@ class Meeting:
         except ReshardError:
             raise
         except BaseException as error:  # an interrupt, say: the others are still in this round
-            lose_step(self.group, self.members, f"rank {self.group.rank} left a call: {type(error).__name__}")
+            self._leave(record, f"rank {self.group.rank} left a call: {type(error).__name__}")
             raise
         verdict.lost = [int(rank) for rank in verdict.lost]
         verdict.said = {int(rank): one for rank, one in verdict.said.items()}
@@ -131,9 +131,20 @@ class Meeting:
             self.group.gave_up = True  # as those that hear of it do
             raise
 
+    def _leave(self, record: Record, why: str) -> None:
+        """Leave a round that the others are in, or may come to."""
+        lose_step(self.group, self.members, why)
+        if self._spoke is not None:
+            with contextlib.suppress(EOFError, DeadlineError):
+                self._spoke.leave(replace(record, error=("RemoteError", why)).to_json())
+        if self._hub is not None:
+            self._hub.waits = False
+            self._hub.answer(Verdict(error=("RemoteError", why), loses_step=why).__dict__)
+
     def _meet(self, brought: _Round) -> Verdict:
         """What all take from one round."""
         self.group.attempts += 1
+        self.group.last_members = self.members
         brought.record.attempt = self.group.attempts
         count_calls(brought.record, self.group, self.members)
         try:
@@ -154,7 +165,12 @@ class Meeting:
             verdict.attempts = {record.rank: record.attempt}
             return verdict
         if self._hub is None:
-            self._hub = self._listen(others, brought.timeout_seconds)
+            try:
+                self._hub = Hub.listen(self._store, self.group.rank, others, brought.timeout_seconds)
+            except ReshardError as error:
+                lose_step(self.group, self.members, str(error))
+                raise
+            self._close_at_exit()
         hub = self._hub
 
         def missing() -> list[int]:
@@ -164,14 +180,14 @@ class Meeting:
         def pump(seconds: float) -> None:
             hub.pump(seconds)
             if hub.hurried and missing():
-                raise TimeoutError
+                raise DeadlineError
 
         try:
             hub.drain()  # who left before this round began does not take part in it
             hub.waits = True
             try:
                 self._wait(brought, pump, lambda: not missing(), missing, brought.deadline)
-            except TimeoutError:
+            except DeadlineError:
                 if not bears_loss:
                     raise
             hub.drain()  # somebody may have given up while the last one came
@@ -180,7 +196,7 @@ class Meeting:
             records = [came[rank] for rank in self.members if rank in came]
             verdict = find_behind(records, self.members) or find_mixed(records) or brought.decide(records)
             verdict.attempts = {said.rank: said.attempt for said in records}
-        except TimeoutError:
+        except DeadlineError:
             verdict = self._miss(missing(), brought.timeout_seconds)
         except HasLeftError as error:
             verdict = error.verdict
@@ -197,10 +213,12 @@ class Meeting:
         except LeavingError as error:
             verdict = error.verdict
             verdict.generation = max(verdict.generation, record.generation)
-        except OSError:  # those that this rank cannot let in find it in the store
+        except OSError as error:  # those that this rank cannot let in find it in the store
+            if not is_shortage(error):
+                raise
             known = out_of_descriptors(record.rank, f"meeting ranks {format_ranks(self.members)}")
             verdict = Verdict(error=describe_error(known), loses_step=str(known))
-        except Exception as error:  # a defect in deciding must reach the others too
+        except ReshardError as error:
             verdict = Verdict(error=describe_error(error))
         self._number += 1
         verdict.round = self._number
@@ -233,7 +251,7 @@ class Meeting:
             said = True
             try:
                 self._wait(brought, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], brought.deadline)
-            except TimeoutError:
+            except DeadlineError:
                 spoke.hurry()
                 self._wait(brought, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], last)
             return Verdict(**spoke.take_answer())
@@ -242,8 +260,8 @@ class Meeting:
                 return Verdict(lost=[hub], generation=record.generation)
             text = f"rank {self.group.rank} lost its connection to rank {hub}: {error}"
             return explain_loss(lambda: self._look_for(hub, bears_loss=False), text)
-        except TimeoutError:
-            if bears_loss and self._spoke is None and not self._store_answers():  # nor will anybody else be found
+        except DeadlineError:
+            if bears_loss and self._spoke is None and not self._store.answers():  # nor will anybody else be found
                 text = f"rank {self.group.rank} hears neither rank {hub} nor the store; its host may be cut off"
                 verdict = Verdict(error=("RemoteError", text))
             elif bears_loss:
@@ -257,28 +275,13 @@ class Meeting:
             verdict = Verdict(error=describe_error(error))
         if said and self._spoke is not None:  # so that the first member does not go on without this rank
             told = replace(record, error=verdict.error)
-            with contextlib.suppress(EOFError, TimeoutError):
+            with contextlib.suppress(EOFError, DeadlineError):
                 self._spoke.leave(None if verdict.behind or verdict.lost else told.to_json())
         return verdict
 
     def _miss(self, missing: list[int], timeout_seconds: float) -> Verdict:
         error = missing_error(missing, self.members, timeout_seconds)
         return Verdict(error=error, loses_step=error[1])
-
-    def _listen(self, others: tuple[int, ...], timeout_seconds: float) -> Hub:
-        try:
-            hub = Hub(self._store, others, timeout_seconds)
-        except OSError as error:
-            known: ReshardError = RemoteError(
-                f"rank {self.group.rank} cannot listen for the others: {error}; GLOO_SOCKET_IFNAME must name an "
-                "interface of its host that they reach"
-            )
-            if is_shortage(error):
-                known = out_of_descriptors(self.group.rank, f"meeting ranks {format_ranks(self.members)}")
-            lose_step(self.group, self.members, str(known))
-            raise known from error
-        self._close_at_exit()
-        return hub
 
     def _wait(
         self,
@@ -291,12 +294,12 @@ class Meeting:
         """Pump until ``come()``, now and then looking around for those who are absent.
 
         Raises:
-            TimeoutError: the deadline passed. ReshardError, LeavingError: what is waited for cannot come.
+            DeadlineError: the deadline passed. ReshardError, LeavingError: what is waited for cannot come.
         """
         begun = looked = time.monotonic()
         while not come():
             if (now := time.monotonic()) >= deadline:
-                raise TimeoutError
+                raise DeadlineError
             if now - looked >= PATIENCE_SECONDS:
                 looked = now
                 self._say({"members": list(self.members), "attempt": brought.record.attempt})
@@ -320,14 +323,8 @@ class Meeting:
             raise rebuild_error(*json.loads(self.group.store.get(key)))
         if self._hub is not None and self._hub.gone and not brought.bears_loss:
             rank, why = next(iter(self._hub.gone.items()))
+            self._look_for(rank, bears_loss=False)  # it may have published why it left
             raise RemoteError(f"rank {rank} is gone: {why}")
-
-    def _store_answers(self) -> bool:
-        try:
-            self._store.check(["hub"])
-        except StoreSilentError:
-            return False
-        return True
 
     def _look_for(self, rank: int, bears_loss: bool) -> None:
         """Raise if ``rank`` waits for us elsewhere, gave up in the same call, or will not come any more."""

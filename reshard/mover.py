@@ -33,9 +33,8 @@ from reshard.plan import Plan
 from reshard.program import Program, build_program
 from reshard.progress import TOLD_TAG, VERIFY_TAG, WrongCopyError, describe_progress, run_program
 from reshard.round_runner import RoundRunner
-from reshard.rounds import find_rounds
-from reshard.staging import Staging, TorchMemory, carrier
-from reshard.streams import STREAMS, StreamTransfers, current_device, find_copier
+from reshard.staging import Staging, carrier
+from reshard.streams import STREAMS, StreamTransfers, make_runner
 from reshard.works import BrokenConnectionError, Work, wait_for
 
 
@@ -205,6 +204,9 @@ class Mover:
             src = [as_plain(array) for array in src]
         except ReshardError as error:
             raise self._channel.fail(self._generation, error) from None
+        except BaseException as error:  # an interrupt, say: the other ranks start this transfer
+            self._channel.fail(self._generation, error)
+            raise
         named = isinstance(tensor, Mapping) or self.plan.tensors[0].name is not None
         results = [given if is_dtensor(given) else array for given, array in zip(outs, dst, strict=True)]
 
@@ -380,20 +382,6 @@ _running: weakref.WeakSet[Mover] = weakref.WeakSet()
 def _finish_all() -> None:
     for mover in list(_running):
         mover.finish(EXIT_SECONDS)
-
-
-def make_runner(plan: Plan, program: Program, device_type: str) -> RoundRunner | None:
-    """What runs a rank's part on the current device of a type; None on the processor.
-
-    Raises:
-        PlanError: its buffers would exceed the plan's ``staging_bytes``.
-    """
-    if device_type not in STREAMS:
-        return None
-    device = current_device(device_type)
-    runner = RoundRunner(program, find_rounds(plan), TorchMemory(device), find_copier(device))
-    runner.check_fits(plan.staging_bytes)
-    return runner
 
 
 def _nobody(recvs: Sequence[Any], sends: Sequence[Any]) -> None:

@@ -142,9 +142,8 @@ def find_mixed(records: Sequence[Record]) -> Verdict | None:
             continue  # calls that differ in whether they bear losses: their arguments say so
         if record.place != first.place:
             (a, a_place), (b, b_place) = ((one.rank, one.place or "calls again") for one in (first, record))
-            text = (
-                f"ranks disagree on what comes next: rank {a} {a_place}, rank {b} {b_place}; transfers that bear "
-                "losses are waited for on every rank, in the same order"
-            )
+            text = f"ranks disagree on what comes next: rank {a} {a_place}, rank {b} {b_place}"
+            if any(place.startswith("waits for") for place in places):
+                text += "; transfers that bear losses are waited for on every rank, in the same order"
             return Verdict(error=(DisagreementError.__name__, f"{text}: {_ADVICE}"), loses_step=text)
     return None

@@ -160,8 +160,11 @@ def plan_from_json(data: Any) -> Plan:
         raise
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise PlanError(f"not a plan: {error}") from None
-    if data.get("plan_hash") != plan.plan_hash:
-        raise PlanError(f"the plan says it has hash {data.get('plan_hash')}, but its hash is {plan.plan_hash}")
+    if "plan_hash" in data and data["plan_hash"] != plan.plan_hash:
+        raise PlanError(
+            f"the plan says it has hash {data['plan_hash']}, but its hash is {plan.plan_hash}; leave plan_hash out of "
+            "a plan that was edited"
+        )
     if "messages" in data:
         _check_listed(data["messages"], plan)
     return plan

@@ -57,6 +57,7 @@ def make_record(group: Group, items: Sequence[Item], members: Sequence[int], opt
 def _check_local(record: Record, group: Group, items: Sequence[Item], members: Sequence[int], options: Options) -> None:
     said = record.arguments
     said.append(("the version of reshard", __version__))
+    said.append(("the size of the group", str(group.size)))
     said.append(("the tensors", ", ".join(repr(item.name) for item in items)))
     said.append(("strategy", find_strategy(options.strategy)[0]))
     said.append(("staging_bytes", str(options.staging_bytes)))

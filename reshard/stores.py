@@ -142,6 +142,14 @@ class Store:
         except StoreSilentError:
             return False
 
+    def answers(self) -> bool:
+        """Whether it answers within :data:`STORE_SECONDS`."""
+        try:
+            self.check(["anything"])
+        except StoreSilentError:
+            return False
+        return True
+
     def compare_set(self, key: str, expected: str, value: str, seconds: float = STORE_SECONDS) -> bytes:
         """Write a value if another one is there; what is there then."""
         found: bytes = self._worker.call(lambda raw: raw.compare_set(self._prefix + key, expected, value), seconds)

@@ -15,7 +15,11 @@ from typing import Any, Protocol
 
 import torch
 
+from reshard.plan import Plan
+from reshard.program import Program
 from reshard.round_runner import Exchange, MakeCopier, RoundRunner
+from reshard.rounds import find_rounds
+from reshard.staging import TorchMemory
 
 
 class Mark(Protocol):
@@ -93,6 +97,20 @@ def find_copier(device: torch.device) -> MakeCopier | None:
     except ImportError:  # torch without Triton
         return None
     return RegionCopier
+
+
+def make_runner(plan: Plan, program: Program, device_type: str) -> RoundRunner | None:
+    """What runs a rank's part on the current device of a type; None on the processor.
+
+    Raises:
+        PlanError: its buffers would exceed the plan's ``staging_bytes``.
+    """
+    if device_type not in STREAMS:
+        return None
+    device = current_device(device_type)
+    runner = RoundRunner(program, find_rounds(plan), TorchMemory(device), find_copier(device))
+    runner.check_fits(plan.staging_bytes)
+    return runner
 
 
 class StreamTransfers:

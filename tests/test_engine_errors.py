@@ -150,7 +150,7 @@ FAULTS = {
     "feed": ("ArgumentError", "stage 0 is fed 3 microbatches; it needs 4"),
     "fed twice": ("ArgumentError", r"stage 1 gets \['x'\] from another stage and is fed it too"),
     "schedule": ("DisagreementError", "ranks disagree on the schedule: ranks 0,2 pass 1f1b, rank 1 passes gpipe"),
-    "count": ("DisagreementError", "number of microbatches: rank 0 passes 4, rank 1 passes 5"),
+    "count": ("DisagreementError", "number of microbatches: ranks 0,2 pass 4, rank 1 passes 5"),
     "modules": ("ArgumentError", r"rank 1 computes stages \[1\], but has modules for \[\]"),
     "mixed keys": ("ArgumentError", r"rank 1 computes stages \[1\], but has modules for \['1', 1\]"),
     "sparse": ("ArgumentError", "'x' of stage 1: rank 1 passes a sparse or quantized tensor"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -65,7 +67,7 @@ def _one_after_the_other(rank):
         if rank == 0:
             call()
         else:
-            thread = threading.Thread(target=call, name=f"{number} of rank {rank}")
+            thread = threading.Thread(target=call, name=f"helper {number}")
             thread.start()
             thread.join()
     return results
@@ -73,6 +75,99 @@ def _one_after_the_other(rank):
 
 def test_one_thread_after_another_may_call():
     assert run_processes(_one_after_the_other, 4) == [[True] * 3] * 4
+
+
+def _jobs(rank):
+    """Two short threads call one after the other, in another order on odd ranks."""
+    results = []
+
+    def call(value):
+        source = torch.full((4, 6), float(value)) if rank < 2 else None
+        out = _said(lambda: reshard.reshard(source, ROWS, COLS, timeout_seconds=10))
+        results.append(out if isinstance(out, str) else out is None or bool((out == value).all()))
+
+    for value in (10, 20) if rank % 2 else (20, 10):
+        thread = threading.Thread(target=call, args=(value,), name=f"job {value}")
+        thread.start()
+        thread.join()
+    return results
+
+
+def test_threads_of_different_names_never_meet():
+    for results in run_processes(_jobs, 4):
+        assert all("from thread 'job" in str(result) for result in results), results
+
+
+class _Alarm(Exception):
+    pass
+
+
+def _interrupted(rank, who, kind):
+    """A signal handler raises in a call of one rank, which waits for the other; both go on."""
+
+    def ring(*_):
+        raise kind("step took too long")
+
+    signal.signal(signal.SIGALRM, ring)
+    mesh, said = Mesh.of("2"), []
+    for step in range(4):
+        if step == 1:
+            if rank == who:
+                signal.setitimer(signal.ITIMER_REAL, 0.4)
+            else:
+                time.sleep(1.0)
+        try:
+            source = torch.full((2, 4), float(step))
+            out = reshard.reshard(source, Layout(mesh, "S0 R"), Layout(mesh, "R S0"), timeout_seconds=10)
+            said.append(bool((out == step).all()))
+        except (kind, reshard.ReshardError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.parametrize("kind", [_Alarm, TimeoutError, KeyboardInterrupt])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_call_that_a_signal_handler_ends_never_meets_a_later_one(who, kind):
+    said = run_processes(_interrupted, 2, who, kind)
+    assert said[who][1] == f"{kind.__name__}: step took too long"
+    for steps in said:
+        assert steps[0] is True
+        assert all(
+            "out of sync" in text or "left a call" in text or "step took too long" in text for text in steps[1:]
+        ), said
+
+
+def _interrupted_mover(rank, monkeypatch):
+    """An interrupt comes while a Mover looks at its arrays."""
+    plan, said = reshard.make_plan(ROWS, COLS, (8, 6), "float32"), []
+    with reshard.Mover(plan, timeout_seconds=10) as mover:
+        for step in range(3):
+            if rank == 1 and step == 1:
+                with monkeypatch.context() as patched:
+                    patched.setattr("reshard.mover.check_apart", _interrupt)
+                    with pytest.raises(KeyboardInterrupt):
+                        mover(take_shard(ROWS, rank, WHOLE) + step)
+                continue
+            source = take_shard(ROWS, rank, WHOLE)
+            out = _said(lambda source=source, step=step: mover(None if source is None else source + step))
+            said.append(
+                out if isinstance(out, str) else out is None or same_bytes(out, take_shard(COLS, rank, WHOLE) + step)
+            )
+    return said
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_start_ends_a_movers_transfers_on_all_ranks(monkeypatch):
+    for said in run_processes(_interrupted_mover, 4, monkeypatch):
+        assert said[0] is True
+        assert all(
+            "KeyboardInterrupt" in str(text) or "closed the connections" in str(text) or text is True
+            for text in said[1:]
+        ), said
+        assert "KeyboardInterrupt" in str(said[-1]) or "closed the connections" in str(said[-1]), said
 
 
 def _mover_of_two_threads(rank):
