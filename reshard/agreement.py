@@ -129,7 +129,7 @@ def describe_error(error: BaseException) -> tuple[str, str]:
     name = type(error).__name__
     if name in BY_NAME:
         return name, str(error)
-    return "RemoteError", f"{name}: {error}"
+    return "RemoteError", f"{name}: {error}" if str(error) else name
 
 
 def missing_error(missing: Sequence[int], members: Sequence[int], timeout_seconds: float) -> tuple[str, str]:
