@@ -9,17 +9,14 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import os
 import secrets
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
+from reshard.addresses import is_loopback, own_address
 from reshard.descriptors import is_shortage, out_of_descriptors
 from reshard.errors import RemoteError
 from reshard.forks import close_in_child
@@ -297,7 +294,7 @@ class Spoke:
                 peer.send([secret, rank])
                 return cls(peer)
             except ConnectionRefusedError:  # the hub listened there before it published the address
-                advice = "; if it runs on another host, set GLOO_SOCKET_IFNAME there" if _is_loopback(address) else ""
+                advice = "; if it runs on another host, set GLOO_SOCKET_IFNAME there" if is_loopback(address) else ""
                 raise RemoteError(
                     f"rank {hub} has left: nothing listens at its address {address} port {port} any more, so its "
                     f"process has ended or its group is closed{advice}"
@@ -362,45 +359,3 @@ class Spoke:
         """Say goodbye and close the connection."""
         self._peer.say_goodbye()
         self._peer.close()
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address in ("::1", "localhost")
-
-
-def own_address(store: dist.Store) -> str:
-    """The address on which other ranks reach this process.
-
-    That of the interface GLOO_SOCKET_IFNAME names; else the one from which this host reaches the store, which
-    the user named; else the loopback or what this host's name means.
-    """
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    lookups: list[Callable[[], str]] = []
-    if names:
-        lookups.append(lambda: _address_of_interface(names.split(",")[0]))
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    host = getattr(store, "host", None)
-    if host:
-        lookups.append(lambda: _address_towards(host))
-    lookups.append(lambda: socket.gethostbyname(socket.gethostname()))
-    for lookup in lookups:
-        with contextlib.suppress(OSError):
-            return lookup()
-    return "127.0.0.1"
-
-
-def _address_of_interface(name: str) -> str:
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        packed = struct.pack("256s", name.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, packed)[20:24])  # SIOCGIFADDR
-
-
-def _address_towards(host: str) -> str:
-    """The local address of a route; a datagram socket that is connected sends nothing."""
-    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])

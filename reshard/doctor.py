@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.control import own_address
+from reshard.addresses import own_address
 from reshard.errors import ArgumentError, TransferTimeoutError
 from reshard.group import serve_store
 from reshard.mesh import format_ranks, say_ranks

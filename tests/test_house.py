@@ -16,7 +16,7 @@ PACKAGE = Path(reshard.__file__).parent
 LAYERS = [
     "version", "errors", "forks", "descriptors", "names", "dtypes", "mesh", "notation", "dim_cuts", "layout", "apart", "shards", "tasks", "topology", "presets", "topology_json", "pod_bound", "bound", "transfers", "plan", "loads",
     "plan_text", "plan_parser", "plan_json", "messages", "order", "sharing", "fluid", "simulation", "plan_html", "routes", "senders", "trees", "exchanges", "greedy", "broadcasts", "search", "matching", "chunks", "lanes", "freight", "board", "dealer", "pod_dealer", "landing", "sequence", "schedule", "relays", "multicast", "strategies", "pricing", "portfolio", "planning", "owners", "parts", "staged", "check", "runs", "program", "remainder", "staging", "regions", "region_kernel", "rounds", "round_runner", "cupy", "streams", "digests", "works", "progress",
-    "callers", "agreement", "stores", "nccl", "control", "group", "beacon", "failures", "outcasts", "lookout", "monitor", "transport", "meeting", "channel", "arrays", "casts", "local", "options", "handles", "hosts", "dtensors", "mover_arrays", "mover", "survivors", "request", "records", "call", "launch", "ray_actor", "ray_asking", "ray_mesh", "ray", "cases", "demo", "doctor", "cli", "__main__",
+    "callers", "agreement", "stores", "nccl", "addresses", "control", "group", "beacon", "failures", "outcasts", "lookout", "monitor", "transport", "meeting", "channel", "arrays", "casts", "local", "options", "handles", "hosts", "dtensors", "mover_arrays", "mover", "survivors", "request", "records", "call", "launch", "ray_actor", "ray_asking", "ray_mesh", "ray", "cases", "demo", "doctor", "cli", "__main__",
 ]  # fmt: skip
 #: Imports inside functions that go up on purpose: a plan prints itself and knows its bound.
 UPWARD = {

@@ -1,0 +1,54 @@
+"""The addresses at which hosts reach each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address means each host itself."""
+    return address.startswith("127.") or address in ("::1", "localhost")
+
+
+def own_address(store: dist.Store) -> str:
+    """The address on which other ranks reach this process.
+
+    That of the interface GLOO_SOCKET_IFNAME names; else the one from which this host reaches the store, which
+    the user named; else the loopback or what this host's name means.
+    """
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    lookups: list[Callable[[], str]] = []
+    if names:
+        lookups.append(lambda: _address_of_interface(names.split(",")[0]))
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    host = getattr(store, "host", None)
+    if host:
+        lookups.append(lambda: _address_towards(host))
+    lookups.append(lambda: socket.gethostbyname(socket.gethostname()))
+    for lookup in lookups:
+        with contextlib.suppress(OSError):
+            return lookup()
+    return "127.0.0.1"
+
+
+def _address_of_interface(name: str) -> str:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        packed = struct.pack("256s", name.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, packed)[20:24])  # SIOCGIFADDR
+
+
+def _address_towards(host: str) -> str:
+    """The local address of a route; a datagram socket that is connected sends nothing."""
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
