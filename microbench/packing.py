@@ -39,7 +39,7 @@ def measure(row_bytes: int, repeats: int) -> tuple[float, float, float, float]:
     Each counts bytes once; all read and write as many.
     """
     from reshard.region_kernel import RegionCopier
-    from reshard.regions import box_regions, make_table
+    from reshard.regions import box_regions, make_tables
 
     device = torch.device("cuda")
     rows, columns = TOTAL_BYTES // (NUM_BOXES * row_bytes), NUM_BOXES * row_bytes
@@ -49,18 +49,24 @@ def measure(row_bytes: int, repeats: int) -> tuple[float, float, float, float]:
     regions = [
         region for i, box in enumerate(boxes) for region in box_regions(0, array.shape, 1, box, i * rows * row_bytes)
     ]
-    copier = RegionCopier(make_table(regions), device)
+    copier = RegionCopier(device)
+    tables = [copier.place(table) for table in make_tables(regions, [16])]
+    addresses = copier.find_addresses((array.data_ptr(),))
     parts = [part.view(rows, row_bytes) for part in buffer.split(rows * row_bytes)]
+
+    def in_launches(to_buffer: bool) -> None:
+        for table in tables:
+            copier.copy(table, addresses, buffer, to_buffer)
 
     def one_by_one() -> None:
         for part, box in zip(parts, boxes, strict=True):
             part.copy_(array[box])
 
     plain = seconds_of(lambda: buffer.copy_(array.view(-1)), repeats)
-    packed = seconds_of(lambda: copier.copy([array], buffer, True), repeats)
+    packed = seconds_of(lambda: in_launches(True), repeats)
     expected = torch.cat([array[box].reshape(-1) for box in boxes])
     assert torch.equal(buffer, expected)
-    unpacked = seconds_of(lambda: copier.copy([array], buffer, False), repeats)
+    unpacked = seconds_of(lambda: in_launches(False), repeats)
     looped = seconds_of(one_by_one, repeats)
     return TOTAL_BYTES / plain, TOTAL_BYTES / packed, TOTAL_BYTES / unpacked, TOTAL_BYTES / looped
 

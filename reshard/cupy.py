@@ -204,8 +204,11 @@ class Mover:
 
 
 def _make_runner(plan: Plan, rank: int, memory: _CupyMemory) -> RoundRunner:
-    runner = RoundRunner(build_program(plan, rank), find_rounds(plan), memory)
-    runner.check_fits(plan.staging_bytes)
+    itemsizes = [spec.itemsize for spec in plan.tensors]
+    runner = RoundRunner(
+        build_program(plan, rank), find_rounds(plan), memory, itemsizes, staging_bytes=plan.staging_bytes
+    )
+    runner.warm_up()
     return runner
 
 

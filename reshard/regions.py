@@ -11,21 +11,24 @@ import numpy as np
 
 #: Outer dims of a region; boxes with more are cut into several.
 MAX_OUTER = 3
-#: Columns of a table of regions, all in units but for the first: tensor, offset in its array, offset in the buffer,
+#: Columns of a table of regions, all in words but for the first: tensor, offset in its array, offset in the buffer,
 #: row length, sizes of three outer dims and their strides.
 TENSOR, IN_ARRAY, IN_BUFFER, ROW, SIZE, STRIDE = 0, 1, 2, 3, 4, 7
 COLUMNS = 10
-#: Rows and units of a row that one program of a launch copies; a table uses one of them.
+#: Largest unit and word of a table, in bytes: pairs of words of 8 are loaded together.
+MAX_UNIT, MAX_WORD = 16, 8
+#: Rows and words of a row that one program of a launch copies; a table uses one of them.
 TILES = ((64, 16), (16, 64), (4, 256), (1, 1024))
 
 
 @dataclass(frozen=True, eq=False)
 class RegionTable:
-    """Regions that are copied together.
+    """Regions of one kind, which one launch copies.
 
     Attributes:
-        rows: ``(regions, COLUMNS)`` int64. unit: bytes of which every number in it is a multiple: 8, 4, 2 or 1.
-        programs: ``(programs, 3)`` int32: region, first row of a tile, first unit of it. tile: rows and units of one.
+        rows: ``(regions, COLUMNS)`` int64, in words. unit: bytes of which every size, offset and address is a multiple:
+            16, 8, 4, 2 or 1. A word has as many, 8 at most.
+        programs: ``(programs, 3)`` int32: region, first row of a tile, first word of it. tile: rows and words of one.
     """
 
     rows: np.ndarray
@@ -34,9 +37,19 @@ class RegionTable:
     tile: tuple[int, int]
 
     @property
-    def nbytes(self) -> int:
+    def word_bytes(self) -> int:
+        """Bytes of one word."""
+        return min(self.unit, MAX_WORD)
+
+    @property
+    def copied_bytes(self) -> int:
         """What one copy of all regions moves."""
-        return int((self.rows[:, ROW] * self.rows[:, SIZE : SIZE + MAX_OUTER].prod(axis=1)).sum()) * self.unit
+        return int((self.rows[:, ROW] * self.rows[:, SIZE : SIZE + MAX_OUTER].prod(axis=1)).sum()) * self.word_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table itself."""
+        return self.rows.nbytes + self.programs.nbytes
 
 
 def box_regions(
@@ -77,16 +90,29 @@ def box_regions(
     ]
 
 
-def make_table(regions: Sequence[tuple[int, ...]], largest_unit: int = 8) -> RegionTable:
-    """A table of regions given in bytes, in the largest unit that divides all of them and ``largest_unit``."""
+def make_tables(regions: Sequence[tuple[int, ...]], alignments: Sequence[int]) -> list[RegionTable]:
+    """Tables of regions given in bytes, one for each unit and tile that fit some of them.
+
+    So a region at an odd address, or one of short rows, slows down no other.
+
+    Args:
+        alignments: of each array by its number in the regions, a power of two that divides its address.
+    """
     rows = np.array(regions, dtype=np.int64).reshape(-1, COLUMNS)
     in_bytes = [IN_ARRAY, IN_BUFFER, ROW, *range(STRIDE, STRIDE + MAX_OUTER)]
-    common = int(np.gcd.reduce(rows[:, in_bytes], axis=None, initial=8)) if len(rows) else 8
-    unit = math.gcd(common, largest_unit)
-    rows[:, in_bytes] //= unit
-    width = int(np.median(rows[:, ROW])) if len(rows) else 1
-    tile = next((one for one in TILES if one[1] >= width), TILES[-1])
-    return RegionTable(rows, unit, _programs(rows, tile), tile)
+    aligned = np.array(alignments, dtype=np.int64)[rows[:, TENSOR]]
+    units = np.gcd(np.gcd.reduce(rows[:, in_bytes], axis=1), np.gcd(aligned, MAX_UNIT))
+    words = np.minimum(units, MAX_WORD)
+    rows[:, in_bytes] //= words[:, None]
+    widths = np.array([tile[1] for tile in TILES[:-1]])
+    tiles = np.searchsorted(widths, rows[:, ROW])  # the first that is as wide as a row, else the widest
+    tables = []
+    for unit in sorted(set(units.tolist()), reverse=True):
+        for tile in range(len(TILES)):
+            chosen = rows[(units == unit) & (tiles == tile)]
+            if len(chosen):
+                tables.append(RegionTable(chosen, unit, _programs(chosen, TILES[tile]), TILES[tile]))
+    return tables
 
 
 def _programs(rows: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
@@ -105,9 +131,9 @@ def copy_regions_python(
     table: RegionTable, arrays: Sequence[np.ndarray | None], buffer: np.ndarray, to_buffer: bool
 ) -> None:
     """What the kernel does, on flat uint8 arrays in memory: between arrays and the buffer, program by program."""
-    units = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}[table.unit]
-    flats = [None if array is None else _in_units(array, units) for array in arrays]
-    flat = _in_units(buffer, units)
+    words = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}[table.word_bytes]
+    flats = [None if array is None else _in_words(array, words) for array in arrays]
+    flat = _in_words(buffer, words)
     down, across = table.tile
     for number, first_row, first_column in table.programs.tolist():
         row = table.rows[number]
@@ -125,6 +151,6 @@ def copy_regions_python(
             array[outside] = flat[inside]
 
 
-def _in_units(array: np.ndarray, units: type) -> np.ndarray:
-    size = np.dtype(units).itemsize
-    return array[: len(array) // size * size].view(units)
+def _in_words(array: np.ndarray, words: type) -> np.ndarray:
+    size = np.dtype(words).itemsize
+    return array[: len(array) // size * size].view(words)

@@ -1,18 +1,22 @@
 """Runs one rank's rounds: packs what it sends, posts each round as one group, unpacks what came.
 
-Nothing here waits for a device: on a GPU all of it is put on one stream, in order, so that buffers of one round can be
-used again in the next.
+Nothing here waits for a device. Packing, exchanging and unpacking are three lanes, streams on a GPU. The buffer has two
+halves, so that a round is packed while the one before is under way. All tables are made, and all that goes from host
+to device goes there, before the first round is posted: a copy that is queued behind a receive could keep the host
+from posting what that receive waits for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from reshard.errors import PlanError
 from reshard.program import Program, Recv, Send, Slices
-from reshard.regions import RegionTable, box_regions, make_table
+from reshard.regions import MAX_UNIT, RegionTable, box_regions, make_tables
 from reshard.rounds import Round, rounds_of
 from reshard.runs import box_span
 
@@ -23,16 +27,23 @@ Posted = tuple[Array, int]
 #: Posts receives and sends as one group. What is put on the stream behind it finds them done.
 Exchange = Callable[[Sequence[Posted], Sequence[Posted]], None]
 ALIGN = 256
+EXCHANGE, PACK, UNPACK = "exchange", "pack", "unpack"
 
 
 class Copier(Protocol):
-    """Copies the regions of one table, all in one launch."""
+    """Copies the regions of tables, each in one launch."""
 
-    def copy(self, arrays: Sequence[Array | None], buffer: Array, to_buffer: bool) -> None:
+    def place(self, table: RegionTable) -> Any:
+        """A table where it can be followed."""
+
+    def find_addresses(self, known: tuple[int, ...]) -> Any:
+        """Addresses of arrays where they can be followed."""
+
+    def warm_up(self, buffer: Array) -> None:
+        """Do once what the first copy would do besides."""
+
+    def copy(self, placed: Any, addresses: Any, buffer: Array, to_buffer: bool) -> None:
         """Between contiguous arrays and a flat byte buffer."""
-
-
-MakeCopier = Callable[[RegionTable, Any], Copier]
 
 
 class Memory(Protocol):
@@ -68,8 +79,73 @@ class Memory(Protocol):
         """The inverse."""
 
 
-#: A message that does not lie in one run in an array, where it is packed, and whether it is in a source array.
-Packed = tuple[Recv | Send, int, bool]
+class Lanes(Protocol):
+    """Where the three kinds of work of a run are put; :data:`EXCHANGE` is where the caller is."""
+
+    def on(self, lane: str) -> contextlib.AbstractContextManager[Any]:
+        """What is put while inside goes to a lane."""
+
+    def mark(self) -> Any:
+        """The end of what is put on the current lane so far."""
+
+    def wait(self, mark: Any) -> None:
+        """Let the current lane wait for a mark."""
+
+
+class OneLane:
+    """Everything in order, as it is put."""
+
+    def on(self, lane: str) -> contextlib.AbstractContextManager[Any]:
+        """See :class:`Lanes`."""
+        return contextlib.nullcontext()
+
+    def mark(self) -> None:
+        """See :class:`Lanes`."""
+
+    def wait(self, mark: Any) -> None:
+        """See :class:`Lanes`."""
+
+
+class ArrayKind(NamedTuple):
+    """What the tables of a run depend on, of one array: shape, bytes of an element, alignment of its address.
+
+    The alignment is 0 if it is not contiguous, or is cast as it is packed.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    alignment: int
+
+
+class Part(NamedTuple):
+    """Bytes of one message: of the array with a number, or of the buffer where that is None."""
+
+    array: int | None
+    start: int
+    stop: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A message that is packed view by view, and where in the buffer."""
+
+    op: Recv | Send
+    start: int
+    in_source: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """One round. ``after_unpack`` is the last step whose unpacking the sends of this one need, -1 for none."""
+
+    recvs: tuple[Part, ...]
+    sends: tuple[Part, ...]
+    leaving: tuple[Any, ...]
+    leaving_views: tuple[Packed, ...]
+    landing: tuple[Any, ...]
+    landing_views: tuple[Packed, ...]
+    after_unpack: int
 
 
 def _aligned(nbytes: int) -> int:
@@ -79,8 +155,16 @@ def _aligned(nbytes: int) -> int:
 class RoundRunner:
     """A program in rounds, with one buffer for all of them, made on first use and kept.
 
-    The buffer has a part that every round uses anew, and places for what a relay passes on in a later round. With
-    ``make_copier`` all that a round packs is packed in one launch, and unpacked in another; else box by box.
+    The buffer has two halves that rounds use in turns, or one if two do not fit, and places for what a relay passes on
+    in a later round. With a ``copier`` what a round packs is packed in a few launches, and so unpacked; what it cannot
+    pack (arrays that are not contiguous, or are cast) goes view by view, and so does all if the tables do not fit.
+
+    Args:
+        itemsizes: bytes of an element of each tensor.
+        staging_bytes: what buffer and tables may take; None for no limit.
+
+    Raises:
+        PlanError: they would take more, even with one half.
     """
 
     def __init__(
@@ -88,36 +172,155 @@ class RoundRunner:
         program: Program,
         round_of: Mapping[int, int],
         memory: Memory,
-        make_copier: MakeCopier | None = None,
+        itemsizes: Sequence[int],
+        copier: Copier | None = None,
+        staging_bytes: int | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         self.program, self.memory = program, memory
-        self._make_copier = make_copier
-        self._copiers: dict[tuple[int, bool, int], Copier] = {}
+        self._copier: Copier | None = None
+        self._lanes = OneLane() if lanes is None else lanes
         self.rounds = rounds_of(program, round_of)
         self._relays = {index for index, recv in enumerate(program.recvs) if recv.is_relay}
         self._index = {recv.id: index for index, recv in enumerate(program.recvs)}
-        self._scratch_bytes = max((_scratch_bytes(one) for one in self.rounds), default=0)
-        self._place_of_relay, relay_bytes = self._place_relays()
-        #: Of its buffer.
-        self.nbytes = self._scratch_bytes + relay_bytes
+        self._half_bytes = max((_scratch_bytes(one) for one in self.rounds), default=0)
+        self._relay_places, self._relay_bytes = self._place_relays()
+        self._steps: dict[tuple[ArrayKind | None, ...], tuple[Step, ...]] = {}
         self._storage: Array | None = None
+        self.table_bytes = 0
+        self.num_halves = 1
+        kinds, most = self._usual_kinds(itemsizes), math.inf if staging_bytes is None else staging_bytes
+        for halves, kernel in ((2 if len(self.rounds) > 1 else 1, copier), (1, copier), (1, None)):
+            self.num_halves, self._copier, self.table_bytes = halves, kernel, 0
+            self._steps.clear()
+            if self.nbytes <= most:
+                self._find_steps(kinds)
+                if self.nbytes + self.table_bytes <= most:
+                    return
+        raise PlanError(
+            f"rank {program.rank} needs {self.nbytes} bytes of buffers for what it packs and passes on in rounds, but "
+            f"staging_bytes is {staging_bytes}: allow more, or choose a strategy without relays"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its buffer."""
+        return self.num_halves * self._half_bytes + self._relay_bytes
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes held now."""
-        return 0 if self._storage is None else self.nbytes
+        """Bytes held now, tables on the device included."""
+        return 0 if self._storage is None else self.nbytes + self.table_bytes
 
     def release(self) -> None:
         """Give the buffer back; the next run makes a new one."""
         self._storage = None
 
-    def check_fits(self, staging_bytes: int) -> None:
-        """Raise PlanError if the buffer is larger than a plan allows."""
-        if self.nbytes > staging_bytes:
-            raise PlanError(
-                f"rank {self.program.rank} needs {self.nbytes} bytes of buffers for what it packs and passes on in "
-                f"rounds, but staging_bytes is {staging_bytes}: allow more, or choose a strategy without relays"
-            )
+    def warm_up(self) -> None:
+        """Make the buffer and load the kernels, where no receive is under way that they could wait for."""
+        buffer = self._buffer()
+        if self._copier is not None and self.nbytes:
+            self._copier.warm_up(buffer)
+
+    def _usual_kinds(self, itemsizes: Sequence[int]) -> tuple[ArrayKind | None, ...]:
+        """Those of arrays that are contiguous and aligned."""
+        return tuple(
+            None if shape is None else ArrayKind(shape, itemsize, MAX_UNIT)
+            for shapes in (self.program.src_shapes, self.program.dst_shapes)
+            for shape, itemsize in zip(shapes, itemsizes, strict=True)
+        )
+
+    def run(self, src: Sequence[Array | None], dst: Sequence[Array | None], exchange: Exchange) -> None:
+        """Do this rank's part.
+
+        Args:
+            src, dst: per tensor the local arrays as carriers (see :func:`~reshard.staging.carrier`), on the device.
+            exchange: how bytes travel.
+        """
+        arrays, lanes, buffer = [*src, *dst], self._lanes, self._buffer()
+        steps = self._find_steps(tuple(map(self._kind_of, arrays)))
+        addresses = None
+        if any(step.leaving or step.landing for step in steps):
+            assert self._copier is not None
+            addresses = self._copier.find_addresses(tuple(map(self._address_of, arrays)))
+        flats = [self._flat_of(array) for array in arrays]
+        begun = lanes.mark()
+        exchanged: list[Any] = []
+        unpacked: list[Any] = []
+        with lanes.on(UNPACK):
+            lanes.wait(begun)
+            for copy in self.program.copies:
+                place = copy.place
+                self.memory.copy(self._view(dst, place.tensor, place.dst), self._view(src, place.tensor, place.src))
+        for number, step in enumerate(steps):
+            reused = number - self.num_halves  # the step that used this half before
+            with lanes.on(PACK):
+                lanes.wait(begun if number == 0 else None)
+                lanes.wait(exchanged[reused] if reused >= 0 else None)
+                lanes.wait(unpacked[max(reused, step.after_unpack)] if max(reused, step.after_unpack) >= 0 else None)
+                self._copy(step.leaving, step.leaving_views, src, dst, addresses, True)
+                packed = lanes.mark()
+            lanes.wait(packed)
+            lanes.wait(unpacked[max(reused, step.after_unpack)] if max(reused, step.after_unpack) >= 0 else None)
+            exchange(*([self._bytes_of(part, flats, buffer) for part in parts] for parts in (step.recvs, step.sends)))
+            exchanged.append(lanes.mark())
+            with lanes.on(UNPACK):
+                lanes.wait(exchanged[-1])
+                self._copy(step.landing, step.landing_views, src, dst, addresses, False)
+                unpacked.append(lanes.mark())
+        with lanes.on(UNPACK):
+            end = lanes.mark()
+        lanes.wait(end)
+
+    # What a run looks up
+
+    def _buffer(self) -> Array:
+        if self._storage is None:
+            self._storage = self.memory.empty(self.nbytes)
+        return self._storage
+
+    def _kind_of(self, array: Array | None) -> ArrayKind | None:
+        if array is None:
+            return None
+        memory = self.memory
+        alignment = math.gcd(memory.address(array), MAX_UNIT) if memory.is_contiguous(array) else 0
+        return ArrayKind(tuple(array.shape), memory.itemsize(array), alignment)
+
+    def _address_of(self, array: Array | None) -> int:
+        return 0 if array is None or not self.memory.is_contiguous(array) else self.memory.address(array)
+
+    def _flat_of(self, array: Array | None) -> Array | None:
+        return None if array is None or not self.memory.is_contiguous(array) else self.memory.flat(array)
+
+    def _bytes_of(self, part: Part, flats: Sequence[Array | None], buffer: Array) -> Posted:
+        whole = buffer if part.array is None else flats[part.array]
+        assert whole is not None
+        return whole[part.start : part.stop], part.rank
+
+    def _view(self, arrays: Sequence[Array | None], tensor: int, at: Slices | None) -> Array:
+        assert arrays[tensor] is not None and at is not None
+        return self.memory.view(arrays[tensor], at)
+
+    def _copy(
+        self,
+        tables: Sequence[Any],
+        views: Sequence[Packed],
+        src: Sequence[Array | None],
+        dst: Sequence[Array | None],
+        addresses: Any,
+        to_buffer: bool,
+    ) -> None:
+        buffer = self._buffer()
+        for placed in tables:
+            assert self._copier is not None
+            self._copier.copy(placed, addresses, buffer, to_buffer)
+        for one in views:
+            arrays, side = (src, "src") if one.in_source else (dst, "dst")
+            boxes = [self._view(arrays, place.tensor, getattr(place, side)) for place in one.op.places]
+            slot = buffer[one.start : one.start + one.op.nbytes]
+            self.memory.pack(boxes, slot) if to_buffer else self.memory.unpack(slot, boxes)
+
+    # Steps
 
     def _place_relays(self) -> tuple[dict[int, int], int]:
         """Where each relayed message is kept from its round to the last that passes it on, first fit."""
@@ -141,116 +344,98 @@ class RoundRunner:
                         break
                     at = max(at, end)
                 live = sorted([*live, (at, at + size, until.get(index, number))])
-                placed[index], total = self._scratch_bytes + at, max(total, at + size)
+                placed[index], total = at, max(total, at + size)
         return placed, total
 
-    def run(self, src: Sequence[Array | None], dst: Sequence[Array | None], exchange: Exchange) -> None:
-        """Do this rank's part.
+    def _find_steps(self, kinds: tuple[ArrayKind | None, ...]) -> tuple[Step, ...]:
+        if kinds not in self._steps:
+            self._steps[kinds] = self._make_steps(kinds)
+        return self._steps[kinds]
 
-        Args:
-            src, dst: per tensor the local arrays as carriers (see :func:`~reshard.staging.carrier`), on the device.
-            exchange: how bytes travel.
-        """
-        if self._storage is None:
-            self._storage = self.memory.empty(self.nbytes)
-        for copy in self.program.copies:
-            place = copy.place
-            self.memory.copy(self._view(dst, place.tensor, place.dst), self._view(src, place.tensor, place.src))
+    def _make_steps(self, kinds: Sequence[ArrayKind | None]) -> tuple[Step, ...]:
+        steps: list[Step] = []
+        landed_in: dict[int, int] = {}  # receive -> the step that unpacks it
         for number, one in enumerate(self.rounds):
-            at = 0
-            recvs: list[Posted] = []
-            landing: list[Packed] = []
-            for recv in one.recvs:
-                found = self._direct(recv, dst, "dst") if not recv.is_relay else self._relayed(self._index[recv.id])
-                if found is None:
-                    landing.append((recv, at, False))
-                    found = self._slot(at, recv.nbytes)
-                recvs.append((found, recv.sender))
-                at += _aligned(recv.nbytes)
-            sends: list[Posted] = []
+            at = number % self.num_halves * self._half_bytes
+            recvs: list[Part] = []
+            sends: list[Part] = []
             leaving: list[Packed] = []
+            landing: list[Packed] = []
+            after_unpack = -1
+            for recv in one.recvs:
+                index = self._index[recv.id]
+                part = (
+                    self._relay(index, recv.sender) if recv.is_relay else self._direct(recv, kinds, "dst", recv.sender)
+                )
+                if part is None:
+                    part = Part(None, at, at + recv.nbytes, recv.sender)
+                    landing.append(Packed(recv, at, False))
+                    landed_in[index] = number
+                recvs.append(part)
+                at += _aligned(recv.nbytes)
             for send in one.sends:
-                found = self._outgoing(send, src, dst)
-                if found is None:
-                    leaving.append((send, at, send.forwards is None))
-                    found = self._slot(at, send.nbytes)
-                sends.append((found, send.receiver))
+                if send.forwards in self._relays:
+                    part = self._relay(send.forwards, send.receiver)  # type: ignore[arg-type]
+                else:
+                    part = self._direct(send, kinds, "src" if send.forwards is None else "dst", send.receiver)
+                    after_unpack = max(after_unpack, landed_in.get(-1 if send.forwards is None else send.forwards, -1))
+                if part is None:
+                    part = Part(None, at, at + send.nbytes, send.receiver)
+                    leaving.append(Packed(send, at, send.forwards is None))
+                sends.append(part)
                 at += _aligned(send.nbytes)
-            self._copy(number, leaving, src, dst, True)
-            exchange(recvs, sends)
-            self._copy(number, landing, src, dst, False)
+            sides = [self._split(packed, kinds) for packed in (leaving, landing)]
+            steps.append(Step(tuple(recvs), tuple(sends), *sides[0], *sides[1], after_unpack))
+        return tuple(steps)
 
-    def _outgoing(self, send: Send, src: Sequence[Array | None], dst: Sequence[Array | None]) -> Array | None:
-        """The bytes of a message where they lie; None if it must be packed."""
-        if send.forwards is None:
-            return self._direct(send, src, "src")
-        return self._relayed(send.forwards) if send.forwards in self._relays else self._direct(send, dst, "dst")
+    def _relay(self, index: int, rank: int) -> Part:
+        start = self.num_halves * self._half_bytes + self._relay_places[index]
+        return Part(None, start, start + self.program.recvs[index].nbytes, rank)
 
-    def _copy(
-        self,
-        number: int,
-        packed: Sequence[Packed],
-        src: Sequence[Array | None],
-        dst: Sequence[Array | None],
-        to_buffer: bool,
-    ) -> None:
-        """Pack, or unpack, what a round does not take from where it lies."""
-        if not packed:
-            return
-        used = [(src if is_source else dst)[place.tensor] for op, _, is_source in packed for place in op.places]
-        if self._make_copier is None or not all(map(self._is_contiguous, used)):
-            for op, at, is_source in packed:
-                arrays, side = (src, "src") if is_source else (dst, "dst")
-                views = [self._view(arrays, place.tensor, getattr(place, side)) for place in op.places]
-                slot = self._slot(at, op.nbytes)
-                self.memory.pack(views, slot) if to_buffer else self.memory.unpack(slot, views)
-            return
-        unit = math.gcd(8, *map(self.memory.address, used))
-        key = number, to_buffer, unit
-        if key not in self._copiers:
-            table = make_table(self._regions_of(packed, src, dst), unit)
-            self._copiers[key] = self._make_copier(table, self.memory.device)
-        assert self._storage is not None
-        self._copiers[key].copy([*src, *dst], self._storage, to_buffer)
-
-    def _relayed(self, index: int) -> Array:
-        return self._slot(self._place_of_relay[index], self.program.recvs[index].nbytes)
-
-    def _slot(self, at: int, nbytes: int) -> Array:
-        assert self._storage is not None
-        return self._storage[at : at + nbytes]
-
-    def _is_contiguous(self, array: Array | None) -> bool:
-        return array is not None and self.memory.is_contiguous(array)
-
-    def _view(self, arrays: Sequence[Array | None], tensor: int, at: Slices | None) -> Array:
-        assert arrays[tensor] is not None and at is not None
-        return self.memory.view(arrays[tensor], at)
-
-    def _direct(self, op: Recv | Send, arrays: Sequence[Array | None], side: str) -> Array | None:
+    def _direct(self, op: Recv | Send, kinds: Sequence[ArrayKind | None], side: str, rank: int) -> Part | None:
         """The bytes of a message where they lie in a contiguous array, None if it must be packed."""
         if len(op.places) > 1:
             return None
-        array = arrays[op.places[0].tensor]
-        assert array is not None
-        if not self.memory.is_contiguous(array):
+        place = op.places[0]
+        number = place.tensor + (0 if side == "src" else len(kinds) // 2)
+        kind = kinds[number]
+        assert kind is not None
+        if not kind.alignment:
             return None
-        span = box_span(array.shape, self.memory.itemsize(array), getattr(op.places[0], side))
-        return None if span is None else self.memory.flat(array)[span[0] : span[1]]
+        span = box_span(kind.shape, kind.itemsize, getattr(place, side))
+        return None if span is None else Part(number, *span, rank)
 
-    def _regions_of(
-        self, packed: Sequence[Packed], src: Sequence[Array | None], dst: Sequence[Array | None]
-    ) -> list[tuple[int, ...]]:
-        """All boxes of messages as regions; arrays are numbered sources first."""
-        regions = []
-        for op, at, is_source in packed:
-            for place in op.places:
-                array, box = (src[place.tensor], place.src) if is_source else (dst[place.tensor], place.dst)
-                assert array is not None and box is not None
-                number = place.tensor + (0 if is_source else len(src))
-                itemsize = self.memory.itemsize(array)
-                regions += box_regions(number, array.shape, itemsize, box, at)
-                at += math.prod(cut.stop - cut.start for cut in box) * itemsize
+    def _split(
+        self, packed: Sequence[Packed], kinds: Sequence[ArrayKind | None]
+    ) -> tuple[tuple[Any, ...], tuple[Packed, ...]]:
+        """Messages as tables, and those that must go view by view."""
+        regions: list[tuple[int, ...]] = []
+        views: list[Packed] = []
+        for one in packed:
+            found = None if self._copier is None else self._regions_of(one, kinds)
+            if found is None:
+                views.append(one)
+            else:
+                regions += found
+        if not regions:
+            return (), tuple(views)
+        assert self._copier is not None
+        tables = make_tables(regions, [MAX_UNIT if kind is None else max(kind.alignment, 1) for kind in kinds])
+        self.table_bytes += sum(table.nbytes for table in tables)
+        return tuple(map(self._copier.place, tables)), tuple(views)
+
+    def _regions_of(self, one: Packed, kinds: Sequence[ArrayKind | None]) -> list[tuple[int, ...]] | None:
+        """The boxes of a message as regions, None if one is of an array that is not contiguous."""
+        regions: list[tuple[int, ...]] = []
+        at, side = one.start, "src" if one.in_source else "dst"
+        for place in one.op.places:
+            number = place.tensor + (0 if one.in_source else len(kinds) // 2)
+            kind, box = kinds[number], getattr(place, side)
+            assert kind is not None
+            if not kind.alignment:
+                return None
+            regions += box_regions(number, kind.shape, kind.itemsize, box, at)
+            at += math.prod(cut.stop - cut.start for cut in box) * kind.itemsize
         return regions
 
 

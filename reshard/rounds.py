@@ -15,10 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from reshard.errors import PlanError
 from reshard.messages import MessageTable, tabulate_messages
 from reshard.plan import Plan
 from reshard.program import Program, Recv, Send
+from reshard.shards import find_overlaps
 
 #: What a rank may send to other hosts in a round, and receive from them, in largest messages; inside its host more,
 #: as links there are faster.
@@ -36,8 +39,8 @@ class Round:
 def find_rounds(plan: Plan) -> dict[int, int]:
     """The round of each message of a plan by the message's id, from 0; copies have none.
 
-    Each message goes into the first round behind the one that brings its data, not before what the plan orders before
-    it, in which both its ranks have room.
+    Each message goes into the first round after the one that brings its data, not before what the plan orders before
+    it, in which both its ranks have room; what a rank only passes on, also not before it has room to keep it.
     """
     messages = tabulate_messages(plan)
     host = plan.topology.host_by_rank
@@ -47,10 +50,67 @@ def find_rounds(plan: Plan) -> dict[int, int]:
     room = {False: ACROSS * largest[False]}
     # both directions of both kinds get at most half of what a rank may hold, the rest is for relays
     room[True] = max(largest[True], min(INSIDE * largest[True], plan.staging_bytes // 4 - room[False]))
-    return _place(messages, inside.tolist(), moves.tolist(), room)
+    relays = _Relays(messages, _find_relays(plan, messages), plan.staging_bytes // 2)
+    return _place(messages, inside.tolist(), moves.tolist(), room, relays)
 
 
-def _place(messages: MessageTable, inside: list[bool], moves: list[bool], room: Mapping[bool, int]) -> dict[int, int]:
+def _find_relays(plan: Plan, messages: MessageTable) -> np.ndarray:
+    """``(messages,)`` True where the receiver passes a message on and needs none of it."""
+    found = np.zeros(len(messages), dtype=bool)
+    found[messages.source[messages.source >= 0]] = True
+    transfers = plan.transfers
+    box = transfers.first_box[messages.transfer]
+    tensor = transfers.box_tensor[box]
+    for number, spec in enumerate(plan.tensors):
+        ndim = spec.ndim
+        for rank in np.unique(messages.receiver[found & (tensor == number)]).tolist():
+            if rank not in spec.dst.ranks:
+                continue
+            rows = np.flatnonzero(found & (tensor == number) & (messages.receiver == rank))
+            start, stop = transfers.box_start[box[rows], :ndim], transfers.box_stop[box[rows], :ndim]
+            pieces = spec.dst_shards.pieces_of(rank)[:2]
+            found[rows[np.unique(find_overlaps(start, stop, *pieces)[0])]] = False
+    return found
+
+
+class _Relays:
+    """What ranks keep of what they only pass on, from its round to the last that passes it on."""
+
+    def __init__(self, messages: MessageTable, is_relay: np.ndarray, room: int) -> None:
+        self.is_relay, self._room = is_relay.tolist(), room
+        self._last_use: dict[int, int] = {}  # row -> the last row that passes it on
+        for row, source in enumerate(messages.source.tolist()):
+            if source >= 0 and self.is_relay[source]:
+                self._last_use[source] = row
+        self._kept: dict[int, list[list[int]]] = {}  # rank -> [row, bytes, last round so far] of each
+
+    def find_round(self, row: int, rank: int, nbytes: int) -> int:
+        """The first round from which a rank has room for a message."""
+        kept = self._kept.get(rank, [])
+        waiting = [one for one in kept if self._last_use[one[0]] >= row]
+        ended = sorted((one for one in kept if self._last_use[one[0]] < row), key=lambda one: -one[2])
+        free = self._room - nbytes - sum(one[1] for one in waiting)
+        for place, (_, size, last) in enumerate(ended):
+            free -= size
+            if free < 0:  # those that ended before this one never count again
+                self._kept[rank] = waiting + ended[: place + 1]
+                return last + 1
+        return 0
+
+    def keep(self, row: int, rank: int, nbytes: int, at: int) -> None:
+        """A message comes in a round."""
+        self._kept.setdefault(rank, []).append([row, nbytes, at])
+
+    def use(self, source: int, rank: int, at: int) -> None:
+        """A message is passed on in a round."""
+        for one in self._kept.get(rank, ()):
+            if one[0] == source:
+                one[2] = max(one[2], at)
+
+
+def _place(
+    messages: MessageTable, inside: list[bool], moves: list[bool], room: Mapping[bool, int], relays: _Relays
+) -> dict[int, int]:
     found: dict[int, int] = {}
     rounds = [-1] * len(messages)
     used: dict[tuple[int, bool, bool], list[int]] = {}  # (rank, inside, sends) -> bytes of each round
@@ -65,12 +125,18 @@ def _place(messages: MessageTable, inside: list[bool], moves: list[bool], room: 
         earliest = rounds[source] + 1 if source >= 0 else 0
         for before in after[after_at[row] : after_at[row + 1]]:
             earliest = max(earliest, rounds[before])
+        if relays.is_relay[row]:
+            earliest = max(earliest, relays.find_round(row, receiver, nbytes))
         limit = room[inside[row]]
         ends = [(sender, inside[row], True), (receiver, inside[row], False)]
         at = max(earliest, *(first_free.get(end, 0) for end in ends))
         while any(_used(used, end, at) + nbytes > limit for end in ends):
             at += 1
         rounds[row] = found[ident] = at
+        if relays.is_relay[row]:
+            relays.keep(row, receiver, nbytes, at)
+        if source >= 0 and relays.is_relay[source]:
+            relays.use(source, sender, at)
         for end in ends:
             loads = used.setdefault(end, [])
             loads += [0] * (at + 1 - len(loads))

@@ -10,6 +10,7 @@ any NCCL program.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ import torch
 
 from reshard.plan import Plan
 from reshard.program import Program
-from reshard.round_runner import Exchange, MakeCopier, RoundRunner
+from reshard.round_runner import PACK, UNPACK, Copier, Exchange, Lanes, OneLane, RoundRunner
 from reshard.rounds import find_rounds
 from reshard.staging import TorchMemory
 
@@ -88,15 +89,42 @@ def current_device(kind: str) -> torch.device:
     return torch.device(kind)
 
 
-def find_copier(device: torch.device) -> MakeCopier | None:
-    """What packs and unpacks on a device in one launch; None where boxes are copied one by one."""
+def find_copier(device: torch.device) -> Copier | None:
+    """What packs and unpacks on a device in few launches; None where boxes are copied one by one."""
     if device.type != "cuda":
         return None
     try:
         from reshard.region_kernel import RegionCopier
     except ImportError:  # torch without Triton
         return None
-    return RegionCopier
+    return RegionCopier(device)
+
+
+class CudaLanes:
+    """Packing and unpacking on streams of their own, of high priority; the exchange is on the caller's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams: dict[str, Any] = {lane: torch.cuda.Stream(device, priority=-1) for lane in (PACK, UNPACK)}
+
+    def on(self, lane: str) -> contextlib.AbstractContextManager[Any]:
+        """See :class:`~reshard.round_runner.Lanes`."""
+        return torch.cuda.stream(self._streams[lane])
+
+    def mark(self) -> Any:
+        """See :class:`~reshard.round_runner.Lanes`."""
+        event = torch.cuda.Event()
+        event.record()  # type: ignore[no-untyped-call]
+        return event
+
+    def wait(self, mark: Any) -> None:
+        """See :class:`~reshard.round_runner.Lanes`."""
+        if mark is not None:
+            torch.cuda.current_stream().wait_event(mark)
+
+
+def find_lanes(device: torch.device) -> Lanes:
+    """Where rounds on a device are put."""
+    return CudaLanes(device) if device.type == "cuda" else OneLane()
 
 
 def make_runner(plan: Plan, program: Program, device_type: str) -> RoundRunner | None:
@@ -108,8 +136,16 @@ def make_runner(plan: Plan, program: Program, device_type: str) -> RoundRunner |
     if device_type not in STREAMS:
         return None
     device = current_device(device_type)
-    runner = RoundRunner(program, find_rounds(plan), TorchMemory(device), find_copier(device))
-    runner.check_fits(plan.staging_bytes)
+    runner = RoundRunner(
+        program,
+        find_rounds(plan),
+        TorchMemory(device),
+        [spec.itemsize for spec in plan.tensors],
+        find_copier(device),
+        plan.staging_bytes,
+        find_lanes(device),
+    )
+    runner.warm_up()
     return runner
 
 
