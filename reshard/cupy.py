@@ -25,7 +25,8 @@ from reshard.errors import ArgumentError, DisagreementError, PlanError
 from reshard.mesh import format_ranks
 from reshard.plan import Plan, TensorSpec
 from reshard.program import Slices, build_program
-from reshard.round_runner import Posted, RoundRunner
+from reshard.round_memory import Posted
+from reshard.round_runner import RoundRunner
 from reshard.rounds import find_rounds
 
 __all__ = ["Handle", "Mover"]
@@ -218,7 +219,7 @@ def _address(array: Array) -> int:
 
 
 class _CupyMemory:
-    """CuPy arrays on the current device, see :class:`~reshard.round_runner.Memory`; copied box by box."""
+    """CuPy arrays on the current device, see :class:`~reshard.round_memory.Memory`; copied box by box."""
 
     device = None
 

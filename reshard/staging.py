@@ -206,7 +206,7 @@ def carrier(tensor: torch.Tensor | CastSource | None) -> Any:
 
 
 class TorchMemory:
-    """Tensors on one device, see :class:`~reshard.round_runner.Memory`."""
+    """Tensors on one device, see :class:`~reshard.round_memory.Memory`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

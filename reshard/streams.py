@@ -18,7 +18,8 @@ import torch
 
 from reshard.plan import Plan
 from reshard.program import Program
-from reshard.round_runner import PACK, UNPACK, Copier, Exchange, Lanes, OneLane, RoundRunner
+from reshard.round_memory import PACK, UNPACK, Copier, Exchange, Lanes, OneLane
+from reshard.round_runner import RoundRunner
 from reshard.rounds import find_rounds
 from reshard.staging import TorchMemory
 
@@ -107,17 +108,17 @@ class CudaLanes:
         self._streams: dict[str, Any] = {lane: torch.cuda.Stream(device, priority=-1) for lane in (PACK, UNPACK)}
 
     def on(self, lane: str) -> contextlib.AbstractContextManager[Any]:
-        """See :class:`~reshard.round_runner.Lanes`."""
+        """See :class:`~reshard.round_memory.Lanes`."""
         return torch.cuda.stream(self._streams[lane])
 
     def mark(self) -> Any:
-        """See :class:`~reshard.round_runner.Lanes`."""
+        """See :class:`~reshard.round_memory.Lanes`."""
         event = torch.cuda.Event()
         event.record()  # type: ignore[no-untyped-call]
         return event
 
     def wait(self, mark: Any) -> None:
-        """See :class:`~reshard.round_runner.Lanes`."""
+        """See :class:`~reshard.round_memory.Lanes`."""
         if mark is not None:
             torch.cuda.current_stream().wait_event(mark)
 

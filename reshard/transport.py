@@ -15,7 +15,7 @@ import torch.distributed as dist
 from reshard.descriptors import check_room
 from reshard.forks import keep_in_child
 from reshard.mesh import format_ranks
-from reshard.round_runner import Posted
+from reshard.round_memory import Posted
 from reshard.stores import LOOK_SECONDS, in_time
 from reshard.streams import STREAMS
 from reshard.works import BrokenConnectionError, Work

@@ -17,7 +17,8 @@ import torch
 from reshard.program import build_program
 from reshard.progress import run_program
 from reshard.regions import IN_ARRAY, MAX_OUTER, ROW, SIZE, STRIDE, TENSOR, copy_regions_python
-from reshard.round_runner import EXCHANGE, PACK, UNPACK, RoundRunner
+from reshard.round_memory import EXCHANGE, PACK, UNPACK
+from reshard.round_runner import RoundRunner
 from reshard.rounds import find_rounds
 from reshard.staging import Staging, TorchMemory, carrier
 
