@@ -78,6 +78,11 @@ def check_movable(array: Any, what: str, rank: int) -> None:
     if array.device.type not in DEVICE_TYPES:
         kinds = " and ".join(DEVICE_TYPES)
         raise ArgumentError(f"{what}: rank {rank} passes a tensor on {array.device}; {kinds} tensors can travel")
+    if array.device.type == "cuda" and array.device.index != torch.cuda.current_device():
+        raise ArgumentError(
+            f"{what}: rank {rank} passes a tensor on {array.device}, but its current device is "
+            f"cuda:{torch.cuda.current_device()}; call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first"
+        )
     storage = array.untyped_storage()
     if array.numel() and (storage.device.type == "meta" or storage.data_ptr() == 0):
         raise ArgumentError(f"{what}: rank {rank} passes a {type(array).__name__} that has no memory of its own")

@@ -14,20 +14,22 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from reshard.agreement import Record, Verdict, describe_error, name_rank, rebuild_error
-from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError
+from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError, TransferTimeoutError
 from reshard.failures import note_skipped
 from reshard.group import Group, check_inside
 from reshard.meeting import Meeting
 from reshard.mesh import format_ranks
 from reshard.monitor import Monitor
-from reshard.transport import Connections, GlooTransport, GroupExchange
+from reshard.nccl_groups import NcclExchange
+from reshard.rounds import Round
+from reshard.transport import Connections, GlooTransport
 from reshard.works import BrokenConnectionError
 
 TELLING_SECONDS = 1.0  # how long an error may take to be told
@@ -102,12 +104,19 @@ class Channel:
         return self._connect(generation, lambda made: made.transport(is_two_way, timeout_seconds, look))
 
     def exchange(
-        self, generation: int, device: torch.device, number: int, timeout_seconds: float
-    ) -> GroupExchange | None:
-        """As :meth:`transport`, between devices, on the communicator with a number."""
+        self, generation: int, device: torch.device, number: int, rounds: Sequence[Round], timeout_seconds: float
+    ) -> NcclExchange | None:
+        """As :meth:`transport`, between devices, on the communicator with a number; connects the ranks of rounds."""
         if len(self.members) == 1:
             return None
-        return self._connect(generation, lambda made: made.exchange(device, number, timeout_seconds))
+        look = functools.partial(self.check_told, generation)
+
+        def ask(made: Connections) -> NcclExchange:
+            exchange = made.exchange(device, number, timeout_seconds, look)
+            exchange.connect(self.group.rank, rounds, timeout_seconds, look)
+            return exchange
+
+        return self._connect(generation, ask)
 
     def collectives(self, generation: int, device: torch.device, timeout_seconds: float) -> Any:
         """As :meth:`transport`, a backend of ``torch.distributed`` for collectives of all members."""
@@ -131,6 +140,8 @@ class Channel:
                 raise self.fail(generation, error) from None
             except ReshardError:
                 raise
+            except TimeoutError as error:
+                raise self.fail(generation, TransferTimeoutError(f"cannot connect: {error}")) from error
             except RuntimeError as error:
                 raise self.fail(generation, ConnectionError(f"cannot connect: {error}")) from error
 
@@ -191,6 +202,10 @@ class Channel:
             if self._connections is not None and self._connections[0] == generation:
                 self._connections[1].abort()
         return self.broken
+
+    def find_failure(self, generation: int) -> ReshardError | None:
+        """What ended the transport of a generation, if it is the current one."""
+        return self.broken if generation == self.generation else None
 
     def check_usable(self, generation: int) -> None:
         """Raise unless the transport of this generation is the current one and works."""

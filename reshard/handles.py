@@ -14,7 +14,7 @@ from reshard.channel import Channel
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.forks import call_in_child
 from reshard.mesh import say_ranks
-from reshard.monitor import call_at_exit
+from reshard.monitor import Monitor, call_at_exit
 from reshard.options import check_patience
 from reshard.progress import Tally
 from reshard.streams import Mark, StreamTransfers
@@ -119,7 +119,10 @@ class Handle:
 
 
 class StreamHandle(Handle):
-    """A transfer on a GPU: :meth:`wait` makes the current stream wait, not the processor."""
+    """A transfer on a GPU: :meth:`wait` makes the current stream wait, not the processor.
+
+    It is made, and watched, before anything is put on a stream; :meth:`begin_at` follows.
+    """
 
     def __init__(
         self,
@@ -127,18 +130,28 @@ class StreamHandle(Handle):
         generation: int,
         finish: Callable[[], Any],
         transfers: StreamTransfers,
-        mark: Mark | None,
         deadline: float,
     ) -> None:
         super().__init__(channel, generation, finish)
         self._group = channel.group
-        self._transfers, self._mark, self._deadline = transfers, mark, deadline
-        if mark is None:  # captured in a graph, which has no end of its own
+        self._transfers, self._deadline = transfers, deadline
+        self._mark: Mark | None = None
+
+    def begin_at(self, mark: Mark | None) -> None:
+        """It is put on a stream, where ``mark`` is its end; None if a graph captures it, which has no end yet."""
+        self.begin()
+        self._mark = mark
+        if mark is None:
             self.succeed()
-        else:
-            _on_streams.add(self)
-            self._group.held.add_user(self)
-            call_at_exit(_finish_streams, priority=20)
+            return
+        _on_streams.add(self)
+        self._group.held.add_user(self)
+        call_at_exit(_finish_streams, priority=20)
+
+    def succeed(self) -> None:
+        """See :class:`Handle`."""
+        super().succeed()
+        Monitor.of(self._group).forget(self)
 
     def done(self) -> bool:
         """True once the device is done with it, or it has failed."""
@@ -179,15 +192,19 @@ class StreamHandle(Handle):
         """What it uses goes with it."""
 
     def look(self) -> bool:
-        """Whether it is over; ends it where its time is up or the device failed."""
+        """Whether it is over; ends it where its time is up, or the device or a connection failed."""
         try:
             if self._done.is_set():
                 pass  # another rank told of an error
-            elif self._mark is None or self._mark.query():
+            elif (failed := self._channel.find_failure(self._generation)) is not None:
+                self.stop(failed)  # the device may be done with what was aborted, which moved nothing
+            elif self._mark is not None and self._mark.query():
                 self.succeed()
             elif time.monotonic() >= self._deadline:
                 error = TransferTimeoutError(f"rank {self._channel.group.rank}: the transfer did not finish in time")
                 self.stop(self._channel.fail(self._generation, error))
+            elif (broken := self._transfers.find_error()) is not None:
+                self.stop(self._channel.fail(self._generation, ConnectionError(broken)))
         except RuntimeError as error:
             self.stop(self._channel.fail(self._generation, error))
         if self._done.is_set():

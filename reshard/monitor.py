@@ -16,6 +16,7 @@ from reshard.beacon import Pulses, beat_key
 from reshard.errors import RemoteError, ReshardError
 from reshard.group import Group
 from reshard.stores import StoreSilentError
+from reshard.streams import allow_queries_during_capture
 
 BEAT_SECONDS = 1.0
 #: A rank whose heartbeat stands still for this long while others wait for it counts as lost.
@@ -154,7 +155,9 @@ _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
 
 def _serve(monitor: weakref.ref[Monitor], ends: queue.SimpleQueue[None]) -> None:
+    may_query = False
     while (looking := monitor()) is not None:
+        may_query = may_query or allow_queries_during_capture()
         seconds = looking.look()
         del looking
         with contextlib.suppress(queue.Empty):

@@ -159,7 +159,7 @@ class Mover:
             device = runner.memory.device
             first = plan.tensors[0]
             is_back = both_ways and first.src.ranks[0] > first.dst.ranks[0]
-            exchange = channel.exchange(self._generation, device, int(is_back), timeout_seconds)
+            exchange = channel.exchange(self._generation, device, int(is_back), runner.rounds, timeout_seconds)
             streams = STREAMS[device.type](device) if exchange is None else exchange.streams
             self._streamed = StreamTransfers(runner, exchange or _nobody, streams)
         else:
@@ -280,14 +280,17 @@ class Mover:
         finish: Callable[[], Any],
     ) -> StreamHandle:
         self._channel.check_usable(self._generation)
-        try:
-            mark = streamed.start(list(map(carrier, src)), list(map(carrier, dst)))
-        except RuntimeError as error:
-            raise self._channel.fail(self._generation, error) from error
         deadline = time.monotonic() + self._timeout_seconds
-        handle = StreamHandle(self._channel, self._generation, finish, streamed, mark, deadline)
-        if mark is not None:
-            Monitor.of(self._group).watch(handle)
+        handle = StreamHandle(self._channel, self._generation, finish, streamed, deadline)
+        Monitor.of(self._group).watch(handle)  # first: a start may wait for a rank that is gone
+        try:
+            handle.begin_at(streamed.start(list(map(carrier, src)), list(map(carrier, dst))))
+        except BaseException as error:  # whatever it is, the other ranks wait for this one
+            known = self._channel.fail(self._generation, error)
+            handle.stop(known)
+            if not isinstance(error, Exception):
+                raise
+            raise known from error
         return handle
 
     def finish(self, timeout_seconds: float | None) -> None:

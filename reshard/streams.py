@@ -11,8 +11,9 @@ any NCCL program.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -54,12 +55,37 @@ class Streams(Protocol):
         """Let the caller's stream wait for all that was put there."""
 
 
+class CudaMark:
+    """An event, which may be queried while a graph is captured elsewhere in the process."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record()  # type: ignore[no-untyped-call]
+
+    def query(self) -> bool:
+        """See :class:`Mark`; while a capture forbids to ask, not yet."""
+        try:
+            return bool(self._event.query())
+        except RuntimeError as error:
+            if "captur" in str(error):
+                return False
+            raise
+
+    def wait(self) -> None:
+        """See :class:`Mark`."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """See :class:`Mark`."""
+        self._event.synchronize()
+
+
 class CudaStreams:
     """On a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = torch.cuda.Stream(device)
+        self._stream: Any = torch.cuda.Stream(device, priority=-1)
 
     def put(self, work: Callable[[], None], arrays: Sequence[torch.Tensor]) -> Mark | None:
         """See :class:`Streams`."""
@@ -70,13 +96,34 @@ class CudaStreams:
                 return None
             for array in arrays:
                 array.record_stream(self._stream)  # its memory is not given away before the stream is there
-            event: Any = torch.cuda.Event()
-            event.record()
-            return event
+            return CudaMark()
 
     def join(self) -> None:
         """See :class:`Streams`."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
+def allow_queries_during_capture() -> bool:
+    """Let this thread query events while another one captures a graph; whether that is settled for good.
+
+    CUDA's default mode of capture forbids such calls in every thread of the process, and they break the capture.
+    """
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return not torch.cuda.is_available()
+    mode = ctypes.c_int(_RELAXED)
+    for name in (f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}", "libcudart.so"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(name).cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            return True
+    return True
+
+
+def current_stream_handle(device: torch.device) -> int:
+    """What C functions take for the current stream of a device; 0 where there are none."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 #: How transfers of each type of device are put on streams; types that are not here move in lanes, by threads.
@@ -150,6 +197,14 @@ def make_runner(plan: Plan, program: Program, device_type: str) -> RoundRunner |
     return runner
 
 
+@runtime_checkable
+class Breakable(Protocol):
+    """What messages go over, which may break."""
+
+    def find_error(self) -> str | None:
+        """What broke it, None if nothing did."""
+
+
 class StreamTransfers:
     """The transfers of one program."""
 
@@ -160,6 +215,10 @@ class StreamTransfers:
     def allocated_bytes(self) -> int:
         """Bytes held beyond the shards."""
         return self._runner.allocated_bytes
+
+    def find_error(self) -> str | None:
+        """What broke the connections, None if nothing did."""
+        return self._exchange.find_error() if isinstance(self._exchange, Breakable) else None
 
     def start(self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> Mark | None:
         """Put one transfer on the stream; arrays are carriers (see :func:`~reshard.staging.carrier`)."""

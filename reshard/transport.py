@@ -1,10 +1,12 @@
-"""Messages between ranks over Gloo, and groups of them over NCCL."""
+"""Messages between ranks over Gloo, and the groups and communicators that ranks of a call share."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,9 +17,9 @@ import torch.distributed as dist
 from reshard.descriptors import check_room
 from reshard.forks import keep_in_child
 from reshard.mesh import format_ranks
-from reshard.round_memory import Posted
+from reshard.nccl import Communicator
+from reshard.nccl_groups import NCCL_DEVICES, NcclCollectives, NcclExchange, make_communicator
 from reshard.stores import LOOK_SECONDS, in_time
-from reshard.streams import STREAMS
 from reshard.works import BrokenConnectionError, Work
 
 #: A tag that no transfer uses: those count rounds.
@@ -39,7 +41,7 @@ class Connections:
         self._position = {member: position for position, member in enumerate(members)}
         self._groups: list[Any] = []
         self._stores: list[dist.Store] = []  # which the groups use, and do not keep
-        self._device_groups: list[GroupExchange] = []
+        self._exchanges: list[NcclExchange] = []
         self._collectives: Any = None
 
     def transport(self, is_two_way: bool, timeout_seconds: float, look: Callable[[], None]) -> GlooTransport:
@@ -66,13 +68,18 @@ class Connections:
             RuntimeError: not all ranks came in time.
         """
         if self._collectives is None:
-            if device.type in DEVICE_GROUPS:
-                store = dist.PrefixStore(f"{device.type}/collectives", self._store)
-                limit = timedelta(seconds=timeout_seconds)
-                self._collectives = DEVICE_GROUPS[device.type](store, self._own, len(self._position), limit, device)
+            if device.type in NCCL_DEVICES:
+                made = self._communicate("collectives", device, timeout_seconds, look)
+                self._collectives = NcclCollectives(made, device)
             else:
                 self._collectives = self._make_in_time("collectives", timeout_seconds, look)
         return self._collectives
+
+    def _communicate(
+        self, name: str, device: torch.device, timeout_seconds: float, look: Callable[[], None]
+    ) -> Communicator:
+        store = _PolledStore(dist.PrefixStore(f"{device.type}/{name}", self._store), look)
+        return make_communicator(store, self._own, len(self._position), device, timeout_seconds, look)
 
     def _make_in_time(self, name: str, timeout_seconds: float, look: Callable[[], None]) -> Any:
         make = functools.partial(self._make_group, name, timedelta(seconds=timeout_seconds), look)
@@ -89,27 +96,36 @@ class Connections:
         store.settle()
         return group
 
-    def exchange(self, device: torch.device, number: int, timeout_seconds: float) -> GroupExchange:
+    def exchange(
+        self, device: torch.device, number: int, timeout_seconds: float, look: Callable[[], None]
+    ) -> NcclExchange:
         """How groups of messages travel between devices; all ranks must ask for the same one.
 
         Each number has a communicator of its own: what is put on one runs in that order.
+
+        Raises:
+            RuntimeError, TimeoutError: not all ranks came in time.
         """
-        while len(self._device_groups) <= number:
-            store = dist.PrefixStore(f"{device.type}/{len(self._device_groups)}", self._store)
-            limit = timedelta(seconds=timeout_seconds)
-            group = DEVICE_GROUPS[device.type](store, self._own, len(self._position), limit, device)
-            self._device_groups.append(GroupExchange(group, self._position, device))
-        return self._device_groups[number]
+        if number and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            warnings.warn(
+                "CUDA_DEVICE_MAX_CONNECTIONS is 1: transfers both ways at once can wait for each other for ever; "
+                "unset it, or do not use both_ways",
+                stacklevel=6,
+            )
+        while len(self._exchanges) <= number:
+            made = self._communicate(str(len(self._exchanges)), device, timeout_seconds, look)
+            self._exchanges.append(NcclExchange(made, self._position, device))
+        return self._exchanges[number]
 
     def close(self) -> None:
         """Let go of all groups; one that nobody else holds ends its threads and closes its connections."""
-        for exchange in self._device_groups:
+        for exchange in self._exchanges:
             exchange.close()
         if self._collectives is not None and not isinstance(self._collectives, dist.ProcessGroupGloo):
             with contextlib.suppress(RuntimeError):
                 self._collectives.shutdown()
         self._collectives = None
-        self._device_groups.clear()
+        self._exchanges.clear()
         self._groups.clear()
         self._stores.clear()
 
@@ -117,7 +133,7 @@ class Connections:
         """End every wait of any transport, here and soon at the other ranks."""
         for group in self._groups:
             abort_group(group)
-        for exchange in self._device_groups:
+        for exchange in self._exchanges:
             exchange.abort()
         if isinstance(self._collectives, dist.ProcessGroupGloo):
             abort_group(self._collectives)
@@ -164,44 +180,6 @@ class _PolledStore(dist.Store):
 
 def _look_nowhere() -> None:
     pass
-
-
-def make_nccl_group(store: dist.Store, own: int, size: int, limit: timedelta, device: torch.device) -> Any:
-    """An NCCL communicator, connected now: a lazy one would be connected inside a graph or a transfer."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
-    group = keep_in_child(dist.ProcessGroupNCCL(store, own, size, options))
-    group.eager_connect_single_device(device)
-    return group
-
-
-DEVICE_GROUPS: dict[str, Callable[..., Any]] = {"cuda": make_nccl_group}
-
-
-class GroupExchange:
-    """A communicator, to which receives and sends are posted as one group, and the stream on which that is done."""
-
-    def __init__(self, group: Any, position: dict[int, int], device: torch.device) -> None:
-        self._group, self._position, self._device = group, position, device
-        self.streams = STREAMS[device.type](device)
-
-    def abort(self) -> None:
-        """End what is under way, here and soon at the other ranks."""
-        self._group.abort()
-
-    def close(self) -> None:
-        """End the communicator, once the device is done with what is under way."""
-        with contextlib.suppress(RuntimeError):
-            self._group.shutdown()
-
-    def __call__(self, recvs: Sequence[Posted], sends: Sequence[Posted]) -> None:
-        """What is put on the current stream behind this finds the messages done."""
-        self._group._start_coalescing(self._device)
-        for buffer, rank in recvs:
-            self._group.recv([buffer], self._position[rank], 0)
-        for buffer, rank in sends:
-            self._group.send([buffer], self._position[rank], 0)
-        self._group._end_coalescing(self._device).wait()
 
 
 class GlooTransport:

@@ -5,30 +5,16 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-import subprocess
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from nccl_standin import build_standin
 
 from reshard.launch import LaunchError, run_processes
 from reshard.nccl import DATA_TYPES, Communicator, Library, NcclError, find_library
-
-HERE = Path(__file__).parent / "nccl"
-
-
-def build_standin(folder, *flags):
-    path = Path(folder) / "libnccl_standin.so"
-    command = ["g++", "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", *map(str, flags)]
-    subprocess.run([*command, str(HERE / "standin.cpp"), "-o", str(path)], check=True, capture_output=True, text=True)
-    return str(path)
-
-
-@pytest.fixture(scope="session")
-def standin(tmp_path_factory):
-    return build_standin(tmp_path_factory.mktemp("nccl"))
 
 
 def _message(array, rank):

@@ -12,16 +12,15 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from devices import HAS_GPU
 from reshard.scheduler import fitted, one_f_one_b
 from test_engine import run_rank, single_process
 
 import reshard
-from reshard import Layout, Mesh
-from reshard import transport as transports
+from reshard import Layout, Mesh, nccl_groups, transport
 from reshard.demo import count_unlike, shard_of_positions
 from reshard.launch import run_processes
+from reshard.nccl import Library
 from reshard.streams import STREAMS
 
 SHAPE = (48, 20)
@@ -67,37 +66,13 @@ class Streams:
         raise AssertionError("no graph is captured here")
 
 
-class Group:
-    """Gloo with what NCCL's groups have."""
-
-    def __init__(self, store, own, size, limit, device):
-        self.gloo, self.works, self.limit = dist.ProcessGroupGloo(store, own, size, limit), [], limit
-        self.gloo.barrier().wait(limit)
-
-    def _start_coalescing(self, device):
-        self.works = []
-
-    def recv(self, tensors, rank, tag):
-        self.works.append(self.gloo.recv(tensors, rank, tag))
-
-    def send(self, tensors, rank, tag):
-        self.works.append(self.gloo.send(tensors, rank, tag))
-
-    def _end_coalescing(self, device):
-        return self
-
-    def wait(self):
-        for work in self.works:
-            work.wait(self.limit)
-
-    def abort(self):
-        transports.abort_group(self.gloo)
-
-
 @pytest.fixture
-def device(monkeypatch):
+def device(monkeypatch, standin):
+    """CPU tensors go the way of CUDA tensors: rounds, a stream, and the NCCL binding on the stand-in library."""
     monkeypatch.setitem(STREAMS, "cpu", Streams)
-    monkeypatch.setitem(transports.DEVICE_GROUPS, "cpu", Group)
+    monkeypatch.setattr(nccl_groups, "NCCL_DEVICES", {"cuda", "cpu"})
+    monkeypatch.setattr(transport, "NCCL_DEVICES", {"cuda", "cpu"})
+    monkeypatch.setattr(nccl_groups, "find_library", lambda: Library(standin))
 
 
 def _shards(rank):
@@ -141,8 +116,7 @@ def _move_both_ways(rank):
     there, back = (
         reshard.Mover(reshard.make_plan(a, b, SHAPE, "float32"), both_ways=True) for a, b in ((SRC, DST), (DST, SRC))
     )
-    first, second = there._streamed._exchange._group, back._streamed._exchange._group
-    assert first is not second
+    assert there._streamed._exchange is not back._streamed._exchange
     for _ in range(3):
         returned = back.start(there(source))
         assert source is None or not count_unlike(returned.synchronize(60.0), source)
