@@ -54,6 +54,8 @@ class Mover:
         both_ways: another Mover moves things the other way between the same ranks at the same time, so each direction
             gets connections of its own. The same on all ranks.
         bears_loss: ranks that do not come are lost to the group, which goes on without them.
+        connection: on a GPU the transfers of all Movers between the same ranks start in one order on all ranks, but for
+            those with other numbers here, which have connections of their own. The same on all ranks.
 
     Raises:
         PlanError: the plan does not deliver; on all ranks alike. RankLostError: with ``bears_loss``, some are lost.
@@ -71,6 +73,7 @@ class Mover:
         verify: bool = False,
         both_ways: bool = False,
         bears_loss: bool = False,
+        connection: int = 0,
     ) -> None:
         ours = find_group(group)
         try:
@@ -89,7 +92,7 @@ class Mover:
             check_verify(verify, device)
             ensure_checked(plan)
             record.arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways))), ("device", str(device))]
-            record.arguments.append(("verify", str(bool(verify))))
+            record.arguments += [("verify", str(bool(verify))), ("connection", str(connection))]
             program = build_program(plan, channel.group.rank)
             runner = make_runner(plan, program, device)
         except Exception as error:  # a plan that does not deliver, or that this rank cannot serve
@@ -104,7 +107,7 @@ class Mover:
             assert program is not None
             warn_of_hosts(plan, verdict.hostnames)
             verdict.device_type = device
-            self._setup(plan, program, runner, channel, call, verdict, timeout_seconds, verify, both_ways)
+            self._setup(plan, program, runner, channel, call, verdict, timeout_seconds, verify, both_ways, connection)
 
     @classmethod
     def agreed(
@@ -142,6 +145,7 @@ class Mover:
         timeout_seconds: float,
         verify: bool,
         both_ways: bool = False,
+        connection: int = 0,
     ) -> None:
         self.plan, self._program, self._verify = plan, program, verify
         self._group, self._channel = channel.group, channel
@@ -159,7 +163,8 @@ class Mover:
             device = runner.memory.device
             first = plan.tensors[0]
             is_back = both_ways and first.src.ranks[0] > first.dst.ranks[0]
-            exchange = channel.exchange(self._generation, device, int(is_back), runner.rounds, timeout_seconds)
+            number = 2 * connection + is_back
+            exchange = channel.exchange(self._generation, device, number, runner.rounds, timeout_seconds)
             streams = STREAMS[device.type](device) if exchange is None else exchange.streams
             self._streamed = StreamTransfers(runner, exchange or _nobody, streams)
         else:

@@ -41,7 +41,7 @@ class Connections:
         self._position = {member: position for position, member in enumerate(members)}
         self._groups: list[Any] = []
         self._stores: list[dist.Store] = []  # which the groups use, and do not keep
-        self._exchanges: list[NcclExchange] = []
+        self._exchanges: dict[int, NcclExchange] = {}
         self._collectives: Any = None
 
     def transport(self, is_two_way: bool, timeout_seconds: float, look: Callable[[], None]) -> GlooTransport:
@@ -112,14 +112,14 @@ class Connections:
                 "unset it, or do not use both_ways",
                 stacklevel=6,
             )
-        while len(self._exchanges) <= number:
-            made = self._communicate(str(len(self._exchanges)), device, timeout_seconds, look)
-            self._exchanges.append(NcclExchange(made, self._position, device))
+        if number not in self._exchanges:
+            made = self._communicate(str(number), device, timeout_seconds, look)
+            self._exchanges[number] = NcclExchange(made, self._position, device)
         return self._exchanges[number]
 
     def close(self) -> None:
         """Let go of all groups; one that nobody else holds ends its threads and closes its connections."""
-        for exchange in self._exchanges:
+        for exchange in self._exchanges.values():
             exchange.close()
         if self._collectives is not None and not isinstance(self._collectives, dist.ProcessGroupGloo):
             with contextlib.suppress(RuntimeError):
@@ -133,7 +133,7 @@ class Connections:
         """End every wait of any transport, here and soon at the other ranks."""
         for group in self._groups:
             abort_group(group)
-        for exchange in self._exchanges:
+        for exchange in self._exchanges.values():
             exchange.abort()
         if isinstance(self._collectives, dist.ProcessGroupGloo):
             abort_group(self._collectives)

@@ -138,6 +138,20 @@ def _check_channels(schedule: Schedule) -> None:
             )
 
 
+def has_one_order(schedule: Schedule) -> bool:
+    """Whether any two rows start the transfers from one to the other in the same order, of all channels together.
+
+    Where transfers of several channels share a connection that matches them by order, as NCCL does, they must.
+    """
+    ends: dict[tuple[int, int, bool], list[tuple[Channel, int]]] = {}
+    for _, action in schedule:
+        if action.kind.is_transfer:
+            channel, row_of = action.channel, schedule.row_of_stage
+            rows = row_of[channel.sender], row_of[channel.receiver]
+            ends.setdefault((*rows, action.kind.is_send), []).append((channel, action.microbatch))
+    return all(order == ends.get((*rows, not is_send)) for (*rows, is_send), order in ends.items())
+
+
 def show(schedule: Schedule, row: int, place: int) -> str:
     """A place of a row with what stands around it."""
     actions = schedule.rows[row]

@@ -111,6 +111,11 @@ class Crossing:
             self._check = None
         return dict(self._tensors if self._tensors is not None else brought or {})
 
+    def synchronize(self) -> None:
+        """Block until the device is done with it too; raises what ended it."""
+        if self.handle is not None:
+            self.handle.synchronize()
+
 
 class Crossings:
     """The Movers of one rank.
@@ -119,6 +124,7 @@ class Crossings:
         ways: of the pipeline, in one order for all ranks; each rank takes part in those that name it.
         device: the type of device that tensors are on.
         signal_only: move one element per tensor, and receive zeros; to measure what communication costs.
+        apart: give each channel connections of its own, where rows start transfers of several in different orders.
     """
 
     def __init__(
@@ -129,16 +135,22 @@ class Crossings:
         *,
         device: str = "cpu",
         signal_only: bool = False,
+        apart: bool = False,
     ) -> None:
         self._rank, self._signal_only, self._device = group.rank, signal_only, device
         self._ways: dict[Channel, Way] = {}
         self._movers: dict[Channel, Mover] = {}
         self._zeros: dict[Channel, Tensors] = {}
-        for way in ways:
+        for number, way in enumerate(ways):
             self._ways[way.channel] = way
             if way.plan is not None and group.rank in way.plan.ranks:
                 self._movers[way.channel] = Mover(
-                    way.plan, group, timeout_seconds=timeout_seconds, device=device, both_ways=True
+                    way.plan,
+                    group,
+                    timeout_seconds=timeout_seconds,
+                    device=device,
+                    both_ways=True,
+                    connection=number if apart else 0,
                 )
 
     def send(self, channel: Channel, tensors: Tensors) -> Crossing:

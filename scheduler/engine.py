@@ -24,7 +24,7 @@ from reshard.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.routes import Strategy
 from reshard.topology import Topology
 
-from .check import check_schedule
+from .check import check_schedule, has_one_order
 from .copies import Copies, find_copies
 from .crossings import Crossings, find_device_type, make_ways
 from .iteration import Iteration, Parts, Step
@@ -130,7 +130,8 @@ class Engine:
         crossings = []
         for one in pipelines:
             ways = make_ways(one, schedule.row_of_stage, topology, strategy, signal_only=signal_only)
-            crossings.append(Crossings(ways, self._group, timeout_seconds, device=device, signal_only=signal_only))
+            options = {"signal_only": signal_only, "apart": not has_one_order(schedule)}
+            crossings.append(Crossings(ways, self._group, timeout_seconds, device=device, **options))
         for stage, run in self._stages.items():
             warn_of_drift(pipeline, stage, run.module)
         try:

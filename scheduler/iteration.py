@@ -100,6 +100,8 @@ class Iteration:
             for copies in self.parts.copies:
                 copies.add_gradients(self.look, already)
             self.parts.ties.add_gradients()
+            for passage in self.measured.passages:  # on a GPU a transfer that was waited for may still fail
+                passage.crossing.synchronize()
         except Exception as error:
             if is_of_a_connection(error):
                 hear(self.look)  # raises, if somebody knows better

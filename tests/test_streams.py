@@ -14,6 +14,7 @@ import pytest
 import torch
 from devices import HAS_GPU
 from reshard.scheduler import fitted, one_f_one_b
+from reshard.scheduler.check import has_one_order
 from test_engine import run_rank, single_process
 
 import reshard
@@ -174,6 +175,21 @@ def test_the_engine_trains(device):
                 assert stage != 2 or said == pytest.approx(losses, rel=1e-10)
                 for key, grad in by_stage[stage].items():
                     torch.testing.assert_close(torch.from_numpy(grad), grads[stage][key], rtol=1e-10, atol=1e-12)
+
+
+def _two_stages_on_a_row(pipeline, num_microbatches):
+    """Row 0 receives gradients of two edges from row 1 in another order than row 1 sends them."""
+    schedule = fitted(pipeline, num_microbatches, row_of_stage=[0, 1, 1])
+    assert not has_one_order(schedule)
+    assert has_one_order(one_f_one_b(pipeline, num_microbatches))
+    return schedule
+
+
+def test_edges_between_two_rows_may_be_received_in_another_order(device):
+    losses, _ = single_process(torch.float64, [4, 4, 2])
+    results = run_processes(run_rank, 2, _two_stages_on_a_row, [0, 1, 1], "float64", [4, 4, 2], 2)
+    for said, _ in results[1][0]:
+        assert said == pytest.approx(losses, rel=1e-10)
 
 
 def _mixed(rank):
