@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
+import threading
 import time
+from collections import defaultdict, deque
 
+import numpy as np
 import pytest
 import torch
 from devices import HAS_GPU
+from random_problems import random_problem
 from reshard.scheduler import fitted
 from test_engine import make_data, make_modules, make_pipeline, single_process
-from test_regions import _case
 
 import reshard
 from reshard import Layout, Mesh
 from reshard.demo import count_unlike, shard_of_positions
 from reshard.launch import run_processes
+from reshard.program import build_program
+from reshard.regions import box_regions, copy_regions_python, make_tables
+from reshard.round_runner import RoundRunner
+from reshard.rounds import find_rounds
+from reshard.staging import TorchMemory, carrier
+from reshard.strategies import STRATEGIES
+from reshard.streams import CudaLanes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="this machine has no NVIDIA GPU")]
 
 SHAPE = (96, 40)
 SRC, DST = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2", first_rank=2), "R S0")
 RANKS = 4
+#: How long survivors of a dead rank must live: torch's watchdog would end them sooner.
+SURVIVAL_SECONDS = 90.0
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "complex64", "int64")
 CASES = [
     ("S0 R", "R S0", "float32"),
     ("R R", "S0 R", "bfloat16"),
@@ -86,44 +101,60 @@ def test_wait_blocks_the_stream_and_not_the_processor():
 
 
 def _in_a_graph(rank):
+    """Capture, replay, eager with other arrays, replay: the graph keeps its own addresses."""
     source, wanted = _shards(rank)
     out = None if wanted is None else torch.zeros_like(wanted)
+    other = None if wanted is None else torch.zeros_like(wanted)
     with reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), device="cuda") as mover:
         mover.start(source, out=out).synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             mover.start(source, out=out).wait()
-        for _ in range(3):
+        for turn in range(3):
             if out is not None:
                 out.zero_()
             graph.replay()
             torch.cuda.synchronize()
             assert wanted is None or not count_unlike(out.cpu(), wanted.cpu())
+            moved = mover.start(None if source is None else source + turn, out=other).synchronize()
+            assert moved is None or torch.equal(moved, wanted + turn)
+        fresh = None if source is None else source.clone()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                mover.start(fresh, out=None if out is None else torch.empty_like(out)).wait()
+        except reshard.ArgumentError as error:
+            return str(error)
+    return "captured arrays that were not moved before"
 
 
 def test_a_movers_transfers_can_be_captured():
-    _run(_in_a_graph)
+    said = _run(_in_a_graph)
+    assert any("call the Mover with them once first" in text for text in said), said
 
 
 def _dies(rank):
+    """The survivors name the rank that died, and are still there after torch's watchdog would have ended them."""
     source, _ = _shards(rank)
     with reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), device="cuda") as mover:
         mover.start(source).synchronize()
         if rank == 3:
             os._exit(9)
-        begun = time.monotonic()
+        begun, said = time.monotonic(), None
         try:
             mover.start(source).synchronize()
         except reshard.ReshardError as error:
-            return str(error), time.monotonic() - begun
-    return None
+            said = str(error), time.monotonic() - begun
+    time.sleep(SURVIVAL_SECONDS)
+    assert float(torch.ones(8, device="cuda").sum()) == 8
+    return said
 
 
-def test_a_rank_that_dies_is_named():
+def test_a_rank_that_dies_is_named_and_the_others_live_on():
     from reshard.launch import LaunchError
 
     with pytest.raises(LaunchError) as caught:
-        run_processes(_on_ranks, RANKS, _dies, grace_seconds=30.0, timeout_seconds=300.0)
+        run_processes(_on_ranks, RANKS, _dies, grace_seconds=SURVIVAL_SECONDS + 60.0, timeout_seconds=300.0)
     assert sorted(caught.value.results) == [0, 1, 2]
     for said, took in caught.value.results.values():
         assert "rank 3" in said
@@ -154,22 +185,145 @@ def test_the_engine_trains():
             torch.testing.assert_close(torch.from_numpy(grad), grads[stage][name], rtol=1e-10, atol=1e-12)
 
 
+def _random_case(seed):
+    """Arrays at any alignment, and boxes of them."""
+    generator = np.random.default_rng(seed)
+    arrays, regions, size = [], [], 0
+    for number in range(3):
+        itemsize = int(generator.choice([1, 2, 4, 8, 16]))
+        shape = tuple(generator.integers(1, 70, generator.integers(1, 5)).tolist())
+        start = int(generator.integers(0, 16 // itemsize)) * itemsize
+        storage = torch.from_numpy(generator.integers(0, 256, start + math.prod(shape) * itemsize, dtype=np.uint8))
+        arrays.append((storage.cuda(), start))
+        for _ in range(generator.integers(1, 4)):
+            cuts = [sorted(generator.integers(0, length + 1, 2).tolist()) for length in shape]
+            box = tuple(slice(a, b) for a, b in cuts)
+            regions += box_regions(number, shape, itemsize, box, size)
+            size += -(-math.prod(b - a for a, b in cuts) * itemsize // 256) * 256
+    return arrays, regions, size
+
+
 def _kernel(rank):
     from reshard.region_kernel import RegionCopier
 
-    arrays = [((5, 7, 9), 4), ((640, 400), 2), ((3, 3, 3, 3, 3, 5), 8)]
-    cuts = [(0, (slice(1, 4), slice(2, 7), slice(0, 5))), (1, (slice(3, 600), slice(8, 400)))]
-    cuts.append((2, (*(slice(0, 2),) * 5, slice(1, 4))))
-    found = [(tensor, *arrays[tensor], box) for tensor, box in cuts]
-    contents, table, wanted, size = _case(arrays, found)
-    copier = RegionCopier(table, torch.device("cuda"))
-    buffer = torch.zeros(size, dtype=torch.uint8, device="cuda")
-    copier.copy([torch.from_numpy(content).cuda() for content in contents], buffer, True)
-    held = buffer.cpu().numpy()
-    for end, part in wanted:
-        start = end - -(-len(part) // 16) * 16
-        assert held[start : start + len(part)].tobytes() == part
+    copier, units = RegionCopier(torch.device("cuda")), set()
+    copier.warm_up(torch.empty(2**16, dtype=torch.uint8, device="cuda"))
+    for seed in range(60):
+        arrays, regions, size = _random_case(seed)
+        known = tuple(storage.data_ptr() + start for storage, start in arrays)
+        tables = make_tables(regions, [math.gcd(address, 16) for address in known])
+        units |= {table.unit for table in tables}
+        buffer = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        wanted = np.zeros(size, dtype=np.uint8)
+        flats = [storage.cpu().numpy()[start:] for storage, start in arrays]
+        for table in tables:
+            copier.copy(copier.place(table), copier.find_addresses(known), buffer, True)
+            copy_regions_python(table, flats, wanted, True)
+        assert np.array_equal(buffer.cpu().numpy(), wanted), seed
+        emptied = [np.zeros_like(flat) for flat in flats]
+        for storage, _ in arrays:
+            storage.zero_()
+        for table in tables:
+            copier.copy(copier.place(table), copier.find_addresses(known), buffer, False)
+            copy_regions_python(table, emptied, wanted, False)
+        for (storage, start), flat in zip(arrays, emptied, strict=True):
+            assert np.array_equal(storage.cpu().numpy()[start:], flat), seed
+    return units
 
 
-def test_the_kernel_packs_what_its_twin_packs():
-    _run(_kernel, ranks=1)
+def test_the_kernel_copies_what_its_twin_copies():
+    assert _run(_kernel, ranks=1) == [{1, 2, 4, 8, 16}]
+
+
+class _Hub:
+    """All ranks of a plan in this process: a message is a copy on the receiver's stream, after the sender's event."""
+
+    def __init__(self):
+        self.condition, self.queues = threading.Condition(), defaultdict(deque)
+
+    def exchange(self, rank, recvs, sends):
+        stream, ready = torch.cuda.current_stream(), torch.cuda.Event()
+        ready.record()
+        sent = [(buffer, ready, torch.cuda.Event(), threading.Event()) for buffer, _ in sends]
+        with self.condition:
+            for message, (_, peer) in zip(sent, sends, strict=True):
+                self.queues[rank, peer].append(message)
+            self.condition.notify_all()
+        for buffer, peer in recvs:
+            queue = self.queues[peer, rank]
+            with self.condition:
+                assert self.condition.wait_for(lambda queue=queue: queue, 30.0), "stuck"
+                data, event, copied, is_recorded = queue.popleft()
+            stream.wait_event(event)
+            buffer.copy_(data)
+            copied.record()
+            is_recorded.set()
+        for *_, copied, is_recorded in sent:
+            assert is_recorded.wait(30.0), "stuck"
+            stream.wait_event(copied)
+
+
+def _one_process(rank):
+    """Every strategy and a dtype of each size, all ranks of the plan on streams of their own."""
+    from reshard.region_kernel import RegionCopier
+
+    device, failures = torch.device("cuda"), []
+    for seed, (strategy, dtype) in enumerate(itertools.product(sorted(STRATEGIES), DTYPES)):
+        src, dst, shape, topology = random_problem(seed)
+        plan = reshard.make_plan(src, dst, shape, dtype, strategy=strategy, topology=topology, staging_bytes=2**18)
+        hub, round_of, outs = _Hub(), find_rounds(plan), {}
+
+        def part(
+            number,
+            strategy=strategy,
+            plan=plan,
+            hub=hub,
+            round_of=round_of,
+            outs=outs,
+            shape=shape,
+            dtype=dtype,
+            src=src,
+            dst=dst,
+        ):
+            try:
+                source, wanted = (
+                    None if array is None else array.cuda()
+                    for array in (shard_of_positions(layout, number, shape, dtype) for layout in (src, dst))
+                )
+                out = None if wanted is None else torch.zeros_like(wanted)
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    runner = RoundRunner(
+                        build_program(plan, number), round_of, TorchMemory(device), [plan.tensors[0].itemsize],
+                        RegionCopier(device), plan.staging_bytes, CudaLanes(device),
+                    )  # fmt: skip
+                    runner.warm_up()
+                    for _ in range(2):
+                        runner.run([carrier(source)], [carrier(out)], lambda *posted: hub.exchange(number, *posted))
+                    torch.cuda.current_stream().synchronize()
+                assert wanted is None or not count_unlike(out.cpu(), wanted.cpu())
+            except BaseException as error:
+                failures.append((strategy, dtype, number, repr(error)))
+
+        threads = [threading.Thread(target=part, args=(number,), daemon=True) for number in plan.ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+        if failures:
+            break
+    return failures
+
+
+def test_all_ranks_of_a_plan_in_one_process():
+    assert _run(_one_process, ranks=1) == [[]]
+
+
+def test_two_ranks_share_the_card_over_nccl():
+    _run(_transfer, ranks=2)
+
+
+def _transfer(rank):
+    src, dst = Layout(Mesh.of("1"), "R R"), Layout(Mesh.of("1", first_rank=1), "R R")
+    source, wanted = _shards(rank, src, dst)
+    out = reshard.reshard(source, src, dst, shape=SHAPE, dtype="float32")
+    assert out is None or not count_unlike(out.cpu(), wanted.cpu())
