@@ -142,7 +142,7 @@ class Channel:
                 raise
             except TimeoutError as error:
                 raise self.fail(generation, TransferTimeoutError(f"cannot connect: {error}")) from error
-            except RuntimeError as error:
+            except Exception as error:  # whatever it is, the other ranks wait for this one
                 raise self.fail(generation, ConnectionError(f"cannot connect: {error}")) from error
 
     def fail(self, generation: int, error: BaseException) -> ReshardError:

@@ -12,6 +12,7 @@ before it has begun its part, leaves the others waiting; abort their communicato
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from reshard.check import ensure_checked
-from reshard.dtypes import dtype_name
+from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError, DisagreementError, PlanError
 from reshard.mesh import format_ranks
 from reshard.plan import Plan, TensorSpec
@@ -32,6 +33,10 @@ from reshard.rounds import find_rounds
 __all__ = ["Handle", "Mover"]
 
 Array = Any
+#: In what CuPy holds the bits of dtypes that it lacks.
+UNSIGNED = {
+    name: f"uint{8 * size}" for name, size in ITEMSIZE.items() if name == "bfloat16" or name.startswith("float8")
+}
 
 
 class Handle:
@@ -80,6 +85,8 @@ class Mover:
 
         if not isinstance(plan, Plan):
             raise ArgumentError(f"a Mover needs a Plan, not {type(plan).__name__}")
+        if not getattr(nccl, "available", True):
+            raise ArgumentError("this CuPy was built without NCCL: install cupy-cuda12x or -13x with nvidia-nccl")
         self.plan, self._comm = plan, comm
         self._cupy, self._nccl = cupy, nccl
         self._rank, size = comm.rank_id(), comm.size()
@@ -166,7 +173,9 @@ class Mover:
         try:
             return self._cupy.empty(shape, dtype=dtype)
         except TypeError as error:
-            raise ArgumentError(f"CuPy cannot make an array of {dtype}; pass out=") from error
+            if dtype not in UNSIGNED:
+                raise ArgumentError(f"CuPy cannot make an array of {dtype}; pass out=") from error
+            return self._cupy.empty(shape, dtype=UNSIGNED[dtype])
 
     def _check(self, arrays: Sequence[Any], shapes: Sequence[tuple[int, ...] | None], side: str) -> list[Any]:
         for array, shape, spec in zip(arrays, shapes, self.plan.tensors, strict=True):
@@ -185,7 +194,7 @@ class Mover:
             return
         if not isinstance(array, self._cupy.ndarray):
             raise ArgumentError(f"{what}: rank {self._rank} passes {type(array).__name__}, not a CuPy array")
-        if tuple(array.shape) != shape or dtype_name(array.dtype) != spec.dtype:
+        if tuple(array.shape) != shape or dtype_name(array.dtype) not in (spec.dtype, UNSIGNED.get(spec.dtype)):
             raise ArgumentError(
                 f"{what}: rank {self._rank} passes {dtype_name(array.dtype)} {list(array.shape)}, but its shard in the "
                 f"{side} is {spec.dtype} {list(shape or ())}"
@@ -200,8 +209,11 @@ class Mover:
                 self._comm.recv(_address(buffer), buffer.size, kind, peer, stream)
             for buffer, peer in sends:
                 self._comm.send(_address(buffer), buffer.size, kind, peer, stream)
-        finally:
-            self._nccl.groupEnd()
+        except BaseException:
+            with contextlib.suppress(Exception):  # what went wrong first says more
+                self._nccl.groupEnd()
+            raise
+        self._nccl.groupEnd()
 
 
 def _make_runner(plan: Plan, rank: int, memory: _CupyMemory) -> RoundRunner:

@@ -26,6 +26,8 @@ from reshard.shards import find_overlaps
 #: What a rank may send to other hosts in a round, and receive from them, in largest messages; inside its host more,
 #: as links there are faster.
 ACROSS, INSIDE = 1, 4
+#: How long a round should take at least at the rate of its links, to be worth its launches.
+ROUND_SECONDS = 2e-4
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,18 @@ def find_rounds(plan: Plan) -> dict[int, int]:
     inside = host[messages.sender] == host[messages.receiver]
     moves = messages.sender != messages.receiver
     largest = {kind: int(messages.nbytes[moves & (inside == kind)].max(initial=0)) for kind in (False, True)}
-    room = {False: ACROSS * largest[False]}
+    topology = plan.topology
+    nic = min(
+        min(port.egress_bytes_per_second, port.ingress_bytes_per_second)
+        for host in topology.hosts
+        for port in host.nics
+    )
+    # a round that is over sooner than its launches take wastes the link
+    by_time = {False: int(nic * ROUND_SECONDS), True: int((topology.inside_bytes_per_second or nic) * ROUND_SECONDS)}
+    room = {False: max(ACROSS * largest[False], min(by_time[False], plan.staging_bytes // 8))}
     # both directions of both kinds get at most half of what a rank may hold, the rest is for relays
-    room[True] = max(largest[True], min(INSIDE * largest[True], plan.staging_bytes // 4 - room[False]))
+    inside_room = max(INSIDE * largest[True], by_time[True])
+    room[True] = max(largest[True], min(inside_room, plan.staging_bytes // 4 - room[False]))
     relays = _Relays(messages, _find_relays(plan, messages), plan.staging_bytes // 2)
     return _place(messages, inside.tolist(), moves.tolist(), room, relays)
 

@@ -223,4 +223,11 @@ class StreamTransfers:
     def start(self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> Mark | None:
         """Put one transfer on the stream; arrays are carriers (see :func:`~reshard.staging.carrier`)."""
         used = [array for array in (*src, *dst) if array is not None]
-        return self.streams.put(lambda: self._runner.run(src, dst, self._exchange), used)
+        mark = self.streams.put(lambda: self._runner.run(src, dst, self._exchange), used)
+        if mark is None:
+            _captured.add(self._runner)
+        return mark
+
+
+#: Whose buffers and tables a graph uses, which may be replayed as long as the process lives.
+_captured: set[RoundRunner] = set()

@@ -147,9 +147,9 @@ def has_one_order(schedule: Schedule) -> bool:
     for _, action in schedule:
         if action.kind.is_transfer:
             channel, row_of = action.channel, schedule.row_of_stage
-            rows = row_of[channel.sender], row_of[channel.receiver]
-            ends.setdefault((*rows, action.kind.is_send), []).append((channel, action.microbatch))
-    return all(order == ends.get((*rows, not is_send)) for (*rows, is_send), order in ends.items())
+            end = row_of[channel.sender], row_of[channel.receiver], action.kind.is_send
+            ends.setdefault(end, []).append((channel, action.microbatch))
+    return all(order == ends.get((sender, to, not is_send)) for (sender, to, is_send), order in ends.items())
 
 
 def show(schedule: Schedule, row: int, place: int) -> str:

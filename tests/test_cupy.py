@@ -134,3 +134,35 @@ def test_arrays_that_do_not_fit():
         return "refused"
 
     assert _errors(one) == ["refused"] * 6
+
+
+@pytest.mark.parametrize(("dtype", "carrier"), [("bfloat16", "uint16"), ("float8_e4m3fn", "uint8")])
+def test_dtypes_that_cupy_lacks_travel_as_unsigned_integers(dtype, carrier):
+    run_plan(make_plan(SRC, DST, (6, 8), dtype), {None: whole((6, 8), carrier)})
+
+
+def test_the_first_error_of_a_round_is_not_masked(monkeypatch):
+    """A send that is refused leaves a group which cannot end; what is raised is why the send was."""
+    plan = make_plan(SRC, DST, (6, 8), "float32")
+    nccl = sys.modules["cupy.cuda.nccl"]
+
+    def one(comm):
+        mover = reshard.cupy.Mover(plan, comm)
+
+        def refuse(*_):
+            raise ValueError("a wrong peer")
+
+        comm.send = comm.recv = refuse
+        if comm.rank_id() == 0:
+            with pytest.raises(ValueError, match="a wrong peer"):
+                mover.start(np.zeros((6, 4), dtype="float32"))
+        return "done"
+
+    monkeypatch.setattr(nccl, "groupEnd", lambda: (_ for _ in ()).throw(RuntimeError("the group failed")))
+    assert run_ranks(6, one) == ["done"] * 6
+
+
+def test_a_cupy_without_nccl_is_refused(monkeypatch):
+    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False, raising=False)
+    with pytest.raises(ArgumentError, match="built without NCCL"):
+        reshard.cupy.Mover(make_plan(SRC, DST, (6, 8), "float32"), None)

@@ -21,7 +21,7 @@ from reshard.launch import run_processes
 from reshard.plan import expand_messages, message_nbytes
 from reshard.program import build_program
 from reshard.round_runner import ALIGN, RoundRunner
-from reshard.rounds import calls_of, check_calls, find_rounds, rounds_of
+from reshard.rounds import ROUND_SECONDS, calls_of, check_calls, find_rounds, rounds_of
 from reshard.routes import MIN_STAGING_BYTES
 from reshard.staging import TorchMemory, carrier
 from reshard.strategies import STRATEGIES
@@ -238,7 +238,10 @@ def _room(plan):
         if message.sender != message.receiver:
             sizes[hosts[message.sender] == hosts[message.receiver]].append(message_nbytes(plan, message))
     across, inside = max(sizes[False]), max(sizes[True])
-    return {False: across, True: max(inside, min(4 * inside, plan.staging_bytes // 4 - across))}
+    rate = min(nic.egress_bytes_per_second for host in plan.topology.hosts for nic in host.nics)
+    least = int(rate * ROUND_SECONDS)  # links inside hosts have no rate here, and take that of the NICs
+    across = max(across, min(least, plan.staging_bytes // 8))
+    return {False: across, True: max(inside, min(max(4 * inside, least), plan.staging_bytes // 4 - across))}
 
 
 @pytest.mark.parametrize(
