@@ -185,7 +185,7 @@ class Communicator:
         timeout_seconds: float,
         look: Look = lambda: None,
     ) -> None:
-        self.library, self.rank, self.size = library, rank, size
+        self.nccl, self.rank, self.size = library, rank, size
         self._timeout_seconds, self._look = timeout_seconds, look
         self._lock = threading.RLock()
         self._comm = _comm()
@@ -221,21 +221,21 @@ class Communicator:
                 self._look()
             time.sleep(min(0.01, max(1e-5, 0.05 * (now - begun))))
         if result != SUCCESS:
-            raise NcclError(f"NCCL failed {what}: {self.library.describe(result)}")
+            raise NcclError(f"NCCL failed {what}: {self.nccl.describe(result)}")
 
     def find_error(self) -> str | None:
         """What broke this communicator, such as a peer that is gone; None if nothing did."""
         if self._aborted or self._closed:
             return None
         result = self._async_result()
-        return None if result in (SUCCESS, IN_PROGRESS) else self.library.describe(result)
+        return None if result in (SUCCESS, IN_PROGRESS) else self.nccl.describe(result)
 
     def _async_result(self) -> int:
         with self._lock:
             if self._aborted:
                 raise NcclError("the communicator was aborted")
             result = ctypes.c_int()
-            self.library.check("ncclCommGetAsyncError", self._comm, ctypes.byref(result))
+            self.nccl.check("ncclCommGetAsyncError", self._comm, ctypes.byref(result))
             return result.value
 
     def exchange(self, recvs: Sequence[Message], sends: Sequence[Message], stream: int) -> None:
@@ -270,7 +270,7 @@ class Communicator:
             self._check("ncclBroadcast", address, address, nbytes, DATA_TYPES["uint8"], root, stream=stream)
 
     def _check(self, name: str, *arguments: int, stream: int) -> None:
-        self.library.check(name, *arguments, self._comm, _stream(stream), also=(IN_PROGRESS,))
+        self.nccl.check(name, *arguments, self._comm, _stream(stream), also=(IN_PROGRESS,))
 
     @contextlib.contextmanager
     def _group(self) -> Iterator[None]:
@@ -278,13 +278,13 @@ class Communicator:
         with self._lock:
             if self._aborted or self._closed:
                 raise NcclError(f"the communicator is {'aborted' if self._aborted else 'closed'}")
-            self.library.check("ncclGroupStart")
+            self.nccl.check("ncclGroupStart")
             try:
                 yield
             except BaseException:
-                self.library.call("ncclGroupEnd")
+                self.nccl.call("ncclGroupEnd")
                 raise
-            result = self.library.check("ncclGroupEnd", also=(IN_PROGRESS,))
+            result = self.nccl.check("ncclGroupEnd", also=(IN_PROGRESS,))
         if result == IN_PROGRESS:  # pairs of ranks connect
             self.wait()
 
@@ -294,7 +294,7 @@ class Communicator:
         try:
             if not (self._aborted or self._closed):
                 self._aborted = True
-                self.library.call("ncclCommAbort", self._comm)
+                self.nccl.call("ncclCommAbort", self._comm)
         finally:
             if locked:
                 self._lock.release()
@@ -305,9 +305,9 @@ class Communicator:
             with self._lock:
                 if self._aborted or self._closed:
                     return
-                self.library.check("ncclCommFinalize", self._comm, also=(IN_PROGRESS,))
+                self.nccl.check("ncclCommFinalize", self._comm, also=(IN_PROGRESS,))
                 self.wait("closing a communicator")
                 self._closed = True
-                self.library.check("ncclCommDestroy", self._comm)
+                self.nccl.check("ncclCommDestroy", self._comm)
         except (NcclError, TimeoutError):
             self.abort()
