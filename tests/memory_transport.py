@@ -177,9 +177,8 @@ def run_on_lanes(plan, rank, arrays, exchange, round_of, seed, seconds, times=2)
     lanes = ThreadLanes(seed)
     itemsizes = [spec.itemsize for spec in plan.tensors]
     copier = LaneCopier(lanes) if rank % 2 else None
-    runner = RoundRunner(
-        build_program(plan, rank), round_of, LaneMemory(lanes), itemsizes, copier, plan.staging_bytes, lanes
-    )
+    room = max(plan.staging_bytes, 2**16)
+    runner = RoundRunner(build_program(plan, rank), round_of, LaneMemory(lanes), itemsizes, copier, room, lanes)
     for _ in range(times):
         runner.run(*arrays, lambda recvs, sends: lanes.put(lambda: exchange(recvs, sends)))
     lanes.synchronize(seconds)
@@ -204,7 +203,8 @@ def run_in_threads(plan, sources, outs, seconds=5.0, in_rounds=False, digests=No
             elif in_rounds:
                 copier = PythonCopier() if rank % 2 else None
                 memory, itemsizes = TorchMemory(torch.device("cpu")), [spec.itemsize for spec in plan.tensors]
-                staging = RoundRunner(program, round_of, memory, itemsizes, copier, plan.staging_bytes)
+                room = max(plan.staging_bytes, 2**16)
+                staging = RoundRunner(program, round_of, memory, itemsizes, copier, room)
                 staging.run(*arrays, MemoryExchange(hub, rank, seconds))
             else:
                 staging = Staging(program, plan.staging_bytes)
