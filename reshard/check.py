@@ -207,7 +207,7 @@ class _Replay:
         try:
             found = find_overlapping(*map(np.concatenate, zip((group, start, stop), needed, strict=True)))
         except PlanError as error:
-            raise PlanError(f"of what {len(rows)} messages bring ranks to pass on, {error}") from None
+            raise PlanError(f"boxes that {len(rows)} messages bring for others: {error}") from None
         meets_need = np.flatnonzero(found[len(one) :])
         if len(meets_need):
             group_of, need_start, need_stop = (column[meets_need[0]] for column in needed)
@@ -335,7 +335,7 @@ class _Replay:
             found = find_overlapping(np.zeros(len(rows), dtype=np.int64), parts.start[piece], parts.stop[piece])
         except PlanError as error:
             raise PlanError(
-                f"rank {rank} is not sent each element once: of what {len(rows)} messages bring, {error}"
+                f"rank {rank} is not sent each element once; boxes that {len(rows)} messages bring it: {error}"
             ) from None
         twice = rows[found]
         if len(twice):

@@ -54,8 +54,8 @@ class Mover:
         both_ways: another Mover moves things the other way between the same ranks at the same time, so each direction
             gets connections of its own. The same on all ranks.
         bears_loss: ranks that do not come are lost to the group, which goes on without them.
-        connection: on a GPU the transfers of all Movers between the same ranks start in one order on all ranks, but for
-            those with other numbers here, which have connections of their own. The same on all ranks.
+        connection: on a GPU, Movers with one number share a communicator and start their transfers in the same order on
+            every rank; Movers with different numbers have communicators of their own. The same on all ranks.
 
     Raises:
         PlanError: the plan does not deliver; on all ranks alike. RankLostError: with ``bears_loss``, some are lost.

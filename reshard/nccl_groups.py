@@ -130,8 +130,15 @@ class NcclCollectives:
             ArgumentError: the array is sparse, not contiguous, or of a dtype that NCCL does not add.
         """
         (array,) = arrays
-        if array.layout is not torch.strided or not array.is_contiguous() or dtype_name(array.dtype) not in DATA_TYPES:
-            raise ArgumentError(f"NCCL cannot add a {array.layout} tensor of {array.dtype} and strides; make it dense")
+        if array.layout is not torch.strided:
+            raise ArgumentError(f"all-reduce over NCCL needs a dense tensor, not one with layout {array.layout}")
+        if not array.is_contiguous():
+            raise ArgumentError(
+                f"all-reduce over NCCL needs a contiguous tensor; this one of shape {list(array.shape)} has strides "
+                f"{list(array.stride())}"
+            )
+        if dtype_name(array.dtype) not in DATA_TYPES:
+            raise ArgumentError(f"NCCL cannot add elements of {array.dtype}; it adds {', '.join(sorted(DATA_TYPES))}")
         reduction = _REDUCTIONS[str(options.reduceOp).rsplit(".", 1)[-1]]
         return self._put(
             lambda stream: self._communicator.all_reduce(

@@ -61,4 +61,6 @@ def check_staging(parts: Parts, staged: np.ndarray) -> None:
             f"message {ident}: rank {rank[at]} must receive it while it stages {num_held[at] - num_more[at]} messages "
             f"for others, but its window is {window[rank[at]]} messages of {largest[rank[at]]} bytes"
         )
-    raise PlanError(f"message {ident}: rank {rank[at]} stages {bytes_held[at]} bytes; the window is {staging_bytes}")
+    raise PlanError(
+        f"message {ident}: rank {rank[at]} would stage {bytes_held[at]} bytes, but staging_bytes is {staging_bytes}"
+    )

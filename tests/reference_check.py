@@ -194,7 +194,8 @@ def _check_staging(
             held_bytes[rank] = held_bytes.get(rank, 0) + staged[ident][1]
             if held_bytes[rank] > plan.staging_bytes:
                 raise PlanError(
-                    f"message {ident}: rank {rank} stages {held_bytes[rank]} bytes; the window is {plan.staging_bytes}"
+                    f"message {ident}: rank {rank} would stage {held_bytes[rank]} bytes, "
+                    f"but staging_bytes is {plan.staging_bytes}"
                 )
         if relayed:
             held_messages[rank] = held_messages.get(rank, 0) + 1

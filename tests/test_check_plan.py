@@ -246,7 +246,7 @@ def test_relays_past_the_window_are_refused(dtype, itemsize):
     ]
     check_plan(parse_plan("\n".join(lines)))  # chunk by chunk it fits
     lines[-1] = f"0: t0 [0:{numel}] 0 -> 1 -> 2 splits 2 window 1"
-    with pytest.raises(PlanError, match="rank 1 stages 131072 bytes; the window is 65536"):
+    with pytest.raises(PlanError, match="rank 1 would stage 131072 bytes, but staging_bytes is 65536"):
         check_plan(parse_plan("\n".join(lines)))
 
 
