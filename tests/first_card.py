@@ -60,6 +60,8 @@ CHECKS = [
     ),
     Check("two ranks on one card over NCCL", tests("test_gpu.py", "share_the_card"), tests("test_streams.py", "element"), 60),
     Check("calls between four ranks", tests("test_gpu.py", "calls_move", "blocks_the_stream"), tests("test_streams.py", "often"), 90),
+    Check("casts", tests("test_gpu.py", "cast"), tests("test_streams.py", "cast"), 60),
+    Check("CuPy arrays", tests("test_gpu.py", "cupy"), tests("test_cupy.py"), 60),
     Check("capture, replay, other arrays, replay", tests("test_gpu.py", "captured"), (), 60),
     Check("a rank that dies", tests("test_gpu.py", "dies"), tests("test_streams.py", "fails_or_hangs"), 170),
     Check("the pipeline engine", tests("test_gpu.py", "engine"), tests("test_streams.py", "engine", "two_rows"), 90),

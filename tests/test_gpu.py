@@ -15,9 +15,11 @@ import torch
 from devices import HAS_GPU
 from random_problems import random_problem
 from reshard.scheduler import fitted
+from tensors import same_bytes, take_shard
 from test_engine import make_data, make_modules, make_pipeline, single_process
 
 import reshard
+import reshard.cupy
 from reshard import Layout, Mesh
 from reshard.demo import count_unlike, shard_of_positions
 from reshard.launch import run_processes
@@ -33,7 +35,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="this mach
 
 SHAPE = (96, 40)
 SRC, DST = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2", first_rank=2), "R S0")
+WHOLE = Layout(Mesh.of("1"), "R R")
 RANKS = 4
+CASTS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float8_e4m3fn"), ("int32", "int64")]
 #: How long survivors of a dead rank must live: torch's watchdog would end them sooner.
 SURVIVAL_SECONDS = 90.0
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "complex64", "int64")
@@ -81,6 +85,45 @@ def _call(rank):
 
 def test_calls_move_every_element():
     _run(_call)
+
+
+def _cast(rank):
+    for src, dst in CASTS:
+        whole = shard_of_positions(WHOLE, 0, SHAPE, src)
+        source = take_shard(SRC, rank, whole)
+        wanted = take_shard(DST, rank, whole.cuda().to(getattr(torch, dst)))
+        out = reshard.reshard(None if source is None else source.cuda(), SRC, DST, dst_dtype=dst)
+        assert (out is None and wanted is None) or same_bytes(out.cpu(), wanted.cpu()), (src, dst)
+
+
+def test_elements_are_cast_on_the_way():
+    _run(_cast)
+
+
+def _over_cupy(rank):
+    import cupy
+
+    cupy.cuda.Device(torch.cuda.current_device()).use()
+    shared = [cupy.cuda.nccl.get_unique_id()]
+    torch.distributed.broadcast_object_list(shared)
+    comm = cupy.cuda.nccl.NcclCommunicator(RANKS, shared[0], rank)
+    for dtype in ("float32", "complex64", "int8"):
+        source, wanted = (
+            None if array is None else array.numpy()
+            for array in (shard_of_positions(layout, rank, SHAPE, dtype) for layout in (SRC, DST))
+        )
+        mover = reshard.cupy.Mover(reshard.make_plan(SRC, DST, SHAPE, dtype), comm)
+        for _ in range(2):
+            out = mover.start(None if source is None else cupy.asarray(source)).synchronize()
+            assert (out is None) == (wanted is None)
+            if out is not None:
+                np.testing.assert_array_equal(cupy.asnumpy(out), wanted)
+    comm.destroy()
+
+
+def test_cupy_arrays_arrive():
+    pytest.importorskip("cupy")
+    _run(_over_cupy)
 
 
 def _does_not_block(rank):

@@ -15,6 +15,7 @@ import torch
 from devices import HAS_GPU
 from reshard.scheduler import fitted, one_f_one_b
 from reshard.scheduler.check import has_one_order
+from tensors import same_bytes, take_shard, whole_tensor
 from test_engine import run_rank, single_process
 
 import reshard
@@ -27,6 +28,7 @@ from reshard.streams import STREAMS
 SHAPE = (48, 20)
 SRC, DST = Layout(Mesh.of("2x2"), "S0 R"), Layout(Mesh.of("3", first_rank=3), "R S0")  # rank 3 is in both
 RANKS = 6
+CASTS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float8_e4m3fn"), ("int32", "int64")]
 
 
 class Mark:
@@ -59,6 +61,7 @@ class Streams:
             mark.reached.set()
 
     def put(self, work, arrays):
+        assert all(callable(array.record_stream) for array in arrays)
         mark = self.mark_of()
         self.works.put((work, mark))
         return mark
@@ -90,6 +93,18 @@ def _call(rank):
 
 def test_calls_move_every_element(device):
     run_processes(_call, RANKS)
+
+
+def _cast(rank):
+    for src, dst in CASTS:
+        whole = whole_tensor(SHAPE, getattr(torch, src))
+        source, wanted = take_shard(SRC, rank, whole), take_shard(DST, rank, whole.to(getattr(torch, dst)))
+        out = reshard.reshard(source, SRC, DST, dst_dtype=dst)
+        assert (out is None and wanted is None) or same_bytes(out, wanted), (src, dst)
+
+
+def test_elements_are_cast_on_the_way(device):
+    run_processes(_cast, RANKS)
 
 
 def _move(rank):
