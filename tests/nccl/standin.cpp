@@ -278,8 +278,11 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int size, ncclUniqueId id, 
   comm->rank = rank, comm->size = size, comm->folder = id.internal;
   comm->sockets.assign(size, -1), comm->waiting.assign(size, -1);
   comm->listener = socket(AF_UNIX, SOCK_STREAM, 0);
-  sockaddr_un address = address_of(comm->folder, rank);
-  if (bind(comm->listener, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 || listen(comm->listener, 64) != 0) {
+  // Others connect as soon as the file has its name, so it gets that when the socket listens.
+  std::string name = address_of(comm->folder, rank).sun_path;
+  sockaddr_un address = address_of(comm->folder, size + rank);
+  if (bind(comm->listener, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 || listen(comm->listener, 64) != 0 ||
+      std::rename(address.sun_path, name.c_str()) != 0) {
     delete comm;
     return fail(ncclSystemError, "cannot listen");
   }
