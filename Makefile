@@ -24,10 +24,10 @@ test-cluster: install
 	$(BIN)/python -m pytest -m cluster
 
 test-faults: install
-	$(BIN)/python -m microbench.faults --runs 24 --timeout 5 --slack 10
+	$(BIN)/python -m microbench.faults --runs 48 --timeout 5 --slack 10
 
 test-fuzz: install
-	$(BIN)/python -m microbench.fuzz --seconds 30
+	$(BIN)/python -m microbench.fuzz --seconds 60
 
 gpu-check:
 	$(PYTHON) tests/first_card.py

@@ -177,8 +177,9 @@ def run_on_lanes(plan, rank, arrays, exchange, round_of, seed, seconds, times=2)
     lanes = ThreadLanes(seed)
     itemsizes = [spec.itemsize for spec in plan.tensors]
     copier = LaneCopier(lanes) if rank % 2 else None
-    room = max(plan.staging_bytes, 2**16)
-    runner = RoundRunner(build_program(plan, rank), round_of, LaneMemory(lanes), itemsizes, copier, room, lanes)
+    runner = RoundRunner(
+        build_program(plan, rank), round_of, LaneMemory(lanes), itemsizes, copier, plan.staging_bytes, lanes
+    )
     for _ in range(times):
         runner.run(*arrays, lambda recvs, sends: lanes.put(lambda: exchange(recvs, sends)))
     lanes.synchronize(seconds)
@@ -203,8 +204,7 @@ def run_in_threads(plan, sources, outs, seconds=5.0, in_rounds=False, digests=No
             elif in_rounds:
                 copier = PythonCopier() if rank % 2 else None
                 memory, itemsizes = TorchMemory(torch.device("cpu")), [spec.itemsize for spec in plan.tensors]
-                room = max(plan.staging_bytes, 2**16)
-                staging = RoundRunner(program, round_of, memory, itemsizes, copier, room)
+                staging = RoundRunner(program, round_of, memory, itemsizes, copier, plan.staging_bytes)
                 staging.run(*arrays, MemoryExchange(hub, rank, seconds))
             else:
                 staging = Staging(program, plan.staging_bytes)
