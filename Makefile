@@ -24,10 +24,10 @@ test-cluster: install
 	$(BIN)/python -m pytest -m cluster
 
 test-faults: install
-	$(BIN)/python -m microbench.faults --runs 48 --timeout 5 --slack 10
+	$(BIN)/python -m tests.campaigns.faults --runs 48 --timeout 5 --slack 10
 
 test-fuzz: install
-	$(BIN)/python -m microbench.fuzz --seconds 60
+	$(BIN)/python -m tests.campaigns.fuzz --seconds 60
 
 gpu-check:
 	$(PYTHON) tests/first_card.py
@@ -42,7 +42,7 @@ install-bench: $(VENV)/bench
 bench: $(VENV)/bench
 	mkdir -p build
 	$(BIN)/python -m microbench --out build/bench.jsonl; status=$$?; \
-	test $$status -eq 2 || $(BIN)/python -m microbench.report build/bench.jsonl --into build/bench; exit $$status
+	test $$status -eq 2 || $(BIN)/python -m microbench.harness.report build/bench.jsonl --into build/bench; exit $$status
 
 $(VENV)/bench: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'

@@ -1,1 +1,1 @@
-"""Benchmarks, run as commands: ``python -m microbench.loopback``."""
+"""Benchmarks, run as commands: ``python -m microbench.transfers.loopback``."""

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from microbench.cluster import ClusterError
-from microbench.disturbance import Pace
-from microbench.namespaces import why_unsupported
-from microbench.report import format_summary, format_table
-from microbench.rows import SUITES, Row, all_rows
-from microbench.run import (
+from microbench.cases.rows import SUITES, Row, all_rows
+from microbench.emulation.cluster import ClusterError
+from microbench.emulation.namespaces import why_unsupported
+from microbench.harness.report import format_summary, format_table
+from microbench.harness.steal_time import Pace
+from microbench.harness.suite import (
     ALL_CONTENDERS,
     ALSO_BY_DEFAULT,
     DEFAULT_CONTENDERS,
@@ -33,7 +33,7 @@ from microbench.run import (
     stderr,
 )
 from reshard.errors import ReshardError
-from reshard.topology_json import parse_rate
+from reshard.topology.files import parse_rate
 
 #: A suite on a machine of its own takes less; what is left goes to turns that are repeated.
 DEFAULT_MINUTES, FULL_MINUTES = 10, 60
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
         parse_rate(options.rate)
         rows = _choose(options, parser)
         if options.calibrate:
-            from microbench.machines import write_topology
+            from microbench.harness.torchrun import write_topology
 
             write_topology(options.calibrate, options.topology, options.rate, stderr)
             return 0
@@ -148,7 +148,7 @@ def _choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> lis
 
 
 def _run_on_machines(options: argparse.Namespace, arguments: list[str], rows: list[Row]) -> int:
-    from microbench.machines import run_on_machines
+    from microbench.harness.torchrun import run_on_machines
 
     contenders = options.contender or (ALL_CONTENDERS if options.full else DEFAULT_CONTENDERS)
     is_first = os.environ.get("RANK") == "0"

@@ -1,5 +1,5 @@
 // Which hosts have and lack which chunks, and how much each place has left to do. The Python twin, with the
-// explanation, is reshard.board; here the chunks that one host can send another are counted as they change.
+// explanation, is reshard.planner.multicast.chunk_state; here the chunks that one host can send another are counted as they change.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Which chunk passes from which port to which, and when. The Python twin, with the explanation, is reshard.dealer; both
+// Which chunk passes from which port to which, and when. The Python twin, with the explanation, is reshard.planner.multicast.chunk_scheduler; both
 // take the same decisions in the same order.
 
 #pragma once

@@ -1,4 +1,4 @@
-// Messages that share ports like fluids. The Python twin, with the explanation, is reshard.fluid.flow_python; both do
+// Messages that share ports like fluids. The Python twin, with the explanation, is reshard.cost.fluid.flow_python; both do
 // the same floating point operations in the same order.
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The greedy order of broadcasts. The Python twin, with the explanation, is reshard.greedy.order_python; both find the
+// The greedy order of broadcasts. The Python twin, with the explanation, is reshard.planner.strategies.greedy.order_python; both find the
 // same order.
 
 #include <algorithm>

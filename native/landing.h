@@ -1,4 +1,4 @@
-// From chunks between ports to messages between ranks. The Python twin, with the explanation, is reshard.landing.
+// From chunks between ports to messages between ranks. The Python twin, with the explanation, is reshard.planner.multicast.rank_assignment.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Which sender serves which receiver. The Python twin, with the explanation, is reshard.matching.
+// Which sender serves which receiver. The Python twin, with the explanation, is reshard.planner.multicast.bipartite_matching.
 
 #pragma once
 

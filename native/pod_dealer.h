@@ -1,4 +1,4 @@
-// Dealing where pods of hosts stand behind uplinks. The Python twin, with the explanation, is reshard.pod_dealer.
+// Dealing where pods of hosts stand behind uplinks. The Python twin, with the explanation, is reshard.planner.multicast.pod_chunk_scheduler.
 
 #pragma once
 

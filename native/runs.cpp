@@ -1,4 +1,4 @@
-// Copies of many short byte runs. The Python twin is reshard.runs.copy_runs_python.
+// Copies of many short byte runs. The Python twin is reshard.runtime.byte_runs.copy_runs_python.
 
 #include <cstdint>
 #include <cstring>

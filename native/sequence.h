@@ -1,4 +1,4 @@
-// One order of all messages. The Python twin, with the explanation, is reshard.sequence.
+// One order of all messages. The Python twin, with the explanation, is reshard.planner.multicast.linearization.
 
 #pragma once
 

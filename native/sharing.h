@@ -1,4 +1,4 @@
-// How flows share ports. The Python twin, with the explanation, is reshard.sharing; both do the same floating point
+// How flows share ports. The Python twin, with the explanation, is reshard.cost.proportional_fairness; both do the same floating point
 // operations in the same order.
 
 #pragma once

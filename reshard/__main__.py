@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from reshard.cli import main
+from reshard.cli.main import main
 
 sys.exit(main())

@@ -24,7 +24,7 @@ def flow(
     start: Any,
     finish: Any,
 ) -> None:
-    """Fill start and finish with the times of all messages; see reshard.fluid.Network."""
+    """Fill start and finish with the times of all messages; see reshard.cost.fluid.Network."""
 
 def order_greedily(
     way_at: Any,
@@ -42,7 +42,7 @@ def order_greedily(
     classes: Any,
     ways: Any,
 ) -> None:
-    """Fill classes and ways with the class of each task in turn and the way it is sent; see reshard.greedy.Contest."""
+    """Fill classes and ways with each task's class and the way it is sent; see planner/strategies/greedy.py."""
 
 def make_schedule(
     host: Any,
@@ -58,4 +58,4 @@ def make_schedule(
     receivers: Any,
     class_of: Any,
 ) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
-    """chunk, sender, receiver, source, after_at, after and end of all messages; see reshard.schedule."""
+    """chunk, sender, receiver, source, after_at, after and end of all messages; see planner/multicast/."""

@@ -3,27 +3,47 @@
 Nothing in ``reshard`` imports this package: schedules stand above the transfers that they interleave.
 """
 
-from .builders import eager_1f1b, from_warmups, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
-from .check import check_schedule
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .costs import edge_plans, plan_edge
-from .fitted import fitted
-from .notation import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
-from .passes import Report, apply_passes, block_transfers, issue_at_consumer, overlap_transfers
-from .pipeline import Edge, Pipeline, Stage
-from .schedule import Action, Channel, Kind, Schedule
-from .simulation import PipelineTimeline, simulate
-from .trace import to_chrome_trace, to_svg
+from .graph import Edge, Pipeline, Stage
+from .ir.schedule import Action, Channel, Kind, Schedule
+from .ir.text import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
+from .passes.overlap import Report, apply_passes, block_transfers, issue_at_consumer, overlap_transfers
+from .schedules.auto import fitted
+from .schedules.classic import eager_1f1b, from_warmups, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
+from .simulation.replay import PipelineTimeline, simulate
+from .simulation.validate import check_schedule
+from .simulation.visualize import to_chrome_trace, to_svg
+
+if TYPE_CHECKING:
+    from reshard.runtime.cpu.weight_grad_store import later_tasks
+
+    from .runtime.engine import Engine
+    from .runtime.tied_params import Tie
+
+#: Names whose modules import torch, and those modules: they are imported on first use.
+_WITH_TORCH = {
+    "Engine": "reshard.scheduler.runtime.engine",
+    "Tie": "reshard.scheduler.runtime.tied_params",
+    "later_tasks": "reshard.runtime.cpu.weight_grad_store",
+}
 
 __all__ = [
     "Action",
     "Channel",
     "Edge",
+    "Engine",
     "Kind",
     "Pipeline",
     "PipelineTimeline",
     "Report",
     "Schedule",
     "Stage",
+    "Tie",
     "apply_passes",
     "block_transfers",
     "check_schedule",
@@ -36,6 +56,7 @@ __all__ = [
     "gpipe",
     "interleaved_1f1b",
     "issue_at_consumer",
+    "later_tasks",
     "one_f_one_b",
     "overlap_transfers",
     "parse_schedule",
@@ -46,3 +67,9 @@ __all__ = [
     "to_torch_csv",
     "zero_bubble",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module 'reshard.scheduler' has no attribute {name!r}")
+    return getattr(importlib.import_module(_WITH_TORCH[name]), name)

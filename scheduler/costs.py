@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from reshard.cost.port_loads import find_loads
+from reshard.cost.simulator import simulate
 from reshard.errors import ArgumentError
-from reshard.loads import find_loads
-from reshard.plan import Plan, TensorSpec
-from reshard.planning import plan_tensors
-from reshard.routes import Strategy
-from reshard.simulation import simulate
-from reshard.topology import Topology
+from reshard.plan.model import Plan
+from reshard.planner.planning import plan_tensors
+from reshard.planner.strategies.problem import Strategy
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.topology.model import Topology
 
-from .pipeline import Edge, Loads
+from .graph import Edge, Loads
 
 
 def plan_edge(

@@ -23,7 +23,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings="]
+PYTEST = [
+    "-m",
+    "pytest",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "--import-mode=importlib",
+    "-o",
+    "addopts=",
+    "-o",
+    "filterwarnings=",
+]
 BUILD_SECONDS = 180.0
 
 
@@ -44,27 +55,27 @@ def tests(file: str, *names: str) -> tuple[str, ...]:
 
 
 CHECKS = [
-    Check("the NCCL binding: library, version, calls", tests("test_nccl.py"), tests("test_nccl.py"), 60),
+    Check("the NCCL binding: library, version, calls", tests("runtime/test_nccl.py"), tests("runtime/test_nccl.py"), 60),
     Check(
-        "the packing kernel against its twin, every unit", tests("test_gpu.py", "twin_copies"),
-        tests("test_regions.py"), 90,
+        "the packing kernel against its twin, every unit", tests("runtime/test_gpu.py", "twin_copies"),
+        tests("runtime/test_strided_regions.py"), 90,
     ),
     Check(
-        "the same under compute-sanitizer", tests("test_gpu.py", "twin_copies"), (), 120,
+        "the same under compute-sanitizer", tests("runtime/test_gpu.py", "twin_copies"), (), 120,
         "compute-sanitizer --error-exitcode 9 --target-processes all",
     ),
-    Check("packing rates beside torch.copy_", ("-m", "microbench.packing", "--repeats", "10"), (), 60),
+    Check("packing rates beside torch.copy_", ("-m", "microbench.kernels.packing", "--repeats", "10"), (), 60),
     Check(
-        "all ranks of a plan in one process, every strategy", tests("test_gpu.py", "in_one_process"),
-        tests("test_rounds.py"), 90,
+        "all ranks of a plan in one process, every strategy", tests("runtime/test_gpu.py", "in_one_process"),
+        tests("runtime/test_rounds.py"), 90,
     ),
-    Check("two ranks on one card over NCCL", tests("test_gpu.py", "share_the_card"), tests("test_streams.py", "element"), 60),
-    Check("calls between four ranks", tests("test_gpu.py", "calls_move", "blocks_the_stream"), tests("test_streams.py", "often"), 90),
-    Check("casts", tests("test_gpu.py", "cast"), tests("test_streams.py", "cast"), 60),
-    Check("CuPy arrays", tests("test_gpu.py", "cupy"), tests("test_cupy.py"), 60),
-    Check("capture, replay, other arrays, replay", tests("test_gpu.py", "captured"), (), 60),
-    Check("a rank that dies", tests("test_gpu.py", "dies"), tests("test_streams.py", "fails_or_hangs"), 170),
-    Check("the pipeline engine", tests("test_gpu.py", "engine"), tests("test_streams.py", "engine", "two_rows"), 90),
+    Check("two ranks on one card over NCCL", tests("runtime/test_gpu.py", "share_the_card"), tests("runtime/test_stream.py", "element"), 60),
+    Check("calls between four ranks", tests("runtime/test_gpu.py", "calls_move", "blocks_the_stream"), tests("runtime/test_stream.py", "often"), 90),
+    Check("casts", tests("runtime/test_gpu.py", "cast"), tests("runtime/test_stream.py", "cast"), 60),
+    Check("CuPy arrays", tests("runtime/test_gpu.py", "cupy"), tests("cupy/test_cupy.py"), 60),
+    Check("capture, replay, other arrays, replay", tests("runtime/test_gpu.py", "captured"), (), 60),
+    Check("a rank that dies", tests("runtime/test_gpu.py", "dies"), tests("runtime/test_stream.py", "fails_or_hangs"), 170),
+    Check("the pipeline engine", tests("runtime/test_gpu.py", "engine"), tests("runtime/test_stream.py", "engine", "two_rows"), 90),
 ]  # fmt: skip
 
 
@@ -97,7 +108,7 @@ def describe(python: str) -> str:
         "for name in ('triton', 'cupy'):\n"
         "    try: print(name, __import__(name).__version__)\n"
         "    except Exception as error: print(name, 'is not there:', error)\n"
-        "from reshard.nccl import find_library\n"
+        "from reshard.runtime.cuda.nccl import find_library\n"
         "try: library = find_library(); print('nccl', library.version, library.path)\n"
         "except Exception as error: print('nccl is not there:', error)\n"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.cli import main
+from reshard.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -65,10 +65,10 @@ def test_every_error_is_on_its_page():
 def test_the_example_of_the_docstring():
     import doctest
 
-    import reshard.local
-    import reshard.mesh
+    import reshard.api.local
+    import reshard.sharding.mesh
 
-    for module in (reshard.local, reshard.mesh):
+    for module in (reshard.api.local, reshard.sharding.mesh):
         result = doctest.testmod(module)
         assert result.attempted
         assert not result.failed

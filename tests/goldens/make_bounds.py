@@ -9,10 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from random_problems import random_problem
-
-from reshard.bound import find_bound
-from reshard.plan import TensorSpec
+from reshard.cost.lower_bound import find_bound
+from reshard.sharding.tensor_spec import TensorSpec
+from tests.support.random_problems import random_problem
 
 FILE = Path(__file__).with_name("bounds.txt")
 #: Where several links make the bound together.

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from random_problems import random_problem
 
-from reshard.multicast import load_freight
-from reshard.plan import TensorSpec
-from reshard.routes import Problem
-from reshard.strategies import STRATEGIES
+from reshard.planner.multicast.strategy import load_freight
+from reshard.planner.registry import STRATEGIES
+from reshard.planner.strategies.problem import Problem
+from reshard.sharding.tensor_spec import TensorSpec
+from tests.support.random_problems import random_problem
 
 FILE = Path(__file__).with_name("parts.txt")
 NUM_PROBLEMS = 80

@@ -12,13 +12,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from random_problems import random_problem
-
 from reshard import Layout, Mesh, RegionLayout, Topology
-from reshard.check import check_plan
-from reshard.plan import TensorSpec
-from reshard.planning import plan_tensors
-from reshard.strategies import AUTO, STRATEGIES
+from reshard.cost.lower_bound import find_bound
+from reshard.cost.report import CostReport
+from reshard.plan.check import check_plan
+from reshard.planner.planning import plan_tensors
+from reshard.planner.registry import AUTO, STRATEGIES
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.topology.files import topology_from_json
+from tests.support.random_problems import random_problem
 
 NUM_RANDOM = 40
 FILE = Path(__file__).with_name("plans.txt")
@@ -102,7 +104,7 @@ def small_tensors() -> Iterator[tuple[Layout, Layout, tuple[int, int], str]]:
 
 def read(said: dict[str, Any]) -> Topology:
     """Messages cost nothing where nothing is said of that."""
-    return Topology.from_json({"latency_seconds": 0, "inside_latency_seconds": 0, **said})
+    return topology_from_json({"latency_seconds": 0, "inside_latency_seconds": 0, **said})
 
 
 def make_lines() -> Iterator[str]:
@@ -138,7 +140,7 @@ def _make_line(tensors: Sequence[tuple[Any, ...]], topology: Topology, strategy:
     across, inside, copied = plan.bytes_moved()
     return (
         f"{plan.num_messages} messages, {across} + {inside} + {copied} bytes, "
-        f"{plan.predicted_seconds:.6g} s of {plan.lower_bound_seconds:.6g} s, {plan.plan_hash[:12]}"
+        f"{CostReport(plan).predicted_seconds:.6g} s of {find_bound(plan).seconds:.6g} s, {plan.plan_hash[:12]}"
     )
 
 

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from reshard.scheduler.builders import eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
-from reshard.scheduler.check import check_schedule
-from reshard.scheduler.fitted import fitted
-from reshard.scheduler.notation import format_schedule
-from reshard.scheduler.passes import block_transfers, issue_at_consumer
-from reshard.scheduler.pipeline import Edge, Pipeline, Stage
-from reshard.scheduler.schedule import Schedule
-from reshard.scheduler.simulation import simulate
+from reshard.scheduler.graph import Edge, Pipeline, Stage
+from reshard.scheduler.ir.schedule import Schedule
+from reshard.scheduler.ir.text import format_schedule
+from reshard.scheduler.passes.overlap import block_transfers, issue_at_consumer
+from reshard.scheduler.schedules.auto import fitted
+from reshard.scheduler.schedules.classic import eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
+from reshard.scheduler.simulation.replay import simulate
+from reshard.scheduler.simulation.validate import check_schedule
 
 FILE = Path(__file__).with_name("schedules.txt")
 NUM_PIPELINES = 12

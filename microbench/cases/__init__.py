@@ -1,0 +1,1 @@
+"""Which pairs of layouts are measured, and on which clusters."""

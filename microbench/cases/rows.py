@@ -1,0 +1,247 @@
+"""What is measured: pairs of layouts, each on one of the clusters beside this file.
+
+Sizes are scaled to the links: the study moved 2 GiB over 10 Gbit/s, these are 64 MiB over 1 Gbit/s (a third of the
+study's seconds), with at least 8 MiB on every device that receives.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from reshard.cli.demo_cases import study_cases
+from reshard.sharding.layout import Layout
+from reshard.sharding.mesh import Mesh
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.topology.files import read_topology
+from reshard.topology.model import Topology
+
+CLUSTERS = Path(__file__).parents[1] / "emulation" / "topologies"
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing to move on one cluster; ``is_default`` rows are in the suite that ``make bench`` runs."""
+
+    suite: str
+    name: str
+    cluster: str
+    tensors: tuple[TensorSpec, ...]
+    is_default: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, counted once."""
+        return sum(int(np.prod(spec.shape)) * spec.itemsize for spec in self.tensors)
+
+    @property
+    def title(self) -> str:
+        """The layouts, short."""
+        if len(self.tensors) > 1:
+            return f"{len(self.tensors)} tensors, {self.nbytes / _MIB:.0f} MiB"
+        spec = self.tensors[0]
+        return f"{_say(spec.src, spec.ndim)} -> {_say(spec.dst, spec.ndim)}"
+
+
+def _say(layout: object, ndim: int) -> str:
+    if not isinstance(layout, Layout):
+        return "regions"
+    spec = layout.to_2023().split()
+    spec += ["R"] * (ndim - len(spec))
+    return f"{' '.join(spec)} on {'x'.join(map(str, layout.mesh.sizes))}"
+
+
+def read_cluster(name: str) -> Topology:
+    """One of the clusters beside this file, by name, or any topology file."""
+    path = CLUSTERS / f"{name}.json"
+    return read_topology(path if path.exists() else name)
+
+
+def _row(
+    suite: str,
+    name: str,
+    cluster: str,
+    shape: tuple[int, ...],
+    src: tuple[Mesh, str],
+    dst: tuple[Mesh, str],
+    is_default: bool = True,
+) -> Row:
+    spec = TensorSpec(shape, "float32", Layout(*src), Layout(*dst))
+    return Row(suite, name, cluster, (spec,), is_default)
+
+
+def study() -> Iterable[Row]:
+    """The n-to-m cases of the 2023 study."""
+    for case in study_cases():
+        shape = (768, 256, 85) if case.name == "study 6" else (256, 256, 256)
+        yield Row("study", case.name, "five", (TensorSpec(shape, "float32", case.src, case.dst),))
+
+
+def one_to_many() -> Iterable[Row]:
+    """The study's 1-to-m cases: one device to 1 to 4 hosts; smaller sizes in the full suite."""
+    for grid in ("1x1", "1x2", "1x3", "1x4", "2x2", "3x2", "4x2"):
+        hosts, devices = map(int, grid.split("x"))
+        dst = Mesh.from_array([[4 * (1 + host) + device for device in range(devices)] for host in range(hosts)])
+        is_common = grid in ("2x2", "4x2")
+        for mib in (32, 1, 16, 64) if is_common else (32, 1):
+            rows = mib * _MIB // 4096
+            name = f"1 to {grid}, {mib} MiB"
+            yield _row(
+                "one to many",
+                name,
+                "five",
+                (rows, 1024),
+                (Mesh.of("1x1"), "R R"),
+                (dst, "R R"),
+                is_common and mib == 32,
+            )
+
+
+def peers() -> Iterable[Row]:
+    """The cases on which the field's tools were compared: 4 hosts of 2, 64 MiB, and uneven ones."""
+    four, to_four = Mesh.of("4"), Mesh.of("4", first_rank=4)
+    grid = Mesh.of("2x2", first_rank=4)
+    for rows in (4096, 4099):
+        uneven = "" if rows == 4096 else ", uneven"
+        for name, spec, dst in (
+            ("rows -> columns", "S0 R", (to_four, "R S0")),
+            ("S0 -> R", "S0 R", (to_four, "R R")),
+            ("S0 -> (2,2) [R,S1]", "S0 R", (grid, "R S1")),
+        ):
+            yield _row("peers", name + uneven, "peers", (rows, 4096), (four, spec), dst, is_default=rows == 4096)
+
+
+def hosts() -> Iterable[Row]:
+    """Unequal numbers of hosts, replicated and sharded sources."""
+    for src_hosts, dst_hosts in ((2, 3), (3, 4), (4, 5)):
+        src = Mesh.of((src_hosts, 2))
+        dst = Mesh.of((dst_hosts, 2), first_rank=2 * src_hosts)
+        rows = 240 * 48  # divides by every number of hosts here
+        for spec in ("R R", "S0 R"):
+            yield _row(
+                "hosts", f"{src_hosts} -> {dst_hosts} hosts, {spec}", "nine", (rows, 1024), (src, spec), (dst, "S0 R"),
+                is_default=(src_hosts, spec) in ((2, "R R"), (3, "S0 R")),
+            )  # fmt: skip
+
+
+def shared() -> Iterable[Row]:
+    """Source and destination share ranks or hosts."""
+    mesh = Mesh.of("2x4")
+    yield _row("shared", "in place, rows -> columns", "five", (512, 256, 256), (mesh, "S0 R R"), (mesh, "R S0 R"))
+    yield _row("shared", "in place, S0 -> S1", "five", (256, 256, 256), (mesh, "S0 R R"), (mesh, "S1 R R"), False)
+    later = Mesh.of("2x4", first_rank=4)
+    yield _row(
+        "shared", "overlapping, 2 -> 2 hosts, 1 shared", "five", (256, 256, 256), (mesh, "S0 R R"), (later, "R S0 R")
+    )
+    three = Mesh.of("3x4")
+    yield _row("shared", "growing, 2 -> 3 hosts", "five", (384, 256, 192), (mesh, "S0 R R"), (three, "S0 R R"), False)
+
+
+def unequal() -> Iterable[Row]:
+    """NICs of 1, 1/2 and 1/4 Gbit/s."""
+    src, dst = Mesh.of("3x2"), Mesh.of("3x2", first_rank=6)
+    for name, a, b, is_default in (
+        ("replicated -> S0", "R R", "S0 R", True),
+        ("S0 -> replicated", "S0 R", "R R", False),
+        ("columns -> rows", "R S0", "S0 R", True),
+        ("S1 -> S0", "S1 R", "S0 R", False),
+    ):
+        yield _row("unequal NICs", name, "unequal", (3072, 2048), (src, a), (dst, b), is_default)
+
+
+def two_nics() -> Iterable[Row]:
+    """Two NICs per host, two devices at each."""
+    src, dst = Mesh.of("2x4"), Mesh.of("2x4", first_rank=8)
+    for name, a, b, is_default in (
+        ("replicated -> S0", "R R", "S0 R", True),
+        ("columns -> rows", "R S0", "S0 R", True),
+        ("S01 -> S01 the other way", "R S01", "S01 R", False),
+        ("S0 -> replicated", "S0 R", "R R", False),
+    ):
+        yield _row("two NICs", name, "two_nics", (4096, 4096), (src, a), (dst, b), is_default)
+
+
+def pods() -> Iterable[Row]:
+    """Two pods of four hosts whose uplink carries what one host's NIC does."""
+    first, second = Mesh.of("4x2"), Mesh.of("4x2", first_rank=8)
+    one, rest = Mesh.of("1x2"), Mesh.of("7x2", first_rank=2)
+    yield _row("pods", "one host -> all others", "pods", (2048, 2048), (one, "S1 R"), (rest, "R R"), False)
+    yield _row("pods", "S0 -> S0 in the other pod", "pods", (2048, 2048), (first, "S0 R"), (second, "S0 R"), False)
+    yield _row(
+        "pods", "replicated -> replicated in the other pod", "pods", (2048, 1024), (first, "R R"), (second, "R R")
+    )
+    both = Mesh.from_array([[0, 1], [8, 9], [2, 3], [10, 11]])
+    others = Mesh.from_array([[4, 5], [12, 13], [6, 7], [14, 15]])
+    yield _row("pods", "columns -> rows, both pods", "pods", (4096, 2048), (both, "R S0"), (others, "S0 R"))
+
+
+def small() -> Iterable[Row]:
+    """Many small tensors in one call, as a model has them."""
+    src, dst = Mesh.of("2x2"), Mesh.of("2x2", first_rank=4)
+    rng = random.Random(1)
+    tensors = []
+    for number in range(300):
+        rows, columns = 4 * rng.randint(8, 128), 4 * rng.randint(8, 256)
+        shape = (rows, columns) if number % 3 else (columns,)
+        to = "S1 R" if number % 2 else "R S0"
+        spec, to = ("S0 R", to) if len(shape) == 2 else ("S0", "S1")
+        tensors.append(TensorSpec(shape, "float32", Layout(src, spec), Layout(dst, to), f"w{number}"))
+    yield Row("small", "300 tensors", "peers", tuple(tensors))
+
+
+def sweep() -> Iterable[Row]:
+    """One tensor from 1 KiB to 256 MiB, one host to two."""
+    src, dst = Mesh.of("1x2"), Mesh.of("2x2", first_rank=4)
+    for power in range(10, 29, 2):
+        size = 2**power
+        name = f"{size // 1024} KiB" if size < _MIB else f"{size // _MIB} MiB"
+        yield _row("sweep", name, "peers", (size // 256, 64), (src, "S1 R"), (dst, "R R"), power in (10, 16, 20, 24))
+
+
+def random_rows(seed: int, count: int) -> Iterable[Row]:
+    """Random layout pairs on four hosts of 4, sizes that do not divide included."""
+    rng = random.Random(seed)
+    for number in range(count):
+        src_hosts, dst_hosts = rng.choice(((1, 2), (2, 1), (2, 2), (1, 3), (3, 1), (2, 3), (3, 2)))
+        src, dst = Mesh.of((src_hosts, 4)), Mesh.of((dst_hosts, 4), first_rank=4 * src_hosts)
+        shape = tuple(int(rng.uniform(0.8, 1.25) * side) for side in (256, 256, 256))
+        specs = []
+        for _ in range(2):
+            axes = ["R"] * 3
+            for axis in rng.choice(("", "0", "1", "01", "10", "0 1")).split():
+                free = [dim for dim in range(3) if axes[dim] == "R"]
+                axes[rng.choice(free)] = "S" + axis
+            specs.append(" ".join(axes))
+        name = f"seed {seed}.{number}: {specs[0]} on {src_hosts}x4 -> {specs[1]} on {dst_hosts}x4"
+        yield _row("random", name, "five", shape, (src, specs[0]), (dst, specs[1]), is_default=number < 1)
+
+
+SUITES = {
+    "study": study,
+    "one to many": one_to_many,
+    "peers": peers,
+    "hosts": hosts,
+    "shared": shared,
+    "unequal NICs": unequal,
+    "two NICs": two_nics,
+    "pods": pods,
+    "small": small,
+    "sweep": sweep,
+}
+
+
+def all_rows(seed: int, num_random: int, scale: float = 1.0) -> list[Row]:
+    """Every row, the random ones last; ``scale`` multiplies the rows of every tensor."""
+    rows = [row for suite in SUITES.values() for row in suite()] + list(random_rows(seed, num_random))
+    if scale == 1.0:
+        return rows
+
+    def scaled(spec: TensorSpec) -> TensorSpec:
+        return replace(spec, shape=(max(1, round(spec.shape[0] * scale)), *spec.shape[1:]))
+
+    return [replace(row, tensors=tuple(scaled(spec) for spec in row.tensors)) for row in rows]

@@ -1,0 +1,1 @@
+"""Several hosts on one Linux machine: namespaces joined by shaped links."""

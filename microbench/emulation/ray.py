@@ -1,0 +1,78 @@
+"""A Ray cluster of emulated hosts: a node on each, and a driver on the first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from microbench.emulation.cluster import Cluster
+from microbench.emulation.links import address
+from microbench.emulation.namespaces import mount_private
+from reshard.topology.files import topology_from_json
+
+PORT = 6379
+OBJECT_STORE_BYTES = 2**29
+START_SECONDS = 180.0
+#: A token that the user has for another cluster would be asked for by some nodes of this one and not by others.
+NO_TOKENS = {"RAY_AUTH_MODE": "disabled"}
+
+#: ``drive(function, *args)`` runs ``function(*args)`` in a driver on the first host and returns what it returns.
+Drive = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def ray_cluster(num_hosts: int, rate: str = "1 Gbit/s", num_cpus: int = 1) -> Iterator[Drive]:
+    """Hosts with a Ray node each, gone at the end.
+
+    Args:
+        rate: of each host's NIC. num_cpus: what each node offers to actors.
+
+    Raises:
+        ClusterError: this machine cannot emulate hosts. LaunchError: a node did not start.
+    """
+    topology = topology_from_json({"hosts": [{"count": num_hosts, "devices": 1, "nics": [rate]}]})
+    with Cluster(topology) as cluster:
+        cluster.run(_start_node, num_cpus, timeout_seconds=START_SECONDS)
+
+        def drive(function: Callable[..., Any], *args: Any, timeout_seconds: float = 600.0) -> Any:
+            return cluster.run(_drive, function, args, timeout_seconds=timeout_seconds)[0]
+
+        yield drive
+
+
+def _start_node(rank: int, report: Callable[[Any], None], num_cpus: int) -> None:
+    """The first host's node is the head; daemons of a host live as long as it."""
+    mount_private("/tmp/ray")
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
+    command += ["--node-ip-address", address(rank, 0), "--num-cpus", str(num_cpus)]
+    command += ["--object-store-memory", str(OBJECT_STORE_BYTES)]
+    head = ["--head", "--port", str(PORT), "--include-dashboard=false"]
+    command += ["--address", f"{address(0, 0)}:{PORT}"] if rank else head
+    environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"} | NO_TOKENS
+    if rank:
+        dist.barrier()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if not rank:
+        dist.barrier()
+    if done.returncode:
+        raise RuntimeError(f"ray start on host {rank}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def _drive(rank: int, report: Callable[[Any], None], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    if rank:
+        return None
+    os.environ.update(NO_TOKENS)
+    import ray
+
+    paths = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}  # actors import what this process can
+    ray.init(address=f"{address(0, 0)}:{PORT}", log_to_driver=False, runtime_env=paths, _node_ip_address=address(0, 0))
+    try:
+        return function(*args)
+    finally:
+        ray.shutdown()

@@ -1,0 +1,1 @@
+"""Runs cases, times them and reports what was measured."""

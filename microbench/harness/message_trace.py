@@ -1,0 +1,128 @@
+"""One transfer message by message: when each left and arrived, beside what the simulator says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import reshard
+from microbench.cases.rows import Row, read_cluster
+from microbench.emulation.cluster import Cluster
+from microbench.emulation.links import nominal
+from microbench.harness.calibrate import measure_cluster
+from microbench.harness.worker import Stopwatch
+from reshard.cli.demo import shard_of_positions
+from reshard.cost.simulator import Timeline, simulate
+from reshard.plan.model import Plan
+from reshard.planner.planning import plan_tensors
+from reshard.runtime.cpu.executor import TOLD_TAG
+
+
+@dataclass(frozen=True)
+class Trace:
+    """``measured[id]`` is ``(posted, arrived)`` of each message in seconds after the start; posted by both ends."""
+
+    plan: Plan
+    measured: dict[int, tuple[float, float]]
+    seconds: float
+    timeline: Timeline
+
+
+class _Watched:
+    """The work of one operation; notes when a wait for it ended."""
+
+    def __init__(self, work: Any, note: Callable[[float], None]) -> None:
+        self._work, self._note = work, note
+
+    def wait(self, timeout: Any) -> Any:
+        done = self._work.wait(timeout)
+        self._note(time.monotonic())
+        return done
+
+
+class _Recorder:
+    """A transport that notes when each message of a Mover's program was posted and had arrived."""
+
+    def __init__(self, mover: reshard.Mover) -> None:
+        transport: Any = mover._transport
+        self._transport = transport
+        self._program = mover._program
+        self._hosts = mover.plan.topology.host_of_rank
+        self.abort = self._transport.abort
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.sent: dict[int, float] = {}
+        self.awaited: dict[int, float] = {}
+        self.arrived: dict[int, float] = {}
+        program = self._program
+        self._next = [iter(program.sends_across), iter(program.sends_inside)]
+        self._next_recv = iter(program.recvs)
+
+    def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Any:
+        if tag >= TOLD_TAG:
+            return self._transport.send(buffer, rank, tag)
+        op = next(self._next[self._hosts[rank] == self._hosts[self._program.rank]])
+        self.sent[op.id] = time.monotonic()
+        return self._transport.send(buffer, rank, tag)
+
+    def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Any:
+        if tag >= TOLD_TAG:
+            return self._transport.recv(buffer, rank, tag)
+        op = next(self._next_recv)
+        self.awaited[op.id] = time.monotonic()
+        work = self._transport.recv(buffer, rank, tag)
+        return _Watched(work, lambda now: self.arrived.__setitem__(op.id, now))
+
+
+def trace_row(row: Row, strategy: str, repeats: int = 3) -> Trace:
+    """Run a row on its cluster a few times and keep the last one."""
+    shaped = read_cluster(row.cluster)
+    plan = plan_tensors(row.tensors, strategy=strategy, topology=nominal(shaped))
+    with Cluster(shaped) as cluster:
+        links = measure_cluster(cluster, nominal(shaped))
+        results = cluster.run(_record, plan, repeats, timeout_seconds=600.0)
+    sent: dict[int, float] = {}
+    awaited: dict[int, float] = {}
+    arrived: dict[int, float] = {}
+    for _, *times in results:
+        for merged, found in zip((sent, awaited, arrived), times, strict=True):
+            merged.update(found)
+    measured = {ident: (max(sent[ident], awaited[ident]), arrived[ident]) for ident in sorted(arrived)}
+    return Trace(plan, measured, max(result[0] for result in results), simulate(plan, links))
+
+
+def _record(
+    rank: int, report: Callable[[Any], None], plan: Plan, repeats: int
+) -> tuple[float, dict[int, float], dict[int, float], dict[int, float]]:
+    source: Any = {spec.name: shard_of_positions(spec.src, rank, spec.shape, spec.dtype) for spec in plan.tensors}
+    out: Any = {spec.name: shard_of_positions(spec.dst, rank, spec.shape, spec.dtype) for spec in plan.tensors}
+    if plan.tensors[0].name is None:
+        source, out = source[None], out[None]
+    stopwatch = Stopwatch()
+    mover = reshard.Mover(plan) if rank in plan.ranks else None
+    recorder = None if mover is None or len(plan.ranks) == 1 else _Recorder(mover)
+    if mover is not None and recorder is not None:
+        mover._transport = recorder  # type: ignore[assignment]
+    seconds = 0.0
+    for _ in range(repeats):
+        if recorder is not None:
+            recorder.forget()
+        stopwatch.start()
+        if mover is not None:
+            mover(source, out=out)
+        seconds = stopwatch.stop().seconds
+    dist.barrier()
+    if recorder is None:
+        return seconds, {}, {}, {}
+    sent, awaited, arrived = (
+        {ident: at - stopwatch.begun for ident, at in times.items()}
+        for times in (recorder.sent, recorder.awaited, recorder.arrived)
+    )
+    return seconds, sent, awaited, arrived

@@ -1,0 +1,273 @@
+"""Tables, pages and pictures from the records of a run: ``python -m microbench.harness.report FILE --into PAGE``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+#: Rows shorter than this say more about start-up than about links.
+LONG_SECONDS = 0.2
+
+
+def rows_of(records: Iterable[Record]) -> list[Record]:
+    """The records of rows that ran."""
+    return [record for record in records if record["kind"] == "row" and "refused" not in record]
+
+
+def predicted(records: Iterable[Record]) -> list[Record]:
+    """Those with a plan that last long enough for the simulator to be judged on them, each plan once."""
+    return [
+        record
+        for record in rows_of(records)
+        if "predicted_seconds" in record and record["median_seconds"] >= LONG_SECONDS and "same_as" not in record
+    ]
+
+
+_LEGEND = (
+    "x bound: median over the lower bound; pred/meas: predicted over measured; first s: first use, set-up included;\n"
+    "busy: processors in use; MB: out of each host > into each host, of the last turn"
+)
+#: Above this something else than the emulated links held messages up while they were measured.
+_MOST_LATENCY_SECONDS = 2e-3
+
+
+def format_table(records: Sequence[Record]) -> str:
+    """One line per row and contender, and what the columns are."""
+    lines = [
+        f"  {'contender':24} {'median s':>9} {'min':>8} {'max':>8} {'x bound':>8} {'pred/meas':>9} {'first s':>8} "
+        f"{'busy':>5}  elements  MB out and in per host"
+    ]
+    last = None
+    for record in records:
+        if record["kind"] != "row":
+            continue
+        name = f"{record['suite']}: {record['row']}"
+        if name != last:
+            lines.append(f"{name}  [{record['title']}], bound {record['bound_seconds']:.4f} s")
+            last = name
+        if "refused" in record:
+            lines.append(f"  {record['contender']:24} does not apply: {record['refused'].splitlines()[0][:80]}")
+            continue
+        if "same_as" in record:
+            lines.append(f"  {record['contender']:24} the same plan as {record['same_as']}")
+            continue
+        seconds = record["seconds"]
+        ratio = "" if record["ratio"] is None else f"{record['ratio']:8.3f}"
+        agrees = f"{record['predicted_over_measured']:9.3f}" if "predicted_over_measured" in record else f"{'':9}"
+        lines.append(
+            f"  {record['contender']:24} {record['median_seconds']:9.4f} {min(seconds):8.4f} {max(seconds):8.4f} "
+            f"{ratio:>8} {agrees} {record['first_use_seconds']:8.3f} {record['busy']:5.0%}  "
+            f"{str(record['wrong']) + ' WRONG' if record['wrong'] else 'all':8}  {_crossed(record['crossed_bytes'])}"
+            + (f"  {record['disturbed']} of {len(seconds)} turns DISTURBED" if record.get("disturbed") else "")
+        )
+    if last is not None:
+        lines.append(_LEGEND)
+    return "\n".join(lines)
+
+
+def _crossed(hosts: Sequence[Sequence[Sequence[int]]] | None) -> str:
+    """Megabytes out of each host and into it, as ``33.6+33.6+0 > 0+0+67.2``."""
+    if not hosts:
+        return ""
+    out, into = ("+".join(f"{sum(nic[way] for nic in host) / 1e6:.3g}" for host in hosts) for way in (0, 1))
+    return f"{out} > {into}"
+
+
+def format_summary(records: Sequence[Record]) -> str:
+    """How good the links, the predictions and the strategies were."""
+    lines = []
+    for record in records:
+        if record["kind"] == "cluster":
+            lines.append(
+                f"cluster {record['cluster']:9} set up in {record['set_up_seconds']:.2f} s; links moved by "
+                f"{100 * record['moved']:.1f} %, at most {100 * record['off']:.1f} % from what they should carry, "
+                f"latency {1e6 * record.get('latency_seconds', 0.0):.0f} us"
+                f"{', HIGH' if record.get('latency_seconds', 0.0) > _MOST_LATENCY_SECONDS else ''}"
+                f"{'' if record['valid'] else '  NOT VALID'}"
+            )
+    turns = sum(len(record["seconds"]) for record in rows_of(records))
+    repeated, disturbed = (
+        sum(record.get(name, 0) for record in rows_of(records)) for name in ("repeated", "disturbed")
+    )
+    lines.append(
+        f"{turns} turns; {repeated} more were repeated because the machine was taken away while they ran, "
+        f"{disturbed} are kept although it was"
+    )
+    judged = predicted(records)
+    if judged:
+        off = sorted(abs(record["predicted_over_measured"] - 1) for record in judged)
+        near = sum(part <= 0.05 for part in off)
+        plans = f"{len(off)} plan{'s' * (len(off) > 1)}"
+        lines.append(
+            f"predicted over measured, {plans} of {LONG_SECONDS} s and more: within 5 % on {near} "
+            f"({100 * near / len(off):.0f} %), worst {100 * off[-1]:.1f} %"
+        )
+    by_contender: dict[str, list[float]] = {}
+    for record in rows_of(records):
+        if record["ratio"] and record["bound_seconds"] >= LONG_SECONDS / 2:
+            by_contender.setdefault(record["contender"], []).append(record["ratio"])
+    if by_contender:
+        lines.append(
+            f"over the bound, geometric means of the rows with a bound of {LONG_SECONDS / 2:g} s and more that the "
+            "contender applies to:"
+        )
+    for name, ratios in sorted(by_contender.items(), key=lambda item: _mean(item[1])):
+        lines.append(
+            f"{name:24} {_mean(ratios):6.3f} times the bound ({len(ratios)} row{'s' * (len(ratios) > 1)}), "
+            f"worst {max(ratios):.2f}"
+        )
+    took = next((record["took_seconds"] for record in records if record["kind"] == "end"), None)
+    if took is not None:
+        lines.append(f"took {took:.0f} s")
+    return "\n".join(lines)
+
+
+def _mean(ratios: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def format_markdown(records: Sequence[Record], contenders: Sequence[str]) -> str:
+    """A table for a page: per row the bound, and of each contender seconds over it (and what was predicted)."""
+    lines = [
+        f"{describe_run(records)} Medians of interleaved runs, seconds over the lower bound at the measured link "
+        "rates; in brackets what the simulator predicts.",
+        "",
+        "| | bound, s | " + " | ".join(contenders) + " |",
+        "|---|---|" + "---|" * len(contenders),
+    ]
+    rows: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in records:
+        if record["kind"] == "row":
+            rows.setdefault((record["suite"], record["row"]), {})[record["contender"]] = record
+    for (suite, row), found in rows.items():
+        bound = next(iter(found.values()))["bound_seconds"]
+        cells = [_cell(found.get(contender)) for contender in contenders]
+        lines.append(f"| {suite}: {row} | {bound:.3g} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def describe_run(records: Sequence[Record]) -> str:
+    """The command, when and where it ran, and with what, in a sentence."""
+    run = next(record for record in records if record["kind"] == "run")
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    return f"`{run['command']}` on {run['date']}: {run['machine']}; {versions}; load {run['load']} at the start."
+
+
+def format_suites(records: Sequence[Record], contenders: Sequence[str]) -> str:
+    """A short table for a page: per suite the geometric mean over the bound of each contender, and its worst row.
+
+    Rows with a bound under 0.1 s, where messages cost more than bytes, have a line of their own.
+    """
+    suites: dict[str, dict[str, dict[str, float]]] = {}
+    for record in rows_of(records):
+        if record["ratio"]:
+            is_long = record["bound_seconds"] >= LONG_SECONDS / 2
+            suite = suites.setdefault(record["suite"] if is_long else f"under {LONG_SECONDS / 2:g} s, all suites", {})
+            suite.setdefault(record["row"], {})[record["contender"]] = record["ratio"]
+    lines = ["| suite | rows | " + " | ".join(contenders) + " |", "|---|---|" + "---|" * len(contenders)]
+    for name, rows in sorted(suites.items(), key=lambda item: item[0].startswith("under")):
+        cells = []
+        for contender in contenders:
+            ratios = [row[contender] for row in rows.values() if contender in row]
+            few = f" of {len(ratios)}" if len(ratios) < len(rows) else ""
+            cells.append(f"{_mean(ratios):.2f} ({max(ratios):.2f}{few})" if ratios else "-")
+        lines.append(f"| {name} | {len(rows)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(record: Record | None) -> str:
+    if record is None or "refused" in record or record["ratio"] is None:
+        return "-"
+    text = f"{record['ratio']:.2f}"
+    return text + (f" ({record['predicted_ratio']:.2f})" if "predicted_ratio" in record else "")
+
+
+def replace_section(text: str, name: str, section: str) -> str:
+    """A page with what stands between its ``<!-- name -->`` marks replaced."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    if begin not in text or end not in text:
+        raise SystemExit(f"the page has no marks {begin.strip()} and {end}")
+    before, _, rest = text.partition(begin)
+    return before + begin + section.strip() + "\n" + end + rest.partition(end)[2]
+
+
+def main() -> int:
+    """Write the pages and pictures of a run."""
+    parser = argparse.ArgumentParser(prog="python -m microbench.harness.report", description=main.__doc__)
+    parser.add_argument("records", type=Path, help="JSON lines of python -m microbench --out")
+    parser.add_argument(
+        "--into",
+        type=Path,
+        required=True,
+        help="where to write, without ending: INTO.md, INTO-bars.svg, INTO-links.svg",
+    )
+    parser.add_argument("--readme", type=Path, help="also replace the benchmark section of this page")
+    parser.add_argument("--trace", help="the row whose links are drawn (study 3, else the first of the run)")
+    parser.add_argument("--no-trace", action="store_true", help="do not run that row once more to draw its links")
+    options = parser.parse_args()
+    try:
+        records = [json.loads(line) for line in options.records.read_text().splitlines()]
+        names = list(dict.fromkeys(record["row"] for record in records if record["kind"] == "row"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"{options.records} does not hold the records of a run: {error}")
+    if not names:
+        parser.error(f"{options.records} holds no row")
+    if not options.into.parent.is_dir():
+        parser.error(f"there is no folder {options.into.parent}")
+    trace = options.trace or ("study 3" if "study 3" in names else names[0])
+    if trace not in names:
+        parser.error(f"no row of this run is called {trace!r}; there are {', '.join(names)}")
+    write_pages(records, options.into, options.readme, None if options.no_trace else trace)
+    return 0
+
+
+def write_pages(records: Sequence[Record], into: Path, readme: Path | None, trace: str | None) -> None:
+    """``into.md`` with the whole table and the summary, ``into-*.svg``, and a page's section with fewer columns."""
+    from microbench.harness.plots import draw_bars, draw_links
+    from microbench.harness.suite import ALSO_BY_DEFAULT, DEFAULT_CONTENDERS
+
+    ran = [record for record in records if record["kind"] == "row"]
+    contenders = list(dict.fromkeys(record["contender"] for record in ran))
+    also = [name for names in ALSO_BY_DEFAULT.values() for name in names]
+    shown = [name for name in (*DEFAULT_CONTENDERS, *also) if name in contenders]
+    bars = into.with_name(into.name + "-bars.svg")
+    draw_bars([record for record in ran if record["bound_seconds"] >= LONG_SECONDS / 2], shown, bars)
+    pictures = f"![seconds over the bound]({bars.name})\n"
+    if trace is not None:
+        from microbench.cases.rows import all_rows
+        from microbench.harness.message_trace import trace_row
+        from microbench.harness.suite import OURS
+
+        row = next((row for row in all_rows(0, 100) if row.name == trace), None)
+        if row is None:
+            raise SystemExit(f"row {trace!r} is not one of the suites: give --no-trace")
+        links = into.with_name(into.name + "-links.svg")
+        draw_links(trace_row(row, OURS), links)
+        pictures += f"\nThe links of `{trace}`, run once more for this picture, one colour per transfer:\n\n"
+        pictures += f"![links over time]({links.name})\n"
+    page = into.with_suffix(".md") if into.suffix else into.with_name(into.name + ".md")
+    summary = f"```text\n{format_summary(records)}\n```"
+    table, full = format_markdown(records, contenders), f"```text\n{format_table(records)}\n```"
+    page.write_text(f"# Emulated hosts\n\n{summary}\n\n{pictures}\n{table}\n\n## Every measurement\n\n{full}\n")
+    written = sorted(str(path) for path in into.parent.glob(into.name + "*") if path.suffix in (".md", ".svg"))
+    print(f"wrote {', '.join(written)}", file=sys.stderr)
+    if readme is not None:
+        link = Path(os.path.relpath(page, readme.parent)).as_posix()
+        section = (
+            f"{describe_run(records)} Seconds over the lower bound at the measured link rates, medians of interleaved "
+            "runs: the geometric mean of a suite's rows, in brackets the worst one, and of how many rows where a "
+            f"contender does not apply to all. Every row: [the whole page]({link}).\n\n"
+            f"{format_suites(records, shown)}\n\n{summary}"
+        )
+        readme.write_text(replace_section(readme.read_text(), "benchmark", section))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

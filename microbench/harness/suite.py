@@ -1,0 +1,288 @@
+"""Runs rows on clusters and turns what was measured into records."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from microbench.cases.rows import Row, read_cluster
+from microbench.emulation.cluster import Cluster
+from microbench.emulation.links import nominal
+from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
+from microbench.harness.steal_time import Pace
+from microbench.harness.worker import PATIENCE_SECONDS, Job, Turn, run_jobs
+from microbench.peers.base import are_replicated
+from microbench.peers.registry import OTHERS
+from reshard.cost.lower_bound import find_bound
+from reshard.cost.simulator import simulate
+from reshard.plan.model import Plan
+from reshard.plan.transfers import Transfers
+from reshard.planner.planning import plan_tensors
+from reshard.planner.registry import AUTO
+from reshard.topology.files import topology_to_json
+from reshard.topology.model import Topology
+
+#: Links may move by this much between before and after, and be this far from what the shaper should give.
+MOST_DEVIATION = 0.03
+#: Contenders predicted to take more than this many times the bound run less often.
+SLOW_RATIO, SLOW_REPEATS = 3.0, 3
+OURS = AUTO
+DEFAULT_CONTENDERS = (OURS, "send_recv", "local_all_gather", "awex")
+#: In the default run these stand beside them in some suites only: they take 5 to 20 times the bound.
+ALSO_BY_DEFAULT = {"peers": ("full_tensor + broadcast",), "one to many": ("gloo broadcast",)}
+SLOW_OTHERS = ("full_tensor + broadcast", "gloo broadcast")
+ALL_CONTENDERS = (
+    OURS,
+    "send_recv",
+    "local_all_gather",
+    "global_all_gather",
+    "broadcast_naive",
+    "broadcast_size",
+    "broadcast_greedy",
+    "broadcast_search",
+    *OTHERS,
+)
+
+Record = dict[str, Any]
+
+
+@dataclass
+class Planned:
+    """A row with its plans on the nominal topology, and what each contender is called."""
+
+    row: Row
+    key: str
+    topology: Topology
+    plans: dict[str, Plan]
+    same_as: dict[str, str]
+    turns: tuple[Turn, ...]
+    bound_seconds: float
+    expected_seconds: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        total = 0.0
+        for turn in self.turns:
+            once = self.guess(turn.name) if turn.plan is None else simulate(turn.plan, self.topology).makespan_seconds
+            total += (turn.repeats + 1) * (once + 0.15)
+        self.expected_seconds = total
+
+    def guess(self, name: str) -> float:
+        """Roughly what one turn of another contender takes, for the progress bar."""
+        slowest = min(self.topology.host(host).egress_bytes_per_second for host in range(self.topology.num_hosts))
+        receivers = len({rank for spec in self.row.tensors for rank in spec.dst.ranks})
+        if name == "gloo broadcast" and not are_replicated(self.row.tensors):
+            return 0.0
+        if name in SLOW_OTHERS:
+            return self.row.nbytes / slowest * receivers
+        plan = self.plans.get("send_recv")
+        return self.bound_seconds if plan is None else simulate(plan, self.topology).makespan_seconds
+
+
+def plan_row(row: Row, key: str, contenders: Sequence[str], repeats: int, topology: Topology | None = None) -> Planned:
+    """Plan every strategy, on the row's cluster if no topology is given; those whose plans are the same run once."""
+    if topology is None:
+        topology = nominal(read_cluster(row.cluster))
+    plans: dict[str, Plan] = {}
+    same_as: dict[str, str] = {}
+    turns = []
+    bound = 0.0
+    for name in contenders:
+        if name in OTHERS:
+            # point to point takes about what our plain sends do
+            likely = plans.get("send_recv") or plan_tensors(row.tensors, strategy="send_recv", topology=topology)
+            slow = name in SLOW_OTHERS or _is_slow(likely)
+            turns.append(Turn(name, None, min(repeats, SLOW_REPEATS) if slow else repeats))
+            continue
+        plan = plan_tensors(row.tensors, strategy=name, topology=topology)
+        bound = find_bound(plan).seconds
+        twin = next((other for other, seen in plans.items() if _same(seen, plan)), None)
+        if twin is not None:
+            same_as[name] = twin
+            continue
+        plans[name] = plan
+        turns.append(Turn(name, plan, min(repeats, SLOW_REPEATS) if _is_slow(plan) else repeats))
+    if not bound:
+        bound = find_bound(plan_tensors(row.tensors, topology=topology)).seconds
+    return Planned(row, key, topology, plans, same_as, tuple(turns), bound)
+
+
+def _is_slow(plan: Plan) -> bool:
+    return simulate(plan).makespan_seconds > SLOW_RATIO * find_bound(plan).seconds > 0
+
+
+def _same(a: Plan, b: Plan) -> bool:
+    return all(
+        np.array_equal(getattr(a.transfers, name), getattr(b.transfers, name))
+        for name in Transfers.__dataclass_fields__
+    )
+
+
+def describe_machine(arguments: Sequence[str]) -> Record:
+    """The first record of a file: what ran, on what, when."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "numpy", "scipy", "reshard", "awex"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "kind": "run",
+        "command": shlex.join(["python", "-m", "microbench", *(Path(word).name for word in arguments)]),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": f"{os.cpu_count()} cores, {_processor()}, Linux {platform.release().split('-')[0]}",
+        "load": round(os.getloadavg()[0], 2),
+        "versions": versions,
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def run_cluster(
+    name: str,
+    planned: Sequence[Planned],
+    write: Callable[[Record], None],
+    advance: Callable[[float, str], None],
+    pace: Pace,
+) -> None:
+    """All rows of one cluster: links measured, rows run, links measured again, records written.
+
+    Args:
+        name: the cluster. planned: its rows. write: takes each record.
+        advance: takes seconds of expected work that are done, and what is running. pace: of the whole run.
+    """
+    shaped = read_cluster(name)
+    expected = nominal(shaped)
+    rows: dict[str, dict[str, Any]] = {}
+    crossed: dict[tuple[str, str], list[Any]] = {}
+    by_key = {one.key: one for one in planned}
+    begun = time.monotonic()
+    with Cluster(shaped) as cluster:
+        set_up = time.monotonic() - begun
+        advance(0.0, f"{name}: measuring links")
+        before = measure_cluster(cluster, expected)
+        last = cluster.crossed_bytes()
+
+        def on_report(_: int, said: tuple[Any, ...]) -> None:
+            nonlocal last
+            kind, key, what = said
+            if kind == "row":
+                rows[key] = what
+                advance(by_key[key].expected_seconds, f"{name}: {by_key[key].row.name}")
+                return
+            now = cluster.crossed_bytes()
+            if kind == "turn":
+                crossed[key, what] = [
+                    [(b[0] - a[0], b[1] - a[1]) for a, b in zip(host_before, host_now, strict=True)]
+                    for host_before, host_now in zip(last, now, strict=True)
+                ]
+            last = now
+
+        for one in planned:  # in new processes: groups that nobody uses wake up all the same, a hundred times a second
+            job = Job(one.key, one.row.tensors, one.turns, pace.spare_seconds(one.expected_seconds))
+            limit = 120.0 + 2 * PATIENCE_SECONDS + 8 * one.expected_seconds
+            cluster.run(run_jobs, [job], timeout_seconds=limit, on_report=on_report)
+        advance(0.0, f"{name}: measuring links")
+        after = measure_cluster(cluster, expected)
+    moved = max(map(abs, deviations(after, before).values()))
+    off = max(max(map(abs, deviations(side, expected).values())) for side in (before, after))
+    links = mean_topology(before, after)
+    is_valid = moved <= MOST_DEVIATION and off <= MOST_DEVIATION
+    write(
+        {
+            "kind": "cluster",
+            "cluster": name,
+            "topology": topology_to_json(links),
+            "set_up_seconds": round(set_up, 3),
+            "latency_seconds": links.latency_seconds,
+            "moved": round(moved, 4),
+            "off": round(off, 4),
+            "valid": is_valid,
+        }
+    )
+    for one in planned:
+        for record in make_records(one, rows[one.key], crossed, links):
+            write(record | {"valid": is_valid})
+
+
+def make_records(
+    one: Planned,
+    measured: dict[str, Any],
+    crossed: dict[tuple[str, str], list[Any]],
+    links: Topology,
+    *,
+    is_shared: bool = True,
+) -> list[Record]:
+    """One record per contender of a row, against the rates that were measured.
+
+    Args:
+        is_shared: all ranks are on this machine, and start one after the other on its processors.
+    """
+    bound = find_bound(plan_tensors(one.row.tensors, topology=links)).seconds
+    records = []
+    for name in [*(turn.name for turn in one.turns), *one.same_as]:
+        record: Record = {
+            "kind": "row",
+            "suite": one.row.suite,
+            "row": one.row.name,
+            "title": one.row.title,
+            "cluster": one.row.cluster,
+            "bytes": one.row.nbytes,
+            "contender": name,
+            "bound_seconds": bound,
+        }
+        result = measured.get(one.same_as.get(name, name), {})
+        if name in one.same_as:
+            record["same_as"] = one.same_as[name]
+        if "refused" in result:
+            records.append(record | {"refused": result["refused"]})
+            continue
+        seconds = result["seconds"]
+        record |= {
+            "seconds": [round(took, 6) for took in seconds],
+            "median_seconds": statistics.median(seconds),
+            "ratio": statistics.median(seconds) / bound if bound else None,
+            "first_use_seconds": round(result["first_use_seconds"], 6),
+            "busy": round(result["busy"], 3),
+            "disturbed": result["disturbed"],
+            "repeated": result["repeated"],
+            "wrong": result["wrong"],
+            "crossed_bytes": crossed.get((one.key, one.same_as.get(name, name))),
+        }
+        plan = one.plans.get(one.same_as.get(name, name))
+        if plan is not None:
+            predicted = simulate(plan, with_start(links, plan, is_shared)).makespan_seconds
+            record["predicted_seconds"] = predicted
+            record["predicted_ratio"] = predicted / bound if bound else None
+            record["predicted_over_measured"] = predicted / record["median_seconds"]
+        records.append(record)
+    return records
+
+
+def with_start(links: Topology, plan: Plan, is_shared: bool) -> Topology:
+    """Links as one plan's ranks find them: what starting took all ranks of a machine takes few of them less."""
+    if not is_shared:
+        return links
+    part = len(plan.ranks) / (len(links.host_of_rank) // 2 * 2 or 1)
+    return replace(links, start_seconds=links.start_seconds * part)
+
+
+def stderr(text: str) -> None:
+    """A line for people."""
+    print(text, file=sys.stderr, flush=True)

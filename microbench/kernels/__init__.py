@@ -1,0 +1,1 @@
+"""Native code and GPU kernels beside what they replace."""

@@ -1,0 +1,89 @@
+"""Native code beside its Python twins, and the cost of geometry: ``python -m microbench.kernels.native``."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from reshard.cost.fluid import flow_native, flow_python
+from reshard.cost.simulator import network_of
+from reshard.plan.messages import tabulate_messages
+from reshard.planner.planning import make_plan
+from reshard.runtime.byte_runs import copy_runs_native, copy_runs_python
+from reshard.sharding.layout import Layout
+from reshard.sharding.mesh import Mesh
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.topology.model import Topology
+
+
+def _median_seconds(function: Callable[[], object], repeats: int = 15) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        begun = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[1:])
+
+
+def copies() -> None:
+    """1 MiB in runs of 16 bytes to 64 KiB."""
+    print("copy_runs, 1 MiB          native      twin    ratio")
+    src, dst = np.ones(2**22, dtype=np.uint8), np.zeros(2**20, dtype=np.uint8)
+    for run in (16, 64, 256, 1024, 4096, 65536):
+        count = 2**20 // run
+        src_at = np.arange(count, dtype=np.int64) * run * 4
+        dst_at = np.arange(count, dtype=np.int64) * run
+        length = np.full(count, run, dtype=np.int64)
+        twin = _median_seconds(lambda a=src_at, b=dst_at, n=length: copy_runs_python(src, dst, a, b, n))  # type: ignore[misc]
+        if copy_runs_native is None:
+            print(f"{run:6} bytes a run    not built {1e3 * twin:8.3f} ms")
+            continue
+        native = _median_seconds(lambda a=src_at, b=dst_at, n=length: copy_runs_native(src, dst, a, b, n))  # type: ignore[misc]
+        print(f"{run:6} bytes a run  {1e3 * native:8.3f} ms {1e3 * twin:8.3f} ms {twin / native:6.1f}")
+
+
+def simulator() -> None:
+    """Plans of 2 to 16 hosts of 4, 2 GiB, in the default strategy."""
+    print("simulate                  native      twin    ratio")
+    for hosts in (2, 4, 8, 16):
+        src = Layout(Mesh.of((hosts, 4)), "R S01 R")
+        dst = Layout(Mesh.of((hosts, 4), first_rank=4 * hosts), "S0 R R")
+        topology = Topology(tuple(rank // 4 for rank in range(8 * hosts)))
+        plan = make_plan(src, dst, (1024, 1024, 512), "float32", topology=topology)
+        messages = tabulate_messages(plan)
+        network = network_of(plan, messages, np.flatnonzero(messages.sender != messages.receiver), topology)
+        twin = _median_seconds(lambda network=network: flow_python(network), 3)  # type: ignore[misc]
+        said = f"{2 * hosts:3} hosts {len(messages):6} messages"
+        if flow_native is None:
+            print(f"{said} not built {1e3 * twin:9.1f} ms")
+            continue
+        native = _median_seconds(lambda network=network: flow_native(network), 5)  # type: ignore[misc]
+        print(f"{said} {1e3 * native:6.1f} ms {1e3 * twin:6.0f} ms {twin / native:6.1f}")
+
+
+def geometry() -> None:
+    """R S01 R -> S01 R R: every source rank has something for every destination rank."""
+    print("unit tasks of R S01 R -> S01 R R")
+    for hosts in (4, 16, 64, 256):
+        src = Layout(Mesh.of((hosts, 4)), "R S01 R")
+        dst = Layout(Mesh.of((hosts, 4), first_rank=4 * hosts), "S01 R R")
+
+        def cut(src: Layout = src, dst: Layout = dst) -> int:
+            return len(TensorSpec((4096, 4096, 512), "float32", src, dst).tasks)
+
+        tasks = cut()
+        seconds = _median_seconds(cut, 5)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(f"{4 * hosts:5} -> {4 * hosts:4} ranks  {tasks:8} tasks  {1e3 * seconds:8.2f} ms  peak {peak:.0f} MiB")
+
+
+if __name__ == "__main__":
+    copies()
+    simulator()
+    geometry()
+    sys.exit(0)

@@ -1,0 +1,91 @@
+"""Packing on a GPU: ``python -m microbench.kernels.packing``. One launch for many boxes beside ``copy_`` for each.
+
+Boxes are columns of matrices; the longer their rows the nearer packing should come to a plain copy of as many bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+
+from microbench.harness.suite import describe_machine, stderr
+
+TOTAL_BYTES = 2**28
+ROW_BYTES = (64, 128, 256, 512, 1024, 4096, 16384)
+NUM_BOXES = 64
+
+
+def seconds_of(work: Callable[[], object], repeats: int) -> float:
+    """Median seconds of the device."""
+    work()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()  # type: ignore[no-untyped-call]
+        work()
+        end.record()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def measure(row_bytes: int, repeats: int) -> tuple[float, float, float, float]:
+    """Bytes per second of a plain copy, of packing and unpacking in one launch, and of ``copy_`` box by box.
+
+    Each counts bytes once; all read and write as many.
+    """
+    from reshard.runtime.cuda.pack_kernel import RegionCopier
+    from reshard.runtime.strided_regions import box_regions, make_tables
+
+    device = torch.device("cuda")
+    rows, columns = TOTAL_BYTES // (NUM_BOXES * row_bytes), NUM_BOXES * row_bytes
+    array = torch.randint(0, 255, (rows, columns), dtype=torch.uint8, device=device)
+    buffer = torch.empty(TOTAL_BYTES, dtype=torch.uint8, device=device)
+    boxes = [(slice(0, rows), slice(i * row_bytes, (i + 1) * row_bytes)) for i in range(NUM_BOXES)]
+    regions = [
+        region for i, box in enumerate(boxes) for region in box_regions(0, array.shape, 1, box, i * rows * row_bytes)
+    ]
+    copier = RegionCopier(device)
+    tables = [copier.place(table) for table in make_tables(regions, [16])]
+    addresses = copier.find_addresses((array.data_ptr(),))
+    parts = [part.view(rows, row_bytes) for part in buffer.split(rows * row_bytes)]
+
+    def in_launches(to_buffer: bool) -> None:
+        for table in tables:
+            copier.copy(table, addresses, buffer, to_buffer)
+
+    def one_by_one() -> None:
+        for part, box in zip(parts, boxes, strict=True):
+            part.copy_(array[box])
+
+    plain = seconds_of(lambda: buffer.copy_(array.view(-1)), repeats)
+    packed = seconds_of(lambda: in_launches(True), repeats)
+    expected = torch.cat([array[box].reshape(-1) for box in boxes])
+    assert torch.equal(buffer, expected)
+    unpacked = seconds_of(lambda: in_launches(False), repeats)
+    looped = seconds_of(one_by_one, repeats)
+    return TOTAL_BYTES / plain, TOTAL_BYTES / packed, TOTAL_BYTES / unpacked, TOTAL_BYTES / looped
+
+
+def main() -> int:
+    """Print a row for each row length."""
+    parser = argparse.ArgumentParser(prog="python -m microbench.kernels.packing", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=20, help="turns of each (20)")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        stderr("packing: this process has no CUDA device")
+        return 2
+    print(describe_machine(sys.argv[1:]) | {"device": torch.cuda.get_device_name()})
+    print(f"{'row bytes':>10}{'copy GB/s':>12}{'pack':>8}{'unpack':>8}{'copy_ each':>12}   of a plain copy")
+    for row_bytes in ROW_BYTES:
+        plain, packed, unpacked, looped = measure(row_bytes, options.repeats)
+        print(f"{row_bytes:10}{plain / 1e9:12.0f}{packed / plain:8.2f}{unpacked / plain:8.2f}{looped / plain:12.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What moves tensors in the benchmarks: our strategies, and what users would use instead."""

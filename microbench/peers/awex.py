@@ -1,0 +1,141 @@
+"""awex's planner and point-to-point executor (PyPI ``awex``, extra ``[bench]``) as a contender.
+
+awex supports NCCL, HCCL and its own transports; its planner and ``batch_isend_irecv`` executor work on CPU tensors
+over Gloo unchanged, so that is what runs here: its real plan and its real execution, with operations and buffers made
+once, where awex makes them anew on every update. Only the modules for these two are imported: its package pulls in
+its readers and writers for whole engines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from microbench.peers.base import NotApplicable, Tensors, slices_of
+from reshard.sharding.tensor_spec import TensorSpec
+
+_NAME = "weight"
+
+
+def _modules() -> tuple[Any, Any, Any, Any]:
+    os.environ.setdefault("AWEX_DEVICE_TYPE", "cpu")  # its own setting
+    if "awex" not in sys.modules:
+        spec = importlib.util.find_spec("awex")
+        if spec is None or spec.submodule_search_locations is None:
+            raise NotApplicable("awex is not installed: pip install 'reshard[bench]'")
+        package = types.ModuleType("awex")
+        package.__path__ = list(spec.submodule_search_locations)
+        package.__spec__ = spec
+        sys.modules["awex"] = package
+    importlib.import_module("awex.logging").setLevel("WARNING")
+    names = ("meta.weight_meta", "sharding.param_sharding", "transfer.nccl_comm", "transfer.transfer_plan")
+    found = [importlib.import_module(f"awex.{name}") for name in names]
+    return found[0], found[1], found[2], found[3]
+
+
+class Awex:
+    """One tensor from source to destination ranks by awex's plan."""
+
+    def __init__(self, specs: Sequence[TensorSpec], rank: int, sources: Tensors, outs: Tensors) -> None:
+        spec = specs[0]
+        if len(specs) > 1:
+            raise NotApplicable("measured with one tensor")
+        senders, receivers = sorted(spec.src.ranks), sorted(spec.dst.ranks)
+        if not set(senders).isdisjoint(receivers):
+            raise NotApplicable("ranks that send and receive: awex does that over CUDA IPC only")
+        metas, sharding, self._comm, plans = _modules()
+        self._out, self._source = outs[0], sources[0]
+        dtype = getattr(torch, spec.dtype)
+        train = _describe(metas, sharding, spec, spec.src, senders, dtype)
+        infer = _describe(metas, sharding, spec, spec.dst, receivers, dtype)
+        builder = plans.TransferPlanBuilder(infer_world_size=len(receivers), train_world_size=len(senders))
+        # awex numbers receivers from 0 and senders behind them
+        self._ops: list[Any] = []
+        self._packs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._unpacks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sends = rank in senders
+        if not self._sends and rank not in receivers:
+            return
+        own = len(receivers) + senders.index(rank) if self._sends else receivers.index(rank)
+        plan = builder.build_local_transfer_plan([infer], [train], own)
+
+        def peer(number: int) -> int:
+            return receivers[number] if self._sends else senders[number - len(receivers)]
+
+        plan = plans.TransferPlan(inter_operations={peer(n): ops for n, ops in plan.inter_operations.items()})
+        with torch.no_grad():
+            if self._sends:
+                self._ops, _, _ = self._comm.nccl_build_send_ops({_NAME: self._source}, plan, None, -1)
+                packs = {}
+                for op in self._ops:
+                    (planned,) = plan.operations[op.peer]
+                    assert self._source is not None
+                    view = self._source[planned.train_slices]
+                    if view.data_ptr() != op.tensor.data_ptr():
+                        packs[op.tensor.data_ptr()] = (view, op.tensor)
+                self._packs = list(packs.values())
+            else:
+                self._ops, self._unpacks, _ = self._comm.nccl_build_recv_ops({_NAME: self._out}, plan, None)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def __call__(self) -> None:
+        for view, packed in self._packs:
+            packed.copy_(view)
+        if self._ops:
+            sends, recvs = (self._ops, []) if self._sends else ([], self._ops)
+            self._comm.batch_send_recv(sends, recvs, blocking=True, use_group=True)
+        for view, received in self._unpacks:
+            view.copy_(received)
+
+
+def _describe(metas: Any, sharding: Any, spec: TensorSpec, layout: Any, ranks: list[int], dtype: torch.dtype) -> Any:
+    """A tensor on one side as awex's metadata; the k-th holders of all regions are replica k, as awex groups them."""
+    by_box: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    shards = []
+    for number, rank in enumerate(ranks):
+        box = tuple((cut.start, cut.stop) for cut in slices_of(spec, layout, rank))
+        extent = tuple(stop - start for start, stop in box)
+        split = [dim for dim, size in enumerate(extent) if size != spec.shape[dim]]
+        kind = sharding.ShardingType.TP_SHARDING if split else sharding.ShardingType.NO_SHARDING
+        shard = metas.ParameterShardMeta(
+            tp_rank=number,
+            attn_tp_rank=number,
+            pp_rank=0,
+            ep_rank=0,
+            ep_tp_rank=0,
+            global_rank=number,
+            world_size=len(ranks),
+            engine_rank=0,
+            name=_NAME,
+            shape=extent,
+            numel=math.prod(extent),
+            dtype=dtype,
+            global_offset=tuple(start for start, _ in box),
+            sharding_type=kind,
+            sharding_dim=split[0] if split else 0,
+        )
+        shards.append(shard)
+        by_box.setdefault(box, []).append(shard)
+    for shard in shards:
+        shard.num_shards = len(by_box)
+    whole = min(map(len, by_box.values()))
+    replicas = [
+        metas.ParameterReplicaMeta([held[k] for held in by_box.values() if k < len(held)])
+        for k in range(whole if layout is spec.src else max(map(len, by_box.values())))
+    ]
+    return metas.ParameterMeta(
+        name=_NAME,
+        global_numel=math.prod(spec.shape),
+        global_shape=tuple(spec.shape),
+        dtype=dtype,
+        shards=shards,
+        replicas=replicas,
+    )

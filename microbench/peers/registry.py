@@ -1,0 +1,24 @@
+"""The contenders that are not ours, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from microbench.peers.base import MakeContender, Tensors
+from microbench.peers.torch_baselines import FullTensor, GlooBroadcast
+from reshard.sharding.tensor_spec import TensorSpec
+
+
+def make_awex(specs: Sequence[TensorSpec], rank: int, sources: Tensors, outs: Tensors) -> Callable[[], None]:
+    """Awex's point-to-point plan."""
+    from microbench.peers.awex import Awex
+
+    return Awex(specs, rank, sources, outs)
+
+
+#: What users would use instead, by name.
+OTHERS: dict[str, MakeContender] = {
+    "gloo broadcast": GlooBroadcast,
+    "full_tensor + broadcast": FullTensor,
+    "awex": make_awex,
+}

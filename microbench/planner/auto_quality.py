@@ -1,0 +1,271 @@
+"""How good the default strategy's choice is: ``python -m microbench.planner.auto_quality``.
+
+Random layout pairs on random topologies. Every strategy that the default one knows is planned and simulated, unless its
+busiest port alone takes longer than what was chosen, and the best is compared with that. Nothing is moved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reshard.cost.simulator import simulate
+from reshard.errors import ReshardError
+from reshard.planner.auto import KNOWN
+from reshard.planner.estimates import Floors, least_seconds_of
+from reshard.planner.planning import plan_tensors
+from reshard.planner.registry import AUTO
+from reshard.planner.strategies.problem import Problem
+from reshard.ragged import NO_RANK
+from reshard.sharding.layout import Layout
+from reshard.sharding.mesh import Mesh
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.topology.model import Host, Port, Topology
+from reshard.topology.presets import MACHINES, load_preset
+
+MOST_RANKS = 256
+#: Of each pair, at least this many bytes and at most so many.
+BYTES = (2**10, 2**32)
+#: A pair on which another strategy is faster by more than this part is lost.
+MARGIN = 0.01
+_GBIT = 1e9 / 8
+_DTYPES = {"bfloat16": 2, "float32": 4, "int8": 1}
+
+
+def _preset(name: str) -> Callable[[random.Random, int], tuple[Topology, int]]:
+    def make(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
+        return load_preset(name, num_ranks), MACHINES[name].devices
+
+    return make
+
+
+def _plain(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
+    """Equal hosts as people write them: no latency given."""
+    devices = chance.choice((1, 2, 4, 8))
+    rate = chance.choice((10, 25, 100, 400)) * _GBIT
+    return Topology.uniform([rank // devices for rank in range(num_ranks)], rate), devices
+
+
+def _free(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
+    """Messages cost nothing; one to eight NICs."""
+    devices = chance.choice((2, 4, 8))
+    nics = chance.choice([n for n in (1, 2, 4, 8) if n <= devices])
+    hosts = (Host((Port.of(chance.choice((10, 50, 400)) * _GBIT),) * nics),)
+    topology = Topology(tuple(rank // devices for rank in range(num_ranks)), hosts)
+    return topology.without_latency(), devices
+
+
+def _unequal(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
+    """NICs of different rates and numbers; half of them by direction."""
+    devices = chance.choice((2, 4, 8))
+    num_hosts = -(-num_ranks // devices)
+
+    def port() -> Port:
+        rates = [chance.choice((10, 25, 40, 100)) * _GBIT for _ in range(2)]
+        return Port(*rates) if is_split else Port.of(rates[0])
+
+    is_split, most = chance.random() < 0.5, chance.choice((1, 1, 2))
+    hosts = tuple(Host(tuple(port() for _ in range(chance.randint(1, most)))) for _ in range(num_hosts))
+    topology = Topology(tuple(rank // devices for rank in range(num_ranks)), hosts)
+    return _with_costs(chance, topology), devices
+
+
+def _pods(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
+    """Pods behind an uplink of a quarter to all of what their hosts send."""
+    devices = chance.choice((2, 4, 8))
+    num_hosts = -(-num_ranks // devices)
+    num_pods = min(chance.randint(2, 4), num_hosts)
+    nics = chance.choice((1, 1, 2))
+    rate = chance.choice((10, 100)) * _GBIT
+    hosts = tuple(Host((Port.of(rate),) * nics, host * num_pods // num_hosts) for host in range(num_hosts))
+    up = Port.of(rate * nics * -(-num_hosts // num_pods) / chance.choice((1, 2, 4)))
+    topology = Topology(tuple(rank // devices for rank in range(num_ranks)), hosts, pods=(up,) * num_pods)
+    return _with_costs(chance, topology), devices
+
+
+def _with_costs(chance: random.Random, topology: Topology) -> Topology:
+    """None, those that are taken where none are given, or those of RDMA with slow links inside or turns."""
+    what = chance.randrange(4)
+    if what == 0:
+        return topology.without_latency()
+    if what == 1:
+        return topology
+    if what == 2:
+        return replace(topology, latency_seconds=1.5e-5, inside_latency_seconds=5e-6, inside_bytes_per_second=2.5e10)
+    return replace(topology, turn_seconds=2e-4)
+
+
+NETWORKS: dict[str, Callable[[random.Random, int], tuple[Topology, int]]] = {
+    **{name: _preset(name) for name in MACHINES},
+    "no latency given": _plain,
+    "free messages": _free,
+    "unequal NICs": _unequal,
+    "pods": _pods,
+}
+
+
+def random_pair(seed: int, number: int, most_ranks: int = MOST_RANKS) -> tuple[str, TensorSpec, Topology]:
+    """Pair ``number`` of a seed: the name of its network, its layouts, and where ranks are."""
+    chance = random.Random(f"{seed}/{number}")
+    network = list(NETWORKS)[number % len(NETWORKS)]
+    is_in_place = chance.random() < 0.25
+    most = most_ranks if is_in_place else most_ranks // 2
+    counts = [min(2 ** chance.randint(0, most.bit_length() - 1) * chance.choice((1, 1, 1, 3)), most) for _ in range(2)]
+    first = 0 if is_in_place else counts[0]
+    if is_in_place and chance.random() < 0.5:
+        first = chance.randint(0, counts[0])  # meshes that overlap
+        counts[1] = min(counts[1], most_ranks - first)
+    topology, devices = NETWORKS[network](chance, max(counts[0], first + counts[1]))
+    ndim = chance.randint(1, 3)
+    src, dst = (
+        _random_layout(chance, count, begin, devices, ndim) for count, begin in zip(counts, (0, first), strict=True)
+    )
+    dtype = chance.choice(list(_DTYPES))
+    numel = math.exp(chance.uniform(*map(math.log, BYTES))) / _DTYPES[dtype]
+    return network, TensorSpec(_random_shape(chance, numel, ndim), dtype, src, dst), topology
+
+
+def _random_shape(chance: random.Random, numel: float, ndim: int) -> tuple[int, ...]:
+    """Of about so many elements, each dim up to some times the mean."""
+    parts = [chance.uniform(0.5, 1.5) for _ in range(ndim)]
+    sizes = [max(1, round(numel ** (part / sum(parts)))) for part in parts]
+    if chance.random() < 0.7:  # most people's sizes divide
+        sizes = [2 ** round(math.log2(size)) for size in sizes]
+    return tuple(sizes)
+
+
+def _random_layout(chance: random.Random, count: int, first: int, devices: int, ndim: int) -> Layout:
+    """A mesh of one to three axes, each of which shards a dim or none."""
+    grid = [count]
+    if count % devices == 0 and count > devices and chance.random() < 0.8:
+        grid = [count // devices, devices]
+    if grid[0] % 2 == 0 and chance.random() < 0.2:
+        grid = [2, grid[0] // 2, *grid[1:]]
+    spec = ["" for _ in range(ndim)]
+    for axis in chance.sample(range(len(grid)), len(grid)):
+        if chance.random() < 0.7:
+            spec[chance.randrange(ndim)] += str(axis)
+    return Layout(Mesh.of(grid, first_rank=first), " ".join(f"S{axes}" if axes else "R" for axes in spec))
+
+
+def measure(network: str, spec: TensorSpec, topology: Topology, rivals: bool = True) -> dict[str, Any]:
+    """What auto chose, and what each strategy takes: ``{name: [s, messages, CPU s to plan, CPU s to simulate]}``.
+
+    Of one that cannot be faster than auto, the seconds are those that it takes at least.
+    """
+    found: dict[str, Any] = {"network": network, "title": str(spec), "bytes": math.prod(spec.shape) * spec.itemsize}
+    problem = Problem.of([spec], topology) if rivals else None
+    for name, strategy in {AUTO: None, **(KNOWN if rivals else {})}.items():
+        if problem is not None and name.endswith("gather"):  # those among many receivers would take minutes
+            least = Floors(problem).of_gathers((problem.receivers != NO_RANK).sum(axis=1))
+            if least > found[AUTO][0]:
+                found[name] = [least, 0, 0.0, 0.0]
+                continue
+        again = TensorSpec(spec.shape, spec.dtype, spec.src, spec.dst)  # what is kept with it is not paid for
+        begun = time.process_time()
+        try:
+            plan = plan_tensors([again], strategy=strategy, topology=topology)
+        except ReshardError as error:
+            found[name] = [math.inf, 0, str(error)]
+            continue
+        taken = time.process_time() - begun
+        if name != AUTO and problem is not None:
+            least = least_seconds_of(problem, plan.transfers)
+            if least > found[AUTO][0]:
+                found[name] = [least, plan.num_messages, taken, 0.0]
+                continue
+        begun = time.process_time()
+        found[name] = [simulate(plan).makespan_seconds, plan.num_messages, taken, time.process_time() - begun]
+        if name == AUTO:
+            found["chosen"] = plan.strategy
+    return found
+
+
+def _measure(task: tuple[int, int, int, bool]) -> dict[str, Any]:
+    seed, number, most_ranks, rivals = task
+    return {"number": number, **measure(*random_pair(seed, number, most_ranks), rivals)}
+
+
+def run(seed: int, numbers: list[int], most_ranks: int, jobs: int, rivals: bool = True) -> Iterator[dict[str, Any]]:
+    """Every pair, in no order."""
+    tasks = [(seed, number, most_ranks, rivals) for number in numbers]
+    if jobs == 1:
+        yield from map(_measure, tasks)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap_unordered(_measure, tasks)
+
+
+def ratio_of(found: dict[str, Any]) -> float:
+    """What auto takes over what the best known strategy takes."""
+    best = min(found[name][0] for name in KNOWN)
+    return float(found[AUTO][0] / best) if best else 1.0
+
+
+def main() -> int:
+    """Compare auto's plan with that of every known strategy; returns 1 if one is faster by more than 1 %."""
+    parser = argparse.ArgumentParser(prog="python -m microbench.planner.auto_quality", description=main.__doc__)
+    parser.add_argument("--pairs", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--most-ranks", type=int, default=MOST_RANKS, help="of both sides together")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--only", type=int, action="append", help="only this pair, may be repeated")
+    parser.add_argument("--no-rivals", action="store_true", help="only time auto")
+    parser.add_argument("--worst", type=int, default=10, help="show so many of the worst pairs")
+    parser.add_argument("--out", type=Path, help="write JSON lines here")
+    options = parser.parse_args()
+    numbers = options.only or list(range(options.pairs))
+    rows = []
+    begun = time.perf_counter()
+    for found in run(options.seed, numbers, options.most_ranks, options.jobs, not options.no_rivals):
+        rows.append(found)
+        if sys.stderr.isatty():
+            print(f"\r{len(rows)} of {len(numbers)}", end="", file=sys.stderr)
+        if options.out:
+            with options.out.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+    print(f"{len(rows)} pairs of seed {options.seed}, in {time.perf_counter() - begun:.0f} s")
+    planned = [found[AUTO][2] for found in rows]
+    print(f"auto planned in {sum(planned):.2f} s, median {1e3 * statistics.median(planned):.1f} ms")
+    return 0 if options.no_rivals else report(rows, options.worst)
+
+
+def report(rows: list[dict[str, Any]], worst: int) -> int:
+    """Print the distribution and the worst pairs."""
+    ratios = sorted(map(ratio_of, rows))
+    lost = sum(ratio > 1 + MARGIN for ratio in ratios)
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    print(f"auto over the best known strategy: worst {ratios[-1]:.4f}, geometric mean {mean:.5f}")
+    for part in (0.5, 0.9, 0.95, 0.99):
+        print(f"  {part:.0%} of pairs within {ratios[math.ceil(part * len(ratios)) - 1]:.4f}")
+    print(f"{lost} pairs on which another strategy is faster by more than {MARGIN:.0%}")
+    print(f"{'':28} {'chosen':>7} {'best':>7} {'alone best by 1 %':>18} {'CPU s to plan':>14} {'to simulate':>12}")
+    for name in KNOWN:
+        times = {rival: [found[rival][0] for found in rows] for rival in KNOWN}
+        others = [min(times[rival][i] for rival in KNOWN if rival != name) for i in range(len(rows))]
+        best = sum(a <= b for a, b in zip(times[name], others, strict=True))
+        alone = sum(a * (1 + MARGIN) < b for a, b in zip(times[name], others, strict=True))
+        chosen = sum(found["chosen"] == name for found in rows)
+        spent = [sum(found[name][at] for found in rows if len(found[name]) > 3) for at in (2, 3)]
+        print(f"{name:28} {chosen:7} {best:7} {alone:18} {spent[0]:14.2f} {spent[1]:12.2f}")
+    for found in sorted(rows, key=ratio_of, reverse=True)[:worst]:
+        best = min(KNOWN, key=lambda name: found[name][0])
+        print(
+            f"{ratio_of(found):.4f}  pair {found['number']}: {found['chosen']} {1e6 * found[AUTO][0]:.1f} us, {best} "
+            f"{1e6 * found[best][0]:.1f} us; {found['network']}, {found['title']}"
+        )
+    return int(lost > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

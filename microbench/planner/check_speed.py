@@ -1,0 +1,208 @@
+"""Time of :func:`reshard.check_plan` against the number of messages: ``python -m microbench.planner.check_speed``.
+
+Processor time, the least of several turns. Each case is made and checked in a process of its own, so that the memory is
+its own too. ``--reference`` times the checker that the tests compare with, which replays messages one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import multiprocessing
+import resource
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from reshard.errors import PlanError
+from reshard.plan.check import check_plan
+from reshard.plan.model import Plan
+from reshard.plan.transfers import Transfers
+from reshard.planner.planning import plan_tensors
+from reshard.sharding.layout import Layout, RegionLayout
+from reshard.sharding.mesh import Mesh
+from reshard.sharding.spec import Strided
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.topology.files import topology_from_json
+from reshard.topology.model import Topology
+
+STAGING_BYTES = 2**20
+
+
+def _few_ranks(strategy: str) -> Callable[[int], Plan]:
+    """From two ranks of one host to two replicas on each of two others, in many chunks."""
+
+    def make(messages: int) -> Plan:
+        src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(4, first_rank=2))
+        topology = Topology.uniform([0, 0, 1, 1, 2, 2])
+        shape = (max(1, messages // 32), 2**19)  # about 32 messages a row
+        return plan_tensors(
+            [TensorSpec(shape, "bfloat16", src, dst)], strategy=strategy, topology=topology, staging_bytes=STAGING_BYTES
+        )
+
+    return make
+
+
+def _relays(messages: int) -> Plan:
+    """Rows to columns between two hosts of four ranks and three NICs: what leaves by a neighbour's is staged there."""
+    src, dst = Layout(Mesh.of(4), "S0 R"), Layout(Mesh.of(4, first_rank=4), "R S0")
+    host = {"count": 1, "devices": 4, "nics": ["10 Gbit/s"] * 3}
+    rows = min(max(1, messages // 20), 54_000)  # with more, its chunks are too many to plan at once
+    spec = TensorSpec((rows, 2**19), "bfloat16", src, dst)
+    return plan_tensors(
+        [spec], strategy="multicast", topology=topology_from_json({"hosts": [host, host]}), staging_bytes=STAGING_BYTES
+    )
+
+
+def _small_boxes(messages: int) -> Plan:
+    """Two ranks to two others, rows dealt out in turn against columns dealt out in turn: boxes of one element."""
+    side = 2 * max(1, math.isqrt(messages) // 2)
+    src = Layout(Mesh.of(2, axes=["a"]), ((Strided("a", side // 2),),))
+    dst = Layout(Mesh.of(2, first_rank=2, axes=["a"]), ((), (Strided("a", side // 2),)))
+    return plan_tensors([TensorSpec((side, side), "bfloat16", src, dst)], strategy="send_recv")
+
+
+def _many_ranks(messages: int) -> Plan:
+    """Rows to columns, each rank to each."""
+    ranks = math.isqrt(messages)
+    src, dst = Layout(Mesh.of(ranks), "S0 R"), Layout(Mesh.of(ranks, first_rank=ranks), "R S0")
+    topology = Topology.uniform([rank // 8 for rank in range(2 * ranks)])
+    return plan_tensors([TensorSpec((ranks, ranks), "int32", src, dst)], strategy="send_recv", topology=topology)
+
+
+def _many_tensors(messages: int) -> Plan:
+    """Weights of sixteen shapes, each from eight ranks to eight others."""
+    src, dst = Layout(Mesh.of(8), "S0 R"), Layout(Mesh.of(8, first_rank=8), "R S0")
+    topology = Topology.uniform([rank // 8 for rank in range(16)])
+    tensors = [TensorSpec((64 + 8 * (i % 16), 64), "int32", src, dst, f"w{i}") for i in range(max(1, messages // 64))]
+    return plan_tensors(tensors, strategy="send_recv", topology=topology)
+
+
+def _regions(messages: int) -> Plan:
+    """Explicit regions, a wall of bricks, to two ranks that need all of it in rows."""
+    rows = 4 * max(1, math.isqrt(messages) // 4)
+    bricks = [
+        [(row, row + 1), (max(0, 2 * i - row % 2), min(2 * rows, 2 * i + 2 - row % 2))]
+        for row in range(rows)
+        for i in range(rows + row % 2)
+    ]
+    # the boxes of one rank must be joined along dim 1, so all have one row
+    src = RegionLayout({rank: bricks[rank::2] for rank in range(2)}, join_dim=1)
+    dst = Layout(Mesh.of(4, first_rank=2, axes=["a"]), ("a",))
+    return plan_tensors([TensorSpec((rows, 2 * rows), "int32", src, dst)], strategy="send_recv")
+
+
+def _by_hand(start: np.ndarray, stop: np.ndarray, edges: list[tuple[int, int]], shape: tuple[int, ...]) -> Plan:
+    """Rank 0 holds a tensor that 2 needs; each box travels by itself along the edges."""
+    num = len(start)
+    transfers = Transfers(
+        box_at=np.arange(num + 1),
+        box_tensor=np.zeros(num),
+        box_start=start,
+        box_stop=stop,
+        edge_at=len(edges) * np.arange(num + 1),
+        sender=np.tile([sender for sender, _ in edges], num),
+        receiver=np.tile([receiver for _, receiver in edges], num),
+        splits=np.ones((num, len(shape))),
+        window=np.full(num, 4),
+    )
+    # rank 1 is in the layout, though nothing of it
+    dst = RegionLayout({1: [], 2: [[(0, size) for size in shape]]}, ndim=len(shape))
+    spec = TensorSpec(shape, "int8", Layout(Mesh.of(1)), dst)
+    return Plan((spec,), Topology((0, 0, 0)), "by_hand", transfers)
+
+
+def _overlapping(messages: int) -> Plan:
+    """Wrong: every box has the middle of the tensor in it."""
+    reach = np.arange(1, messages + 1)
+    start, stop = np.stack([messages - reach, messages - reach[::-1]], axis=1), np.full((messages, 2), 2 * messages)
+    return _by_hand(start, np.minimum(stop, messages + reach[:, None]), [(0, 2)], (2 * messages, 2 * messages))
+
+
+def _staged_overlapping(messages: int) -> Plan:
+    """Wrong: the same, staged on a rank that needs nothing."""
+    plan = _overlapping(messages // 2)
+    return _by_hand(plan.transfers.box_start, plan.transfers.box_stop, [(0, 1), (1, 2)], plan.tensors[0].shape)
+
+
+def _spiral(messages: int) -> Plan:
+    """Right: rings around rings, in which four sides interlock, staged on a rank that needs nothing."""
+    num = max(1, messages // 8)
+    side = 2 * num
+    rings = np.arange(num)
+    low, high = rings, side - rings
+    start, stop = [], []
+    for a, b, c, d in (
+        (low, low + 1, low, high - 1),
+        (low, high - 1, high - 1, high),
+        (high - 1, high, low + 1, high),
+        (low + 1, high, low, low + 1),
+    ):
+        start.append(np.stack([a, c], axis=1))
+        stop.append(np.stack([b, d], axis=1))
+    return _by_hand(np.concatenate(start), np.concatenate(stop), [(0, 1), (1, 2)], (side, side))
+
+
+CASES: dict[str, Callable[[int], Plan]] = {
+    "2 -> 4 ranks, send_recv": _few_ranks("send_recv"),
+    "2 -> 4 ranks, broadcast_greedy": _few_ranks("broadcast_greedy"),
+    "2 -> 4 ranks, global_all_gather": _few_ranks("global_all_gather"),
+    "2 -> 4 ranks, local_all_gather": _few_ranks("local_all_gather"),
+    "2 -> 4 ranks, multicast": _few_ranks("multicast"),
+    "4 -> 4 ranks, multicast, relays": _relays,
+    "2 -> 2 ranks, small boxes": _small_boxes,
+    "many ranks, each to each": _many_ranks,
+    "many tensors": _many_tensors,
+    "explicit regions": _regions,
+    "wrong: all boxes overlap": _overlapping,
+    "wrong: staged boxes overlap": _staged_overlapping,
+    "staged boxes interlock": _spiral,
+}
+
+
+def check_case(name: str, messages: int, repeats: int, reference: str) -> tuple[float, int, int, str]:
+    """Seconds of processor time, messages of the plan, most MiB of the process, and what the checker said."""
+    plan = CASES[name](messages)
+    check: Callable[[Plan], None] = check_plan
+    if reference:
+        sys.path.insert(0, reference)
+        from tests.support.reference_check import check_plan as check  # type: ignore[import-not-found, no-redef]
+    seconds, said = math.inf, "right"
+    for _ in range(repeats):
+        fresh = dataclasses.replace(plan, tensors=tuple(dataclasses.replace(spec) for spec in plan.tensors))
+        begun = time.process_time()
+        try:
+            check(fresh)
+        except PlanError as error:
+            said = str(error)
+        seconds = min(seconds, time.process_time() - begun)
+    return seconds, plan.num_messages, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, said
+
+
+def main() -> int:
+    """Print a table of seconds, messages and memory."""
+    parser = argparse.ArgumentParser(prog="python -m microbench.planner.check_speed", description=main.__doc__)
+    parser.add_argument("--messages", type=int, nargs="+", default=[50_000], help="about so many (50000)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--case", action="append", help="only cases whose name contains this; may be repeated")
+    parser.add_argument("--reference", action="store_true", help="time tests/support/reference_check.py in its place")
+    options = parser.parse_args()
+    reference = str(Path(__file__).parents[2]) if options.reference else ""
+    for name in CASES:
+        if options.case and not any(part in name for part in options.case):
+            continue
+        for messages in options.messages:
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                found = pool.submit(check_case, name, messages, options.repeats, reference).result()
+            seconds, count, memory, said = found
+            print(f"{name:34} {count:9,} messages {seconds:9.3f} s {memory:6} MiB  {said[:120]}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""Makespan over the lower bound, by strategy, on many layout pairs: ``python -m microbench.planner.quality``.
+
+Nothing is moved: plans are made and simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from reshard.cost.lower_bound import find_bound
+from reshard.cost.simulator import simulate
+from reshard.planner.planning import plan_tensors
+from reshard.sharding.layout import Layout
+from reshard.sharding.mesh import Mesh
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.topology.model import Host, Port, Topology
+
+TEN_GBIT = 1.25e9
+_SHAPES = ((1024, 1024, 32), (1000, 1100, 40), (840, 840, 64), (2048, 512, 48), (1021, 997, 37), (96, 4096, 128))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A layout pair on a topology, and the seconds that its makespan is compared with: the lower bound, if None."""
+
+    spec: TensorSpec
+    topology: Topology
+    best_seconds: float | None = None
+
+
+def random_layout(rng: random.Random, mesh: Mesh) -> Layout:
+    """Each mesh axis shards some tensor dim or none."""
+    axes = ["R"] * 3
+    for axis in rng.choice(("", "0", "1", "01", "10", "0 1", "1 0")).split():
+        dim = rng.choice([dim for dim in range(3) if axes[dim] == "R"])
+        axes[dim] = "S" + axis
+    return Layout(mesh, " ".join(axes))
+
+
+def random_pair(rng: random.Random, hosts: tuple[int, int], devices: int = 4) -> tuple[TensorSpec, int]:
+    """Disjoint meshes of ``hosts`` hosts each."""
+    src = Mesh.of((hosts[0], devices))
+    dst = Mesh.of((hosts[1], devices), first_rank=hosts[0] * devices)
+    spec = TensorSpec(rng.choice(_SHAPES), "float32", random_layout(rng, src), random_layout(rng, dst))
+    return spec, sum(hosts)
+
+
+def uniform(num_hosts: int, devices: int = 4) -> Topology:
+    """One NIC of 10 Gbit/s per host; messages cost nothing, as the bound counts none."""
+    return Topology.uniform([rank // devices for rank in range(num_hosts * devices)], TEN_GBIT).without_latency()
+
+
+def one_nic(seed: int, count: int) -> Iterator[Pair]:
+    """1 to 8 hosts a side."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        spec, hosts = random_pair(rng, (rng.randint(1, 8), rng.randint(1, 8)))
+        yield Pair(spec, uniform(hosts))
+
+
+def listed(seed: int, count: int) -> Iterator[Pair]:
+    """Layout pairs that the field's tools are compared on."""
+    for line in (
+        "2 2 S0RR>S0RR RRR>S0RR RS0R>S0RR RS01R>S01RR S1RR>S0RR S0RR>S01RR S01RR>S0RR RS0R>RRS0 S0RR>RRR RRR>RRR",
+        "1 2 S1RR>S0RR S1RR>RRR RRR>S01RR",
+        "2 3 S0RR>S0RR RRR>S0RR S1RR>S0RR RS0R>S0RR",
+        "3 2 S0RR>S0RR RRR>S0RR",
+        "3 4 RRR>S0RR RRR>RS0R",
+        "4 4 RS01R>S01RR S1RR>S0RR RS0R>S0RR",
+        "4 3 RRR>S0RR",
+        "4 5 RRR>S0RR",
+        "2 5 RRR>S0RR",
+        "4 6 RS0R>S0RR S0RR>S0RR",
+    ):
+        a, b, *pairs = line.split()
+        shape = (3072, 1024, 170) if "3" in (a, b) else (1024, 1024, 512)
+        src, dst = Mesh.of((int(a), 4)), Mesh.of((int(b), 4), first_rank=4 * int(a))
+        for pair in pairs:
+            left, right = (_spaced(side) for side in pair.split(">"))
+            yield Pair(TensorSpec(shape, "float32", Layout(src, left), Layout(dst, right)), uniform(int(a) + int(b)))
+
+
+def _spaced(spec: str) -> str:
+    return spec.replace("R", " R").replace("S", " S").strip()
+
+
+def several_nics(seed: int, count: int) -> Iterator[Pair]:
+    """2, 4 or 8 NICs per host, one device or more at each."""
+    rng = random.Random(seed)
+    for number in range(count):
+        nics = (2, 4, 8)[number % 3]
+        devices = max(4, nics)
+        spec, hosts = random_pair(rng, (rng.randint(1, 4), rng.randint(1, 4)), devices)
+        topology = uniform(hosts, devices)
+        yield Pair(spec, replace(topology, hosts=(Host((Port.of(TEN_GBIT),) * nics),), nic_of_rank=()))
+
+
+def unequal(seed: int, count: int) -> Iterator[Pair]:
+    """Each host's NIC has 1, 1/2 or 1/4 of 10 Gbit/s."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        spec, num_hosts = random_pair(rng, (rng.randint(1, 6), rng.randint(1, 6)))
+        hosts = tuple(Host((Port.of(TEN_GBIT / rng.choice((1, 2, 4))),)) for _ in range(num_hosts))
+        yield Pair(spec, replace(uniform(num_hosts), hosts=hosts))
+
+
+def pods(seed: int, count: int) -> Iterator[Pair]:
+    """Two to four pods of four hosts whose uplink carries what one host's NIC does; either side in any of them."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        num_pods = rng.randint(2, 4)
+        places = list(range(4 * num_pods))
+        if rng.random() < 0.5:
+            rng.shuffle(places)
+        half = 2 * num_pods
+        a, b = rng.randint(1, half), rng.randint(1, half)
+        src = Mesh.from_array([[4 * host + device for device in range(4)] for host in places[:a]])
+        dst = Mesh.from_array([[4 * host + device for device in range(4)] for host in places[half : half + b]])
+        spec = TensorSpec(rng.choice(_SHAPES), "float32", random_layout(rng, src), random_layout(rng, dst))
+        hosts = tuple(Host((Port.of(TEN_GBIT),), host // 4) for host in range(4 * num_pods))
+        yield Pair(spec, replace(uniform(4 * num_pods), hosts=hosts, pods=(Port.of(TEN_GBIT),) * num_pods))
+
+
+def shared(seed: int, count: int) -> Iterator[Pair]:
+    """Both layouts on the same hosts, or on some of them."""
+    rng = random.Random(seed)
+    found = tried = 0
+    while found < count:
+        a = rng.randint(1, 6)
+        b = a if tried % 2 else rng.randint(1, 6)
+        first = 0 if tried % 2 else rng.randint(0, a)
+        src, dst = Mesh.of((a, 4)), Mesh.of((b, 4), first_rank=4 * first)
+        spec = TensorSpec(rng.choice(_SHAPES), "float32", random_layout(rng, src), random_layout(rng, dst))
+        topology = uniform(max(a, first + b))
+        tried += 1
+        if find_bound([spec], topology).seconds:  # else nothing crosses hosts
+            found += 1
+            yield Pair(spec, topology)
+
+
+def mixed(seed: int, count: int) -> Iterator[Pair]:
+    """All at once: 1 to 8 NICs of mixed rates that differ between directions, pods 1:1 to 4:1, meshes that overlap."""
+    rng = random.Random(seed)
+    found = 0
+    while found < count:
+        devices = rng.choice((4, 8))
+        a, b = rng.randint(1, 5), rng.randint(1, 5)
+        first = rng.choice((a, a, rng.randint(0, a)))
+        num_hosts = max(a, first + b)
+        nics = rng.choice([n for n in (1, 2, 4, 8) if n <= devices])
+        num_pods = rng.choice((0, 0, 2, 3))
+        rates = rng.choice(((1,), (1, 2), (1, 2, 4)))
+        hosts = []
+        for host in range(num_hosts):
+            out, into = TEN_GBIT / rng.choice(rates), TEN_GBIT / rng.choice(rates)
+            hosts.append(Host((Port(out, into),) * nics, host * num_pods // num_hosts if num_pods else None))
+        up = TEN_GBIT * nics * -(-num_hosts // max(num_pods, 1)) / rng.choice((1, 2, 4))
+        src, dst = Mesh.of((a, devices)), Mesh.of((b, devices), first_rank=first * devices)
+        spec = TensorSpec(rng.choice(_SHAPES), "float32", random_layout(rng, src), random_layout(rng, dst))
+        topology = uniform(num_hosts, devices)
+        topology = replace(topology, hosts=tuple(hosts), nic_of_rank=(), pods=(Port.of(up),) * num_pods)
+        if find_bound([spec], topology).seconds:
+            found += 1
+            yield Pair(spec, topology)
+
+
+def one_holder(seed: int, count: int) -> Iterator[Pair]:
+    """1 KiB to 256 MiB from one host to 16 and 128, 15 us a message, 8 x 400 Gbit/s a host, taken as one port.
+
+    Compared with a round-optimal broadcast in the best number of chunks: with q = ceil(log2(hosts + 1)), the least of
+    ``(n - 1 + q) * (latency + bytes / (n * rate))``.
+    """
+    rate, latency = 8 * 400e9 / 8, 1.5e-5
+    for hosts in (16, 128):
+        topology = replace(Topology.uniform(range(hosts + 1), rate), latency_seconds=latency)
+        src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(hosts, first_rank=1))
+        rounds = math.ceil(math.log2(hosts + 1))
+        for power in range(10, 29):
+            best = min((n - 1 + rounds) * (latency + 2**power / (n * rate)) for n in range(1, 1000))
+            yield Pair(TensorSpec((2**power,), "int8", src, dst), topology, best)
+
+
+SETS: dict[str, tuple[Callable[[int, int], Iterator[Pair]], int]] = {
+    "one NIC": (one_nic, 600),
+    "listed": (listed, 29),
+    "several NICs": (several_nics, 200),
+    "unequal rates": (unequal, 200),
+    "pods 4:1": (pods, 100),
+    "in place, overlapping": (shared, 200),
+    "mixed": (mixed, 300),
+    "one holder": (one_holder, 38),
+}
+
+
+def main() -> int:
+    """Print the geometric mean and the largest ratio of each set and strategy."""
+    parser = argparse.ArgumentParser(prog="python -m microbench.planner.quality", description=main.__doc__)
+    parser.add_argument("--set", action="append", choices=list(SETS), help="only this set, may be repeated")
+    parser.add_argument("--strategy", action="append", help="strategies to compare (auto)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, help="pairs of each set")
+    parser.add_argument("--worst", type=int, default=0, help="also show that many of the worst pairs")
+    options = parser.parse_args()
+    strategies = options.strategy or ["auto"]
+    for name in options.set or SETS:
+        make, count = SETS[name]
+        rows: dict[str, list[tuple[float, str]]] = {strategy: [] for strategy in strategies}
+        spent = dict.fromkeys(strategies, 0.0)
+        for pair in make(options.seed, options.count or count):
+            for strategy in strategies:
+                begun = time.perf_counter()
+                plan = plan_tensors([pair.spec], strategy=strategy, topology=pair.topology)
+                spent[strategy] += time.perf_counter() - begun
+                bound = pair.best_seconds or find_bound(plan).seconds
+                rows[strategy].append((simulate(plan).makespan_seconds / bound, str(pair.spec)))
+        for strategy, found in rows.items():
+            ratios = [ratio for ratio, _ in found]
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            print(
+                f"{name:22} {strategy:18} {len(found):4} pairs  mean {mean:.4f}  max {max(ratios):.4f}  "
+                f"planned in {1e3 * spent[strategy] / len(found):.1f} ms each",
+                flush=True,
+            )
+            for ratio, title in sorted(found, reverse=True)[: options.worst]:
+                print(f"    {ratio:.4f}  {title}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""How long planning takes, against the number of ranks: ``python -m microbench.planner.scaling``.
+
+Each case is planned in a process of its own, so that the memory is its own too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+from reshard.planner.planning import plan_tensors
+from reshard.sharding.layout import Layout
+from reshard.sharding.mesh import Mesh
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.topology.model import Topology
+
+DEVICES = 8
+_RANKS = (16, 32, 64, 128, 256, 512, 1024)
+#: What moves: rows to columns between hosts, within them, replicas to shards and back.
+PAIRS = (("S0 R", "R S1"), ("S01 R", "S01 R"), ("R R", "S0 R"), ("S0 R", "R R"), ("S01 R", "R S0"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """``count`` tensors from ``src_ranks`` to as many others on hosts of ``devices``."""
+
+    src_ranks: int
+    dst_ranks: int
+    src: str
+    dst: str
+    shape: tuple[int, int] = (16384, 8192)
+    count: int = 1
+    devices: int = DEVICES
+
+    def __str__(self) -> str:
+        many = f"{self.count} tensors, " if self.count > 1 else ""
+        return f"{many}{self.src_ranks} -> {self.dst_ranks} ranks, {self.src} -> {self.dst}"
+
+
+#: Beside the pairs: hosts of four, and lists of weights from a trainer's layout to that of a server.
+OTHERS = (
+    Case(128, 128, "S0 R", "R S1", devices=4),
+    Case(128, 128, "R R", "S0 R", devices=4),
+    Case(128, 128, "S01 R", "R S1", (4096, 4096), 20),
+    Case(128, 128, "S01 R", "S1 R", (4096, 4096), 20),
+    Case(256, 128, "S0 S1", "R S1", (4096, 4096), 300),
+    Case(256, 128, "S01 R", "S1 R", (4096, 4096), 300),
+)
+
+
+def plan_case(case: Case, repeats: int) -> tuple[float, int, int]:
+    """Plan a case a few times: the median of seconds, the messages, and the most memory of the process in MiB."""
+    src = Mesh.of((case.src_ranks // case.devices, case.devices))
+    dst = Mesh.of((case.dst_ranks // case.devices, case.devices), first_rank=case.src_ranks)
+    topology = Topology.uniform([rank // case.devices for rank in range(case.src_ranks + case.dst_ranks)])
+    taken = []
+    for _ in range(repeats + 1):  # the first one imports
+        tensors = [
+            TensorSpec(case.shape, "bfloat16", Layout(src, case.src), Layout(dst, case.dst), f"w{number}")
+            for number in range(case.count)
+        ]
+        begun = time.perf_counter()
+        plan = plan_tensors(tensors, topology=topology)
+        taken.append(time.perf_counter() - begun)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    return statistics.median(taken[1:]), plan.num_messages, memory
+
+
+def time_case(case: Case, repeats: int) -> tuple[float, int, int]:
+    """As :func:`plan_case`, in a fresh process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(plan_case, case, repeats).result()
+
+
+def growth(ranks: Sequence[int], seconds: Sequence[float]) -> float:
+    """The exponent of the time in the number of ranks, by least squares over the logarithms."""
+    x, y = [math.log(n) for n in ranks], [math.log(t) for t in seconds]
+    mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
+    above = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return above / sum((a - mean_x) ** 2 for a in x)
+
+
+def main() -> int:
+    """Print a table of seconds, messages and memory, and how time grows with ranks."""
+    parser = argparse.ArgumentParser(prog="python -m microbench.planner.scaling", description=main.__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--most", type=int, default=_RANKS[-1], help="ranks a side, at most")
+    options = parser.parse_args()
+    ranks = [n for n in _RANKS if n <= options.most]
+    for src, dst in PAIRS:
+        taken = []
+        for n in ranks:
+            case = Case(n, n, src, dst)
+            found = time_case(case, options.repeats)
+            taken.append(found[0])
+            _show(case, found)
+        if len(ranks) > 1:
+            print(f"{src} -> {dst}: time grows with ranks to the power of {growth(ranks, taken):.2f}", flush=True)
+    for case in OTHERS:
+        if max(case.src_ranks, case.dst_ranks) <= options.most:
+            _show(case, time_case(case, options.repeats))
+    return 0
+
+
+def _show(case: Case, found: tuple[float, int, int]) -> None:
+    seconds, messages, memory = found
+    print(f"{case!s:60} {1e3 * seconds:8.1f} ms  {messages:9,} messages  {memory:5} MiB", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

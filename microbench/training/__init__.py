@@ -1,0 +1,1 @@
+"""Training over pipeline stages on emulated hosts, every schedule side by side."""

@@ -1,0 +1,199 @@
+"""What every rank of an end-to-end run does: one engine per method, iterations in turns."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from microbench.harness.steal_time import Laps, Patience
+from microbench.harness.worker import Stopwatch
+from microbench.training.timed_stages import TimedStage
+from reshard.scheduler import Kind, Pipeline, PipelineTimeline, Schedule, block_transfers, one_f_one_b, zero_bubble
+from reshard.scheduler.runtime.engine import Engine, Feed
+from reshard.scheduler.training.train import make_stages
+from reshard.topology.model import Topology
+
+Modules = dict[int, torch.nn.Module]
+#: Steps without bytes from which the costs of stages are taken.
+MEASURED_STEPS = 3
+#: Iterations that were disturbed are repeated until a method has had this many times its turns.
+MOST_TRIES = 2
+PATIENCE_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train: a schedule, and how tensors move."""
+
+    name: str
+    schedule: Schedule
+    strategy: str | None
+    signal_only: bool = False
+
+
+@dataclass(frozen=True)
+class Training:
+    """What ranks do.
+
+    Attributes:
+        pipeline: with tensors, meshes and costs. config: whose ``make_stage`` and ``feed`` are used; None for stages
+            that sleep for what the pipeline says. topology: what plans are made for.
+    """
+
+    pipeline: Pipeline
+    methods: tuple[Method, ...]
+    topology: Topology
+    config: Any
+    repeats: int
+    timeout_seconds: float = 120.0
+
+
+def train_in_turns(rank: int, report: Callable[[Any], None], training: Training) -> dict[str, Any]:
+    """One iteration of each method in turns, after a warm-up.
+
+    Returns:
+        The laps of each, the timeline of its least disturbed iteration (on rank 0), and of iteration ``repeats`` the
+        loss and the sum of squares of the gradients of this rank's stage.
+    """
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    pin(rank, training)
+    report_first = report if rank == 0 else lambda value: None
+    stopwatch = Stopwatch()
+    groups = [dist.new_group(stage.mesh.ranks) for stage in training.pipeline.stages if stage.mesh is not None]
+    engines = {method.name: _make_engine(rank, training, method, groups) for method in training.methods}
+    laps = {method.name: Laps(training.repeats, MOST_TRIES) for method in training.methods}
+    patience = Patience(PATIENCE_SECONDS)
+    timelines: dict[str, PipelineTimeline] = {}
+    losses: dict[str, float | None] = {}
+    squares: dict[str, float] = {}
+    for number in range(MOST_TRIES * training.repeats + 1):
+        feed = _local_feed(rank, training, number)
+        for method in training.methods:
+            if not laps[method.name].needs_more():
+                continue
+            engine, modules = engines[method.name]
+            for module in modules.values():
+                module.zero_grad()
+            stopwatch.start()
+            step = engine.step(feed)
+            took = stopwatch.stop()
+            if number:
+                laps[method.name].done.append(took)
+                if took == min(laps[method.name].done, key=lambda lap: lap.stolen):
+                    timelines[method.name] = engine.timeline()
+            if number == training.repeats:
+                losses[method.name], squares[method.name] = step.loss, sum_squares(modules.values())
+            if took.is_disturbed and rank == 0:
+                patience.rest()
+            report_first((method.name, took))
+    for engine, _ in engines.values():
+        engine.close()
+    return {
+        "laps": laps,
+        "timelines": timelines if rank == 0 else {},
+        "losses": losses,
+        "squares": squares,
+    }
+
+
+def sum_squares(modules: Iterable[torch.nn.Module]) -> float:
+    """Of all gradients."""
+    gradients = (p.grad for module in modules for p in module.parameters() if p.grad is not None)
+    return float(sum(gradient.double().square().sum() for gradient in gradients))
+
+
+def train_alone(config: Any, step: int) -> tuple[float, float]:
+    """What one process gets: the loss of a step, and the sum of squares of all gradients."""
+    stages = make_stages(config)
+    feed, total = config.feed(step), 0.0
+    for microbatch in range(config.num_microbatches):
+        made: dict[str, torch.Tensor] = {}
+        for number, stage in enumerate(stages):
+            fed = feed.get(number, [{}] * config.num_microbatches)[microbatch]
+            names = {spec.name for edge in config.edges(config.meshes()) if edge.dst == number for spec in edge.tensors}
+            made |= stage(**{name: array for name, array in made.items() if name in names}, **fed)
+        loss = made["loss"] / config.num_microbatches
+        loss.backward()
+        total += float(loss.detach())
+    return total, sum_squares(stages)
+
+
+def measure_stages(rank: int, report: Callable[[Any], None], training: Training, times: int) -> dict[str, Any]:
+    """What steps without bytes show.
+
+    Returns:
+        ``"stage"``: seconds of this rank's forwards, of both halves of its backwards and of whole ones; ``"crossing"``:
+        those of one message; ``"blocked"``: the same where both ends wait for it.
+    """
+    pin(rank, training)
+    groups = [dist.new_group(stage.mesh.ranks) for stage in training.pipeline.stages if stage.mesh is not None]
+    found: dict[Kind, list[float]] = {}
+    pipeline = training.pipeline
+    plain = one_f_one_b(pipeline, times)
+    schedules = zero_bubble(pipeline, times), plain, block_transfers(plain, pipeline)
+    halves, whole, blocked = (
+        _make_engine(rank, training, Method("", schedule, None, signal_only=True), groups) for schedule in schedules
+    )
+    messages: dict[bool, list[float]] = {False: [], True: []}
+    with halves[0], whole[0], blocked[0]:
+        for number in range(MEASURED_STEPS + 1):  # in turns, as machines change their pace
+            for engine, _ in (halves, whole, blocked):
+                dist.barrier()
+                feed = _local_feed(rank, training, number)
+                engine.step({stage: rows[:times] for stage, rows in feed.items()})
+                timeline = engine.timeline()
+                if not number:
+                    continue
+                for span in timeline.spans if engine is not blocked[0] else ():
+                    if span.row == engine.row and not (engine is whole[0] and span.action.kind is Kind.F):
+                        found.setdefault(span.action.kind, []).append(span.end - span.start)
+                messages[engine is blocked[0]] += [
+                    crossing.end - max(crossing.start, crossing.ready) for crossing in timeline.crossings
+                ]
+    costs = [statistics.median(found[kind]) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)]
+    crossing, waited_for = (statistics.median(messages[is_blocked]) for is_blocked in (False, True))
+    return {"stage": costs, "crossing": crossing, "blocked": waited_for}
+
+
+def pin(rank: int, training: Training) -> None:
+    """With real computation each rank has a core of its own where there are as many."""
+    cores = sorted(os.sched_getaffinity(0))
+    if training.config is not None and dist.get_world_size() <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
+
+
+def _make_engine(rank: int, training: Training, method: Method, groups: Sequence[Any]) -> tuple[Engine, Modules]:
+    pipeline = training.pipeline
+    stages = [s for s, stage in enumerate(pipeline.stages) if stage.mesh is not None and rank in stage.mesh.ranks]
+    if training.config is None:
+        modules: Modules = {stage: TimedStage(pipeline, stage, rank, groups[stage]) for stage in stages}
+    else:
+        modules = {stage: make_stages(training.config)[stage] for stage in stages}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ranks of stage .* have shards")  # timed stages learn nothing
+        engine = Engine(
+            method.schedule,
+            pipeline,
+            modules,
+            topology=training.topology,
+            strategy=method.strategy,
+            signal_only=method.signal_only,
+            timeout_seconds=training.timeout_seconds,
+        )
+    return engine, modules
+
+
+def _local_feed(rank: int, training: Training, step: int) -> Feed:
+    if training.config is None:
+        return {}
+    feed: Feed = training.config.feed(step)
+    return feed

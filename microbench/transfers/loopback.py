@@ -1,0 +1,294 @@
+"""Ours beside hand-written point-to-point and torch's own ways, on processes of this machine over loopback.
+
+    python -m microbench.transfers.loopback [--repeats 9] [--calls 4] [--mib 64] [--case NAME] [--json FILE]
+
+Every contender moves the same tensor between the same processes with outputs made beforehand; contenders take
+turns (A B C A B C) of a few calls each, the first turn is dropped, every element is checked at the end. The
+time of a turn runs from the first rank that starts to the last that has its shard, and is divided by its calls.
+The baseline ``point-to-point`` is the exact
+exchange a good engineer would write by hand over the same Gloo calls: every region that is needed is sent once
+per receiver from the least loaded holder, receives are posted first and straight into place where a region is
+contiguous, large strided regions are packed in pieces while earlier pieces travel; both the whole-message and
+the piecewise form run, and the better one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import reshard
+from microbench.peers.torch_baselines import FullTensor
+from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.sharding.layout import Layout
+from reshard.sharding.mesh import Mesh
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.testing.processes import run_processes
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pair of layouts on consecutive ranks."""
+
+    name: str
+    shape: tuple[int, ...]
+    src: Layout
+    dst: Layout
+
+
+def cases(mib: int) -> list[Case]:
+    """The six cases, ``mib`` MiB of float32 each."""
+    rows = mib * 64
+    four, grid = Mesh.of("4"), Mesh.of("2x2")
+    to_four, to_grid = Mesh.of("4", first_rank=4), Mesh.of("2x2", first_rank=4)
+    columns = 4096
+    return [
+        Case("rows -> cols", (rows, columns), Layout(four, "S0 R"), Layout(to_four, "R S0")),
+        Case("S0 -> R", (rows, columns), Layout(four, "S0 R"), Layout(to_four, "R R")),
+        Case("[R,S0] -> [S0,S1]", (rows, columns), Layout(grid, "S1 R"), Layout(to_grid, "S0 S1")),
+        Case("S0 -> [R,S1]", (rows, columns), Layout(four, "S0 R"), Layout(to_grid, "R S1")),
+        Case("rows + 3 uneven", (rows + 3, columns), Layout(four, "S0 R"), Layout(to_four, "R S0")),
+        Case(
+            "3 -> 4 uneven",
+            (rows + 3, columns),
+            Layout(Mesh.of("3"), "S0 R"),
+            Layout(Mesh.of("4", first_rank=3), "S0 R"),
+        ),
+    ]
+
+
+class PointToPoint:
+    """The exact exchange by hand. ``piece_bytes`` None sends each region whole."""
+
+    def __init__(self, case: Case, rank: int, source: Any, out: Any, piece_bytes: int | None) -> None:
+        self.source, self.out = source, out
+        self.copies: list[tuple[Slices, Slices]] = []
+        self.sends: list[tuple[int, Slices, Any]] = []
+        self.recvs: list[tuple[int, Slices, Any]] = []
+        row_bytes = case.shape[1] * 4
+        for sender, receiver, (row0, row1), (col0, col1) in _exchange(case):
+            if rank not in (sender, receiver):
+                continue
+            step = row1 - row0
+            if piece_bytes is not None:
+                step = max(1, piece_bytes // max(1, row_bytes * (col1 - col0) // case.shape[1]))
+            for row in range(row0, row1, step):
+                rows = (row, min(row + step, row1))
+                if rank == sender:
+                    at = _local(case.src, rank, case.shape, rows, (col0, col1))
+                    self.sends.append((receiver, at, _buffer(source[at])))
+                else:
+                    at = _local(case.dst, rank, case.shape, rows, (col0, col1))
+                    self.recvs.append((sender, at, _buffer(out[at])))
+
+    def __call__(self) -> None:
+        recvs = []
+        for sender, at, buffer in self.recvs:
+            target = self.out[at] if buffer is None else buffer
+            recvs.append((dist.irecv(target, sender), at, buffer))
+        sends = []
+        for receiver, at, buffer in self.sends:
+            if buffer is None:
+                sends.append(dist.isend(self.source[at], receiver))
+            else:
+                buffer.copy_(self.source[at])
+                sends.append(dist.isend(buffer, receiver))
+        for work, at, buffer in recvs:
+            work.wait()
+            if buffer is not None:
+                self.out[at].copy_(buffer)
+        for work in sends:
+            work.wait()
+
+
+def _buffer(view: torch.Tensor) -> torch.Tensor | None:
+    return None if view.is_contiguous() else torch.empty(view.shape, dtype=view.dtype)
+
+
+def _exchange(case: Case) -> list[tuple[int, int, tuple[int, int], tuple[int, int]]]:
+    """``(sender, receiver, rows, columns)`` of each region, rotated so that no receiver is everybody's first."""
+    held = {rank: _bounds(case.src, rank, case.shape) for rank in case.src.ranks}
+    holders: dict[Any, list[int]] = {}
+    for rank, bounds in held.items():
+        holders.setdefault(bounds, []).append(rank)
+    load = dict.fromkeys(case.src.ranks, 0)
+    result = []
+    receivers = case.dst.ranks
+    for turn in range(len(receivers)):
+        for number, (bounds, ranks) in enumerate(holders.items()):
+            receiver = receivers[(number + turn) % len(receivers)]
+            need = _bounds(case.dst, receiver, case.shape)
+            (a, b), (c, d) = ((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(bounds, need, strict=True))
+            if a < b and c < d:
+                sender = min(ranks, key=lambda rank: load[rank])
+                load[sender] += (b - a) * (d - c)
+                result.append((sender, receiver, (a, b), (c, d)))
+    return result
+
+
+def _bounds(layout: Layout, rank: int, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The rows and columns of a rank, worked out here by the chunk rule, one axis per dim."""
+    at = dict(zip(layout.mesh.axes, [int(i[0]) for i in (layout.mesh.array == rank).nonzero()], strict=True))
+    bounds = []
+    for dim, size in enumerate(shape):
+        axes = layout.spec[dim] if dim < len(layout.spec) else ()
+        if not axes:
+            bounds.append((0, size))
+            continue
+        axis = str(axes[0])
+        chunk = -(-size // layout.mesh.axis_size(axis))
+        bounds.append((min(chunk * at[axis], size), min(chunk * (at[axis] + 1), size)))
+    return tuple(bounds)
+
+
+def _local(layout: Layout, rank: int, shape: Sequence[int], rows: tuple[int, int], columns: tuple[int, int]) -> Slices:
+    (row, _), (column, _) = _bounds(layout, rank, shape)
+    return (slice(rows[0] - row, rows[1] - row), slice(columns[0] - column, columns[1] - column))
+
+
+class Checkpoint:
+    """torch's other way: distributed checkpoint, saved to and loaded from shared memory."""
+
+    def __init__(self, case: Case, rank: int, source: Any, out: Any) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor
+
+        self.rank, self.source, self.out = rank, source, out
+        shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        name = [tempfile.mkdtemp(dir=shared) if rank == 0 else None]
+        dist.broadcast_object_list(name, 0)
+        self.folder = str(name[0])
+        src_mesh = DeviceMesh("cpu", case.src.mesh.array.tolist())
+        dst_mesh = DeviceMesh("cpu", case.dst.mesh.array.tolist())
+        self.groups = [dist.new_group(list(layout.ranks)) for layout in (case.src, case.dst)]
+        shape, stride = torch.Size(case.shape), (case.shape[1], 1)
+        if source is not None:
+            self.src = DTensor.from_local(
+                source, src_mesh, case.src.to_placements(), run_check=False, shape=shape, stride=stride
+            )
+        if out is not None:
+            self.dst = DTensor.from_local(
+                out, dst_mesh, case.dst.to_placements(), run_check=False, shape=shape, stride=stride
+            )
+
+    def __call__(self) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        if self.source is not None:
+            dcp.save({"w": self.src}, checkpoint_id=self.folder, process_group=self.groups[0])
+        dist.barrier()
+        if self.out is not None:
+            dcp.load({"w": self.dst}, checkpoint_id=self.folder, process_group=self.groups[1])
+        dist.barrier()  # the next save overwrites what is being read
+
+    def close(self) -> None:
+        """Delete what was saved."""
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(self.folder)
+
+
+def _run_rank(rank: int, case: Case, repeats: int, calls: int, everything: bool) -> dict[str, Any]:
+    import warnings
+
+    warnings.filterwarnings("ignore")  # of the contenders; ours are errors in the tests
+    source = shard_of_positions(case.src, rank, case.shape, "float32")
+    expected = shard_of_positions(case.dst, rank, case.shape, "float32")
+    out = None if expected is None else torch.zeros_like(expected)
+    members = case.src.ranks + case.dst.ranks
+    contenders: dict[str, Callable[[], Any]] = {}
+    plan = reshard.make_plan(case.src, case.dst, case.shape, "float32")
+    mover = reshard.Mover(plan) if rank in members else None
+    contenders["ours (Mover)"] = lambda: mover and mover(source, out=out)
+    contenders["ours (reshard)"] = lambda: rank in members and reshard.reshard(source, case.src, case.dst, out=out)
+    contenders["point-to-point, whole"] = PointToPoint(case, rank, source, out, None)
+    contenders["point-to-point, pieces"] = PointToPoint(case, rank, source, out, 4 * 2**20)
+    if everything:
+        spec = TensorSpec(case.shape, "float32", case.src, case.dst)
+        contenders["full_tensor + broadcast"] = FullTensor([spec], rank, [source], [out])
+        contenders["checkpoint (DCP)"] = Checkpoint(case, rank, source, out)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    wrong: dict[str, int] = dict.fromkeys(contenders, 0)
+    for turn in range(repeats + 1):
+        for name, contender in contenders.items():
+            if out is not None:
+                out.zero_()
+            dist.barrier()
+            begun = time.monotonic()
+            for _ in range(calls):
+                contender()
+            ended = time.monotonic()
+            spans = [None] * dist.get_world_size()
+            dist.all_gather_object(spans, (begun, ended))
+            if turn:
+                took = max(span[1] for span in spans) - min(span[0] for span in spans)  # type: ignore[index]
+                seconds[name].append(took / calls)
+            if turn == repeats and expected is not None:
+                wrong[name] += count_unlike(out, expected)
+    for contender in contenders.values():
+        if isinstance(contender, Checkpoint):
+            contender.close()
+    if mover is not None:
+        mover.close()
+    return {"seconds": seconds, "wrong": wrong, "staging": mover.staging_allocated_bytes if mover else 0}
+
+
+def main() -> int:
+    """Run and print the table; returns 1 if an element was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--calls", type=int, default=4, help="calls of a contender in one turn")
+    parser.add_argument("--mib", type=int, default=64)
+    parser.add_argument("--case", help="only cases whose name contains this")
+    parser.add_argument("--quick", action="store_true", help="leave out torch's own ways")
+    parser.add_argument("--json", help="append one JSON line per case to this file")
+    options = parser.parse_args()
+    print(
+        f"{options.mib} MiB float32, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"medians of {options.repeats} turns of {options.calls} calls, ms a call (min..max)"
+    )
+    failed = 0
+    for case in cases(options.mib):
+        if options.case and options.case not in case.name:
+            continue
+        results = run_processes(
+            _run_rank, 8, case, options.repeats, options.calls, not options.quick, timeout_seconds=900.0
+        )
+        seconds = results[0]["seconds"]
+        medians = {name: statistics.median(times) for name, times in seconds.items()}
+        best = min(medians["point-to-point, whole"], medians["point-to-point, pieces"])
+        print(f"{case.name}:")
+        for name, times in seconds.items():
+            wrong = sum(result["wrong"][name] for result in results)
+            failed += wrong > 0
+            print(
+                f"  {name:26} {1000 * medians[name]:8.1f} ({1000 * min(times):.1f}..{1000 * max(times):.1f})"
+                f"  {medians[name] / best:6.2f} x point-to-point  {'ok' if not wrong else f'{wrong} WRONG'}"
+            )
+        print(f"  staging per rank: {max(result['staging'] for result in results) / 2**20:.1f} MiB at most")
+        sys.stdout.flush()
+        if options.json:
+            with Path(options.json).open("a") as file:
+                file.write(json.dumps({"case": case.name, "seconds": seconds}) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

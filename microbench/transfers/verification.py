@@ -1,0 +1,95 @@
+"""What ``verify=True`` costs: ``python -m microbench.transfers.verification``, on shaped links and over loopback.
+
+The same transfers with and without it, in turns, by Movers that were made once: sources and destinations of four
+devices on two hosts each. Time runs from the first rank that starts to the last that has its shard and knows that it is
+right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import reshard
+from microbench.emulation.cluster import Cluster, ClusterError
+from microbench.emulation.links import nominal
+from microbench.harness.suite import describe_machine, stderr
+from microbench.harness.worker import Stopwatch
+from reshard import Layout, Mesh
+from reshard.testing.processes import run_processes
+from reshard.topology.files import topology_from_json
+from reshard.topology.model import Topology
+
+PAIRS = (("S0 R", "R S0"), ("S0 R", "R R"), ("R S1", "S0 R"))
+COLUMNS = 1024
+
+
+def measure(
+    rank: int, report: Callable[[Any], None] | None, topology: Topology, mib: int, repeats: int
+) -> list[dict[bool, list[float]]]:
+    """Of each pair of layouts the seconds of each turn on this rank, without and with digests."""
+    shape = (mib * 2**20 // (4 * COLUMNS), COLUMNS)
+    stopwatch, found = Stopwatch(), []
+    for src_spec, dst_spec in PAIRS:
+        src, dst = Layout(Mesh.of("2x2"), src_spec), Layout(Mesh.of("2x2", first_rank=4), dst_spec)
+        plan = reshard.make_plan(src, dst, shape, "float32", topology=topology)
+        local = plan.tensors[0].src_shards.local_shape(rank) if rank in src.ranks else None
+        tensor = None if local is None else torch.rand(local)
+        movers = {verify: reshard.Mover(plan, verify=verify) for verify in (False, True)}
+        outs = {verify: mover(tensor) for verify, mover in movers.items()}  # the warm-up
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for turn in range(repeats):
+            for verify in (False, True) if turn % 2 else (True, False):
+                stopwatch.start()
+                movers[verify](tensor, out=outs[verify])
+                seconds[verify].append(stopwatch.stop().seconds)
+        for mover in movers.values():
+            mover.close()
+        found.append(seconds)
+    return found
+
+
+def main() -> int:
+    """Print both times per pair of layouts, and what verifying adds."""
+    parser = argparse.ArgumentParser(prog="python -m microbench.transfers.verification", description=__doc__)
+    parser.add_argument("--mib", type=int, default=64, help="MiB of the tensor (64)")
+    parser.add_argument("--rate", default="1 Gbit/s", help="of each link (1 Gbit/s)")
+    parser.add_argument("--repeats", type=int, default=9, help="turns of each (9)")
+    options = parser.parse_args()
+    if not 1 <= options.mib <= 4096 or not 1 <= options.repeats <= 1000:
+        parser.error("--mib is 1 to 4096, --repeats 1 to 1000")
+    run = describe_machine([])
+    print(f"{options.mib} MiB, {run['machine']}, torch {torch.__version__}, {run['date']}\n")
+    print("| links | pair | without, s | with, s | with / without |\n|---|---|---|---|---|")
+    for links in (options.rate, "loopback"):
+        try:
+            topology = topology_from_json({"hosts": [{"count": 4, "devices": 2, "nics": [options.rate]}]})
+            asked = nominal(topology), options.mib, options.repeats
+            if links == "loopback":
+                results = run_processes(measure, 8, None, *asked, timeout_seconds=600.0)
+            else:
+                with Cluster(topology) as cluster:
+                    results = cluster.run(measure, *asked, timeout_seconds=600.0)
+        except (ClusterError, reshard.ReshardError) as error:
+            stderr(f"verifying: {error}")
+            return 2
+        for number, pair in enumerate(PAIRS):
+            medians = {}
+            for verify in (False, True):
+                columns = zip(*(result[number][verify] for result in results), strict=True)
+                medians[verify] = statistics.median(max(column) for column in columns)
+            print(
+                f"| {links} | {' -> '.join(pair)} | {medians[False]:.4f} | {medians[True]:.4f} "
+                f"| {medians[True] / medians[False]:.3f} |",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

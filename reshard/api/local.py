@@ -1,0 +1,193 @@
+"""All ranks in one process: the definition that every other backend is tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError, DisagreementError
+from reshard.plan.check import ensure_checked
+from reshard.plan.messages import expand_messages
+from reshard.plan.model import Plan
+from reshard.planner.planning import make_plan
+from reshard.planner.strategies.problem import Strategy
+from reshard.sharding.layout import AnyLayout, Layout, RegionLayout
+from reshard.sharding.mesh import Mesh
+from reshard.sharding.tiles import Shards
+from reshard.topology.model import Topology
+
+Array = Any
+
+
+def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
+    """Replay a plan in its order on the shards of all ranks, held in this process.
+
+    Args:
+        plan: what to do.
+        shards: per tensor of the plan ``{source rank: local array}``, NumPy or torch, alike within a tensor.
+
+    Returns:
+        Per tensor ``{destination rank: local array}``, new arrays of the same kind.
+
+    Raises:
+        ArgumentError: a shard is missing, or has the wrong shape or dtype. PlanError: the plan does not deliver; it is
+            checked unless :func:`reshard.make_plan` made it in this process, once per object.
+    """
+    ensure_checked(plan)
+    out: list[dict[int, Array]] = []
+    for spec, arrays in zip(plan.tensors, shards, strict=True):
+        _check_shards(spec.src_shards, spec.dtype, arrays, spec.name)
+        like = next(iter(arrays.values()))
+        out.append({rank: _empty_like(like, spec.dst_shards.local_shape(rank)) for rank in spec.dst.ranks})
+    staging: dict[tuple[int, int], Array] = {}  # (message id, rank) -> what a relay was sent
+    for message in expand_messages(plan):
+        for i, (tensor, start, stop) in enumerate(message.boxes):
+            spec = plan.tensors[tensor]
+            if message.source is None:
+                data = _view(spec.src_shards, message.sender, shards[tensor][message.sender], start, stop)
+            elif (message.source + i, message.sender) in staging:
+                data = staging[message.source + i, message.sender]
+            else:
+                data = _view(spec.dst_shards, message.sender, out[tensor][message.sender], start, stop)
+            assert data is not None, f"message {message.id + i}: the sender does not have it; see check_plan"
+            target = None
+            if message.receiver in spec.dst.ranks:
+                target = _view(spec.dst_shards, message.receiver, out[tensor][message.receiver], start, stop)
+            if target is None:
+                staging[message.id + i, message.receiver] = data
+            else:
+                target[...] = data
+    return out
+
+
+def reshard_local(
+    shards: Mapping[int, Array],
+    src: AnyLayout | Mesh,
+    dst: AnyLayout | Mesh,
+    *,
+    src_spec: Any = None,
+    dst_spec: Any = None,
+    shape: Sequence[int],
+    dst_dtype: Any = None,
+    strategy: str | Strategy | None = None,
+    topology: Topology | None = None,
+) -> dict[int, Array]:
+    """Reshard a tensor whose shards are all in this process.
+
+    Args:
+        shards: ``{source rank: local array}``, NumPy or torch.
+        src, dst: a layout, or a mesh with ``src_spec`` or ``dst_spec`` beside it; without a spec each rank of the mesh
+            holds the whole tensor.
+        shape: the global shape.
+        dst_dtype: the dtype of the result; omitted, that of the source.
+
+    Returns:
+        ``{destination rank: local array}``, new arrays.
+
+    Raises:
+        ArgumentError: a shard is missing, has the wrong shape or dtype, or cannot be cast to ``dst_dtype``.
+        DisagreementError: there is no ``src_spec``, and shards differ.
+
+    >>> import numpy as np
+    >>> from reshard import Layout, Mesh, reshard_local
+    >>> rows = Layout(Mesh.of("2"), "S0")
+    >>> cols = Layout(Mesh.of("2", first_rank=2), "R S0")
+    >>> whole = np.arange(16).reshape(4, 4)
+    >>> reshard_local({0: whole[:2], 1: whole[2:]}, rows, cols, shape=(4, 4))[3][0]
+    array([2, 3])
+    """
+    src_layout = Layout(src, src_spec) if isinstance(src, Mesh) else src
+    dst_layout = Layout(dst, dst_spec) if isinstance(dst, Mesh) else dst
+    for what, layout in (("src", src_layout), ("dst", dst_layout)):
+        if not isinstance(layout, (Layout, RegionLayout)):
+            raise ArgumentError(f"{what} must be a Mesh, a Layout or a RegionLayout, not {type(layout).__name__}")
+    if not isinstance(shards, Mapping) or not shards:
+        raise ArgumentError(f"give shards as {{source rank: local array}}, not {type(shards).__name__}")
+    for rank, array in shards.items():
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise ArgumentError(f"rank {rank} holds {type(array).__name__}, not a NumPy array or a torch tensor")
+        if rank not in src_layout.ranks:
+            raise ArgumentError(f"rank {rank} has a shard, but is not in the source layout")
+    dtype = dtype_name(next(iter(shards.values())).dtype)
+    travelling = dtype
+    if dst_dtype is not None:
+        from reshard.api.casts import check_cast, travelling_dtype  # imports torch
+
+        dst_dtype = dtype_name(dst_dtype)
+        check_cast(dtype, dst_dtype, "the tensor")
+        travelling = travelling_dtype(dtype, dst_dtype)
+    plan = make_plan(src_layout, dst_layout, shape, travelling, strategy=strategy, topology=topology)
+    _check_shards(plan.tensors[0].src_shards, dtype, shards, None)
+    if isinstance(src, Mesh) and src_spec is None:
+        _check_equal({rank: shards[rank] for rank in src.ranks})
+    moved = execute_local(plan, [{rank: _cast(array, travelling) for rank, array in shards.items()}])[0]
+    return moved if dst_dtype is None else {rank: _cast(array, dst_dtype) for rank, array in moved.items()}
+
+
+def _cast(array: Array, dtype: str) -> Array:
+    if dtype_name(array.dtype) == dtype:
+        return array
+    if not isinstance(array, np.ndarray):
+        import torch
+
+        return array.to(getattr(torch, dtype))
+    try:
+        return array.astype(dtype)
+    except TypeError:
+        raise ArgumentError(f"NumPy has no dtype {dtype}; pass torch tensors") from None
+
+
+def _check_equal(shards: Mapping[int, Array]) -> None:
+    """Raise where shards that are taken for replicas differ in a byte."""
+    digest = {rank: xxhash.xxh3_64(_bytes_of(array)).intdigest() for rank, array in shards.items()}
+    first = next(iter(digest))
+    for rank, found in digest.items():
+        if found != digest[first]:
+            raise DisagreementError(
+                f"rank {rank} holds other elements than rank {first}, but without src_spec every source rank holds the "
+                "whole tensor; pass src_spec= if it is sharded"
+            )
+
+
+def _bytes_of(array: Array) -> Any:
+    if isinstance(array, np.ndarray):
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    import torch
+
+    return array.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _empty_like(array: Array, shape: tuple[int, ...]) -> Array:
+    if isinstance(array, np.ndarray):
+        return np.empty(shape, dtype=array.dtype)
+    return array.new_empty(shape)
+
+
+def _check_shards(shards: Shards, dtype: str, arrays: Mapping[int, Array], name: str | None) -> None:
+    what = f"{name!r}" if name is not None else "the tensor"
+    for rank in shards.layout.ranks:
+        if rank not in arrays:
+            raise ArgumentError(f"{what}: rank {rank} is in the source layout, but has no shard")
+        if tuple(arrays[rank].shape) != shards.local_shape(rank):
+            raise ArgumentError(
+                f"{what}: rank {rank} holds shape {list(arrays[rank].shape)}, "
+                f"but its layout says {list(shards.local_shape(rank))}"
+            )
+        if dtype_name(arrays[rank].dtype) != dtype:
+            raise ArgumentError(f"{what}: rank {rank} holds {dtype_name(arrays[rank].dtype)}, not {dtype}")
+
+
+def _view(shards: Shards, rank: int, array: Array, start: Sequence[int], stop: Sequence[int]) -> Array | None:
+    """The part of a rank's local array that holds the box, None if it has no tile with all of it."""
+    for box, local in shards.boxes_of(rank):
+        if all(lo <= a and b <= hi for (lo, hi), a, b in zip(box, start, stop, strict=True)):
+            at = [
+                slice(offset + a - lo, offset + b - lo)
+                for (lo, _), offset, a, b in zip(box, local, start, stop, strict=True)
+            ]
+            return array[(..., *at)]  # the ellipsis keeps a 0-d array a view
+    return None

@@ -1,0 +1,71 @@
+"""The arrays of one transfer of a Mover, checked against its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from reshard.api.dtensors import check_same_layout, is_dtensor, layout_of
+from reshard.api.tensor_checks import check_array, waited_for
+from reshard.coordination.process_group import Group
+from reshard.errors import ArgumentError
+from reshard.plan.model import Plan
+from reshard.runtime.cuda.stream import current_device
+from reshard.runtime.program import Program
+from reshard.sharding.layout import AnyLayout
+from reshard.sharding.tensor_spec import TensorSpec
+
+
+class MoverArrays:
+    """Reads what a rank passes to a Mover.
+
+    Args:
+        plan, program: of the Mover. group: whose ranks the plan names. device_type: of all arrays.
+    """
+
+    def __init__(self, plan: Plan, program: Program, group: Group, device_type: str) -> None:
+        self._plan, self._program, self._group, self._device_type = plan, program, group, device_type
+
+    def sources(self, given: Sequence[Any]) -> list[torch.Tensor | None]:
+        """The source shard of each tensor.
+
+        Raises:
+            ArgumentError: one is missing, or does not fit the plan. PartialError: a DTensor has a pending reduction.
+        """
+        return [
+            self._check(waited_for(self._local_of(array, spec, spec.src, "the source")), shape, spec, "the source")
+            for array, shape, spec in zip(given, self._program.src_shapes, self._plan.tensors, strict=True)
+        ]
+
+    def targets(self, given: Sequence[Any]) -> list[torch.Tensor | None]:
+        """What to fill for each tensor, allocated where nothing is given; raises as :meth:`sources`."""
+        return [
+            self._check(
+                self.empty(spec, shape) if array is None else self._local_of(array, spec, spec.dst, "out"),
+                shape,
+                spec,
+                "the destination",
+            )
+            for array, shape, spec in zip(given, self._program.dst_shapes, self._plan.tensors, strict=True)
+        ]
+
+    def empty(self, spec: TensorSpec, shape: Sequence[int] | None) -> torch.Tensor | None:
+        """An array for a destination shard of a shape; None where the rank has none."""
+        if shape is None:
+            return None
+        return torch.empty(tuple(shape), dtype=getattr(torch, spec.dtype), device=current_device(self._device_type))
+
+    def _check(self, array: Any, shape: tuple[int, ...] | None, spec: TensorSpec, role: str) -> torch.Tensor | None:
+        return check_array(array, shape, spec.dtype, role, spec.name, self._program.rank, self._device_type)
+
+    def _local_of(self, array: Any, spec: TensorSpec, layout: AnyLayout, role: str) -> Any:
+        """The local tensor of a DTensor that is sharded as the plan says; anything else as it is."""
+        if not is_dtensor(array):
+            return array
+        what = f"{role} DTensor{f' of {spec.name!r}' if spec.name is not None else ''}"
+        if tuple(array.shape) != spec.shape:
+            raise ArgumentError(f"{what} has shape {list(array.shape)}, but the plan moves {list(spec.shape)}")
+        check_same_layout(layout_of(array, self._group), layout, spec.shape, self._group.rank, what, "the plan")
+        return array.to_local()

@@ -1,0 +1,149 @@
+"""``reshard demo``: real tensors between real processes, every element checked."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.api.call import reshard
+from reshard.cli.demo_cases import Case, hard_cases, study_cases
+from reshard.cost.report import NOTABLE_LATENCY, CostReport
+from reshard.planner.planning import make_plan
+from reshard.planner.registry import AUTO
+from reshard.sharding.layout import AnyLayout
+from reshard.sharding.tiles import cut_shards
+from reshard.testing.processes import run_processes
+from reshard.topology.model import MESSAGE_SECONDS, Topology
+
+STRATEGIES = (AUTO, "send_recv", "local_all_gather")
+REPEATS = 3
+_MIB = 2**20
+
+_HEADER = """\
+Each case moves one tensor from one mesh of processes to another, three times, in three ways: as is done by
+default (auto), by plain sends, and by fetching parts and gathering them. The planner is told that every {devices}
+ranks share a host with one link of 10 Gbit/s. "between" and "inside" are the MiB that the plan sends between
+hosts and inside hosts, "x bound" what it would take on such hosts, over the least time that any plan could (-:
+less than a message costs; *: more than {notable} of it is latency, which that least time does not count). Here all
+processes are on this machine and no link is slow, so "ms", the median time until the last rank had its shard, says
+what the software costs. "elements" is how many were compared with what they must be, on every rank.
+"""
+
+
+def run_demo(divide: int = 4, rows: int = 512) -> int:
+    """Run all cases and print a row for each; returns 0 if every element was right."""
+    cases = study_cases(divide) + hard_cases(rows)
+    print(_HEADER.format(devices=cases[0].devices_per_host, notable=f"{100 * NOTABLE_LATENCY:.0f} %"))
+    print(_row("case", "from -> to", "strategy", "between", "inside", "x bound", "ms", "elements", "ok"))
+    print("-" * 138)
+    sys.stdout.flush()
+    begun = time.perf_counter()
+    results = run_processes(_run_rank, max(case.num_ranks for case in cases), cases, timeout_seconds=600.0)
+    failed = results[0]
+    runs = len(cases) * len(STRATEGIES)
+    print("-" * 138)
+    print(f"{runs - failed} of {runs} runs moved every element right, in {time.perf_counter() - begun:.0f} s.")
+    return 1 if failed else 0
+
+
+def _row(*cells: Any) -> str:
+    case, title, strategy, between, inside, over, ms, elements, ok = map(str, cells)
+    return f"{case:12} {title:54} {strategy:16} {between:>7} {inside:>7} {over:>7} {ms:>7} {elements:>12}  {ok}"
+
+
+def _run_rank(rank: int, cases: Sequence[Case]) -> int:
+    failed = 0
+    for case in cases:
+        for strategy in STRATEGIES:
+            seconds, checked, wrong = _run_case(rank, case, strategy)
+            told: list[Any] = [None] * dist.get_world_size() if rank == 0 else []
+            dist.gather_object((seconds, checked, wrong), told if rank == 0 else None)
+            if rank == 0:
+                ok = not any(entry[2] for entry in told)
+                failed += not ok
+                medians = sorted(max(entry[0][i] for entry in told) for i in range(REPEATS))
+                _print_row(case, strategy, 1000 * medians[REPEATS // 2], sum(entry[1] for entry in told), ok)
+    return failed
+
+
+def _run_case(rank: int, case: Case, strategy: str) -> tuple[list[float], int, int]:
+    """Seconds of each repeat, and how many elements were compared and how many were wrong, on this rank."""
+    if rank not in case.src.ranks + case.dst.ranks:
+        return [0.0] * REPEATS, 0, 0
+    topology = _topology(case)
+    source = shard_of_positions(case.src, rank, case.shape, case.dtype)
+    before = None if source is None else source.clone()
+    expected = shard_of_positions(case.dst, rank, case.shape, case.dtype)
+    seconds, wrong, checked = [], 0, 0
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        out = reshard(source, case.src, case.dst, shape=case.shape, strategy=strategy, topology=topology)
+        seconds.append(time.perf_counter() - begun)
+        if expected is not None:
+            checked += expected.numel()
+            wrong += count_unlike(out, expected)
+    if source is not None and before is not None:
+        wrong += count_unlike(source, before)
+    return seconds, checked, wrong
+
+
+def _print_row(case: Case, strategy: str, milliseconds: float, checked: int, ok: bool) -> None:
+    plan = make_plan(case.src, case.dst, case.shape, case.dtype, strategy=strategy, topology=_topology(case))
+    across, inside, _ = plan.bytes_moved()
+    sizes = f"{across / _MIB:.1f}", f"{inside / _MIB:.1f}"
+    report = CostReport(plan)
+    seconds, bound = report.predicted_seconds, report.lower_bound_seconds
+    over = f"{seconds / bound:.2f}" if seconds is not None and bound > MESSAGE_SECONDS else "-"
+    over += "*" * (over != "-" and report.latency_fraction > NOTABLE_LATENCY)
+    print(
+        _row(
+            case.name, case.title, strategy, *sizes, over, f"{milliseconds:.1f}", f"{checked:,}", "yes" if ok else "NO"
+        )
+    )
+    sys.stdout.flush()
+
+
+def _topology(case: Case) -> Topology:
+    hosts = tuple(rank // case.devices_per_host for rank in range(case.num_ranks))
+    return Topology(hosts, latency_seconds=MESSAGE_SECONDS)
+
+
+def shard_of_positions(layout: AnyLayout, rank: int, shape: Sequence[int], dtype: str) -> torch.Tensor | None:
+    """A rank's shard of a tensor whose elements encode their global position; None outside the layout.
+
+    Made from coordinates alone, piece by piece, so that no rank needs the whole tensor.
+    """
+    if rank not in layout.ranks:
+        return None
+    shards = cut_shards(layout, shape)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    codes = torch.zeros(shards.local_shape(rank), dtype=torch.int64)
+    for box, local in shards.boxes_of(rank):
+        block = torch.zeros([hi - lo for lo, hi in box], dtype=torch.int64)
+        for dim, ((lo, hi), stride) in enumerate(zip(box, strides, strict=True)):
+            line = torch.arange(lo, hi) * stride
+            block += line.reshape([-1 if d == dim else 1 for d in range(len(shape))])
+        codes[(..., *(slice(at, at + hi - lo) for at, (lo, hi) in zip(local, box, strict=True)))] = block
+    wanted = getattr(torch, dtype)
+    if wanted.itemsize == 1:
+        return (codes % 251).to(torch.uint8).view(wanted)
+    if wanted.itemsize == 2:
+        return (codes % 65521).to(torch.int32).to(torch.int16).view(wanted)
+    return codes.to(torch.int32).view(wanted) if wanted.itemsize == 4 else codes.view(wanted)
+
+
+def count_unlike(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Elements that differ in a byte."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return max(a.numel(), b.numel(), 1)
+    if not a.numel():
+        return 0
+    size = a.element_size()
+    rows = [x.contiguous().reshape(-1).view(torch.uint8).reshape(-1, size) for x in (a, b)]
+    return int((rows[0] != rows[1]).any(dim=1).sum())

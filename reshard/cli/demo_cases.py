@@ -1,0 +1,130 @@
+"""The layout pairs that readers of the 2023 study look for first, and some that its systems could not do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reshard.sharding.layout import AnyLayout, Layout, RegionLayout
+from reshard.sharding.mesh import Mesh
+from reshard.sharding.spec import Strided
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pair of layouts. ``title`` is for people; ``devices_per_host`` says which ranks share a host."""
+
+    name: str
+    title: str
+    shape: tuple[int, ...]
+    dtype: str
+    src: AnyLayout
+    dst: AnyLayout
+    devices_per_host: int = 4
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the case needs, counted from rank 0."""
+        return 1 + max(self.src.ranks + self.dst.ranks)
+
+
+def study_cases(divide: int = 1) -> list[Case]:
+    """The nine n-to-m cases of the 2023 cross-mesh resharding study (arXiv 2211.05322), each dim over ``divide``.
+
+    Case 8 is identical to case 7 in the study's artefact; here it is S0 R R -> R S1 R.
+    """
+    table = [
+        ("1", "2x4", "S0 R R", "2x4", "S0 R R"),
+        ("2", "2x4", "R R R", "2x4", "S0 R R"),
+        ("3", "2x4", "R S0 R", "2x4", "S0 R R"),
+        ("4", "2x4", "R S01 R", "2x4", "S01 R R"),
+        ("5", "2x4", "S1 R R", "2x4", "S0 R R"),
+        ("6", "2x4", "S0 R R", "3x4", "S0 R R"),
+        ("7", "1x4", "S1 R R", "2x4", "R R R"),
+        ("8", "1x4", "S0 R R", "2x4", "R S1 R"),
+        ("9", "2x4", "R S0 R", "2x4", "R R S0"),
+    ]
+    cases = []
+    for name, src_grid, src_spec, dst_grid, dst_spec in table:
+        full = (3072, 1024, 170) if name == "6" else (1024, 1024, 512)
+        shape = (full[0] // divide, full[1] // divide, full[2] // divide)
+        src = Mesh.of(src_grid)
+        dst = Mesh.of(dst_grid, first_rank=src.size)
+        title = f"{src_spec} on {src_grid} -> {dst_spec} on {dst_grid}"
+        cases.append(Case(f"study {name}", title, shape, "float32", Layout(src, src_spec), Layout(dst, dst_spec)))
+    return cases
+
+
+def hard_cases(rows: int = 512) -> list[Case]:
+    """Uneven, in place, overlapping, empty and irregular layouts; ``rows`` scales the larger ones."""
+    grid, four, three = Mesh.of("2x2"), Mesh.of("4"), Mesh.of("3")
+    heads = 4 * (rows // 4)
+    fused = RegionLayout(
+        {
+            rank: [
+                [(part * heads + rank * heads // 4, part * heads + (rank + 1) * heads // 4), (0, rows)]
+                for part in range(3)
+            ]
+            for rank in range(4)
+        }
+    )
+    return [
+        Case(
+            "uneven",
+            f"{rows * 4 + 3} rows over 3 ranks -> columns over 4",
+            (rows * 4 + 3, 257),
+            "bfloat16",
+            Layout(three, "S0"),
+            Layout(Mesh.of("4", first_rank=3), "R S0"),
+        ),
+        Case(
+            "in place",
+            "rows -> columns on the same 4 ranks",
+            (rows * 4, rows),
+            "float32",
+            Layout(four, "S0"),
+            Layout(four, "R S0"),
+        ),
+        Case(
+            "overlapping",
+            "ranks 0-3 -> ranks 2-7, two hosts",
+            (rows * 6, rows),
+            "float32",
+            Layout(grid, "S0 S1"),
+            Layout(Mesh.of("2x3", first_rank=2), "S1 S0"),
+        ),
+        Case(
+            "axis order",
+            "S01 -> S10, the major axis changes",
+            (rows * 4 + 1, rows),
+            "float16",
+            Layout(grid, "S01 R"),
+            Layout(grid, "S10 R"),
+        ),
+        Case(
+            "0-d", "a scalar from 1 rank to 5", (), "float64", Layout(Mesh.of("1")), Layout(Mesh.of("5", first_rank=3))
+        ),
+        Case(
+            "empty shards",
+            "3 rows over 4 ranks -> 5 ranks, some get none",
+            (3, 7),
+            "complex64",
+            Layout(four, "S0"),
+            Layout(Mesh.of("5", first_rank=4), "S0"),
+        ),
+        Case(
+            "fused",
+            "Q, K and V split by head in one tensor -> plain rows",
+            (3 * heads, rows),
+            "float32",
+            fused,
+            Layout(Mesh.of("2", first_rank=4), "S0"),
+        ),
+        Case(
+            "strided",
+            "torch's _StridedShard, 2 x 2 -> replicated on 3",
+            (rows * 2, rows),
+            "float8_e4m3fn",
+            Layout(grid, ((Strided("0", 2), "1"),)),
+            Layout(Mesh.of("3", first_rank=4)),
+        ),
+    ]

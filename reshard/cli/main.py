@@ -1,0 +1,299 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import ArgumentError, ReshardError, TopologyError
+from reshard.sharding.layout import Layout
+from reshard.sharding.mesh import Mesh
+from reshard.topology.files import read_topology
+from reshard.topology.model import Topology
+from reshard.topology.presets import MACHINES, load_preset
+from reshard.version import __version__
+
+if TYPE_CHECKING:
+    from reshard.plan.model import Plan
+
+#: Plans with more messages are printed one rank at a time.
+MAX_PRINTED_MESSAGES = 1_000_000
+_LONGEST_ERROR = 2000
+
+_INTRO = """\
+Move a sharded tensor from one device mesh and layout to another.
+
+A mesh is a grid of ranks: 2x4 is 2 hosts of 4 devices (the last axis counts the devices of a host).
+A layout says, for each tensor dim, which mesh axes shard it: R none, S0 axis 0, S1 axis 1, S01 both, axis 0 major.
+Axes may have names: the mesh dp=2,tp=4 and the layout "(dp, -, tp)".
+
+  reshard plan --shape 1024,1024,512 --dtype float32 --src-mesh 2x4 --src "S0 R R" --dst-mesh 3x4 --dst "S0 R R"
+      who sends what to whom, in which order, and the least time that the network allows
+  reshard demo
+      real tensors between real processes on this machine, every element checked
+  reshard info
+      versions, and which backends this installation can use
+  torchrun --nnodes ... -m reshard doctor
+      what keeps the ranks of a job from reaching each other: interfaces, ports, versions
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="reshard", description=_INTRO, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"reshard {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="{plan,demo,info,doctor}")
+    _add_plan(commands.add_parser("plan", help="print who sends what to whom", description=_plan.__doc__))
+    demo = commands.add_parser("demo", help="move real tensors between real processes")
+    demo.add_argument("--divide", type=int, default=4, help="divide each dim of the study's tensors by this (4)")
+    commands.add_parser("info", help="versions and backends")
+    doctor = commands.add_parser("doctor", help="under torchrun: what keeps ranks from reaching each other")
+    doctor.add_argument("--timeout", type=float, default=60.0, help="seconds that ranks may take to answer (60)")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "plan":
+            return _plan(options)
+        if options.command == "demo":
+            return _demo(options)
+        if options.command == "info":
+            return _info()
+        if options.command == "doctor":
+            from reshard.cli.doctor import run_doctor
+
+            return run_doctor(options.timeout)
+    except ReshardError as error:
+        text = str(error)
+        if len(text) > _LONGEST_ERROR:
+            text = f"{text[:_LONGEST_ERROR]} ..."
+        print(f"reshard: {type(error).__name__}: {text}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        sys.stderr.close()
+        return 0
+    parser.print_help()
+    return 2
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", required=True, help="global shape, for example 1024,1024,512; empty for a scalar")
+    parser.add_argument("--dtype", default="float32", help="element type (float32)")
+    parser.add_argument("--src-mesh", required=True, help="source mesh, for example 2x4 or dp=2,tp=4")
+    parser.add_argument(
+        "--src", default="", help="source layout, for example 'S0 R R' or '(dp, -, -)'; empty: replicated"
+    )
+    parser.add_argument("--dst-mesh", required=True, help="destination mesh")
+    parser.add_argument("--dst", default="", help="destination layout")
+    parser.add_argument(
+        "--dst-first-rank",
+        type=int,
+        help="first destination rank; default: behind the source's, without --topology on other hosts",
+    )
+    parser.add_argument(
+        "--strategy",
+        help="auto (default), multicast, send_recv, {local,global}_all_gather, broadcast_{naive,size,greedy,search}; "
+        "all: a table of them",
+    )
+    parser.add_argument(
+        "--topology",
+        help=f"{', '.join(MACHINES)}, or a JSON or YAML file: "
+        '{"hosts": [{"devices": 4, "nics": ["25 Gbit/s"]}, ...]}; pods, rates: docs/concepts.md. It says on which '
+        "hosts ranks are, presets fill theirs in order. Default: the last axis of each mesh counts the devices of a "
+        "host, one NIC of 10 Gbit/s each, and a message costs 100 us between hosts, 50 us inside",
+    )
+    parser.add_argument("--rank", type=int, help="only the messages of this rank")
+    parser.add_argument("--format", choices=("text", "summary", "json", "html"), default="text")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    """Print a plan and the least time that the network allows."""
+    from reshard.cli.html_report import format_html
+    from reshard.cli.report import describe_plan
+    from reshard.plan.messages import expand_messages
+    from reshard.planner.planning import make_plan
+
+    src_mesh = Mesh.of(options.src_mesh)
+    first = src_mesh.size if options.dst_first_rank is None else options.dst_first_rank
+    dst_mesh = Mesh.of(options.dst_mesh, first_rank=first)
+    topology = _topology(options.topology, src_mesh, dst_mesh)
+
+    def plan_with(strategy: str | None) -> Plan:
+        return make_plan(
+            Layout(src_mesh, options.src),
+            Layout(dst_mesh, options.dst),
+            _parse_shape(options.shape),
+            options.dtype,
+            strategy=strategy,
+            topology=topology,
+        )
+
+    if options.strategy == "all":
+        if options.rank is not None or options.format != "text":
+            raise ArgumentError("--strategy all prints a table; leave --rank and --format away")
+        return _compare(plan_with)
+    plan = plan_with(options.strategy)
+    if options.rank is not None and options.rank not in plan.ranks:
+        raise ArgumentError(f"rank {options.rank} takes no part; the ranks are {plan.ranks[0]} to {plan.ranks[-1]}")
+    if options.format == "json":
+        if options.rank is None and plan.num_messages > MAX_PRINTED_MESSAGES:
+            raise ArgumentError(f"the plan has {plan.num_messages} messages; name one rank with --rank")
+        if options.rank is not None and plan.count_messages(options.rank) > MAX_PRINTED_MESSAGES:
+            raise ArgumentError(
+                f"rank {options.rank} has {plan.count_messages(options.rank)} messages, too many to print"
+            )
+        sys.stdout.write(json.dumps(_to_json(plan, options.rank)))  # written at once by C, not piece by piece
+        print()
+        return 0
+    if options.format == "html":
+        if options.rank is not None:
+            raise ArgumentError("--format html draws the whole plan; leave --rank away")
+        print(format_html(plan), end="")
+        return 0
+    if options.format == "summary":
+        if options.rank is not None:
+            raise ArgumentError("--format summary is of the whole plan; leave --rank away")
+        print(describe_plan(plan, max_lines=0).split("\n\n")[0])
+        return 0
+    if options.rank is None:
+        print(describe_plan(plan))
+        return 0
+    print(describe_plan(plan, max_lines=0).split("...")[0])
+    for message in expand_messages(plan, options.rank):
+        boxes = " + ".join(
+            f"t{tensor} [{', '.join(f'{a}:{b}' for a, b in zip(start, stop, strict=True))}]"
+            for tensor, start, stop in message.boxes
+        )
+        after = "" if message.source is None else f" after {message.source}"
+        print(f"{message.id}: {boxes} {message.sender} -> {message.receiver}{after}")
+    return 0
+
+
+def _to_json(plan: Plan, rank: int | None) -> dict[str, Any]:
+    """The plan's JSON, and its cost beside it."""
+    from reshard.cost.report import CostReport
+    from reshard.plan.json import plan_to_json
+
+    report = CostReport(plan)
+    cost = {
+        "lower_bound_seconds": report.lower_bound_seconds,
+        "lower_bound_reason": report.bound.reason,
+        "predicted_seconds": report.predicted_seconds,
+    }
+    return plan_to_json(plan, rank) | cost
+
+
+def _compare(plan_with: Callable[[str | None], Plan]) -> int:
+    """Every strategy on one line."""
+    from reshard.cost.lower_bound import find_bound
+    from reshard.cost.report import CostReport
+    from reshard.planner.registry import AUTO, STRATEGIES
+
+    chosen = plan_with(None)
+    bound = find_bound(chosen).seconds
+    print(f"lower bound  {bound:.6g} s: {find_bound(chosen).reason}")
+    titles = f"{'messages':>10} {'MiB between hosts':>18} {'MiB inside':>11} {'predicted, s':>13} {'x bound':>8}"
+    print(f"{'':20} {titles} {'latency':>8}")
+    for name in [AUTO, *(name for name in STRATEGIES if name != AUTO)]:
+        plan = plan_with(name)
+        across, inside, _ = plan.bytes_moved()
+        report = CostReport(plan)
+        seconds = report.predicted_seconds
+        said = [
+            "-" if seconds is None else f"{seconds:.6g}",
+            "-" if seconds is None or not bound else f"{seconds / bound:.3f}",
+            "-" if seconds is None else f"{100 * report.latency_fraction:.0f} %",
+        ]
+        title = f"{name} ({plan.strategy})" if plan.strategy != name else name
+        sizes = f"{across / 2**20:.1f}", f"{inside / 2**20:.1f}"
+        print(
+            f"{title:20} {plan.num_messages:>10} {sizes[0]:>18} {sizes[1]:>11} {said[0]:>13} {said[1]:>8} {said[2]:>8}"
+        )
+    print("latency: how much of the predicted time it is; the bound counts none")
+    return 0
+
+
+def _parse_shape(text: str) -> list[int]:
+    try:
+        sizes = [size.strip() for size in text.split(",")] if text.strip() else []
+        if not all(size.isascii() and size.isdigit() for size in sizes):
+            raise ValueError
+        return [int(size) for size in sizes]
+    except ValueError:
+        raise ArgumentError(f"shape {text!r} is not of the form 1024,1024,512") from None
+
+
+def _topology(given: str | None, src: Mesh, dst: Mesh) -> Topology:
+    """A file, or the name of a preset."""
+    if given is None:
+        return default_topology(src, dst)
+    if given in MACHINES:
+        return load_preset(given, 1 + max(*src.ranks, *dst.ranks))
+    try:
+        return read_topology(given)
+    except TopologyError as error:
+        if "." in given or "/" in given:
+            raise
+        raise TopologyError(f"{error}; presets are {', '.join(MACHINES)}") from None
+
+
+def default_topology(src: Mesh, dst: Mesh) -> Topology:
+    """Hosts as the grids say: the last axis counts the devices of a host, 10 Gbit/s each way per host.
+
+    A rank of both meshes is on its source host, and takes the rest of its row of the destination along.
+    """
+    host_of: dict[int, int] = {}
+    count = 0
+    for mesh in (src, dst):
+        devices = mesh.sizes[-1] if mesh.sizes else 1
+        for at in range(0, mesh.size, devices):
+            row = mesh.ranks[at : at + devices]
+            host = next((host_of[rank] for rank in row if rank in host_of), count)
+            count = max(count, host + 1)
+            for rank in row:
+                host_of.setdefault(rank, host)
+    return Topology(tuple(host_of.get(rank, count) for rank in range(1 + max(host_of))))
+
+
+def _demo(options: argparse.Namespace) -> int:
+    if importlib.util.find_spec("torch") is None:
+        raise ArgumentError("the demo needs torch: pip install 'reshard[torch]'")
+    if not 1 <= options.divide <= 128:
+        raise ArgumentError(f"--divide is {options.divide}; it must be from 1 to 128")
+    from reshard.cli.demo import run_demo
+
+    return run_demo(options.divide)
+
+
+def _info() -> int:
+    rows = [("reshard", __version__), ("python", f"{platform.python_version()} on {platform.platform()}")]
+    for package in ("numpy", "scipy", "torch", "jax", "cupy", "ray"):
+        try:
+            rows.append((package, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            rows.append((package, "not installed"))
+    native = importlib.util.find_spec("reshard._native") is not None
+    rows.append(("native code", "built" if native else "not built: Python twins are used"))
+    backends = ["local (NumPy or torch arrays of one process)"]
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_gloo_available():
+            backends.append("torch (Gloo, CPU tensors)")
+        if dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available():
+            backends.append(f"torch (NCCL, {torch.cuda.device_count()} GPUs)")
+        if importlib.util.find_spec("ray") is not None:
+            backends.append("ray (actors, Gloo)")
+    if importlib.util.find_spec("cupy") is not None:
+        backends.append("cupy (NCCL)")
+    rows.append(("backends", ", ".join(backends)))
+    for name, value in rows:
+        print(f"{name:12} {value}")
+    return 0

@@ -1,0 +1,291 @@
+"""The least time in which the links between hosts can do the job, and which of them say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.cost.pod_lower_bound import bound_in_pods
+from reshard.errors import ArgumentError
+from reshard.formatting import format_bytes, format_rate
+from reshard.plan.model import Plan
+from reshard.ragged import NO_RANK
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.topology.model import Port, Topology
+
+HostSet = tuple[int, ...]
+#: Bytes of regions by the places that hold them and the places that need and do not hold them.
+Classes = dict[tuple[HostSet, HostSet], int]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A time below which no plan without relays can be, and in words which links take it."""
+
+    seconds: float
+    reason: str
+
+
+NOTHING = Bound(0.0, "nothing crosses hosts")
+
+
+def find_bound(problem: Plan | Sequence[TensorSpec], topology: Topology | None = None) -> Bound:
+    """The time below which no plan without relays can be, and why.
+
+    Args:
+        problem: a plan, or its tensors. topology: omitted, that of the plan.
+
+    The host-NIC model: a host sends at most what its NICs send together (those that a rank of either layout uses),
+    receives at most what they receive, and what moves inside a host costs nothing. With pods the same holds for each
+    pod and its uplink, and for both at once (see :func:`~reshard.cost.pod_lower_bound.bound_in_pods`); the
+    largest counts. It is the optimum of this linear program, in which x[k, h] are the bytes of class k (the regions
+    with the same holders A and needers R) that leave host h::
+
+        minimise T    with    sum of x[k, h] over h in A        >= bytes[k]
+                              sum of x[k, h] over h in A and R  =  bytes[k] * |R|
+                              sum of x[k, h] over k             <= egress[h] * T
+                              bytes that host h needs           <= ingress[h] * T
+
+    reached in the limit by schedules without relays. Where sources and destinations share no host and no receiver
+    sends slower than it receives, it is the larger of the largest arrival and the least possible largest share of the
+    senders, which is computed exactly.
+    """
+    if isinstance(problem, Plan):
+        return _find_bound(problem.tensors, topology or problem.topology)
+    if topology is None:
+        raise ArgumentError("find_bound needs a plan, or tensors and a topology")
+    return _find_bound(problem, topology)
+
+
+def _find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
+    used: dict[int, set[int]] = {}
+    for spec in tensors:
+        for rank in (*spec.src.ranks, *spec.dst.ranks):
+            used.setdefault(topology.host_of_rank[rank], set()).add(topology.nic_of_rank[rank])
+
+    def nics_of(host: int) -> Port:
+        nics = [topology.host(host).nics[number] for number in sorted(used[host])]
+        return Port(sum(nic.egress_bytes_per_second for nic in nics), sum(nic.ingress_bytes_per_second for nic in nics))
+
+    of_hosts = _classes(tensors, topology.host_of_rank.__getitem__)
+    partly = {host for host, numbers in used.items() if len(numbers) < len(topology.host(host).nics)}
+    bound = _bound_of_places(of_hosts, nics_of, "host", partly)
+    if topology.pods:
+
+        def pod_of(rank: int) -> int:
+            return topology.host(topology.host_of_rank[rank]).pod or 0
+
+        of_pods = _bound_of_places(_classes(tensors, pod_of), topology.pods.__getitem__, "pod")
+        hosts = {host: nics_of(host) for host in used}
+        pods = {host: topology.host(host).pod or 0 for host in used}
+        seconds, busy = bound_in_pods(of_hosts, hosts, pods, topology.pods)
+        of_both = Bound(seconds, _say_busy(seconds, busy, hosts, topology.pods))
+        bound = max(bound, of_pods, of_both, key=lambda found: round(found.seconds, 12))
+    return bound
+
+
+def _say_busy(seconds: float, busy: Sequence[tuple[str, int]], hosts: Mapping[int, Port], pods: Sequence[Port]) -> str:
+    """As ``what host 1 sends and what enters pod 1 is 4 MiB at least, and can be 3.75 GB/s together``."""
+    words: list[str] = []
+    rate = 0.0
+    for what in ("host", "up", "down"):
+        places = [place for kind, place in busy if kind == what]
+        if what == "host":
+            words += [f"what {_name('host', places)} send{'s' * (len(places) == 1)}"] * bool(places)
+            rate += sum(hosts[place].egress_bytes_per_second for place in places)
+        elif places:
+            words.append(f"what {'leaves' if what == 'up' else 'enters'} {_name('pod', places)}")
+            ports = [pods[place] for place in places]
+            rate += sum(
+                port.egress_bytes_per_second if what == "up" else port.ingress_bytes_per_second for port in ports
+            )
+    together = " together" if len(busy) > 1 else ""
+    return f"{' and '.join(words)} is {format_bytes(seconds * rate)} at least, and can be {format_rate(rate)}{together}"
+
+
+def _classes(tensors: Sequence[TensorSpec], place_of: Callable[[int], int]) -> Classes:
+    """Bytes by holders and needers, of the regions that somebody needs who does not hold them."""
+    classes: Classes = {}
+    for spec in tensors:
+        tasks = spec.tasks
+        src_sets, src_of = _place_sets(spec.src_shards.ranks, place_of)
+        dst_sets, dst_of = _place_sets(spec.dst_shards.ranks, place_of)
+        pair = src_of[tasks.src_tile] * len(dst_sets) + dst_of[tasks.dst_tile]
+        found, inverse = np.unique(pair, return_inverse=True)
+        nbytes = np.zeros(len(found), dtype=np.int64)
+        np.add.at(nbytes, inverse.ravel(), tasks.numel * spec.itemsize)
+        for number, total in zip(found.tolist(), nbytes.tolist(), strict=True):
+            holders = src_sets[number // len(dst_sets)]
+            needers = tuple(place for place in dst_sets[number % len(dst_sets)] if place not in holders)
+            if needers and total:
+                classes[holders, needers] = classes.get((holders, needers), 0) + total
+    return classes
+
+
+def _place_sets(ranks: np.ndarray, place_of: Callable[[int], int]) -> tuple[list[HostSet], np.ndarray]:
+    """The different sets of places of the tiles, and which of them each tile has."""
+    number: dict[HostSet, int] = {}
+    which = [
+        number.setdefault(tuple(sorted({place_of(rank) for rank in row if rank != NO_RANK})), len(number))
+        for row in ranks.tolist()
+    ]
+    return list(number), np.array(which, dtype=np.int64)
+
+
+def _name(kind: str, places: Sequence[int]) -> str:
+    """As ``host 3`` or ``hosts 0, 1 and 2``; nothing for none."""
+    numbers = [str(place) for place in sorted(places)]
+    if len(numbers) < 2:
+        return f"{kind} {numbers[0]}" if numbers else ""
+    return f"{kind}s {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def _bound_of_places(
+    classes: Classes, port_of: Callable[[int], Port], kind: str, partly: Collection[int] = ()
+) -> Bound:
+    """The largest arrival or departure; of places in ``partly`` not all NICs are in use, which the words say."""
+
+    def by_some(places: Sequence[int]) -> str:
+        return " by the NICs that its ranks here use" if not set(partly).isdisjoint(places) else ""
+
+    arrives: dict[int, int] = {}
+    held: dict[HostSet, int] = {}
+    for (holders, needers), nbytes in classes.items():
+        held[holders] = held.get(holders, 0) + nbytes
+        for place in needers:
+            arrives[place] = arrives.get(place, 0) + nbytes
+    if not arrives:
+        return NOTHING
+    times = {place: total / port_of(place).ingress_bytes_per_second for place, total in arrives.items()}
+    last = max(times, key=lambda place: (times[place], -place))
+    rate = port_of(last).ingress_bytes_per_second
+    arrival = Bound(
+        times[last],
+        f"{_name(kind, [last])} must receive {format_bytes(arrives[last])} and can receive {format_rate(rate)}"
+        f"{by_some([last])}",
+    )
+    sources = {place for holders in held for place in holders}
+    egress = {place: port_of(place).egress_bytes_per_second for place in sources | set(arrives)}
+    passes_on = all(egress[place] >= port_of(place).ingress_bytes_per_second for place in arrives)
+    if passes_on and sources.isdisjoint(arrives):
+        seconds, places = _find_share(held, egress)
+        alone = sum(total for key, total in held.items() if set(places).issuperset(key))
+        verb = "holds" if len(places) == 1 else "hold"
+        words = f"{_name(kind, places)} {verb} {format_bytes(alone)} that no other {kind} has and can send "
+    else:
+        seconds, places = _least_egress(classes, egress)
+        total = seconds * sum(egress[place] for place in places)
+        words = f"{_name(kind, places)} must send {format_bytes(total)} and can send "
+    together = " together" if len(places) > 1 else ""
+    leaving = Bound(seconds, words + format_rate(sum(egress[place] for place in places)) + together + by_some(places))
+    return leaving if leaving.seconds > arrival.seconds * (1 + 1e-9) else arrival
+
+
+def least_largest_share(held: dict[HostSet, int], egress: Mapping[int, float]) -> float:
+    """The least possible time of the slowest place when the bytes of each key are divided among the places in it.
+
+    Solved as a linear program; its dual names the set of places that binds, from which the value is
+    recomputed exactly.
+    """
+    return _find_share(held, egress)[0]
+
+
+def _find_share(held: dict[HostSet, int], egress: Mapping[int, float]) -> tuple[float, list[int]]:
+    """As :func:`least_largest_share`, and the places that bind."""
+    places = sorted({place for key in held for place in key})
+    if not places:
+        return 0.0, []
+    alone = {key[0]: total / egress[key[0]] for key, total in held.items() if len(key) == 1}
+    slowest = max(alone, key=lambda place: (alone[place], -place), default=places[0])
+    if len(alone) == len(held):
+        return alone[slowest], [slowest]
+    if len(held) == 1:
+        return sum(held.values()) / sum(egress[place] for place in places), places
+    share = [(k, place) for k, key in enumerate(held) for place in key]
+    value, duals = _solve(share, places, egress, [(list(held.values()), "=")], [range(len(share))])
+    if not value:
+        return alone.get(slowest, 0.0), [slowest]
+    binding = _binding(places, duals)
+    exact = sum(total for key, total in held.items() if set(binding).issuperset(key)) / max(
+        sum(egress[place] for place in binding), 1e-300
+    )
+    return (exact if abs(exact - value) <= 1e-6 * value else value), binding
+
+
+def _binding(places: Sequence[int], duals: Sequence[float]) -> list[int]:
+    """The places whose load row has a dual."""
+    least = 1e-9 * max(map(abs, duals))
+    return [place for place, dual in zip(places, duals, strict=True) if dual < -least]
+
+
+def _least_egress(classes: Classes, egress: Mapping[int, float]) -> tuple[float, list[int]]:
+    """The least time in which all that must leave some place can, where receivers pass on; the places that bind."""
+    places = sorted({place for holders, needers in classes for place in (*holders, *needers)})
+    share: list[tuple[int, int]] = []
+    from_holders: list[int] = []
+    for k, (holders, needers) in enumerate(classes):
+        from_holders.extend(range(len(share), len(share) + len(holders)))
+        share.extend((k, place) for place in (*holders, *needers))
+    nbytes = list(classes.values())
+    arrivals = [total * len(needers) for (_, needers), total in classes.items()]
+    value, duals = _solve(share, places, egress, [(nbytes, ">="), (arrivals, "=")], [from_holders, range(len(share))])
+    return value, _binding(places, duals)
+
+
+def _solve(
+    share: Sequence[tuple[int, int]],
+    places: Sequence[int],
+    egress: Mapping[int, float],
+    wholes: Sequence[tuple[Sequence[int], str]],
+    columns_of: Sequence[Sequence[int]],
+) -> tuple[float, list[float]]:
+    """Minimise the slowest place's time; ``share[i]`` is ``(class, place)`` of variable i.
+
+    Row set j asks that the variables ``columns_of[j]`` of each class add up to ``wholes[j]``.
+    Returns the time and the dual of each place.
+    """
+    from scipy.optimize import linprog
+    from scipy.sparse import coo_matrix, csr_matrix, vstack
+
+    scale = float(max(max(nbytes) for nbytes, _ in wholes))
+    fastest = max(egress.values())
+    number = {place: i for i, place in enumerate(places)}
+    classes = np.array([k for k, _ in share], dtype=np.int64)
+    rows = [number[place] for _, place in share]
+    count = len(share)
+    load = coo_matrix(
+        (
+            np.concatenate([np.ones(count), [-egress[place] / fastest for place in places]]),
+            (rows + list(range(len(places))), list(range(count)) + [count] * len(places)),
+        ),
+        shape=(len(places), count + 1),
+    )
+    upper: list[csr_matrix] = [load]
+    upper_values = [np.zeros(len(places))]
+    equal: list[csr_matrix] = []
+    equal_values: list[np.ndarray] = []
+    for (nbytes, sign), columns in zip(wholes, columns_of, strict=True):
+        picked = np.array(columns, dtype=np.int64)
+        matrix = coo_matrix((np.ones(len(picked)), (classes[picked], picked)), shape=(len(nbytes), count + 1))
+        values = np.array(nbytes, dtype=np.float64) / scale
+        if sign == "=":
+            equal.append(matrix)
+            equal_values.append(values)
+        else:
+            upper.append(-matrix)
+            upper_values.append(-values)
+    cost = np.zeros(count + 1)
+    cost[-1] = 1.0
+    solved = linprog(
+        cost,
+        A_ub=vstack(upper),
+        b_ub=np.concatenate(upper_values),
+        A_eq=vstack(equal),
+        b_eq=np.concatenate(equal_values),
+        method="highs",
+    )
+    if solved.fun is None:  # rates a billion times apart are beyond the solver; the other bounds still hold
+        return 0.0, [0.0] * len(places)
+    return float(solved.fun) * scale / fastest, solved.ineqlin.marginals[: len(places)].tolist()

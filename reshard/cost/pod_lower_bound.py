@@ -1,0 +1,114 @@
+"""The least time of a job where pods of hosts stand behind uplinks, by hosts and pods at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from reshard.topology.model import Port
+
+
+class _Rows:
+    """Rows of a linear program: ``sum of coefficients * variables`` and their right side."""
+
+    def __init__(self) -> None:
+        self.row: list[int] = []
+        self.column: list[int] = []
+        self.value: list[float] = []
+        self.right: list[float] = []
+
+    def add(
+        self, columns: Sequence[int], right: float, sign: float = 1.0, extra: tuple[int, float] | None = None
+    ) -> None:
+        """One row: the sum of some variables, times ``sign``, and another one with its coefficient."""
+        number = len(self.right)
+        self.row.extend([number] * len(columns))
+        self.column.extend(columns)
+        self.value.extend([sign] * len(columns))
+        if extra is not None:
+            self.row.append(number)
+            self.column.append(extra[0])
+            self.value.append(extra[1])
+        self.right.append(sign * right if extra is None else right)
+
+
+def bound_in_pods(
+    classes: Mapping[tuple[tuple[int, ...], tuple[int, ...]], int],
+    host_port: Mapping[int, Port],
+    pod_of: Mapping[int, int],
+    pods: Sequence[Port],
+) -> tuple[float, list[tuple[str, int]]]:
+    """Seconds below which no plan without relays can be, and the links that are busy all the time.
+
+    Those are ``("host", h)``, what host h sends, and ``("up", p)`` or ``("down", p)``, what leaves or enters pod p.
+
+    The optimum of a linear program in which x[k, h, q] are the bytes of class k (holders A, needers R) that leave
+    host h for needers in pod q::
+
+        sum of x[k, h, q] over h                    =  bytes[k] * (needers in q)
+        sum of x[k, h, q] over h outside q          >= bytes[k]                   where q holds none and needs some
+        sum of x[k, h, q] over h in A, q            >= bytes[k]
+        sum of x[k, h, q] over h in p, q not p, k   <= up[p] * T,   and into q alike
+        sum of x[k, h, q] over k, q                 <= egress[h] * T
+    """
+    from scipy.optimize import linprog
+    from scipy.sparse import coo_matrix
+
+    if not classes:
+        return 0.0, []
+    scale = float(max(classes.values()))
+    fastest = max(port.egress_bytes_per_second for port in (*host_port.values(), *pods))
+    leaving: dict[int, list[int]] = {}
+    up: dict[int, list[int]] = {}
+    down: dict[int, list[int]] = {}
+    equal, least = _Rows(), _Rows()
+    count = 0
+    for (holders, needers), nbytes in classes.items():
+        share = nbytes / scale
+        first: list[int] = []
+        needing: dict[int, list[int]] = {}
+        for host in needers:
+            needing.setdefault(pod_of[host], []).append(host)
+        holding = {pod_of[host] for host in holders}
+        for pod, hosts in needing.items():
+            every, outside = [], []
+            for host in (*holders, *needers):
+                if hosts == [host]:
+                    continue
+                every.append(count)
+                leaving.setdefault(host, []).append(count)
+                if host in holders:
+                    first.append(count)
+                if pod_of[host] != pod:
+                    outside.append(count)
+                    up.setdefault(pod_of[host], []).append(count)
+                    down.setdefault(pod, []).append(count)
+                count += 1
+            equal.add(every, share * len(hosts))
+            if pod not in holding:
+                least.add(outside, share, -1.0)
+        least.add(first, share, -1.0)
+    time = count  # the last variable
+    first_load = len(least.right)
+    for host, columns in leaving.items():
+        least.add(columns, 0.0, extra=(time, -host_port[host].egress_bytes_per_second / fastest))
+    for pod, columns in up.items():
+        least.add(columns, 0.0, extra=(time, -pods[pod].egress_bytes_per_second / fastest))
+    for pod, columns in down.items():
+        least.add(columns, 0.0, extra=(time, -pods[pod].ingress_bytes_per_second / fastest))
+    cost = np.zeros(count + 1)
+    cost[-1] = 1.0
+
+    def matrix(rows: _Rows) -> coo_matrix:
+        return coo_matrix((rows.value, (rows.row, rows.column)), shape=(len(rows.right), count + 1))
+
+    solved = linprog(cost, A_ub=matrix(least), b_ub=least.right, A_eq=matrix(equal), b_eq=equal.right, method="highs")
+    if solved.fun is None:  # rates a billion times apart are beyond the solver; other bounds still hold
+        return 0.0, []
+    duals = solved.ineqlin.marginals[first_load:]
+    busy = duals < -1e-9 * max(abs(duals).max(), 1e-300)
+    links = [("host", host) for host in leaving]
+    links += [("up", pod) for pod in up] + [("down", pod) for pod in down]
+    found = [link for link, binds in zip(links, busy.tolist(), strict=True) if binds]
+    return float(solved.fun) * scale / fastest * (1 - 1e-9), sorted(found)

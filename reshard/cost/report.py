@@ -1,0 +1,94 @@
+"""What a plan costs, in one report: its lower bound, its simulated time, and the load of each port."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from reshard.cost.lower_bound import Bound, find_bound
+from reshard.cost.port_loads import Load, find_loads
+from reshard.cost.simulator import simulate
+from reshard.formatting import format_bytes, format_rate
+from reshard.plan.model import Plan
+
+#: The report mentions latency if it makes more than this fraction of the predicted time.
+NOTABLE_LATENCY = 0.05
+
+
+@dataclass(frozen=True)
+class CostReport:
+    """The cost of a plan on its own topology. Each figure is computed on first access; ``str()`` prints them all.
+
+    >>> print(CostReport(plan))  # doctest: +SKIP
+    lower bound  0.858993 s: host 0 receives 1 GiB at 1.25 GB/s
+    predicted    0.873068 s, 1.016 times the bound
+    busiest      host 0 in: 1 GiB at 1.25 GB/s, 0.858993 s
+    """
+
+    plan: Plan
+
+    @cached_property
+    def bound(self) -> Bound:
+        """The lower bound, and the links that set it; see :func:`reshard.find_bound`."""
+        return find_bound(self.plan)
+
+    @property
+    def lower_bound_seconds(self) -> float:
+        """No plan without relays is faster on this topology."""
+        return self.bound.seconds
+
+    @cached_property
+    def predicted_seconds(self) -> float | None:
+        """The plan's time by :func:`reshard.simulate`; None if the plan is too large to simulate in a few seconds."""
+        if self.plan.num_messages * len(self.plan.ranks) > MAX_SIMULATED:
+            return None
+        return simulate(self.plan).makespan_seconds
+
+    @cached_property
+    def latency_fraction(self) -> float:
+        """The fraction of :attr:`predicted_seconds`, from 0 to 1, due to latency, which the bound ignores.
+
+        0 if the plan is too large to simulate.
+        """
+        free = self.plan.topology.without_latency()
+        if not self.predicted_seconds or free == self.plan.topology:
+            return 0.0
+        return max(1.0 - simulate(self.plan, free).makespan_seconds / self.predicted_seconds, 0.0)
+
+    @cached_property
+    def port_loads(self) -> tuple[Load, ...]:
+        """Bytes and seconds of each NIC and uplink that the plan uses."""
+        return tuple(find_loads(self.plan))
+
+    def __str__(self) -> str:
+        lines = [
+            f"lower bound  {self.lower_bound_seconds:.6g} s: {self.bound.reason}",
+            f"predicted    {self._format_prediction()}",
+        ]
+        if self.port_loads:
+            lines.append(f"busiest      {self._format_busiest()}")
+        return "\n".join(lines)
+
+    def _format_prediction(self) -> str:
+        seconds, bound = self.predicted_seconds, self.lower_bound_seconds
+        if seconds is None:
+            return f"not simulated: {self.plan.num_messages} messages among {len(self.plan.ranks)} ranks are many"
+        if not bound:
+            return f"{seconds:.6g} s"
+        text = f"{seconds:.6g} s, {seconds / bound:.3f} times the bound"
+        if not self.plan.topology.latency_seconds:
+            return f"{text}; messages between hosts cost nothing, as latency_seconds is 0"
+        if self.latency_fraction > NOTABLE_LATENCY:
+            percent = f"{100 * self.latency_fraction:.0f} %"
+            text += f", which counts no latency (latency is {percent} of the prediction)"
+        return text
+
+    def _format_busiest(self) -> str:
+        busiest = max(self.port_loads, key=lambda load: load.seconds)
+        ties = sum(load.seconds > busiest.seconds * (1 - 1e-9) for load in self.port_loads) - 1
+        text = f"{busiest.port}: {format_bytes(busiest.nbytes)} at {format_rate(busiest.bytes_per_second)}"
+        return f"{text}, {busiest.seconds:.6g} s" + (f"; {ties} more as busy" if ties else "")
+
+
+#: Messages times ranks up to which a plan is simulated without being asked for: a few seconds.
+MAX_SIMULATED = 2 * 10**7

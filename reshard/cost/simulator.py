@@ -1,0 +1,190 @@
+"""When each message of a plan starts and ends on a network of shared ports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from reshard.cost.fluid import Network, flow
+from reshard.errors import PlanError, TopologyError
+from reshard.plan.messages import MessageTable, tabulate_messages
+from reshard.plan.model import Plan, recvs_ahead
+from reshard.plan.ordering import find_turns
+from reshard.ragged import ranges
+from reshard.topology.model import MAX_NICS, Topology
+
+#: The rate of a link that the topology does not limit.
+_UNLIMITED = 1e18
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """When messages flow. ``start`` and ``finish`` are in seconds, one entry per row of ``messages``.
+
+    A copy within a rank takes no time.
+    """
+
+    messages: MessageTable
+    start: np.ndarray
+    finish: np.ndarray
+
+    def __repr__(self) -> str:
+        return f"<Timeline of {len(self.messages)} messages, {self.makespan_seconds:.6g} s>"
+
+    @cached_property
+    def makespan_seconds(self) -> float:
+        """When the last message has arrived."""
+        return float(self.finish.max(initial=0.0))
+
+
+def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
+    """The time each message of a plan starts and ends, on this model.
+
+    * Order: each rank starts its messages across hosts, and those inside its host, in the plan's order; a message
+      starts when what it comes ``after`` has arrived, fewer than ``window`` of its kind are unfinished at its sender,
+      and it is close enough behind the first message that its receiver has not got yet (see
+      :func:`~reshard.plan.model.recvs_ahead`).
+    * Links: messages of the same two ranks flow one after the other; others share NICs, uplinks of pods and links
+      inside hosts by proportional fairness (:mod:`reshard.cost.proportional_fairness`).
+    * Buffers: a message stops counting for its sender's window once all but ``send_buffer_bytes`` of it has left.
+    * Bursts: NICs and uplinks are token buckets of ``burst_bytes``, full at the start: what they could have passed
+      while idle they pass at once later.
+    * Latency: a message first holds its sender's port for the latency, then its bytes flow. One that enters its host
+      only when another rank's message has ended holds it ``turn_seconds`` longer, while the sender learns of that.
+    * Start: nothing flows before ``start_seconds``.
+
+    Args:
+        plan: what to time. topology: rates and latencies, and who is where; omitted, those of the plan.
+
+    Returns:
+        A timeline; its makespan is what the plan takes on this topology.
+
+    Raises:
+        TopologyError: the topology does not cover the plan's ranks, or is none. PlanError: it is no plan.
+    """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"simulate needs a Plan, not {type(plan).__name__}")
+    if topology is not None and not isinstance(topology, Topology):
+        raise TopologyError(f"simulate needs a Topology, not {type(topology).__name__}")
+    topology = plan.topology if topology is None else topology
+    topology.check_covers(plan.ranks)
+    messages = tabulate_messages(plan)
+    moves = np.flatnonzero(messages.sender != messages.receiver)
+    start, finish = np.zeros(len(messages)), np.zeros(len(messages))
+    if len(moves):
+        try:
+            start[moves], finish[moves] = flow(network_of(plan, messages, moves, topology))
+        except ValueError as error:
+            raise PlanError(f"the plan never ends: {error}") from None
+        start[moves] += topology.start_seconds
+        finish[moves] += topology.start_seconds
+    return Timeline(messages, start, finish)
+
+
+def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: Topology) -> Network:
+    """The rows ``moves`` of a plan's messages, none of them a copy, as messages on the ports of a topology."""
+    sender, receiver = messages.sender[moves], messages.receiver[moves]
+    host = topology.host_by_rank
+    inside = (host[sender] == host[receiver]).astype(np.int64)
+    _, queue = np.unique(sender * 2 + inside, return_inverse=True)
+    pairs, stream = np.unique(sender * len(host) + receiver, return_inverse=True)
+    _, to = np.unique(receiver, return_inverse=True)
+    row_of = np.full(len(messages), -1, dtype=np.int64)
+    row_of[moves] = np.arange(len(moves))
+    num_after = np.diff(messages.after_at)[moves]
+    after = row_of[messages.after[ranges(messages.after_at[moves], num_after)]]
+    later = np.repeat(np.arange(len(moves)), num_after)[after >= 0]  # what comes after a copy need not wait
+    ports = _Ports.of(topology, pairs // len(host), pairs % len(host))
+    hold = np.where(inside, topology.inside_latency_seconds, topology.latency_seconds)
+    if topology.turn_seconds:
+        takes_turn = find_turns(plan)[messages.transfer[moves]] & (messages.chunk[moves] == 0)
+        hold = hold + np.where(takes_turn, topology.turn_seconds, 0.0)
+    hold_port = ports.port[ports.port_at[:-1]]
+    return Network(
+        queue=queue.ravel().astype(np.int64),
+        stream=stream.ravel().astype(np.int64),
+        receiver=to.ravel().astype(np.int64),
+        window=np.ascontiguousarray(messages.window[moves]),
+        nbytes=messages.nbytes[moves].astype(np.float64),
+        after_at=np.concatenate([[0], np.cumsum(np.bincount(later, minlength=len(moves)))]).astype(np.int64),
+        after=after[after >= 0],
+        ahead=_ahead(messages.window[moves]),
+        port_at=ports.port_at,
+        port=ports.port,
+        hold_port=hold_port,
+        hold_work=hold * ports.rate[hold_port[stream.ravel()]],
+        buffer=np.full(len(pairs), float(topology.send_buffer_bytes)),
+        rate=ports.rate,
+        burst=np.where(ports.are_inside, 0.0, float(topology.burst_bytes)),
+    )
+
+
+def _ahead(window: np.ndarray) -> np.ndarray:
+    found, inverse = np.unique(window, return_inverse=True)
+    return np.array([recvs_ahead(int(w)) for w in found], dtype=np.int64)[inverse.ravel()]
+
+
+_OUT, _IN, _EGRESS, _UP, _DOWN, _INGRESS = range(6)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ports:
+    """The ports that streams pass: both directions of NICs, uplinks, and of ranks inside their host.
+
+    Stream s passes ``port[port_at[s]:port_at[s + 1]]``, the sender's own first. Ports are numbered as streams first
+    pass them; ``rate`` and ``are_inside`` have one entry each.
+    """
+
+    port_at: np.ndarray
+    port: np.ndarray
+    rate: np.ndarray
+    are_inside: np.ndarray
+
+    @classmethod
+    def of(cls, topology: Topology, sender: np.ndarray, receiver: np.ndarray) -> _Ports:
+        """Those of streams from one rank to another."""
+        host, nic = topology.host_by_rank, np.array(topology.nic_of_rank, dtype=np.int64)
+        a, b = host[sender], host[receiver]
+        inside = a == b
+        apart = np.zeros(len(a), dtype=bool)
+        pod = np.zeros(topology.num_hosts, dtype=np.int64)
+        if topology.pods:
+            pod = np.array([topology.host(h).pod for h in range(topology.num_hosts)], dtype=np.int64)
+            apart = pod[a] != pod[b]
+
+        def key(kind: int, place: np.ndarray, number: np.ndarray | int = 0) -> np.ndarray:
+            return (place * MAX_NICS + number) * 6 + kind
+
+        keys = np.stack(
+            [
+                np.where(inside, key(_OUT, sender), key(_EGRESS, a, nic[sender])),
+                key(_UP, pod[a]),
+                key(_DOWN, pod[b]),
+                np.where(inside, key(_IN, receiver), key(_INGRESS, b, nic[receiver])),
+            ],
+            axis=1,
+        )
+        passed = np.ones(keys.shape, dtype=bool)
+        passed[:, 1:3] = apart[:, None]
+        found, first, which = np.unique(keys[passed], return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        number = np.empty_like(order)
+        number[order] = np.arange(len(order))
+        kinds = (found[order] % 6).tolist()
+        places, nics = (found[order] // 6 // MAX_NICS).tolist(), (found[order] // 6 % MAX_NICS).tolist()
+        rate = [_rate_of(topology, *port) for port in zip(kinds, places, nics, strict=True)]
+        return cls(
+            port_at=np.concatenate([[0], np.cumsum(passed.sum(axis=1))]),
+            port=number[which.ravel()],
+            rate=np.array(rate, dtype=np.float64),
+            are_inside=np.array([kind in (_OUT, _IN) for kind in kinds], dtype=bool),
+        )
+
+
+def _rate_of(topology: Topology, kind: int, place: int, nic: int) -> float:
+    if kind in (_OUT, _IN):
+        return topology.inside_bytes_per_second or _UNLIMITED
+    port = topology.pods[place] if kind in (_UP, _DOWN) else topology.host(place).nics[nic]
+    return port.egress_bytes_per_second if kind in (_EGRESS, _UP) else port.ingress_bytes_per_second

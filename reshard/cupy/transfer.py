@@ -1,0 +1,266 @@
+"""Moves CuPy arrays along a plan, in rounds of NCCL messages."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import ITEMSIZE, dtype_name
+from reshard.errors import ArgumentError, DisagreementError, PlanError
+from reshard.formatting import format_ranks
+from reshard.plan.check import ensure_checked
+from reshard.plan.model import Plan
+from reshard.runtime.program import Slices, build_program
+from reshard.runtime.rounds.executor import RoundRunner
+from reshard.runtime.rounds.memory import Posted
+from reshard.runtime.rounds.schedule import find_rounds
+from reshard.sharding.tensor_spec import TensorSpec
+
+Array = Any
+#: In what CuPy holds the bits of dtypes that it lacks.
+UNSIGNED = {
+    name: f"uint{8 * size}" for name, size in ITEMSIZE.items() if name == "bfloat16" or name.startswith("float8")
+}
+
+
+class Handle:
+    """A transfer under way, on the Mover's stream."""
+
+    def __init__(self, cupy: Any, end: Any, result: Callable[[], Any]) -> None:
+        self._cupy, self._end, self._result = cupy, end, result
+
+    def wait(self) -> Any:
+        """The result; what is put on the current stream from here on finds it there. Does not block.
+
+        Returns:
+            This rank's destination shard (or ``{name: shard}``), None outside the destination.
+        """
+        self._cupy.cuda.get_current_stream().wait_event(self._end)
+        return self._result()
+
+    def done(self) -> bool:
+        """True once the device is done with it."""
+        return bool(self._end.done)
+
+    def synchronize(self) -> Any:
+        """As :meth:`wait`, but block until the transfer is over."""
+        self._end.synchronize()
+        return self.wait()
+
+
+class Mover:
+    """Moves arrays by one plan, any number of times, on a stream of its own.
+
+    Every rank of the communicator makes one, also those that the plan does not name; those have nothing to move.
+
+    Args:
+        plan: what to do; its ranks are those of the communicator. comm: a ``cupy.cuda.nccl.NcclCommunicator``, whose
+            device is the current one. Calls on it by others must come in the same order on all ranks.
+
+    Raises:
+        ArgumentError: the plan names ranks that the communicator lacks. DisagreementError: ranks have different plans.
+        PlanError: the plan does not deliver (see :func:`reshard.check_plan`), or a rank cannot do its part, or not
+            within the plan's ``staging_bytes``; on all ranks.
+    """
+
+    def __init__(self, plan: Plan, comm: Any) -> None:
+        import cupy
+        from cupy.cuda import nccl
+
+        if not isinstance(plan, Plan):
+            raise ArgumentError(f"a Mover needs a Plan, not {type(plan).__name__}")
+        if not getattr(nccl, "available", True):
+            raise ArgumentError("this CuPy was built without NCCL: install cupy-cuda12x or -13x with nvidia-nccl")
+        self.plan, self._comm = plan, comm
+        self._cupy, self._nccl = cupy, nccl
+        self._rank, size = comm.rank_id(), comm.size()
+        self._stream: Any = cupy.cuda.Stream(non_blocking=True)
+        self._runner: RoundRunner | None = None
+        self._under_way: deque[tuple[Any, Any]] = deque()  # the end of each transfer, and the arrays that it uses
+        error: Exception | None = None
+        try:
+            if plan.ranks[-1] >= size:
+                raise ArgumentError(f"the plan names rank {plan.ranks[-1]}; the communicator has {size} ranks")
+            ensure_checked(plan)
+            if self._rank in plan.ranks:
+                self._runner = _make_runner(plan, self._rank, _CupyMemory(cupy))
+        except Exception as failed:
+            error = failed
+        self._agree(error, size)
+
+    def _agree(self, error: Exception | None, size: int) -> None:
+        """Compare plans; whatever is wrong on one rank is an error on all."""
+        cupy = self._cupy
+        said = bytes([error is not None]) + hashlib.sha256(self.plan.plan_hash.encode()).digest()
+        with self._stream:
+            mine = cupy.asarray(np.frombuffer(said, dtype=np.uint8))
+            every = cupy.empty(size * len(said), dtype=cupy.uint8)
+            self._comm.allGather(_address(mine), _address(every), len(said), self._nccl.NCCL_UINT8, self._stream.ptr)
+            rows = [bytes(row) for row in cupy.asnumpy(every).reshape(size, len(said))]
+        if error is not None:
+            raise error
+        failed = [rank for rank, row in enumerate(rows) if row[0]]
+        if failed:
+            raise PlanError(f"ranks {format_ranks(failed)} cannot do their part of this plan; they say why")
+        other = [rank for rank, row in enumerate(rows) if row != rows[0]]
+        if other:
+            raise DisagreementError(f"ranks disagree on the plan: rank 0 has another than ranks {format_ranks(other)}")
+
+    @property
+    def staging_allocated_bytes(self) -> int:
+        """Bytes held beyond source and destination shards; at most the plan's ``staging_bytes``."""
+        return 0 if self._runner is None else self._runner.allocated_bytes
+
+    def __call__(self, tensor: Any = None, *, out: Any = None) -> Any:
+        """Move, and let the current stream wait for it; see :meth:`start`."""
+        return self.start(tensor, out=out).wait()
+
+    def start(self, tensor: Any = None, *, out: Any = None) -> Handle:
+        """Put one transfer on the Mover's stream, behind what is on the current one.
+
+        Args:
+            tensor: this rank's source shard, or ``{name: shard}`` for a plan of named tensors; None outside the source.
+                It must not change until the transfer is over.
+            out: where to put the destination shard, or ``{name: array}``; allocated if omitted.
+
+        Raises:
+            ArgumentError: an array does not fit the plan. The other ranks do not hear of it.
+        """
+        cupy, plan = self._cupy, self.plan
+        program = None if self._runner is None else self._runner.program
+        nowhere: Sequence[None] = (None,) * len(plan.tensors)
+        src = self._check(plan.by_tensor(tensor), nowhere if program is None else program.src_shapes, "source")
+        shapes = nowhere if program is None else program.dst_shapes
+        outs = [
+            self._empty(shape, spec.dtype) if given is None and shape is not None else given
+            for given, shape, spec in zip(plan.by_tensor(out), shapes, plan.tensors, strict=True)
+        ]
+        dst = self._check(outs, shapes, "destination")
+        for given in plan.by_tensor(out):  # what was allocated here shares nothing
+            if given is not None and any(one is not None and cupy.may_share_memory(given, one) for one in src):
+                raise ArgumentError("out shares memory with a source; they must be apart")
+        self._stream.wait_event(cupy.cuda.get_current_stream().record())
+        with self._stream:
+            if self._runner is not None:
+                self._runner.run(src, dst, self._exchange)
+            end = self._stream.record()
+        while self._under_way and self._under_way[0][0].done:
+            self._under_way.popleft()
+        self._under_way.append(
+            (end, (src, dst))
+        )  # their memory belongs to other streams, which do not know of this one
+        is_named = plan.tensors[0].name is not None
+        names = [spec.name for spec in plan.tensors]
+        return Handle(cupy, end, lambda: dict(zip(names, dst, strict=True)) if is_named else dst[0])
+
+    def _empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        try:
+            return self._cupy.empty(shape, dtype=dtype)
+        except TypeError as error:
+            if dtype not in UNSIGNED:
+                raise ArgumentError(f"CuPy cannot make an array of {dtype}; pass out=") from error
+            return self._cupy.empty(shape, dtype=UNSIGNED[dtype])
+
+    def _check(self, arrays: Sequence[Any], shapes: Sequence[tuple[int, ...] | None], side: str) -> list[Any]:
+        for array, shape, spec in zip(arrays, shapes, self.plan.tensors, strict=True):
+            self._check_one(array, shape, spec, side)
+        return list(arrays)
+
+    def _check_one(self, array: Any, shape: tuple[int, ...] | None, spec: TensorSpec, side: str) -> None:
+        what = "the tensor" if spec.name is None else f"tensor {spec.name!r}"
+        if (array is None) != (shape is None):
+            raise ArgumentError(
+                f"{what}: rank {self._rank} is in the {side} layout, but passes None"
+                if array is None
+                else f"{what}: rank {self._rank} is not in the {side} layout and must pass None"
+            )
+        if array is None:
+            return
+        if not isinstance(array, self._cupy.ndarray):
+            raise ArgumentError(f"{what}: rank {self._rank} passes {type(array).__name__}, not a CuPy array")
+        if tuple(array.shape) != shape or dtype_name(array.dtype) not in (spec.dtype, UNSIGNED.get(spec.dtype)):
+            raise ArgumentError(
+                f"{what}: rank {self._rank} passes {dtype_name(array.dtype)} {list(array.shape)}, but its shard in the "
+                f"{side} is {spec.dtype} {list(shape or ())}"
+            )
+
+    def _exchange(self, recvs: Sequence[Posted], sends: Sequence[Posted]) -> None:
+        """One round as one group."""
+        kind, stream = self._nccl.NCCL_UINT8, self._stream.ptr
+        self._nccl.groupStart()
+        try:
+            for buffer, peer in recvs:
+                self._comm.recv(_address(buffer), buffer.size, kind, peer, stream)
+            for buffer, peer in sends:
+                self._comm.send(_address(buffer), buffer.size, kind, peer, stream)
+        except BaseException:
+            with contextlib.suppress(Exception):  # what went wrong first says more
+                self._nccl.groupEnd()
+            raise
+        self._nccl.groupEnd()
+
+
+def _make_runner(plan: Plan, rank: int, memory: _CupyMemory) -> RoundRunner:
+    itemsizes = [spec.itemsize for spec in plan.tensors]
+    runner = RoundRunner(
+        build_program(plan, rank), find_rounds(plan), memory, itemsizes, staging_bytes=plan.staging_bytes
+    )
+    runner.warm_up()
+    return runner
+
+
+def _address(array: Array) -> int:
+    interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
+    return int(interface["data"][0])
+
+
+class _CupyMemory:
+    """CuPy arrays on the current device, see :class:`~reshard.runtime.rounds.memory.Memory`; copied box by box."""
+
+    device = None
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+
+    def empty(self, nbytes: int) -> Array:
+        return self._cupy.empty(nbytes, dtype=self._cupy.uint8)
+
+    def view(self, array: Array, at: Slices) -> Array:
+        return array[(..., *at)]
+
+    def is_contiguous(self, array: Array) -> bool:
+        return bool(array.flags.c_contiguous)
+
+    def itemsize(self, array: Array) -> int:
+        return int(array.itemsize)
+
+    def address(self, array: Array) -> int:
+        return _address(array)
+
+    def flat(self, array: Array) -> Array:
+        return array.reshape(-1).view(self._cupy.uint8)
+
+    def copy(self, target: Array, source: Array) -> None:
+        target[...] = source
+
+    def pack(self, views: Sequence[Array], buffer: Array) -> None:
+        for view, part in _parts(views, buffer):
+            part[...] = view
+
+    def unpack(self, buffer: Array, views: Sequence[Array]) -> None:
+        for view, part in _parts(views, buffer):
+            view[...] = part
+
+
+def _parts(views: Sequence[Array], buffer: Array) -> list[tuple[Array, Array]]:
+    """Each view with its part of a buffer, in its shape and dtype."""
+    parts, at = [], 0
+    for view in views:
+        parts.append((view, buffer[at : at + view.nbytes].view(view.dtype).reshape(view.shape)))
+        at += view.nbytes
+    return parts

@@ -1,0 +1,349 @@
+"""Does a plan deliver? Replays it on arrays of all its messages, knowing nothing of what made it."""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+
+from reshard.errors import PlanError
+from reshard.plan.check_boxes import Parts, Sides, boxes_of
+from reshard.plan.check_owners import Marks, add_by, describe_pieces
+from reshard.plan.check_staging import check_staging
+from reshard.plan.model import Plan, is_sound, vouch_for
+from reshard.ragged import mix_rows
+from reshard.sharding.box_search import find_overlapping
+
+#: Messages of a plan that is checked; with more, the arrays would take gigabytes.
+MAX_CHECKED = 2**24
+#: Boxes that a rank stages more than once, and not as the same box each time. They are replayed one by one.
+MAX_REPLAYED = 2**13
+_MOST_BYTES = 2**62
+
+
+def ensure_checked(plan: Plan) -> None:
+    """Check a plan on its first use, unless :func:`reshard.make_plan` made it in this process.
+
+    Raises:
+        PlanError: as :func:`check_plan`.
+    """
+    if not is_sound(plan):
+        check_plan(plan)
+
+
+def check_ranks(plan: Plan) -> None:
+    """Raise unless every rank that sends or receives is in a layout and on a host, and messages are of one itemsize."""
+    plan.topology.check_covers(plan.ranks)
+    transfers = plan.transfers
+    ends = np.concatenate([transfers.sender, transfers.receiver])
+    strangers = ends[~np.isin(ends, plan.ranks)]
+    if len(strangers):
+        raise PlanError(f"rank {strangers.min()} takes part in a transfer, but is in neither layout")
+    itemsize = np.array([spec.itemsize for spec in plan.tensors], dtype=np.int64)[transfers.box_tensor]
+    if len(transfers):
+        unlike = np.flatnonzero(
+            np.maximum.reduceat(itemsize, transfers.box_at[:-1]) != np.minimum.reduceat(itemsize, transfers.box_at[:-1])
+        )
+        if len(unlike):
+            wrong = int(np.flatnonzero(np.isin(transfers.region, unlike))[0])
+            raise PlanError(f"transfer {wrong} joins boxes of different itemsizes in one message")
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise PlanError unless the plan, replayed in its order, delivers.
+
+    Checked: every destination element on every rank that needs it, exactly once; each message sent by a rank
+    that has all of it by then, as a source or through messages named in its ``after``; regions inside their
+    tensors; bytes that a rank neither holds nor needs never above ``staging_bytes``, counted from their arrival
+    to the last message that passes them on. What a rank only stages it may get anew, for later messages.
+
+    The time is that of sorting the messages. That every element arrives exactly once is seen from sums of random
+    numbers, which miss a fault with a probability below 2**-80; everything else is exact.
+    """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"check_plan needs a Plan, not {type(plan).__name__}")
+    _check_form(plan)
+    check_ranks(plan)
+    parts = Parts.of(plan)
+    _check_bounds(parts)
+    _Replay(parts).check()
+    vouch_for(plan)
+
+
+def _check_form(plan: Plan) -> None:
+    """Raise unless the arrays of the transfers fit together."""
+    transfers = plan.transfers
+    num, num_boxes, num_regions = len(transfers), len(transfers.box_tensor), len(transfers.box_at) - 1
+    shape = transfers.box_start.shape
+    least = max(spec.ndim for spec in plan.tensors) if num_boxes else 0
+    if isinstance(plan.staging_bytes, bool) or not isinstance(plan.staging_bytes, int):
+        raise PlanError(f"staging_bytes must be an integer, not {plan.staging_bytes!r}")
+    if len(shape) != 2 or shape[0] != num_boxes or shape[1] < least or transfers.box_stop.shape != shape:
+        raise PlanError(f"box_start and box_stop must both be {num_boxes} x {least}, one row per box")
+    if transfers.splits.shape != (num, shape[1]) or (transfers.splits < 1).any():
+        raise PlanError(f"splits must be {num} x {shape[1]} numbers of at least 1, one row per transfer")
+    for name, count, total, fewest in (
+        ("box_at", num_regions, num_boxes, 1),
+        ("edge_at", num, len(transfers.sender), 0),
+        ("after_at", num, len(transfers.after), 0),
+    ):
+        at = getattr(transfers, name)
+        if at.shape != (count + 1,) or at[0] != 0 or at[-1] != total or (np.diff(at) < fewest).any():
+            raise PlanError(f"{name} must be {count + 1} numbers that rise from 0 to {total} by at least {fewest}")
+    for name, count, first, end in (
+        ("region", num, 0, num_regions),
+        ("box_tensor", num_boxes, 0, len(plan.tensors)),
+        ("source", num, -1, num),
+        ("window", num, 1, 2**62),
+        ("receiver", len(transfers.sender), 0, 2**62),
+    ):
+        values = getattr(transfers, name)
+        if values.shape != (count,) or (values < first).any() or (values >= end).any():
+            raise PlanError(f"{name} must be {count} numbers from {first} to {end - 1}")
+    several = (transfers.num_boxes > 1) & (transfers.splits != 1).any(axis=1)
+    if several.any():
+        raise PlanError(f"transfer {several.argmax()} has several boxes, so it travels in one chunk: its splits are 1")
+    ndim = np.array([spec.ndim for spec in plan.tensors], dtype=np.int64)[transfers.box_tensor]
+    beyond = np.arange(shape[1]) >= ndim[:, None]
+    if (beyond & ((transfers.box_start != 0) | (transfers.box_stop != 1))).any():
+        raise PlanError("a box must be 0:1 in dims that its tensor lacks")
+    per_edge = transfers.num_boxes * transfers.splits.prod(axis=1, dtype=np.float64)
+    num_messages = float((per_edge * np.maximum(np.diff(transfers.edge_at), 1)).sum())
+    if num_messages > MAX_CHECKED:
+        raise PlanError(f"the plan has {num_messages:.0f} messages; at most {MAX_CHECKED} can be checked")
+
+
+def _check_bounds(parts: Parts) -> None:
+    sizes = np.ones((len(parts.plan.tensors), parts.start.shape[1]), dtype=np.int64)
+    for tensor, spec in enumerate(parts.plan.tensors):
+        sizes[tensor, : spec.ndim] = spec.shape
+    start, stop = parts.start, parts.stop
+    outside = ((start < 0) | (start >= stop) | (stop > sizes[parts.tensor])).any(axis=1)[parts.piece]
+    if outside.any():
+        row = int(outside.argmax())
+        shape = list(parts.plan.tensors[parts.box_of(row)[0]].shape)
+        raise PlanError(f"{parts.name(row)} is empty or outside shape {shape}")
+    itemsize = np.array([spec.itemsize for spec in parts.plan.tensors], dtype=np.float64)
+    total = float((parts.numel.astype(np.float64) * itemsize[parts.tensor])[parts.piece].sum())
+    if total >= _MOST_BYTES:
+        raise PlanError(f"the messages have {total:.0f} bytes together; at most {_MOST_BYTES} can be checked")
+
+
+class _Replay:
+    """What each message brings and takes. A row's fault is kept until all kinds are looked for; the first row wins.
+
+    ``wanted`` are rows that bring their receiver what it needs; the others it stages. ``given_up`` is the row that
+    brings again what a row has staged, the number of rows if none does.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._plan = parts, parts.plan
+        self._src, self._dst = Sides(parts.plan, "src"), Sides(parts.plan, "dst")
+        self._wanted = np.zeros(len(parts), dtype=bool)
+        self._place = np.full(len(parts), -1, dtype=np.int64)  # of the receiver among the owners
+        self._given_up = np.full(len(parts), len(parts), dtype=np.int64)
+        self._faults: list[tuple[int, str]] = []
+
+    def check(self) -> None:
+        """Raise PlanError at the first fault."""
+        self._find_wanted()
+        staged = np.flatnonzero(~self._wanted)
+        self._follow_staged(staged)
+        self._check_senders()
+        parts = self._parts
+        for row in staged[parts.sender[staged] == parts.receiver[staged]][:1].tolist():
+            self._fault(row, f"copies on rank {parts.receiver[row]} what it does not need")
+        if self._faults:
+            raise PlanError(min(self._faults)[1])
+        self._check_cover()
+        check_staging(parts, ~self._wanted)
+
+    def _fault(self, row: int, text: str) -> None:
+        self._faults.append((row, f"{self._parts.name(row)} {text}"))
+
+    def _find_wanted(self) -> None:
+        parts = self._parts
+        for owners, tensors, rows in self._dst.split(parts, np.arange(len(parts))):
+            if not len(rows):
+                continue
+            start, stop = boxes_of(parts, rows, self._plan.tensors[tensors[0]].ndim)
+            place = owners.places_of(parts.receiver[rows])
+            inside = owners.inside(place, start, stop)
+            self._place[rows], self._wanted[rows] = place, inside
+            rest = np.flatnonzero(~inside & (place >= 0))
+            if len(rest) and owners.is_grid:
+                met = owners.meets(place[rest], start[rest], stop[rest])
+                for row in rows[rest[met]][:1].tolist():
+                    self._fault_place(row)
+
+    def _fault_place(self, row: int) -> None:
+        parts, rank = self._parts, int(self._parts.receiver[row])
+        tensor, start, stop = parts.box_of(row)
+        count, shared = describe_pieces(self._plan.tensors[tensor].dst_shards, rank, start, stop)
+        numel = parts.numel[parts.piece[row]]
+        self._fault(
+            row,
+            f"is no part of one piece of what rank {rank} needs: it meets {count} pieces in {shared} of its "
+            f"{numel} elements",
+        )
+
+    def _follow_staged(self, rows: np.ndarray) -> None:
+        """Find what is staged anew, and boxes that meet what their rank stages, or needs, in part."""
+        if not len(rows):
+            return
+        parts = self._parts
+        piece = parts.piece[rows]
+        where = parts.receiver[rows] * len(self._plan.tensors) + parts.tensor[piece]
+        columns = np.concatenate([where[:, None], parts.start[piece], parts.stop[piece]], axis=1)
+        first, second = (mix_rows(columns, secrets.randbits(63)) for _ in range(2))
+        order = np.lexsort((second, first))  # rows of one box at one rank stand together, in the plan's order
+        again = (first[order[1:]] == first[order[:-1]]) & (second[order[1:]] == second[order[:-1]])
+        self._given_up[rows[order[:-1][again]]] = rows[order[1:][again]]
+        begins = np.concatenate([[True], ~again])
+        one = order[begins]
+        names, groups = np.unique(where, return_inverse=True)
+        group, start, stop = groups[one], parts.start[piece[one]], parts.stop[piece[one]]
+        needed = self._needs_beside(rows, names)
+        try:
+            found = find_overlapping(*map(np.concatenate, zip((group, start, stop), needed, strict=True)))
+        except PlanError as error:
+            raise PlanError(f"boxes that {len(rows)} messages bring for others: {error}") from None
+        meets_need = np.flatnonzero(found[len(one) :])
+        if len(meets_need):
+            group_of, need_start, need_stop = (column[meets_need[0]] for column in needed)
+            meets = (groups == group_of) & (parts.start[piece] < need_stop).all(axis=1)
+            self._fault_place(int(rows[meets & (need_start < parts.stop[piece]).all(axis=1)][0]))
+        elif found.any():
+            box_of_row = np.empty(len(rows), dtype=np.int64)
+            box_of_row[order] = np.cumsum(begins) - 1
+            self._replay_staged(rows[found[box_of_row]], where[found[box_of_row]])
+
+    def _needs_beside(self, rows: np.ndarray, names: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Pieces that ranks need where they stage rows of the same tensor, unless they are a grid: there it was seen.
+
+        ``names`` are the ranks and tensors, as the caller numbers them; returns the place there, starts and stops.
+        """
+        parts, num_tensors, ndim = self._parts, len(self._plan.tensors), self._parts.start.shape[1]
+        found = [(np.zeros(0, dtype=np.int64), parts.start[:0], parts.stop[:0])]
+        members = rows[self._place[rows] >= 0]
+        for owners, _, mine in self._dst.split(parts, members):
+            if owners.is_grid or not len(mine):
+                continue
+            for tensor in np.unique(parts.tensor[parts.piece[mine]]).tolist():
+                shards = self._plan.tensors[tensor].dst_shards
+                own = mine[parts.tensor[parts.piece[mine]] == tensor]
+                tile, place = owners.tiles_of(np.unique(self._place[own]))
+                start, stop = (np.full((len(tile), ndim), at, dtype=np.int64) for at in (0, 1))
+                start[:, : len(shards.shape)], stop[:, : len(shards.shape)] = shards.start[tile], shards.stop[tile]
+                found.append((np.searchsorted(names, owners.ranks[place] * num_tensors + tensor), start, stop))
+        group, start, stop = map(np.concatenate, zip(*found, strict=True))
+        return group, start, stop
+
+    def _replay_staged(self, rows: np.ndarray, where: np.ndarray) -> None:
+        """Replay what ranks stage where boxes overlap: one that lies inside another takes its place."""
+        parts = self._parts
+        if len(rows) > MAX_REPLAYED:
+            raise PlanError(
+                f"ranks stage {len(rows)} boxes that overlap others which they stage; at most {MAX_REPLAYED} such "
+                "boxes can be checked"
+            )
+        self._given_up[rows] = len(parts)
+        for name in np.unique(where).tolist():
+            own = rows[where == name]
+            is_there = np.zeros(len(own), dtype=bool)
+            for i, row in enumerate(own.tolist()):
+                shared = np.where(is_there, parts.shared(own, row), 0)
+                met = np.flatnonzero(shared)
+                if len(met) > 1 or shared.sum() not in (0, parts.numel[parts.piece[row]]):
+                    self._fault(row, f"brings rank {parts.receiver[row]} {shared.sum()} elements a second time")
+                    return
+                is_there[met] = False
+                self._given_up[own[met]] = row
+                is_there[i] = True
+
+    def _check_senders(self) -> None:
+        parts, messages = self._parts, self._parts.messages
+        bad = np.zeros(len(parts), dtype=bool)
+        for owners, tensors, rows in self._src.split(parts, np.flatnonzero(parts.source < 0)):
+            if len(rows):
+                start, stop = boxes_of(parts, rows, self._plan.tensors[tensors[0]].ndim)
+                bad[rows] = ~owners.inside(owners.places_of(parts.sender[rows]), start, stop)
+        fed = np.flatnonzero(parts.source >= 0)
+        source = parts.source[fed]
+        a, b = parts.piece[fed], parts.piece[source]
+        unlike = (a != b) & (
+            (parts.tensor[a] != parts.tensor[b])
+            | (parts.start[a] != parts.start[b]).any(axis=1)
+            | (parts.stop[a] != parts.stop[b]).any(axis=1)
+        )
+        num_boxes = self._plan.transfers.num_boxes[messages.transfer]
+        bad[fed] = (
+            unlike
+            | (num_boxes[parts.message[fed]] != num_boxes[parts.message[source]])
+            | (parts.receiver[source] != parts.sender[fed])
+            | (parts.sender[source] == parts.receiver[source])
+            | (self._given_up[source] < fed)
+        )
+        if bad.any():
+            self._fault_sender(int(bad.argmax()))
+
+    def _fault_sender(self, row: int) -> None:
+        parts, rank, source = self._parts, int(self._parts.sender[row]), int(self._parts.source[row])
+        tensor, start, stop = parts.box_of(row)
+        numel = int(parts.numel[parts.piece[row]])
+        if source < 0 and describe_pieces(self._plan.tensors[tensor].src_shards, rank, start, stop)[1] == numel:
+            self._faults.append((row, f"{parts.name(row)} is no part of one piece of what rank {rank} holds"))
+            return
+        came = parts.rows_to(rank, tensor)
+        came = came[(came < row) & (self._given_up[came] >= row)]
+        shared = parts.shared(came, row)
+        others = came[(shared > 0) & (came != source)]
+        brought = int(parts.messages.id[parts.message[source]])
+        if shared.sum() != numel:
+            text = f"rank {rank} sends {numel} elements, but has {shared.sum()} by then"
+        elif len(others):
+            text = f"rank {rank} gets it from message {others[0]}, which is not in `after`"
+        elif parts.sender[source] == parts.receiver[source]:
+            text = f"message {brought} is a copy on rank {rank}; nothing is passed on of it"
+        else:
+            text = f"rank {rank} passes on other boxes than message {brought} brings"
+        self._faults.append((row, f"{parts.name(row)}: {text}"))
+
+    def _check_cover(self) -> None:
+        """Compare the marks of what each rank is sent with those of what it needs."""
+        parts, marks = self._parts, Marks()
+        ndim = np.array([spec.ndim for spec in self._plan.tensors], dtype=np.int64)
+        of_piece = marks.of_boxes(parts.start, parts.stop, ndim[parts.tensor])
+        nth = np.zeros(len(self._plan.tensors), dtype=np.int64)
+        for owners, tensors, rows in self._dst.split(parts, np.flatnonzero(self._wanted)):
+            nth[tensors] = np.arange(len(tensors))
+            piece = parts.piece[rows]
+            group = nth[parts.tensor[piece]] * len(owners.ranks) + self._place[rows]
+            sent = add_by(group, of_piece[piece], len(tensors) * len(owners.ranks))
+            needed = owners.sum_marks(marks)
+            unlike = (sent.reshape(len(tensors), len(owners.ranks), 2) != needed).any(axis=2)
+            if unlike.any():
+                tensor, place = np.argwhere(unlike)[0].tolist()
+                self._fault_cover(int(owners.ranks[place]), tensors[tensor])
+
+    def _fault_cover(self, rank: int, tensor: int) -> None:
+        parts, spec = self._parts, self._plan.tensors[tensor]
+        rows = parts.rows_to(rank, tensor)
+        rows = rows[self._wanted[rows]]
+        piece = parts.piece[rows]
+        try:
+            found = find_overlapping(np.zeros(len(rows), dtype=np.int64), parts.start[piece], parts.stop[piece])
+        except PlanError as error:
+            raise PlanError(
+                f"rank {rank} is not sent each element once; boxes that {len(rows)} messages bring it: {error}"
+            ) from None
+        twice = rows[found]
+        if len(twice):
+            meeting = twice[parts.shared(twice, int(twice[0])) > 0]
+            row = int(meeting[meeting > twice[0]][0])
+            again = parts.shared(rows[rows < row], row).sum()
+            raise PlanError(f"{parts.name(row)} brings rank {rank} {again} elements a second time")
+        start, stop, _ = spec.dst_shards.pieces_of(rank)
+        needed = (stop - start).prod(axis=1, dtype=np.int64).sum()
+        name = f" of {spec.name}" if spec.name is not None else ""
+        raise PlanError(f"rank {rank} needs {needed} elements{name}, but is sent {parts.numel[piece].sum()}")

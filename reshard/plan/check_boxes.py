@@ -1,0 +1,132 @@
+"""Every box of every message of a plan as one row, for what looks at all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.plan.check_owners import Owners
+from reshard.plan.messages import MessageTable, cut_chunks, tabulate_messages
+from reshard.plan.model import Plan
+from reshard.sharding.layout import format_box
+from reshard.sharding.tiles import Shards
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """One row per box of a message, in the plan's total order, so that a row's number is the id of the box.
+
+    A piece is a box of a region, or a chunk of one; all rows that carry it along a tree share it.
+
+    Attributes:
+        tensor, start, stop: of each piece. numel: its elements.
+        piece, message: of each row; ``message`` is a row of ``messages``. sender, receiver: its ranks.
+        source: the row that brings the data to the sender, -1 if the sender holds it.
+    """
+
+    plan: Plan
+    messages: MessageTable
+    tensor: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    numel: np.ndarray
+    piece: np.ndarray
+    message: np.ndarray
+    sender: np.ndarray
+    receiver: np.ndarray
+    source: np.ndarray
+
+    @classmethod
+    def of(cls, plan: Plan) -> Parts:
+        """All rows of a plan."""
+        transfers, messages = plan.transfers, tabulate_messages(plan)
+        counts = transfers.num_chunks * transfers.num_boxes
+        transfer = np.repeat(np.arange(len(transfers)), counts)
+        first_piece = np.cumsum(counts) - counts
+        chunk, nth = np.divmod(np.arange(len(transfer)) - first_piece[transfer], transfers.num_boxes[transfer])
+        box = transfers.first_box[transfer] + nth
+        start, stop = cut_chunks(transfers, transfer, chunk, box)
+        num_boxes = transfers.num_boxes[messages.transfer]
+        message = np.repeat(np.arange(len(messages)), num_boxes)
+        within = np.arange(len(message)) - messages.id[message]
+        source = messages.source[message]
+        fed = source >= 0
+        # a message whose source has fewer boxes is refused; until then its last boxes name the last one there
+        last = num_boxes[source[fed]] - 1
+        source[fed] = messages.id[source[fed]] + np.minimum(within[fed], last)
+        return cls(
+            plan=plan,
+            messages=messages,
+            tensor=transfers.box_tensor[box],
+            start=start,
+            stop=stop,
+            numel=(stop - start).prod(axis=1, dtype=np.int64),
+            piece=(first_piece[messages.transfer] + messages.chunk * num_boxes)[message] + within,
+            message=message,
+            sender=messages.sender[message],
+            receiver=messages.receiver[message],
+            source=source,
+        )
+
+    def __len__(self) -> int:
+        return len(self.piece)
+
+    def box_of(self, row: int) -> tuple[int, list[int], list[int]]:
+        """``(tensor, start, stop)`` of one row."""
+        piece = int(self.piece[row])
+        tensor = int(self.tensor[piece])
+        ndim = self.plan.tensors[tensor].ndim
+        return tensor, self.start[piece, :ndim].tolist(), self.stop[piece, :ndim].tolist()
+
+    def name(self, row: int) -> str:
+        """``message 3: [0:4, 0:8]``."""
+        _, start, stop = self.box_of(row)
+        return f"message {row}: {format_box([*zip(start, stop, strict=True)])}"
+
+    def rows_to(self, rank: int, tensor: int) -> np.ndarray:
+        """Rows that bring a rank boxes of a tensor."""
+        rows = np.flatnonzero(self.receiver == rank)
+        return rows[self.tensor[self.piece[rows]] == tensor]
+
+    def shared(self, rows: np.ndarray, row: int) -> np.ndarray:
+        """How many elements each of some rows shares with one row, all of one tensor."""
+        a, b = self.piece[rows], self.piece[row]
+        size = np.minimum(self.stop[a], self.stop[b]) - np.maximum(self.start[a], self.start[b])
+        return np.maximum(size, 0).prod(axis=1, dtype=np.int64)
+
+
+class Sides:
+    """The owners of one side of all tensors; tensors of one shape and layout share them."""
+
+    def __init__(self, plan: Plan, side: str) -> None:
+        number: dict[object, int] = {}
+        self.owners: list[Owners] = []
+        self.tensors: list[list[int]] = []
+        kinds = np.zeros(len(plan.tensors), dtype=np.int64)
+        for tensor, spec in enumerate(plan.tensors):
+            layout = getattr(spec, side)
+            kind = number.setdefault((layout, spec.shape), len(self.owners))
+            if kind == len(self.owners):
+                shards: Shards = spec.src_shards if side == "src" else spec.dst_shards
+                self.owners.append(Owners(shards))
+                self.tensors.append([])
+            self.tensors[kind].append(tensor)
+            kinds[tensor] = kind
+        self._kinds = kinds
+
+    def split(self, parts: Parts, rows: np.ndarray) -> Iterator[tuple[Owners, Sequence[int], np.ndarray]]:
+        """Owners, which tensors are theirs, and those of the rows that are of these tensors, in their order."""
+        kinds = self._kinds[parts.tensor[parts.piece[rows]]]
+        order = np.argsort(kinds, kind="stable")
+        ends = np.cumsum(np.bincount(kinds, minlength=len(self.owners)))
+        for kind, (owners, tensors) in enumerate(zip(self.owners, self.tensors, strict=True)):
+            first = int(ends[kind - 1]) if kind else 0
+            yield owners, tensors, rows[order[first : int(ends[kind])]]
+
+
+def boxes_of(parts: Parts, rows: np.ndarray, ndim: int) -> tuple[np.ndarray, np.ndarray]:
+    """``(rows, ndim)`` starts and stops."""
+    piece = parts.piece[rows]
+    return parts.start[piece, :ndim], parts.stop[piece, :ndim]

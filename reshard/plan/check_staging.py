@@ -1,0 +1,66 @@
+"""What ranks hold for others while a plan runs: each relay keeps what it stages until its last use."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reshard.errors import PlanError
+from reshard.plan.check_boxes import Parts
+from reshard.plan.model import RECVS_AHEAD
+
+
+def check_staging(parts: Parts, staged: np.ndarray) -> None:
+    """Raise PlanError where a rank stages what nobody asks for, or more than its window holds.
+
+    Args:
+        parts: of a plan in which each rank has what it sends. staged: ``(rows,)`` what its receiver does not need.
+    """
+    if not staged.any():
+        return
+    plan, messages = parts.plan, parts.messages
+    itemsize = np.array([spec.itemsize for spec in plan.tensors], dtype=np.int64)
+    nbytes = np.where(staged, (parts.numel * itemsize[parts.tensor])[parts.piece], 0)
+    last_use = np.full(len(parts), -1, dtype=np.int64)
+    fed = np.flatnonzero(parts.source >= 0)
+    np.maximum.at(last_use, parts.source[fed], fed)
+    unused = np.flatnonzero(staged & (last_use < 0))
+    if len(unused):
+        row = int(unused[0])
+        raise PlanError(
+            f"message {row} brings rank {parts.receiver[row]} {nbytes[row]} bytes that it neither needs nor passes on"
+        )
+    is_relayed = np.logical_or.reduceat(staged, messages.id)
+    relayed = np.flatnonzero(is_relayed)
+    last = parts.message[np.maximum.reduceat(np.where(staged, last_use, -1), messages.id)[relayed]]
+    staging_bytes = min(plan.staging_bytes, 2**62)
+    message_bytes = np.add.reduceat(nbytes, messages.id)
+
+    # Arrivals come at even times; what a message was the last to use is given back right behind it.
+    stages = np.zeros(1 + int(parts.receiver.max()), dtype=bool)
+    stages[messages.receiver[relayed]] = True
+    arriving = np.flatnonzero(stages[messages.receiver] & (messages.sender != messages.receiver))
+    largest = np.zeros(len(stages), dtype=np.int64)
+    np.maximum.at(largest, messages.receiver[arriving], messages.nbytes[arriving])
+    window = np.clip(staging_bytes // 2 // np.maximum(largest, 1), 1, RECVS_AHEAD)
+    rank = np.concatenate([messages.receiver[arriving], messages.receiver[relayed]])
+    time = np.concatenate([2 * arriving, 2 * last + 1])
+    order = np.lexsort((time, rank))
+    num_more = np.concatenate([is_relayed[arriving].astype(np.int64), np.full(len(relayed), -1)])[order]
+    bytes_more = np.concatenate([message_bytes[arriving], -message_bytes[relayed]])[order]
+    num_held, bytes_held = np.cumsum(num_more), np.cumsum(bytes_more)  # at the end of each rank nothing is held
+    rank, time, arrives = rank[order], time[order], time[order] % 2 == 0
+    full = arrives & (num_held - num_more >= window[rank])
+    over = arrives & (bytes_held > staging_bytes)
+    wrong = np.flatnonzero(full | over)
+    if not len(wrong):
+        return
+    at = wrong[time[wrong].argmin()]
+    ident = messages.id[time[at] // 2]
+    if full[at]:
+        raise PlanError(
+            f"message {ident}: rank {rank[at]} must receive it while it stages {num_held[at] - num_more[at]} messages "
+            f"for others, but its window is {window[rank[at]]} messages of {largest[rank[at]]} bytes"
+        )
+    raise PlanError(
+        f"message {ident}: rank {rank[at]} would stage {bytes_held[at]} bytes, but staging_bytes is {staging_bytes}"
+    )

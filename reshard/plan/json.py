@@ -1,0 +1,191 @@
+"""Plans as JSON, and back; the contract is described in ``docs/plan-json.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import LayoutError, PlanError, ReshardError
+from reshard.plan.messages import expand_messages
+from reshard.plan.model import Plan
+from reshard.plan.text_parser import parse_plan, read_plan_topology
+from reshard.plan.text_writer import format_transfer
+from reshard.sharding.layout import AnyLayout, Layout, RegionLayout
+from reshard.sharding.mesh import Mesh
+from reshard.sharding.spec import read_spec, write_2023, write_ours
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.topology.files import topology_to_json
+
+
+def plan_to_json(plan: Plan, rank: int | None = None) -> dict[str, Any]:
+    """The plan as plain values, all messages expanded; with ``rank`` only the messages of that rank."""
+    return {
+        "tensors": [_tensor_to_json(spec) for spec in plan.tensors],
+        "host_of_rank": list(plan.topology.host_of_rank),
+        "topology": topology_to_json(plan.topology),
+        "strategy": plan.strategy,
+        "staging_bytes": plan.staging_bytes,
+        "plan_hash": plan.plan_hash,
+        "transfers": [format_transfer(plan, i) for i in range(len(plan.transfers))],
+        "messages": list(_list_messages(plan, rank)),
+    }
+
+
+def _list_messages(plan: Plan, rank: int | None = None) -> Iterator[dict[str, Any]]:
+    for message in expand_messages(plan, rank):
+        for i, (tensor, start, stop) in enumerate(message.boxes):
+            yield {
+                "id": message.id + i,
+                "tensor": tensor,
+                "sender": message.sender,
+                "receiver": message.receiver,
+                "start": list(start),
+                "stop": list(stop),
+                "after": [*([] if message.source is None else [message.source + i]), *message.after],
+                # boxes that travel in one message are listed one by one, so the window counts them so
+                "window": message.window * len(message.boxes),
+            }
+
+
+def _tensor_to_json(spec: TensorSpec) -> dict[str, Any]:
+    data: dict[str, Any] = {"shape": list(spec.shape), "dtype": spec.dtype}
+    if spec.name is not None:
+        data["name"] = spec.name
+    data["src"] = layout_to_json(spec.src, spec.ndim)
+    data["dst"] = layout_to_json(spec.dst, spec.ndim)
+    return data
+
+
+def layout_to_json(layout: AnyLayout, ndim: int) -> dict[str, Any]:
+    """``{"ranks": nested list, "axes": names, "spec": "S0 R"}``, or ``{"regions": ..., "join_dim": ...}``."""
+    if isinstance(layout, RegionLayout):
+        return {
+            "ranks": list(layout.ranks),
+            "ndim": layout.ndim,
+            "join_dim": layout.join_dim,
+            "regions": {str(rank): [[list(pair) for pair in box] for box in boxes] for rank, boxes in layout.boxes},
+        }
+    try:
+        spec = write_2023(layout.mesh, layout.spec, ndim)
+    except LayoutError:
+        spec = write_ours(layout.spec)
+    return {"ranks": layout.mesh.array.tolist(), "axes": list(layout.mesh.axes), "spec": spec}
+
+
+def layout_from_json(data: Any) -> AnyLayout:
+    """The inverse of :func:`layout_to_json`.
+
+    Raises:
+        PlanError, LayoutError, MeshError: the values are not a layout.
+    """
+    if not isinstance(data, Mapping):
+        raise PlanError(f"a layout is an object, not {type(data).__name__}")
+    if "regions" in data:
+        if not isinstance(data["regions"], Mapping):
+            raise PlanError("regions must be an object {rank: boxes}")
+        regions = {}
+        for rank, boxes in data["regions"].items():
+            if not (isinstance(rank, str) and rank.isascii() and rank.isdigit() and len(rank) < 11):
+                raise PlanError(f"{rank!r} is not a rank")
+            regions[int(rank)] = boxes
+        return RegionLayout(regions, join_dim=_integer(data, "join_dim"), ndim=_integer(data, "ndim"))
+    if not isinstance(data.get("spec"), str):
+        raise PlanError("a layout needs a spec such as 'S0 R'")
+    ranks = data.get("ranks")
+    axes = data.get("axes")
+    if axes is not None and not (isinstance(axes, list) and all(isinstance(axis, str) for axis in axes)):
+        raise PlanError("axes must be a list of names")
+    _check_nested(ranks, 0)
+    try:
+        array = np.array(ranks, dtype=np.int64) if not isinstance(ranks, int) else ranks
+    except (ValueError, OverflowError) as error:
+        raise PlanError(f"ranks must be an array of integers, all rows alike: {error}") from None
+    mesh = Mesh.from_array(array, axes)
+    spec = data["spec"]
+    return Layout(mesh, read_spec(mesh, spec))
+
+
+def _check_nested(ranks: Any, depth: int) -> None:
+    if isinstance(ranks, bool) or not isinstance(ranks, (int, list)) or depth > 32:
+        raise PlanError("ranks must be a nested list of integers")
+    if isinstance(ranks, list):
+        for inner in ranks:
+            _check_nested(inner, depth + 1)
+
+
+def _integer(data: Mapping[str, Any], key: str) -> int:
+    value = data.get(key)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise PlanError(f"{key} must be an integer, not {value!r}")
+    return value
+
+
+def plan_from_json(data: Any) -> Plan:
+    """The plan that :func:`plan_to_json` wrote (without ``rank``), checked against its own hash and its messages.
+
+    Whether it delivers is checked on its first use, or by :func:`reshard.check_plan`.
+
+    Raises:
+        PlanError: the values are not a plan, do not have the hash that they name, list other messages than the
+            transfers make, or move nothing though a rank needs something.
+    """
+    try:
+        if isinstance(data, str):
+            raise PlanError("give the parsed object, json.loads(text), not the text")
+        if not isinstance(data, Mapping) or not isinstance(data.get("tensors"), list):
+            raise PlanError("a plan is an object with tensors")
+        tensors = []
+        for entry in data["tensors"]:
+            if not isinstance(entry, Mapping) or not isinstance(entry.get("shape"), list):
+                raise PlanError("a tensor is an object with shape, dtype, src and dst")
+            if not all(isinstance(size, int) and not isinstance(size, bool) for size in entry["shape"]):
+                raise PlanError("shape must be a list of integers")
+            name = entry.get("name")
+            if name is not None and not isinstance(name, str):
+                raise PlanError("a tensor's name must be a string")
+            src, dst = layout_from_json(entry.get("src")), layout_from_json(entry.get("dst"))
+            tensors.append(TensorSpec(tuple(entry["shape"]), str(entry.get("dtype")), src, dst, name))
+        topology = read_plan_topology(data.get("topology"))
+        lines = data.get("transfers")
+        if not isinstance(lines, list) or not all(isinstance(line, str) and "\n" not in line for line in lines):
+            raise PlanError("transfers must be a list of lines")
+        empty = Plan(
+            tuple(tensors), topology, str(data.get("strategy")), _no_transfers(), _integer(data, "staging_bytes")
+        )
+        topology.check_covers(empty.ranks)
+        plan = parse_plan(str(empty) + "\n".join(lines))
+    except ReshardError:
+        raise
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise PlanError(f"not a plan: {error}") from None
+    if "plan_hash" in data and data["plan_hash"] != plan.plan_hash:
+        raise PlanError(
+            f"the plan says it has hash {data['plan_hash']}, but its hash is {plan.plan_hash}; leave plan_hash out of "
+            "a plan that was edited"
+        )
+    if "messages" in data:
+        _check_listed(data["messages"], plan)
+    return plan
+
+
+def _check_listed(listed: Any, plan: Plan) -> None:
+    """Raise PlanError unless a list of messages is that of the plan: who edits it means the transfers."""
+    if not isinstance(listed, list) or len(listed) != plan.num_messages:
+        said = f"lists {len(listed)}" if isinstance(listed, list) else "is no list"
+        raise PlanError(
+            f"messages {said}, but the transfers make {plan.num_messages} messages: list all, or leave out the key"
+        )
+    for given, made in zip(listed, _list_messages(plan), strict=True):
+        if given != made:
+            raise PlanError(
+                f"messages lists {str(given)[:200]}, but the transfers make {made}: edit transfers and leave out "
+                "messages"
+            )
+
+
+def _no_transfers() -> Any:
+    from reshard.plan.text_parser import build_transfers
+
+    return build_transfers([], 0)

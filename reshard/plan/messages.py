@@ -1,0 +1,227 @@
+"""All messages of a plan as arrays, for what looks at the whole plan at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.plan.model import Plan
+from reshard.plan.transfers import Transfers
+from reshard.ragged import ranges
+
+
+@dataclass(frozen=True, eq=False)
+class MessageTable:
+    """One row per message in the plan's total order; boxes that travel together are one row. All int64.
+
+    Attributes:
+        id: the id of its (first) box. transfer, chunk: which part of the plan it is.
+        sender, receiver: ranks; equal for a copy. nbytes: its size.
+        source: the row of the message that brings the data to the sender, -1 if it holds the data.
+        after_at, after: message i starts when those of rows ``after[after_at[i]:after_at[i + 1]]`` have finished.
+        window: how many messages of its sender may be unfinished when it starts.
+    """
+
+    id: np.ndarray
+    transfer: np.ndarray
+    chunk: np.ndarray
+    sender: np.ndarray
+    receiver: np.ndarray
+    nbytes: np.ndarray
+    source: np.ndarray
+    after_at: np.ndarray
+    after: np.ndarray
+    window: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.id)
+
+
+def tabulate_messages(plan: Plan) -> MessageTable:
+    """Every message of a plan."""
+    transfers = plan.transfers
+    num_edges = np.diff(transfers.edge_at)
+    num_boxes = transfers.num_boxes
+    counts = num_edges * transfers.num_chunks
+    first_row = np.concatenate([[0], np.cumsum(counts)])
+    transfer = np.repeat(np.arange(len(transfers)), counts)
+    within = np.arange(len(transfer)) - first_row[transfer]
+    chunk = within // num_edges[transfer]
+    edge = within - chunk * num_edges[transfer]
+    edge_row = transfers.edge_at[transfer] + edge
+    parent_edge = _parent_edges(plan)[edge_row]
+    source = np.where(parent_edge < 0, -1, first_row[transfer] + chunk * num_edges[transfer] + parent_edge)
+    after_at, after = np.concatenate([[0], np.cumsum(source >= 0)]), source[source >= 0]
+    if len(transfers.after):
+        outer = transfers.source[transfer]
+        source = np.where((source < 0) & (outer >= 0), first_row[outer], source)
+        num_after = np.diff(transfers.after_at)[transfer]
+        within_tree = np.flatnonzero(parent_edge >= 0)
+        later = np.concatenate([np.repeat(np.arange(len(transfer)), num_after), within_tree])
+        earlier = np.concatenate(
+            [first_row[transfers.after[ranges(transfers.after_at[transfer], num_after)]], source[within_tree]]
+        )
+        order = np.argsort(later, kind="stable")
+        after_at = np.concatenate([[0], np.cumsum(np.bincount(later, minlength=len(transfer)))])
+        after = earlier[order]
+    return MessageTable(
+        id=transfers.first_message[transfer] + within * num_boxes[transfer],
+        transfer=transfer,
+        chunk=chunk,
+        sender=transfers.sender[edge_row],
+        receiver=transfers.receiver[edge_row],
+        nbytes=_chunk_bytes(plan, transfer, chunk),
+        source=source,
+        after_at=after_at,
+        after=after,
+        window=transfers.window[transfer],
+    )
+
+
+def _parent_edges(plan: Plan) -> np.ndarray:
+    """For each edge the position in its transfer of the edge that brings the data to its sender, or -1."""
+    transfers = plan.transfers
+    sender, receiver, edge_at = transfers.sender, transfers.receiver, transfers.edge_at
+    edge = np.arange(len(sender))
+    position = edge - edge_at[transfers.transfer_of_edge]
+    brings = sender != receiver
+    parents = np.full(len(sender), -1, dtype=np.int64)
+    chained = np.zeros(len(sender), dtype=bool)
+    chained[1:] = (position[1:] > 0) & brings[:-1] & (receiver[:-1] == sender[1:])
+    parents[chained] = position[chained] - 1
+    asking = edge[(position > 0) & ~chained]
+    if not len(asking):
+        return parents
+    bringing = edge[brings & (np.diff(edge_at)[transfers.transfer_of_edge] > 1)]
+    width = 1 + max(int(sender.max()), int(receiver.max()))
+    _, name = np.unique(
+        np.concatenate(
+            [
+                transfers.transfer_of_edge[part] * width + end[part]
+                for part, end in ((bringing, receiver), (asking, sender))
+            ]
+        ),
+        return_inverse=True,
+    )
+    keys = np.sort(name[: len(bringing)] * len(sender) + bringing)
+    wanted = name[len(bringing) :]
+    at = np.searchsorted(keys, wanted * len(sender) + asking) - 1
+    key = keys[np.maximum(at, 0)] if len(keys) else np.full(len(at), -1)
+    known = (at >= 0) & (key // len(sender) == wanted)
+    parents[asking[known]] = position[key[known] % len(sender)]
+    return parents
+
+
+def cut_chunks(
+    transfers: Transfers, transfer: np.ndarray, chunk: np.ndarray, box: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """``(start, stop)`` of chunks of boxes, as :meth:`Transfers.chunk_box` cuts one."""
+    start, stop = transfers.box_start[box], transfers.box_stop[box]
+    cut = np.flatnonzero(transfers.num_chunks[transfer] > 1)
+    rest = chunk[cut]
+    for dim in range(start.shape[1] - 1, -1, -1):
+        parts = transfers.splits[transfer[cut], dim]
+        rest, part = np.divmod(rest, parts)
+        low = start[cut, dim]
+        whole, over = np.divmod(stop[cut, dim] - low, parts)
+        start[cut, dim] = low + whole * part + over * part // parts
+        stop[cut, dim] = low + whole * (part + 1) + over * (part + 1) // parts
+    return start, stop
+
+
+def _chunk_bytes(plan: Plan, transfer: np.ndarray, chunk: np.ndarray) -> np.ndarray:
+    transfers = plan.transfers
+    box = transfers.first_box[transfer]
+    start, stop = cut_chunks(transfers, transfer, chunk, box)
+    itemsize = np.array([spec.itemsize for spec in plan.tensors], dtype=np.int64)[transfers.box_tensor[box]]
+    numel = (stop - start).prod(axis=1, dtype=np.int64)
+    return np.where(transfers.num_boxes[transfer] > 1, plan.message_bytes[transfer], numel * itemsize)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What passes from one rank to another at once: one chunk, or several small boxes together.
+
+    Attributes:
+        id: the id of its first box; box ``i`` of it has id ``id + i``.
+        boxes: ``(tensor, start, stop)`` of each box, in elements.
+        source: the id of the message that brings the same boxes to the sender, None if it holds them.
+        after: the ids of further messages, by their last box, that must have completed.
+    """
+
+    id: int
+    transfer: int
+    chunk: int
+    sender: int
+    receiver: int
+    boxes: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    source: int | None
+    after: tuple[int, ...]
+    window: int
+
+
+def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
+    """The messages of a plan in its total order; with ``rank``, only those it sends or receives.
+
+    Only the transfers that the rank takes part in are looked at.
+    """
+    transfers = plan.transfers
+    if rank is None:
+        chosen: Iterable[int] = range(len(transfers))
+    else:
+        mine = (transfers.sender == rank) | (transfers.receiver == rank)
+        chosen = np.unique(transfers.transfer_of_edge[mine]).tolist()
+    for transfer in chosen:
+        edges = transfers.edges_of(transfer)
+        brought_by: dict[int, int] = {}
+        kept: list[tuple[int, int, int, int | None]] = []
+        for edge, (sender, receiver) in enumerate(edges):
+            if rank is None or rank in (sender, receiver):
+                kept.append((edge, sender, receiver, brought_by.get(sender)))
+            if sender != receiver:
+                brought_by[receiver] = edge
+        first_box, num_boxes = int(transfers.first_box[transfer]), int(transfers.num_boxes[transfer])
+        base, window = int(transfers.first_message[transfer]), int(transfers.window[transfer])
+        fed_by = int(transfers.source[transfer])
+        source = int(transfers.first_message[fed_by]) if fed_by >= 0 else None
+        order = transfers.after[transfers.after_at[transfer] : transfers.after_at[transfer + 1]]
+        after = tuple((transfers.first_message[order[order != fed_by] + 1] - 1).tolist())
+        for chunk in range(int(transfers.num_chunks[transfer])):
+            if num_boxes == 1:
+                bounds = [transfers.chunk_box(transfer, chunk)]
+            else:
+                bounds = [
+                    (transfers.box_start[box].tolist(), transfers.box_stop[box].tolist())
+                    for box in range(first_box, first_box + num_boxes)
+                ]
+            boxes = []
+            for i, (start, stop) in enumerate(bounds):
+                tensor = int(transfers.box_tensor[first_box + i])
+                ndim = plan.tensors[tensor].ndim
+                boxes.append((tensor, tuple(start[:ndim]), tuple(stop[:ndim])))
+            at = base + chunk * len(edges) * num_boxes
+            for edge, sender, receiver, parent in kept:
+                yield Message(
+                    id=at + edge * num_boxes,
+                    transfer=transfer,
+                    chunk=chunk,
+                    sender=sender,
+                    receiver=receiver,
+                    boxes=tuple(boxes),
+                    source=source if parent is None else at + parent * num_boxes,
+                    after=after,
+                    window=window,
+                )
+
+
+def message_nbytes(plan: Plan, message: Message) -> int:
+    """Bytes of one message."""
+    total = 0
+    for tensor, start, stop in message.boxes:
+        numel = plan.tensors[tensor].itemsize
+        for lo, hi in zip(start, stop, strict=True):
+            numel *= hi - lo
+        total += numel
+    return total

@@ -1,0 +1,279 @@
+"""Reads the text of a plan back, see :mod:`reshard.plan.text_writer`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import PlanError, ReshardError
+from reshard.plan.model import Plan
+from reshard.plan.text_writer import LATENCIES
+from reshard.plan.transfers import Transfers
+from reshard.sharding.layout import AnyLayout, Box, Layout, RegionLayout
+from reshard.sharding.mesh import Mesh, parse_ranks
+from reshard.sharding.spec import parse_ours
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.topology.files import topology_from_json
+from reshard.topology.model import Topology
+
+MAX_TEXT_BYTES = 2**30
+
+_INT = r"[0-9]{1,19}"
+_PLAN = re.compile(rf"plan (\S+) staging_bytes=({_INT})")
+_NUMBER = r"([0-9.e+-]{1,40})"
+_TOPOLOGY = re.compile(
+    rf"topology (?:nic_bytes_per_second={_NUMBER} {''.join(f'(?:{name}={_NUMBER} )?' for name in LATENCIES)}"
+    r"hosts ([0-9*,]*)|(\{.*\}))"
+)
+_TENSOR = re.compile(rf"tensor ({_INT}) (\w+) (\[[0-9, ]*\])(?: named (\"(?:[^\"\\]|\\.)*\"))? from (.*)")
+_TRANSFER = re.compile(
+    rf"({_INT}): (t.*?\]) ([0-9 ,>-]+) splits ([0-9x]+) window ({_INT})(?: from ({_INT}))?(?: after ([0-9,]+))?"
+)
+_BOX = re.compile(rf"t({_INT}) \[([0-9:, ]*)\]")
+
+
+def parse_plan(text: str) -> Plan:
+    """The plan that a text from :func:`format_plan` describes; equal to the one that was printed.
+
+    Raises:
+        PlanError: the text is not a plan; says which line.
+    """
+    if not isinstance(text, str):
+        raise PlanError(f"a plan is read from a str, not from {type(text).__name__}")
+    if len(text) > MAX_TEXT_BYTES:
+        raise PlanError(f"a text of {len(text)} characters is too long for a plan; at most {MAX_TEXT_BYTES}")
+    lines = [line.strip() for line in text.splitlines()]
+    numbered = [(i + 1, line) for i, line in enumerate(lines) if line and not line.startswith("#")]
+    at = 0
+    try:
+        head = _expect(_PLAN, numbered, at := 0)
+        topology = _parse_topology(_expect(_TOPOLOGY, numbered, at := 1))
+        at = 2
+        tensors: list[TensorSpec] = []
+        while at < len(numbered) and numbered[at][1].startswith("tensor "):
+            match = _expect(_TENSOR, numbered, at)
+            if int(match[1]) != len(tensors):
+                raise PlanError(f"tensor {match[1]} stands where tensor {len(tensors)} should")
+            src, middle, dst = match[5].partition(") to ")
+            if not middle:
+                raise PlanError("a tensor needs 'from LAYOUT to LAYOUT'")
+            tensors.append(
+                TensorSpec(
+                    tuple(json.loads(match[3])),
+                    match[2],
+                    parse_layout(src + ")"),
+                    parse_layout(dst),
+                    None if match[4] is None else json.loads(match[4]),
+                )
+            )
+            at += 1
+        if not tensors:
+            raise PlanError("a plan needs at least one tensor")
+        rows = []
+        for index in range(at, len(numbered)):
+            at = index
+            rows.append(_parse_transfer(_expect(_TRANSFER, numbered, at), tensors))
+        transfers = build_transfers(rows, max(spec.ndim for spec in tensors))
+        for index, row in enumerate(rows):
+            if row.first_message != transfers.first_message[index]:
+                at = at - len(rows) + 1 + index
+                raise PlanError(f"the first message has id {row.first_message}, not {transfers.first_message[index]}")
+        plan = Plan(tuple(tensors), topology, head[1], transfers, int(head[2]))
+        topology.check_covers(plan.ranks)
+        _check_moves(plan)
+        return plan
+    except (ReshardError, ValueError, OverflowError, RecursionError) as error:
+        line = numbered[min(at, len(numbered) - 1)][0] if numbered else 0
+        raise PlanError(f"line {line}: {error}") from None
+
+
+def _check_moves(plan: Plan) -> None:
+    """Raise PlanError if a plan has no transfers though a rank needs something."""
+    if len(plan.transfers):
+        return
+    for spec in plan.tensors:
+        if len(spec.dst_shards.start):
+            name = f" of {spec.name}" if spec.name is not None else ""
+            raise PlanError(
+                f"the plan has no transfers, but rank {spec.dst_shards.ranks[0, 0]} needs "
+                f"{spec.dst_shards.numel[0]} elements{name}"
+            )
+
+
+def _expect(pattern: re.Pattern[str], lines: list[tuple[int, str]], at: int) -> re.Match[str]:
+    match = pattern.fullmatch(lines[at][1]) if at < len(lines) else None
+    if match is None:
+        word = pattern.pattern.split()[0].lstrip("(")
+        raise PlanError(
+            f"expected a line such as {word!r}, found {lines[at][1][:80]!r}" if at < len(lines) else "the text ends"
+        )
+    return match
+
+
+def read_plan_topology(data: Any) -> Topology:
+    """As :meth:`topology_from_json`; plans of versions that left out what is 0 keep their meaning."""
+    return topology_from_json({**dict.fromkeys(LATENCIES, 0), **data} if isinstance(data, dict) else data)
+
+
+def _parse_topology(match: re.Match[str]) -> Topology:
+    if match[5]:
+        return read_plan_topology(json.loads(match[5]))
+    hosts: list[int] = []
+    for run in match[4].split(",") if match[4] else []:
+        host, _, count = run.partition("*")
+        if int(count) > 2**24 or len(hosts) + int(count) > 2**24:
+            raise PlanError("a topology has at most 2**24 ranks")
+        hosts.extend([int(host)] * int(count))
+    numbers: dict[str, Any] = {name: float(match[2 + i] or 0) for i, name in enumerate(LATENCIES)}
+    return replace(Topology.uniform(hosts, float(match[1])), **numbers)
+
+
+class TransferRow:
+    """One transfer, before it is put into arrays."""
+
+    def __init__(
+        self,
+        first_message: int,
+        boxes: list[tuple[int, Box]],
+        edges: list[tuple[int, int]],
+        splits: list[int],
+        window: int,
+        source: int | None = None,
+        after: Sequence[int] = (),
+    ) -> None:
+        self.first_message, self.boxes, self.edges = first_message, boxes, edges
+        self.splits, self.window = splits, window
+        self.source, self.after = source, after  # first messages of other transfers
+
+
+def _parse_transfer(match: re.Match[str], tensors: Sequence[TensorSpec]) -> TransferRow:
+    boxes: list[tuple[int, Box]] = []
+    for part in match[2].split(" + "):
+        found = _BOX.fullmatch(part)
+        if found is None:
+            raise PlanError(f"{part[:80]!r} is not a box such as t0 [0:4, 0:1]")
+        tensor = int(found[1])
+        if tensor >= len(tensors):
+            raise PlanError(f"box {part} names tensor {tensor}, but there are {len(tensors)}")
+        bounds = []
+        for pair in found[2].split(",") if found[2].strip() else []:
+            lo, colon, hi = pair.strip().partition(":")
+            if not colon:
+                raise PlanError(f"{pair!r} is not start:stop")
+            bounds.append((int(lo), int(hi)))
+        if len(bounds) != tensors[tensor].ndim or any(
+            not 0 <= lo < hi <= size for (lo, hi), size in zip(bounds, tensors[tensor].shape, strict=True)
+        ):
+            raise PlanError(f"box {part} is empty or outside shape {list(tensors[tensor].shape)}")
+        boxes.append((tensor, tuple(bounds)))
+    edges: list[tuple[int, int]] = []
+    for path in match[3].split(","):
+        ranks = [int(rank) for rank in path.split("->")]
+        if len(ranks) < 2:
+            raise PlanError(f"path {path.strip()!r} has no receiver")
+        edges.extend(itertools.pairwise(ranks))
+    splits = [int(split) for split in match[4].split("x")]
+    source = None if match[6] is None else int(match[6])
+    after = [int(ident) for ident in match[7].split(",")] if match[7] else []
+    return TransferRow(int(match[1]), boxes, edges, splits, int(match[5]), source, after)
+
+
+def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
+    """Arrays from rows.
+
+    Raises:
+        PlanError: splits that do not fit, a window below 1, or messages that begin no transfer before.
+    """
+    boxes = [box for row in rows for box in row.boxes]
+    start = np.zeros((len(boxes), ndim), dtype=np.int64)
+    stop = np.ones((len(boxes), ndim), dtype=np.int64)
+    for i, (_, bounds) in enumerate(boxes):
+        for dim, (lo, hi) in enumerate(bounds):
+            start[i, dim], stop[i, dim] = lo, hi
+    splits = np.ones((len(rows), ndim), dtype=np.int64)
+    for i, row in enumerate(rows):
+        given = row.splits if ndim else [1] * 0
+        sizes = [hi - lo for lo, hi in row.boxes[0][1]] + [1] * (ndim - len(row.boxes[0][1]))
+        if len(given) != ndim or any(not 1 <= n <= size for n, size in zip(given, sizes, strict=True)):
+            raise PlanError(f"splits {'x'.join(map(str, row.splits))} do not fit a box of {sizes}")
+        if len(row.boxes) > 1 and any(n != 1 for n in given):
+            raise PlanError("a transfer of several boxes travels in one chunk, so its splits are all 1")
+        if row.window < 1:
+            raise PlanError(f"window {row.window} must be at least 1")
+        splits[i] = given
+    edges = np.array([edge for row in rows for edge in row.edges], dtype=np.int64).reshape(-1, 2)
+    number: dict[int, int] = {}
+    after = []
+    for i, row in enumerate(rows):
+        named = [*([] if row.source is None else [row.source]), *row.after]
+        for ident in named:
+            if ident not in number:
+                raise PlanError(f"message {ident} begins no transfer before message {row.first_message}")
+        after.append([number[ident] for ident in named])
+        number[row.first_message] = i
+    return Transfers(
+        box_at=np.cumsum([0] + [len(row.boxes) for row in rows]),
+        box_tensor=np.array([tensor for tensor, _ in boxes], dtype=np.int64),
+        box_start=start,
+        box_stop=stop,
+        edge_at=np.cumsum([0] + [len(row.edges) for row in rows]),
+        sender=edges[:, 0],
+        receiver=edges[:, 1],
+        splits=splits,
+        window=np.array([row.window for row in rows], dtype=np.int64),
+        after_at=np.cumsum([0] + [len(row) for row in after]),
+        after=np.array([i for row in after for i in row], dtype=np.int64),
+        source=np.array([-1 if row.source is None else number[row.source] for row in rows], dtype=np.int64),
+    )
+
+
+_MESH = re.compile(r"Mesh\((?:([^;()]*); )?ranks ([0-9,-]*)\)")
+_LAYOUT = re.compile(r"(\([^()]*\)) on (Mesh\(.*\))")
+_REGIONS = re.compile(rf"Regions\(ndim=({_INT}) join=({_INT}); (.*)\)")
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The inverse of ``str(mesh)``."""
+    match = _MESH.fullmatch(text)
+    if match is None:
+        raise PlanError(f"{text[:80]!r} is not a mesh such as Mesh(dp=2, tp=4; ranks 0-7)")
+    sizes: dict[str, int] = {}
+    for pair in match[1].split(", ") if match[1] else []:
+        axis, equals, size = pair.partition("=")
+        if not equals or axis in sizes or not re.fullmatch("[0-9]{1,18}", size):
+            raise PlanError(f"{pair[:80]!r} is not an axis such as dp=2, or stands twice")
+        sizes[axis] = int(size)
+    return Mesh(parse_ranks(match[2]), sizes)
+
+
+def parse_layout(text: str) -> AnyLayout:
+    """The inverse of ``str(layout)``."""
+    match = _LAYOUT.fullmatch(text)
+    if match is not None:
+        return Layout(parse_mesh(match[2]), parse_ours(match[1]))
+    match = _REGIONS.fullmatch(text)
+    if match is None:
+        raise PlanError(f"{text[:80]!r} is not a layout")
+    regions: dict[int, list[Box]] = {}
+    for row in match[3].split("; "):
+        rank, colon, boxes = row.partition(": ")
+        if not colon or not re.fullmatch("[0-9]+", rank) or int(rank) in regions:
+            raise PlanError(f"{row[:80]!r} is not 'rank: [0:4, 0:8] ...', or its rank stands twice")
+        regions[int(rank)] = list(_parse_boxes(boxes))
+    return RegionLayout(regions, join_dim=int(match[2]), ndim=int(match[1]))
+
+
+def _parse_boxes(text: str) -> Iterator[Box]:
+    if text == "none":
+        return
+    if not re.fullmatch(r"(\[(\d+:\d+(, *\d+:\d+)*)?\] ?)+", text, re.ASCII):
+        raise PlanError(f"{text[:80]!r} is not a row of boxes")
+    for inner in re.findall(r"\[([0-9:, ]*)\]", text):
+        pairs = [pair.strip().partition(":") for pair in inner.split(",")] if inner.strip() else []
+        yield tuple((int(lo), int(hi)) for lo, _, hi in pairs)

@@ -1,0 +1,98 @@
+"""Plans as text that a person can check, and back.
+
+::
+
+    plan broadcast_greedy staging_bytes=67108864
+    topology nic_bytes_per_second=1250000000.0 hosts 0*4,1*4
+    tensor 0 float32 [8, 8] from (0, -) on Mesh(0=2; ranks 0-1) to (-, 0) on Mesh(0=2; ranks 2-3)
+    0: t0 [0:4, 0:4] 0 -> 2 splits 1x1 window 4
+    1: t0 [4:8, 0:4] + t0 [4:8, 4:8] 1 -> 2 -> 3 splits 1x1 window 2
+
+A transfer's line gives the id of its first message, its boxes, its tree (``0 -> 2 -> 3, 2 -> 4``: edges in
+order, a path for as long as one follows from the other), into how many parts each dim is cut, and the window; where it
+has them, ``from 12`` for the message that brings its data, and ``after 7,9`` for others that must have finished. Lines
+that begin with # are for people.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from reshard.plan.transfers import Transfers
+from reshard.sharding.layout import format_box
+from reshard.topology.files import topology_to_json
+from reshard.topology.model import Topology
+
+if TYPE_CHECKING:
+    from reshard.plan.model import Plan
+
+#: Latencies of a topology that the text of a plan states unless they are 0.
+LATENCIES = ("latency_seconds", "inside_latency_seconds")
+
+
+def format_plan(plan: Plan) -> str:
+    """The whole plan, one line per transfer."""
+    lines = [f"plan {plan.strategy} staging_bytes={plan.staging_bytes}", _format_topology(plan.topology)]
+    for number, spec in enumerate(plan.tensors):
+        name = f" named {json.dumps(spec.name)}" if spec.name is not None else ""
+        lines.append(f"tensor {number} {spec.dtype} {list(spec.shape)}{name} from {spec.src} to {spec.dst}")
+    lines.extend(format_transfer(plan, i) for i in range(len(plan.transfers)))
+    return "\n".join(lines) + "\n"
+
+
+def format_transfer(plan: Plan, transfer: int) -> str:
+    """One line: ``0: t0 [0:4, 0:1] 0 -> 2 splits 1x1 window 4``."""
+    transfers = plan.transfers
+    boxes = []
+    first = int(transfers.first_box[transfer])
+    for box in range(first, first + int(transfers.num_boxes[transfer])):
+        tensor = int(transfers.box_tensor[box])
+        ndim = plan.tensors[tensor].ndim
+        bounds = zip(transfers.box_start[box, :ndim].tolist(), transfers.box_stop[box, :ndim].tolist(), strict=True)
+        boxes.append(f"t{tensor} {format_box(list(bounds))}")
+    splits = "x".join(map(str, transfers.splits[transfer].tolist())) or "1"
+    return (
+        f"{transfers.first_message[transfer]}: {' + '.join(boxes)} {format_edges(transfers.edges_of(transfer))} "
+        f"splits {splits} window {transfers.window[transfer]}{_format_after(transfers, transfer)}"
+    )
+
+
+def _format_after(transfers: Transfers, transfer: int) -> str:
+    after = transfers.after[transfers.after_at[transfer] : transfers.after_at[transfer + 1]]
+    if not len(after):
+        return ""
+    source = int(transfers.source[transfer])
+    text = f" from {transfers.first_message[source]}" if source >= 0 else ""
+    others = transfers.first_message[after[after != source]].tolist()
+    return text + (f" after {','.join(map(str, others))}" if others else "")
+
+
+def format_edges(edges: Sequence[tuple[int, int]]) -> str:
+    """``0 -> 2 -> 3, 2 -> 4``."""
+    text, last = "", None
+    for sender, receiver in edges:
+        if sender == last:
+            text += f" -> {receiver}"
+        else:
+            text += f"{', ' if text else ''}{sender} -> {receiver}"
+        last = receiver
+    return text
+
+
+def _format_topology(topology: Topology) -> str:
+    runs: list[list[int]] = []
+    for host in topology.host_of_rank:
+        if runs and runs[-1][0] == host:
+            runs[-1][1] += 1
+        else:
+            runs.append([host, 1])
+    hosts = ",".join(f"{host}*{count}" for host, count in runs)
+    rate = topology.hosts[0].nics[0].egress_bytes_per_second
+    numbers = {name: getattr(topology, name) for name in LATENCIES}
+    if topology != replace(Topology.uniform(topology.host_of_rank, rate), **numbers):
+        return f"topology {json.dumps(topology_to_json(topology))}"
+    said = "".join(f"{name}={number!r} " for name, number in numbers.items() if number)
+    return f"topology nic_bytes_per_second={rate!r} {said}hosts {hosts}"

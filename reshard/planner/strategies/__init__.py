@@ -1,0 +1,1 @@
+"""Strategies that send whole regions: direct sends, all-gathers and broadcasts along trees."""

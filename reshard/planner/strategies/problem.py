@@ -1,0 +1,322 @@
+"""From unit tasks to transfers: what every strategy reads, what it returns, and how that is cut into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from reshard.errors import PlanError
+from reshard.plan.model import DEFAULT_STAGING_BYTES
+from reshard.plan.transfers import Transfers
+from reshard.ragged import NO_RANK
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.topology.model import Topology
+
+#: Pieces of a transfer with one hop, or inside one host: large, so that there are few, and packing one overlaps
+#: with sending another.
+DIRECT_CHUNK_BYTES = 8 * 2**20
+#: Where such pieces must be packed: four of them fit what a queue of sends may stage of the usual 64 MiB, so that
+#: staging never allows fewer than the window says.
+PACKED_CHUNK_BYTES = 4 * 2**20
+#: Pieces that pass from host to host, at most: small, so that the pipeline fills fast.
+TREE_CHUNK_BYTES = 2**20
+#: Regions below this travel together when they follow the same tree.
+SMALL_BYTES = 2**16
+DIRECT_WINDOW = 4
+TREE_WINDOW = 2
+MIN_STAGING_BYTES = 2**16
+#: No piece is larger than this part of what a rank may stage: then a rank can always stage as many as windows let it,
+#: four out of a queue, which has a quarter of the staging, and eight in, which have half.
+STAGING_PARTS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The unit tasks of all tensors of one plan, side by side.
+
+    Attributes:
+        tensors, topology: what moves, and where ranks are.
+        tensor, nbytes: ``(tasks,)``. is_strided: ``(tasks,)`` what must be packed or unpacked.
+        start, stop: ``(tasks, ndim)``, missing dims are ``0:1``.
+        holders, needers: ``(tasks, replicas)`` ranks, padded with -1.
+        staging_bytes: what a rank may hold beyond its shards.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    topology: Topology
+    tensor: np.ndarray
+    nbytes: np.ndarray
+    is_strided: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    holders: np.ndarray
+    needers: np.ndarray
+    staging_bytes: int = DEFAULT_STAGING_BYTES
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[TensorSpec], topology: Topology, staging_bytes: int = DEFAULT_STAGING_BYTES
+    ) -> Problem:
+        """Cut every tensor and put the tasks in one table."""
+        for spec in tensors:
+            topology.check_covers(spec.src.ranks)
+            topology.check_covers(spec.dst.ranks)
+        ndim = max(spec.ndim for spec in tensors)
+        tasks = [spec.tasks for spec in tensors]
+        return cls(
+            tensors=tuple(tensors),
+            topology=topology,
+            tensor=np.repeat(np.arange(len(tensors)), [len(t) for t in tasks]),
+            nbytes=np.concatenate([t.numel * spec.itemsize for t, spec in zip(tasks, tensors, strict=True)]),
+            is_strided=np.concatenate([t.is_strided for t in tasks]),
+            start=np.concatenate([_widen(t.start, ndim, 0) for t in tasks]),
+            stop=np.concatenate([_widen(t.stop, ndim, 1) for t in tasks]),
+            holders=_stack([t.holders for t in tasks]),
+            needers=_stack([t.needers for t in tasks]),
+            staging_bytes=staging_bytes,
+        )
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @cached_property
+    def keeps(self) -> np.ndarray:
+        """``(tasks, replicas)`` True where a needer holds the region already."""
+        found = np.zeros(self.needers.shape, dtype=bool)
+        for replica in range(self.holders.shape[1]):
+            found |= self.needers == self.holders[:, replica : replica + 1]
+        return found & (self.needers != NO_RANK)
+
+    @cached_property
+    def receivers(self) -> np.ndarray:
+        """``(tasks, replicas)`` needers that do not hold the region, padded with -1."""
+        return np.where(self.keeps, NO_RANK, self.needers)
+
+
+def _widen(array: np.ndarray, columns: int, fill: int) -> np.ndarray:
+    return np.pad(array, ((0, 0), (0, columns - array.shape[1])), constant_values=fill)
+
+
+def _stack(tables: Sequence[np.ndarray]) -> np.ndarray:
+    width = max(table.shape[1] for table in tables)
+    return np.concatenate([_widen(table, width, NO_RANK) for table in tables])
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """Regions and the trees they take, in order; not yet cut into chunks.
+
+    ``task`` says which task a route serves, ``start`` and ``stop`` which part of it; route ``i`` has edges
+    ``edge_at[i]:edge_at[i + 1]``, each sender a holder or the receiver of an edge before it.
+    """
+
+    task: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    edge_at: np.ndarray
+    sender: np.ndarray
+    receiver: np.ndarray
+
+    @classmethod
+    def of(cls, problem: Problem, rows: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> Routes:
+        """Whole tasks: ``[(task, edges), ...]``."""
+        task = np.array([row[0] for row in rows], dtype=np.int64)
+        edges = np.array([edge for row in rows for edge in row[1]], dtype=np.int64).reshape(-1, 2)
+        return cls(
+            task=task,
+            start=problem.start[task],
+            stop=problem.stop[task],
+            edge_at=np.concatenate([[0], np.cumsum([len(row[1]) for row in rows], dtype=np.int64)]),
+            sender=edges[:, 0],
+            receiver=edges[:, 1],
+        )
+
+    @classmethod
+    def direct(cls, problem: Problem, task: np.ndarray, sender: np.ndarray, receiver: np.ndarray) -> Routes:
+        """One edge per route."""
+        return cls(task, problem.start[task], problem.stop[task], np.arange(len(task) + 1), sender, receiver)
+
+    @classmethod
+    def join(cls, parts: Sequence[Routes]) -> Routes:
+        """One after the other."""
+        edges = np.cumsum([0] + [len(part.sender) for part in parts])
+        return cls(
+            task=np.concatenate([part.task for part in parts]),
+            start=np.concatenate([part.start for part in parts]),
+            stop=np.concatenate([part.stop for part in parts]),
+            edge_at=np.concatenate(
+                [[0]] + [part.edge_at[1:] + at for part, at in zip(parts, edges[:-1], strict=True)]
+            ).astype(np.int64),
+            sender=np.concatenate([part.sender for part in parts]),
+            receiver=np.concatenate([part.receiver for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.task)
+
+
+#: A strategy chooses senders, trees and their order for every receiver of every task. One that also cuts regions into
+#: chunks returns transfers.
+Strategy = Callable[[Problem], "Routes | Transfers"]
+
+
+def copy_routes(problem: Problem) -> Routes:
+    """What stays on its rank: one copy per task and needer that holds it."""
+    task, replica = np.nonzero(problem.keeps)
+    rank = problem.needers[task, replica]
+    return Routes.direct(problem, task, rank, rank)
+
+
+def join_transfers(first: Transfers, second: Transfers) -> Transfers:
+    """One after the other."""
+    boxes, edges = len(first.box_tensor), len(first.sender)
+
+    def both(name: str) -> np.ndarray:
+        return np.concatenate([getattr(first, name), getattr(second, name)])
+
+    return Transfers(
+        box_at=np.concatenate([first.box_at, second.box_at[1:] + boxes]),
+        box_tensor=both("box_tensor"),
+        box_start=both("box_start"),
+        box_stop=both("box_stop"),
+        edge_at=np.concatenate([first.edge_at, second.edge_at[1:] + edges]),
+        sender=both("sender"),
+        receiver=both("receiver"),
+        splits=both("splits"),
+        window=both("window"),
+        region=np.concatenate([first.region, second.region + len(first.box_at) - 1]),
+        after_at=np.concatenate([first.after_at, second.after_at[1:] + len(first.after)]),
+        after=np.concatenate([first.after, second.after + len(first)]),
+        source=np.concatenate([first.source, np.where(second.source < 0, -1, second.source + len(first))]),
+    )
+
+
+def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Transfers:
+    """Chunk the large routes, join the small ones that share a tree, and put the copies first.
+
+    Raises:
+        PlanError: ``staging_bytes`` is below 64 KiB.
+    """
+    if staging_bytes < MIN_STAGING_BYTES:
+        raise PlanError(f"staging_bytes is {staging_bytes}; at least {MIN_STAGING_BYTES} are needed")
+    routes = Routes.join([copy_routes(problem), routes])
+    itemsize = np.array([spec.itemsize for spec in problem.tensors], dtype=np.int64)[problem.tensor[routes.task]]
+    nbytes = (routes.stop - routes.start).prod(axis=1, dtype=np.int64) * itemsize
+    num_edges = np.diff(routes.edge_at)
+    is_copy = routes.sender[routes.edge_at[:-1]] == routes.receiver[routes.edge_at[:-1]]
+    has_one_hop, crosses = _shapes(routes, problem.topology)
+    limit = staging_bytes // STAGING_PARTS
+    direct = np.where(problem.is_strided[routes.task], min(PACKED_CHUNK_BYTES, limit), min(DIRECT_CHUNK_BYTES, limit))
+    chunk_bytes = np.where(has_one_hop | ~crosses, direct, np.minimum(_tree_chunks(problem, routes, nbytes), limit))
+    chunk_bytes = np.where(is_copy, np.int64(2**62), chunk_bytes)
+    bundle_of = _bundle(routes, nbytes, itemsize, is_copy, min(SMALL_BYTES, limit), min(TREE_CHUNK_BYTES, limit))
+    order = np.argsort(bundle_of, kind="stable")
+    first = np.flatnonzero(np.diff(bundle_of[order], prepend=-1))  # the first route of each bundle, in order
+    lead = order[first]
+    edge_counts = num_edges[lead]
+    edges = np.repeat(routes.edge_at[lead] - np.concatenate([[0], np.cumsum(edge_counts)[:-1]]), edge_counts)
+    edges = edges + np.arange(len(edges))
+    splits = _splits(routes.start[lead], routes.stop[lead], itemsize[lead], chunk_bytes[lead])
+    return Transfers(
+        box_at=np.concatenate([first, [len(order)]]),
+        box_tensor=problem.tensor[routes.task[order]],
+        box_start=routes.start[order],
+        box_stop=routes.stop[order],
+        edge_at=np.concatenate([[0], np.cumsum(edge_counts)]),
+        sender=routes.sender[edges],
+        receiver=routes.receiver[edges],
+        splits=splits,
+        window=np.where(has_one_hop[lead], DIRECT_WINDOW, TREE_WINDOW),
+    )
+
+
+def complete(problem: Problem, chosen: Routes | Transfers) -> Transfers:
+    """All transfers of a plan: what a strategy returned, cut into chunks if it is not yet, and the copies first."""
+    if isinstance(chosen, Transfers):
+        copies = cut_transfers(problem, Routes.of(problem, []), problem.staging_bytes)
+        return join_transfers(copies, chosen)
+    return cut_transfers(problem, chosen, problem.staging_bytes)
+
+
+def _shapes(routes: Routes, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
+    """For each route: is every edge from its first sender, and does an edge cross hosts."""
+    if not len(routes):
+        return np.zeros(0, dtype=bool), np.zeros(0, dtype=bool)
+    first = routes.edge_at[:-1]
+    from_root = routes.sender == np.repeat(routes.sender[first], np.diff(routes.edge_at))
+    crosses = topology.host_by_rank[routes.sender] != topology.host_by_rank[routes.receiver]
+    return np.logical_and.reduceat(from_root, first), np.logical_or.reduceat(crosses, first)
+
+
+def _tree_chunks(problem: Problem, routes: Routes, nbytes: np.ndarray) -> np.ndarray:
+    """``(routes,)`` bytes of a chunk with which what a host sends reaches the last hosts of its trees soonest.
+
+    With h hops behind the first, n chunks take ``n * latency + (n + h) / n * bytes / rate``, least at
+    ``n = sqrt(h * bytes / (rate * latency))``. All that leaves a host counts, as one region follows another.
+    """
+    chunk = np.full(len(routes), TREE_CHUNK_BYTES)
+    topology = problem.topology
+    if not topology.latency_seconds or not len(routes):
+        return chunk
+    hosts, first = topology.host_by_rank, routes.edge_at[:-1]
+    crosses = hosts[routes.sender] != hosts[routes.receiver]
+    home = hosts[routes.sender[first]]
+    leaves = np.logical_or.reduceat(crosses, first)
+    leaving = np.bincount(home[leaves], weights=nbytes[leaves], minlength=topology.num_hosts)
+    slowest = min(nic.egress_bytes_per_second for host in topology.hosts for nic in host.nics)
+    hops = np.maximum(np.add.reduceat(crosses, first) - 1, 1)
+    best = np.sqrt(leaving[home] * slowest * topology.latency_seconds / hops)
+    return np.clip(best, SMALL_BYTES, TREE_CHUNK_BYTES).astype(np.int64)
+
+
+def _bundle(
+    routes: Routes,
+    nbytes: np.ndarray,
+    itemsize: np.ndarray,
+    is_copy: np.ndarray,
+    small_bytes: int,
+    bundle_bytes: int,
+) -> np.ndarray:
+    """For each route the first route of its bundle (itself when it travels alone).
+
+    Routes of one bundle share a tree and an itemsize, so that every box of a message is aligned.
+    """
+    bundle_of = np.arange(len(routes))
+    small = np.flatnonzero((nbytes < small_bytes) & ~is_copy)
+    single = small[np.diff(routes.edge_at)[small] == 1]
+    edge = routes.edge_at[single]
+    num_ranks = int(routes.receiver.max(initial=0)) + 1
+    pair = routes.sender[edge] * num_ranks + routes.receiver[edge]
+    if num_ranks**2 <= 8 * len(pair) and len(np.unique(itemsize[single])) == 1:
+        counts = np.bincount(pair)[pair]
+    else:
+        _, inverse, count = np.unique(pair * 32 + itemsize[single], return_inverse=True, return_counts=True)
+        counts = count[inverse.ravel()]
+    repeated = single[counts > 1]  # others have no one to travel with
+    several = small[np.diff(routes.edge_at)[small] > 1]
+    open_bundle: dict[tuple[int, bytes], tuple[int, int]] = {}
+    for route in np.sort(np.concatenate([repeated, several])).tolist():
+        at = slice(int(routes.edge_at[route]), int(routes.edge_at[route + 1]))
+        key = (int(itemsize[route]), routes.sender[at].tobytes() + routes.receiver[at].tobytes())
+        lead, filled = open_bundle.get(key, (route, 0))
+        if filled + int(nbytes[route]) > bundle_bytes:
+            lead, filled = route, 0
+        bundle_of[route] = lead
+        open_bundle[key] = (lead, filled + int(nbytes[route]))
+    return bundle_of
+
+
+def _splits(start: np.ndarray, stop: np.ndarray, itemsize: np.ndarray, chunk_bytes: np.ndarray) -> np.ndarray:
+    """Into how many parts to cut each dim, outer dims first, so that no part exceeds ``chunk_bytes``."""
+    size = stop - start
+    splits = np.ones_like(size)
+    row = itemsize * size.prod(axis=1, dtype=np.int64)
+    for dim in range(size.shape[1]):
+        row = row // np.maximum(size[:, dim], 1)
+        # inside a dim whose parts hold several rows, all of a row fits, so later dims stay whole
+        rows_per_part = np.maximum(chunk_bytes // np.maximum(row, 1), 1)
+        splits[:, dim] = -(-size[:, dim] // rows_per_part)
+    return splits

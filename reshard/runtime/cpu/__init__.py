@@ -1,0 +1,1 @@
+"""Runs a program on host memory with torch: staging buffers, posting and waiting, verification."""

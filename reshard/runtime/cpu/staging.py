@@ -1,0 +1,248 @@
+"""Buffers of one rank's program, and how boxes of its arrays get into and out of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.plan.model import num_recv_slots
+from reshard.runtime.byte_runs import box_runs, box_span, copy_runs
+from reshard.runtime.program import Program, Recv, Send, Slices
+
+#: Packed messages that one queue of sends may have under way, whatever windows the plan has.
+MAX_WINDOW = 4
+#: From this many boxes on, a message is packed as byte runs in one call rather than box by box.
+MANY_BOXES = 4
+
+
+class Staging:
+    """The buffers of one program, made on first use and kept: half of them for receives, a quarter a send queue."""
+
+    def __init__(self, program: Program, staging_bytes: int) -> None:
+        self.recv = Pool(program.recvs, num_recv_slots(staging_bytes, _largest(program.recvs)))
+        self.across = Pool(program.sends_across, _num_send_slots(program.sends_across, staging_bytes))
+        self.inside = Pool(program.sends_inside, _num_send_slots(program.sends_inside, staging_bytes))
+        self._runs: dict[tuple[int, str], _Runs] = {}
+        self._spans: dict[tuple[int, str], tuple[int, int] | None] = {}
+
+    def span_of(self, op: Recv | Send, array: torch.Tensor, side: str) -> tuple[int, int] | None:
+        """Where a message of one box lies in a contiguous array, first byte and end; None if not in one run."""
+        key = op.id, side
+        if key not in self._spans:
+            self._spans[key] = box_span(array.shape, array.element_size(), getattr(op.places[0], side))
+        return self._spans[key]
+
+    def runs_of(self, op: Recv | Send, arrays: Sequence[torch.Tensor | None], side: str) -> _Runs | None:
+        """The boxes of a message as byte runs, worked out once; None if an array is not contiguous."""
+        tensors = {place.tensor for place in op.places}
+        if not all((array := arrays[tensor]) is not None and array.is_contiguous() for tensor in tensors):
+            return None
+        if (op.id, side) not in self._runs:
+            self._runs[op.id, side] = _Runs(op, arrays, side)
+        return self._runs[op.id, side]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes held now."""
+        return sum(pool.allocated_bytes for pool in (self.recv, self.across, self.inside))
+
+
+def _largest(ops: Sequence[Recv] | Sequence[Send]) -> int:
+    return max((op.nbytes for op in ops), default=0)
+
+
+def _num_send_slots(sends: Sequence[Send], staging_bytes: int) -> int:
+    return max(1, min(MAX_WINDOW, staging_bytes // 4 // max(_largest(sends), 1)))
+
+
+class Pool:
+    """Slots of one size, made on first use."""
+
+    def __init__(self, ops: Sequence[Recv] | Sequence[Send], num_slots: int) -> None:
+        self._slot_bytes = -(-_largest(ops) // 16) * 16
+        self._num_slots = min(num_slots, len(ops))
+        self._storage: torch.Tensor | None = None
+        self._free: list[torch.Tensor] = []
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes held now."""
+        return 0 if self._storage is None else self._storage.numel()
+
+    def take(self) -> torch.Tensor | None:
+        """A free slot, None if there is none."""
+        if self._storage is None:
+            self._storage = torch.empty(self._num_slots * self._slot_bytes, dtype=torch.uint8)
+            self._free = list(self._storage.split(self._slot_bytes)) if self._slot_bytes else []
+        return self._free.pop() if self._free else None
+
+    def give(self, slot: torch.Tensor) -> None:
+        """Give a slot back."""
+        self._free.append(slot)
+
+
+def flat_bytes(view: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as a flat uint8 tensor on the same memory.
+
+    A view of one element counts as contiguous whatever its strides, but keeps them; hence as_strided.
+    """
+    return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
+
+
+class _Runs:
+    """Where the boxes of one message lie in contiguous arrays and in its buffer, as byte runs per tensor."""
+
+    def __init__(self, op: Recv | Send, arrays: Sequence[torch.Tensor | None], side: str) -> None:
+        self.rows: list[tuple[int, np.ndarray, np.ndarray, np.ndarray]] = []
+        filled = 0
+        for tensor, places in itertools.groupby(op.places, key=lambda place: place.tensor):
+            array = arrays[tensor]
+            assert array is not None
+            boxes = [getattr(place, side) for place in places]
+            at, length = box_runs(array.shape, array.element_size(), boxes)
+            ends = filled + np.cumsum(length)
+            self.rows.append((tensor, at, ends - length, length))
+            filled = int(ends[-1])
+
+    def pack(self, arrays: Sequence[torch.Tensor | None], buffer: torch.Tensor) -> None:
+        """From the arrays into the buffer."""
+        for tensor, at, in_buffer, length in self.rows:
+            copy_runs(_flat(arrays[tensor]), buffer.numpy(), at, in_buffer, length)
+
+    def unpack(self, buffer: torch.Tensor, arrays: Sequence[torch.Tensor | None]) -> None:
+        """From the buffer into the arrays."""
+        for tensor, at, in_buffer, length in self.rows:
+            copy_runs(buffer.numpy(), _flat(arrays[tensor]), in_buffer, at, length)
+
+
+def _flat(array: torch.Tensor | None) -> np.ndarray:
+    assert array is not None
+    return flat_bytes(array).numpy()
+
+
+def view_of(arrays: Sequence[torch.Tensor | None], tensor: int, at: Slices | None) -> torch.Tensor:
+    """A box of a rank's array of one tensor."""
+    array = arrays[tensor]
+    assert array is not None and at is not None
+    return array[at]
+
+
+class CastSource:
+    """A source array whose elements are cast to another dtype as they are packed; it is never cast as a whole.
+
+    It is indexed as the array is, has the itemsize of what it is cast to, and counts as strided: nothing is sent from
+    where it lies.
+    """
+
+    def __init__(self, array: torch.Tensor, dtype: torch.dtype) -> None:
+        self.array, self.dtype = array, dtype
+        self.shape = array.shape
+
+    def __getitem__(self, at: Slices) -> CastSource:
+        return CastSource(self.array[at], self.dtype)
+
+    def is_contiguous(self) -> bool:
+        """False: its elements lie nowhere as they travel."""
+        return False
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.array.numel()
+
+    def element_size(self) -> int:
+        """Bytes of an element after the cast."""
+        return self.dtype.itemsize
+
+    def record_stream(self, stream: Any) -> None:
+        """See ``torch.Tensor.record_stream``."""
+        self.array.record_stream(stream)
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor | CastSource) -> None:
+    """Copy between views of one shape, casting if the source says so."""
+    if isinstance(source, CastSource):
+        target.view(source.dtype).copy_(source.array)
+    else:
+        target.copy_(source)
+
+
+def pack(views: Sequence[torch.Tensor | CastSource], buffer: torch.Tensor) -> None:
+    """Copy strided views one after the other into a flat byte buffer."""
+    at = 0
+    for view in views:
+        nbytes = view.numel() * view.element_size()
+        copy_into(_typed(buffer, at, nbytes, view), view)
+        at += nbytes
+
+
+def unpack(buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+    """The inverse of :func:`pack`."""
+    at = 0
+    for view in views:
+        nbytes = view.numel() * view.element_size()
+        view.copy_(_typed(buffer, at, nbytes, view))
+        at += nbytes
+
+
+def _typed(buffer: torch.Tensor, at: int, nbytes: int, like: torch.Tensor | CastSource) -> torch.Tensor:
+    return buffer[at : at + nbytes].view(like.dtype).view(like.shape)  # boxes of a message have one itemsize
+
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def carrier(tensor: torch.Tensor | CastSource | None) -> Any:
+    """The same memory as a plain dtype of the same size, so that any dtype can be copied as bytes.
+
+    What casts stays as it is; None too.
+    """
+    if tensor is None or isinstance(tensor, CastSource):
+        return tensor
+    return tensor.detach().view(_CARRIERS[tensor.element_size()])
+
+
+class TorchMemory:
+    """Tensors on one device, see :class:`~reshard.runtime.rounds.memory.Memory`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """A flat array of bytes."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def view(self, array: torch.Tensor, at: Slices) -> torch.Tensor:
+        """A box of an array."""
+        return array[at]
+
+    def is_contiguous(self, array: torch.Tensor) -> bool:
+        """Whether its elements lie in a row, in order."""
+        return array.is_contiguous()
+
+    def itemsize(self, array: torch.Tensor) -> int:
+        """Bytes of an element."""
+        return array.element_size()
+
+    def address(self, array: torch.Tensor) -> int:
+        """Of its first byte."""
+        return array.data_ptr()
+
+    def flat(self, array: torch.Tensor) -> torch.Tensor:
+        """See :func:`flat_bytes`."""
+        return flat_bytes(array)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See :func:`copy_into`."""
+        copy_into(target, source)
+
+    def pack(self, views: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        """See :func:`pack`."""
+        pack(views, buffer)
+
+    def unpack(self, buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        """See :func:`unpack`."""
+        unpack(buffer, views)

@@ -1,0 +1,1 @@
+"""NCCL communicators, streams and the kernel that packs regions."""

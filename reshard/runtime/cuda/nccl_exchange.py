@@ -1,0 +1,191 @@
+"""Communicators between ranks that share a store: groups of messages, and sums over ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError
+from reshard.runtime.cuda.nccl import DATA_TYPES, Communicator, Look, Message, find_library
+from reshard.runtime.cuda.stream import STREAMS, current_stream_handle
+from reshard.runtime.rounds.memory import Posted
+from reshard.runtime.rounds.schedule import Round
+
+#: Types of devices between which messages go over NCCL.
+NCCL_DEVICES = {"cuda"}
+#: How often a rank that waits for a device looks.
+POLL_SECONDS = 0.0005
+_ID_KEY = "id"
+
+
+def make_communicator(
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout_seconds: float, look: Look
+) -> Communicator:
+    """A communicator of ``size`` ranks; the first makes its id, which the others find in the store.
+
+    Args:
+        store: polled, so that waiting holds up nobody. look: raises when there is no use in waiting.
+
+    Raises:
+        RuntimeError, TimeoutError: not all ranks came in time, or NCCL failed.
+    """
+    library = find_library()
+    if rank == 0:
+        store.set(_ID_KEY, library.make_unique_id())
+    store.wait([_ID_KEY], timedelta(seconds=timeout_seconds))
+    unique_id = bytes(store.get(_ID_KEY))
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        return Communicator(library, unique_id, rank, size, timeout_seconds=timeout_seconds, look=look)
+
+
+class NcclExchange:
+    """Posts receives and sends of one round as one group, on the current stream."""
+
+    def __init__(self, communicator: Communicator, position: Mapping[int, int], device: torch.device) -> None:
+        self._communicator, self._position, self._device = communicator, position, device
+        self._connected: set[tuple[int, int]] = set()  # (sender, receiver)
+        self.streams = STREAMS[device.type](device)
+
+    def __call__(self, recvs: Sequence[Posted], sends: Sequence[Posted]) -> None:
+        """What is put on the current stream after this finds the messages done."""
+        handle = current_stream_handle(self._device)
+        self._communicator.exchange(self._messages(recvs), self._messages(sends), handle)
+
+    def _messages(self, posted: Sequence[Posted]) -> list[Message]:
+        return [
+            (buffer.data_ptr(), buffer.numel() * buffer.element_size(), self._position[rank]) for buffer, rank in posted
+        ]
+
+    def connect(self, rank: int, rounds: Sequence[Round], timeout_seconds: float, look: Look) -> None:
+        """Connect the pairs of ranks of a program, by a byte each in the order of its rounds, and wait for the device.
+
+        NCCL connects two ranks when both are in a group with each other. Where ranks first meet in a step they may be
+        in different groups, and wait for ever; so all ranks of a plan call this where they have just agreed.
+
+        Raises:
+            RuntimeError, TimeoutError: not all ranks came in time, or NCCL failed; or what ``look`` raises.
+        """
+        done = []
+        for one in rounds:
+            new = {
+                "recvs": {recv.sender for recv in one.recvs if (recv.sender, rank) not in self._connected},
+                "sends": {send.receiver for send in one.sends if (rank, send.receiver) not in self._connected},
+            }
+            if not any(new.values()):
+                continue
+            byte = torch.zeros(2, dtype=torch.uint8, device=self._device)
+            recvs, sends = ([(byte[i : i + 1], peer) for peer in sorted(new[side])] for i, side in enumerate(new))
+            mark = self.streams.put(lambda recvs=recvs, sends=sends: self(recvs, sends), [byte])  # type: ignore[misc]
+            done.append(mark)
+            self._connected |= {(peer, rank) for peer in new["recvs"]} | {(rank, peer) for peer in new["sends"]}
+        deadline = time.monotonic() + timeout_seconds
+        looked = time.monotonic()
+        for mark in done:
+            while mark is not None and not mark.query():
+                now = time.monotonic()
+                if now > deadline:
+                    raise TimeoutError(f"ranks did not connect over NCCL within {timeout_seconds:g} s")
+                if now - looked > 0.2:
+                    looked = now
+                    look()
+                    self.check()
+                time.sleep(POLL_SECONDS)
+
+    def check(self) -> None:
+        """Raise RuntimeError if the communicator failed."""
+        error = self.find_error()
+        if error is not None:
+            raise RuntimeError(error)
+
+    def find_error(self) -> str | None:
+        """What broke the communicator, None if nothing did."""
+        return self._communicator.find_error()
+
+    def abort(self) -> None:
+        """End what is under way, here and soon at the other ranks."""
+        self._communicator.abort()
+
+    def close(self) -> None:
+        """Give the communicator back."""
+        self._communicator.close()
+
+
+class NcclCollectives:
+    """Sums and copies over all ranks, with the calls of a backend of ``torch.distributed`` that are used here."""
+
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self._communicator, self._device = communicator, device
+
+    def allreduce(self, arrays: Sequence[torch.Tensor], options: Any) -> CollectiveWork:
+        """Reduce an array over all ranks, in place.
+
+        Raises:
+            ArgumentError: the array is sparse, not contiguous, or of a dtype that NCCL does not add.
+        """
+        (array,) = arrays
+        if array.layout is not torch.strided:
+            raise ArgumentError(f"all-reduce over NCCL needs a dense tensor, not one with layout {array.layout}")
+        if not array.is_contiguous():
+            raise ArgumentError(
+                f"all-reduce over NCCL needs a contiguous tensor; this one of shape {list(array.shape)} has strides "
+                f"{list(array.stride())}"
+            )
+        if dtype_name(array.dtype) not in DATA_TYPES:
+            raise ArgumentError(f"NCCL cannot add elements of {array.dtype}; it adds {', '.join(sorted(DATA_TYPES))}")
+        reduction = _REDUCTIONS[str(options.reduceOp).rsplit(".", 1)[-1]]
+        return self._put(
+            lambda stream: self._communicator.all_reduce(
+                array.data_ptr(), array.numel(), dtype_name(array.dtype), reduction, stream
+            )
+        )
+
+    def broadcast(self, arrays: Sequence[torch.Tensor], options: Any) -> CollectiveWork:
+        """Copy an array of bytes of the root over those of all ranks."""
+        (array,) = arrays
+        nbytes = array.numel() * array.element_size()
+        return self._put(
+            lambda stream: self._communicator.broadcast(array.data_ptr(), nbytes, options.rootRank, stream)
+        )
+
+    def _put(self, work: Callable[[int], None]) -> CollectiveWork:
+        work(current_stream_handle(self._device))
+        event: Any = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        return CollectiveWork(self._communicator, event)
+
+    def abort(self) -> None:
+        """End what is under way, here and soon at the other ranks."""
+        self._communicator.abort()
+
+    def shutdown(self) -> None:
+        """Give the communicator back."""
+        self._communicator.close()
+
+
+_REDUCTIONS = {"SUM": "sum", "MAX": "max", "MIN": "min", "PRODUCT": "product"}
+
+
+class CollectiveWork:
+    """A collective under way on the stream where it was put."""
+
+    def __init__(self, communicator: Communicator, event: Any) -> None:
+        self._communicator, self._event = communicator, event
+
+    def is_completed(self) -> bool:
+        """Whether the device is done with it; raises RuntimeError if the communicator failed."""
+        error = self._communicator.find_error()
+        if error is not None:
+            raise RuntimeError(error)
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Nothing: what comes later on the stream finds it done."""

@@ -1,0 +1,154 @@
+"""Copies many strided regions between arrays and a buffer on a GPU, one launch for each table, with Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from reshard.errors import ArgumentError
+from reshard.runtime.cpu.staging import flat_bytes
+from reshard.runtime.strided_regions import (
+    COLUMNS,
+    IN_ARRAY,
+    IN_BUFFER,
+    ROW,
+    SIZE,
+    STRIDE,
+    TENSOR,
+    TILES,
+    RegionTable,
+    make_tables,
+)
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+#: Tables of addresses that are kept, beside those that a graph has captured.
+MAX_ADDRESS_TABLES = 32
+
+
+# Triton compiles annotations too, and knows no others than its own.
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy_regions(  # type: ignore[no-untyped-def]
+    addresses, buffer, rows, programs, like,
+    TO_BUFFER: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DOWN: tl.constexpr,
+    ACROSS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    AT_TENSOR: tl.constexpr,
+    AT_ARRAY: tl.constexpr,
+    AT_BUFFER: tl.constexpr,
+    AT_ROW: tl.constexpr,
+    AT_SIZE: tl.constexpr,
+    AT_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Each program copies one tile: some rows of a region, and some words of each."""
+    program = programs + tl.program_id(0) * 3
+    row = rows + tl.load(program) * NUM_COLUMNS
+    # divisions are done once a row and in 32 bits: a region has fewer than 2**31 rows
+    lines = tl.load(program + 1) + tl.arange(0, DOWN)
+    columns = tl.multiple_of(tl.load(program + 2), 16) + tl.arange(0, ACROSS)
+    n0 = tl.load(row + AT_SIZE).to(tl.int32)
+    n1 = tl.load(row + AT_SIZE + 1).to(tl.int32)
+    n2 = tl.load(row + AT_SIZE + 2).to(tl.int32)
+    length = tl.load(row + AT_ROW)
+    inner = lines % n2
+    rest = lines // n2
+    start = (rest // n1).to(tl.int64) * tl.load(row + AT_STRIDE)
+    start += (rest % n1).to(tl.int64) * tl.load(row + AT_STRIDE + 1)
+    start += inner.to(tl.int64) * tl.load(row + AT_STRIDE + 2) + tl.load(row + AT_ARRAY)
+    packed = tl.load(row + AT_BUFFER) + lines.to(tl.int64) * length
+    array = tl.load(addresses + tl.load(row + AT_TENSOR)).to(like.dtype)
+    if PAIRS:  # every number is even, so that two words are loaded together
+        length = tl.multiple_of(length, 2)
+        start = tl.multiple_of(start, 2)
+        packed = tl.multiple_of(packed, 2)
+        array = tl.multiple_of(array, 16)
+    mask = (lines < n0 * n1 * n2)[:, None] & (columns < length)[None, :]
+    outside = array + start[:, None] + columns[None, :]
+    inside = buffer + packed[:, None] + columns[None, :]
+    if TO_BUFFER:
+        tl.store(inside, tl.load(outside, mask=mask), mask=mask)
+    else:
+        tl.store(outside, tl.load(inside, mask=mask), mask=mask)
+
+
+class RegionCopier:
+    """Places tables on a device, and launches what follows them.
+
+    Tables and addresses go to the device from pinned memory before anything of a transfer is posted: a copy from
+    ordinary memory could wait for a receive that waits for another rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._addresses: dict[tuple[int, ...], torch.Tensor] = {}
+        self._captured: set[tuple[int, ...]] = set()
+
+    def place(self, table: RegionTable) -> tuple[RegionTable, torch.Tensor, torch.Tensor]:
+        """A table on the device."""
+        return table, self._upload(torch.from_numpy(table.rows)), self._upload(torch.from_numpy(table.programs))
+
+    def find_addresses(self, known: tuple[int, ...]) -> torch.Tensor:
+        """Addresses of arrays on the device, uploaded once; those that a graph has captured are kept for good.
+
+        Raises:
+            ArgumentError: a graph is being captured, and these arrays were not moved before.
+        """
+        found = self._addresses.get(known)
+        if found is None:
+            found = self._addresses[known] = self._upload(torch.tensor(known, dtype=torch.int64))
+            droppable = [one for one in self._addresses if one not in self._captured]
+            for one in droppable[:-MAX_ADDRESS_TABLES]:
+                del self._addresses[one]
+        if self._is_capturing():
+            self._captured.add(known)
+        return found
+
+    def warm_up(self, buffer: torch.Tensor) -> None:
+        """Compile and load every kernel; one that is loaded later can wait for a receive that is under way."""
+        addresses = self.find_addresses((buffer.data_ptr(),))
+        for unit in (16, 8, 4, 2, 1):
+            for _, across in TILES:
+                width = across * min(unit, 8)
+                region = (0, 0, 0, width, 1, 1, 1, 0, 0, 0)
+                for table in make_tables([region], [unit]) if width <= buffer.numel() else ():
+                    for to_buffer in (True, False):
+                        self.copy(self.place(table), addresses, buffer, to_buffer)
+
+    def copy(
+        self, placed: tuple[RegionTable, torch.Tensor, torch.Tensor], addresses: torch.Tensor, buffer: torch.Tensor,
+        to_buffer: bool,
+    ) -> None:  # fmt: skip
+        """Between contiguous arrays and a flat byte buffer, on the current stream."""
+        table, rows, programs = placed
+        flat = flat_bytes(buffer).view(_WORDS[table.word_bytes])
+        down, across = table.tile
+        _copy_regions[(len(table.programs),)](
+            addresses,
+            flat,
+            rows,
+            programs,
+            flat,
+            TO_BUFFER=to_buffer,
+            PAIRS=table.unit > table.word_bytes,
+            DOWN=down,
+            ACROSS=across,
+            NUM_COLUMNS=COLUMNS,
+            AT_TENSOR=TENSOR,
+            AT_ARRAY=IN_ARRAY,
+            AT_BUFFER=IN_BUFFER,
+            AT_ROW=ROW,
+            AT_SIZE=SIZE,
+            AT_STRIDE=STRIDE,
+        )
+
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _upload(self, array: torch.Tensor) -> torch.Tensor:
+        if self._is_capturing():
+            raise ArgumentError("these arrays were not moved before the capture: call the Mover with them once first")
+        if self._device.type != "cuda":
+            return array.to(self._device)
+        return array.pin_memory().to(self._device, non_blocking=True)

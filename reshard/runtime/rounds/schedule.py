@@ -1,0 +1,242 @@
+"""A plan in rounds, for transports that match messages by order alone, as NCCL does.
+
+A round is a set of messages; each rank posts its sends and receives of a round as one group (``ncclGroupStart`` to
+``ncclGroupEnd``), in the plan's order, and its groups one after the other.
+
+Why it cannot deadlock. A message has the same round at both its ends, and a rank begins a round when it has ended all
+rounds before. Take the first round that some rank has not ended: every rank has ended, or skips, all before it, so each
+that has messages in this round has posted them or will do so without waiting for anything else; both ends of each of
+its messages are posted, and it ends. What is passed on arrives in an earlier round. And between two ranks messages
+match: both post those of a round in the plan's order, and rounds in theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.errors import PlanError
+from reshard.plan.messages import MessageTable, tabulate_messages
+from reshard.plan.model import Plan
+from reshard.runtime.program import Program, Recv, Send
+from reshard.sharding.tiles import find_overlaps
+
+#: What a rank may send to other hosts in a round, and receive from them, in largest messages; inside its host more,
+#: as links there are faster.
+ACROSS, INSIDE = 1, 4
+#: How long a round should take at least at the rate of its links, to be worth its launches.
+ROUND_SECONDS = 2e-4
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one rank posts as a group; both lists in the plan's order."""
+
+    recvs: tuple[Recv, ...]
+    sends: tuple[Send, ...]
+
+
+def find_rounds(plan: Plan) -> dict[int, int]:
+    """The round of each message of a plan by the message's id, from 0; copies have none.
+
+    Each message goes into the first round after the one that brings its data, not before what the plan orders before
+    it, in which both its ranks have room; what a rank only passes on, also not before it has room to keep it.
+    """
+    messages = tabulate_messages(plan)
+    host = plan.topology.host_by_rank
+    inside = host[messages.sender] == host[messages.receiver]
+    moves = messages.sender != messages.receiver
+    largest = {kind: int(messages.nbytes[moves & (inside == kind)].max(initial=0)) for kind in (False, True)}
+    topology = plan.topology
+    nic = min(
+        min(port.egress_bytes_per_second, port.ingress_bytes_per_second)
+        for host in topology.hosts
+        for port in host.nics
+    )
+    # a round that is over sooner than its launches take wastes the link
+    by_time = {False: int(nic * ROUND_SECONDS), True: int((topology.inside_bytes_per_second or nic) * ROUND_SECONDS)}
+    room = {False: max(ACROSS * largest[False], min(by_time[False], plan.staging_bytes // 8))}
+    # both directions of both kinds get at most half of what a rank may hold, the rest is for relays
+    inside_room = max(INSIDE * largest[True], by_time[True])
+    room[True] = max(largest[True], min(inside_room, plan.staging_bytes // 4 - room[False]))
+    relays = _Relays(messages, _find_relays(plan, messages), plan.staging_bytes // 2)
+    return _place(messages, inside.tolist(), moves.tolist(), room, relays)
+
+
+def _find_relays(plan: Plan, messages: MessageTable) -> np.ndarray:
+    """``(messages,)`` True where the receiver passes a message on and needs none of it."""
+    found = np.zeros(len(messages), dtype=bool)
+    found[messages.source[messages.source >= 0]] = True
+    transfers = plan.transfers
+    box = transfers.first_box[messages.transfer]
+    tensor = transfers.box_tensor[box]
+    for number, spec in enumerate(plan.tensors):
+        ndim = spec.ndim
+        for rank in np.unique(messages.receiver[found & (tensor == number)]).tolist():
+            if rank not in spec.dst.ranks:
+                continue
+            rows = np.flatnonzero(found & (tensor == number) & (messages.receiver == rank))
+            start, stop = transfers.box_start[box[rows], :ndim], transfers.box_stop[box[rows], :ndim]
+            pieces = spec.dst_shards.pieces_of(rank)[:2]
+            found[rows[np.unique(find_overlaps(start, stop, *pieces)[0])]] = False
+    return found
+
+
+class _Relays:
+    """What ranks keep of what they only pass on, from its round to the last that passes it on."""
+
+    def __init__(self, messages: MessageTable, is_relay: np.ndarray, room: int) -> None:
+        self.is_relay, self._room = is_relay.tolist(), room
+        self._last_use: dict[int, int] = {}  # row -> the last row that passes it on
+        for row, source in enumerate(messages.source.tolist()):
+            if source >= 0 and self.is_relay[source]:
+                self._last_use[source] = row
+        self._kept: dict[int, list[list[int]]] = {}  # rank -> [row, bytes, last round so far] of each
+
+    def find_round(self, row: int, rank: int, nbytes: int) -> int:
+        """The first round from which a rank has room for a message."""
+        kept = self._kept.get(rank, [])
+        waiting = [one for one in kept if self._last_use[one[0]] >= row]
+        ended = sorted((one for one in kept if self._last_use[one[0]] < row), key=lambda one: -one[2])
+        free = self._room - nbytes - sum(one[1] for one in waiting)
+        for place, (_, size, last) in enumerate(ended):
+            free -= size
+            if free < 0:  # those that ended before this one never count again
+                self._kept[rank] = waiting + ended[: place + 1]
+                return last + 1
+        return 0
+
+    def keep(self, row: int, rank: int, nbytes: int, at: int) -> None:
+        """A message comes in a round."""
+        self._kept.setdefault(rank, []).append([row, nbytes, at])
+
+    def use(self, source: int, rank: int, at: int) -> None:
+        """A message is passed on in a round."""
+        for one in self._kept.get(rank, ()):
+            if one[0] == source:
+                one[2] = max(one[2], at)
+
+
+def _place(
+    messages: MessageTable, inside: list[bool], moves: list[bool], room: Mapping[bool, int], relays: _Relays
+) -> dict[int, int]:
+    found: dict[int, int] = {}
+    rounds = [-1] * len(messages)
+    used: dict[tuple[int, bool, bool], list[int]] = {}  # (rank, inside, sends) -> bytes of each round
+    first_free: dict[tuple[int, bool, bool], int] = {}
+    columns = (messages.id, messages.sender, messages.receiver, messages.nbytes, messages.source)
+    after_at, after = messages.after_at.tolist(), messages.after.tolist()
+    for row, (ident, sender, receiver, nbytes, source) in enumerate(
+        zip(*(column.tolist() for column in columns), strict=True)
+    ):
+        if not moves[row]:
+            continue
+        earliest = rounds[source] + 1 if source >= 0 else 0
+        for before in after[after_at[row] : after_at[row + 1]]:
+            earliest = max(earliest, rounds[before])
+        if relays.is_relay[row]:
+            earliest = max(earliest, relays.find_round(row, receiver, nbytes))
+        limit = room[inside[row]]
+        ends = [(sender, inside[row], True), (receiver, inside[row], False)]
+        at = max(earliest, *(first_free.get(end, 0) for end in ends))
+        while any(_used(used, end, at) + nbytes > limit for end in ends):
+            at += 1
+        rounds[row] = found[ident] = at
+        if relays.is_relay[row]:
+            relays.keep(row, receiver, nbytes, at)
+        if source >= 0 and relays.is_relay[source]:
+            relays.use(source, sender, at)
+        for end in ends:
+            loads = used.setdefault(end, [])
+            loads += [0] * (at + 1 - len(loads))
+            loads[at] += nbytes
+            free = first_free.get(end, 0)
+            while free < len(loads) and loads[free] >= limit:
+                free += 1
+            first_free[end] = free
+    return found
+
+
+def _used(used: Mapping[tuple[int, bool, bool], list[int]], end: tuple[int, bool, bool], at: int) -> int:
+    loads = used.get(end, ())
+    return loads[at] if at < len(loads) else 0
+
+
+def rounds_of(program: Program, round_of: Mapping[int, int]) -> tuple[Round, ...]:
+    """The groups of one rank, in order; rounds without messages of it are left out."""
+    recvs: dict[int, list[Recv]] = {}
+    sends: dict[int, list[Send]] = {}
+    for recv in program.recvs:
+        recvs.setdefault(round_of[recv.id], []).append(recv)
+    for send in (*program.sends_across, *program.sends_inside):
+        sends.setdefault(round_of[send.id], []).append(send)
+    return tuple(
+        Round(tuple(recvs.get(at, ())), tuple(sorted(sends.get(at, ()), key=lambda send: send.id)))
+        for at in sorted({*recvs, *sends})
+    )
+
+
+#: A call as a transport sees it: ``(is_send, peer, bytes)``.
+Call = tuple[bool, int, int]
+
+
+def check_calls(calls: Mapping[int, Sequence[Sequence[Call]]]) -> None:
+    """Replay the groups of all ranks as a transport that matches by order would.
+
+    A message moves when both ends are posted; a group ends when all its messages have moved; a rank posts its next
+    group then.
+
+    Args:
+        calls: of each rank its groups, of each group its calls.
+
+    Raises:
+        PlanError: two ends of a message differ in size, or ranks wait for each other for ever.
+    """
+    at = dict.fromkeys(calls, 0)
+    left = {rank: list(groups[0]) if groups else [] for rank, groups in calls.items()}
+    moving = True
+    while moving:
+        moving = False
+        for rank, posted in left.items():
+            for call in [call for call in posted if call[0]]:
+                _match(rank, call, left)
+        for rank, groups in calls.items():
+            while not left[rank] and at[rank] < len(groups):
+                at[rank] += 1
+                left[rank] = list(groups[at[rank]]) if at[rank] < len(groups) else []
+                moving = True
+    stuck = [rank for rank, posted in left.items() if posted]
+    if stuck:
+        rank = stuck[0]
+        is_send, peer, nbytes = left[rank][0]
+        raise PlanError(
+            f"ranks {stuck} wait for ever: rank {rank} in its group {at[rank]} for {nbytes} bytes "
+            f"{'to' if is_send else 'from'} rank {peer}"
+        )
+
+
+def _match(sender: int, call: Call, left: Mapping[int, list[Call]]) -> None:
+    """Move one message if its receiver has posted its end; it takes the first from that sender."""
+    _, receiver, nbytes = call
+    if next(one for one in left[sender] if one[:2] == call[:2]) is not call:
+        return  # one before it to the same rank has not moved
+    end = next((one for one in left.get(receiver, ()) if one[:2] == (False, sender)), None)
+    if end is None:
+        return
+    if end[2] != nbytes:
+        raise PlanError(f"rank {sender} sends {nbytes} bytes to rank {receiver}, which receives {end[2]}")
+    left[sender].remove(call)
+    left[receiver].remove(end)
+
+
+def calls_of(rounds: Iterable[Round]) -> list[list[Call]]:
+    """The groups of a rank as :func:`check_calls` takes them."""
+    return [
+        [
+            *((False, recv.sender, recv.nbytes) for recv in one.recvs),
+            *((True, send.receiver, send.nbytes) for send in one.sends),
+        ]
+        for one in rounds
+    ]

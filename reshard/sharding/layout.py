@@ -1,0 +1,259 @@
+"""How a tensor is sharded: by a spec over a mesh, or by explicit regions per rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import LayoutError
+from reshard.formatting import format_ranks
+from reshard.sharding.dim_cuts import MAX_NDIM, DimCuts, check_sizes, cut_dim
+from reshard.sharding.mesh import MAX_RANK, Mesh
+from reshard.sharding.spec import Spec, axis_of, read_spec, write_2023, write_jax, write_ours, write_placements
+
+#: A half-open interval per tensor dim.
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor is sharded over a mesh.
+
+    Args:
+        mesh: the ranks.
+        spec: per tensor dim the mesh axes that shard it, major first; a mesh axis named nowhere holds
+            replicas, and dims past the end of the spec are not sharded. Any notation of
+            :mod:`reshard.sharding.spec` is read: ``("dp", None)``, ``"S0 R"``, ``[Shard(0)]``, ``PartitionSpec("dp")``.
+            Omitted: every rank of the mesh holds the whole tensor.
+        ndim: the number of tensor dims, needed only for placements that count from the last, such as ``Shard(-1)``.
+
+    A layout has no shape. Sizes that do not divide follow torch's chunk rule, nested as DTensor nests it: a
+    dim of n elements over k ranks gives ``ceil(n / k)`` to each until none are left, and the next axis cuts
+    what the one before it left.
+
+    Raises:
+        LayoutError: an unknown or doubled axis, or a malformed spec. PartialError: a pending reduction.
+    """
+
+    mesh: Mesh
+    spec: Spec
+
+    def __init__(self, mesh: Mesh, spec: Any = None, *, ndim: int | None = None) -> None:
+        if not isinstance(mesh, Mesh):
+            raise LayoutError(f"a Layout needs a Mesh, not {type(mesh).__name__}")
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "spec", read_spec(mesh, spec, ndim))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that take part, in mesh order."""
+        return self.mesh.ranks
+
+    def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """The shape of a rank's shard of a tensor of a global shape.
+
+        Raises:
+            LayoutError: the shape does not fit the layout, or the rank is outside it.
+        """
+        cuts = self.cut_dims(check_sizes(shape))
+        parts = self.parts_of(rank, len(cuts))
+        return tuple(int(cut.local_size[part]) for cut, part in zip(cuts, parts, strict=True))
+
+    def regions(self, shape: Sequence[int], rank: int) -> list[Box]:
+        """The boxes of the global tensor that a rank holds, in the order of its shard; none of them is empty.
+
+        There are several only with :class:`~reshard.sharding.spec.Strided` steps. Raises as :meth:`local_shape`.
+        """
+        cuts = self.cut_dims(check_sizes(shape))
+        intervals = []
+        for cut, part in zip(cuts, self.parts_of(rank, len(cuts)), strict=True):
+            own = np.flatnonzero(cut.coord == part)
+            own = own[np.argsort(cut.local[own], kind="stable")]
+            intervals.append(list(zip(cut.lo[own].tolist(), cut.hi[own].tolist(), strict=True)))
+        return list(itertools.product(*intervals))
+
+    def parts_of(self, rank: int, ndim: int) -> tuple[int, ...]:
+        """Which part of each tensor dim a rank holds, counted major first over the dim's axes."""
+        if rank not in self.mesh.ranks:
+            raise LayoutError(f"rank {rank} is not in {self}")
+        coords = np.unravel_index(self.mesh.ranks.index(rank), self.mesh.sizes) if self.mesh.sizes else ()
+        at = dict(zip(self.mesh.axes, map(int, coords), strict=True))
+        parts = []
+        for dim in range(ndim):
+            part = 0
+            for step in self.spec[dim] if dim < len(self.spec) else ():
+                part = part * self.mesh.axis_size(axis_of(step)) + at[axis_of(step)]
+            parts.append(part)
+        return tuple(parts)
+
+    def cut_dims(self, shape: tuple[int, ...]) -> tuple[DimCuts, ...]:
+        """How each dim of a tensor is cut."""
+        if len(self.spec) > len(shape):
+            raise LayoutError(
+                f"layout {self} shards dim {len(self.spec) - 1}, but the tensor of shape {list(shape)} has "
+                f"{len(shape)} dims"
+            )
+        spec = self.spec + ((),) * (len(shape) - len(self.spec))
+        return tuple(
+            cut_dim(size, steps, [self.mesh.axis_size(axis_of(step)) for step in steps])
+            for size, steps in zip(shape, spec, strict=True)
+        )
+
+    def with_ranks(self, rank_of: Mapping[int, int]) -> Layout:
+        """The same layout with each rank replaced."""
+        return Layout(self.mesh.with_ranks(rank_of), self.spec)
+
+    def to_2023(self, ndim: int | None = None) -> str:
+        """The spec as the 2023 study writes it, for example ``S01 R R``."""
+        return write_2023(self.mesh, self.spec, ndim)
+
+    def to_placements(self) -> list[Any]:
+        """The spec as torch placements, one per mesh axis."""
+        return write_placements(self.mesh, self.spec)
+
+    def to_jax(self) -> Any:
+        """The spec as a ``jax.sharding.PartitionSpec``."""
+        return write_jax(self.spec)
+
+    def __str__(self) -> str:
+        return f"{write_ours(self.spec)} on {self.mesh}"
+
+
+@dataclass(frozen=True)
+class RegionLayout:
+    """Which regions of a tensor each rank holds, for what no spec can say.
+
+    Args:
+        regions: ``{rank: [box, ...]}``; a box is a ``(start, stop)`` pair per tensor dim. A rank's local array
+            is its boxes joined along ``join_dim`` in the order given, so they must agree in every other size.
+            A rank may hold no box: its local array is then empty.
+        join_dim: the dim along which a rank's boxes are joined, 0 by default.
+        ndim: the number of tensor dims; needed only where no rank holds a box.
+
+    Boxes of one rank must not overlap; boxes of different ranks may, and are then replicas of what they share.
+
+    >>> qkv = RegionLayout({0: [[(0, 4), (0, 8)], [(8, 12), (0, 8)]], 1: [[(4, 8), (0, 8)], [(12, 16), (0, 8)]]})
+
+    Raises:
+        LayoutError: a malformed box, boxes of a rank that overlap or cannot be joined, a rank given twice.
+    """
+
+    boxes: tuple[tuple[int, tuple[Box, ...]], ...]
+    join_dim: int
+    ndim: int
+
+    def __init__(
+        self,
+        regions: Mapping[int, Iterable[Sequence[Sequence[int]]]],
+        *,
+        join_dim: int = 0,
+        ndim: int | None = None,
+    ) -> None:
+        rows: list[tuple[int, tuple[Box, ...]]] = []
+        for what, value in (("join_dim", join_dim), ("ndim", 0 if ndim is None else ndim)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise LayoutError(f"{what} must be an integer, not {value!r}")
+        if not isinstance(regions, Mapping) or not regions:
+            raise LayoutError("regions must be a mapping {rank: [box, ...]} with at least one rank")
+        for rank, boxes in regions.items():
+            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank <= MAX_RANK:
+                raise LayoutError(f"rank {rank!r} must be an integer from 0 to {MAX_RANK}")
+            try:
+                rows.append((rank, tuple(tuple((index(lo), index(hi)) for lo, hi in box) for box in boxes)))
+            except (TypeError, ValueError, OverflowError):
+                raise LayoutError(f"rank {rank}: a box is a (start, stop) pair per tensor dim, not {boxes!r}") from None
+        rows.sort()
+        dims = {len(box) for _, row in rows for box in row} | (set() if ndim is None else {ndim})
+        if len(dims) != 1:
+            raise LayoutError(
+                f"boxes have {sorted(dims)} dims; all must have the same number" if dims else "no boxes: give ndim"
+            )
+        count = dims.pop()
+        if not 0 <= count <= MAX_NDIM:
+            raise LayoutError(f"boxes have {count} dims; at most {MAX_NDIM} are supported")
+        if not 0 <= join_dim < max(count, 1):
+            raise LayoutError(f"join_dim {join_dim} is outside 0..{max(count, 1) - 1}")
+        for rank, row in rows:
+            for box in row:
+                for lo, hi in box:
+                    if not 0 <= lo <= hi < 2**62:
+                        raise LayoutError(f"rank {rank}: {format_box(box)} needs 0 <= start <= stop in every dim")
+            for box in row[1:]:
+                for dim in range(count):
+                    size, first = box[dim][1] - box[dim][0], row[0][dim][1] - row[0][dim][0]
+                    if dim != join_dim and size != first:
+                        raise LayoutError(
+                            f"rank {rank}: {format_box(row[0])} and {format_box(box)} cannot be joined along dim "
+                            f"{join_dim}: dim {dim} has {first} and {size} elements"
+                        )
+            if count == 0 and len(row) != 1:
+                raise LayoutError(f"rank {rank}: a 0-d tensor has one box, [], not {len(row)}")
+        object.__setattr__(self, "boxes", tuple(rows))
+        object.__setattr__(self, "join_dim", join_dim)
+        object.__setattr__(self, "ndim", count)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that take part, ascending."""
+        return tuple(rank for rank, _ in self.boxes)
+
+    def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """The shape of a rank's shard of a tensor of a global shape.
+
+        Raises:
+            LayoutError: a region reaches past the shape, or the rank is outside the layout.
+        """
+        self.check_fits(check_sizes(shape))
+        return self.joined_shape(rank)
+
+    def regions(self, shape: Sequence[int], rank: int) -> list[Box]:
+        """The boxes that a rank holds, in the order of its shard, without empty ones; raises as :meth:`local_shape`."""
+        self.check_fits(check_sizes(shape))
+        return [box for box in self._boxes_of(rank) if all(hi > lo for lo, hi in box)]
+
+    def _boxes_of(self, rank: int) -> tuple[Box, ...]:
+        for holder, row in self.boxes:
+            if holder == rank:
+                return row
+        raise LayoutError(f"rank {rank} is not in the layout, whose ranks are {format_ranks(self.ranks)}")
+
+    def joined_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's boxes, joined."""
+        boxes = self._boxes_of(rank)
+        if not boxes:
+            return (0,) * self.ndim
+        shape = [hi - lo for lo, hi in boxes[0]]
+        if shape:
+            shape[self.join_dim] = sum(box[self.join_dim][1] - box[self.join_dim][0] for box in boxes)
+        return tuple(shape)
+
+    def check_fits(self, shape: tuple[int, ...]) -> None:
+        """Raise LayoutError unless all regions are inside a global shape."""
+        if self.ndim != len(shape):
+            raise LayoutError(f"regions have {self.ndim} dims, but the tensor of shape {list(shape)} has {len(shape)}")
+        for rank, row in self.boxes:
+            for box in row:
+                for (_, hi), size in zip(box, shape, strict=True):
+                    if hi > size:
+                        raise LayoutError(f"rank {rank}: region {format_box(box)} reaches past shape {list(shape)}")
+
+    def with_ranks(self, rank_of: Mapping[int, int]) -> RegionLayout:
+        """The same layout with each rank replaced."""
+        return RegionLayout({rank_of[rank]: row for rank, row in self.boxes}, join_dim=self.join_dim, ndim=self.ndim)
+
+    def __str__(self) -> str:
+        rows = "; ".join(f"{rank}: {' '.join(map(format_box, row)) or 'none'}" for rank, row in self.boxes)
+        return f"Regions(ndim={self.ndim} join={self.join_dim}; {rows})"
+
+
+AnyLayout = Layout | RegionLayout
+
+
+def format_box(box: Sequence[Sequence[int]]) -> str:
+    """``[0:4, 0:1]``."""
+    return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in box) + "]"

@@ -1,0 +1,253 @@
+"""Specs read from and written in the notations of the field.
+
+============  ==========================================  =============================================
+notation      example on ``Mesh(dp=2, tp=4)``             meaning
+============  ==========================================  =============================================
+ours          ``("dp", None, ("dp", "tp"))``              per tensor dim the axes that shard it, major first
+ours as text  ``"(dp, -, dp+tp)"``                        the same, as plans are printed
+2023 study    ``"S0 R S01"``                              per tensor dim, digits are axis positions
+torch         ``[Shard(0), Replicate()]``                 per mesh axis the tensor dim it shards
+JAX           ``PartitionSpec("dp", None, ("dp", "tp"))``  as ours
+============  ==========================================  =============================================
+
+All of them become one form: a tuple per tensor dim of the steps that cut it, in the order in which they
+cut. A step is an axis name, or :class:`Strided` for torch's ``_StridedShard``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.errors import LayoutError, PartialError
+from reshard.sharding.mesh import Mesh
+
+_SPEC_2023 = re.compile(r"R|S([0-9]+)")
+
+
+@dataclass(frozen=True)
+class Strided:
+    """One cut as torch's ``_StridedShard`` makes it.
+
+    What is there is first cut into ``split_factor`` chunks; each of those is cut over ``axis``, and a rank
+    keeps its piece of every one, in order.
+    """
+
+    axis: str
+    split_factor: int
+
+    def __str__(self) -> str:
+        return f"{self.axis}~{self.split_factor}"
+
+
+Step = str | Strided
+Spec = tuple[tuple[Step, ...], ...]
+
+
+def axis_of(step: Step) -> str:
+    """The mesh axis that a step cuts over."""
+    return step if isinstance(step, str) else step.axis
+
+
+def split_factor_of(step: Step) -> int:
+    """How many chunks are made before a step cuts: 1 for a plain axis."""
+    return 1 if isinstance(step, str) else step.split_factor
+
+
+def read_spec(mesh: Mesh, spec: Any, ndim: int | None = None) -> Spec:
+    """The normal form of a spec in any of the notations; trailing unsharded dims are dropped.
+
+    Args:
+        ndim: the number of tensor dims, which placements such as ``Shard(-1)`` count from.
+
+    Raises:
+        LayoutError: the text is malformed, or names an unknown axis, or an axis twice.
+        PartialError: a placement has a pending reduction.
+    """
+    if spec is None:
+        steps: list[tuple[Step, ...]] = []
+    elif isinstance(spec, str):
+        steps = list(parse_ours(spec)) if spec.lstrip().startswith("(") else _read_2023(mesh, spec)
+    elif type(spec).__name__ == "PartitionSpec" or hasattr(spec, "UNCONSTRAINED"):  # jax calls its class P now
+        if getattr(spec, "unreduced", None):
+            raise PartialError(_partial_text(f"unreduced axes {sorted(spec.unreduced)}"))
+        steps = _read_ours(mesh, list(spec))
+    elif not isinstance(spec, Sequence):
+        raise LayoutError(
+            f"spec {spec!r} is none of: a text such as 'S0 R' or '(dp, -)', a tuple of axis names, placements"
+        )
+    elif any(_is_placement(entry) for entry in spec):
+        steps = _read_placements(mesh, list(spec), ndim)
+    else:
+        steps = _read_ours(mesh, list(spec))
+    seen: set[str] = set()
+    for dim in steps:
+        for step in dim:
+            axis = axis_of(step)
+            if axis not in mesh.axes:
+                raise LayoutError(
+                    f"spec {spec!r} names axis {axis!r}, but {mesh} has axes {', '.join(mesh.axes) or 'none'}"
+                )
+            if axis in seen:
+                raise LayoutError(f"spec {spec!r} names axis {axis!r} twice; an axis shards at most one dim")
+            seen.add(axis)
+    while steps and not steps[-1]:
+        steps.pop()
+    return tuple(steps)
+
+
+def _read_2023(mesh: Mesh, text: str) -> list[tuple[Step, ...]]:
+    steps: list[tuple[Step, ...]] = []
+    for word in text.replace(",", " ").split():
+        match = _SPEC_2023.fullmatch(word)
+        if not match:
+            raise LayoutError(
+                f"{word!r} in spec {text!r} is neither R nor S followed by axis digits; "
+                "names of axes are written as in '(dp, -, tp)'"
+            )
+        for digit in match[1] or "":
+            if int(digit) >= len(mesh.axes):
+                raise LayoutError(
+                    f"spec {text!r} names axis {digit}, but {mesh} has {len(mesh.axes)} axes, counted from 0"
+                )
+        steps.append(tuple(mesh.axes[int(digit)] for digit in match[1] or ""))
+    return steps
+
+
+def _read_ours(mesh: Mesh, entries: list[Any]) -> list[tuple[Step, ...]]:
+    steps: list[tuple[Step, ...]] = []
+    for entry in entries:
+        if entry is None:
+            steps.append(())
+        elif isinstance(entry, (str, Strided)):
+            steps.append((entry,))
+        elif isinstance(entry, (tuple, list)) and all(isinstance(step, (str, Strided)) for step in entry):
+            steps.append(tuple(entry))
+        else:
+            raise LayoutError(f"spec entry {entry!r} is none of: None, an axis name, a tuple of axis names")
+    for dim in steps:
+        for step in dim:
+            if not isinstance(split_factor_of(step), int) or split_factor_of(step) < 1:
+                raise LayoutError(f"split factor of {step} must be at least 1")
+    return steps
+
+
+def _is_placement(entry: Any) -> bool:
+    return all(callable(getattr(entry, name, None)) for name in ("is_shard", "is_replicate", "is_partial"))
+
+
+def _partial_text(what: str) -> str:
+    return (
+        f"{what}: a pending reduction cannot be moved yet; reduce it first, for example with "
+        "dtensor.redistribute(placements=[Replicate()]) or Shard(dim) on its own mesh"
+    )
+
+
+def _read_placements(mesh: Mesh, placements: list[Any], ndim: int | None) -> list[tuple[Step, ...]]:
+    if len(placements) != len(mesh.axes):
+        raise LayoutError(f"{len(placements)} placements for the {len(mesh.axes)} axes of {mesh}; give one per axis")
+    steps: dict[int, list[Step]] = {}
+    for axis, placement in zip(mesh.axes, placements, strict=True):
+        if not _is_placement(placement):
+            raise LayoutError(f"placement {placement!r} for axis {axis!r} is not a torch placement")
+        if placement.is_partial():
+            raise PartialError(_partial_text(f"placement {placement} on axis {axis!r}"))
+        if placement.is_replicate():
+            continue
+        dim = getattr(placement, "dim", None)
+        if not isinstance(dim, int):
+            raise LayoutError(f"placement {placement!r} for axis {axis!r} shards no tensor dim")
+        if dim < 0:
+            if ndim is None:
+                raise LayoutError(
+                    f"placement {placement} for axis {axis!r}: the number of dims is unknown here; count the dim from "
+                    "0, pass shape= in a call, or ndim= to a Layout"
+                )
+            if dim < -ndim:
+                raise LayoutError(f"placement {placement} for axis {axis!r}: the tensor has {ndim} dims")
+            dim += ndim
+        factor = int(getattr(placement, "split_factor", 1))
+        steps.setdefault(dim, []).append(axis if factor == 1 else Strided(axis, factor))
+    return [tuple(steps.get(dim, ())) for dim in range(max(steps, default=-1) + 1)]
+
+
+def write_2023(mesh: Mesh, spec: Spec, ndim: int | None = None) -> str:
+    """The 2023 notation, padded with ``R`` to ``ndim`` tensor dims.
+
+    Raises:
+        LayoutError: the spec has a :class:`Strided` step or an axis past the tenth, which it cannot say.
+    """
+    words = []
+    for dim in spec:
+        for step in dim:
+            if not isinstance(step, str) or mesh.axes.index(step) > 9:
+                raise LayoutError(f"the 2023 notation cannot say {step}")
+        words.append("S" + "".join(str(mesh.axes.index(axis_of(step))) for step in dim) if dim else "R")
+    return " ".join(words + ["R"] * ((ndim or 0) - len(words)))
+
+
+def write_placements(mesh: Mesh, spec: Spec) -> list[Any]:
+    """Torch placements, one per mesh axis.
+
+    Axes that cut a dim out of mesh order become ``_StridedShard`` as torch writes a shard order: the split
+    factor is the product of the axes that cut before but stand later in the mesh. The two agree where sizes
+    divide; elsewhere torch's rule for strided shards differs from nested chunks.
+
+    Raises:
+        LayoutError: a :class:`Strided` step stands out of mesh order.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placements: list[Any] = [Replicate() for _ in mesh.axes]
+    for dim, steps in enumerate(spec):
+        positions = [mesh.axes.index(axis_of(step)) for step in steps]
+        strided = any(not isinstance(step, str) for step in steps)
+        if strided and positions != sorted(positions):
+            raise LayoutError(f"torch placements cannot say {' '.join(map(str, steps))} on dim {dim}")
+        for nth, (step, position) in enumerate(zip(steps, positions, strict=True)):
+            factor = split_factor_of(step)
+            for earlier in positions[:nth]:
+                if earlier > position:
+                    factor *= mesh.sizes[earlier]
+            placements[position] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+    return placements
+
+
+def write_jax(spec: Spec) -> Any:
+    """A ``jax.sharding.PartitionSpec``.
+
+    Raises:
+        LayoutError: the spec has a :class:`Strided` step.
+    """
+    from jax.sharding import PartitionSpec
+
+    for dim in spec:
+        for step in dim:
+            if not isinstance(step, str):
+                raise LayoutError(f"a PartitionSpec cannot say {step}")
+    return PartitionSpec(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in spec))
+
+
+def write_ours(spec: Spec) -> str:
+    """Our own notation as text: ``(dp, -, tp+pp)``."""
+    return "(" + ", ".join("+".join(map(str, dim)) or "-" for dim in spec) + ")"
+
+
+def parse_ours(text: str) -> Spec:
+    """The inverse of :func:`write_ours`."""
+    match = re.fullmatch(r"\s*\((.*)\)\s*", text)
+    if not match:
+        raise LayoutError(f"spec {text!r} is not of the form (dp, -, tp+pp)")
+    spec: list[tuple[Step, ...]] = []
+    for entry in match[1].split(",") if match[1].strip() else []:
+        steps: list[Step] = []
+        for word in entry.strip().split("+") if entry.strip() != "-" else []:
+            part = re.fullmatch(r"([A-Za-z0-9_.]+)(?:~([0-9]{1,9}))?", word.strip())
+            if not part:
+                raise LayoutError(f"{word!r} in spec {text!r} is not an axis name")
+            steps.append(part[1] if part[2] is None else Strided(part[1], int(part[2])))
+        spec.append(tuple(steps))
+    return tuple(spec)

@@ -1,0 +1,5 @@
+"""Tools for tests and examples: several ranks on one machine."""
+
+from reshard.testing.processes import LaunchError, run_processes
+
+__all__ = ["LaunchError", "run_processes"]

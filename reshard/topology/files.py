@@ -1,0 +1,288 @@
+"""Topologies as JSON, as people write them and as plans carry them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import ReshardError, TopologyError
+from reshard.sharding.mesh import MAX_RANK
+from reshard.topology.model import MAX_HOSTS, TEN_GBIT, Host, Port, Topology, brief, check_indices, check_rate
+
+MAX_TOPOLOGY_BYTES = 2**26
+MAX_YAML_CHARACTERS = 2**20
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+_LATENCIES = ("latency_seconds", "inside_latency_seconds")
+_NUMBERS = (
+    *_LATENCIES,
+    "turn_seconds",
+    "start_seconds",
+    "send_buffer_bytes",
+    "burst_bytes",
+)
+
+
+def read_topology(path: str | Path) -> Topology:
+    """From a JSON file, or a YAML file (``.yaml`` or ``.yml``) of the same form.
+
+    Raises:
+        TopologyError: the file cannot be read, or does not describe a topology.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_TOPOLOGY_BYTES + 1)
+        if len(data) > MAX_TOPOLOGY_BYTES:
+            raise TopologyError(f"it is larger than {MAX_TOPOLOGY_BYTES} bytes")
+        text = data.decode("utf-8-sig")
+        if Path(path).suffix in (".yaml", ".yml"):
+            return topology_from_json(_load_yaml(text))
+        return topology_from_json(json.loads(text, object_pairs_hook=_take_once))
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ReshardError):
+            raise TopologyError(f"{path}: {error}") from None
+        raise TopologyError(f"cannot read {path}: {error}") from None
+
+
+def _take_once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A JSON object none of whose names comes twice."""
+    found: dict[Any, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise TopologyError(f"{brief(name)} is given twice")
+        found[name] = value
+    return found
+
+
+def _load_yaml(text: str) -> Any:
+    if len(text) > MAX_YAML_CHARACTERS:
+        raise TopologyError(
+            f"YAML of more than {MAX_YAML_CHARACTERS:,} characters takes long to read; write it as JSON"
+        )
+    try:
+        import yaml
+    except ImportError:
+        raise TopologyError("YAML needs PyYAML: pip install 'reshard[yaml]', or write it as JSON") from None
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):  # a few of them can stand for more than fits any memory
+                raise yaml.YAMLError("aliases such as *name are not taken; write it out")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            return _take_once([(self.construct_object(k, True), self.construct_object(v, True)) for k, v in node.value])
+
+        def construct_number(self, node: Any) -> int:
+            value = str(self.construct_scalar(node))
+            if not _INTEGER.fullmatch(value):  # 010 would be 8, and 1:30 would be 90
+                raise yaml.YAMLError(f"{value} is not a plain whole number")
+            return int(value)
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_number)
+    # PyYAML alone takes 1e-5 and 2e9 for words
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+    try:
+        return yaml.load(text, Loader=Loader)
+    except (RecursionError, TopologyError):
+        raise
+    except Exception as error:  # tags such as !!timestamp end in errors of all kinds
+        raise TopologyError(f"not YAML: {' '.join(str(error).split())[:300]}") from None
+
+
+def topology_from_json(data: Any) -> Topology:
+    """A topology from its JSON object.
+
+    Either ``{"host_of_rank": [0, 0, 1, 1], "nic_bytes_per_second": 1.25e9, "latency_seconds": 2e-5, ...}``, or a list
+    of hosts::
+
+        {"hosts": [{"devices": 4, "nics": ["25 Gbit/s"], "count": 2, "pod": 0}, ...],
+         "pods": ["100 Gbit/s", {"egress": ..., "ingress": ...}],
+         "inside": "400 Gbit/s", "latency_seconds": 2e-5, "inside_latency_seconds": 5e-6,
+         "send_buffer_bytes": 0, "burst_bytes": 0}
+
+    ``count`` hosts of that kind; ranks are dealt out to the hosts in order, unless each has ``"ranks": [...]``
+    in place of devices. ``"nic_of_device": [0, 0, 1, 1]`` says which NIC each device of a host uses.
+    """
+    if not isinstance(data, dict):
+        raise TopologyError("a topology is a JSON object")
+    if "host_of_rank" in data:
+        _refuse_unknown(data, {"host_of_rank", "nic_bytes_per_second", *_NUMBERS}, "topology")
+        if not isinstance(data["host_of_rank"], list):
+            raise TopologyError("host_of_rank must be a list")
+        topology = Topology.uniform(data["host_of_rank"], parse_rate(data.get("nic_bytes_per_second", TEN_GBIT)))
+        return replace(topology, **_numbers(data))
+    _refuse_unknown(data, {"hosts", "pods", "inside", *_NUMBERS}, "topology")
+    hosts, ranks_of, nics_of = _read_hosts(data.get("hosts"))
+    host_of_rank, nic_of_rank = _place_ranks(ranks_of, nics_of, [len(host.nics) for host in hosts])
+    pods = data.get("pods", [])
+    if not isinstance(pods, list):
+        raise TopologyError("pods must be a list of ports")
+    inside = data.get("inside")
+    return Topology(
+        host_of_rank,
+        hosts,
+        nic_of_rank,
+        tuple(_read_port(pod) for pod in pods),
+        None if inside is None else parse_rate(inside),
+        **_numbers(data),
+    )
+
+
+def _numbers(data: dict[str, Any]) -> dict[str, Any]:
+    return {name: data[name] for name in _NUMBERS if name in data}
+
+
+def topology_to_json(topology: Topology) -> dict[str, Any]:
+    """The inverse of :func:`topology_from_json`, rates in bytes per second.
+
+    Both latencies are always written, as what is omitted is not 0.
+    """
+    numbers = {name: getattr(topology, name) for name in _NUMBERS if name in _LATENCIES or getattr(topology, name) != 0}
+    first = topology.hosts[0]
+    plain = len(topology.hosts) == 1 and len(first.nics) == 1 and not topology.pods
+    rate = first.nics[0].egress_bytes_per_second
+    if plain and topology == Topology.uniform(topology.host_of_rank, rate).without_latency():
+        return {"host_of_rank": list(topology.host_of_rank), "nic_bytes_per_second": rate, **numbers}
+    ranks_of: dict[int, list[int]] = {}
+    for rank, number in enumerate(topology.host_of_rank):
+        ranks_of.setdefault(number, []).append(rank)
+    rows: list[dict[str, Any]] = []
+    for number in range(max(topology.num_hosts, len(topology.hosts))):
+        host, ranks = topology.host(number), ranks_of.get(number, [])
+        row: dict[str, Any] = {"ranks": ranks, "nics": [_port_to_json(nic) for nic in host.nics]}
+        if len(host.nics) > 1:
+            row["nic_of_device"] = [topology.nic_of_rank[rank] for rank in ranks]
+        if host.pod is not None:
+            row["pod"] = host.pod
+        rows.append(row)
+    data: dict[str, Any] = {"hosts": rows}
+    if topology.pods:
+        data["pods"] = [_port_to_json(pod) for pod in topology.pods]
+    if topology.inside_bytes_per_second is not None:
+        data["inside"] = topology.inside_bytes_per_second
+    return data | numbers
+
+
+def _read_port(data: Any) -> Port:
+    if not isinstance(data, dict):
+        return Port.of(parse_rate(data))
+    if set(data) != {"egress", "ingress"}:
+        raise TopologyError(
+            f'a port is a rate or {{"egress": rate, "ingress": rate}}, not one with {sorted(map(str, data))}'
+        )
+    return Port(parse_rate(data["egress"]), parse_rate(data["ingress"]))
+
+
+def _port_to_json(port: Port) -> Any:
+    if port.egress_bytes_per_second == port.ingress_bytes_per_second:
+        return port.egress_bytes_per_second
+    return {"egress": port.egress_bytes_per_second, "ingress": port.ingress_bytes_per_second}
+
+
+_RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)\s*([KMGT]?)(bit|B)/s\s*")
+_PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def parse_rate(value: Any) -> float:
+    """Bytes per second from a number of them, or from text such as ``"25 Gbit/s"`` or ``"450 GB/s"``.
+
+    Raises:
+        TopologyError: it is neither.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return check_rate(value, "a rate")
+    match = _RATE.fullmatch(value) if isinstance(value, str) and len(value) < 60 else None
+    if match is None:
+        raise TopologyError(
+            f"a rate is a positive number of bytes per second or text such as '25 Gbit/s', not {brief(value)}"
+        )
+    return check_rate(float(match[1]) * _PREFIX[match[2]] / (8 if match[3] == "bit" else 1), "a rate")
+
+
+def _refuse_unknown(data: dict[Any, Any], known: set[str], what: str) -> None:
+    unknown = sorted(map(str, set(data) - known))
+    if unknown:
+        raise TopologyError(f"unknown keys in {what}: {', '.join(map(brief, unknown[:8]))}")
+
+
+def _read_hosts(rows: Any) -> tuple[tuple[Host, ...], list[int | list[int]], list[list[int] | None]]:
+    """Hosts, and of each its number of devices or its ranks, and the NICs of its devices."""
+    if not isinstance(rows, list) or not rows:
+        raise TopologyError('a topology is {"hosts": [...]} with at least one host, or {"host_of_rank": [...]}')
+    hosts: list[Host] = []
+    ranks: list[int | list[int]] = []
+    nics: list[list[int] | None] = []
+    for number, row in enumerate(rows):
+        try:
+            host, count, devices, nic_of_device = _read_host(row)
+        except TopologyError as error:
+            raise TopologyError(f"entry {number} of hosts: {error}") from None
+        if len(ranks) + count > MAX_HOSTS or (isinstance(devices, int) and devices * count > MAX_RANK):
+            raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks on at most {MAX_HOSTS} hosts")
+        ranks.extend([devices] * count)
+        hosts.extend([host] * count)
+        nics.extend([nic_of_device] * count)
+    return tuple(hosts), ranks, nics
+
+
+def _read_host(row: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
+    """A host, how many there are of it, its number of devices or its ranks, and the NICs of its devices."""
+    if not isinstance(row, dict):
+        raise TopologyError(f"a host is an object, not {brief(row)}")
+    known = ("devices", "ranks", "nics", "nic_of_device", "pod", "count")
+    _refuse_unknown(row, set(known), f"a host, which has {', '.join(known)}")
+    if ("devices" in row) == ("ranks" in row):
+        raise TopologyError("a host has either devices, a number, or ranks, a list")
+    count = row.get("count", 1)
+    ports = row.get("nics", [TEN_GBIT])
+    if not isinstance(ports, list):
+        raise TopologyError("nics must be a list of ports")
+    host = Host(tuple(_read_port(port) for port in ports), row.get("pod"))
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_RANK:
+        raise TopologyError(f"count is {brief(count)}; it must be a positive integer")
+    devices: int | list[int]
+    if "ranks" in row:
+        if count > 1 or not isinstance(row["ranks"], list):
+            raise TopologyError("ranks are a list, of one host: count must be 1")
+        devices = list(check_indices(row["ranks"], "ranks"))
+    else:
+        devices = row["devices"]
+        if isinstance(devices, bool) or not isinstance(devices, int) or not 0 <= devices <= MAX_RANK:
+            raise TopologyError(f"devices is {brief(devices)}; it must be a number of ranks")
+    nic_of_device = row.get("nic_of_device")
+    if nic_of_device is not None and not isinstance(nic_of_device, list):
+        raise TopologyError("nic_of_device must be a list")
+    return host, count, devices, None if nic_of_device is None else list(check_indices(nic_of_device, "NICs"))
+
+
+def _place_ranks(
+    ranks_of: list[int | list[int]], nics_of: list[list[int] | None], num_nics: list[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The host and, where hosts say so, the NIC of each rank."""
+    if len({isinstance(ranks, int) for ranks in ranks_of}) > 1:
+        raise TopologyError("either every host has devices, or every host has ranks")
+    placed: dict[int, tuple[int, int]] = {}
+    next_rank = 0
+    for host, (ranks, nics) in enumerate(zip(ranks_of, nics_of, strict=True)):
+        numbers = list(range(next_rank, next_rank + ranks)) if isinstance(ranks, int) else ranks
+        next_rank += len(numbers)
+        if next_rank > MAX_RANK:
+            raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks")
+        if nics is not None and len(nics) != len(numbers):
+            raise TopologyError(f"host {host} has {len(numbers)} devices, but NICs for {len(nics)}")
+        for position, rank in enumerate(numbers):
+            if rank in placed:
+                raise TopologyError(f"rank {rank} is on hosts {placed[rank][0]} and {host}")
+            dealt = position * num_nics[host] // len(numbers)
+            placed[rank] = (host, dealt if nics is None else nics[position])
+    missing = next((rank for rank in range(len(placed)) if rank not in placed), None)
+    if missing is not None:
+        raise TopologyError(f"rank {missing} has no host: ranks must be 0 to {len(placed) - 1}")
+    host_of_rank = tuple(placed[rank][0] for rank in range(len(placed)))
+    if all(nics is None for nics in nics_of):
+        return host_of_rank, ()
+    return host_of_rank, tuple(placed[rank][1] for rank in range(len(placed)))

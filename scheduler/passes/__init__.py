@@ -1,0 +1,1 @@
+"""Functions from schedule to schedule."""

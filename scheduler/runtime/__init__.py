@@ -1,0 +1,1 @@
+"""Runs a schedule on processes. Only this package and :mod:`reshard.scheduler.training` import torch."""

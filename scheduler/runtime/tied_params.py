@@ -1,0 +1,201 @@
+"""Parameters that several stages have in common, such as an embedding that is the last layer's weight too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from reshard.api.mover import Mover
+from reshard.coordination.process_group import Group
+from reshard.errors import ArgumentError
+from reshard.planner.planning import plan_tensors
+from reshard.planner.strategies.problem import Strategy
+from reshard.sharding.dim_cuts import check_shape
+from reshard.sharding.layout import AnyLayout, Layout
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.topology.model import Topology
+
+from ..graph import Pipeline
+from .data_parallel import is_sharded
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter of several stages. Their gradients are added after each step, so that all stay alike.
+
+    Args:
+        names: of each stage that has it, the parameter's name in the stage's module.
+        shape, dtype: of the whole parameter.
+        layouts: how a stage has it, where that is not whole on each of its ranks.
+
+    Raises:
+        ArgumentError: fewer than two stages.
+    """
+
+    names: Mapping[int, str]
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    layouts: Mapping[int, AnyLayout] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.names, Mapping) or not isinstance(self.layouts, Mapping):
+            raise ArgumentError("names and layouts of a tie are {stage: ...}")
+        for stage, name in self.names.items():
+            if isinstance(stage, bool) or not isinstance(stage, int) or not isinstance(name, str):
+                raise ArgumentError(f"a tie names {name!r} of stage {stage!r}; stages are integers, names are texts")
+        object.__setattr__(self, "shape", check_shape(self.shape))
+        if len(self.names) < 2 or not set(self.layouts) <= set(self.names):
+            raise ArgumentError(f"a tie joins two stages or more, not {sorted(self.names)}; layouts are of those")
+
+    def __str__(self) -> str:
+        places = ", ".join(
+            f"{stage}: {name} {self.layouts.get(stage, '')}" for stage, name in sorted(self.names.items())
+        )
+        return f"{self.dtype} {list(self.shape)} of {places}"
+
+
+class Ties:
+    """All ties of a pipeline, as one rank sees them.
+
+    Args:
+        ties, pipeline, topology, strategy: equal on all ranks. modules: of this rank's stages.
+    """
+
+    def __init__(
+        self,
+        ties: Iterable[Tie],
+        pipeline: Pipeline,
+        modules: Mapping[int, torch.nn.Module],
+        group: Group,
+        topology: Topology,
+        strategy: str | Strategy | None,
+        timeout_seconds: float,
+        device: str = "cpu",
+    ) -> None:
+        self._ties: list[tuple[Tie, dict[int, Any], dict[tuple[int, int], Mover]]] = []
+        for tie in ties:
+            movers = {}
+            for a in sorted(tie.names):
+                for b in sorted(tie.names):
+                    src, dst = (_layout(tie, pipeline, stage) for stage in (a, b))
+                    if a != b and group.rank in (*src.ranks, *dst.ranks):
+                        plan = plan_tensors(
+                            [TensorSpec(tie.shape, tie.dtype, src, dst)], strategy=strategy, topology=topology
+                        )
+                        movers[a, b] = Mover(
+                            plan, group, timeout_seconds=timeout_seconds, device=device, both_ways=True
+                        )
+            mine = {stage: modules[stage].get_parameter(name) for stage, name in tie.names.items() if stage in modules}
+            self._ties.append((tie, mine, movers))
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Those of this rank."""
+        return [parameter for _, mine, _ in self._ties for parameter in mine.values()]
+
+    def share_values(self) -> None:
+        """Every stage takes the values of the first one."""
+        for tie, mine, movers in self._ties:
+            first = min(tie.names)
+            values = {stage: _local(parameter.detach()) for stage, parameter in mine.items()}
+            for stage, came in _exchange(values, {pair: m for pair, m in movers.items() if pair[0] == first}).items():
+                values[stage].copy_(came[first])
+
+    def add_gradients(self) -> None:
+        """Every stage takes the sum of all gradients, added in the order of stages."""
+        for _, mine, movers in self._ties:
+            for parameter in mine.values():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            own = {stage: _local(parameter.grad) for stage, parameter in mine.items()}
+            for stage, came in _exchange(own, movers).items():
+                terms = [own[stage] if other == stage else came[other] for other in sorted({stage, *came})]
+                own[stage].copy_(torch.stack(terms).sum(0))
+            for parameter in mine.values():
+                if not parameter.requires_grad:
+                    parameter.grad = None
+
+    def fail(self, error: BaseException) -> None:
+        """End what other stages wait for here, with an error."""
+        for _, _, movers in self._ties:
+            for mover in movers.values():
+                mover.fail(error)
+
+    def close(self) -> None:
+        """Close the Movers."""
+        for _, _, movers in self._ties:
+            for mover in movers.values():
+                mover.close()
+
+
+def _exchange(
+    values: Mapping[int, torch.Tensor], movers: Mapping[tuple[int, int], Mover]
+) -> dict[int, dict[int, torch.Tensor]]:
+    """Of each stage of this rank what the others sent it."""
+    values = {stage: value.clone() for stage, value in values.items()}
+    handles = {pair: mover.start(values.get(pair[0])) for pair, mover in movers.items()}
+    came: dict[int, dict[int, torch.Tensor]] = {}
+    for (a, b), handle in handles.items():
+        got = handle.wait()
+        if got is not None:
+            came.setdefault(b, {})[a] = got
+    return came
+
+
+def check_ties(ties: Iterable[Tie], pipeline: Pipeline, modules: Mapping[int, torch.nn.Module], rank: int) -> None:
+    """Raise ArgumentError unless this rank has the parameters that ties name, as large as they say, each in one tie."""
+    taken: set[tuple[int, str]] = set()
+    objects: dict[int, int] = {}
+    for tie in ties:
+        for stage, name in tie.names.items():
+            if stage not in range(len(pipeline.stages)):
+                raise ArgumentError(f"a tie names stage {stage}; there are 0 to {len(pipeline.stages) - 1}")
+            if (stage, name) in taken:
+                raise ArgumentError(f"{name!r} of stage {stage} is in two ties; one tie joins all stages that have it")
+            taken.add((stage, name))
+            mesh = pipeline.stages[stage].mesh
+            if mesh is not None and set(_layout(tie, pipeline, stage).ranks) != set(mesh.ranks):
+                raise ArgumentError(f"the layout of {name!r} in a tie must be on the ranks of stage {stage}")
+            if stage not in modules:
+                continue
+            try:
+                local = _local(modules[stage].get_parameter(name).detach())
+            except AttributeError as error:
+                raise ArgumentError(f"stage {stage} has no parameter {name!r}, which a tie names") from error
+            if _is_plain(modules[stage], name) and is_sharded(pipeline, stage):
+                raise ArgumentError(
+                    f"a tie names {name!r} of stage {stage}, whose ranks get or give shards, so each has a gradient of "
+                    "its own; wrap the module by DistributedDataParallel or fully_shard, which add them"
+                )
+            other = objects.setdefault(id(modules[stage].get_parameter(name)), stage)
+            if other != stage:
+                raise ArgumentError(
+                    f"{name!r} of stage {stage} is the same Parameter as that of stage {other}: its gradients add up "
+                    "anyhow; a tie is for parameters of their own"
+                )
+            spec = TensorSpec(tie.shape, tie.dtype, _layout(tie, pipeline, stage), _layout(tie, pipeline, stage))
+            expected = spec.src_shards.local_shape(rank)
+            if tuple(local.shape) != tuple(expected):
+                raise ArgumentError(
+                    f"parameter {name!r} of stage {stage} is {list(local.shape)}, but of the tie of {list(tie.shape)} "
+                    f"rank {rank} has {list(expected)}"
+                )
+
+
+def _is_plain(module: torch.nn.Module, name: str) -> bool:
+    """Whether nothing adds the gradients that copies of a parameter have."""
+    return not isinstance(module, DistributedDataParallel) and not hasattr(module.get_parameter(name), "to_local")
+
+
+def _layout(tie: Tie, pipeline: Pipeline, stage: int) -> AnyLayout:
+    mesh = pipeline.stages[stage].mesh
+    assert mesh is not None
+    return tie.layouts.get(stage, Layout(mesh))
+
+
+def _local(array: Any) -> torch.Tensor:
+    local: torch.Tensor = array.to_local() if hasattr(array, "to_local") else array
+    return local

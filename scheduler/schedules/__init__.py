@@ -1,0 +1,1 @@
+"""Functions from a pipeline to a schedule."""

@@ -1,0 +1,96 @@
+"""Timelines for people: Chrome's trace format, which Perfetto reads too, and a Gantt picture."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+
+from reshard.errors import ArgumentError
+
+from ..ir.schedule import Kind, Schedule
+from .replay import PipelineTimeline
+
+_COLOURS = {Kind.F: "#4c8bd6", Kind.B: "#d98a3d", Kind.I: "#d98a3d", Kind.W: "#8bb56a"}
+_WAIT = "#c9c9c9"
+_WIDTH, _ROW, _LEFT = 1200, 22, 70
+
+
+def to_chrome_trace(timeline: PipelineTimeline) -> str:
+    """JSON for ``chrome://tracing`` or ui.perfetto.dev: a thread per row, one per channel; times in microseconds."""
+    _check_timeline(timeline)
+    events: list[dict[str, object]] = []
+    channels = sorted({c.channel for c in timeline.crossings}, key=lambda c: (c.sender, c.receiver, c.is_forward))
+    rows = sorted({span.row for span in timeline.spans})
+    for pid, name in ((0, "stages"), (1, "transfers")):
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+    for row in rows:
+        events.append({"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": f"row {row}"}})
+    for tid, channel in enumerate(channels):
+        name = f"{channel.sender} > {channel.receiver} {'forward' if channel.is_forward else 'backward'}"
+        events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}})
+    for span in timeline.spans:
+        events.append(_event(str(span.action), 0, span.row, span.start, span.end, exposed_s=span.exposed_seconds))
+    for crossing in timeline.crossings:
+        name = f"microbatch {crossing.microbatch}"
+        tid = channels.index(crossing.channel)
+        events.append(_event(name, 1, tid, crossing.start, crossing.end, waited_s=crossing.start - crossing.ready))
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _check_timeline(timeline: object) -> None:
+    if not isinstance(timeline, PipelineTimeline):
+        raise ArgumentError(f"a PipelineTimeline is needed, not {type(timeline).__name__}")
+
+
+def _event(name: str, pid: int, tid: int, start: float, end: float, **args: float) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": pid,
+        "tid": tid,
+        "ts": 1e6 * start,
+        "dur": 1e6 * (end - start),
+        "args": args,
+    }
+
+
+def to_svg(schedule: Schedule, timeline: PipelineTimeline) -> str:
+    """A Gantt picture: what each row computes, and in grey what it waits for transfers whose data is there."""
+    _check_timeline(timeline)
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError(f"a Schedule is needed, not {type(schedule).__name__}")
+    end = timeline.makespan_seconds or 1.0
+    scale = (_WIDTH - _LEFT - 10) / end
+    height = _ROW * len(schedule.rows) + 30
+    lines = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' "
+        "font-family='sans-serif' font-size='10'>"
+    ]
+    for row in range(len(schedule.rows)):
+        lines.append(f"<text x='{_LEFT - 6}' y='{_ROW * row + 15}' text-anchor='end'>row {row}</text>")
+    for span in timeline.spans:
+        y = _ROW * span.row + 3
+        if span.exposed_seconds:
+            x = _LEFT + (span.start - span.exposed_seconds) * scale
+            lines.append(_box(x, y, span.exposed_seconds * scale, _WAIT, f"{span.action} waits"))
+        if span.action.kind.is_transfer:
+            continue
+        x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
+        lines.append(
+            _box(x, y, width, _COLOURS[span.action.kind], f"{span.action}: {span.start:.4g} to {span.end:.4g} s")
+        )
+        if width > 14:
+            lines.append(
+                f"<text x='{x + width / 2:.1f}' y='{y + 12}' text-anchor='middle'>{span.action.microbatch}</text>"
+            )
+    bottom = _ROW * len(schedule.rows) + 20
+    lines.append(f"<text x='{_LEFT}' y='{bottom}'>{escape(schedule.name)}</text>")
+    lines.append(f"<text x='{_WIDTH - 10}' y='{bottom}' text-anchor='end'>{end:.4g} s</text></svg>")
+    return "\n".join(lines)
+
+
+def _box(x: float, y: float, width: float, colour: str, title: str) -> str:
+    return (
+        f"<rect x='{x:.2f}' y='{y}' width='{max(width, 0.3):.2f}' height='{_ROW - 5}' fill='{colour}' stroke='#fff' "
+        f"stroke-width='0.5'><title>{escape(title)}</title></rect>"
+    )

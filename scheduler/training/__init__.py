@@ -1,0 +1,1 @@
+"""Models and the command that trains them over pipeline stages."""

@@ -1,0 +1,325 @@
+"""The public call on real processes: forms, groups, DTensors, several tensors, Movers, asynchrony."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reshard
+import reshard.api.call
+from reshard import ArgumentError, Layout, Mesh, RegionLayout
+from reshard.coordination.process_group import find_group
+from reshard.testing.processes import run_processes
+from tests.support.tensors import same_bytes, take_shard, whole_tensor
+
+ROWS = Layout(Mesh.of("2"), "S0")
+COLS = Layout(Mesh.of("2", first_rank=2), "R S0")
+
+
+def _forms(rank):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    whole = whole_tensor((6, 8), torch.float32)
+    source, expected = take_shard(ROWS, rank, whole), take_shard(COLS, rank, whole)
+    passed = []
+
+    def check(name, out, want):
+        assert (out is None) == (want is None), name
+        assert want is None or same_bytes(out, want), name
+        passed.append(name)
+
+    check("layouts", reshard.reshard(source, ROWS, COLS), expected)
+    check("meshes", reshard.reshard(source, ROWS.mesh, COLS.mesh, src_spec="S0 R", dst_spec=(None, "0")), expected)
+    a_mesh = DeviceMesh("cpu", [0, 1])
+    b_mesh = DeviceMesh("cpu", [2, 3])
+    check(
+        "device meshes",
+        reshard.reshard(source, a_mesh, b_mesh, src_spec=[Shard(0)], dst_spec=[Shard(1)]),
+        expected,
+    )
+    check("replicated by default", reshard.reshard(source, ROWS, COLS.mesh), whole if rank > 1 else None)
+
+    # A strided source that records autograd, and conjugated elements: the bits arrive, the source is untouched.
+    if source is not None:
+        odd = torch.zeros(8, 3, requires_grad=True) + source.t()
+        view = odd.t()
+        assert not view.is_contiguous()
+        assert view.requires_grad
+    else:
+        view = None
+    out = reshard.reshard(view, ROWS, COLS)
+    check("strided", out, expected)
+    assert out is None or not out.requires_grad
+    values = torch.complex(whole, -whole)
+    conj = None if source is None else take_shard(ROWS, rank, values).conj()
+    check("conjugated", reshard.reshard(conj, ROWS, COLS), take_shard(COLS, rank, values.conj().resolve_conj()))
+
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    ragged = whole_tensor((7, 5), torch.bfloat16)
+    for before, after in [
+        ([Shard(0), Shard(0)], [Replicate(), Shard(1)]),
+        ([_StridedShard(0, split_factor=2), Shard(0)], [Shard(1), Replicate()]),
+        ([Replicate(), Shard(1)], [_StridedShard(0, split_factor=2), Shard(0)]),
+    ]:
+        dtensor = distribute_tensor(ragged, mesh, before, src_data_rank=None)
+        moved = reshard.reshard(dtensor, dst_mesh=mesh, dst_spec=after)
+        assert isinstance(moved, DTensor)
+        assert list(moved.placements) == list(after)
+        want = distribute_tensor(ragged, mesh, after, src_data_rank=None).to_local()
+        check(f"dtensor {before} {after}", moved.to_local(), want)
+
+    # A rank outside the source has no DTensor to pass, and gets one all the same.
+    dtensor = distribute_tensor(ragged, a_mesh, [Shard(0)], src_data_rank=None) if rank < 2 else None
+    where = {} if rank < 2 else {"src_mesh": a_mesh, "src_spec": [Shard(0)]}
+    moved = reshard.reshard(dtensor, dst_mesh=b_mesh, dst_spec=[Shard(1)], **where)
+    assert moved is None if rank < 2 else isinstance(moved, DTensor)
+    check("dtensor across", None if moved is None else moved.to_local(), take_shard(COLS, rank, ragged))
+
+    # Several tensors of different shapes and dtypes in one plan, the names in another order on every rank.
+    fused = RegionLayout({2: [[(0, 2), (0, 3)], [(4, 6), (0, 3)]], 3: [[(2, 4), (0, 3)]]})
+    wholes = {"b": whole_tensor((6, 3), torch.uint8), "a": whole, "c": whole_tensor((), torch.float64)}
+    dst = {"a": COLS, "b": fused, "c": Layout(COLS.mesh)}
+    src = {"a": ROWS, "b": ROWS, "c": Layout(ROWS.mesh)}
+    names = sorted(wholes, reverse=bool(rank % 2))
+    outs = reshard.reshard({n: take_shard(src[n], rank, wholes[n]) for n in names}, src, dst)
+    assert list(outs) == names
+    for name in names:
+        check(f"several {name}", outs[name], take_shard(dst[name], rank, wholes[name]))
+    return passed
+
+
+def test_every_form_of_the_call():
+    passed = run_processes(_forms, 4)
+    assert len(passed[0]) == 13
+    assert passed.count(passed[0]) == 4 or all(sorted(p) == sorted(passed[0]) for p in passed)
+
+
+def _groups(rank):
+    """Ranks 2 to 5 as a subgroup; ranks of layouts are its ranks, those of DeviceMeshes are the world's."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
+
+    group = dist.new_group([2, 3, 4, 5])
+    meshes = [DeviceMesh("cpu", [2, 3]), DeviceMesh("cpu", [5, 4])]
+    store = dist.distributed_c10d._get_default_store()
+    if rank not in (2, 3, 4, 5):
+        store.wait([f"rank {mover} has moved" for mover in (2, 3, 4, 5)])  # nobody else takes part
+        return
+    whole = whole_tensor((5, 4), torch.int32)
+    source = take_shard(ROWS, rank - 2, whole)
+    out = reshard.reshard(source, ROWS, COLS, group=group)
+    assert out is None or same_bytes(out, take_shard(COLS, rank - 2, whole))
+    out = reshard.reshard(source, *meshes, src_spec=[Shard(0)], dst_spec=[Shard(1)], group=group)
+    turned = Layout(Mesh([3, 2], {"0": 2}), "R S0")
+    assert out is None or same_bytes(out, take_shard(turned, rank - 2, whole))
+    store.set(f"rank {rank} has moved", "")
+
+
+def test_subgroups_translate_ranks_and_need_no_other_rank():
+    run_processes(_groups, 7)
+
+
+def _two_jobs(rank, port):
+    """Ranks 0-1 are a trainer, ranks 2-4 a server; each has a world of its own that starts at 0."""
+    ours, size = (rank, 2) if rank < 2 else (rank - 2, 3)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("trainer" if rank < 2 else "server", store), rank=ours, world_size=size
+    )
+    group = reshard.join(dist.PrefixStore("both", store), rank, 5)
+    whole = whole_tensor((7, 6), torch.float16)
+    src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("3", first_rank=2), "R S0")
+    out = reshard.reshard(take_shard(src, rank, whole), src, dst, group=group)
+    assert out is None if rank < 2 else same_bytes(out, take_shard(dst, rank, whole))
+    # Each job has DTensors on a DeviceMesh of its own world, and describes the other job's ranks with a Mesh.
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = DeviceMesh("cpu", list(range(size)))
+    if rank < 2:
+        given = {"tensor": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None), "dst_mesh": dst.mesh}
+        assert reshard.reshard(**given, dst_spec="R S0", group=group) is None
+    else:
+        given = {"src_mesh": src.mesh, "src_spec": "S0", "dst_mesh": mesh, "dst_spec": [Shard(1)]}
+        out = reshard.reshard(**given, group=group)
+        assert out.device_mesh == mesh and same_bytes(out.to_local(), take_shard(dst, rank, whole))
+    turned = reshard.join(dist.PrefixStore("turned", store), 4 - rank, 5)  # not in the order of the worlds
+    try:
+        reshard.reshard(None, src.mesh, mesh, dst_spec=[Shard(0)], shape=(7, 6), group=turned, timeout_seconds=3)
+    except reshard.ReshardError as error:
+        return str(error)
+
+
+def test_join_makes_one_group_of_two_jobs():
+    said = run_processes(_two_jobs, 5, init_group=False)
+    assert all(said), said
+
+
+def _movers(rank):
+    whole = whole_tensor((512, 1024), torch.float32)
+    src, dst = Layout(Mesh.of("2"), "R S0"), Layout(Mesh.of("2", first_rank=2), "S0 R")
+    plan = reshard.make_plan(src, dst, whole.shape, whole.dtype, staging_bytes=2**20)
+    again = reshard.make_plan(dst, src, whole.shape, whole.dtype)
+    source = take_shard(src, rank, whole)
+    with reshard.Mover(plan) as mover, reshard.Mover(again) as back:
+        out = None if rank < 2 else torch.zeros(256, 1024)
+        for turn in range(3):
+            there = mover(None if source is None else source + turn, out=out)
+            assert there is out
+            assert out is None or same_bytes(out, take_shard(dst, rank, whole) + turn)
+            returned = back(there)
+            assert returned is None or same_bytes(returned, source + turn)
+        held = mover.staging_allocated_bytes
+        assert 0 < held <= 2**20 if rank > 1 else held == 0  # whole rows leave, but land as columns
+        # several under way at once, finished in order, and a rank that waits late
+        handles = [mover.start(None if source is None else source + turn) for turn in range(4)]
+        for turn, handle in enumerate(handles):
+            got = handle.wait(timeout_seconds=30)
+            assert got is None or same_bytes(got, take_shard(dst, rank, whole) + turn)
+        assert mover.staging_allocated_bytes == held
+        last = mover.start(source)
+        assert repr(last).startswith("Handle(transfer ")
+        last.wait()
+        assert repr(last).endswith(" of ranks 0-3: done)")
+        dist.barrier()  # a wrong call ends what other ranks have not finished
+        with pytest.raises(ArgumentError, match=r"out of the tensor: rank [23] passes float32 \[3\], but its shard"):
+            mover(source, out=None if rank < 2 else torch.zeros(3))
+    with pytest.raises(ArgumentError):
+        mover(source)
+    return True
+
+
+def test_movers_are_used_many_times_within_their_staging():
+    assert run_processes(_movers, 4) == [True] * 4
+
+
+def _forwarders_never_wait(rank, strategy):
+    """One holder and three pretended hosts; ranks 1 and 2 start the transfer, pass it on, and do not wait."""
+    whole = whole_tensor((1024, 1024), torch.float32)
+    src, dst = Layout(Mesh.of("1")), Layout(Mesh.of("3", first_rank=1))
+    topology = reshard.Topology((0, 1, 2, 3))
+    handle = reshard.reshard_async(
+        whole if rank == 0 else None,
+        src,
+        dst,
+        shape=whole.shape,
+        dtype=whole.dtype,
+        topology=topology,
+        strategy=strategy,
+    )
+    plan = reshard.make_plan(src, dst, whole.shape, whole.dtype, topology=topology, strategy=strategy)
+    assert {1, 2} & set(plan.transfers.sender.tolist())
+    if rank == 3:
+        assert same_bytes(handle.wait(timeout_seconds=30), whole)
+    dist.barrier()  # keeps the forwarders alive, which have not waited
+    return rank in (1, 2) or handle.wait(timeout_seconds=30) is not None or rank == 0
+
+
+@pytest.mark.parametrize("strategy", ["multicast", "broadcast"])
+def test_a_forwarding_rank_that_never_waits_still_forwards(strategy):
+    assert run_processes(_forwarders_never_wait, 4, strategy) == [True] * 4
+
+
+def _in_flight(rank):
+    """Two transfers at once on the same ranks stay apart, in whatever order they are waited for."""
+    one, two = whole_tensor((600, 700), torch.int64), whole_tensor((600, 700), torch.int64) + 10**9
+    first = reshard.reshard_async(take_shard(ROWS, rank, one), ROWS, COLS)
+    second = reshard.reshard_async(take_shard(ROWS, rank, two), ROWS, COLS)
+    b, a = second.wait(60), first.wait(60)
+    return rank < 2 or (same_bytes(a, take_shard(COLS, rank, one)) and same_bytes(b, take_shard(COLS, rank, two)))
+
+
+def test_two_transfers_in_flight_stay_apart():
+    assert run_processes(_in_flight, 4) == [True] * 4
+
+
+def _leaves_nothing(rank):
+    """Many calls leave no threads and no file descriptors behind."""
+    whole = whole_tensor((16, 16))
+    source = take_shard(ROWS, rank, whole)
+
+    def counts():
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    for _ in range(3):
+        reshard.reshard(source, ROWS, COLS)
+    before = counts()
+    for _ in range(30):
+        reshard.reshard(source, ROWS, COLS)
+    dist.barrier()
+    time.sleep(0.3)
+    after = counts()
+    return after[0] <= before[0] + 1 and after[1] <= before[1]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to count file descriptors")
+def test_calls_leave_no_threads_or_files_behind():
+    assert run_processes(_leaves_nothing, 4) == [True] * 4
+
+
+def _two_threads(rank):
+    """While one thread of rank 0 waits for the others, another one calls."""
+    one, said = Layout(Mesh.of(2)), []
+
+    def call(value):
+        try:
+            out = reshard.reshard(torch.full((4,), value), one, one, timeout_seconds=20)
+            said.append(bool((out == value).all()) or "values of another call")
+        except reshard.ReshardError as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    if rank == 1:
+        time.sleep(1.0)
+        for value in (1.0, 2.0, 3.0):
+            call(value)
+        return said
+    threads = [threading.Thread(target=call, args=(value,)) for value in (1.0, 2.0)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+    for thread in threads:
+        thread.join()
+    call(3.0)
+    return said
+
+
+def test_two_threads_at_once_are_refused():
+    """The refused call is one that the rank left alone: others fail for it, and calls of different steps never meet."""
+    (refused, *ours), theirs = run_processes(_two_threads, 2)
+    assert refused.startswith("ArgumentError: rank 0: two threads call on one group of 2 ranks at once"), refused
+    assert any("two threads" in str(said) for said in theirs), theirs
+    assert all(said is True or "Error: " in said for said in (*ours, *theirs)), (ours, theirs)
+
+
+def _on_two_hosts(rank):
+    group = find_group(None)
+    group.hostname = f"host{rank // 2}"
+    with pytest.raises(ArgumentError, match="timeout_seconds is 0"):
+        reshard.find_topology(timeout_seconds=0 if rank == 1 else 60)
+    found = reshard.find_topology()
+    src, dst = Layout(Mesh.of("1")), Layout(Mesh([2, 1, 3], {"x": 3}))
+    blind = reshard.make_plan(src, dst, (64,), "float32")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        reshard.Mover(blind).close()
+        aware = reshard.make_plan(src, dst, (64,), "float32", topology=found)
+        with reshard.Mover(aware) as mover:
+            out = mover(torch.arange(64.0) if rank == 0 else None)
+    return found.host_of_rank, [str(one.message) for one in said], rank == 0 or torch.equal(out, torch.arange(64.0))
+
+
+def test_movers_warn_of_plans_that_do_not_know_of_hosts():
+    for hosts, said, is_right in run_processes(_on_two_hosts, 4):
+        assert hosts == (0, 0, 1, 1)
+        assert len(said) == 1
+        assert "on one host, but they are on 2" in said[0]
+        assert "find_topology" in said[0]
+        assert is_right

@@ -1,0 +1,189 @@
+"""Results of another dtype than the source's."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import reshard
+import reshard.api.call
+from reshard import ArgumentError, DisagreementError, Layout, Mesh
+from reshard.api.casts import cast_landed, check_cast, landing_of, travelling_dtype
+from reshard.coordination.process_group import find_group
+from reshard.dtypes import ITEMSIZE
+from reshard.testing.processes import run_processes
+from tests.support.tensors import same_bytes, take_shard, whole_tensor
+
+ROWS = Layout(Mesh.of("2"), "S0")
+COLS = Layout(Mesh.of("2x2", first_rank=1), "R S0")  # rank 1 is in both
+WHOLE = whole_tensor((6, 5), torch.float32) / 7
+PAIRS = [
+    ("float32", "bfloat16"),
+    ("bfloat16", "float32"),
+    ("float16", "bfloat16"),
+    ("float32", "float8_e4m3fn"),
+    ("complex128", "complex64"),
+    ("int32", "int64"),
+    ("bool", "float32"),
+    ("int64", "float32"),
+    ("float32", "float32"),
+]
+
+
+def _move(rank):
+    planned = []
+    make = reshard.api.call.plan_tensors
+    reshard.api.call.plan_tensors = lambda tensors, **options: planned.extend(tensors) or make(tensors, **options)
+    wholes = {f"{src} {dst}": WHOLE.to(getattr(torch, src)) for src, dst in PAIRS}
+    wanted = {name: whole.to(getattr(torch, name.split()[1])) for name, whole in wholes.items()}
+
+    def check(out, name):
+        if rank in COLS.ranks:
+            assert same_bytes(out, take_shard(COLS, rank, wanted[name])), name
+        else:
+            assert out is None
+
+    for src, dst in PAIRS:
+        name = f"{src} {dst}"
+        source = take_shard(ROWS, rank, wholes[name])
+        before = None if source is None else source.clone()
+        for options in ({}, {"verify": True}, {"on_loss": "carry_on"}):
+            check(reshard.reshard(source, ROWS, COLS, dst_dtype=dst, **options), name)
+        shard = take_shard(COLS, rank, wanted[name])
+        out = None if shard is None else torch.zeros(shard.shape[::-1], dtype=shard.dtype).t()  # strided
+        assert reshard.reshard(source, ROWS, COLS, dst_dtype=getattr(torch, dst), out=out) is out
+        check(out, name)
+        assert source is None or same_bytes(source, before)
+    sources = {name: take_shard(ROWS, rank, whole) for name, whole in wholes.items()}
+    outs = reshard.reshard(sources, ROWS, COLS, dst_dtype={name: name.split()[1] for name in wholes})
+    for name in wholes:
+        check(outs[name], name)
+    return {(spec.name, spec.dtype) for spec in planned}
+
+
+def test_results_have_the_dtype_that_was_asked_for():
+    for planned in run_processes(_move, 5, timeout_seconds=60):
+        for name, dtype in planned:
+            if name is not None:
+                src, dst = name.split()
+                assert ITEMSIZE[dtype] == min(ITEMSIZE[src], ITEMSIZE[dst])
+        assert {name for name, _ in planned} == {None, *(f"{src} {dst}" for src, dst in PAIRS)}
+
+
+def _refuse(rank):
+    source = take_shard(ROWS, rank, WHOLE)
+    out = torch.zeros(take_shard(COLS, rank, WHOLE).shape) if rank == 3 else None
+    said = []
+    for options in (
+        {"dst_dtype": "int32"},
+        {"dst_dtype": "complex7"},
+        {"dst_dtype": "float16" if rank else "bfloat16"},
+        {"dst_dtype": "float16", "out": out},
+        {"dst_dtype": {"a": "float16"}},
+    ):
+        try:
+            reshard.reshard(source, ROWS, COLS, **options)
+        except reshard.ReshardError as error:
+            said.append((type(error), str(error)))
+    assert reshard.reshard(source, ROWS, COLS) is not None or rank not in COLS.ranks
+    return said
+
+
+def test_casts_that_lose_more_than_precision_are_refused_on_every_rank():
+    for said in run_processes(_refuse, 5, timeout_seconds=60):
+        kinds, texts = zip(*said, strict=True)
+        assert kinds == (ArgumentError, ArgumentError, DisagreementError, ArgumentError, ArgumentError)
+        assert "float32 cannot become int32" in texts[0]
+        assert "dtype 'complex7'" in texts[1]
+        assert "disagree on the destination dtype" in texts[2]
+        assert "rank 3 passes out of float32" in texts[3]
+        assert "but its shard is float16" in texts[3]
+        assert "so the tensor must be too" in texts[4]
+
+
+@pytest.mark.parametrize("wide", ["float32", "float64", "complex128", "int64"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.empty,
+        lambda shape: torch.empty(shape[::-1]).t(),
+        lambda shape: torch.empty(shape[0], 2 * shape[1])[:, 1::2],
+        lambda shape: torch.empty(3, *shape)[1],
+        lambda shape: torch.empty(shape)[:0],
+    ],
+    ids=["contiguous", "transposed", "strided", "inside", "empty"],
+)
+def test_what_lands_is_cast_in_the_targets_own_memory(monkeypatch, wide, make):
+    monkeypatch.setattr("reshard.api.casts.CAST_BYTES", 64)
+    narrow = {"float32": "bfloat16", "float64": "float8_e5m2", "complex128": "complex64", "int64": "int8"}[wide]
+    target = make((5, 7))
+    around = torch.zeros(target.untyped_storage().nbytes() // 4 * 2, dtype=getattr(torch, wide))
+    target = around.as_strided(target.shape, target.stride(), target.storage_offset())
+    landed = landing_of(target, narrow)
+    assert landed.shape == target.shape
+    assert landed.numel() == 0 or landed.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+    values = torch.arange(target.numel()).reshape(target.shape).to(getattr(torch, narrow))
+    landed.copy_(values)
+    cast_landed([landed], [target])
+    assert same_bytes(target.contiguous(), values.to(getattr(torch, wide)))
+    target.zero_()
+    assert not around.any()  # nothing was written beside it
+
+
+def _peak_bytes():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+
+
+def _growth(rank):
+    """How much this process grows in a cast to a narrower and one to a wider dtype, and what staging it holds."""
+    src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2), "R S0")
+    found = []
+    for before, after in (("float32", "bfloat16"), ("bfloat16", "float32")):
+        whole = (torch.arange(2**24) % 251).reshape(8192, 2048).to(getattr(torch, before))
+        source, out = take_shard(src, rank, whole), None
+        if rank > 1:
+            out = torch.ones(8192, 1024, dtype=getattr(torch, after))
+        reshard.reshard(source if source is None else source[:2], src, dst, shape=(4, 2048), dst_dtype=after)  # warm up
+        with open("/proc/self/clear_refs", "w") as refs:
+            refs.write("5")  # the peak starts anew
+        begun = _peak_bytes()
+        reshard.reshard(source, src, dst, dst_dtype=after, out=out, staging_bytes=2**22)
+        channel = next(iter(find_group(None).channels.values()))
+        found += [_peak_bytes() - begun, channel.idle_staging[1].allocated_bytes]
+        assert out is None or same_bytes(out, take_shard(dst, rank, whole.to(getattr(torch, after))))
+    return found
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs /proc to measure memory")
+def test_casts_stay_inside_the_staging_bytes():
+    """A cast of a whole shard would take 16 MiB; the staging is 4 MiB."""
+    for found in run_processes(_growth, 4):
+        assert max(found[1::2]) <= 2**22
+        assert max(found[0::2]) <= 10 * 2**20, found
+
+
+def test_what_travels_is_the_narrower():
+    assert travelling_dtype("float32", None) == "float32"
+    assert travelling_dtype("float32", "bfloat16") == "bfloat16"
+    assert travelling_dtype("bfloat16", "float32") == "bfloat16"
+    assert travelling_dtype("float16", "bfloat16") == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ("float32", "int64"),
+        ("complex64", "float64"),
+        ("int64", "int32"),
+        ("int32", "bool"),
+        ("bits8", "float32"),
+        ("int1", "float32"),
+        ("float32", "float8_e8m0fnu"),
+    ],
+)
+def test_no_such_cast(src, dst):
+    with pytest.raises(ArgumentError, match=f"{src} .*{dst}") as raised:
+        check_cast(src, dst, "the tensor")
+    assert "INTERNAL" not in str(raised.value)

@@ -1,0 +1,95 @@
+"""Errors name the rank, the tensor or the name that is wrong, and no more."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import reshard
+from reshard import ArgumentError, Layout, Mesh
+from reshard.formatting import compare_names
+from reshard.testing.processes import run_processes
+
+BOTH = Layout(Mesh.of("2"))
+NAMES = [f"layer.{number}.weight" for number in range(300)]
+
+
+def _said(call):
+    try:
+        return call()
+    except reshard.ReshardError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _comes_late(rank, leaves):
+    """Rank 0 gives up after half a second; with ``leaves`` its process has ended when rank 1 comes."""
+    if rank == 1:
+        time.sleep(2.0)
+    said = _said(lambda: reshard.reshard(torch.zeros(4), BOTH, BOTH, timeout_seconds=0.5 if rank == 0 else 10))
+    if rank == 0 and not leaves:
+        time.sleep(3.0)
+    return said
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_late_rank_hears_that_the_others_gave_up(leaves):
+    first, late = run_processes(_comes_late, 2, leaves)
+    assert first.startswith("TransferTimeoutError: rank 1 did not call within 0.5 s"), first
+    assert "out of sync (rank 1 did not call within 0.5 s" in late, late
+    assert "SOCKET_IFNAME" not in late
+
+
+def _names(rank):
+    tensors = {name: torch.zeros(1) for name in NAMES}
+    changed = dict(tensors)
+    changed.pop(NAMES[17])
+    texts = [
+        _said(lambda: reshard.reshard(tensors, dict.fromkeys(changed, BOTH), BOTH)),
+        _said(lambda: reshard.reshard(changed if rank == 1 else tensors, BOTH, BOTH)),
+        _said(
+            lambda: reshard.reshard(
+                tensors, BOTH, BOTH, shape={name: (1 + (rank and name == NAMES[9]),) for name in NAMES}
+            )
+        ),
+    ]
+    tied = torch.zeros(1)
+    outs = {name: torch.zeros(1) for name in NAMES} | {NAMES[3]: tied, NAMES[250]: tied}
+    texts.append(_said(lambda: reshard.reshard(tensors, BOTH, BOTH, out=outs if rank == 1 else None)))
+    return texts
+
+
+def test_of_many_tensors_an_error_names_those_that_are_wrong():
+    for texts in run_processes(_names, 2):
+        assert "src_mesh lacks 'layer.17.weight'" in texts[0]
+        assert "rank 0 passes" in texts[1] and "'layer.17.weight'" in texts[1]
+        assert "tensor 'layer.9.weight'" in texts[2]
+        assert "rank 1: out of 'layer.250.weight' and out of 'layer.3.weight' share memory" in texts[3] or (
+            "rank 1: out of 'layer.3.weight' and out of 'layer.250.weight' share memory" in texts[3]
+        )
+        assert max(map(len, texts)) < 800, [len(text) for text in texts]
+
+
+def _odd_one(rank):
+    return _said(
+        lambda: reshard.reshard(
+            torch.zeros(4), Layout(Mesh.of("4")), Layout(Mesh.of("4")), strategy="send_recv" if rank == 1 else None
+        )
+    )
+
+
+def test_the_rank_that_differs_is_blamed():
+    for text in run_processes(_odd_one, 4):
+        assert "ranks disagree on strategy: ranks 0,2-3 pass auto, rank 1 passes send_recv" in text
+
+
+def test_names_of_a_plan_that_differ():
+    assert compare_names(["a", "b"], ["b", "a"]) == ""
+    assert compare_names(["b", "x"], ["a", "b"]) == "lacks 'a' and has 'x' besides"
+    assert compare_names([], NAMES).startswith(
+        "lacks 'layer.0.weight', 'layer.1.weight', 'layer.10.weight' and 297 more"
+    )
+    plan = reshard.make_plan(BOTH, BOTH, dict.fromkeys(NAMES, (1,)), "bf16")
+    with pytest.raises(ArgumentError, match=r"lacks 'layer.17.weight'; the plan has 300 tensors"):
+        plan.by_tensor(dict.fromkeys(name for name in NAMES if name != NAMES[17]))

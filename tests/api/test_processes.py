@@ -1,0 +1,134 @@
+"""Real processes over Gloo: the whole road."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+import reshard
+import reshard.api.call
+from reshard import Layout, Mesh
+from reshard.planner.registry import STRATEGIES
+from reshard.testing.processes import run_processes
+from tests.support.tensors import same_bytes, take_shard, whole_tensor
+
+CASES = {
+    "rows to cols": ("2", "S0", "2", "R S0", 2, (6, 8)),
+    "gather": ("4", "S0", "2x2", "R R", 4, (9, 5)),
+    "in place": ("2x2", "S01 R", "2x2", "R S10", 0, (7, 9)),
+    "overlapping": ("2x2", "S0 S1", "3", "R S0", 2, (5, 6)),
+    "0-d": ("2", "", "2", "", 1, ()),
+    "empty dim": ("2", "S0", "2", "R S0", 2, (0, 4)),
+    "fewer elements than shards": ("4", "S0", "4", "S0", 2, (3,)),
+}
+
+
+def _move_all(rank):
+    failed = []
+    for name, (src_mesh, src_spec, dst_mesh, dst_spec, first, shape) in CASES.items():
+        src = Layout(Mesh.of(src_mesh), src_spec)
+        dst = Layout(Mesh.of(dst_mesh, first_rank=first), dst_spec)
+        if rank not in src.ranks + dst.ranks:
+            continue
+        whole = whole_tensor(shape)
+        for strategy in STRATEGIES:
+            out = reshard.reshard(take_shard(src, rank, whole), src, dst, strategy=strategy, shape=shape)
+            expected = take_shard(dst, rank, whole)
+            if expected is None or out is None:
+                ok = out is None and expected is None
+            else:
+                ok = same_bytes(out, expected)
+            if not ok:
+                failed.append((name, strategy))
+    return failed
+
+
+def test_every_case_and_strategy_moves_every_element():
+    assert run_processes(_move_all, 8) == [[]] * 8
+
+
+def _wrong_shape(rank):
+    rows = Layout(Mesh.of("2"), "S0")
+    cols = Layout(Mesh.of("2", first_rank=2), "R S0")
+    tensor = torch.zeros(3 + rank, 4) if rank < 2 else None
+    with pytest.raises(reshard.ReshardError) as caught:
+        reshard.reshard(tensor, rows, cols, shape=(6, 4))
+    good = reshard.reshard(torch.ones(3, 4) if rank < 2 else None, rows, cols, shape=(6, 4))
+    return str(caught.value), good is None or bool((good == 1).all())
+
+
+def test_a_shard_of_the_wrong_shape_is_one_error_on_every_rank_and_the_next_call_works():
+    texts = run_processes(_wrong_shape, 4)
+    assert len(set(texts)) == 1
+    text, good = texts[0]
+    assert "rank 1 passes a shard of shape [4, 4]" in text
+    assert "[3, 4]" in text
+    assert good
+
+
+def _one_way_beside_two_way(rank):
+    whole = whole_tensor((8, 12))
+    topology = reshard.Topology((0, 0, 1, 1))
+    one_way = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2), "R S0")
+    two_way = Layout(Mesh.of("4"), "S0"), Layout(Mesh.of("4"), "R S0")
+    plans = [reshard.make_plan(*pair, whole.shape, whole.dtype, topology=topology) for pair in (one_way, two_way)]
+    movers = [reshard.Mover(plan) for plan in plans]
+    for _ in range(3):  # both under way at once
+        handles = [
+            mover.start(take_shard(src, rank, whole))
+            for mover, (src, _) in zip(movers, (one_way, two_way), strict=True)
+        ]
+        for handle, (_, dst) in zip(handles, (one_way, two_way), strict=True):
+            out, expected = handle.wait(), take_shard(dst, rank, whole)
+            assert (out is None) == (expected is None)
+            assert expected is None or same_bytes(out, expected)
+    ours = movers[0]._channel._connections[1]
+    return [plan.is_two_way for plan in plans], len(ours._groups)
+
+
+def test_traffic_both_ways_has_a_connection_for_each():
+    assert run_processes(_one_way_beside_two_way, 4) == [([False, True], 2)] * 4
+
+
+def _dropped(rank):
+    src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2"), "R S0")
+    plan = reshard.make_plan(src, dst, (8, 8), "float32")
+    before = threading.active_count()
+    for _ in range(3):
+        reshard.Mover(plan)(torch.ones(4, 8))
+    gc.collect()
+    deadline = time.monotonic() + 10
+    # one more watches the ranks, and one asks the store
+    while threading.active_count() > before + 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return threading.active_count() - before
+
+
+def test_movers_that_are_dropped_leave_no_thread():
+    assert max(run_processes(_dropped, 2)) <= 2
+
+
+def _unfinished(rank):
+    """What tensor parallelism gives: a tensor that a collective has yet to fill."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh = init_device_mesh("cpu", (2,))
+    given = DTensor.from_local(torch.full((4, 2), rank + 1.0), mesh, [Partial()])
+    array = given.redistribute(placements=[Replicate()], async_op=True).to_local()
+    kind = type(array).__name__
+    src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("2"), "S0")
+    moved = reshard.reshard(array, src, dst)
+    with reshard.Mover(reshard.make_plan(src, dst, (4, 2), "float32")) as mover:
+        again = mover(given.redistribute(placements=[Replicate()], async_op=True).to_local())
+    return kind, moved.tolist(), again.tolist()
+
+
+def test_collectives_under_way_are_waited_for():
+    for kind, moved, again in run_processes(_unfinished, 2):
+        assert kind == "AsyncCollectiveTensor"
+        assert moved == again == [[3.0, 3.0]] * 2

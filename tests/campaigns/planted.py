@@ -1,0 +1,348 @@
+"""One run of the campaign: a random reshard, the fault planted in it, and what each rank makes of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import reshard
+import reshard.api.call
+from reshard import Layout, Mesh, Topology
+from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.coordination.connections import GlooTransport
+from reshard.coordination.process_group import serve_store
+from reshard.runtime.cpu.executor import TOLD_TAG
+from reshard.runtime.cpu.staging import flat_bytes
+from reshard.topology.model import Host, Port
+
+TIMEOUT_SECONDS = 2.0
+#: How long after the death of a rank, or after the time-out, survivors may take.
+DEATH_SECONDS, SILENCE_SECONDS = 5.0, 2.0
+#: For what a loaded machine adds to any of them, unless more is given.
+SLACK_SECONDS = 2.0
+MOST_ELEMENTS = 2_000_000
+STRATEGIES = ("auto", "multicast", "send_recv", "local_all_gather", "broadcast_greedy")
+DTYPES = ("float32", "bfloat16", "int64", "bool", "complex64")
+
+#: Of each fault what survivors get: "right" shards, or an error, alike on all of them or with the victim's rank in it.
+EXPECTED = {
+    "none": "right",
+    "late": "right",
+    "slow in flight": "right",
+    "killed in agreement": "names the victim",
+    "killed before": "names the victim",
+    "killed in flight": "right or names the victim",
+    "killed behind": "right",
+    "stopped in flight": "right or a time-out",
+    "host cut off": "right or an error",
+    "store lost": "right or an error",
+    "killed, carried on": "right or lost alike",
+    "two killed, carried on": "right or lost alike",
+    "stopped, carried on": "right or lost alike",
+    "host cut off, carried on": "right or an error",
+    "never calls": "names the victim",
+    "byte flipped": "all alike",
+    "raises in between": "names the victim",
+    "other shape": "all alike",
+    "other layout": "all alike",
+    "other strategy": "all alike",
+    "other dtype": "all alike",
+    "wrong shard": "all alike",
+    "no shard": "all alike",
+}
+#: Faults on emulated hosts; the others are between processes on loopback.
+EMULATED = ("host cut off", "host cut off, carried on")
+LINK_BYTES_PER_SECOND = 125e6
+
+
+@dataclass(frozen=True)
+class Run:
+    """One reshard and what goes wrong in it.
+
+    Attributes:
+        moment: at which of the victim's operations a fault in flight strikes.
+        accomplice: another victim of the same fault, where there are two.
+    """
+
+    seed: int
+    fault: str
+    shape: tuple[int, ...]
+    dtype: str
+    src: Layout
+    dst: Layout
+    topology: Topology | None
+    strategy: str
+    victim: int
+    moment: int
+    verify: bool
+    num_ranks: int
+    accomplice: int | None = None
+    timeout_seconds: float = TIMEOUT_SECONDS
+    slack_seconds: float = SLACK_SECONDS
+
+    @property
+    def victims(self) -> set[int]:
+        """The ranks that the fault strikes."""
+        return {self.victim} | ({self.accomplice} if self.accomplice is not None else set())
+
+    @property
+    def kills(self) -> bool:
+        """Whether the victims do not come back."""
+        return "killed" in self.fault or "stopped" in self.fault
+
+    @property
+    def carries_on(self) -> bool:
+        """Whether the others are asked to go on without them."""
+        return "carried on" in self.fault
+
+    @property
+    def limit_seconds(self) -> float:
+        """How long a survivor may take, on a machine that nothing else loads."""
+        if "killed" in self.fault:
+            return DEATH_SECONDS
+        return self.timeout_seconds * (3 if self.carries_on else 1) + SILENCE_SECONDS
+
+    def __str__(self) -> str:
+        return (
+            f"seed {self.seed}: {self.fault}, {self.dtype} {list(self.shape)} from {self.src} to {self.dst}, "
+            f"{self.strategy}{', verify' if self.verify else ''}, victims {sorted(self.victims)} at {self.moment}"
+        )
+
+
+def make_run(seed: int, faults: Iterable[str] = tuple(EXPECTED)) -> Run:
+    """The run of a seed."""
+    chance = random.Random(seed)
+    fault = sorted(faults)[seed % len(tuple(faults))]
+    num_ranks = chance.randint(2, 8)
+    ranks = chance.sample(range(num_ranks), num_ranks)
+    cut = chance.randint(1, num_ranks - 1)
+    sides = (ranks[:cut], ranks[cut:]) if chance.random() < 0.7 else (ranks, ranks[::-1])
+    ndim = chance.randint(1, 3)
+    src, dst = (_layout(chance, side, ndim) for side in sides)
+    shape = [chance.randint(1, 40) for _ in range(ndim - 1)]
+    shape.append(max(1, chance.randint(1000, MOST_ELEMENTS) // math.prod(shape)))
+    hosts = sorted(chance.randrange(3) for _ in range(num_ranks))
+    if fault in EMULATED and hosts[0] == hosts[-1]:
+        hosts[-1] += 1
+    topology = Topology(tuple(hosts)) if chance.random() < 0.5 else None
+    if fault in EMULATED:
+        numbers = sorted(set(hosts))
+        there = Host((Port.of(LINK_BYTES_PER_SECOND),))
+        topology = Topology(tuple(map(numbers.index, hosts)), hosts=(there,) * len(numbers))
+    candidates = (
+        sorted(src.ranks) if fault in ("wrong shard", "no shard", "other dtype") else sorted({*src.ranks, *dst.ranks})
+    )
+    victim = chance.choice(candidates)
+    others = sorted({*src.ranks, *dst.ranks} - {victim})
+    return Run(
+        seed=seed,
+        fault=fault,
+        shape=tuple(shape),
+        dtype=chance.choice(DTYPES),
+        src=src,
+        dst=dst,
+        topology=topology,
+        strategy=chance.choice(STRATEGIES),
+        victim=victim,
+        moment=chance.randint(1, 6),
+        verify=fault == "byte flipped" or chance.random() < 0.3,
+        num_ranks=num_ranks,
+        accomplice=chance.choice(others) if fault.startswith("two ") else None,
+    )
+
+
+def _layout(chance: random.Random, ranks: list[int], ndim: int) -> Layout:
+    size = len(ranks)
+    divisors = [d for d in range(1, size + 1) if size % d == 0]
+    a = chance.choice(divisors)
+    mesh = Mesh(ranks, {"x": a, "y": size // a})
+    spec: list[list[str]] = [[] for _ in range(ndim)]
+    for axis in ("x", "y"):
+        dim = chance.randint(-1, ndim - 1)
+        if dim >= 0:
+            spec[dim].append(axis)
+    return Layout(mesh, tuple(tuple(steps) for steps in spec))
+
+
+def _arguments(run: Run, rank: int, source: Any) -> dict[str, Any]:
+    """What a rank passes; the victim of a disagreement passes something else."""
+    given: dict[str, Any] = {
+        "tensor": source,
+        "src_mesh": run.src,
+        "dst_mesh": run.dst,
+        "shape": run.shape,
+        "dtype": run.dtype,
+        "strategy": run.strategy,
+        "topology": run.topology,
+        "verify": run.verify,
+        "timeout_seconds": run.timeout_seconds,
+        "on_loss": "carry_on" if run.carries_on else "raise",
+    }
+    if run.fault == "killed in agreement":
+        given["staging_bytes"] = 2**25  # so that no rank knows the plan from the call before
+    if rank != run.victim:
+        return given
+    if run.fault == "other shape":
+        given["shape"] = (*run.shape[:-1], run.shape[-1] + 1)
+    elif run.fault == "other layout":
+        turned = Mesh(run.dst.ranks, {"x": run.dst.mesh.size})
+        same = str(Layout(turned, (("x",),))) == str(run.dst)
+        given["dst_mesh"] = Layout(turned) if same else Layout(turned, (("x",),))
+    elif run.fault == "other strategy":
+        given["strategy"] = STRATEGIES[(STRATEGIES.index(run.strategy) + 1) % len(STRATEGIES)]
+    elif run.fault == "other dtype":
+        given["dtype"] = "float64"
+    elif run.fault == "wrong shard":
+        given["tensor"] = source.new_zeros((len(source) + 1, *source.shape[1:]))  # wrong though it may have been empty
+    elif run.fault == "no shard":
+        given["tensor"] = None
+    return given
+
+
+def _strike(run: Run) -> None:
+    """As the victim: have the fault strike at an operation of the transfer."""
+
+    def act() -> None:
+        if "killed" in run.fault:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif "stopped" in run.fault:
+            stopped = os.getpid()
+            if os.fork() == 0:  # ends it once the others must have given up, as the launcher would wait for it
+                time.sleep(run.limit_seconds + run.slack_seconds)
+                os.kill(stopped, signal.SIGKILL)
+                os._exit(0)
+            os.kill(stopped, signal.SIGSTOP)
+        elif run.fault == "slow in flight":
+            time.sleep(run.timeout_seconds / 4)
+        elif run.fault in EMULATED:
+            subprocess.run(["ip", "link", "set", "nic0", "down"], check=True)
+
+    count, sends = [0], [0]
+    plain_send, plain_recv = GlooTransport.send, GlooTransport.recv
+
+    def send(self: GlooTransport, buffer: torch.Tensor, rank: int, tag: int) -> Any:
+        count[0] += 1
+        if count[0] == run.moment:
+            act()
+        sends[0] += tag < TOLD_TAG  # one that carries elements
+        if run.fault == "byte flipped" and sends[0] == 1 and tag < TOLD_TAG:
+            buffer = buffer.clone()
+            buffer[buffer.numel() // 2] ^= 1
+        return plain_send(self, buffer, rank, tag)
+
+    def recv(self: GlooTransport, buffer: torch.Tensor, rank: int, tag: int) -> Any:
+        count[0] += 1
+        if count[0] == run.moment:
+            act()
+        return plain_recv(self, buffer, rank, tag)
+
+    GlooTransport.send, GlooTransport.recv = send, recv  # type: ignore[method-assign]
+
+
+def _bytes(array: torch.Tensor) -> torch.Tensor:
+    return flat_bytes(array.contiguous())
+
+
+def _plant(run: Run) -> None:
+    """As a victim: arrange for the fault."""
+    if run.fault == "killed in agreement":
+
+        def die(*_: Any, **__: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(reshard.api.call, "plan_tensors", die)  # noqa: B010
+    _strike(run)
+
+
+class _StoreOfOurs:
+    """A second store, in a process of the victim's, and a group that meets there."""
+
+    def __init__(self, run: Run, rank: int) -> None:
+        world = dist.distributed_c10d._get_default_store()
+        self.child: int | None = None
+        if rank == run.victim:
+            listener = socket.create_server(("127.0.0.1", 0))
+            self.child = os.fork()
+            if self.child == 0:
+                store = serve_store(listener)
+                time.sleep(60)
+                del store
+                os._exit(0)
+            world.set("second", str(listener.getsockname()[1]))
+            listener.close()
+        port = int(world.get("second"))
+        self.group = reshard.join(dist.TCPStore("127.0.0.1", port, is_master=False), rank, run.num_ranks)
+
+    def end(self) -> None:
+        """As the victim: end it."""
+        if self.child is not None:
+            os.kill(self.child, signal.SIGKILL)
+            os.waitpid(self.child, 0)
+
+
+def take_part_there(rank: int, report: Any, run: Run) -> dict[str, Any] | None:
+    """As :func:`take_part`, on an emulated host."""
+    return take_part(rank, run)
+
+
+def take_part(rank: int, run: Run) -> dict[str, Any] | None:
+    """What one rank does, and what became of it."""
+    if rank not in (*run.src.ranks, *run.dst.ranks):
+        return None
+    store = _StoreOfOurs(run, rank) if run.fault == "store lost" else None
+    group = None if store is None else store.group
+    source, wanted = (shard_of_positions(layout, rank, run.shape, run.dtype) for layout in (run.src, run.dst))
+    kept = None if source is None else _bytes(source).clone()  # a clone of bools would make their bytes 0 and 1
+    first = reshard.reshard(source, run.src, run.dst, shape=run.shape, dtype=run.dtype, group=group)  # all have met
+    assert wanted is None or not count_unlike(first, wanted)
+    is_victim = rank in run.victims
+    if is_victim:
+        if run.fault == "killed before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if run.fault in ("never calls", "raises in between"):
+            if run.fault == "never calls":
+                time.sleep(run.timeout_seconds + SILENCE_SECONDS)
+                return {"kind": "stayed away"}
+            raise RuntimeError("planted")
+        if run.fault == "late":
+            time.sleep(run.timeout_seconds / 4)
+        if store is not None:
+            store.end()
+        if run.fault != "killed behind":
+            _plant(run)
+    begun = time.monotonic()
+    try:
+        out = reshard.reshard(**_arguments(run, rank, source), group=group)
+        said = {"kind": "right", "unlike": 0 if wanted is None else count_unlike(out, wanted)}
+    except reshard.ReshardError as error:
+        said = {"kind": "error", "name": type(error).__name__, "text": str(error)}
+    said["seconds"] = time.monotonic() - begun
+    said["source_changed"] = 0 if source is None or kept is None else count_unlike(_bytes(source), kept)
+    if is_victim and run.fault == "killed behind":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return said
+
+
+def moves(run: Run) -> bool:
+    """Whether the victim sends anything, so that a byte of it can change."""
+    plan = reshard.make_plan(
+        run.src,
+        run.dst,
+        run.shape,
+        run.dtype,
+        strategy=run.strategy,
+        topology=run.topology or Topology.from_hostnames(["here"] * run.num_ranks),
+    )
+    transfers = plan.transfers
+    return bool(((transfers.sender == run.victim) & (transfers.receiver != run.victim)).any())

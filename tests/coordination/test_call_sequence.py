@@ -1,0 +1,273 @@
+"""Steps never mix: calls that a rank leaves alone, comes late to or makes with others only end in errors, not in values.
+
+A step's arrays hold its number, so what met the call of another one shows.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reshard
+import reshard.api.call
+from reshard import Layout, Mesh
+from reshard.coordination.decide import Record
+from reshard.coordination.liveness import call_sequence
+from reshard.coordination.process_group import find_group
+from reshard.testing.processes import run_processes
+from tests.support.tensors import take_shard, whole_tensor
+
+ROWS = Layout(Mesh.of("2"), "S0")
+COLS = Layout(Mesh.of("2", first_rank=2), "R S0")
+WHOLE = whole_tensor((6, 4), torch.float32)
+
+
+def _some_fail_alone(rank, seed):
+    """Steps in which ranks fail before they know with whom, and go on at once: what each step gave, or its error."""
+    chance = random.Random(seed)
+    rows, one = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("1", first_rank=2))
+    found = []
+    for step in range(30):
+        failing = chance.sample(range(3), chance.choice((0, 0, 1, 1, 2, 3)))
+        if chance.random() < 0.2:
+            time.sleep(0.4 * (rank == chance.randrange(3)))
+        shard = torch.full((2, 2), float(step)) if rank < 2 else None
+        try:
+            out = reshard.reshard(shard, None if rank in failing else rows, one, timeout_seconds=60)
+            found.append((failing, None if out is None else out.unique().tolist()))
+        except reshard.ArgumentError as error:
+            found.append((failing, str(error)))
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_calls_of_ranks_that_fail_alone_never_meet_those_of_others(seed):
+    for rank, steps in enumerate(run_processes(_some_fail_alone, 3, seed)):
+        for step, (failing, got) in enumerate(steps):
+            if failing:
+                assert "src_mesh is missing" in got, (rank, step, got)
+            else:
+                assert got == (None if rank < 2 else [float(step)]), (rank, step, got)
+
+
+def _one_believes_in_others(rank, seconds):
+    """In step 2 rank 2 calls with ranks 0 and 1 only, and goes on at once: what each step gave, or its error."""
+    rows, one = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("1", first_rank=2))
+    found = []
+    for step in range(5):
+        dst = Layout(Mesh.of("2"), "R S0") if (rank, step) == (2, 2) else one
+        if step == 2 and rank < 2:
+            time.sleep(seconds)
+        shard = torch.full((2, 2), float(step)) if rank < 2 else None
+        try:
+            out = reshard.reshard(shard, rows, dst, timeout_seconds=60)
+            found.append(None if out is None else out.unique().tolist())
+        except reshard.ReshardError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.5])
+def test_a_call_with_others_only_never_lets_steps_mix(seconds):
+    found = run_processes(_one_believes_in_others, 3, seconds)
+    for rank, steps in enumerate(found):
+        for step, got in enumerate(steps):
+            if step != 2 and got == (None if rank < 2 else [float(step)]):
+                continue
+            assert step >= 2, (rank, step, got)
+            assert "is in neither layout" in got or "rank 2 with ranks 0-1, which leave it out" in got, (
+                rank,
+                step,
+                got,
+            )
+
+
+class _Alone:
+    """What of a group counts calls that were left."""
+
+    def __init__(self, rank, errors, given):
+        self.rank, self.beacon = (
+            rank,
+            {"errors": errors, "given": given, "error": ["ArgumentError", f"rank {rank}: no"]},
+        )
+        self.store = self
+
+    def set(self, key, value):
+        pass
+
+
+def test_failures_that_only_some_know_of_are_counted_once():
+    members = (0, 1, 2)
+    groups = [_Alone(0, 1, {"1": 1}), _Alone(1, 1, {"2": 1}), _Alone(2, 1, {"0": 1})]
+
+    def meet():
+        records = [Record(group.rank, left=call_sequence.count_left(group, members)) for group in groups]
+        verdict = call_sequence.find_behind(records, members)
+        for group in groups:
+            if verdict and group.rank in verdict.behind:
+                call_sequence.give_up(group, members, verdict)
+        return verdict
+
+    assert meet().behind == [0, 1, 2]
+    assert meet() is None
+
+
+def _meet():
+    """Connections to the store can be slow to make; they are not what the next seconds are about."""
+    find_group(None)
+    dist.barrier()
+
+
+def _one_never_comes(rank):
+    _meet()
+    if rank == 3:
+        time.sleep(3.5)
+        return "rank 3 did not call"
+    begun = time.monotonic()
+    try:
+        reshard.reshard(take_shard(ROWS, rank, WHOLE), ROWS, COLS, timeout_seconds=1.5)
+        text = "nothing was raised"
+    except reshard.TransferTimeoutError as error:
+        text = str(error)
+    assert time.monotonic() - begun < 5
+    return text
+
+
+def test_a_missing_rank_is_named_within_the_timeout():
+    texts = run_processes(_one_never_comes, 4)
+    assert all("rank 3 did not call" in text for text in texts), texts
+
+
+def _steps(rank, late, skips, seconds):
+    """What each step gives, in which shards hold its number; rank ``late`` comes to the second one late, or not."""
+    given, group = [], None
+    _meet()
+    for step in range(5):
+        if step == 1 and rank == late:
+            time.sleep(seconds)
+            if skips:
+                given.append("skipped")
+                continue
+        if step == 4:
+            group = dist.new_group(list(range(4)))
+        try:
+            source = None if take_shard(ROWS, rank, WHOLE) is None else torch.full((3, 4), float(step))
+            good = reshard.reshard(source, ROWS, COLS, group=group, timeout_seconds=1 if step == 1 else 20)
+            given.append(step if good is None else sorted(set(good.flatten().tolist())))
+        except reshard.ReshardError as error:
+            given.append(f"{type(error).__name__}: {error}")
+    return given
+
+
+@pytest.mark.parametrize(
+    ("late", "seconds", "skips"),
+    [
+        (0, 2.8, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((3, 2.8, True), (3, 2.8, False), (0, 2.8, True), (3, 1.3, False))
+        ),
+    ],
+)
+def test_after_a_time_out_calls_are_refused_and_never_mixed(late, seconds, skips):
+    """Nothing tells a rank that is late from one that skips a call, so nobody goes on before there is a new group."""
+    for rank, given in enumerate(run_processes(_steps, 4, late, skips, seconds)):
+        assert given[0] in ([0.0], 0) and given[4] in ([4.0], 4), given
+        if rank != late:
+            assert f"rank {late} did not call within 1 s" in given[1], given
+        elif not skips:
+            assert "are out of sync" in given[1], given
+        assert all("create a new group" in text for text in given[2:4]), given
+
+
+def test_a_first_rank_that_is_late_by_less_than_it_is_waited_for_is_not_missed():
+    assert [given[1:4] for given in run_processes(_steps, 4, 0, False, 1.5)] == [
+        [1, 2, 3],
+        [1, 2, 3],
+        [[1.0], [2.0], [3.0]],
+        [[1.0], [2.0], [3.0]],
+    ]
+
+
+def _one_fails_of_two_sets(rank):
+    """Rank 1 takes part in two sets, and fails alone in a call that could be of either."""
+    first, second = Layout(Mesh([0, 1], {"x": 2}), "S0"), Layout(Mesh([1, 2], {"x": 2}), "S0")
+    texts = []
+    for step in range(4):
+        for layout in (first, second):
+            if rank not in layout.ranks:
+                continue
+            bad = rank == 1 and step == 1 and layout is second
+            try:
+                source = torch.full((2, 2), float(step))
+                out = reshard.reshard(source, None if bad else layout, layout, src_spec=None, timeout_seconds=20)
+                texts.append(sorted(set(out.flatten().tolist())))
+            except reshard.ReshardError as error:
+                texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def test_a_rank_that_fails_alone_and_calls_with_two_sets_leaves_both_out_of_step():
+    """Whom the failed call was meant for is not known, so which calls belong together is not either."""
+    first, both, second = run_processes(_one_fails_of_two_sets, 3)
+    for given in (first[:1], both[:3], second[:1]):
+        assert all(len(one) == 1 for one in given[:1]), given
+    for given in (first, second):
+        assert given[0] == [0.0] and given[1] in ([1.0], given[1]), given
+        assert "nobody knows who takes part" in given[-1], given
+        for step, one in enumerate(given):
+            assert one == [float(step)] or "create a new group" in one or "failed a call" in one, given
+    for step, one in enumerate(both):
+        assert one == [float(step // 2)] or "Error" in one, both
+
+
+A, B = Layout(Mesh([0], {"x": 1})), Layout(Mesh([1], {"x": 1}))
+
+
+def _alone(rank, how):
+    """Rank 0 fails its second call by itself, in a way of its own, and goes on at once."""
+    texts = []
+    for step in range(1, 5):
+        source = torch.full((4,), float(step)) if rank == 0 else None
+        try:
+            if rank == 0 and step == 2:
+                if how == "group":
+                    reshard.reshard(source, A, B, group="nonsense")
+                if how == "interrupt":
+                    read, reshard.api.call.read_items = reshard.api.call.read_items, _interrupted
+                    try:
+                        reshard.reshard(source, A, B)
+                    finally:
+                        reshard.api.call.read_items = read
+                if how == "mover":
+                    reshard.Mover(reshard.make_plan(A, Layout(Mesh([7], {"x": 1})), (4,), "float32"))
+            out = reshard.reshard(source, A, B, timeout_seconds=20)
+            texts.append(step if out is None else out.unique().tolist())
+        except (reshard.ReshardError, KeyboardInterrupt) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def _interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("group", "ArgumentError: rank 0: group must be a process group"),
+        ("interrupt", "RemoteError: rank 0 left a call: KeyboardInterrupt"),
+        ("mover", "ArgumentError: rank 0: layouts name rank 7"),
+    ],
+)
+def test_a_call_that_a_rank_fails_alone_is_one_that_the_others_fail_too(how, said):
+    ours, theirs = run_processes(_alone, 2, how)
+    assert [ours[0], *ours[2:]] == [1, 3, 4], ours
+    assert [theirs[0], *theirs[2:]] == [[1.0], [3.0], [4.0]], theirs
+    assert theirs[1].startswith(said), theirs

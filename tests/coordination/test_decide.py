@@ -1,0 +1,94 @@
+"""What ranks say when they call, as it travels, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from reshard import Layout, Mesh, Topology, make_plan
+from reshard.coordination.decide import Record, TensorRecord, gather_said, plan_arguments, resolve
+
+LAYOUTS = {"w": (Layout(Mesh([0]), "R"), Layout(Mesh([1]), "R"))}
+
+
+def test_a_record_is_read_back_as_it_was():
+    record = Record(
+        2, arguments=[("strategy", "auto")], tensors={"w": TensorRecord([4], "float32", local=([4], "float32"))},
+        error=("ArgumentError", "no"), left=[0, 1], why_left=("RemoteError", "gone"), made={"a": 2},
+    )  # fmt: skip
+    back = Record.from_json(json.loads(json.dumps(record.to_json())))
+    assert back.error == record.error and back.why_left == record.why_left
+    assert back.tensors["w"].shape == [4]
+    assert list(back.tensors["w"].local) == [[4], "float32"]
+
+
+def _of_two(**second):
+    first = TensorRecord([4], "float32", local=([4], "float32"), devices=["cpu"])
+    return resolve([Record(0, tensors={"w": first}), Record(1, tensors={"w": TensorRecord(**second)})], LAYOUTS)
+
+
+def test_ranks_agree_on_shape_dtype_and_device():
+    verdict = _of_two(devices=["cpu"])
+    assert verdict.error is None
+    assert (verdict.shapes, verdict.dtypes, verdict.device_type) == ({"w": [4]}, {"w": "float32"}, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        ({"shape": [5]}, "ranks disagree on the global shape: rank 0 says [4], rank 1 says [5]"),
+        ({"dtype": "int8"}, "ranks disagree on the dtype: rank 0 says dtype float32, rank 1 says dtype int8"),
+        (
+            {"devices": ["cuda"]},
+            "tensors must be on one type of device: rank 0 passes 'w' on cpu, rank 1 passes 'w' on cuda",
+        ),
+        ({"out": ([4], "int8")}, "rank 1 passes out of int8 [4], but its shard is float32 [4]"),
+    ],
+)
+def test_ranks_that_disagree_get_both_values(second, text):
+    verdict = _of_two(**second)
+    assert verdict.error is not None
+    assert text in verdict.error[1]
+
+
+def test_plans_that_differ_in_one_thing_say_in_which():
+    src, dst = Layout(Mesh([0]), "R"), Layout(Mesh([1]), "R")
+
+    def arguments(**options):
+        plan = make_plan(src, dst, (4,), "float32", **{"topology": Topology((0, 1)), "strategy": "send_recv"} | options)
+        return dict(plan_arguments(plan))
+
+    same = arguments()
+    for options, name in (
+        ({"topology": Topology((0, 1), latency_seconds=1e-3)}, "topology"),
+        ({"staging_bytes": 2**25}, "staging_bytes"),
+        ({"strategy": "multicast"}, "strategy"),
+    ):
+        other = arguments(**options)
+        assert [key for key in same if same[key] != other[key]] == [name, "plan hash"]
+
+
+def test_plans_of_named_tensors_that_differ_say_in_which_tensor():
+    src, dst = Layout(Mesh([0]), "R"), Layout(Mesh([1]), "R")
+    one, other = (dict(plan_arguments(make_plan(src, dst, {"a": (4,), "b": size}, "int8"))) for size in ((4,), (5,)))
+    assert next(key for key in one if one[key] != other[key]) == "tensor b" and one["tensor a"] == other["tensor a"]
+    assert "the tensor" in dict(plan_arguments(make_plan(src, dst, (4,), "int8")))
+
+
+@pytest.mark.parametrize(
+    ("came", "dead", "lost"),
+    [
+        ({0: False, 1: False, 2: False}, [], []),
+        ({0: False, 1: False, 2: False}, [2], []),  # it died when all was over
+        ({0: False, 1: True, 2: False}, [2], [2]),
+        ({0: False, 1: False}, [], [2]),
+        ({0: False, 1: False}, [1], [1, 2]),
+    ],
+)
+def test_who_is_lost_follows_from_who_came_and_how_it_went(came, dead, lost):
+    records = [Record(rank, generation=rank, said={"failed": failed}) for rank, failed in came.items()]
+    verdict = gather_said(records, [0, 1, 2], dead)
+    assert verdict.lost == lost
+    assert sorted(verdict.said) == [rank for rank in came if rank not in lost]
+    assert verdict.generation == max(came)

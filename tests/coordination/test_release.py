@@ -1,0 +1,182 @@
+"""Groups give back their threads and descriptors: closed, dropped, or with their process group destroyed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reshard
+from reshard import Layout, Mesh
+from reshard.scheduler import one_f_one_b
+from reshard.scheduler.runtime.engine import Engine
+from reshard.testing.processes import run_processes
+from tests.support.stages_with_copies import NUM, First, Last, feed, make_pipeline, wrap
+
+ROWS, COLS = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
+NUM_GROUPS = 30
+
+
+def _move(rank, group):
+    out = reshard.reshard(torch.full((2, 4), float(rank)), ROWS, COLS, group=group, timeout_seconds=20)
+    assert out[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def _mover(group):
+    return reshard.Mover(reshard.make_plan(ROWS, COLS, (4, 4), "float32"), group, timeout_seconds=20)
+
+
+def _joined(rank, port, name):
+    return reshard.join(dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False)), rank, 2)
+
+
+def _held():
+    return tuple(len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
+
+
+def _close(rank, port, name):
+    with _joined(rank, port, name) as group:
+        _move(rank, group)
+    group.close()
+
+
+def _close_with_a_mover(rank, port, name):
+    group = _joined(rank, port, name)
+    mover = _mover(group)
+    mover(torch.ones(2, 4))
+    group.close()
+    return mover  # it is kept, and holds nothing
+
+
+def _drop(rank, port, name):
+    group = _joined(rank, port, name)
+    _move(rank, group)
+    handle = reshard.reshard_async(torch.full((2, 4), 1.0), ROWS, COLS, group=group)
+    handle.wait()
+    return handle
+
+
+def _destroy_world(rank, port, name):
+    store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    _move(rank, None)
+    group = dist.new_group([0, 1])
+    _mover(group)(torch.ones(2, 4))
+    dist.destroy_process_group(group)
+    _move(rank, None)
+    dist.destroy_process_group()
+
+
+def _repeat(rank, port, use):
+    gc.disable()  # nothing waits for the collector
+    kept = [use(rank, port, f"warm-up {number}") for number in range(2)]
+    before = _held()
+    kept += [use(rank, port, str(number)) for number in range(NUM_GROUPS)]
+    deadline = time.monotonic() + 5
+    while _held() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return before, _held(), len(kept)
+
+
+@pytest.mark.parametrize("use", [_close, _close_with_a_mover, _drop, _destroy_world])
+def test_nothing_is_left_of_many_groups(use):
+    for (descriptors, threads), after, _ in run_processes(_repeat, 2, use, init_group=False):
+        assert after[0] <= descriptors
+        assert after[1] <= threads
+
+
+def _refuse(rank, port):
+    group = _joined(rank, port, "closed")
+    mover, other = _mover(group), _mover(group)
+    big = torch.full((2000, 4000), float(rank))
+    handle = reshard.reshard_async(big, ROWS, COLS, group=group)
+    also = mover.start(torch.full((2, 4), float(rank)))
+    group.close()  # what is under way is finished
+    assert handle.done()
+    assert also.done()
+    assert handle.wait()[:, 0].mean().item() == 0.5
+    assert also.wait()[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
+    calls = [
+        lambda: _move(rank, group),
+        lambda: mover(torch.ones(2, 4)),
+        lambda: other.start(torch.ones(2, 4)),
+        lambda: _mover(group),
+        lambda: reshard.find_topology(group),
+    ]
+    for call in calls:
+        with pytest.raises(reshard.ArgumentError, match="group of 2 ranks is closed"):
+            call()
+    return True
+
+
+def test_a_closed_group_finishes_what_is_under_way_and_refuses_the_rest():
+    assert run_processes(_refuse, 2, init_group=False) == [True, True]
+
+
+def _close_process_groups(rank):
+    closed, destroyed, open_one = (dist.new_group([0, 1]) for _ in range(3))
+    for group in (closed, destroyed, open_one):
+        _move(rank, group)
+    for _ in range(2):
+        reshard.close_group(closed)
+    dist.destroy_process_group(destroyed)
+    reshard.close_group(destroyed)
+    for group, text in ((closed, "is closed"), (destroyed, "was destroyed")):
+        with pytest.raises(reshard.ArgumentError, match=text):
+            _move(rank, group)
+    _move(rank, open_one)
+    dist.barrier(closed)  # torch may still use it
+    reshard.close_group()
+    with pytest.raises(reshard.ArgumentError, match="is closed"):
+        _move(rank, None)
+    _move(rank, open_one)
+    return True
+
+
+def test_process_groups_are_closed_one_by_one():
+    assert run_processes(_close_process_groups, 2) == [True, True]
+
+
+def _close_in_a_call(rank, port):
+    group = _joined(rank, port, "busy")
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    if rank == 0:
+        calls = threading.Thread(target=_move, args=(rank, group))
+        calls.start()
+        while not group.attempts:
+            time.sleep(0.01)
+        with pytest.raises(reshard.ArgumentError, match="another thread is in a call"):
+            group.close()
+        store.set("refused", "")
+        calls.join()
+    else:
+        store.wait(["refused"])
+        _move(rank, group)
+    _move(rank, group)
+    group.close()
+    return True
+
+
+def test_a_group_is_not_closed_under_a_call():
+    assert run_processes(_close_in_a_call, 2, init_group=False) == [True, True]
+
+
+def _train_then_close(rank, size):
+    pipeline, inner = make_pipeline(size), Last() if rank else First()
+    modules = {int(rank > 0): wrap(rank, size, inner)}
+    engine = Engine(one_f_one_b(pipeline, NUM), pipeline, modules, num_loss_shards=size)
+    engine.step(feed(rank, size))
+    reshard.close_group()
+    with pytest.raises(reshard.ArgumentError, match="is closed"):
+        engine.step(feed(rank, size))
+    engine.close()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("reshard")]
+
+
+def test_an_engine_ends_with_its_group():
+    assert run_processes(_train_then_close, 3, 2) == [[]] * 3

@@ -1,0 +1,77 @@
+"""Calls of a store that is slow, silent or lost."""
+
+import threading
+import time
+
+import pytest
+
+from reshard.coordination import store as stores
+from reshard.coordination.store import Store, StoreSilentError
+
+
+class _Raw:
+    """A store whose answers wait for ``answers``."""
+
+    def __init__(self):
+        self.answers = threading.Event()
+        self.kept = {}
+
+    def set(self, key, value):
+        self.answers.wait()
+        self.kept[key] = value.encode()
+
+    def get(self, key):
+        self.answers.wait()
+        return self.kept[key]
+
+    def check(self, keys):
+        self.answers.wait()
+        return all(key in self.kept for key in keys)
+
+
+@pytest.fixture
+def raw(monkeypatch):
+    monkeypatch.setattr(stores, "STORE_SECONDS", 0.1)
+    monkeypatch.setattr(stores, "LOST_STORE_SECONDS", 0.6)
+    raw = _Raw()
+    yield raw
+    raw.answers.set()
+
+
+def test_a_silent_store_is_not_lost_at_once(raw):
+    store = Store(raw)
+    with pytest.raises(StoreSilentError):
+        store.check(["a"])
+    begun = time.monotonic()
+    for _ in range(50):  # those that only look do not wait again
+        assert not store.shows("a")
+    assert time.monotonic() - begun < 1.0
+    raw.answers.set()
+    store.set("a", "1", seconds=10)
+    assert store.get("a", seconds=10) == b"1"
+    store.close()
+
+
+def test_a_call_that_cannot_be_made_again_waits_for_the_one_before(raw):
+    store = Store(raw)
+    with pytest.raises(StoreSilentError):
+        store.check(["a"])
+    threading.Timer(0.2, raw.answers.set).start()
+    store.set("a", "1", seconds=10)
+    assert store.get("a", seconds=10) == b"1"
+    store.close()
+
+
+def test_a_store_that_stays_silent_is_lost(raw):
+    store = Store(raw)
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="did not answer within") as raised:
+        while time.monotonic() - begun < 30:
+            try:
+                store.check(["a"])
+            except StoreSilentError:
+                time.sleep(0.01)
+    assert type(raised.value) is RuntimeError
+    assert 0.6 <= time.monotonic() - begun < 5
+    raw.answers.set()
+    store.close()

@@ -1,0 +1,105 @@
+"""Planning where there is more than can be planned well, or at all."""
+
+import signal
+import time
+
+import pytest
+
+from reshard import ArgumentError, Layout, Mesh, RegionLayout, Topology, make_plan
+from reshard.cost.lower_bound import find_bound
+from reshard.cost.simulator import simulate
+from reshard.plan.check import check_plan
+from reshard.planner.multicast.native_schedule import schedule_native
+from reshard.planner.strategies.broadcast import broadcast_in_rotation
+
+
+def on_hosts(num_ranks, devices=2):
+    rate = 1e9 if devices == 1 else 1.25e9
+    return Topology.uniform([rank // devices for rank in range(num_ranks)], rate).without_latency()
+
+
+def assert_is_in_rotation(src, dst, shape, topology):
+    plan, asked = (
+        make_plan(src, dst, shape, "float32", topology=topology, strategy=strategy)
+        for strategy in ("multicast", broadcast_in_rotation)
+    )
+    check_plan(plan)
+    for name in ("region", "sender", "receiver", "splits"):
+        assert (getattr(plan.transfers, name) == getattr(asked.transfers, name)).all()
+
+
+@pytest.mark.parametrize(
+    "src, dst, named",
+    [("R R", "S0 R", "900,000,000"), ("S0 R", "R R", "900,000,000"), ("S0 R", "R S0", "900,000,000")],
+)
+def test_plans_that_would_not_fit_memory_are_refused_at_once(src, dst, named):
+    meshes = Mesh.of(30_000), Mesh.of(30_000, first_rank=30_000)
+    layouts = (Layout(mesh, spec) for mesh, spec in zip(meshes, (src, dst), strict=True))
+    begun = time.monotonic()
+    with pytest.raises(ArgumentError, match=f"30,000 to 30,000 ranks.* {named} times; at most 10,000,000"):
+        make_plan(*layouts, (30_000, 30_000), "int8")
+    assert time.monotonic() - begun < 10
+
+
+def test_tensors_count_together_and_regions_as_grids_do():
+    rows, columns = Layout(Mesh.of(64), "S0 R"), Layout(Mesh.of(64, first_rank=64), "R S0")
+    shapes = {f"w{i}": (64, 64) for i in range(5000)}
+    with pytest.raises(ArgumentError, match=r"5000 tensors.* 20,480,000 times"):
+        make_plan(rows, columns, shapes, "int8")
+    halves = RegionLayout({0: [((0, 32), (0, 64))], 1: [((32, 64), (0, 64))]})
+    check_plan(make_plan(halves, columns, (64, 64), "int8"))
+
+
+@pytest.mark.parametrize("pair", [("S0 R", "R S0"), ("R R", "S0 R"), ("S0 R", "R R")])
+def test_where_dealing_out_would_take_too_long_regions_are_broadcast_in_rotation(pair, monkeypatch):
+    monkeypatch.setattr("reshard.planner.multicast.strategy._MOST_STEPS", 10)
+    src, dst = Layout(Mesh.of(8), pair[0]), Layout(Mesh.of(8, first_rank=8), pair[1])
+    assert_is_in_rotation(src, dst, (512, 512), on_hosts(16))
+
+
+def test_a_large_exchange_is_sent_in_rotation_and_at_the_bound(monkeypatch):
+    monkeypatch.setattr("reshard.planner.multicast.strategy._MOST_PAIRS", 100)
+    src, dst = Layout(Mesh.of(12), "S0 R"), Layout(Mesh.of(12, first_rank=12), "R S0")
+    plan = make_plan(src, dst, (768, 768), "float32", topology=on_hosts(24), strategy="multicast")
+    check_plan(plan)
+    direct = make_plan(src, dst, (768, 768), "float32", topology=on_hosts(24), strategy="send_recv")
+    assert (plan.transfers.sender == direct.transfers.sender).all()
+    assert simulate(plan).makespan_seconds <= 1.001 * find_bound(plan.tensors, plan.topology).seconds
+
+
+@pytest.mark.skipif(schedule_native is None, reason="the native module is not built")
+def test_planning_ends_when_it_is_interrupted(monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def stop(*_):
+        raise Stop
+
+    monkeypatch.setattr("reshard.planner.multicast.strategy._MOST_STEPS", 2**62)
+    count = 1024
+    src, dst = Layout(Mesh.of(count), "S0 R"), Layout(Mesh.of(count, first_rank=count), "R R")
+    before = signal.signal(signal.SIGALRM, stop)
+
+    def make(ports, freight):
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        return schedule_native(ports, freight)
+
+    monkeypatch.setattr("reshard.planner.multicast.strategy.make_schedule", make)
+    try:
+        with pytest.raises(Stop):
+            make_plan(src, dst, (count, 64), "float32", topology=on_hosts(2 * count, 1), strategy="multicast")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_tensors_of_too_many_chunks_are_refused():
+    src, dst = Layout(Mesh.of(4), "S0 R"), Layout(Mesh.of(4, first_rank=4), "R S0")
+    with pytest.raises(ArgumentError, match=r"chunks; at most 500,00[0-9] are planned"):
+        make_plan(src, dst, (10**8, 10**7), "float32", topology=on_hosts(8))
+
+
+def test_among_more_hosts_than_can_be_dealt_to_regions_are_broadcast_in_rotation(monkeypatch):
+    monkeypatch.setattr("reshard.planner.multicast.strategy._MOST_HOSTS", 3)
+    src, dst = Layout(Mesh.of(4), "S0 R"), Layout(Mesh.of(4, first_rank=4), "R R")
+    assert_is_in_rotation(src, dst, (64, 64), on_hosts(8))

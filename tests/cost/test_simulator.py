@@ -1,0 +1,206 @@
+"""The simulator against times worked out by hand, its native loop against its twin, and the bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from reshard import Layout, Mesh, Topology, find_bound, make_plan, simulate
+from reshard.cost.fluid import flow_native, flow_python
+from reshard.cost.simulator import network_of
+from reshard.plan.messages import expand_messages, message_nbytes, tabulate_messages
+from reshard.plan.ordering import find_turns
+from reshard.plan.text_parser import parse_plan
+from reshard.planner.registry import STRATEGIES
+from reshard.topology.model import Host, Port
+from tests.support.strategies_of_cases import cases
+
+
+def _plan(transfers, hosts, ranks, nbytes=100, rate=10.0):
+    """Messages of a one-byte tensor from ranks 0.. to the last ones, written as plan text."""
+    head = f"plan x staging_bytes=67108864\ntopology nic_bytes_per_second={rate!r} hosts {hosts}\n"
+    src, dst = ranks
+    tensor = f"tensor 0 int8 [{nbytes}] from {src} to {dst}\n"
+    return parse_plan(head + tensor + "\n".join(transfers) + "\n")
+
+
+ONE_TO_TWO = ("() on Mesh(0=1; ranks 0)", "() on Mesh(0=2; ranks 1-2)")
+
+
+def _times(plan, **changes):
+    timeline = simulate(plan, replace(plan.topology, **changes))
+    return [(round(a, 6), round(b, 6)) for a, b in zip(timeline.start, timeline.finish, strict=True)]
+
+
+def test_two_receivers_share_the_sender():
+    plan = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 1 window 4"], "0*1,1*1,2*1", ONE_TO_TWO)
+    assert _times(plan) == [(0, 20), (0, 20)]
+    one_by_one = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 1 window 1"], "0*1,1*1,2*1", ONE_TO_TWO)
+    assert _times(one_by_one) == [(0, 10), (10, 20)]
+
+
+def test_a_chain_passes_chunks_on():
+    plan = _plan(["0: t0 [0:100] 0 -> 1 -> 2 splits 4 window 2"], "0*1,1*1,2*1", ONE_TO_TWO)
+    assert _times(plan) == [(0, 2.5), (2.5, 5), (2.5, 5), (5, 7.5), (5, 7.5), (7.5, 10), (7.5, 10), (10, 12.5)]
+
+
+def test_unequal_rates_and_directions():
+    plan = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 1 window 4"], "0*1,1*1,2*1", ONE_TO_TWO)
+    hosts = (Host((Port(10.0, 1.0),)), Host((Port(1.0, 2.0),)), Host((Port(1.0, 50.0),)))
+    assert _times(plan, hosts=hosts) == [(0, 50), (0, 12.5)]  # 2 to the first, what is left of 10 to the second
+
+
+def test_two_nics_are_two_ports():
+    src, dst = "(0) on Mesh(0=2; ranks 0-1)", "(0) on Mesh(0=2; ranks 2-3)"
+    lines = ["0: t0 [0:50] 0 -> 2 splits 1 window 4", "1: t0 [50:100] 1 -> 3 splits 1 window 4"]
+    plan = _plan(lines, "0*2,1*2", (src, dst))
+    assert _times(plan) == [(0, 10), (0, 10)]
+    two = (Host((Port.of(10.0), Port.of(10.0))),)
+    assert _times(plan, hosts=two, nic_of_rank=(0, 0, 0, 0)) == [(0, 10), (0, 10)]
+    assert [t for _, t in _times(plan, hosts=two, nic_of_rank=())] == [5, 5]
+
+
+def test_pods_are_left_and_entered_by_their_uplinks():
+    plan = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 1 window 4"], "0*1,1*1,2*1", ONE_TO_TWO)
+    hosts = tuple(Host((Port.of(100.0),), pod) for pod in (0, 0, 1))
+    pods = (Port(10.0, 1.0), Port(1.0, 5.0))
+    assert _times(plan, hosts=hosts, pods=pods) == [(0, 1.052632), (0, 20)]
+
+
+def test_latency_holds_the_senders_port():
+    plan = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 2 window 1"], "0*1,1*1,2*1", ONE_TO_TWO)
+    assert [t for _, t in _times(plan, latency_seconds=1.0)] == [6, 12, 18, 24]
+    together = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 1 window 4"], "0*1,1*1,2*1", ONE_TO_TWO)
+    assert [t for _, t in _times(together, latency_seconds=1.0)] == [22, 22]
+
+
+def test_inside_a_host_links_of_ranks_count():
+    plan = _plan(["0: t0 [0:100] 0 -> 1 -> 2 splits 1 window 4"], "0*3", ONE_TO_TWO)
+    assert _times(plan) == [(0, 0), (0, 0)]
+    assert _times(plan, inside_bytes_per_second=50.0, inside_latency_seconds=0.5) == [(0, 2.5), (2.5, 5)]
+
+
+def test_a_buffer_lets_the_next_message_start():
+    """One of 100 bytes to each of two ranks, one at a time: the second flows beside what lies in the buffer."""
+    plan = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 1 window 1"], "0*1,1*1,2*1", ONE_TO_TWO)
+    assert _times(plan, send_buffer_bytes=40) == [(0, 14), (6, 20)]
+    assert _times(plan, send_buffer_bytes=100) == [(0, 20), (0, 20)]
+
+
+def test_a_bucket_passes_at_once_what_a_pause_saved():
+    """A sender that waits for its next chunk saves as much as its bucket holds; both ports of a path spend theirs."""
+    chain = ["0: t0 [0:100] 0 -> 1 -> 2 splits 2 window 1"]
+    plan = _plan(chain, "0*1,1*1,2*1", ONE_TO_TWO)
+    assert [t for _, t in _times(plan)] == [5, 10, 10, 15]
+    assert [t for _, t in _times(plan, burst_bytes=20)] == [3, 6, 8, 11]
+    assert [t for _, t in _times(plan, burst_bytes=20, latency_seconds=1.0)] == [4, 8, 10, 14]
+    one = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 1 window 4"], "0*1,1*1,2*1", ONE_TO_TWO)
+    assert _times(one, burst_bytes=20) == [(0, 18), (0, 18)]
+
+
+def test_a_receiver_lets_in_two_of_window_two():
+    src, dst = "(0) on Mesh(0=4; ranks 0-3)", "() on Mesh(0=1; ranks 4)"
+    for window, first_times in ((2, [5, 5, 10, 10]), (4, [10, 10, 10, 10])):
+        lines = [f"{i}: t0 [{25 * i}:{25 * i + 25}] {i} -> 4 splits 1 window {window}" for i in range(4)]
+        assert [t for _, t in _times(_plan(lines, "0*1,1*1,2*1,3*1,4*1", (src, dst)))] == first_times
+
+
+@given(cases(), st.sampled_from(sorted(STRATEGIES)))
+def test_the_table_holds_what_expansion_gives(problem, strategy):
+    shape, src, dst, topology = problem
+    plan = make_plan(src, dst, shape, "float32", strategy=strategy, topology=topology, staging_bytes=2**16)
+    table = tabulate_messages(plan)
+    messages = list(expand_messages(plan))
+    assert len(table) == len(messages)
+    num_boxes = [len(message.boxes) for message in messages]
+    for row, message in enumerate(messages):
+        assert table.id[row] == message.id
+        assert (table.sender[row], table.receiver[row]) == (message.sender, message.receiver)
+        assert (table.transfer[row], table.chunk[row]) == (message.transfer, message.chunk)
+        assert table.window[row] == message.window
+        assert table.nbytes[row] == message_nbytes(plan, message)
+        assert (table.id[table.source[row]] if table.source[row] >= 0 else None) == message.source
+        after = table.after[table.after_at[row] : table.after_at[row + 1]]
+        assert {int(table.id[earlier]) for earlier in after if earlier != table.source[row]} == {
+            int(table.id[at]) for at in range(len(table)) if table.id[at] + num_boxes[at] - 1 in message.after
+        }
+
+
+@given(
+    cases(), st.sampled_from(sorted(STRATEGIES)), st.sampled_from([0.0, 1e-7]),
+    st.sampled_from([None, 1e8]), st.sampled_from([0, 7, 100]),
+    st.none() | st.lists(st.lists(st.sampled_from([1e9, 5e8, 2.5e8]), min_size=1, max_size=2), min_size=4, max_size=4),
+    st.booleans(), st.sampled_from([0, 0, 50, 400]),
+)  # fmt: skip
+def test_native_and_twin_agree_and_no_plan_beats_the_bound(
+    problem, strategy, latency, inside, buffer, rates, in_pods, burst
+):
+    shape, src, dst, topology = problem
+    if rates:
+        hosts = tuple(Host(tuple(map(Port.of, row)), i % 2 if in_pods else None) for i, row in enumerate(rates))
+        topology = replace(
+            topology, hosts=hosts, nic_of_rank=(), pods=(Port.of(1e8), Port(2e8, 3e8)) if in_pods else ()
+        )
+    topology = replace(
+        topology, latency_seconds=latency, inside_latency_seconds=latency / 2, turn_seconds=latency / 3,
+        inside_bytes_per_second=inside, send_buffer_bytes=buffer, burst_bytes=burst,
+    )  # fmt: skip
+    plan = make_plan(src, dst, shape, "float32", strategy=strategy, topology=topology, staging_bytes=2**16)
+    makespan = simulate(plan).makespan_seconds
+    assert burst or makespan >= find_bound(plan.tensors, plan.topology).seconds * (1 - 1e-9)
+    messages = tabulate_messages(plan)
+    moves = np.flatnonzero(messages.sender != messages.receiver)
+    if len(moves):
+        network = network_of(plan, messages, moves, plan.topology)
+        start, finish = flow_python(network)
+        assert finish.max() == pytest.approx(makespan, rel=1e-12)
+        assert (start <= finish).all()
+        if flow_native is not None:
+            again = flow_native(network)
+            assert (start == again[0]).all()
+            assert (finish == again[1]).all()
+
+
+def test_native_refuses_what_would_lead_outside_its_arrays():
+    if flow_native is None:
+        pytest.skip("native code is not built")
+    src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2))
+    plan = make_plan(src, dst, (8,), "int8")
+    messages = tabulate_messages(plan)
+    network = network_of(plan, messages, np.arange(len(messages)), Topology((0, 1, 2, 3)))
+    for name in ("queue", "stream", "receiver", "port", "hold_port"):
+        wrong = getattr(network, name).copy()
+        wrong[0] = 10**6
+        with pytest.raises(IndexError, match=name):
+            flow_native(replace(network, **{name: wrong}))
+    with pytest.raises(ValueError, match="after_at"):
+        flow_native(replace(network, after_at=network.after_at[:-1]))
+
+
+def test_thousands_of_receivers_of_one_sender():
+    """Each start frees room for the next one in the sender's buffer."""
+    topology = Topology(tuple(range(3001)), latency_seconds=0, send_buffer_bytes=10**6)
+    src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(3000, first_rank=1), "S0")
+    plan = make_plan(src, dst, (12000,), "int8", topology=topology, strategy="send_recv")
+    messages = tabulate_messages(plan)
+    network = network_of(plan, messages, np.arange(len(messages)), topology)
+    _, finish = flow_python(network)
+    assert finish.max() == pytest.approx(12000 / 1.25e9)
+    if flow_native is not None:
+        assert (finish == flow_native(network)[1]).all()
+
+
+def test_turns_at_a_receiver_are_charged():
+    """Two hosts send one half each to a third; the chunks that change sides there wait for a turn."""
+    topology = Topology((0, 1, 2))
+    src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(1, first_rank=2))
+    plan = make_plan(src, dst, (2**22,), "float32", topology=topology, strategy="multicast")
+    turns = int(find_turns(plan).sum())
+    assert turns >= 1
+    took = [simulate(plan, replace(topology, turn_seconds=turn)).makespan_seconds for turn in (0.0, 1e-3)]
+    assert took[1] - took[0] == pytest.approx(turns * 1e-3, rel=1e-6)
+    alone = make_plan(Layout(Mesh.of(1)), Layout(Mesh.of(1, first_rank=2)), (2**22,), "float32", topology=topology)
+    assert not find_turns(alone).any()

@@ -1,0 +1,168 @@
+"""Movers of CuPy arrays, over a stand-in for CuPy and NCCL."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import reshard.cupy
+from reshard import ArgumentError, DisagreementError, Layout, Mesh, PlanError, RegionLayout, Topology, make_plan
+from reshard.runtime.rounds.schedule import check_calls
+from tests.support.fake_cupy import make_module, run_ranks
+from tests.support.tensors import take_shard
+
+HOSTS = Topology((0, 0, 1, 1, 2, 2))
+SRC = Layout(Mesh.of("2x2"), "R S1")
+DST = Layout(Mesh.of("2x2", first_rank=2), "S0 S1")  # ranks 2 and 3 are in both
+
+
+@pytest.fixture(autouse=True)
+def _cupy(monkeypatch):
+    for name, module in make_module().items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def whole(shape, dtype):
+    return np.arange(np.prod(shape, dtype=int)).astype(dtype).reshape(shape)
+
+
+def run_plan(plan, wholes, size=6, outs=None):
+    """Every rank moves twice, with its own arrays and with what it is given."""
+    calls = {}
+
+    def one(comm):
+        mover = reshard.cupy.Mover(plan, comm)
+        rank = comm.rank_id()
+
+        def shards(side):
+            named = {spec.name: take_shard(getattr(spec, side), rank, wholes[spec.name]) for spec in plan.tensors}
+            return named.get(None, named)
+
+        source = shards("src")
+        before = {name: None if x is None else x.copy() for name, x in named_items(source)}
+        got = mover(source)
+        handle = mover.start(source, out=outs and outs(shards("dst")))
+        assert handle.done()
+        again = handle.synchronize()
+        for name, want in named_items(shards("dst")):
+            for result in (got, again):
+                found = result[name] if isinstance(result, dict) else result
+                assert (found is None) == (want is None)
+                if want is not None:
+                    assert found.dtype == want.dtype
+                    np.testing.assert_array_equal(found, want)
+        for name, array in named_items(source):
+            assert array is None or np.array_equal(array, before[name])
+        assert mover.staging_allocated_bytes <= plan.staging_bytes
+        calls[rank] = comm.groups
+        return "done"
+
+    for result in run_ranks(size, one):
+        assert result == "done", repr(result)
+    check_calls(calls)
+
+
+def named_items(value):
+    return value.items() if isinstance(value, dict) else [(None, value)]
+
+
+@pytest.mark.parametrize("strategy", ["multicast", "send_recv", "broadcast_greedy", "local_all_gather"])
+@pytest.mark.parametrize(("shape", "dtype"), [((7, 9), "float32"), ((64, 96), "int16"), ((3, 5, 4), "complex128")])
+def test_arrays_arrive(strategy, shape, dtype):
+    run_plan(make_plan(SRC, DST, shape, dtype, strategy=strategy, topology=HOSTS), {None: whole(shape, dtype)})
+
+
+def test_strided_outs_scalars_and_ranks_without_a_part():
+    plan = make_plan(SRC, DST, (6, 10), "float64", topology=HOSTS)
+
+    def strided(shard):
+        return None if shard is None else np.zeros(shard.shape[::-1]).T
+
+    run_plan(plan, {None: whole((6, 10), "float64")}, size=8, outs=strided)
+    scalar = make_plan(Layout(Mesh([0])), Layout(Mesh([1, 2])), (), "uint8", topology=HOSTS)
+    run_plan(scalar, {None: np.array(200, dtype=np.uint8)}, size=3)
+
+
+def test_several_tensors_and_irregular_regions():
+    fused = RegionLayout({4: [[(0, 2), (0, 3)], [(4, 6), (0, 3)]], 5: [[(2, 4), (0, 3)]]})
+    src = {"a": SRC, "b": Layout(Mesh.of("2"), "S0")}
+    plan = make_plan(src, {"a": DST, "b": fused}, {"a": (4, 4), "b": (6, 3)}, "float32", topology=HOSTS)
+    run_plan(plan, {"a": whole((4, 4), "float32"), "b": whole((6, 3), "float32")})
+
+
+def _errors(function, size=6):
+    return run_ranks(size, function)
+
+
+def test_what_is_wrong_with_a_plan_is_an_error_on_every_rank():
+    plan = make_plan(SRC, DST, (6, 10), "float64", topology=HOSTS)
+    other = make_plan(SRC, DST, (6, 12), "float64", topology=HOSTS)
+    for error in _errors(lambda comm: reshard.cupy.Mover(other if comm.rank_id() == 4 else plan, comm)):
+        assert isinstance(error, DisagreementError)
+        assert "rank 0 has another than ranks 4" in str(error)
+    for error in _errors(lambda comm: reshard.cupy.Mover(plan, comm), size=5):
+        assert isinstance(error, ArgumentError)
+        assert "names rank 5; the communicator has 5 ranks" in str(error)
+    tight = replace(make_plan(SRC, DST, (64, 96), "float64", topology=HOSTS), staging_bytes=64)
+    for error in _errors(lambda comm: reshard.cupy.Mover(tight, comm)):
+        assert isinstance(error, PlanError)
+
+
+def test_arrays_that_do_not_fit():
+    plan = make_plan(SRC, DST, (6, 10), "float64", topology=HOSTS)
+
+    def one(comm):
+        mover = reshard.cupy.Mover(plan, comm)
+        source = take_shard(SRC, comm.rank_id(), whole((6, 10), "float64"))
+        wrong = {
+            0: (None, None, "is in the source layout, but passes None"),
+            1: (source if source is None else source.astype("float32"), None, "passes float32"),
+            2: (source, source, "but its shard in the destination is float64"),
+            3: ([1.0], None, "passes list"),
+            4: (np.zeros((3, 5)), None, "is not in the source layout"),
+            5: (None, {"a": None}, "without a name: give the tensor itself"),
+        }[comm.rank_id()]
+        with pytest.raises(ArgumentError, match=wrong[2]):
+            mover.start(wrong[0], out=wrong[1])
+        if comm.rank_id() == 2:
+            whole_source = np.zeros((6, 15))
+            with pytest.raises(ArgumentError, match="out shares memory with a source"):
+                mover.start(whole_source[:, :5], out=whole_source[:3, :5])
+        return "refused"
+
+    assert _errors(one) == ["refused"] * 6
+
+
+@pytest.mark.parametrize(("dtype", "carrier"), [("bfloat16", "uint16"), ("float8_e4m3fn", "uint8")])
+def test_dtypes_that_cupy_lacks_travel_as_unsigned_integers(dtype, carrier):
+    run_plan(make_plan(SRC, DST, (6, 8), dtype), {None: whole((6, 8), carrier)})
+
+
+def test_the_first_error_of_a_round_is_not_masked(monkeypatch):
+    """A send that is refused leaves a group which cannot end; what is raised is why the send was."""
+    plan = make_plan(SRC, DST, (6, 8), "float32")
+    nccl = sys.modules["cupy.cuda.nccl"]
+
+    def one(comm):
+        mover = reshard.cupy.Mover(plan, comm)
+
+        def refuse(*_):
+            raise ValueError("a wrong peer")
+
+        comm.send = comm.recv = refuse
+        if comm.rank_id() == 0:
+            with pytest.raises(ValueError, match="a wrong peer"):
+                mover.start(np.zeros((6, 4), dtype="float32"))
+        return "done"
+
+    monkeypatch.setattr(nccl, "groupEnd", lambda: (_ for _ in ()).throw(RuntimeError("the group failed")))
+    assert run_ranks(6, one) == ["done"] * 6
+
+
+def test_a_cupy_without_nccl_is_refused(monkeypatch):
+    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False, raising=False)
+    with pytest.raises(ArgumentError, match="built without NCCL"):
+        reshard.cupy.Mover(make_plan(SRC, DST, (6, 8), "float32"), None)

@@ -1,0 +1,292 @@
+"""Emulated hosts: elements, bytes on the wire, clean-up; not times. Runs with ``make test-cluster``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reshard
+from microbench.cases.rows import CLUSTERS, all_rows, read_cluster
+from microbench.emulation import namespaces
+from microbench.emulation.cluster import Cluster, ClusterError
+from microbench.harness.suite import plan_row
+from microbench.harness.worker import Job, run_jobs
+from microbench.training import compare_schedules as end_to_end
+from reshard.planner.planning import plan_tensors
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.testing.processes import LaunchError
+from reshard.topology.files import topology_from_json
+from reshard.topology.model import Topology
+
+ROOT = Path(__file__).parents[2]
+_reason = namespaces.why_unsupported()
+
+
+def on_hosts(test):
+    return pytest.mark.cluster(pytest.mark.skipif(_reason is not None, reason=str(_reason))(test))
+
+
+def _cluster(nics=1, devices=2, count=2, **more):
+    hosts = [{"count": count, "devices": devices, "nics": ["1 Gbit/s"] * nics}]
+    return topology_from_json({"hosts": hosts} | more)
+
+
+def _processes_of(parent):
+    """All descendants of a process."""
+    children = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        children.setdefault(int(fields[1]), []).append(int(path.parent.name))
+    found, rest = [], [parent]
+    while rest:
+        below = children.get(rest.pop(), [])
+        found += below
+        rest += below
+    return found
+
+
+def _gone(pids, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def _interfaces():
+    return Path("/proc/self/net/dev").read_text().count("\n")
+
+
+def _who_am_i(rank, report):
+    report(("hello", rank))
+    names = sorted(line.partition(":")[0].strip() for line in Path("/proc/self/net/dev").read_text().splitlines()[2:])
+    return socket.gethostname(), names, os.listdir("/dev/shm"), dist.get_world_size()
+
+
+@on_hosts
+def test_hosts_have_names_links_and_memory_of_their_own_and_leave_nothing():
+    before, interfaces = set(_processes_of(os.getpid())), _interfaces()
+    reports = []
+    with Cluster(_cluster(nics=2, devices=2)) as cluster:
+        said = cluster.run(_who_am_i, on_report=lambda rank, value: reports.append((rank, value)))
+        inside = set(_processes_of(os.getpid())) - before
+        assert len(inside) >= 5
+        assert _interfaces() == interfaces
+    assert [name for name, *_ in said] == ["host0", "host0", "host1", "host1"]
+    assert said[0][1] == ["in1", "inside", "lo", "nic0"]
+    assert said[1][1] == ["inside", "lo", "nic1"]
+    assert all(shared == [] and size == 4 for *_, shared, size in said)
+    assert sorted(reports) == [(rank, ("hello", rank)) for rank in range(4)]
+    assert _gone(inside)
+    assert _interfaces() == interfaces
+
+
+def _move(rank, report, specs, plan):
+    results = []
+    run_jobs(rank, results.append, [Job("0", specs, plan)])
+    return results
+
+
+@on_hosts
+@pytest.mark.parametrize(
+    "name", ["study 3", "S0 -> R", "2 -> 3 hosts, R R", "columns -> rows", "one host -> all others"]
+)
+def test_every_element_arrives_and_the_plan_s_bytes_cross(name):
+    """Small tensors on the clusters of the suites, with all contenders, and the counters of every NIC."""
+    row = next(row for row in all_rows(0, 0, scale=1 / 16) if row.name == name)
+    planned = plan_row(row, "0", ("broadcast_greedy", "global_all_gather", "full_tensor + broadcast"), 1)
+    crossed = {}
+    rows = []
+    with Cluster(read_cluster(row.cluster)) as cluster:
+        last = [cluster.crossed_bytes()]
+
+        def on_report(rank, said):
+            if said[0] == "row":
+                rows.append(said[2])
+                return
+            now = cluster.crossed_bytes()
+            if said[0] == "turn":
+                crossed[said[2]] = [
+                    (
+                        sum(b[0] - a[0] for a, b in zip(x, y, strict=True)),
+                        sum(b[1] - a[1] for a, b in zip(x, y, strict=True)),
+                    )
+                    for x, y in zip(last[0], now, strict=True)
+                ]
+            last[0] = now
+
+        cluster.run(run_jobs, [Job("0", row.tensors, planned.turns)], on_report=on_report, timeout_seconds=60.0)
+    for contender, result in rows[0].items():
+        assert result["wrong"] == 0, contender
+        assert len(result["seconds"]) == 1
+    for contender, plan in planned.plans.items():
+        leaving, entering = {}, {}
+        host_of = plan.topology.host_of_rank
+        sizes = plan.message_bytes[plan.transfers.transfer_of_edge].tolist()
+        for sender, receiver, nbytes in zip(
+            plan.transfers.sender.tolist(), plan.transfers.receiver.tolist(), sizes, strict=True
+        ):
+            if host_of[sender] != host_of[receiver]:
+                leaving[host_of[sender]] = leaving.get(host_of[sender], 0) + nbytes
+                entering[host_of[receiver]] = entering.get(host_of[receiver], 0) + nbytes
+        for host, (left, entered) in enumerate(crossed[contender]):
+            # headers are 4.6 %, and acknowledgements and barriers go the other way
+            for counted, payload in ((left, leaving.get(host, 0)), (entered, entering.get(host, 0))):
+                other = max(leaving.get(host, 0), entering.get(host, 0))
+                assert payload <= counted <= 1.06 * payload + 0.05 * other + 150_000, (contender, host)
+
+
+def _fail(rank, report, how):
+    if rank == 1:
+        if how == "raise":
+            raise ValueError("rank 1 has had enough")
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(30)
+
+
+@on_hosts
+def test_a_rank_that_fails_is_named_and_the_next_run_works():
+    with Cluster(_cluster()) as cluster:
+        for how, match in (("raise", "rank 1 has had enough"), ("die", "exit code -9")):
+            with pytest.raises(LaunchError, match=match) as caught:
+                cluster.run(_fail, how, grace_seconds=0.2)
+            assert [failure.rank for failure in caught.value.failures] == [0, 1, 2, 3]
+        with pytest.raises(LaunchError, match="did not end in time"):
+            cluster.run(_sleep, timeout_seconds=0.5)
+        assert cluster.run(_who_am_i)[3][0] == "host1"
+
+
+class _Unreadable(Exception):
+    def __init__(self, a, b):
+        super().__init__("a and b")
+
+
+def _raise_unreadable(rank, report):
+    raise _Unreadable(1, 2)
+
+
+@on_hosts
+def test_two_clusters_at_once_and_what_cannot_be_run():
+    first, second = Cluster(_cluster(devices=1)), Cluster(_cluster(devices=1))
+    for cluster in (first, second):
+        assert cluster.run(_who_am_i)[1][0] == "host1"
+        with pytest.raises(LaunchError, match="cannot be read"):
+            cluster.run(_raise_unreadable, grace_seconds=1.0)
+        with pytest.raises(ClusterError, match="importable by name"):
+            cluster.run(lambda rank, report: rank)
+    begun = time.monotonic()
+    first.close()
+    second.close()
+    assert time.monotonic() - begun < 3.0
+    with pytest.raises(ClusterError, match="closed"):
+        first.run(_who_am_i)
+
+
+def _sleep(rank, report):
+    time.sleep(30)
+
+
+@on_hosts
+def test_a_killed_launcher_leaves_nothing():
+    code = (
+        "import sys; import torch, time\n"
+        "from tests.microbench.test_cluster import Cluster, _cluster, _sleep\n"
+        "with Cluster(_cluster()) as cluster:\n"
+        "    print('up', flush=True)\n"
+        "    cluster.run(_sleep)\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    try:
+        assert launcher.stdout.readline() == "up\n"
+        deadline = time.monotonic() + 5
+        while len(_processes_of(launcher.pid)) < 10 and time.monotonic() < deadline:
+            time.sleep(0.02)  # cluster, store, 2 keepers, 2 first processes, 4 ranks
+        inside = _processes_of(launcher.pid)
+        assert len(inside) >= 10
+    finally:
+        launcher.kill()
+        launcher.wait()
+        launcher.stdout.close()
+    assert _gone(inside)
+
+
+def _reshard_by_hostname(rank, report):
+    mesh, other = reshard.Mesh.of("2"), reshard.Mesh.of("2", first_rank=2)
+    src, dst = reshard.Layout(mesh, "S0"), reshard.Layout(other)
+    whole = torch.arange(64.0).reshape(8, 8)
+    out = reshard.reshard(whole[4 * rank : 4 * rank + 4].clone() if rank < 2 else None, src, dst)
+    return None if out is None else bool(torch.equal(out, whole))
+
+
+@on_hosts
+def test_a_plain_call_finds_the_hosts_by_their_names():
+    with Cluster(_cluster()) as cluster:
+        assert cluster.run(_reshard_by_hostname) == [None, None, True, True]
+
+
+def test_where_hosts_cannot_be_made_the_command_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None)
+    monkeypatch.setattr(namespaces.Path, "exists", lambda path: False)
+    assert "install iproute2" in namespaces.why_unsupported()
+    monkeypatch.setattr(namespaces.sys, "platform", "darwin")
+    assert "torchrun" in namespaces.why_unsupported()
+    monkeypatch.setattr("microbench.emulation.cluster.why_unsupported", lambda: "no namespaces here")
+    with pytest.raises(ClusterError, match="no namespaces here"):
+        Cluster(_cluster())
+    monkeypatch.setattr("microbench.emulation.cluster.why_unsupported", lambda: None)
+    with pytest.raises(ClusterError, match="at most 250 hosts"):
+        Cluster(_cluster(count=251))
+    with pytest.raises(ClusterError, match="rates of emulated links"):
+        Cluster(Topology.uniform((0, 1), 1.0))
+
+
+def test_clusters_and_rows_fit_each_other():
+    rows = all_rows(0, 4)
+    assert {path.stem for path in CLUSTERS.glob("*.json")} == {row.cluster for row in rows}
+    assert len({(row.suite, row.name) for row in rows}) == len(rows)
+    for row in rows:
+        topology = read_cluster(row.cluster)
+        for spec in row.tensors:
+            assert isinstance(spec, TensorSpec)
+            topology.check_covers(spec.src.ranks)
+            topology.check_covers(spec.dst.ranks)
+
+
+def test_random_rows_come_from_their_seed():
+    def said(seed):
+        return [str(row) for row in all_rows(seed, 8) if row.suite == "random"]
+
+    assert said(7) == said(7) != said(8)
+    plan_tensors(next(row for row in all_rows(7, 8) if row.suite == "random").tensors)
+
+
+@on_hosts
+def test_every_method_trains_on_emulated_hosts(monkeypatch):
+    """Timed stages on two hosts, a few microbatches: what the end-to-end command does, not how fast."""
+    monkeypatch.setattr(end_to_end, "NUM_MICROBATCHES", 4)
+    setting = end_to_end.settings("u_transformer")["timed 2"]
+    small = replace(setting, config=replace(setting.config, batch=16, num_microbatches=4))
+    said = []
+    record = end_to_end.run_setting(small, 1, said.append)
+    rows = {row["method"]: row for row in record["rows"]}
+    assert set(rows) == {*(way.name for way in end_to_end.WAYS), end_to_end.SIGNAL}
+    assert all(len(row["seconds"]) == 1 and row["predicted_seconds"] > 0 for row in rows.values())
+    timeline, predicted = record["timelines"][end_to_end.OURS]
+    assert len(predicted.crossings) == len(timeline.crossings)
+    moved = [c for c in timeline.crossings if c.channel.is_forward]
+    assert len(moved) == 4
+    assert all(c.ready <= c.end for c in timeline.crossings)
+    table = end_to_end.format_setting(record)
+    assert all(name in table for name in rows)

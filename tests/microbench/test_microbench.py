@@ -1,0 +1,304 @@
+"""The benchmark's own arithmetic: which links a calibration fills, what becomes of measurements."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import microbench.__main__ as bench
+from microbench.__main__ import main
+from microbench.cases.rows import CLUSTERS, read_cluster
+from microbench.emulation.links import cluster_wires, etc_hosts, host_wires, nominal
+from microbench.harness.calibrate import deviations, mean_topology, measured_topology, plan_tests
+from microbench.harness.plots import draw_bars
+from microbench.harness.report import format_markdown, format_suites, format_table, replace_section
+from microbench.harness.steal_time import Lap, Laps, Pace, Patience
+from microbench.harness.suite import make_records, plan_row
+from microbench.harness.worker import _merge
+from microbench.planner.scaling import Case, growth, time_case
+from reshard.topology.files import read_topology, topology_from_json
+from reshard.topology.model import Port
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CLUSTERS.glob("*.json")))
+def test_a_calibration_fills_every_port_once_and_nothing_else_is_narrower(name):
+    topology = read_cluster(name)
+    wanted = {
+        (way, host, nic)
+        for host in range(topology.num_hosts)
+        for nic in range(len(topology.host(host).nics))
+        for way in ("egress", "ingress")
+    } | {(way, pod, 0) for pod in range(len(topology.pods)) for way in ("up", "down")}
+    filled = []
+    for row in plan_tests(topology):
+        taken = [port for test in row for port in test.takes]
+        assert len(taken) == len(set(taken))
+        for test in row:
+            filled += test.fills
+            total = sum(rate for *_, rate in test.flows)
+            for way, place, nic in test.fills:
+                port = topology.pods[place] if way in ("up", "down") else topology.host(place).nics[nic]
+                rate = port.egress_bytes_per_second if way in ("egress", "up") else port.ingress_bytes_per_second
+                assert total == pytest.approx(rate)
+            for sender, receiver, rate in test.flows:
+                assert topology.host_of_rank[sender] != topology.host_of_rank[receiver]
+                assert rate <= topology.nic(sender).egress_bytes_per_second
+                assert rate <= topology.nic(receiver).ingress_bytes_per_second
+    assert sorted(filled) == sorted(wanted)
+
+
+def test_measured_rates_take_the_place_of_described_ones():
+    topology = read_cluster("pods")
+    found = {
+        "rates": {("egress", 1, 0): 4e7, ("down", 1, 0): 3e7},
+        "inside": 1e9,
+        "latency": 1e-4,
+        "inside_latency": None,
+        "start": 0.008,
+    }
+    measured = measured_topology(topology, found)
+    assert measured.host(1).nics[0] == Port(4e7, 5e7)
+    assert measured.host(0).nics[0] == Port.of(5e7)
+    assert measured.pods[1] == Port(5e7, 3e7)
+    assert measured.latency_seconds == 1e-4
+    assert measured.start_seconds == 0.008
+    shaped = measured_topology(nominal(topology), found)
+    assert (shaped.send_buffer_bytes, shaped.burst_bytes) == (262144, 125358)
+    slow = nominal(topology_from_json({"hosts": [{"count": 2, "devices": 1, "nics": ["80 Mbit/s"]}]}))
+    assert (slow.send_buffer_bytes, slow.burst_bytes) == (65536, 31340)
+    off = deviations(measured, topology)
+    assert {name for name, part in off.items() if part} == {"host 1 NIC 0 out", "pod 1 in"}
+    assert off["host 1 NIC 0 out"] == pytest.approx(-0.2)
+    assert mean_topology(measured, topology).host(1).nics[0].egress_bytes_per_second == 4.5e7
+
+
+def _laps(wanted, *laps):
+    return Laps(wanted, done=[Lap(*lap) for lap in laps])
+
+
+def test_disturbed_laps_are_repeated_and_not_kept():
+    laps = Laps(2)
+    laps.done.append(Lap(1.0, 0.5, 0.3))
+    assert laps.needs_more()
+    laps.done += [Lap(0.5, 0.5, 0.0), Lap(0.6, 0.5, 0.005)]
+    assert not laps.needs_more()  # two were left alone
+    assert [lap.seconds for lap in laps.kept()] == [0.5, 0.6]
+    noisy = Laps(2, most_tries=2, done=[Lap(float(n), 0.5, stolen) for n, stolen in enumerate((0.4, 0.2, 0.3, 0.5))])
+    assert not noisy.needs_more()  # tried often enough
+    assert [lap.seconds for lap in noisy.kept()] == [1.0, 2.0]  # the least disturbed
+
+
+def _records():
+    from microbench.cases.rows import all_rows
+
+    row = next(row for row in all_rows(0, 0) if row.name == "study 3")
+    one = plan_row(row, "0", ("broadcast_greedy", "broadcast_search", "send_recv", "gloo broadcast"), 2)
+    links = replace(nominal(read_cluster("five")), latency_seconds=0.0, inside_latency_seconds=0.0, start_seconds=0.01)
+    gathered = [
+        {
+            "broadcast_greedy": {
+                "laps": _laps(3, (0.29, 0.5, 0.0), (9.9, 0.9, 0.2), (0.28, 0.4, 0.01), (0.30 + rank / 100, 0.45, 0.0)),
+                "wrong": 0,
+                "first_use_seconds": 0.5,
+            },
+            "send_recv": {
+                "laps": _laps(3, (1.1, 0.1, 0.5), (1.2, 0.1, 0.4), (1.3, 0.1, 0.0), (1.4, 0.1, 0.3)),
+                "wrong": rank,
+                "first_use_seconds": 1.5,
+            },
+            "gloo broadcast": {"refused": "both layouts must be replicated"}
+            if rank
+            else {"laps": _laps(3), "wrong": 0},
+        }
+        for rank in range(2)
+    ]
+    return [
+        {
+            "kind": "run",
+            "command": "python -m microbench",
+            "date": "today",
+            "machine": "m",
+            "load": 0.0,
+            "versions": {"a": "1"},
+        },
+        *make_records(one, _merge(gathered), {}, links),
+    ]
+
+
+def test_a_run_spends_what_its_time_leaves():
+    pace = Pace(100.0, 50.0)
+    first = pace.spare_seconds(5.0)
+    assert 0.39 * 47 < first < 0.4 * 47  # four times a tenth of what is left above the overhead
+    assert 47 < pace.spare_seconds(45.0) < 52.5  # all of it, for the last row
+    assert pace.spare_seconds(0.0) == 0.0
+    assert Pace(10.0, 50.0).spare_seconds(5.0) == 0.0
+    patience = Patience(2.0)
+    patience.spend(1.5)
+    assert not patience.is_over
+    patience.spend(0.5)
+    assert patience.is_over
+
+
+def test_records_tables_and_pages():
+    records = _records()
+    by_name = {record["contender"]: record for record in records[1:]}
+    ours = by_name["broadcast_greedy"]
+    assert ours["seconds"] == [0.29, 0.28, 0.31]  # of the slower rank
+    assert ours["bound_seconds"] == pytest.approx(2**25 / (1.25e8 * 1448 / 1514))
+    assert ours["ratio"] == pytest.approx(0.29 / ours["bound_seconds"])
+    assert ours["busy"] == 0.45
+    burst = 125358 / 2**25  # passes at once
+    start = 0.01 * 16 / 20 / ours["bound_seconds"]  # 16 of the 20 ranks take part
+    assert ours["predicted_ratio"] == pytest.approx(1 - burst + start, abs=1e-6)
+    assert by_name["broadcast_search"]["same_as"] == "broadcast_greedy"
+    assert by_name["send_recv"]["wrong"] == 1
+    assert (ours["disturbed"], ours["repeated"]) == (0, 1)
+    assert (by_name["send_recv"]["disturbed"], by_name["send_recv"]["repeated"]) == (2, 1)
+    assert by_name["gloo broadcast"]["refused"].startswith("both")
+    table = format_table(records)
+    assert "1 WRONG" in table
+    assert "2 of 3 turns DISTURBED" in table
+    assert "does not apply: both layouts" in table
+    assert "the same plan as broadcast_greedy" in table
+    assert "| study: study 3 | 0.281 | 1.03 (1.02) | - |" in format_markdown(
+        records, ("broadcast_greedy", "gloo broadcast")
+    )
+    short = format_suites(records, ("broadcast_greedy", "gloo broadcast"))
+    assert short.splitlines()[2:] == ["| study | 1 | 1.03 (1.03) | - |"]
+    brief = {**ours, "row": "brief", "bound_seconds": 0.09, "ratio": 4.0}
+    both = [*records, {**ours, "row": "another", "ratio": 4 * ours["ratio"]}, brief]
+    twice = format_suites(both, ("broadcast_greedy", "send_recv")).splitlines()[2:]
+    assert twice[0].startswith("| study | 2 | 2.07 (4.13) | ")
+    assert twice[0].endswith(" of 1) |")
+    assert twice[1] == "| under 0.1 s, all suites | 1 | 4.00 (4.00) | - |"
+    page = "a\n<!-- x -->\nold\n<!-- end of x -->\nb\n"
+    assert replace_section(page, "x", "new") == "a\n<!-- x -->\nnew\n<!-- end of x -->\nb\n"
+    with pytest.raises(SystemExit, match="no marks"):
+        replace_section("a", "x", "new")
+
+
+def test_bars_name_their_rows(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'reshard[bench]'")
+    draw_bars(_records()[1:], ["broadcast_greedy", "send_recv"], tmp_path / "bars.svg")
+    assert "study: study 3" in (tmp_path / "bars.svg").read_text()
+
+
+def test_wires_of_every_cluster_are_named_once():
+    for path in CLUSTERS.glob("*.json"):
+        topology = read_cluster(path.stem)
+        wires = cluster_wires(topology, list(range(100, 100 + topology.num_hosts)))
+        made = [line.split()[2] for line in wires.ip if line.startswith("link add")]
+        assert len(made) == len(set(made))
+        assert max(map(len, made)) <= 15  # the kernel's limit
+        num_nics = sum(len(topology.host(host).nics) for host in range(topology.num_hosts))
+        at_host = host_wires(topology, 0, [7] * (len(topology.host(0).nics) - 1))
+        shaped = [sum(" root " in line for line in some.tc) for some in (wires, at_host)]
+        assert shaped == [num_nics + 2 * len(topology.pods), 1]
+        assert etc_hosts(topology).count("host0\n") >= 2
+
+
+def test_the_list_of_rows(capsys):
+    assert main(["--list"]) == 0
+    said = capsys.readouterr().out
+    assert "study 9" in said
+    assert "about" in said
+    for wrong in (["--suite", "no"], ["--contender", "no"], ["--row", "no such row"], ["--repeats", "0"]):
+        with pytest.raises(SystemExit):
+            main(["--list", *wrong])
+
+
+def test_a_rank_counts_wrong_elements():
+    from microbench.harness.worker import _same
+
+    a = torch.tensor([1.0, float("nan")])
+    assert _same(a, a.clone())
+    assert not _same(a, torch.tensor([1.0, 2.0]))
+
+
+@pytest.mark.slow
+def test_the_rows_run_under_torchrun(tmp_path):
+    out = tmp_path / "out.jsonl"
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "-m", "microbench",
+         "--suite", "sweep", "--row", "64 KiB", "--repeats", "2", "--out", str(out)],
+        capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {record["kind"] for record in records} == {"run", "cluster", "row"}
+    assert all(not record.get("wrong") for record in records)
+
+
+def test_planning_time_is_measured_in_a_process_of_its_own():
+    seconds, messages, memory = time_case(Case(16, 16, "S0 R", "R S1"), 1)
+    assert 0 < seconds < 10
+    assert messages > 16
+    assert 20 < memory < 2048
+    assert growth([2, 4, 8], [3.0, 6.0, 12.0]) == pytest.approx(1.0)
+    assert growth([2, 4, 8], [1.0, 4.0, 16.0]) == pytest.approx(2.0)
+
+
+@pytest.mark.slow
+def test_links_of_a_job_are_written_as_a_topology(tmp_path):
+    out = tmp_path / "cluster.json"
+    given = tmp_path / "given.yaml"
+    given.write_text("hosts: [{devices: 2, nics: [10 Gbit/s], count: 2}]\n")
+    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "microbench"]
+    measure = functools.partial(
+        subprocess.run, capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parents[2]
+    )
+    run = measure([*job, "--calibrate", str(out)])
+    assert "all 4 ranks are on one host" in run.stderr
+    assert not out.exists()
+    run = measure([*job, "--calibrate", str(out), "--topology", str(given)])
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "4 ranks on 2 hosts" in run.stderr
+    topology = read_topology(out)
+    assert topology.host_of_rank == (0, 0, 1, 1)
+    assert topology.latency_seconds > 0
+    assert topology.nic(0).egress_bytes_per_second > 1e6
+
+
+def test_calibration_needs_a_job(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--calibrate", str(tmp_path / "cluster.json")])
+    assert "--calibrate are for torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (["--rate", "1 Gbit/s"], "--rate is for torchrun"),
+        (["--out", "."], "--out .: a folder"),
+        (["--minutes", "0"], "--minutes is above 0"),
+        (["--row", "nowhere: nothing"], "no row is called 'nowhere: nothing'"),
+    ],
+)
+def test_a_wrong_command_line_is_named(capsys, said, message):
+    with pytest.raises(SystemExit):
+        main(said)
+    assert message in capsys.readouterr().err
+
+
+def test_rows_are_chosen_by_what_the_table_calls_them(capsys):
+    assert main(["--list", "--row", "unequal NICs: replicated -> S0", "--contender", "auto"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_an_interrupt_is_one_line(capsys, monkeypatch, tmp_path):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "run_cluster", interrupted)
+    monkeypatch.setattr(bench, "why_unsupported", lambda: None)
+    out = tmp_path / "out.jsonl"
+    assert main(["--row", "study 1", "--contender", "auto", "--out", str(out)]) == 130
+    assert "interrupted; the clusters that were through are in" in capsys.readouterr().err
+    assert json.loads(out.read_text())["kind"] == "run"

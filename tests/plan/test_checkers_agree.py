@@ -1,0 +1,204 @@
+"""The checker on arrays accepts what the one that replays message by message accepts, and refuses what that refuses."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from reshard import Layout, Mesh, PlanError, RegionLayout, ReshardError, Topology, check_plan, make_plan
+from reshard.plan.messages import expand_messages, message_nbytes, tabulate_messages
+from reshard.plan.model import Plan
+from reshard.plan.text_parser import parse_plan
+from reshard.plan.transfers import Transfers
+from reshard.planner.registry import STRATEGIES
+from reshard.sharding.box_search import find_overlapping, locate_points
+from tests.support import reference_check
+from tests.support.changed import change_plan, relayed_plan
+from tests.support.random_problems import random_problem
+from tests.support.strategies_of_cases import cases
+
+
+def _is_good(check, plan):
+    try:
+        check(plan)
+    except PlanError:
+        return False
+    return True
+
+
+def _agree(text):
+    """Whether both checkers accept a text; None if it does not parse."""
+    try:
+        plan = parse_plan(text)
+    except ReshardError:
+        return None
+    good = _is_good(reference_check.check_plan, plan)
+    assert _is_good(check_plan, plan) == good, text
+    return good
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_of_all_strategies_with_a_few_changes(seed):
+    chance = random.Random(seed)
+    src, dst, shape, topology = random_problem(seed)
+    found = []
+    for strategy in STRATEGIES:
+        plan = make_plan(src, dst, shape, "int8", strategy=strategy, topology=topology, staging_bytes=2**16)
+        text = str(plan)
+        assert _agree(text)
+        for _ in range(12):
+            changed = change_plan(text, chance)
+            found.append(_agree(changed if chance.random() < 0.7 else change_plan(changed, chance)))
+    assert found.count(True) > 2 and found.count(False) > 2, found
+
+
+def test_plans_by_hand_whose_ranks_stage_a_lot():
+    chance, found = random.Random(0), []
+    for seed in range(150):
+        text = relayed_plan(seed)
+        found.append(_agree(text))
+        for _ in range(4):
+            found.append(_agree(change_plan(text, chance)))
+    assert found.count(True) > 60 and found.count(False) > 60, found
+
+
+@given(cases(), st.sampled_from(sorted(STRATEGIES)), st.randoms(use_true_random=False))
+def test_plans_between_regions_and_grids(case, strategy, chance):
+    shape, src, dst, topology = case
+    text = str(make_plan(src, dst, shape, "int16", strategy=strategy, topology=topology))
+    assert _agree(text)
+    for _ in range(4):
+        _agree(change_plan(text, chance))
+
+
+STAGED = """\
+plan by_hand staging_bytes=64
+topology nic_bytes_per_second=1.0 hosts 0*5
+tensor 0 int8 [8] from () on Mesh(ranks 0) to Regions(ndim=1 join=0; 1: none; 3: [0:8]; 4: [0:8])
+0: t0 [0:8] 0 -> 1 splits 1 window 4
+1: t0 [0:8] 1 -> 3 splits 1 window 4 from 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("2: t0 [0:4] 0 -> 1\n3: t0 [0:4] 1 -> 4 from 2\n4: t0 [4:8] 0 -> 1\n5: t0 [4:8] 1 -> 4 from 4", None),
+        (
+            "2: t0 [0:4] 0 -> 1\n3: t0 [0:4] 1 -> 4 from 2\n4: t0 [4:8] 0 -> 4\n5: t0 [0:8] 1 -> 2 from 0",
+            "rank 2 takes part in a transfer, but is in neither layout",
+        ),
+        ("2: t0 [0:4] 0 -> 4\n3: t0 [2:8] 0 -> 1\n4: t0 [2:8] 1 -> 4 from 3", "brings rank 4 2 elements a second time"),
+        ("2: t0 [0:4] 0 -> 4\n3: t0 [4:8] 1 -> 4 from 0", "passes on other boxes than message 0 brings"),
+        ("2: t0 [0:4] 0 -> 4\n3: t0 [0:4] 0 -> 4", r"message 3: \[0:4\] brings rank 4 4 elements a second time"),
+    ],
+)
+def test_a_box_inside_a_staged_one_takes_its_place(lines, said):
+    text = STAGED + "".join(
+        line.replace(" from", " splits 1 window 4 from") + ("" if "from" in line else " splits 1 window 4") + "\n"
+        for line in lines.split("\n")
+    )
+    assert _agree(text) == (said is None)
+    if said is not None:
+        with pytest.raises(PlanError, match=said):
+            check_plan(parse_plan(text))
+
+
+def test_what_was_staged_is_gone_when_it_is_staged_anew():
+    text = STAGED + (
+        "2: t0 [0:4] 0 -> 1 splits 1 window 4\n3: t0 [0:4] 1 -> 4 splits 1 window 4 from 2\n"
+        "4: t0 [4:8] 0 -> 4 splits 1 window 4\n"
+    )
+    late = text.replace("1: t0 [0:8] 1 -> 3 splits 1 window 4 from 0\n", "").replace("2: t0", "1: t0")
+    late = late.replace("3: t0 [0:4] 1 -> 4 splits 1 window 4 from 2", "2: t0 [0:4] 1 -> 4 splits 1 window 4 from 1")
+    late = late.replace("4: t0", "3: t0") + "4: t0 [0:8] 1 -> 3 splits 1 window 4 from 0\n"
+    assert _agree(text) and _agree(late) is False
+
+
+def _boxes(chance, ndim, count, size):
+    start = chance.integers(0, size, (count, ndim))
+    return start, start + chance.integers(1, 1 + size // 4, (count, ndim))
+
+
+@pytest.mark.parametrize("ndim", [0, 1, 2, 3])
+@pytest.mark.parametrize("size", [4, 30, 400, 2**50])
+def test_overlaps_are_those_that_pairs_show(ndim, size):
+    for seed in range(6):
+        chance = np.random.default_rng(seed)
+        start, stop = _boxes(chance, ndim, 300, size)
+        group = chance.integers(0, 1 + 20 * (seed % 3), 300)
+        meets = ((start[:, None] < stop[None]) & (start[None] < stop[:, None])).all(axis=2)
+        meets &= (group[:, None] == group[None]) & ~np.eye(300, dtype=bool)
+        assert (find_overlapping(group, start, stop) == meets.any(axis=1)).all()
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_points_lie_in_the_boxes_that_hold_them(ndim):
+    for seed in range(6):
+        chance = np.random.default_rng(seed)
+        start, stop = _boxes(chance, ndim, 2000, 60)
+        apart: list[int] = []
+        for i in range(len(start)):  # interlocking as they fall
+            if not ((start[apart] < stop[i]) & (start[i] < stop[apart])).all(axis=1).any():
+                apart.append(i)
+        start, stop = start[apart], stop[apart]
+        point = chance.integers(-3, 80, (1000, ndim))
+        holds = ((start[None] <= point[:, None]) & (point[:, None] < stop[None])).all(axis=2)
+        wanted = np.where(holds.any(axis=1), holds.argmax(axis=1), -1)
+        assert (locate_points(point, start, stop) == wanted).all()
+
+
+def test_tables_of_messages_are_the_messages():
+    """Also of trees in which a rank gets the data twice and passes on what came last, and of huge boxes in parts."""
+    dst = RegionLayout({rank: [[(0, 2**50)]] for rank in (1, 2, 3)})
+    plan = make_plan(Layout(Mesh.of(1)), dst, (2**50,), "int8", strategy="send_recv", topology=Topology((0, 1, 2, 3)))
+    edges = [(0, 1), (1, 2), (0, 1), (1, 3), (2, 2), (2, 3)]
+    tree = Transfers(
+        box_at=[0, 1],
+        box_tensor=[0],
+        box_start=[[0]],
+        box_stop=[[2**50 - 1]],
+        edge_at=[0, len(edges)],
+        sender=[a for a, _ in edges],
+        receiver=[b for _, b in edges],
+        splits=[[3000]],
+        window=[2],
+    )
+    table = tabulate_messages(replace(plan, transfers=tree))
+    for row, message in enumerate(expand_messages(replace(plan, transfers=tree))):
+        source = -1 if table.source[row] < 0 else table.id[table.source[row]]
+        assert (table.id[row], source) == (message.id, -1 if message.source is None else message.source)
+        assert table.nbytes[row] == message_nbytes(plan, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("edge_at", [0, 5]),
+        ("region", [7]),
+        ("box_tensor", [2]),
+        ("splits", [[0]]),
+        ("window", [0]),
+        ("receiver", [-1]),
+        ("box_start", [0]),
+        ("after_at", [0, 1]),
+        ("splits", [[2**40]]),
+    ],
+)
+def test_arrays_that_do_not_fit_together_are_refused(name, value):
+    plan = make_plan(Layout(Mesh.of(1)), Layout(Mesh.of(1, first_rank=1)), (8,), "int8", strategy="send_recv")
+    fields = {field: getattr(plan.transfers, field) for field in Transfers.__dataclass_fields__}
+    bad: Plan = replace(plan, transfers=Transfers(**(fields | {name: value})))
+    with pytest.raises(PlanError):
+        check_plan(bad)
+
+
+def test_a_source_that_is_not_waited_for_is_refused():
+    plan = make_plan(Layout(Mesh.of(1)), Layout(Mesh.of(1, first_rank=1)), (8,), "int8", strategy="send_recv")
+    fields = {field: getattr(plan.transfers, field) for field in Transfers.__dataclass_fields__}
+    with pytest.raises(PlanError, match="gets data from transfer 0, but does not come after it"):
+        Transfers(**(fields | {"source": [0]}))

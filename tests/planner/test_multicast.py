@@ -1,0 +1,386 @@
+"""The default planner: chunks, ports, order."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from reshard import Layout, Mesh, Topology, make_plan, simulate
+from reshard.cost.lower_bound import find_bound
+from reshard.cost.port_loads import find_loads
+from reshard.plan.check import check_plan
+from reshard.plan.messages import expand_messages
+from reshard.plan.text_parser import parse_plan
+from reshard.plan.text_writer import format_plan
+from reshard.planner.multicast.classes import Classes, cut_pieces
+from reshard.planner.multicast.host_classes import Lanes
+from reshard.planner.multicast.native_schedule import schedule_native, schedule_python
+from reshard.planner.multicast.strategy import load_freight, multicast_from_fast, ports_of, without_slow_holders
+from reshard.planner.strategies.problem import Problem
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.topology.model import Host, Port
+from reshard.topology.presets import load_preset
+from tests.support.memory_transport import run_in_threads
+from tests.support.strategies_of_cases import cases
+from tests.support.tensors import same_bytes, take_shard, whole_tensor
+
+ROWS_TO_COLUMNS = ("S0 R", "R S0")
+
+
+def _plan(src, dst, src_hosts, dst_hosts, shape=(1024, 1024), **topology):
+    a, b = Mesh.of((src_hosts, 2)), Mesh.of((dst_hosts, 2), first_rank=2 * src_hosts)
+    free = {"latency_seconds": 0.0, "inside_latency_seconds": 0.0}
+    hosts = Topology(tuple(rank // 2 for rank in range(2 * (src_hosts + dst_hosts))), **(free | topology))
+    return make_plan(Layout(a, src), Layout(b, dst), shape, "float32", strategy="multicast", topology=hosts)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "src_hosts", "dst_hosts"),
+    [
+        ("S0 R", "R S0", 2, 2),
+        ("R R", "S0 R", 2, 3),
+        ("R R", "R R", 3, 4),
+        ("S0 R", "R R", 1, 4),
+        ("S1 R", "S0 R", 3, 5),
+    ],
+)
+def test_plans_are_at_the_bound(src, dst, src_hosts, dst_hosts):
+    plan = _plan(src, dst, src_hosts, dst_hosts)
+    check_plan(plan)
+    assert simulate(plan).makespan_seconds <= 1.015 * find_bound(plan).seconds
+
+
+@pytest.mark.parametrize("hosts", [5, 16])
+@pytest.mark.parametrize("nbytes", [2**10, 2**16, 2**22, 2**28])
+def test_one_holder_is_at_the_round_optimal_formula(hosts, nbytes):
+    rate, latency = 4e11, 1.5e-5
+    topology = Topology(tuple(range(hosts + 1)), (Host((Port.of(rate),)),), latency_seconds=latency)
+    src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(hosts, first_rank=1))
+    plan = make_plan(src, dst, (nbytes,), "int8", strategy="multicast", topology=topology)
+    rounds = math.ceil(math.log2(hosts + 1))
+    best = min((n - 1 + rounds) * (latency + nbytes / n / rate) for n in range(1, 100))
+    assert simulate(plan).makespan_seconds <= 1.1 * best
+
+
+@pytest.mark.parametrize("rates", [(1e9, 5e8, 2.5e8, 1e9, 1e9), (1e9, 1e9, 2.5e8, 2.5e8, 5e8)])
+@pytest.mark.parametrize(("src", "dst"), [("S0 R", "R S0"), ("R R", "S0 R"), ("S0 R", "R R"), ("R S1", "S1 R")])
+def test_the_default_is_never_much_slower_than_another_strategy(src, dst, rates):
+    topology = Topology(tuple(rank // 2 for rank in range(10)), tuple(Host((Port.of(rate),)) for rate in rates))
+    layouts = Layout(Mesh.of((2, 2)), src), Layout(Mesh.of((3, 2), first_rank=4), dst)
+    for shape in ((3000, 1024), (12, 8)):
+        for latency in (0.0, 1e-4):
+            on = replace(topology, latency_seconds=latency)
+            seconds = {
+                name: simulate(make_plan(*layouts, shape, "float32", strategy=name, topology=on)).makespan_seconds
+                for name in (None, "multicast", "send_recv", "broadcast_greedy", "broadcast_size")
+            }
+            assert seconds[None] <= 1.01 * min(seconds.values())
+
+
+def test_the_plan_names_the_strategy_that_won():
+    """Four devices of a host take a latency each at the same time, where chunks of their host pass one by one."""
+    src, dst = Layout(Mesh.of((4, 4)), "S1 R"), Layout(Mesh.of((1, 4), first_rank=16), "R S1")
+    topology = Topology(tuple(rank // 4 for rank in range(20)), latency_seconds=1e-4)
+    free = topology.without_latency()
+    replicas = Layout(Mesh.of((1, 4), first_rank=16))
+    assert make_plan(src, replicas, (8192, 4096), "float32", topology=free).strategy == "multicast"
+    for strategy in (None, "auto"):
+        plan = make_plan(src, dst, (32, 32), "float32", topology=topology, strategy=strategy)
+        assert plan.strategy == "send_recv"
+        assert simulate(plan).makespan_seconds < 5e-4
+
+
+def test_what_arrives_on_several_ranks_at_once_fans_out_at_once():
+    topology = load_preset("dgx_h100", 24)
+    src, dst = Layout(Mesh.of((1, 8)), "S0 S1"), Layout(Mesh.of((2, 8), first_rank=8))
+    topology = replace(topology, latency_seconds=0.0, inside_latency_seconds=0.0)
+    plan = make_plan(src, dst, (16384, 16384), "bfloat16", topology=topology)
+    assert simulate(plan).makespan_seconds < 1.1 * find_bound(plan).seconds
+
+
+@pytest.mark.parametrize(("inside", "num_ranks"), [(None, 1), (1e10, 1), (1.5e9, 2)])
+def test_one_rank_lands_and_passes_on_all_that_its_links_can_take(inside, num_ranks):
+    topology = replace(_plan("R R", "R R", 1, 2).topology, inside_bytes_per_second=inside)
+    src, dst = Layout(Mesh.of((1, 2)), "R R"), Layout(Mesh.of((2, 2), first_rank=2), "R R")
+    plan = make_plan(src, dst, (4096, 1024), "float32", topology=topology, strategy="multicast")
+    host, sender, receiver = plan.topology.host_by_rank, plan.transfers.sender, plan.transfers.receiver
+    crosses = host[sender] != host[receiver]
+    for h in (1, 2):
+        landing = set(receiver[crosses & (host[receiver] == h)].tolist())
+        assert len(landing) == num_ranks
+        assert set(sender[crosses & (host[sender] == h)].tolist()) <= landing
+
+
+def test_text_and_json_keep_the_order_across_ranks():
+    plan = _plan("R R", "R R", 2, 3)
+    assert len(plan.transfers.after)
+    assert parse_plan(format_plan(plan)) == plan
+
+
+@given(
+    cases(),
+    st.integers(1, 3),
+    st.booleans(),
+    st.lists(st.sampled_from([1e9, 5e8, 2.5e8]), min_size=4, max_size=4),
+    st.sampled_from([(None, 0.0), (4e9, 0.0), (5e8, 1e-5)]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_native_and_twin_make_the_same_schedule(problem, nics, in_pods, rates, inside, is_mixed, near_first, partners):
+    shape, src, dst, topology = problem
+    ports = [[Port.of(rate / (1 + 9 * (is_mixed and n % 2))) for n in range(nics)] for rate in rates]
+    hosts = tuple(Host(row, i % 2 if in_pods else None) for i, row in enumerate(ports))
+    topology = replace(topology, hosts=hosts, nic_of_rank=(), pods=(Port.of(5e8), Port.of(1e9)) if in_pods else ())
+    topology = replace(topology, inside_bytes_per_second=inside[0], inside_latency_seconds=inside[1])
+    plan = make_plan(src, dst, shape, "float32", strategy="multicast", topology=topology)
+    check_plan(plan)
+    if schedule_native is None:
+        return
+    cut = Problem.of([TensorSpec(shape, "float32", src, dst)], plan.topology)
+    freight = replace(load_freight(cut)[0], near_first=near_first, keeps_partners=partners)
+    ours, twin = schedule_native(ports_of(cut), freight), schedule_python(ports_of(cut), freight)
+    for name in ours.__dataclass_fields__:
+        assert (getattr(ours, name) == getattr(twin, name)).all(), name
+
+
+def _gbit(*rates):
+    return Host(tuple(Port.of(rate * 1.25e8) for rate in rates))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "shape", "hosts", "host_of_rank", "most"),
+    [
+        # shards that are so uneven that some NICs have nothing of their own to send
+        (
+            Layout(Mesh.of("4x4"), "R R S01"),
+            Layout(Mesh.of("2x4", first_rank=16)),
+            (1000, 1100, 40),
+            (_gbit(10, 10, 10, 10),),
+            [rank // 4 for rank in range(24)],
+            1.01,
+        ),
+        # a fast and a slow NIC in one host
+        (
+            Layout(Mesh.of("2"), "S0"),
+            Layout(Mesh.of("2", first_rank=2)),
+            (8192, 8192),
+            (_gbit(25), _gbit(25, 1)),
+            (0, 0, 1, 1),
+            1.02,
+        ),
+        # a replica on a host that is much slower than another one
+        (
+            Layout(Mesh.of("2")),
+            Layout(Mesh.of("1", first_rank=2)),
+            (2**28,),
+            (_gbit(1), _gbit(25), _gbit(25)),
+            (0, 1, 2),
+            1.02,
+        ),
+        # hosts of one rate but of different numbers of NICs, whose ranks share them unevenly
+        (
+            Layout(Mesh([0, 6, 8, 9, 11, 13], {"a": 3, "b": 2}), ("b", "a")),
+            Layout(Mesh([2, 11, 15], {"a": 3})),
+            (16666667, 3),
+            (_gbit(1, 1), _gbit(1, 1, 1, 1), _gbit(1, 1, 1, 1), _gbit(1, 1, 1), _gbit(1)),
+            (0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4),
+            1.02,
+        ),
+        # uplinks that carry many NICs at once: chunks follow the NICs
+        (
+            Layout(Mesh.of("3x8"), "S0 R"),
+            Layout(Mesh.of("3x8", first_rank=24), "S1 R"),
+            (1024, 32768),
+            tuple(
+                Host((Port(out * 1.25e9, into * 1.25e9),) * 8, pod)
+                for out, into, pod in (
+                    (0.25, 1, 0), (0.5, 0.5, 0), (1, 0.5, 0), (0.25, 0.5, 1), (0.5, 1, 1), (0.5, 0.5, 1),
+                )
+            ),
+            [rank // 8 for rank in range(48)],
+            1.3,
+        ),
+        # receivers of full rate that exchange what two slow holders and a faster one bring them
+        (
+            Layout(Mesh.of("3x4"), "R S1 R"),
+            Layout(Mesh.of("2x4", first_rank=12)),
+            (2048, 512, 48),
+            (_gbit(2.5), _gbit(2.5), _gbit(5), _gbit(10), _gbit(10)),
+            [rank // 4 for rank in range(20)],
+            1.01,
+        ),
+    ],
+    ids=["uneven shards", "mixed NICs", "slow replica", "numbers of NICs", "pods of many NICs", "slow holders"],
+)  # fmt: skip
+def test_auto_is_near_the_bound_where_hosts_differ(src, dst, shape, hosts, host_of_rank, most):
+    pods = (Port.of(1.5e10),) * 2 if hosts[0].pod is not None else ()
+    topology = Topology(tuple(host_of_rank), hosts, pods=pods).without_latency()
+    plan = make_plan(src, dst, shape, "float32", topology=topology)
+    check_plan(plan)
+    assert simulate(plan).makespan_seconds <= most * find_bound(plan).seconds
+
+
+def test_a_slow_host_that_needs_what_it_holds_is_not_sent_it():
+    src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("3"))  # replicas on ranks 0 and 1; rank 0, the slow one, keeps its
+    topology = Topology((0, 1, 2), (_gbit(1), _gbit(25), _gbit(25)))
+    problem = Problem.of([TensorSpec((2**20,), "float32", src, dst)], topology)
+    assert without_slow_holders(problem) is None
+    slow = Topology((0, 1, 2, 3), (_gbit(1), _gbit(1), _gbit(25), _gbit(25)))
+    two = [
+        TensorSpec((8,), "int8", Layout(Mesh(ranks)), Layout(Mesh([2])), name)
+        for name, ranks in (("a", [0, 1]), ("b", [0]))
+    ]
+    assert without_slow_holders(Problem.of(two, slow)) is None  # no fast host holds anything
+    for strategy in (multicast_from_fast, None):
+        check_plan(make_plan(src, dst, (2**20,), "float32", topology=topology, strategy=strategy))
+    mixed = Layout(Mesh([0, 1, 2], {"x": 3}))
+    plan = make_plan(mixed, Layout(Mesh([0, 3], {"x": 2})), (2**20,), "float32", strategy=multicast_from_fast,
+                     topology=Topology((0, 1, 2, 3), (_gbit(1), _gbit(1), _gbit(25), _gbit(25))))  # fmt: skip
+    check_plan(plan)
+    assert 1 not in {message.sender for message in expand_messages(plan)}  # slow, and needs nothing
+
+
+@given(cases(), st.integers(1, 40))
+def test_chunks_cover_their_lane_evenly(problem, count):
+    shape, src, dst, topology = problem
+    cut = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
+    classes = Classes.of(cut)
+    lanes = Lanes.of(classes, topology)
+    assert lanes.nbytes.sum() == classes.nbytes.sum()
+    assert (np.diff(lanes.lane) >= 0).all()
+    pieces = cut_pieces(cut, lanes.classes, lanes.lane, np.full(len(lanes), count), lanes.moves)
+    numel = (pieces.stop - pieces.start).prod(axis=1)
+    assert (numel > 0).all()
+    assert (np.diff(pieces.at) > 0).all()
+    assert (np.unique(pieces.chunk) == np.arange(len(pieces.lane_of))).all()
+    assert (np.diff(pieces.chunk) >= 0).all()
+    assert (lanes.lane[pieces.class_of] == pieces.lane_of[pieces.chunk]).all()
+    of_piece = np.repeat(np.arange(len(pieces.chunk)), np.diff(pieces.at))
+    assert (np.bincount(of_piece, weights=4 * numel, minlength=len(pieces.chunk)) == pieces.nbytes).all()
+    sizes = np.bincount(pieces.chunk, weights=pieces.nbytes)
+    for lane, total in enumerate(lanes.nbytes.tolist()):
+        mine = sizes[pieces.lane_of == lane]
+        assert mine.sum() == total
+        assert mine.max() <= total / count * (1.05 if lanes.moves[lane] else 1.2) + 8
+    for k in range(len(lanes.classes)):
+        seen = np.zeros(shape, dtype=np.int64)
+        for row in np.flatnonzero(pieces.class_of[of_piece] == k).tolist():
+            at = tuple(slice(a, b) for a, b in zip(pieces.start[row], pieces.stop[row], strict=True))[: len(shape)]
+            seen[at] += 1
+        assert seen.max() <= 1
+        assert 4 * seen.sum() == lanes.classes.nbytes[k]
+
+
+def test_chunks_leave_room_for_several_in_staging():
+    src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2), "R S0")
+    topology = Topology((0, 1, 2, 3), latency_seconds=1e-2)  # asks for few chunks
+    for staging in (2**16, 2**20, 2**26):
+        plan = make_plan(
+            src, dst, (1024, 2048), "float32", strategy="multicast", topology=topology, staging_bytes=staging
+        )
+        assert plan.message_bytes.max() <= staging // 8
+        check_plan(plan)
+
+
+@pytest.mark.parametrize("width", [150, 197, 230, 239])
+def test_chunks_inside_a_host_leave_room_too(width):
+    src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(1, first_rank=1))
+    for rows in range(20, 120, 7):
+        plan = make_plan(src, dst, (rows, width), "float32", strategy="multicast", staging_bytes=2**16)
+        assert plan.message_bytes.max() <= 2**16 // 8
+
+
+def test_a_rank_that_got_its_copy_from_a_neighbour_is_not_sent_it_again():
+    """Rank 1 needs what rank 0 of its host holds, and its NIC passes half of that on to the other host."""
+    topology = Topology((0, 0, 1, 1), (Host((Port.of(1e9),) * 2),)).without_latency()
+    src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(3, first_rank=1))
+    plan = make_plan(src, dst, (2**20,), "float32", strategy="multicast", topology=topology)
+    check_plan(plan)
+    assert {0, 1} <= set(plan.transfers.sender.tolist())
+    assert simulate(plan).makespan_seconds <= 1.05 * find_bound(plan).seconds
+
+
+@pytest.mark.parametrize("staging", [2**16, 2**20])
+@pytest.mark.parametrize("numel", [10**5, 10**6])
+@pytest.mark.parametrize(("latency", "inside"), [(1e-4, (None, 1e-4)), (0.0, (None, 1e-4)), (0.0, (1e8, 0.0))])
+def test_ranks_that_stage_for_slow_insides_have_room(staging, numel, latency, inside):
+    """Each NIC's rank needs what the other one must send: all of it is staged, and the hop inside is slow."""
+    topology = Topology(
+        (0, 0, 1, 1), (Host((Port.of(1e9),) * 2),), inside_bytes_per_second=inside[0],
+        latency_seconds=latency, inside_latency_seconds=inside[1],
+    )  # fmt: skip
+    src, dst = Layout(Mesh([1, 2], {"x": 2}), "S0"), Layout(Mesh([3, 0], {"x": 2}), "S0")
+    plan = make_plan(src, dst, (numel,), "int32", topology=topology, staging_bytes=staging, strategy="multicast")
+    check_plan(plan)
+    whole = torch.arange(numel, dtype=torch.int32)
+    halves = whole[: numel // 2], whole[numel // 2 :]
+    sources = {0: [None], 1: [halves[0]], 2: [halves[1]], 3: [None]}
+    outs = {0: [torch.zeros_like(halves[1])], 1: [None], 2: [None], 3: [torch.zeros_like(halves[0])]}
+    run_in_threads(plan, sources, outs, seconds=30)
+    assert torch.equal(outs[3][0], halves[0])
+    assert torch.equal(outs[0][0], halves[1])
+
+
+@pytest.mark.parametrize("slow", [5e8, 2.5e8, 1e7])
+@pytest.mark.parametrize("numel", [10, 100_000, 2**22])
+def test_the_last_chunk_comes_from_a_slow_port_if_the_fast_one_may_not_enter_the_pod(slow, numel):
+    hosts = (Host((Port.of(1e9),), 0), Host((Port.of(1e9),), 1), Host((Port.of(slow),), 0))
+    topology = Topology((0, 0, 1, 1, 2, 2), hosts, pods=(Port.of(1e9), Port.of(slow)))
+    src, dst = Layout(Mesh([4, 2], {"x": 2}), "S0"), Layout(Mesh([0, 1, 2], {"x": 3}))
+    plan = make_plan(src, dst, (numel,), "int8", topology=topology, strategy="multicast")
+    check_plan(plan)
+
+
+def test_hosts_that_take_no_part_cost_nothing():
+    src, dst = Layout(Mesh.of("1x4"), "S0 R"), Layout(Mesh.of("1x4", first_rank=4), "R S0")
+    near, far = (Topology((0,) * 4 + (host,) * 4) for host in (1, 2**20))
+    plans = [make_plan(src, dst, (64, 64), "float32", topology=topology) for topology in (near, far)]
+    assert plans[0].transfers.sender.tolist() == plans[1].transfers.sender.tolist()
+    assert find_bound(plans[0]).seconds == find_bound(plans[1]).seconds
+    check_plan(plans[1])
+
+
+def test_loads_are_the_bytes_of_each_port():
+    """One host of two NICs sends 4 MiB to two hosts of another pod, which pass it on between them."""
+    hosts = (Host((Port.of(1e9),) * 2, 0), Host((Port.of(5e8),), 1), Host((Port.of(5e8),), 1))
+    topology = Topology((0, 0, 1, 2), hosts, pods=(Port.of(1e9), Port.of(2e9)))
+    src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2))
+    plan = make_plan(src, dst, (2**20,), "float32", topology=topology, strategy="multicast")
+    loads = {load.port: load for load in find_loads(plan)}
+    assert loads["pod 0 up"].nbytes == loads["pod 1 down"].nbytes == 2**22
+    assert loads["pod 1 down"].seconds == 2**22 / 2e9
+    assert loads["host 0 out, NIC 0"].nbytes + loads["host 0 out, NIC 1"].nbytes == 2**22
+    assert loads["host 1 in"].nbytes == loads["host 2 in"].nbytes == 2**22
+    assert loads["host 1 out"].nbytes + loads["host 2 out"].nbytes == 2**22
+    assert max(load.seconds for load in loads.values()) <= find_bound(plan).seconds * (1 + 1e-9)
+
+
+def test_plain_sends_are_taken_where_they_are_as_fast_with_fewer_messages():
+    rows = [Layout(Mesh(ranks), "S0") for ranks in ([0, 1], [2, 3])]
+    for latency in (8e-5, 0.0):
+        topology = replace(Topology.uniform([0, 0, 1, 1], 1.2e8), latency_seconds=latency)
+        plan = make_plan(*rows, (64, 32768), "float32", topology=topology)
+        assert plan.strategy == "send_recv"
+        assert make_plan(*rows, (64, 32768), "float32", topology=topology, strategy="multicast").num_messages > 20
+        assert plan.num_messages <= 2
+
+
+def test_what_a_rank_gave_up_it_may_stage_again():
+    """Shards so uneven that some NICs only send what others of their host hold, and to two hosts."""
+    src, dst = Layout(Mesh.of("4x4"), "R R S01"), Layout(Mesh.of("2x4", first_rank=16))
+    topology = Topology(tuple(rank // 4 for rank in range(24)), (Host((Port.of(1e9),) * 4),)).without_latency()
+    plan = make_plan(src, dst, (128, 128, 40), "float32", strategy="multicast", topology=topology)
+    check_plan(plan)
+    brought = [(message.receiver, str(message.boxes)) for message in expand_messages(plan)]
+    assert len(brought) > len(set(brought))
+    whole = whole_tensor((128, 128, 40), torch.float32)
+    sources = {rank: [take_shard(src, rank, whole)] for rank in plan.ranks}
+    for in_rounds in (False, True):
+        outs = {rank: [torch.zeros_like(whole) if rank >= 16 else None] for rank in plan.ranks}
+        run_in_threads(plan, sources, outs, seconds=60, in_rounds=in_rounds)
+        for rank in range(16, 24):
+            assert same_bytes(outs[rank][0], whole)

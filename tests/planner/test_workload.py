@@ -1,0 +1,245 @@
+"""Parts of plans: chains of whole slices, their chunks, what travels together, transfers and what they cost to find."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, replace
+
+import numpy as np
+import pytest
+import torch
+
+from reshard import ArgumentError, Layout, Mesh, PlanError, Topology, make_plan
+from reshard.cost.report import CostReport
+from reshard.plan.messages import expand_messages
+from reshard.plan.ordering import find_turns, find_waits
+from reshard.plan.text_parser import parse_plan
+from reshard.plan.transfers import Transfers
+from reshard.planner import auto
+from reshard.planner.estimates import Floors
+from reshard.planner.multicast.strategy import load_freight, multicast
+from reshard.planner.multicast.workload import Freight
+from reshard.planner.planning import plan_tensors
+from reshard.planner.strategies.broadcast import broadcast_in_rotation
+from reshard.planner.strategies.direct import send_recv
+from reshard.planner.strategies.problem import Problem, Routes
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.topology.model import Host, Port
+from tests.support.random_problems import random_problem
+
+
+def test_a_chain_enters_each_pod_once():
+    """Hosts 0 to 5 are in pods 0, 1, 0, 1, 0, 1."""
+    hosts = tuple(Host((Port.of(1e9),), host % 2) for host in range(6))
+    topology = Topology(tuple(range(6)), hosts, pods=(Port.of(1e9),) * 2)
+    src, dst = Layout(Mesh.of(1, first_rank=2)), Layout(Mesh([0, 1, 3, 4, 5], {"x": 5}))
+    plan = make_plan(src, dst, (2**20,), "float32", topology=topology, strategy="broadcast")
+    edges = [*zip(plan.transfers.sender.tolist(), plan.transfers.receiver.tolist(), strict=True)]
+    assert edges == [(2, 4), (4, 0), (0, 3), (3, 5), (5, 1)]
+
+
+def test_chunks_of_a_chain_are_as_small_as_messages_are_cheap():
+    src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(4, first_rank=1))
+    took = {}
+    for latency in (1e-5, 1e-4, 1e-2):
+        topology = Topology(tuple(range(5)), latency_seconds=latency)
+        plan = make_plan(src, dst, (2**24,), "int8", topology=topology, strategy="broadcast")
+        took[latency] = int(plan.transfers.num_chunks[0])
+        best = math.sqrt(3 * 2**24 / (1.25e9 * latency))  # of a chain of four
+        assert took[latency] == pytest.approx(max(best, 16), rel=0.1)
+    assert took[1e-5] > 2 * took[1e-4] > 2 * took[1e-2]
+
+
+@pytest.mark.parametrize(("strategy", "receivers"), [("send_recv", 1), ("broadcast_naive", 2)])
+def test_small_regions_of_one_tree_travel_together_until_a_message_is_full(strategy, receivers):
+    """40 of 60,000 bytes; what has another dtype or is large goes by itself."""
+    layouts = Layout(Mesh([0])), Layout(Mesh(range(1, 1 + receivers)))
+    specs = [TensorSpec((60_000,), "int8", *layouts, str(at)) for at in range(40)]
+    specs.insert(20, TensorSpec((16,), "int32", *layouts, "other"))
+    specs += [TensorSpec((2**16,), "int8", *layouts, f"large {at}") for at in range(2)]
+    plan = plan_tensors(specs, strategy=strategy, topology=Topology(tuple(range(1 + receivers))))
+    assert sorted(np.diff(plan.transfers.box_at).tolist()) == [1, 1, 1, 6, 17, 17]  # 17 fit into 1 MiB
+    assert plan.num_messages == 43 * receivers
+
+
+def test_transfers_are_copies_that_nobody_can_write():
+    given = make_plan(Layout(Mesh([0])), Layout(Mesh([1, 2]), "S0"), (8, 8), "int8").transfers
+    columns = {name: getattr(given, name).copy() for name in given.__dataclass_fields__}
+    made = Transfers(**columns)
+    for name, column in columns.items():
+        assert column.flags.writeable and not getattr(made, name).flags.writeable
+        column += 1
+        assert (getattr(made, name) == getattr(given, name)).all()
+
+
+def test_what_a_plan_is_asked_of_its_tensors(monkeypatch):
+    one = TensorSpec((8,), "int8", Layout(Mesh([0])), Layout(Mesh([1])), "a")
+    two = replace(one, name="b")
+    both, alone = plan_tensors([one, two]), plan_tensors([one])
+    assert alone.staging_bytes == 64 * 2**20
+    assert alone.by_tensor(5) == [5] and alone.by_tensor({"a": 6}) == [6] and alone.by_tensor(None) == [None]
+    assert both.by_tensor({"b": 1, "a": 2}) == [2, 1] and both.by_tensor(None) == [None, None]
+    with pytest.raises(ArgumentError, match="the plan has 2 tensors"):
+        both.by_tensor(5)
+    with pytest.raises(ArgumentError, match="the dict of tensors lacks"):
+        both.by_tensor({"a": 2})
+    for most in (4, 3):  # two messages on two ranks
+        monkeypatch.setattr("reshard.cost.report.MAX_SIMULATED", most)
+        assert (CostReport(plan_tensors([one, two])).predicted_seconds is None) == (most == 3)
+
+
+def test_what_dealing_out_costs_is_known_before():
+    """Each chunk that is sent looks at all hosts, holders and needers, once for each that needs it."""
+    spec = TensorSpec((64, 64), "float32", Layout(Mesh([0])), Layout(Mesh([1, 2, 3])))
+    freight, _ = load_freight(Problem.of([spec], Topology((0, 1, 2, 3))))
+    assert freight.num_steps == len(freight.lane_of) * 3 * (4 + 1 + 3)
+    needed = [name for name, field in Freight.__dataclass_fields__.items() if field.default is MISSING]
+    plain = Freight(**{name: getattr(freight, name) for name in needed})
+    assert (plain.run, plain.inside_each, plain.inside_per_byte) == (1, 0, 0)  # nothing costs anything inside hosts
+    assert not plain.near_first and not plain.keeps_partners
+
+
+@pytest.mark.parametrize("steps", [2 * 10**9, 25 * 10**8])
+def test_what_would_take_too_long_to_deal_out_is_broadcast(steps, monkeypatch):
+    monkeypatch.setattr(Freight, "num_steps", steps)
+    spec = TensorSpec((64, 64), "float32", Layout(Mesh([0])), Layout(Mesh([1, 2, 3])))
+    problem = Problem.of([spec], Topology((0, 1, 2, 3)))
+    assert isinstance(multicast(problem), Routes if steps > 2 * 10**9 else Transfers)
+
+
+def test_regions_in_rotation_go_along_trees_unless_each_has_one_end():
+    several = Problem.of([TensorSpec((8,), "int8", Layout(Mesh([0])), Layout(Mesh([1, 2])))], Topology((0, 1, 2)))
+    assert broadcast_in_rotation(several).sender.tolist() == [0, 1]
+    halves = Layout(Mesh([2, 3]), "S0")
+    exchange = Problem.of([TensorSpec((8,), "int8", Layout(Mesh([0, 1]), "S0"), halves)], Topology((0, 1, 2, 3)))
+    assert broadcast_in_rotation(exchange).receiver.tolist() == send_recv(exchange).receiver.tolist() == [2, 3]
+
+
+def test_chunks_are_not_larger_than_32_mib():
+    topology = Topology((0, 1), latency_seconds=1.0)  # as few messages as can be
+    plan = make_plan(Layout(Mesh([0])), Layout(Mesh([1])), (2**31,), "int8", strategy="multicast", topology=topology)
+    assert plan.num_messages == 64
+
+
+def _tried(problem, monkeypatch):
+    """The strategies that the default looks at."""
+    tried = []
+    plan = auto._Choice.plan
+    monkeypatch.setattr(auto._Choice, "plan", lambda self, name: tried.append(name) or plan(self, name))
+    monkeypatch.setattr(Floors, "of_all", 0.0)  # nothing is near it
+    monkeypatch.setattr(auto, "_FAR", np.inf)
+    for kind in ("of_trees", "of_broadcasts"):
+        monkeypatch.setattr(Floors, kind, 0.0)
+    monkeypatch.setattr(Floors, "of_gathers", lambda self, num_receivers: 0.0)
+    auto.choose_fastest(problem)
+    monkeypatch.undo()
+    return set(tried)
+
+
+def test_strategies_are_tried_where_they_make_a_difference(monkeypatch):
+    def problem(num, holders, receivers, hosts):
+        layouts = Layout(Mesh(holders)), Layout(Mesh(receivers))
+        specs = [TensorSpec((64,), "int8", *layouts, str(at)) for at in range(num)]
+        return Problem.of(specs, Topology((0, 1, 2, 3), hosts, latency_seconds=1e-3))
+
+    slow, fast, two = (Host((Port.of(rate),) * n) for rate, n in ((1e8, 1), (1e9, 1), (1e9, 2)))
+    always = {"send_recv", "multicast", "broadcast_naive", "multicast_from_partners"}
+    orders = {"broadcast_greedy", "broadcast_search"}
+    gathers = {"local_all_gather", "global_all_gather"}
+    for num, hosts, holders, receivers, expected in (
+        (128, (fast,) * 4, [0], [3], orders),
+        (129, (fast,) * 4, [0], [3], {"broadcast_greedy"}),
+        (10_001, (fast,) * 4, [0], [3], set()),
+        (1, (fast,) * 4, [0], [2, 3], orders | gathers),
+        (1, (two,) * 4, [0], [3], orders | {"multicast_near"}),
+        (1, (fast, fast, fast, slow), [0], [3], orders),
+        (1, (slow, fast, fast, fast), [0, 1], [3], orders | {"broadcast_size", "multicast_from_fast"}),
+    ):
+        assert _tried(problem(num, holders, receivers, hosts), monkeypatch) == always | expected
+
+
+ORDERED = """\
+plan by_hand staging_bytes=65536
+topology nic_bytes_per_second=1.0 hosts 0*2,1*2,2*2
+tensor 0 uint8 [9] from () on Mesh(ranks 0) to () on Mesh(0=5; ranks 1-5)
+0: t0 [0:1] 0 -> 2 splits 1 window 1
+1: t0 [1:2] 1 -> 4 splits 1 window 1 after 0
+2: t0 [2:3] 4 -> 3 splits 1 window 1 after 0
+3: t0 [3:4] 3 -> 5 splits 1 window 1 after 0
+4: t0 [4:5] 0 -> 2 splits 1 window 1 after 0
+5: t0 [5:6] 0 -> 3 splits 1 window 1 after 0
+6: t0 [6:7] 1 -> 2 splits 1 window 1 after 0
+7: t0 [7:8] 4 -> 2 splits 1 window 1 after 0
+8: t0 [8:9] 4 -> 5 splits 1 window 1 after 0
+"""
+
+
+def test_who_waits_for_the_order_of_a_plan():
+    """Hosts have two ranks each. 4 passes the same connection as 0, and no end of 8 can know when that is over."""
+    plan = parse_plan(ORDERED)
+    waits = find_waits(plan)
+    assert not waits.earlier.any()
+    rows = zip(waits.later, waits.waiter, waits.actor, waits.is_sent, strict=True)
+    assert [tuple(map(int, row)) for row in rows] == [
+        (1, 1, 0, 1), (2, 3, 2, 0), (3, 3, 2, 0), (5, 0, 0, 1), (6, 1, 0, 1), (7, 2, 2, 0)
+    ]  # fmt: skip
+    assert np.flatnonzero(find_turns(plan)).tolist() == [2, 7]
+    other = parse_plan(ORDERED.replace("4 -> 5 splits 1 window 1 after 0", "4 -> 5 splits 1 window 1 after 1"))
+    columns = {name: getattr(other.transfers, name) for name in Transfers.__dataclass_fields__}
+    with pytest.raises(PlanError, match="transfer 8 gets data from transfer 0, but does not come after it"):
+        Transfers(**columns | {"source": np.array([-1] * 8 + [0])})
+
+
+def test_what_cannot_be_simulated_is_judged_by_its_busiest_port(monkeypatch):
+    """Two replicas on one host: plain sends pass the link twice, so half the time is out of their reach."""
+    spec = TensorSpec((2**26,), "int8", Layout(Mesh([0])), Layout(Mesh([1, 2])))
+    problem = Problem.of([spec], Topology((0, 1, 1)))
+    chosen = auto.choose_fastest(problem)[0]
+    monkeypatch.setattr(auto, "simulate", None)
+    monkeypatch.setattr(auto, "_MOST_SIMULATED", 0)
+    assert auto.choose_fastest(problem)[0] == chosen == "multicast"
+
+
+def test_messages_come_after_the_last_ones_of_the_transfers_that_theirs_comes_after():
+    found = 0
+    for seed in range(40):
+        src, dst, shape, topology = random_problem(seed)
+        specs = [TensorSpec(shape, "float32", src, dst, "a"), TensorSpec((7, 7), "float32", src, dst, "b")]
+        plan = plan_tensors(specs, strategy="multicast", topology=topology)
+        transfers = plan.transfers
+        last = {}  # of each transfer its last message's last box
+        for message in expand_messages(plan):
+            named = transfers.after[transfers.after_at[message.transfer] : transfers.after_at[message.transfer + 1]]
+            wanted = [last[transfer] for transfer in named.tolist()]
+            if transfers.source[message.transfer] >= 0:
+                source = last[int(transfers.source[message.transfer])]
+                wanted.remove(source)
+                assert message.source == source - len(message.boxes) + 1
+            assert list(message.after) == wanted
+            found += len(wanted)
+            last[message.transfer] = message.id + len(message.boxes) - 1
+    assert found > 100
+
+
+@pytest.mark.parametrize("shape", [(3, 2**25), (2, 3, 2**24), (2**26, 2), (5, 2**23 + 1), (2**27 + 3,)])
+def test_no_chunk_is_larger_than_may_be_and_none_is_cut_further(shape):
+    """Of 8 MiB; a row that is larger is cut too, and then each part is of one row."""
+    layouts = Layout(Mesh([0])), Layout(Mesh([1]))
+    plan = make_plan(*layouts, shape, "int8", topology=Topology((0, 1)), strategy="send_recv")
+    sizes = [
+        math.prod(stop - start for start, stop in zip(*m.boxes[0][1:], strict=True)) for m in expand_messages(plan)
+    ]
+    assert sum(sizes) == math.prod(shape) and max(sizes) <= 2**23 <= 2.01 * min(sizes)
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("a", None), (None, None)])
+def test_several_tensors_have_a_name_each(names):
+    specs = [TensorSpec((8,), "int8", Layout(Mesh([0])), Layout(Mesh([1])), name) for name in names]
+    with pytest.raises(PlanError, match="2 tensors need 2 different names, not "):
+        plan_tensors(specs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", np.float32, np.dtype("float32"), torch.float32])
+def test_a_dtype_is_kept_by_its_name(dtype):
+    spec = TensorSpec((8,), dtype, Layout(Mesh([0])), Layout(Mesh([1])))
+    assert spec.dtype == "float32" and spec == TensorSpec((8,), "float32", spec.src, spec.dst)

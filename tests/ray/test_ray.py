@@ -1,0 +1,381 @@
+"""Actors on a real Ray cluster of emulated hosts: elements, names of the dead, nothing through the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from microbench.emulation import namespaces
+from microbench.emulation.ray import ray_cluster
+from reshard.scheduler import fitted
+from tests.scheduler.runtime.test_engine import run_rank, single_process
+
+pytest.importorskip("ray", reason="ray is not installed: pip install 'reshard[ray]'")
+
+_reason = namespaces.why_unsupported()
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(_reason is not None, reason=str(_reason)),
+]
+
+
+@pytest.fixture(scope="module")
+def drive():
+    with ray_cluster(3, num_cpus=4) as drive:
+        yield drive
+
+
+def _whole(*shape):
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+
+
+def _move_there_and_back():
+    import reshard.ray as actors
+
+    whole = _whole(13, 6)
+    with (
+        actors.ActorMesh("2x2", num_hosts=2, name="trainer") as trainer,
+        actors.ActorMesh(3, num_hosts=3, name="server") as server,
+    ):
+        assert len(set(trainer.addresses)) == 2
+        assert len(set(server.addresses)) == 3
+        weights = trainer.put(whole, "S0 S1")
+        served = actors.reshard(weights, trainer, server, dst_spec="R S0")
+        assert served.shards()[2].tolist() == whole[:, 4:].tolist()
+        back = actors.reshard(served, server, trainer, dst_spec="S01")
+        assert back.gather().equal(whole)
+        turned = actors.reshard(back, trainer, trainer, dst_spec="R S0")  # in place
+        assert turned.gather().equal(whole)
+        assert weights.gather().equal(whole)
+        both = {
+            "a": trainer.make((8, 4), "bfloat16", "S0", _ones),
+            "b": trainer.put(whole.numpy(), None),
+        }
+        moved = actors.reshard(both, trainer, server, dst_spec={"a": None, "b": "S0"})
+        assert moved["a"].shards()[1].equal(torch.ones(8, 4, dtype=torch.bfloat16))
+        assert moved["b"].gather().equal(whole)
+
+
+def _ones(index):
+    return torch.ones([cut.stop - cut.start for cut in index], dtype=torch.bfloat16)
+
+
+def test_arrays_move_between_meshes_of_actors(drive):
+    drive(_move_there_and_back)
+
+
+def _wrong_calls():
+    import reshard.ray as actors
+
+    found = []
+
+    def note(call):
+        try:
+            call()
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append("nothing")
+
+    with actors.ActorMesh(2, name="left") as left, actors.ActorMesh(2, name="right") as right:
+        held = left.put(_whole(4, 4), "S0")
+        note(lambda: actors.reshard(held, right, left))
+        note(lambda: actors.reshard(_whole(2), left, right))
+        note(lambda: actors.reshard(held, left, right, dst_spec="S0 S0"))
+        note(lambda: actors.reshard(held, left, right, strategy="magic"))
+        note(lambda: left.make((4, 4), "float32", "S0", _ones))
+        note(lambda: actors.ActorMesh(3, num_hosts=2))
+        note(lambda: actors.ActorMesh(40, num_hosts=4, timeout_seconds=1.0))
+        note(lambda: actors.run([left], _fail_on_one))
+        note(lambda: actors.run([left], _exit_on_one))
+        begun = time.monotonic()
+        note(lambda: actors.run([left], _fail_while_others_work))
+        assert time.monotonic() - begun < 5  # of 8: what it raised is told at once
+        note(lambda: actors.run([left], _fail_on_one, timeout_seconds=1.0))  # left[0] is still busy
+        note(lambda: actors.run(left, _fail_on_one))
+        note(lambda: actors.run([left, left], _fail_on_one))
+        note(lambda: actors.run([left], lambda rank: held))
+        lock = threading.Lock()
+        note(lambda: actors.run([left], lambda rank: lock.locked()))
+        note(lambda: left.put(["a", "b"]))
+        note(lambda: actors.ActorMesh(2, num_cpus=-1))
+        note(lambda: actors.reshard(held, left, right, timeout_seconds="soon"))
+        for array in (np.float32(3.0), np.zeros((0, 4)), np.arange(6.0)[::-1]):
+            there = actors.reshard(left.put(array), left, right, verify=True)
+            assert there.shape == np.shape(array) and np.array_equal(there.gather().numpy(), array)
+        good = actors.reshard(held, left, right, dst_spec="R S0")  # and after all that it works
+        assert good.gather().equal(_whole(4, 4))
+        right.close()
+        note(lambda: actors.reshard(held, left, right))
+        there = left.make((4, 4), "float64", "S0", _part_of_what_is_not_writable)
+        assert np.array_equal(there.gather().numpy(), _not_writable())
+    return found
+
+
+def _not_writable():
+    whole = np.arange(16.0).reshape(4, 4)
+    whole.setflags(write=False)
+    return whole
+
+
+def _part_of_what_is_not_writable(index):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return _not_writable()[index]
+
+
+def _use_after_shutdown():
+    import ray
+
+    import reshard.ray as actors
+
+    left = actors.ActorMesh(1, name="left")
+    held = left.put(_whole(4, 4))
+    address = ray.get_runtime_context().gcs_address
+    ray.shutdown()
+    found = []
+    for again in (False, True):
+        if again:
+            ray.init(address=address, log_to_driver=False)
+        for use in (held.gather, held.shards, lambda: left.put(_whole(2)), lambda: actors.run([left], _ones)):
+            try:
+                use()
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error}")
+            else:
+                found.append("nothing")
+        left.close() if again else None
+    with actors.ActorMesh(1, name="left") as left:
+        assert left.put(_whole(4, 4)).gather().equal(_whole(4, 4))
+    return found
+
+
+def test_what_ended_with_its_connection_is_an_error(drive):
+    found = drive(_use_after_shutdown)
+    assert len(found) == 8
+    for said in found:
+        assert "ArgumentError: 'left' and its arrays ended with the connection to Ray" in said
+
+
+def _run_on_shards():
+    import reshard.ray as actors
+
+    whole = _whole(6, 4)
+    with actors.ActorMesh(2, name="trainer") as trainer, actors.ActorMesh(2, name="server") as server:
+        weights = trainer.put(whole, "S0")
+        served = actors.reshard(weights, trainer, server, dst_spec="R S0")
+        added = actors.run([trainer, server], _add_one, {"trained": weights}, [served])
+        assert weights.gather().equal(whole + 1) and served.gather().equal(whole)  # the shards themselves, no copies
+    return added
+
+
+def _add_one(rank, by_name, listed):
+    trained, served = by_name["trained"], listed[0]
+    if trained is not None:
+        trained += 1.0
+    return rank, None if trained is None else list(trained.shape), None if served is None else served.tolist()
+
+
+def test_functions_get_the_shards_of_their_actor(drive):
+    added, whole = drive(_run_on_shards), _whole(6, 4)
+    assert [one[:2] for one in added] == [(0, [3, 4]), (1, [3, 4]), (2, None), (3, None)]
+    assert [one[2] for one in added] == [None, None, whole[:, :2].tolist(), whole[:, 2:].tolist()]
+
+
+def _exit_on_one(rank):
+    if rank:
+        sys.exit(3)
+
+
+def _fail_on_one(rank):
+    if rank:
+        raise ValueError("not today")
+
+
+def _fail_while_others_work(rank):
+    if rank:
+        raise ValueError("not now")
+    time.sleep(8)
+
+
+def test_wrong_calls_get_errors_that_name_the_thing(drive):
+    found = drive(_wrong_calls)
+    starts = [
+        "ArgumentError: the array is on left",
+        "ArgumentError: the array is Tensor, not a ShardedArray",
+        "LayoutError: ",
+        "ArgumentError: ",
+        "ArgumentError: the function gave bfloat16",
+        "MeshError: 3 ranks of 'mesh' cannot be dealt to 2 hosts",
+        "TransferTimeoutError: 'mesh' needs 4 nodes",
+        r"RemoteError: left\[1\] at [0-9.]+: ValueError: not today",
+        r"RemoteError: left\[1\] at [0-9.]+: SystemExit: 3",
+        r"RemoteError: left\[1\] at [0-9.]+: ValueError: not now",
+        r"TransferTimeoutError: not all 2 actors began within 1 s; is one busy in an earlier run?",
+        "ArgumentError: run needs a list of ActorMeshes",
+        "ArgumentError: run needs each mesh once: an actor is one rank",
+        "ArgumentError: what the actors are given must pickle: ",
+        "ArgumentError: what the actors are given must pickle: ",
+        "ArgumentError: put needs an array of numbers",
+        "ArgumentError: num_cpus of 'mesh' is -1",
+        "ArgumentError: timeout_seconds is 'soon'",
+        "ArgumentError: 'right' is closed",
+    ]
+    for said, start in zip(found, starts, strict=True):
+        assert re.match(start, said), said
+
+
+def _kill_one():
+    import ray
+
+    import reshard
+    import reshard.ray as actors
+
+    with actors.ActorMesh(2, num_hosts=2, name="left") as left, actors.ActorMesh(2, num_hosts=2, name="right") as right:
+        held = left.put(_whole(64, 64), "S0")
+        actors.reshard(held, left, right, dst_spec="R S0")
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            ray.get(right.actors[1].__ray_call__.remote(_end))
+        begun = time.monotonic()
+        try:
+            actors.reshard(held, left, right, dst_spec="S0")
+        except reshard.ReshardError as error:
+            said, took = f"{type(error).__name__}: {error}", time.monotonic() - begun
+        try:
+            actors.reshard(held, left, right, dst_spec="S0")
+        except reshard.ReshardError as error:
+            again = str(error)
+        assert held.gather().equal(_whole(64, 64))  # the source is as it was
+        with actors.ActorMesh(1, name="spare") as spare:
+            assert actors.reshard(held, left, spare).gather().equal(_whole(64, 64))
+    return said, again, took
+
+
+def _end(actor):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_dead_actor_is_named(drive):
+    said, again, took = drive(_kill_one)
+    assert re.match(r"RemoteError: rank 1 of 'right', right\[1\] at 10\.77\.\d\.1, died: ", said), said
+    assert "right[1]" in again
+    assert took < 15
+
+
+def _train(sizes):
+    import reshard.ray as actors
+
+    with contextlib.ExitStack() as stack:
+        meshes = [stack.enter_context(actors.ActorMesh(1, name=name)) for name in ("first", "middle", "last")]
+        return actors.run(meshes, run_rank, fitted, [0, 1, 2], "float64", sizes, 1)
+
+
+def test_the_engine_runs_on_actors(drive):
+    sizes = [4, 4, 2]
+    losses, grads = single_process(torch.float64, sizes)
+    results = drive(_train, sizes)
+    for stage, (steps, _) in enumerate(results):
+        said, by_stage = steps[0]
+        if stage == 2:
+            assert said == pytest.approx(losses, rel=1e-10)
+        for key, grad in by_stage[stage].items():
+            torch.testing.assert_close(torch.from_numpy(grad), grads[stage][key], rtol=1e-10, atol=1e-12)
+
+
+def _run_the_page(block):
+    exec(compile(block, "docs/ray.md", "exec"), {})
+
+
+def test_the_page_runs(drive):
+    page = Path(__file__).parents[2] / "docs" / "ray.md"
+    (block,) = re.findall(r"```python ray\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    drive(_run_the_page, block)
+
+
+def _carry_on():
+    """An actor dies before a move and one dies in it; what they held is held twice."""
+    import ray
+
+    import reshard
+    import reshard.ray as actors
+
+    with (
+        actors.ActorMesh("2x2", num_hosts=2, name="left") as left,
+        actors.ActorMesh("2x2", num_hosts=2, name="right") as right,
+    ):
+        held = left.put(_whole(64, 64), "R S1")
+        actors.reshard(held, left, right, dst_spec="S0 R")
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            ray.get(left.actors[1].__ray_call__.remote(_end))
+        first = actors.reshard(held, left, right, dst_spec="S0 R", on_loss="carry_on")
+        good = [first.gather().equal(_whole(64, 64)), sorted(left.dead), sorted(first.lost)]
+        ray.get(right.actors[2].__ray_call__.remote(_end_in_transfer))
+        second = actors.reshard(held, left, right, dst_spec="S0 R", on_loss="carry_on")
+        good += [second.gather().equal(_whole(64, 64)), sorted(second.shards()), sorted(second.lost)]
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            ray.get(left.actors[3].__ray_call__.remote(_end))
+        try:
+            actors.reshard(held, left, right, dst_spec="S0 R", on_loss="carry_on")
+        except reshard.RankLostError as error:
+            good.append(str(error))
+    return good
+
+
+def _end_in_transfer(actor):
+    from reshard.coordination.connections import GlooTransport
+
+    GlooTransport.recv = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_others_carry_on(drive):
+    *good, said = drive(_carry_on)
+    assert good == [True, [1], [], True, [0, 1, 3], [2]]
+    assert said.startswith("ranks 1,3,6 are lost, and with them "), said
+    assert "rank 6 is right[1,0] at " in said
+
+
+STOPPED_SECONDS = 12
+
+
+def _stop_for_a_while(actor):
+    stopped = os.getpid()
+    if os.fork() == 0:
+        time.sleep(STOPPED_SECONDS - 1)
+        os.kill(stopped, signal.SIGCONT)
+        os._exit(0)
+    os.kill(stopped, signal.SIGSTOP)
+
+
+def _carry_on_without_a_silent_one():
+    """An actor stops; the others go on; when it comes back it is told so, and brings nothing of an old step."""
+
+    import reshard.ray as actors
+
+    with actors.ActorMesh(2, name="left") as left, actors.ActorMesh(2, name="right") as right:
+        held = [left.put(np.full((4, 4), float(step)), None) for step in range(3)]
+        actors.reshard(held[0], left, right, dst_spec="S0", on_loss="carry_on")
+        left.actors[1].__ray_call__.remote(_stop_for_a_while)
+        time.sleep(0.5)
+        begun, found = time.monotonic(), []
+        moved = actors.reshard(held[1], left, right, dst_spec="S0", on_loss="carry_on", timeout_seconds=3.0)
+        found.append((moved.gather().unique().tolist(), sorted(left.dead), time.monotonic() - begun < 25))
+        time.sleep(max(0.0, begun + STOPPED_SECONDS - time.monotonic()))
+        begun = time.monotonic()
+        moved = actors.reshard(held[2], left, right, dst_spec="S0", on_loss="carry_on", timeout_seconds=3.0)
+        found.append((moved.gather().unique().tolist(), sorted(left.dead), time.monotonic() - begun < 12))
+    return found
+
+
+def test_the_others_carry_on_without_an_actor_that_is_silent(drive):
+    assert drive(_carry_on_without_a_silent_one) == [([1.0], [1], True), ([2.0], [1], True)]

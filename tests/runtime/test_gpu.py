@@ -1,0 +1,372 @@
+"""On a real GPU: ``make gpu-check``. Several ranks share one; NCCL takes them for different hosts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+import time
+from collections import defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+
+import reshard
+import reshard.cupy
+from reshard import Layout, Mesh
+from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.planner.registry import STRATEGIES
+from reshard.runtime.cpu.staging import TorchMemory, carrier
+from reshard.runtime.cuda.stream import CudaLanes
+from reshard.runtime.program import build_program
+from reshard.runtime.rounds.executor import RoundRunner
+from reshard.runtime.rounds.schedule import find_rounds
+from reshard.runtime.strided_regions import box_regions, copy_regions_python, make_tables
+from reshard.scheduler import fitted
+from reshard.testing.processes import run_processes
+from tests.scheduler.runtime.test_engine import make_data, make_modules, make_pipeline, single_process
+from tests.support.devices import HAS_GPU
+from tests.support.random_problems import random_problem
+from tests.support.tensors import same_bytes, take_shard
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="this machine has no NVIDIA GPU")]
+
+SHAPE = (96, 40)
+SRC, DST = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2", first_rank=2), "R S0")
+WHOLE = Layout(Mesh.of("1"), "R R")
+RANKS = 4
+CASTS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float8_e4m3fn"), ("int32", "int64")]
+#: How long survivors of a dead rank must live: torch's watchdog would end them sooner.
+SURVIVAL_SECONDS = 90.0
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "complex64", "int64")
+CASES = [
+    ("S0 R", "R S0", "float32"),
+    ("R R", "S0 R", "bfloat16"),
+    ("R S0", "R R", "float8_e4m3fn"),
+    ("S0 R", "S0 R", "complex64"),
+    ("R S0", "S0 R", "bool"),
+]
+
+
+def _set_up(rank):
+    """Before NCCL starts: each rank a host of its own, with a socket to the others."""
+    os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_SOCKET_IFNAME="lo")
+    os.environ.setdefault("NCCL_IB_DISABLE", "1")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+def _on_ranks(rank, function, *args):
+    _set_up(rank)
+    result = function(rank, *args)
+    torch.cuda.synchronize()
+    return result
+
+
+def _run(function, *args, ranks=RANKS):
+    return run_processes(_on_ranks, ranks, function, *args, timeout_seconds=300.0)
+
+
+def _shards(rank, src=SRC, dst=DST, dtype="float32", shape=SHAPE):
+    found = (shard_of_positions(layout, rank, shape, dtype) for layout in (src, dst))
+    return [None if array is None else array.cuda() for array in found]
+
+
+def _call(rank):
+    for src_spec, dst_spec, dtype in CASES:
+        src, dst = Layout(SRC.mesh, src_spec), Layout(DST.mesh, dst_spec)
+        source, wanted = _shards(rank, src, dst, dtype)
+        for strategy in ("auto", "send_recv", "broadcast_greedy", "local_all_gather"):
+            out = reshard.reshard(source, src, dst, shape=SHAPE, dtype=dtype, strategy=strategy)
+            assert (out is None) == (wanted is None)
+            assert out is None or (out.is_cuda and not count_unlike(out.cpu(), wanted.cpu()))
+
+
+def test_calls_move_every_element():
+    _run(_call)
+
+
+def _cast(rank):
+    for src, dst in CASTS:
+        whole = shard_of_positions(WHOLE, 0, SHAPE, src)
+        source = take_shard(SRC, rank, whole)
+        wanted = take_shard(DST, rank, whole.cuda().to(getattr(torch, dst)))
+        out = reshard.reshard(None if source is None else source.cuda(), SRC, DST, dst_dtype=dst)
+        assert (out is None and wanted is None) or same_bytes(out.cpu(), wanted.cpu()), (src, dst)
+
+
+def test_elements_are_cast_on_the_way():
+    _run(_cast)
+
+
+def _over_cupy(rank):
+    import cupy
+
+    cupy.cuda.Device(torch.cuda.current_device()).use()
+    shared = [cupy.cuda.nccl.get_unique_id()]
+    torch.distributed.broadcast_object_list(shared)
+    comm = cupy.cuda.nccl.NcclCommunicator(RANKS, shared[0], rank)
+    for dtype in ("float32", "complex64", "int8"):
+        source, wanted = (
+            None if array is None else array.numpy()
+            for array in (shard_of_positions(layout, rank, SHAPE, dtype) for layout in (SRC, DST))
+        )
+        mover = reshard.cupy.Mover(reshard.make_plan(SRC, DST, SHAPE, dtype), comm)
+        for _ in range(2):
+            out = mover.start(None if source is None else cupy.asarray(source)).synchronize()
+            assert (out is None) == (wanted is None)
+            if out is not None:
+                np.testing.assert_array_equal(cupy.asnumpy(out), wanted)
+    comm.destroy()
+
+
+def test_cupy_arrays_arrive():
+    pytest.importorskip("cupy")
+    _run(_over_cupy)
+
+
+def _does_not_block(rank):
+    source, wanted = _shards(rank, shape=(4096, 4000))
+    with reshard.Mover(reshard.make_plan(SRC, DST, (4096, 4000), "float32"), device="cuda") as mover:
+        mover.start(source).synchronize()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)  # about a second of the caller's stream
+        begun = time.perf_counter()
+        out = mover.start(source).wait()
+        took = time.perf_counter() - begun
+        assert wanted is None or not count_unlike(out.cpu(), wanted.cpu())
+    return took
+
+
+def test_wait_blocks_the_stream_and_not_the_processor():
+    assert max(_run(_does_not_block)) < 0.3
+
+
+def _in_a_graph(rank):
+    """Capture, replay, eager with other arrays, replay: the graph keeps its own addresses."""
+    source, wanted = _shards(rank)
+    out = None if wanted is None else torch.zeros_like(wanted)
+    other = None if wanted is None else torch.zeros_like(wanted)
+    with reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), device="cuda") as mover:
+        mover.start(source, out=out).synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            mover.start(source, out=out).wait()
+        for turn in range(3):
+            if out is not None:
+                out.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert wanted is None or not count_unlike(out.cpu(), wanted.cpu())
+            moved = mover.start(None if source is None else source + turn, out=other).synchronize()
+            assert moved is None or torch.equal(moved, wanted + turn)
+        fresh = None if source is None else source.clone()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                mover.start(fresh, out=None if out is None else torch.empty_like(out)).wait()
+        except reshard.ArgumentError as error:
+            return str(error)
+    return "captured arrays that were not moved before"
+
+
+def test_a_movers_transfers_can_be_captured():
+    said = _run(_in_a_graph)
+    assert any("call the Mover with them once first" in text for text in said), said
+
+
+def _dies(rank):
+    """The survivors name the rank that died, and are still there after torch's watchdog would have ended them."""
+    source, _ = _shards(rank)
+    with reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), device="cuda") as mover:
+        mover.start(source).synchronize()
+        if rank == 3:
+            os._exit(9)
+        begun, said = time.monotonic(), None
+        try:
+            mover.start(source).synchronize()
+        except reshard.ReshardError as error:
+            said = str(error), time.monotonic() - begun
+    time.sleep(SURVIVAL_SECONDS)
+    assert float(torch.ones(8, device="cuda").sum()) == 8
+    return said
+
+
+def test_a_rank_that_dies_is_named_and_the_others_live_on():
+    from reshard.testing.processes import LaunchError
+
+    with pytest.raises(LaunchError) as caught:
+        run_processes(_on_ranks, RANKS, _dies, grace_seconds=SURVIVAL_SECONDS + 60.0, timeout_seconds=300.0)
+    assert sorted(caught.value.results) == [0, 1, 2]
+    for said, took in caught.value.results.values():
+        assert "rank 3" in said
+        assert took < 10
+
+
+def _train(rank, sizes):
+    from reshard.scheduler.runtime.engine import Engine
+
+    ranks = [0, 1, 2]
+    pipeline, last = make_pipeline(ranks, "float64"), make_pipeline(ranks, "float64", sizes[-1])
+    modules = {rank: make_modules(torch.float64)[rank].cuda()}
+    data = make_data(torch.float64, sizes)
+    feed = {0: [{"x": x.cuda()} for x, _ in data], 2: [{"target": y.cuda()} for _, y in data]}
+    schedule = fitted(pipeline, len(sizes))
+    with Engine(schedule, pipeline, modules, last_pipeline=last, timeout_seconds=60) as engine:
+        step = engine.step(feed, loss_weights=[n / sum(sizes) for n in sizes])
+        torch.cuda.synchronize()
+    return step.losses, {name: p.grad.cpu().numpy() for name, p in modules[rank].named_parameters()}
+
+
+def test_the_engine_trains():
+    sizes = [4, 4, 2]
+    losses, grads = single_process(torch.float64, sizes)
+    for stage, (said, named) in enumerate(_run(_train, sizes, ranks=3)):
+        assert stage != 2 or said == pytest.approx(losses, rel=1e-10)
+        for name, grad in named.items():
+            torch.testing.assert_close(torch.from_numpy(grad), grads[stage][name], rtol=1e-10, atol=1e-12)
+
+
+def _random_case(seed):
+    """Arrays at any alignment, and boxes of them."""
+    generator = np.random.default_rng(seed)
+    arrays, regions, size = [], [], 0
+    for number in range(3):
+        itemsize = int(generator.choice([1, 2, 4, 8, 16]))
+        shape = tuple(generator.integers(1, 70, generator.integers(1, 5)).tolist())
+        start = int(generator.integers(0, 16 // itemsize)) * itemsize
+        storage = torch.from_numpy(generator.integers(0, 256, start + math.prod(shape) * itemsize, dtype=np.uint8))
+        arrays.append((storage.cuda(), start))
+        for _ in range(generator.integers(1, 4)):
+            cuts = [sorted(generator.integers(0, length + 1, 2).tolist()) for length in shape]
+            box = tuple(slice(a, b) for a, b in cuts)
+            regions += box_regions(number, shape, itemsize, box, size)
+            size += -(-math.prod(b - a for a, b in cuts) * itemsize // 256) * 256
+    return arrays, regions, size
+
+
+def _kernel(rank):
+    from reshard.runtime.cuda.pack_kernel import RegionCopier
+
+    copier, units = RegionCopier(torch.device("cuda")), set()
+    copier.warm_up(torch.empty(2**16, dtype=torch.uint8, device="cuda"))
+    for seed in range(60):
+        arrays, regions, size = _random_case(seed)
+        known = tuple(storage.data_ptr() + start for storage, start in arrays)
+        tables = make_tables(regions, [math.gcd(address, 16) for address in known])
+        units |= {table.unit for table in tables}
+        buffer = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        wanted = np.zeros(size, dtype=np.uint8)
+        flats = [storage.cpu().numpy()[start:] for storage, start in arrays]
+        for table in tables:
+            copier.copy(copier.place(table), copier.find_addresses(known), buffer, True)
+            copy_regions_python(table, flats, wanted, True)
+        assert np.array_equal(buffer.cpu().numpy(), wanted), seed
+        emptied = [np.zeros_like(flat) for flat in flats]
+        for storage, _ in arrays:
+            storage.zero_()
+        for table in tables:
+            copier.copy(copier.place(table), copier.find_addresses(known), buffer, False)
+            copy_regions_python(table, emptied, wanted, False)
+        for (storage, start), flat in zip(arrays, emptied, strict=True):
+            assert np.array_equal(storage.cpu().numpy()[start:], flat), seed
+    return units
+
+
+def test_the_kernel_copies_what_its_twin_copies():
+    assert _run(_kernel, ranks=1) == [{1, 2, 4, 8, 16}]
+
+
+class _Hub:
+    """All ranks of a plan in this process: a message is a copy on the receiver's stream, after the sender's event."""
+
+    def __init__(self):
+        self.condition, self.queues = threading.Condition(), defaultdict(deque)
+
+    def exchange(self, rank, recvs, sends):
+        stream, ready = torch.cuda.current_stream(), torch.cuda.Event()
+        ready.record()
+        sent = [(buffer, ready, torch.cuda.Event(), threading.Event()) for buffer, _ in sends]
+        with self.condition:
+            for message, (_, peer) in zip(sent, sends, strict=True):
+                self.queues[rank, peer].append(message)
+            self.condition.notify_all()
+        for buffer, peer in recvs:
+            queue = self.queues[peer, rank]
+            with self.condition:
+                assert self.condition.wait_for(lambda queue=queue: queue, 30.0), "stuck"
+                data, event, copied, is_recorded = queue.popleft()
+            stream.wait_event(event)
+            buffer.copy_(data)
+            copied.record()
+            is_recorded.set()
+        for *_, copied, is_recorded in sent:
+            assert is_recorded.wait(30.0), "stuck"
+            stream.wait_event(copied)
+
+
+def _one_process(rank):
+    """Every strategy and a dtype of each size, all ranks of the plan on streams of their own."""
+    from reshard.runtime.cuda.pack_kernel import RegionCopier
+
+    device, failures = torch.device("cuda"), []
+    for seed, (strategy, dtype) in enumerate(itertools.product(sorted(STRATEGIES), DTYPES)):
+        src, dst, shape, topology = random_problem(seed)
+        plan = reshard.make_plan(src, dst, shape, dtype, strategy=strategy, topology=topology, staging_bytes=2**18)
+        hub, round_of, outs = _Hub(), find_rounds(plan), {}
+
+        def part(
+            number,
+            strategy=strategy,
+            plan=plan,
+            hub=hub,
+            round_of=round_of,
+            outs=outs,
+            shape=shape,
+            dtype=dtype,
+            src=src,
+            dst=dst,
+        ):
+            try:
+                source, wanted = (
+                    None if array is None else array.cuda()
+                    for array in (shard_of_positions(layout, number, shape, dtype) for layout in (src, dst))
+                )
+                out = None if wanted is None else torch.zeros_like(wanted)
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    runner = RoundRunner(
+                        build_program(plan, number), round_of, TorchMemory(device), [plan.tensors[0].itemsize],
+                        RegionCopier(device), plan.staging_bytes, CudaLanes(device),
+                    )  # fmt: skip
+                    runner.warm_up()
+                    for _ in range(2):
+                        runner.run([carrier(source)], [carrier(out)], lambda *posted: hub.exchange(number, *posted))
+                    torch.cuda.current_stream().synchronize()
+                assert wanted is None or not count_unlike(out.cpu(), wanted.cpu())
+            except BaseException as error:
+                failures.append((strategy, dtype, number, repr(error)))
+
+        threads = [threading.Thread(target=part, args=(number,), daemon=True) for number in plan.ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+        if failures:
+            break
+    return failures
+
+
+def test_all_ranks_of_a_plan_in_one_process():
+    assert _run(_one_process, ranks=1) == [[]]
+
+
+def test_two_ranks_share_the_card_over_nccl():
+    _run(_transfer, ranks=2)
+
+
+def _transfer(rank):
+    src, dst = Layout(Mesh.of("1"), "R R"), Layout(Mesh.of("1", first_rank=1), "R R")
+    source, wanted = _shards(rank, src, dst)
+    out = reshard.reshard(source, src, dst, shape=SHAPE, dtype="float32")
+    assert out is None or not count_unlike(out.cpu(), wanted.cpu())

@@ -1,0 +1,196 @@
+"""The NCCL binding against a stand-in with NCCL's C interface, and against the real library and header where they are."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from reshard.runtime.cuda.nccl import DATA_TYPES, Communicator, Library, NcclError, find_library
+from reshard.testing.processes import LaunchError, run_processes
+from tests.support.nccl_standin import build_standin
+
+
+def _message(array, rank):
+    return array.data_ptr(), array.numel() * array.element_size(), rank
+
+
+def _communicator(path, rank, port, size, **options):
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
+    library = Library(path)
+    if rank == 0:
+        store.set("id", library.make_unique_id())
+    return Communicator(library, store.get("id"), rank, size, **({"timeout_seconds": 10.0} | options))
+
+
+def _exchange(rank, port, path):
+    comm = _communicator(path, rank, port, 3)
+    for turn in range(3):
+        outs, inns = {}, {}
+        for peer in {0, 1, 2} - {rank}:
+            outs[peer] = [torch.full((1000 * (peer + 1) + part,), 10 * rank + part + turn) for part in range(2)]
+            inns[peer] = [torch.empty(1000 * (rank + 1) + part, dtype=torch.int64) for part in range(2)]
+        recvs = [_message(array, peer) for peer, arrays in inns.items() for array in arrays]
+        sends = [_message(array, peer) for peer, arrays in outs.items() for array in arrays]
+        comm.exchange(recvs, sends, stream=0)
+        for peer, arrays in inns.items():
+            assert all((array == 10 * peer + part + turn).all() for part, array in enumerate(arrays))
+    assert comm.find_error() is None
+    total = torch.full((5,), float(rank + 1))
+    comm.all_reduce(total.data_ptr(), 5, "float32", "sum", stream=0)
+    largest = torch.tensor([rank, -rank])
+    comm.all_reduce(largest.data_ptr(), 2, "int64", "max", stream=0)
+    shared = torch.full((3,), rank, dtype=torch.uint8)
+    comm.broadcast(shared.data_ptr(), 3, 0, stream=0)
+    comm.close()
+    comm.close()
+    return total.tolist(), largest.tolist(), shared.tolist()
+
+
+def test_messages_match_by_order_and_collectives_reduce(standin):
+    said = run_processes(_exchange, 3, standin, init_group=False)
+    assert said == [([6.0] * 5, [2, 0], [0] * 3)] * 3
+
+
+def _mistakes(rank, port, path):
+    """A group is ended whatever happens inside it, and the next one works."""
+    comm = _communicator(path, rank, port, 2)
+    array = torch.full((4,), float(rank))
+    with pytest.raises(NcclError, match=r"ncclSend: invalid argument: invalid rank"):
+        comm.exchange([], [_message(array, 7)], stream=0)
+    with pytest.raises(ctypes.ArgumentError):
+        comm.exchange([], [(array, 16, 1 - rank)], stream=0)
+    got = torch.empty(4)
+    comm.exchange([_message(got, 1 - rank)], [_message(array, 1 - rank)], stream=0)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
+    store.set(f"done {rank}", "")
+    store.wait([f"done {1 - rank}"])  # an abort breaks what the other one has not finished
+    comm.abort()
+    comm.abort()
+    with pytest.raises(NcclError, match="aborted"):
+        comm.exchange([_message(got, 1 - rank)], [], stream=0)
+    return got.tolist()
+
+
+def test_a_wrong_call_leaves_no_group_open(standin):
+    assert run_processes(_mistakes, 2, standin, init_group=False) == [[1.0] * 4, [0.0] * 4]
+
+
+def _absent(rank, port, path):
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"NCCL took longer than 0.5 s making a communicator"):
+        _communicator(path, rank, port, 2, timeout_seconds=0.5)
+
+    def look():
+        raise ValueError("somebody else failed")
+
+    library = Library(path)
+    with pytest.raises(ValueError, match="somebody else"):
+        Communicator(library, library.make_unique_id(), 1, 2, timeout_seconds=60.0, look=look)
+    return time.monotonic() - begun
+
+
+def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(standin):
+    assert run_processes(_absent, 1, standin, init_group=False)[0] < 5
+
+
+def _first_meeting(rank, port, path):
+    """Rank 0 is in a group with rank 1, which never is in one with rank 0: pairs that do not meet never connect."""
+    comm = _communicator(path, rank, port, 2, timeout_seconds=60.0)
+    if rank == 1:
+        time.sleep(1.5)
+        return None
+    array = torch.zeros(1)
+    failures = []
+
+    def exchange():
+        try:
+            comm.exchange([], [_message(array, 1)], stream=0)
+        except NcclError as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    time.sleep(0.3)
+    begun = time.monotonic()
+    comm.abort()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    return failures, time.monotonic() - begun
+
+
+def test_an_abort_ends_the_wait_of_another_thread(standin):
+    (failures, seconds), _ = run_processes(_first_meeting, 2, standin, init_group=False)
+    assert failures == ["the communicator was aborted"]
+    assert seconds < 2
+
+
+def _dies(rank, port, path):
+    comm = _communicator(path, rank, port, 2)
+    array = torch.zeros(1)
+    comm.exchange([_message(array, 1 - rank)], [_message(torch.ones(1), 1 - rank)], stream=0)
+    if rank == 1:
+        os._exit(3)
+    deadline = time.monotonic() + 10
+    while (error := comm.find_error()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    comm.abort()
+    return error
+
+
+def test_a_dead_peer_is_found(standin):
+    with pytest.raises(LaunchError) as caught:
+        run_processes(_dies, 2, standin, init_group=False)
+    assert "remote process exited" in caught.value.results[0]
+    assert "rank 1" in caught.value.results[0]
+
+
+def test_libraries_that_are_none_or_lack_functions_are_refused():
+    with pytest.raises(OSError, match="no_such_library"):
+        Library("libno_such_library.so")
+    with pytest.raises(NcclError, match=r"has no ncclGetVersion; NCCL 2.18 or later is needed"):
+        Library("libm.so.6")
+
+
+def _find_real():
+    try:
+        return find_library()
+    except NcclError:
+        return None
+
+
+def _find_header():
+    folders = [Path(os.environ["NCCL_HOME"])] if "NCCL_HOME" in os.environ else []
+    spec = importlib.util.find_spec("nvidia")
+    folders += [Path(folder) / "nccl" for folder in (spec.submodule_search_locations or ())] if spec else []
+    found = [folder / "include" / "nccl.h" for folder in folders]
+    return next((path for path in found if path.exists()), None)
+
+
+@pytest.mark.skipif(_find_header() is None, reason="no nccl.h is installed; NCCL_HOME says where it is")
+def test_the_standin_has_the_signatures_of_the_real_header(tmp_path):
+    """The compiler compares each function of the stand-in with its declaration in nccl.h."""
+    (tmp_path / "cuda_runtime.h").write_text("typedef struct CUstream_st* cudaStream_t;\n#define CUDART_VERSION 0\n")
+    (tmp_path / "cuda_fp16.h").write_text("")
+    header = _find_header()
+    build_standin(tmp_path, "-DNCCL_STANDIN_HEADER", f"-I{tmp_path}", f"-I{header.parent}")
+    text = header.read_text()
+    for name, value in DATA_TYPES.items():
+        c_name = "nccl" + {"bfloat16": "Bfloat16"}.get(name, name.capitalize())
+        assert f"{c_name} = {value}" in " ".join(text.replace("=", " = ").split()), name
+
+
+@pytest.mark.skipif(_find_real() is None, reason="no NCCL library is installed")
+def test_the_real_library_takes_our_calls():
+    library = find_library()
+    assert library.version >= 21800
+    assert len(library.make_unique_id()) == 128
+    if not torch.cuda.is_available():
+        with pytest.raises(NcclError, match="cuda"):
+            Communicator(library, library.make_unique_id(), 0, 1, timeout_seconds=20.0)

@@ -1,0 +1,294 @@
+"""Plans in rounds: no deadlock, no mismatch, every element, for transports that match by order."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings, strategies as st
+
+from reshard import Layout, Mesh, Topology, make_plan
+from reshard.cli.demo import shard_of_positions
+from reshard.errors import PlanError
+from reshard.plan.messages import expand_messages, message_nbytes
+from reshard.planner.registry import STRATEGIES
+from reshard.planner.strategies.problem import MIN_STAGING_BYTES
+from reshard.runtime.cpu.staging import TorchMemory, carrier
+from reshard.runtime.program import build_program
+from reshard.runtime.rounds.executor import ALIGN, RoundRunner
+from reshard.runtime.rounds.schedule import ROUND_SECONDS, calls_of, check_calls, find_rounds, rounds_of
+from reshard.testing.processes import run_processes
+from reshard.topology.files import topology_from_json
+from tests.support.memory_transport import run_in_threads
+from tests.support.random_problems import random_problem
+from tests.support.strategies_of_cases import cases
+from tests.support.tensors import same_bytes, take_shard, whole_tensor
+
+
+def runner_of(plan, rank, staging_bytes=None, memory=None, lanes=None, copier=None):
+    memory = TorchMemory(torch.device("cpu")) if memory is None else memory
+    itemsizes = [spec.itemsize for spec in plan.tensors]
+    return RoundRunner(build_program(plan, rank), find_rounds(plan), memory, itemsizes, copier, staging_bytes, lanes)
+
+
+def _calls(plan):
+    round_of = find_rounds(plan)
+    return {rank: calls_of(rounds_of(build_program(plan, rank), round_of)) for rank in plan.ranks}
+
+
+@given(cases(), st.sampled_from(sorted(STRATEGIES)))
+@settings(max_examples=40)
+def test_rounds_of_any_plan_end_and_move_every_element(case, strategy):
+    shape, src, dst, topology = case
+    shape = tuple(size * 40 if i == 0 else size for i, size in enumerate(shape))
+    if not isinstance(src, Layout) or not isinstance(dst, Layout):
+        src = dst = Layout(Mesh.of("3"), ((),) * len(shape))
+    plan = make_plan(src, dst, shape, "int64", strategy=strategy, topology=topology, staging_bytes=2**16)
+    round_of = find_rounds(plan)
+    messages = {message.id: message for message in expand_messages(plan)}
+    assert set(round_of) == {i for i, message in messages.items() if message.sender != message.receiver}
+    for ident, at in round_of.items():
+        source = messages[ident].source
+        if source is not None and source in round_of:
+            assert round_of[source] < at
+    check_calls(_calls(plan))
+    whole = whole_tensor(shape)
+    outs = {r: [s if s is None else torch.full_like(s, -1)] for r in plan.ranks for s in [take_shard(dst, r, whole)]}
+    staged = run_in_threads(plan, {r: [take_shard(src, r, whole)] for r in plan.ranks}, outs, in_rounds=True)
+    assert max(staged.values()) <= plan.staging_bytes
+    for rank in dst.ranks:
+        assert same_bytes(outs[rank][0], take_shard(dst, rank, whole))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lanes_wait_for_each_other(seed):
+    """Packing, exchange and unpacking go on by themselves; a wait that is missing would move what is not there yet."""
+    src, dst, shape, topology = random_problem(seed)
+    strategy = ["multicast", "send_recv", "broadcast_greedy", "local_all_gather"][seed % 4]
+    plan = make_plan(src, dst, shape, "float32", strategy=strategy, topology=topology, staging_bytes=2**16)
+    whole = whole_tensor(shape, torch.float32)
+    outs = {r: [s if s is None else torch.full_like(s, -1)] for r in plan.ranks for s in [take_shard(dst, r, whole)]}
+    sources = {r: [take_shard(src, r, whole)] for r in plan.ranks}
+    run_in_threads(plan, sources, outs, seconds=30.0, in_rounds="lanes")
+    for rank in dst.ranks:
+        assert same_bytes(outs[rank][0], take_shard(dst, rank, whole))
+
+
+def _boundary(staging_bytes=2**26):
+    src, dst = Layout(Mesh.of("2x2"), "S0 R"), Layout(Mesh.of("3x2", first_rank=4), "R S0")
+    topology = Topology(tuple(rank // 2 for rank in range(10)), latency_seconds=1e-5)
+    return (
+        src,
+        dst,
+        make_plan(
+            src, dst, (256, 384), "float32", strategy="multicast", topology=topology, staging_bytes=staging_bytes
+        ),
+    )
+
+
+def test_planted_faults_are_found():
+    *_, plan = _boundary()
+    good = _calls(plan)
+    check_calls(good)
+    rank, at = next((r, i) for r, groups in good.items() for i, group in enumerate(groups) if len(groups) > i + 1)
+
+    def spoilt(change):
+        calls = copy.deepcopy(good)
+        change(calls[rank])
+        return calls
+
+    with pytest.raises(PlanError, match="wait for ever"):
+        check_calls(spoilt(lambda groups: groups[at].pop()))
+    with pytest.raises(PlanError, match="which receives"):
+        check_calls(spoilt(lambda groups: groups[at].append((*groups[at].pop()[:2], 1))))
+    crossed = {0: [[(True, 1, 8)], [(False, 1, 8)]], 1: [[(True, 0, 8)], [(False, 0, 8)]]}  # both send first
+    with pytest.raises(PlanError, match=r"ranks \[0, 1\] wait for ever: rank 0 in its group 0 for 8 bytes to rank 1"):
+        check_calls(crossed)
+    check_calls({0: [[(True, 1, 8), (False, 1, 8)]], 1: [[(True, 0, 8), (False, 0, 8)]]})  # as one group they may
+    with pytest.raises(PlanError, match="rank 0 sends 8 bytes to rank 1, which receives 4"):
+        check_calls({0: [[(True, 1, 8)]], 1: [[(False, 0, 4)]]})
+
+
+def _by_gloo(recvs, sends):
+    ops = [dist.P2POp(dist.irecv, buffer, rank) for buffer, rank in recvs]
+    ops += [dist.P2POp(dist.isend, buffer, rank) for buffer, rank in sends]
+    for work in dist.batch_isend_irecv(ops) if ops else []:
+        work.wait()
+
+
+def _move_in_rounds(rank):
+    src, dst, plan = _boundary()
+    runner = runner_of(plan, rank)
+    source = shard_of_positions(src, rank, (256, 384), "float32")
+    wanted = shard_of_positions(dst, rank, (256, 384), "float32")
+    out = None if wanted is None else torch.zeros_like(wanted)
+    sides = [[None if array is None else carrier(array)] for array in (source, out)]
+    for _ in range(2):
+        runner.run(*sides, _by_gloo)
+    assert wanted is None or torch.equal(carrier(out), carrier(wanted))
+    return runner.allocated_bytes
+
+
+def test_rounds_on_processes():
+    assert len(run_processes(_move_in_rounds, 10)) == 10
+
+
+def _turned(staging_bytes=2**26):
+    """Ranks whose hosts have two NICs turn a layout around: some pass on what they do not need themselves."""
+    src, dst = Layout(Mesh.of("2x4"), "R S01"), Layout(Mesh.of("2x4", first_rank=8), "S01 R")
+    nics = ["500 Mbit/s", "500 Mbit/s"]
+    topology = topology_from_json({"hosts": [{"count": 4, "devices": 4, "nics": nics}]}).without_latency()
+    plan = make_plan(
+        src, dst, (204, 4096), "float32", strategy="multicast", topology=topology, staging_bytes=staging_bytes
+    )
+    return src, dst, plan
+
+
+@pytest.mark.parametrize("seed", [None, *range(12)])
+def test_a_round_takes_no_more_than_half_of_what_a_rank_may_hold(seed):
+    staging_bytes = MIN_STAGING_BYTES
+    if seed is None:
+        _, _, plan = _turned(staging_bytes)
+    else:
+        src, dst, shape, topology = random_problem(seed)
+        plan = make_plan(src, dst, shape, "float32", topology=topology, staging_bytes=staging_bytes)
+    round_of = find_rounds(plan)
+    for rank in plan.ranks:
+        for one in rounds_of(build_program(plan, rank), round_of):
+            for ops in (one.recvs, one.sends):
+                assert sum(op.nbytes for op in ops) <= staging_bytes // 4
+
+
+def test_what_is_passed_on_has_a_place_of_its_own_until_it_left():
+    src, dst, plan = _turned()
+    reused = 0
+    for rank in plan.ranks:
+        program = build_program(plan, rank)
+        runner = runner_of(plan, rank)
+        forwards = {send.forwards: number for number, one in enumerate(runner.rounds) for send in one.sends}
+        live: dict[int, tuple[int, int]] = {}
+        for number, one in enumerate(runner.rounds):
+            live = {index: part for index, part in live.items() if forwards[index] >= number}
+            for index, recv in enumerate(program.recvs):
+                if recv.is_relay and recv in one.recvs:
+                    first = runner.num_halves * runner._half_bytes + runner._relay_places[index]
+                    end = first + recv.nbytes
+                    assert first % ALIGN == 0
+                    assert all(end <= start or stop <= first for start, stop in live.values())
+                    assert end <= runner.nbytes
+                    for place in range(
+                        runner.num_halves * runner._half_bytes, first, ALIGN
+                    ):  # none that is lower was free
+                        assert any(place < stop and start < place + recv.nbytes for start, stop in live.values())
+                    live[index] = first, end
+        places = list(runner._relay_places.values())
+        reused += len(places) - len(set(places))
+        assert runner_of(plan, rank, runner.nbytes).num_halves == runner.num_halves
+        if runner.nbytes:
+            least = runner.nbytes - (runner.num_halves - 1) * runner._half_bytes
+            assert runner_of(plan, rank, runner.nbytes - 1 if runner.num_halves == 2 else least).num_halves == 1
+            with pytest.raises(PlanError, match=f"rank {rank} needs {least} bytes of buffers"):
+                runner_of(plan, rank, least - 1)
+    assert reused
+    whole = whole_tensor((204, 4096), torch.float32)
+    outs = {r: [s if s is None else torch.zeros_like(s)] for r in plan.ranks for s in [take_shard(dst, r, whole)]}
+    run_in_threads(plan, {r: [take_shard(src, r, whole)] for r in plan.ranks}, outs, in_rounds=True)
+    for rank in dst.ranks:
+        assert same_bytes(outs[rank][0], take_shard(dst, rank, whole))
+
+
+class _Packing(TorchMemory):
+    packed = 0
+
+    def pack(self, views, buffer):
+        self.packed += 1
+        super().pack(views, buffer)
+
+    def unpack(self, buffer, views):
+        self.packed += 1
+        super().unpack(buffer, views)
+
+
+@pytest.mark.parametrize(("spec", "packs"), [("S0 R", 0), ("R S0", 1)])
+def test_what_lies_in_one_run_leaves_from_where_it_is(spec, packs):
+    src, dst = Layout(Mesh.of("1"), "R R"), Layout(Mesh.of("2", first_rank=1), spec)
+    plan = make_plan(src, dst, (8, 4), "float32")
+    memory = _Packing(torch.device("cpu"))
+    runner = runner_of(plan, 0, memory=memory)
+    sent = []
+    runner.run([torch.arange(32.0).reshape(8, 4)], [None], lambda recvs, sends: sent.extend(sends))
+    assert len(sent) == plan.num_messages
+    assert (memory.packed > 0) == (packs > 0)
+
+
+def _on_one_host(staging_bytes):
+    mesh, rows = Mesh.of("9"), (72, 1024)
+    return make_plan(
+        Layout(mesh, "S0"), Layout(mesh), rows, "float32", topology=Topology((0,) * 9), staging_bytes=staging_bytes
+    )
+
+
+def _room(plan):
+    """What a rank may send, and receive, in a round: outside its host, inside."""
+    hosts = plan.topology.host_of_rank
+    sizes = {False: [0], True: [0]}
+    for message in expand_messages(plan):
+        if message.sender != message.receiver:
+            sizes[hosts[message.sender] == hosts[message.receiver]].append(message_nbytes(plan, message))
+    across, inside = max(sizes[False]), max(sizes[True])
+    rate = min(nic.egress_bytes_per_second for host in plan.topology.hosts for nic in host.nics)
+    least = int(rate * ROUND_SECONDS)  # links inside hosts have no rate here, and take that of the NICs
+    across = max(across, min(least, plan.staging_bytes // 8))
+    return {False: across, True: max(inside, min(max(4 * inside, least), plan.staging_bytes // 4 - across))}
+
+
+@pytest.mark.parametrize(
+    ("make", "staging_bytes"),
+    [
+        (lambda staging: _boundary(staging)[2], 2**26),
+        (lambda staging: _boundary(staging)[2], 2**20),
+        (lambda staging: _turned(staging)[2], 2**26),
+        (_on_one_host, 2**26),
+        (_on_one_host, 2**18),
+    ],
+    ids=["boundary", "boundary, little staging", "turned", "on one host", "on one host, little staging"],
+)
+def test_each_message_is_in_the_first_round_that_has_room_for_it(make, staging_bytes):
+    plan = make(staging_bytes)
+    hosts, room = plan.topology.host_of_rank, _room(plan)
+    used, rounds, found = {}, {}, find_rounds(plan)
+    for message in expand_messages(plan):
+        if message.sender == message.receiver:
+            continue
+        inside = hosts[message.sender] == hosts[message.receiver]
+        nbytes = message_nbytes(plan, message)
+        at = 0 if message.source not in rounds else rounds[message.source] + 1
+        at = max([at, *(rounds[before] for before in message.after if before in rounds)])
+        ends = [(message.sender, inside, True), (message.receiver, inside, False)]
+        while any(used.get((*end, at), 0) + nbytes > room[inside] for end in ends):
+            at += 1
+        for end in ends:
+            used[(*end, at)] = used.get((*end, at), 0) + nbytes
+        rounds[message.id] = at
+    assert found == rounds
+    assert len({*rounds.values()}) > 1
+
+
+def test_ranks_that_only_copy_need_no_buffer():
+    plan = make_plan(Layout(Mesh([0])), Layout(Mesh([0])), (8,), "int8")
+    runner = runner_of(plan, 0)
+    assert runner.nbytes == 0
+
+
+def test_a_buffer_is_made_with_the_first_run_and_given_back():
+    *_, plan = _boundary()
+    runner = runner_of(plan, 4)
+    assert runner.nbytes > 0
+    assert runner.allocated_bytes == 0
+    sides = [[None], [torch.zeros(plan.tensors[0].dst_shards.local_shape(4))]]
+    runner.run(*sides, lambda recvs, sends: None)
+    assert runner.allocated_bytes == runner.nbytes
+    runner.release()
+    assert runner.allocated_bytes == 0

@@ -1,0 +1,239 @@
+"""Transfers on a device's streams, with a stand-in for the device: a thread that does what is put on it, over Gloo.
+
+What only a GPU can show is in tests marked ``gpu``.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+import time
+
+import pytest
+import torch
+
+import reshard
+from reshard import Layout, Mesh
+from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.coordination import connections
+from reshard.runtime.cuda import nccl_exchange
+from reshard.runtime.cuda.nccl import Library
+from reshard.runtime.cuda.stream import STREAMS
+from reshard.scheduler import fitted, one_f_one_b
+from reshard.scheduler.simulation.validate import has_one_order
+from reshard.testing.processes import run_processes
+from tests.scheduler.runtime.test_engine import run_rank, single_process
+from tests.support.devices import HAS_GPU
+from tests.support.tensors import same_bytes, take_shard, whole_tensor
+
+SHAPE = (48, 20)
+SRC, DST = Layout(Mesh.of("2x2"), "S0 R"), Layout(Mesh.of("3", first_rank=3), "R S0")  # rank 3 is in both
+RANKS = 6
+CASTS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float8_e4m3fn"), ("int32", "int64")]
+
+
+class Mark:
+    def __init__(self):
+        self.reached, self.error = threading.Event(), None
+
+    def query(self):
+        if self.error is not None:
+            raise RuntimeError(f"device: {self.error}")
+        return self.reached.is_set()
+
+    def wait(self):
+        self.reached.wait()
+
+
+class Streams:
+    """A thread that does what is put on it, in order, while the caller goes on."""
+
+    def __init__(self, device):
+        self.mark_of, self.works = Mark, queue.SimpleQueue()
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self):
+        while True:
+            work, mark = self.works.get()
+            try:
+                work()
+            except Exception as error:
+                mark.error = error
+            mark.reached.set()
+
+    def put(self, work, arrays):
+        assert all(callable(array.record_stream) for array in arrays)
+        mark = self.mark_of()
+        self.works.put((work, mark))
+        return mark
+
+    def join(self):
+        raise AssertionError("no graph is captured here")
+
+
+@pytest.fixture
+def device(monkeypatch, standin):
+    """CPU tensors go the way of CUDA tensors: rounds, a stream, and the NCCL binding on the stand-in library."""
+    monkeypatch.setitem(STREAMS, "cpu", Streams)
+    monkeypatch.setattr(nccl_exchange, "NCCL_DEVICES", {"cuda", "cpu"})
+    monkeypatch.setattr(connections, "NCCL_DEVICES", {"cuda", "cpu"})
+    monkeypatch.setattr(nccl_exchange, "find_library", lambda: Library(standin))
+
+
+def _shards(rank):
+    return (shard_of_positions(layout, rank, SHAPE, "float32") for layout in (SRC, DST))
+
+
+def _call(rank):
+    source, wanted = _shards(rank)
+    for strategy in ("auto", "send_recv", "broadcast_greedy"):
+        for _ in range(2):
+            out = reshard.reshard_async(source, SRC, DST, shape=SHAPE, dtype="float32", strategy=strategy).synchronize()
+            assert (out is None and wanted is None) or not count_unlike(out, wanted)
+
+
+def test_calls_move_every_element(device):
+    run_processes(_call, RANKS)
+
+
+def _cast(rank):
+    for src, dst in CASTS:
+        whole = whole_tensor(SHAPE, getattr(torch, src))
+        source, wanted = take_shard(SRC, rank, whole), take_shard(DST, rank, whole.to(getattr(torch, dst)))
+        out = reshard.reshard(source, SRC, DST, dst_dtype=dst)
+        assert (out is None and wanted is None) or same_bytes(out, wanted), (src, dst)
+
+
+def test_elements_are_cast_on_the_way(device):
+    run_processes(_cast, RANKS)
+
+
+def _move(rank):
+    source, wanted = _shards(rank)
+    plan = reshard.make_plan(SRC, DST, SHAPE, "float32")
+    with reshard.Mover(plan) as mover:
+        out = None if wanted is None else torch.zeros_like(wanted)
+        for _ in range(3):
+            handle = mover.start(source, out=out)
+            assert handle.synchronize(60.0) is out
+            assert handle.done()
+            assert wanted is None or not count_unlike(out, wanted)
+        held = mover.staging_allocated_bytes
+        assert held <= plan.staging_bytes
+        mover(source, out=out)
+        assert mover.staging_allocated_bytes == held
+
+
+def test_a_mover_moves_often(device):
+    run_processes(_move, RANKS)
+
+
+def _move_both_ways(rank):
+    source, _ = _shards(rank)
+    there, back = (
+        reshard.Mover(reshard.make_plan(a, b, SHAPE, "float32"), both_ways=True) for a, b in ((SRC, DST), (DST, SRC))
+    )
+    assert there._streamed._exchange is not back._streamed._exchange
+    for _ in range(3):
+        returned = back.start(there(source))
+        assert source is None or not count_unlike(returned.synchronize(60.0), source)
+
+
+def test_each_direction_has_a_communicator_of_its_own(device):
+    run_processes(_move_both_ways, RANKS)
+
+
+class Never(Mark):
+    def query(self):
+        return False
+
+
+class Broken(Mark):
+    def query(self):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def _start_with(rank, kind):
+    source, _ = _shards(rank)
+    mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"))
+    mover._timeout_seconds = 2.0  # of transfers alone: to meet may take longer on a loaded machine
+    if rank == 4:
+        mover._streamed.streams.mark_of = kind
+    else:
+        mover._streamed.streams.mark_of = Never
+    handle = mover.start(source)
+    begun = time.monotonic()
+    try:
+        handle.synchronize()
+    except reshard.ReshardError as error:
+        return type(error).__name__, str(error), time.monotonic() - begun
+    return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "text"),
+    [(Never, "TransferTimeoutError", "did not finish in time"), (Broken, "RemoteError", "rank 4: .*illegal memory")],
+)
+def test_a_device_that_fails_or_hangs_ends_the_transfer_on_all_ranks(device, kind, name, text):
+    said = run_processes(_start_with, RANKS, kind)
+    assert len({(name, text) for name, text, _ in said}) == 1
+    assert said[0][0] == name
+    assert re.search(text, said[0][1])
+    assert max(took for *_, took in said) < 8
+
+
+def test_the_engine_trains(device):
+    losses, grads = single_process(torch.float64, [4, 4, 2])
+    for build in (fitted, one_f_one_b):
+        results = run_processes(run_rank, 3, build, [0, 1, 2], "float64", [4, 4, 2], 2)
+        for stage, (steps, _) in enumerate(results):
+            for said, by_stage in steps:
+                assert stage != 2 or said == pytest.approx(losses, rel=1e-10)
+                for key, grad in by_stage[stage].items():
+                    torch.testing.assert_close(torch.from_numpy(grad), grads[stage][key], rtol=1e-10, atol=1e-12)
+
+
+def _two_stages_on_a_row(pipeline, num_microbatches):
+    """Row 0 receives gradients of two edges from row 1 in another order than row 1 sends them."""
+    schedule = fitted(pipeline, num_microbatches, row_of_stage=[0, 1, 1])
+    assert not has_one_order(schedule)
+    assert has_one_order(one_f_one_b(pipeline, num_microbatches))
+    return schedule
+
+
+def test_edges_between_two_rows_may_be_received_in_another_order(device):
+    losses, _ = single_process(torch.float64, [4, 4, 2])
+    results = run_processes(run_rank, 2, _two_stages_on_a_row, [0, 1, 1], "float64", [4, 4, 2], 2)
+    for said, _ in results[1][0]:
+        assert said == pytest.approx(losses, rel=1e-10)
+
+
+def _mixed(rank):
+    source, _ = _shards(rank)
+    if rank == 1:
+        source = source.to("meta")
+    try:
+        reshard.reshard(source, SRC, DST, shape=SHAPE, dtype="float32", timeout_seconds=5.0)
+    except reshard.ReshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def test_tensors_on_other_devices_are_refused():
+    said = set(run_processes(_mixed, RANKS))
+    assert said == {"ArgumentError: the tensor: rank 1 passes a tensor on meta; cpu and cuda tensors can travel"}
+
+
+def _asks_for_cuda(rank):
+    try:
+        reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), device="cuda", timeout_seconds=5.0)
+    except reshard.ReshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+def test_without_a_gpu_cuda_is_refused():
+    said = set(run_processes(_asks_for_cuda, RANKS))
+    assert said == {"ArgumentError: device is 'cuda', but this process has no CUDA device"}

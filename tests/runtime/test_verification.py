@@ -1,0 +1,250 @@
+"""verify=True: every changed byte is found, on every rank alike, with the region, the hop and the ranks."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+
+import reshard
+from reshard import Layout, Mesh, RegionLayout, Topology
+from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.coordination.connections import GlooTransport
+from reshard.plan.messages import expand_messages
+from reshard.runtime.cpu import executor
+from reshard.runtime.cpu.verification import Digests, Hops, compare_digests, describe_copy, find_fault
+from reshard.testing.processes import run_processes
+from tests.support.memory_transport import MemoryHub, MemoryTransport
+
+SHAPE = (64, 60)
+SRC, DST = Layout(Mesh.of("2"), "R S0"), Layout(Mesh.of("2x2", first_rank=2), "S0 R")
+TOPOLOGY = Topology((0, 0, 1, 1, 2, 2))  # what enters a host is passed on inside it
+
+
+def _move(rank, spoil, verify=True):
+    source, wanted = (shard_of_positions(layout, rank, SHAPE, "float32") for layout in (SRC, DST))
+    if spoil is not None:
+        spoil(rank)
+    kept = None if source is None else source.clone()
+    found = []
+    plan = reshard.make_plan(SRC, DST, SHAPE, "float32", topology=TOPOLOGY)
+    with reshard.Mover(plan, verify=verify) as mover:
+        for _ in range(2):
+            try:
+                out = mover(source)
+            except reshard.ReshardError as error:
+                found.append(f"{type(error).__name__}: {error}")
+            else:
+                found.append(0 if wanted is None else count_unlike(out, wanted))
+    assert kept is None or torch.equal(kept, source)
+    return found
+
+
+def test_a_hop_that_passes_on_knows_which_one_brought_it():
+    plan = reshard.make_plan(
+        Layout(Mesh([4])), Layout(Mesh([1, 7])), (8,), "int8", strategy="broadcast_naive", topology=Topology((0,) * 8)
+    )
+    hops = Hops(plan)
+    assert (hops.sender.tolist(), hops.receiver.tolist()) == ([4, 7], [7, 1])
+    assert (hops.passed_on.tolist(), hops.came_as.tolist()) == ([1], [0])  # the first message is one too
+
+
+@pytest.mark.parametrize("side", ["sent", "landed"])
+def test_a_fault_is_found_behind_copies_inside_ranks(side):
+    plan = reshard.make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([1, 2])), (8,), "int8", strategy="send_recv")
+    messages = list(expand_messages(plan))
+    assert any(one.sender == one.receiver for one in messages)
+    moved = [one for one in messages if one.sender != one.receiver]
+    digests = {name: {one.id: one.id for one in moved} for name in ("sent", "landed")}
+    assert find_fault(plan, digests["sent"], digests["landed"]) is None
+    for one in moved:
+        changed = digests | {side: digests[side] | {one.id: -1}}
+        fault = find_fault(plan, changed["sent"], changed["landed"])
+        assert fault is not None and f"rank {one.receiver} does not hold what rank {one.sender} sent" in fault
+
+
+def test_a_wrong_copy_is_named_with_its_region():
+    plan = reshard.make_plan(Layout(Mesh([0])), Layout(Mesh([0])), {"a": (2,), "b": (3,)}, "int8", strategy="send_recv")
+    copies = list(expand_messages(plan))
+    assert {describe_copy(plan, 0, copies[0].id), describe_copy(plan, 0, copies[1].id)} == {
+        f"[0:{size}] of {name!r}: rank 0 does not hold what it copied itself (message {one.id})"
+        for one, name, size in zip(copies, "ab", (2, 3), strict=True)
+    }
+
+
+class _Made(MemoryTransport):
+    """Notes what is under way."""
+
+    def __init__(self, hub, rank):
+        super().__init__(hub, rank)
+        self.made = []
+
+    def send(self, buffer, rank, tag):
+        self.made.append(super().send(buffer, rank, tag))
+        return self.made[-1]
+
+    def recv(self, buffer, rank, tag):
+        self.made.append(super().recv(buffer, rank, tag))
+        return self.made[-1]
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_ranks_that_compare_wait_for_all_that_they_started(is_wrong):
+    plan = reshard.make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([2])), (8,), "int8", strategy="send_recv")
+    hops, hub = Hops(plan), MemoryHub()
+
+    def compare(rank):
+        digests, transport, waited = Digests(), _Made(hub, rank), []
+        for one in expand_messages(plan, rank):
+            (digests.sent if one.sender == rank else digests.landed)[one.id] = is_wrong and one.receiver == rank
+
+        def wait(work, other):
+            work.wait(timedelta(seconds=5))
+            waited.append(work)
+
+        try:
+            compare_digests(hops, rank, digests, transport, 7, wait)
+            said = ""
+        except reshard.VerificationError as error:
+            said = str(error)
+        assert len(waited) == len(transport.made) > 0 and set(map(id, waited)) == set(map(id, transport.made))
+        return said
+
+    with ThreadPoolExecutor(3) as pool:
+        said = set(pool.map(compare, plan.ranks))
+    assert len(said) == 1 and ("rank 2 does not hold what rank 0 sent" in said.pop()) == is_wrong
+
+
+def test_good_transfers_pass():
+    assert run_processes(_move, 6, None) == [[0, 0]] * 6
+
+
+def _flip(tensor):
+    flat = tensor.contiguous().view(torch.uint8).reshape(-1)
+    flat[len(flat) // 2] ^= 1
+    return flat.view(tensor.dtype).reshape(tensor.shape)
+
+
+def _on_the_wire(rank):
+    """The first message that rank 1 sends arrives changed."""
+    if rank == 1:
+        send, sent = GlooTransport.send, []
+
+        def changed(self, buffer, to, tag):
+            sent.append(to)
+            return send(self, _flip(buffer.clone()) if len(sent) == 1 else buffer, to, tag)
+
+        GlooTransport.send = changed
+
+
+def _in_a_shard(rank):
+    """What rank 3 unpacks last is not what it received."""
+    if rank == 3:
+        unpack = executor._Run.unpack
+
+        def changed(self, op, slot):
+            unpack(self, op, slot)
+            array = self.dst[op.places[0].tensor]
+            array.copy_(_flip(array))
+
+        executor._Run.unpack = changed
+
+
+def _before_passing_on(rank):
+    """Rank 2 changes what it holds between receiving and passing on."""
+    if rank == 2:
+        finish = executor._Run.finish_recv
+
+        def changed(self, op, slot):
+            if slot is not None:
+                slot.copy_(_flip(slot))
+            finish(self, op, slot)
+
+        executor._Run.finish_recv = changed
+
+
+@pytest.mark.parametrize(
+    ("spoil", "names"),
+    [
+        (_on_the_wire, ("does not hold what rank 1 sent", "from rank 1")),
+        (_in_a_shard, ("rank 3 does not hold what rank",)),
+        (_before_passing_on, ("rank 2 passed on other bytes to rank 3 than it had received",)),
+    ],
+)
+def test_changed_bytes_are_found_on_all_ranks_alike(spoil, names):
+    found = run_processes(_move, 6, spoil)
+    assert len({said[0] for said in found}) == 1
+    assert str(found[0][0]).startswith("VerificationError: [")
+    assert all(name in found[0][0] for name in names), found[0][0]
+    assert all(said[1] == said[0] for said in found)  # a Mover on which bytes changed is not used again
+
+
+def test_without_it_they_are_not():
+    found = run_processes(_move, 6, _on_the_wire, False)
+    assert sum(said[0] for said in found) > 0
+
+
+def _call(rank):
+    src = RegionLayout({0: [[(0, 3), (0, 4)], [(3, 5), (0, 4)]], 1: [[(5, 8), (0, 4)]]})
+    dst = Layout(Mesh([1, 2]), "R S0")
+    source = shard_of_positions(src, rank, (8, 4), "bfloat16")
+    out = reshard.reshard(source, src, dst, shape=(8, 4), dtype="bfloat16", verify=True)
+    wanted = shard_of_positions(dst, rank, (8, 4), "bfloat16")
+    names = {"a": source, "b": source}
+    both = reshard.reshard(names, src, dst, shape=(8, 4), dtype="bfloat16", verify=True)
+    for moved in (out, both["a"], both["b"]):
+        assert wanted is None or not count_unlike(moved, wanted)
+
+
+def test_calls_take_it_too():
+    run_processes(_call, 3)
+
+
+def _disagree(rank):
+    try:
+        reshard.reshard(
+            torch.zeros(2, 2) if rank < 1 else None,
+            Mesh.of(1),
+            Mesh.of(1, first_rank=1),
+            shape=(2, 2),
+            verify=rank == 0,
+        )
+    except reshard.DisagreementError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_must_agree_on_it():
+    said = run_processes(_disagree, 2)
+    assert said[0] == said[1]
+    assert "verify" in said[0]
+
+
+@pytest.mark.parametrize(("boxes", "more"), [(3, ""), (4, " and 1 more")])
+def test_a_fault_names_three_boxes_of_its_message_and_counts_the_rest(boxes, more):
+    stripes = RegionLayout(
+        {rank: [[(0, 2), (2 * i + rank, 2 * i + rank + 1)] for i in range(boxes)] for rank in (0, 1)}
+    )
+    plan = reshard.make_plan(stripes, Layout(Mesh([2])), (2, 2 * boxes), "int8")
+    first, second = (message for message in expand_messages(plan))
+    good = {first.id: 7, second.id: 8}
+    assert find_fault(plan, good, good) is None
+    said = find_fault(plan, good, good | {second.id: 9})
+    shown = ", ".join(f"[0:2, {2 * i + second.sender}:{2 * i + second.sender + 1}]" for i in range(3))
+    assert said == (
+        f"{shown}{more} from rank {second.sender}: rank 2 does not hold what rank {second.sender} sent "
+        f"(message {second.id})"
+    )
+
+
+def test_a_rank_that_passes_on_other_bytes_than_it_got_is_named():
+    plan = reshard.make_plan(
+        Layout(Mesh([0])), Layout(Mesh([1, 2])), (8,), "int8", strategy="broadcast_naive", topology=Topology((0,) * 3)
+    )
+    first, second = (message for message in expand_messages(plan))
+    assert second.source == first.id
+    said = find_fault(plan, {first.id: 1, second.id: 2}, {first.id: 1, second.id: 2})
+    assert said is not None
+    assert f"from rank 0: rank {second.sender} passed on other bytes to rank {second.receiver} than" in said

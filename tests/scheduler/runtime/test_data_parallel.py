@@ -1,0 +1,327 @@
+"""Copies of a stage under DDP and FSDP: gradients over several steps whatever the wrapper's options, hooks, failures."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from reshard import ArgumentError, Layout, Mesh, ReshardError
+from reshard.scheduler import Edge, Pipeline, Stage, interleaved_1f1b, one_f_one_b
+from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.grad_sync import put_back, set_aside
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.testing.processes import run_processes
+
+WIDTH, NUM = 6, 3
+
+
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x):
+        return {"x": self.layer(x)}
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer, self.frozen = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
+        self.table = nn.Embedding(5, WIDTH, sparse=True).double()
+        self.register_buffer("scale", torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x, target, rows):
+        out = self.frozen(torch.tanh(self.layer(x) * self.scale)) + self.table(rows)
+        return {"loss": ((out - target) ** 2).mean()}
+
+
+def data(step):
+    torch.manual_seed(10 + step)
+    made = [torch.randn(2, 4, WIDTH, dtype=torch.float64) for _ in range(NUM)]
+    return [(x, target, torch.randint(0, 3, (4,))) for x, target in made]
+
+
+def single_process(steps, change=lambda last: None):
+    first, last = First(), Last()
+    change(last)
+    for step in range(steps):
+        for x, target, rows in data(step):
+            (last(first(x)["x"], target, rows)["loss"] / NUM).backward()
+    return {name: _plain(p.grad) for name, p in last.named_parameters()}
+
+
+def _plain(gradient):
+    if gradient is None:
+        return None
+    gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return (gradient.to_dense() if gradient.is_sparse else gradient).numpy().copy()
+
+
+def make_pipeline():
+    """Stage 0 on rank 0, stage 1 on ranks 1 and 2, which see half of the rows each."""
+    meshes = [Mesh([0]), Mesh([1, 2])]
+    x = TensorSpec((4, WIDTH), "float64", Layout(meshes[0], "R R"), Layout(meshes[1], "S0 R"), "x")
+    return Pipeline(tuple(Stage(1, 1, 1, mesh=mesh) for mesh in meshes), (Edge(0, 1, 1, 1, tensors=(x,)),))
+
+
+def feed(rank, step):
+    mine = max(rank - 1, 0)
+    return {
+        0: [{"x": x} for x, _, _ in data(step)],
+        1: [{"target": target.chunk(2)[mine], "rows": rows.chunk(2)[mine]} for _, target, rows in data(step)],
+    }
+
+
+def make_groups():
+    return [dist.new_group(ranks) for ranks in ([0], [1, 2])]
+
+
+def run_ddp(rank, options, change_before, change_after, steps):
+    group = make_groups()[1]
+    pipeline = make_pipeline()
+    module = First()
+    if rank:
+        last = Last()
+        change_before(last)
+        module = DistributedDataParallel(last, process_group=group, **options)
+        change_after(last)
+    with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
+        for step in range(steps):
+            engine.step(feed(rank, step))
+    return {name.removeprefix("module."): _plain(p.grad) for name, p in module.named_parameters()}
+
+
+def nothing(last):
+    pass
+
+
+def freeze(last):
+    last.frozen.requires_grad_(False)
+
+
+def thaw(last):
+    last.frozen.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("options", "before", "after", "reference"),
+    [
+        ({}, nothing, nothing, nothing),
+        ({"gradient_as_bucket_view": True}, nothing, nothing, nothing),
+        ({"find_unused_parameters": True}, nothing, nothing, nothing),
+        ({}, freeze, nothing, freeze),
+        ({}, nothing, freeze, freeze),
+        ({}, freeze, thaw, nothing),
+    ],
+    ids=["plain", "bucket views", "finds unused", "frozen before", "frozen behind", "thawed behind"],
+)
+def test_gradients_of_other_data_add_up_over_steps(options, before, after, reference):
+    """Each step has data of its own: what one step left must not be taken for what another made."""
+    wanted = single_process(3, reference)
+    for got in run_processes(run_ddp, 3, options, before, after, 3)[1:]:
+        assert got.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            assert (gradient is None) == (got[name] is None), name
+            if gradient is not None:
+                torch.testing.assert_close(torch.from_numpy(got[name]), torch.from_numpy(gradient), rtol=1e-10, atol=0)
+
+
+def run_watched(rank):
+    """What hooks see, and what becomes of buffers that copies change."""
+    group = make_groups()[1]
+    pipeline, calls, scales = make_pipeline(), [], []
+    module = First()
+    if rank:
+        last = Last()
+        last.layer.weight.register_hook(lambda gradient: calls.append(float(gradient.abs().sum())))
+        last.layer.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("behind"))
+        last.register_forward_hook(
+            lambda *_: setattr(last, "scale", last.scale * rank)
+        )  # the second copy's is not the first one's
+        module = DistributedDataParallel(last, process_group=group)
+    with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
+        for step in range(2):
+            engine.step(feed(rank, step))
+            if rank:
+                scales.append(float(module.module.scale[0]))
+    return calls, scales
+
+
+def test_hooks_are_called_by_backwards_alone_and_buffers_shared_before_each_step():
+    _, (calls, first), (_, second) = run_processes(run_watched, 3)
+    assert len(calls) == 2 * 2 * NUM and calls[1::2] == ["behind"] * 2 * NUM
+    assert all(seen > 0 for seen in calls[::2])
+    assert first == [1.0, 1.0] and second == [2.0**NUM, 2.0**NUM]  # not 2 ** (2 * NUM): it began with the first one's
+
+
+def run_failing(rank, wrapper):
+    """A step that works, one that rank 2 cannot begin, and, with a new engine, another; seconds of the second."""
+    groups = make_groups()
+    pipeline = make_pipeline()
+    module = First()
+    if rank and wrapper == "ddp":
+        module = DistributedDataParallel(Last(), process_group=groups[1])
+    elif rank:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        module = Last()
+        module.table = nn.Embedding(5, WIDTH).double()
+        fully_shard(module, mesh=DeviceMesh.from_group(groups[1], "cpu"))
+    said = []
+    for attempt in range(2):
+        try:
+            with Engine(
+                one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2, timeout_seconds=20
+            ) as engine:
+                engine.step(feed(rank, 0))
+                if attempt == 0:
+                    begun = time.monotonic()
+                    wrong = feed(rank, 1)
+                    if rank == 0:
+                        del wrong[0][-1]
+                    engine.step(wrong)
+                said.append("done")
+        except ReshardError as error:
+            said.append(f"{type(error).__name__}: {error}")
+            seconds = time.monotonic() - begun
+            module.zero_grad()
+    return said, seconds, {name: _plain(p.grad) for name, p in module.named_parameters()}
+
+
+def test_a_copy_that_fails_before_a_later_step_ends_that_for_all_and_a_new_engine_goes_on():
+    wanted = single_process(1)
+    for rank, (said, seconds, gradients) in enumerate(run_processes(run_failing, 3, "ddp", timeout_seconds=60)):
+        assert "stage 0 is fed 2 microbatches" in said[0] and said[1] == "done"
+        assert seconds < 10
+        for name, gradient in gradients.items() if rank else ():
+            torch.testing.assert_close(
+                torch.from_numpy(gradient), torch.from_numpy(wanted[name.removeprefix("module.")]), rtol=1e-10, atol=0
+            )
+
+
+def test_what_fsdp_keeps_of_a_step_that_failed_is_not_taken_for_gradients():
+    for said, *_ in run_processes(run_failing, 3, "fsdp", timeout_seconds=60):
+        assert "stage 0 is fed 2 microbatches" in said[0]
+        assert "stage 1 is sharded by FSDP, and was in a step that failed" in said[1]
+
+
+def run_forgetful(rank):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    groups, pipeline, module = make_groups(), make_pipeline(), First()
+    if rank:
+        module = Last()
+        module.table = nn.Embedding(5, WIDTH).double()
+        fully_shard(module.layer, mesh=DeviceMesh.from_group(groups[1], "cpu"))
+        fully_shard(module, mesh=DeviceMesh.from_group(groups[1], "cpu"))
+    try:
+        with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}) as engine:
+            engine.step(feed(rank, 0))
+    except ArgumentError as error:
+        return str(error)
+
+
+def test_copies_under_fsdp_have_to_be_counted_in_the_loss():
+    for said in run_processes(run_forgetful, 3, timeout_seconds=60)[1:]:
+        assert "stage 1 gives a loss on 2 copies under FSDP, which see different data, but num_loss_shards is 1" in said
+
+
+class Twice(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, target=None):
+        out = self.layer(x)
+        return {"x": out} if target is None else {"loss": ((out - target) ** 2).mean()}
+
+
+def run_shared(rank):
+    """One layer in two stages of one row, both under DDP."""
+    mesh = Mesh([0, 1])
+    torch.manual_seed(3)
+    layer = nn.Linear(WIDTH, WIDTH).double()
+    shards = Layout(mesh, "S0 R")
+    edge = Edge(0, 1, 1, 1, tensors=(TensorSpec((4, WIDTH), "float64", shards, shards, "x"),))
+    pipeline = Pipeline((Stage(1, 1, 1, mesh=mesh), Stage(1, 1, 1, mesh=mesh)), (edge,))
+    modules = {stage: DistributedDataParallel(Twice(layer)) for stage in (0, 1)}
+    fed = {
+        0: [{"x": x.chunk(2)[rank]} for x, _, _ in data(0)],
+        1: [{"target": target.chunk(2)[rank]} for _, target, _ in data(0)],
+    }
+    schedule = interleaved_1f1b(pipeline, NUM, 1)  # one row has both
+    with Engine(schedule, pipeline, modules, num_loss_shards=2) as engine:
+        engine.step(fed)
+    return layer.weight.grad.numpy().copy()
+
+
+def test_a_layer_in_two_stages_is_summed_over_copies_once():
+    torch.manual_seed(3)
+    layer = nn.Linear(WIDTH, WIDTH).double()
+    for x, target, _ in data(0):
+        (((layer(layer(x)) - target) ** 2).mean() / NUM).backward()
+    for got in run_processes(run_shared, 2):
+        torch.testing.assert_close(torch.from_numpy(got), layer.weight.grad, rtol=1e-10, atol=1e-14)
+
+
+def run_hooked(rank):
+    group = make_groups()[1]
+    module = DistributedDataParallel(Last(), process_group=group) if rank else First()
+    if rank:
+        module.register_comm_hook(None, lambda state, bucket: None)
+    try:
+        Engine(one_f_one_b(make_pipeline(), NUM), make_pipeline(), {int(rank > 0): module}, timeout_seconds=20)
+    except ReshardError as error:
+        return str(error)
+
+
+def test_hooks_of_communication_are_refused():
+    for said in run_processes(run_hooked, 3):
+        assert "stage 1 is wrapped by DDP with a communication hook, which would not be called" in said
+
+
+def run_plain(rank, wraps_a_layer):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    groups = make_groups()
+    module = Last() if rank else First()
+    if rank and wraps_a_layer:
+        fully_shard(module.layer, mesh=DeviceMesh.from_group(groups[1], "cpu"))
+    if rank == 2:
+        module.requires_grad_(False)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        Engine(one_f_one_b(make_pipeline(), NUM), make_pipeline(), {int(rank > 0): module}).close()
+    return [f"{Path(one.filename).name}: {one.message}" for one in seen]
+
+
+@pytest.mark.parametrize("wraps_a_layer", [False, True])
+def test_plain_copies_that_see_different_data_get_a_warning(wraps_a_layer):
+    first, second, frozen = run_processes(run_plain, 3, wraps_a_layer)
+    assert not first and not frozen and len(second) == 1
+    assert second[0].startswith("test_data_parallel.py: ranks of stage 1 have shards of what crosses its edges"), second
+
+
+def test_dense_and_sparse_gradients_of_an_earlier_step_are_added_to_either():
+    dense, sparse = torch.ones(3, 2), torch.sparse_coo_tensor([[1]], [[2.0, 3.0]], (3, 2), check_invariants=True)
+    for earlier, later in ((dense, sparse), (sparse, dense), (sparse, sparse), (dense, dense)):
+        parameter = nn.Parameter(torch.zeros(3, 2))
+        parameter.grad = earlier.clone()
+        kept = set_aside([parameter])
+        assert parameter.grad is None
+        parameter.grad = later.clone()
+        put_back(kept)
+        assert parameter.grad.to_dense().equal(earlier.to_dense() + later.to_dense())

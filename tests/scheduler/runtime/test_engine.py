@@ -1,0 +1,173 @@
+"""Schedules on real processes: losses and gradients equal to those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from reshard import Layout, Mesh, Topology
+from reshard.scheduler import (
+    Edge,
+    Pipeline,
+    Stage,
+    block_transfers,
+    eager_1f1b,
+    fitted,
+    gpipe,
+    issue_at_consumer,
+    one_f_one_b,
+    zero_bubble,
+)
+from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.p2p import Crossing, make_ways
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.testing.processes import run_processes
+
+BATCH, WIDTH, NUM = 4, 6, 5
+
+
+class Skip(torch.nn.Module):
+    """Stage 0: what goes on, a skip that two later stages use, and a mask that needs no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        return {"h": h, "skip": self.b(h), "mask": h > 0}
+
+
+class Middle(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c, self.norm = torch.nn.Linear(WIDTH + 3, WIDTH), torch.nn.LayerNorm(WIDTH)
+
+    def forward(self, h, skip):
+        return self.norm(self.c(torch.cat([h, skip], 1)).relu())
+
+
+class Head(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.d = torch.nn.Linear(WIDTH + 3, 1)
+
+    def forward(self, g, skip, mask, target):
+        y = self.d(torch.cat([g * mask, skip * skip], 1))
+        return {"loss": ((y - target) ** 2).mean()}
+
+
+def make_modules(dtype):
+    torch.manual_seed(0)
+    return [module.to(dtype) for module in (Skip(), Middle(), Head())]
+
+
+def make_pipeline(ranks, dtype="float64", batch=BATCH):
+    meshes = [Mesh([rank] if isinstance(rank, int) else rank) for rank in ranks]
+
+    def spec(name, src, dst, width, kind=dtype):
+        return TensorSpec((batch, width), kind, Layout(meshes[src], "S0 R"), Layout(meshes[dst], "S0 R"), name)
+
+    stages = [Stage(1.0, 1.0, 1.0, mesh=mesh) for mesh in meshes]
+    edges = [
+        Edge(0, 1, 0.5, 0.5, tensors=(spec("h", 0, 1, WIDTH), spec("skip", 0, 1, 3))),
+        Edge(0, 2, 0.5, 0.5, tensors=(spec("skip", 0, 2, 3), spec("mask", 0, 2, WIDTH, "bool"))),
+        Edge(1, 2, 0.5, 0.5, tensors=(spec("g", 1, 2, WIDTH),)),
+    ]
+    return Pipeline(tuple(stages), tuple(edges))
+
+
+def make_data(dtype, sizes):
+    torch.manual_seed(1)
+    return [(torch.randn(n, WIDTH, dtype=dtype), torch.randn(n, 1, dtype=dtype)) for n in sizes]
+
+
+def single_process(dtype, sizes):
+    modules = make_modules(dtype)
+    losses = []
+    for x, target in make_data(dtype, sizes):
+        first = modules[0](x)
+        g = modules[1](first["h"], first["skip"])
+        loss = modules[2](g, first["skip"], first["mask"], target)["loss"]
+        losses.append(float(loss.detach()))
+        (loss * len(x) / sum(sizes)).backward()
+    return losses, [{n: p.grad for n, p in module.named_parameters()} for module in modules]
+
+
+def run_rank(rank, make, ranks, dtype, sizes, num_steps):
+    torch_dtype = getattr(torch, dtype)
+    pipeline, last = make_pipeline(ranks, dtype), make_pipeline(ranks, dtype, sizes[-1])
+    schedule = make(pipeline, len(sizes))
+    mine = [s for s, its in enumerate(ranks) if its == rank]
+    modules = {s: make_modules(torch_dtype)[s] for s in mine}
+    data = make_data(torch_dtype, sizes)
+    feed = {0: [{"x": x} for x, _ in data], 2: [{"target": y} for _, y in data]}
+    out = []
+    with Engine(schedule, pipeline, modules, last_pipeline=last, timeout_seconds=30) as engine:
+        for number in range(num_steps):
+            for module in modules.values():
+                module.zero_grad()
+            # what the last microbatch weighs follows from its tensors too
+            step = engine.step(feed, loss_weights=[n / sum(sizes) for n in sizes] if number else None)
+            grads = {
+                s: {n: p.grad.numpy().copy() for n, p in module.named_parameters()} for s, module in modules.items()
+            }
+            out.append((step.losses, grads))
+            assert 0 <= step.waited_seconds < step.seconds
+        timeline = engine.timeline()
+    return out, timeline
+
+
+def interleaved_rows(pipeline, num):
+    return fitted(pipeline, num, row_of_stage=[0, 1, 0])
+
+
+BUILDERS = {
+    "1f1b": one_f_one_b,
+    "gpipe": gpipe,
+    "eager": eager_1f1b,
+    "zero_bubble": zero_bubble,
+    "fitted": fitted,
+    "blocking": lambda p, m: block_transfers(one_f_one_b(p, m), p),
+    "at_consumer": lambda p, m: issue_at_consumer(one_f_one_b(p, m), p),
+    "rows": interleaved_rows,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "rtol"), [*((name, "float64", 1e-10) for name in BUILDERS), ("fitted", "float32", 1e-5)]
+)
+def test_losses_and_gradients_are_those_of_one_process(name, dtype, rtol):
+    ranks = [0, 1, 0] if name == "rows" else [0, 1, 2]
+    sizes = [BATCH] * (NUM - 1) + [2]
+    losses, grads = single_process(getattr(torch, dtype), sizes)
+    results = run_processes(run_rank, max(ranks) + 1, BUILDERS[name], ranks, dtype, sizes, 2)
+    for (steps, _), rank in zip(results, range(len(results)), strict=True):
+        for said, by_stage in steps:
+            if rank == ranks[2]:
+                assert said == pytest.approx(losses, rel=rtol)
+            for stage, named in by_stage.items():
+                for key, grad in named.items():
+                    torch.testing.assert_close(torch.from_numpy(grad), grads[stage][key], rtol=rtol, atol=rtol * 1e-2)
+    timeline = results[0][1]
+    assert timeline.makespan_seconds > 0
+    assert {span.row for span in timeline.spans} == set(ranks)
+
+
+def test_what_stays_where_it_is_needs_no_plan():
+    mesh = Mesh([0, 1])
+    whole, half = Layout(mesh), Layout(mesh, "S0")
+    stays, also = (TensorSpec((4,), "float32", half, half, name) for name in "xz")
+    goes = TensorSpec((4,), "float32", half, whole, "y")
+    edges = (Edge(0, 1, tensors=(stays,)), Edge(1, 2, tensors=(goes,), without_gradient={"y"}))
+    pipeline = Pipeline((Stage(1, 1, 1, mesh=mesh),) * 3, (*edges, Edge(0, 2, tensors=(stays, also))))
+    mixed = Pipeline(pipeline.stages, (Edge(0, 1, tensors=(stays, goes)),))
+    for of, rows, without in (
+        (pipeline, (0, 0, 0), {(0, 1), (1, 0), (2, 1), (0, 2), (2, 0)}),
+        (pipeline, (0, 1, 0), {(2, 1), (0, 2), (2, 0)}),
+        (mixed, (0, 0, 0), set()),
+    ):
+        ways = make_ways(of, rows, Topology((0, 0)), None)
+        assert {(way.channel.sender, way.channel.receiver) for way in ways if way.plan is None} == without
+    there = Crossing(None, {"x": torch.ones(4)})
+    assert there.is_over() and list(there.wait()) == ["x"]

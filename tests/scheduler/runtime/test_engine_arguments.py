@@ -1,0 +1,249 @@
+"""What an engine is given that makes no sense: each is an error that names it, and nothing is left behind."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
+
+from reshard import ArgumentError, Layout, Mesh, RegionLayout, ReshardError, Topology, join
+from reshard.errors import ScheduleError
+from reshard.scheduler import (
+    Action,
+    Edge,
+    Kind,
+    Pipeline,
+    Stage,
+    check_schedule,
+    gpipe,
+    one_f_one_b,
+    simulate,
+    to_svg,
+)
+from reshard.scheduler.runtime import grad_sync
+from reshard.scheduler.runtime.engine import Engine, _describe, _find_rows, _weigh_last
+from reshard.scheduler.runtime.p2p import find_device_type
+from reshard.scheduler.runtime.stage import _localize
+from reshard.scheduler.runtime.tied_params import Tie
+from reshard.sharding.tensor_spec import TensorSpec
+
+NUM = 4
+
+
+class Model(torch.nn.Module):
+    """A stage that is a whole model."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(3, 1)
+
+    def forward(self, x):
+        return {"loss": (self.layer(x) ** 2).mean()}
+
+
+def _spec(name="x", shape=(2, 3), dtype="float32"):
+    return TensorSpec(shape, dtype, Layout(Mesh([0])), Layout(Mesh([1])), name)
+
+
+ONE = Pipeline((Stage(1.0, 1.0, 1.0, mesh=Mesh([0])),), ())
+TWO = Pipeline(tuple(Stage(1.0, 1.0, 1.0, mesh=Mesh([r])) for r in (0, 1)), (Edge(0, 1, 0.5, 0.5, tensors=(_spec(),)),))
+
+
+@pytest.fixture(scope="module")
+def group():
+    """A group of one."""
+    return join(dist.HashStore(), 0, 1)
+
+
+def _feed():
+    torch.manual_seed(1)
+    return {0: [{"x": torch.randn(2, 3)} for _ in range(NUM)]}
+
+
+@pytest.mark.parametrize("weights", [None, [1, 2, 3, 4], torch.tensor([0.5, 0, 0, 0.25])])
+def test_losses_are_weighted(group, weights):
+    model, alone = Model(), Model()
+    with Engine(one_f_one_b(ONE, NUM), ONE, {0: model}, group=group) as engine:
+        step = engine.step(_feed(), loss_weights=weights)
+    losses = [alone(**row)["loss"] for row in _feed()[0]]
+    total = sum(
+        loss * weight for loss, weight in zip(losses, [0.25] * NUM if weights is None else weights, strict=True)
+    )
+    total.backward()
+    assert step.loss == pytest.approx(float(total.detach()), rel=1e-6)
+    assert torch.allclose(model.layer.weight.grad, alone.layer.weight.grad)
+
+
+STEPS = {
+    "three weights": ({"loss_weights": [1, 1, 1]}, r"loss_weights are 4 finite numbers, not [1, 1, 1]"),
+    "infinite": ({"loss_weights": [1, 1, 1, math.inf]}, "loss_weights are 4 finite numbers, not [1, 1, 1, inf]"),
+    "a number": ({"loss_weights": 5}, "loss_weights are 4 numbers, not 5"),
+    "feed": ({"feed": 5}, "feed is {stage: [{name: tensor}, ...]}, not int"),
+    "rows of none": ({"feed": {0: 5}}, "stage 0 is fed int; it needs a list, one for each microbatch"),
+    "no such stage": ({"feed": {1: []}}, "stage 1 is fed; there are stages 0 to 0"),
+    "rows of tensors": ({"feed": {0: [torch.ones(2, 3)] * NUM}}, "stage 0 is fed 4 microbatches; it needs 4, each"),
+    "too many rows": ({"feed": {0: [{}] * 5}}, "stage 0 is fed 5 microbatches; it needs 4, each {name: tensor}"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_are_given_what_makes_sense(group, name):
+    given, said = STEPS[name]
+    engine = Engine(one_f_one_b(ONE, NUM), ONE, {0: Model()}, group=group)
+    with engine, pytest.raises(ArgumentError, match=re.escape(said)):
+        engine.step(**{"feed": _feed(), **given})
+
+
+ENGINES = {
+    "schedule": ({"schedule": "1f1b"}, "schedule must be a Schedule, not str"),
+    "pipeline": ({"pipeline": None}, "pipeline must be a Pipeline, not NoneType"),
+    "last pipeline": ({"last_pipeline": 5}, "last_pipeline must be a Pipeline, not int"),
+    "another last pipeline": ({"last_pipeline": TWO}, "last_pipeline must have the stages and edges of the pipeline"),
+    "ties": ({"ties": 5}, "ties are a list of Tie, not int"),
+    "a tie": ({"ties": [5]}, "a tie must be a Tie, not int"),
+    "mesh": ({"pipeline": Pipeline((Stage(1.0, 1.0, 1.0),), ())}, "stage 0 has no mesh; to run a pipeline each needs"),
+    "other ranks": (
+        {"pipeline": Pipeline((Stage(1.0, 1.0, 1.0, mesh=Mesh([1])),), ())}, "rank"
+    ),
+    "another schedule": ({"schedule": one_f_one_b(TWO, NUM)}, "stage"),
+    "loss shards": ({"num_loss_shards": 0}, "num_loss_shards"),
+    "loss shards of a stage": ({"num_loss_shards": {3: 1}}, "num_loss_shards"),
+    "topology": ({"topology": 5}, "topology must be a Topology, not int"),
+    "time-out": ({"timeout_seconds": 0}, "timeout_seconds is 0"),
+    "modules": ({"modules": {1: Model()}}, "rank 0 computes stages [0], but has modules for [1]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines_are_given_what_makes_sense(group, name):
+    given, said = ENGINES[name]
+    arguments = {"schedule": one_f_one_b(ONE, NUM), "pipeline": ONE, "modules": {0: Model()}, **given}
+    with pytest.raises(ReshardError, match=re.escape(said)):
+        Engine(**arguments, group=group, **({} if "timeout_seconds" in given else {"timeout_seconds": 20}))
+
+
+def _shrunk(*shapes):
+    """Two stages with two tensors between them, and the last microbatch's."""
+    edges = [replace(TWO.edges[0], tensors=(_spec("x", a), _spec("y", b))) for a, b in (((8, 3), (8, 5)), shapes)]
+    return [replace(TWO, edges=(edge,)) for edge in edges]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "weight"),
+    [(((8, 3), (8, 5)), 1), (((2, 3), (2, 5)), 0.25), (((2, 3), (8, 5)), 0.25),
+     (((2, 3), (4, 5)), "0.25, 0.5 of the others in size"), (((0, 3), (8, 5)), "tensors of last_pipeline are empty")],
+)  # fmt: skip
+def test_the_last_microbatch_weighs_what_its_tensors_are_of_the_others(shapes, weight):
+    whole, last = _shrunk(*shapes)
+    if isinstance(weight, str):
+        with pytest.raises(ArgumentError, match=weight):
+            _weigh_last(whole, last)
+    else:
+        assert _weigh_last(whole, last) == weight
+
+
+def test_rows_are_of_ranks_of_their_own():
+    spec = TensorSpec((2, 3), "float32", Layout(Mesh([0])), Layout(Mesh([0])), "x")
+    of_one = Pipeline((TWO.stages[0],) * 2, (Edge(0, 1, 0.5, 0.5, tensors=(spec,)),))
+    apart, together = gpipe(TWO, 2), replace(gpipe(TWO, 2), row_of_stage=(0, 0), rows=((),))
+    assert _find_rows(apart, TWO) == [(0,), (1,)] and _find_rows(together, of_one) == [(0,)]
+    for schedule, pipeline, said in (
+        (apart, of_one, "rank 0 is on rows 0 and 1; it can be on one"),
+        (together, TWO, "row 0 has stages on ranks 0 and on 1; those of one row need the same"),
+        (replace(together, rows=((), ())), of_one, "row 1 has no stage"),
+        (apart, replace(TWO, edges=(Edge(0, 1, 0.5, 0.5),)), "edge 0 -> 1 has no tensors"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            _find_rows(schedule, pipeline)
+
+
+def test_engines_that_differ_in_one_thing_say_in_which():
+    def described(pipeline=TWO, last=None, schedule=None, strategy="auto", topology=None):
+        return dict(_describe(schedule or gpipe(pipeline, 2), pipeline, last, strategy, topology))
+
+    wider = replace(TWO, edges=(replace(TWO.edges[0], tensors=(_spec(shape=(2, 4)),)),))
+    without = replace(TWO, edges=(replace(TWO.edges[0], without_gradient=frozenset({"x"})),))
+    same = described(last=TWO)
+    for other, names in (
+        (described(wider, last=TWO), {"edge 0 -> 1 of pipeline"}),
+        (described(without, last=TWO), {"edge 0 -> 1 of pipeline"}),
+        (described(last=wider), {"edge 0 -> 1 of last_pipeline"}),
+        (described(), {"edge 0 -> 1 of last_pipeline"}),
+        (described(last=TWO, schedule=replace(gpipe(TWO, 2), name="x")), {"the schedule", "the schedule's actions"}),
+        (described(last=TWO, schedule=gpipe(TWO, 3)), {"the number of microbatches", "the schedule's actions"}),
+        (described(last=TWO, strategy="multicast"), {"strategy"}),
+        (described(last=TWO, topology=Topology((0, 1))), {"topology"}),
+    ):
+        assert {key for key in same.keys() | other.keys() if same.get(key) != other.get(key)} == names
+
+
+def test_actions_of_stages_and_microbatches_next_to_the_last_are_refused():
+    for action in (Action(Kind.F, 2, 0), Action(Kind.F, 0, 2), Action(Kind.F, 0, -1), Action(Kind.SEND_F, 0, 0, 2)):
+        schedule = gpipe(TWO, 2)
+        wrong = replace(schedule, rows=((*schedule.rows[0], action), schedule.rows[1]))
+        with pytest.raises(ScheduleError, match="there are stages 0 to 1"):
+            check_schedule(wrong, TWO)
+        if action.microbatch == 0:
+            with pytest.raises(ScheduleError, match="names stage 2; there are stages 0 to 1"):
+                simulate(wrong, TWO)
+
+
+def test_what_is_given_as_a_list_is_kept_as_a_tuple():
+    edge = Edge(0, 1, 0.5, 0.5, tensors=[_spec()], without_gradient=["x"])
+    assert edge.tensors == (_spec(),) and edge.without_gradient == frozenset({"x"})
+    pipeline = Pipeline(list(TWO.stages), [edge])
+    assert pipeline.stages == TWO.stages and pipeline.edges == (edge,)
+    assert Tie({0: "a", 1: "b"}, [3, 4]).shape == (3, 4)
+
+
+def test_a_picture_needs_a_timeline():
+    schedule = gpipe(TWO, 2)
+    with pytest.raises(ArgumentError, match="a PipelineTimeline is needed, not NoneType"):
+        to_svg(schedule, None)
+    with pytest.raises(ArgumentError, match="Schedule"):
+        to_svg(None, simulate(schedule, TWO))
+
+
+def test_modules_of_a_rank_are_on_one_type_of_device():
+    assert find_device_type({}) == "cpu" and find_device_type({0: Model(), 1: Model()}) == "cpu"
+    assert find_device_type({0: Model().to("meta")}) == "meta"
+    with_buffer = Model()
+    with_buffer.register_buffer("mask", torch.ones(2, device="meta"))
+    for modules in ({0: Model(), 2: Model().to("meta")}, {1: with_buffer}):
+        with pytest.raises(ArgumentError, match=r"on one type of device: 'layer.weight' of stage . is on cpu, '"):
+            find_device_type(modules)
+
+
+def test_gradients_are_added_in_buckets(monkeypatch):
+    """In order, each as full as it can be; one that is larger goes alone."""
+    monkeypatch.setattr(grad_sync, "BUCKET_BYTES", 40)
+    sizes = [16, 16, 12, 28, 4, 80, 8, 40, 0, 8]
+    found = grad_sync._buckets(torch.zeros(size, dtype=torch.int8) for size in sizes)
+    assert [[each.nbytes for each in some] for some in found] == [[16, 16], [12, 28], [4], [80], [8], [40, 0], [8]]
+
+
+@pytest.fixture
+def mesh_of_one():
+    """A device mesh of torch, of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_dtensor_is_on_the_ranks_of_its_edge(mesh_of_one):
+    given = DTensor.from_local(torch.full((2, 3), 2.0), mesh_of_one, [Partial()])
+    here = _spec()
+    assert torch.equal(_localize(given, here), torch.full((2, 3), 2.0))
+    regions = RegionLayout({0: [[(0, 2), (0, 3)]]})
+    for src in (Layout(Mesh([1])), Layout(Mesh([0, 1]), "S0"), regions):
+        with pytest.raises(ArgumentError, match=r"'x' is a DTensor on .*, but its edge has it on "):
+            _localize(given, replace(here, src=src))
+    with pytest.raises(ArgumentError, match="'x' is list, not a tensor"):
+        _localize([1.0], here)

@@ -1,0 +1,355 @@
+"""What goes wrong on one rank ends the step on all, soon, with one error."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from reshard import Layout, Mesh, Topology
+from reshard.errors import ArgumentError, ReshardError, ScheduleError
+from reshard.scheduler import Edge, Pipeline, Stage, gpipe, one_f_one_b
+from reshard.scheduler.ir.schedule import Action, Kind, Schedule
+from reshard.scheduler.runtime import engine as engine_module
+from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.tied_params import Tie
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.testing.processes import LaunchError, run_processes
+
+NUM = 4
+
+
+def _refuse(gradient):
+    raise ValueError("the last backward is bad")
+
+
+class Part(torch.nn.Module):
+    def __init__(self, stage, fault):
+        super().__init__()
+        self.layer, self.stage, self.fault, self.calls = torch.nn.Linear(3, 3), stage, fault, 0
+
+    def forward(self, x):
+        self.calls += 1
+        y = self.layer(x)
+        if self.fault == "late" and self.calls == NUM:
+            y.register_hook(_refuse)
+        if self.calls == 3:
+            if self.fault == "sometimes":
+                return {"x": y, "loss": y.sum()}
+            if self.fault == "raises":
+                raise ValueError("the third is bad")
+            if self.fault == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.fault == "shape":
+                y = y[:1]
+            if self.fault == "detached":
+                y = y.detach()
+            if self.fault == "no loss":
+                return {"Loss": y.sum()}
+            if self.fault == "name":
+                return {"z": y}
+            if self.fault == "dtype":
+                y = y.double()
+            if self.fault == "sparse":
+                y = y.to_sparse()
+        return {"x": y} if self.stage < 2 else {"loss": y.sum() * (1j if self.fault == "complex loss" else 1)}
+
+
+def make_pipeline(num=3):
+    meshes = [Mesh([rank]) for rank in range(num)]
+    edges = [
+        Edge(s, s + 1, 1, 1, tensors=(TensorSpec((2, 3), "float32", Layout(meshes[s]), Layout(meshes[s + 1]), "x"),))
+        for s in range(num - 1)
+    ]
+    return Pipeline(tuple(Stage(1, 1, 1, mesh=mesh) for mesh in meshes), tuple(edges))
+
+
+def run_rank(rank, fault):
+    """What each rank gets, and after how many seconds."""
+    at = 2 if fault in ("no loss", "complex loss") else 1
+    pipeline, build, num, modules = make_pipeline(), one_f_one_b, NUM, {rank: Part(rank, fault if rank == at else None)}
+    ties = ()
+    begun = time.monotonic()
+    try:
+        if rank == 1:
+            if fault == "schedule":
+                build = gpipe
+            if fault == "count":
+                num += 1
+            if fault == "no schedule":
+                build = lambda pipeline, num: [one_f_one_b(pipeline, num)]  # noqa: E731
+            if fault == "modules":
+                modules = {}
+            if fault == "modules are none":
+                modules = None
+            if fault == "no module":
+                modules = {1: "layer"}
+            if fault == "tie":
+                ties = (Tie({0: "layer.weight", 1: "layer.wait"}, (3, 3)),)
+            if fault == "mixed keys":
+                modules = {"1": modules[1], 1: modules[1]}
+        elif fault == "tie":
+            ties = (Tie({0: "layer.weight", 1: "layer.wait"}, (3, 3)),)
+        if fault == "tied twice":
+            ties = (
+                Tie({0: "layer.weight", 1: "layer.weight"}, (3, 3)),
+                Tie({1: "layer.weight", 2: "layer.bias"}, (3,)),
+            )
+        if fault == "tie elsewhere":
+            layouts = {1: Layout(Mesh([2]))}
+            ties = (Tie({0: "layer.weight", 1: "layer.weight"}, (3, 3), layouts=layouts),)
+        if fault == "late":  # rank 2 waits for what it shares with rank 0 by then
+            ties = (Tie({0: "layer.weight", 2: "layer.weight"}, (3, 3)),)
+        engine = Engine(
+            build(pipeline, num),
+            pipeline,
+            modules,
+            ties=ties,
+            topology="here" if (fault, rank) == ("no topology", 1) else None,
+            timeout_seconds=-1 if (fault, rank) == ("bad timeout", 1) else 20,
+        )
+        feed = {0: [{"x": torch.ones(2, 3)}] * NUM}
+        if fault == "feed" and rank == 0:
+            feed[0] = feed[0][1:]
+        if fault == "fed twice" and rank == 1:
+            feed = {1: [{"x": torch.ones(2, 3)}] * NUM}
+        if fault == "fed otherwise" and rank == 0:
+            feed = {0: [{"x": torch.ones(2, 3)}, {"y": torch.ones(2, 3)}, *feed[0][2:]]}
+        weights = {"loss weights": ["a", 1, 1, 1], "weights in a text": "1111"}.get(fault) if rank == 1 else None
+        begun = time.monotonic()
+        try:
+            engine.step(feed, loss_weights=weights)
+        except Exception:
+            with pytest.raises(ArgumentError, match="cannot go on"):
+                engine.step(feed)
+            raise
+        return None
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begun
+
+
+FAULTS = {
+    "raises": ("RemoteError", "rank 1 in 1F2, microbatch 2 of stage 1: ValueError: the third is bad"),
+    "late": ("RemoteError", "rank 1 in 1B3, microbatch 3 of stage 1: ValueError: the last backward is bad"),
+    "shape": (
+        "ArgumentError",
+        r"stage 1 gives 'x' as float32 \[1, 3\]; the edge to stage 2 says float32 \[2, 3\] on rank 1",
+    ),
+    "dtype": (
+        "ArgumentError",
+        r"stage 1 gives 'x' as float64 \[2, 3\]; the edge to stage 2 says float32 \[2, 3\] on rank 1",
+    ),
+    "name": ("ArgumentError", r"stage 1 returns \['z'\], not 'x', which stage 2 needs"),
+    "detached": ("ArgumentError", r"stage 1 gives 'x' without a gradient: was it detached\?"),
+    "no loss": ("ArgumentError", r"returns \['Loss'\]; it must return a 'loss'"),
+    "sometimes": ("ArgumentError", "stage 1 gives a loss for some microbatches and none for others; see 2"),
+    "feed": ("ArgumentError", "stage 0 is fed 3 microbatches; it needs 4"),
+    "fed twice": ("ArgumentError", r"stage 1 gets \['x'\] from another stage and is fed it too"),
+    "schedule": ("DisagreementError", "ranks disagree on the schedule: ranks 0,2 pass 1f1b, rank 1 passes gpipe"),
+    "count": ("DisagreementError", "number of microbatches: ranks 0,2 pass 4, rank 1 passes 5"),
+    "modules": ("ArgumentError", r"rank 1 computes stages \[1\], but has modules for \[\]"),
+    "mixed keys": ("ArgumentError", r"rank 1 computes stages \[1\], but has modules for \['1', 1\]"),
+    "sparse": ("ArgumentError", "'x' of stage 1: rank 1 passes a sparse or quantized tensor"),
+    "complex loss": ("ArgumentError", "stage 2 gives a loss of complex64; it must be real"),
+    "fed otherwise": ("ArgumentError", r"stage 0 cannot be called with \['y'\]"),
+    "tied twice": ("ArgumentError", "'layer.weight' of stage 1 is in two ties"),
+    "tie elsewhere": ("ArgumentError", "the layout of 'layer.weight' in a tie must be on the ranks of stage 1"),
+    "no topology": ("ArgumentError", "rank 1: topology must be a Topology, not str"),
+    "weights in a text": ("ArgumentError", "loss_weights are 4 numbers, not '1111'"),
+    "modules are none": ("ArgumentError", "rank 1: modules are {stage: module}, not NoneType"),
+    "bad timeout": ("ArgumentError", "rank 1: timeout_seconds is -1"),
+    "loss weights": ("ArgumentError", r"loss_weights are 4 finite numbers, not \['a', 1, 1, 1\]|are 4 numbers"),
+    "no module": ("ArgumentError", "stage 1 needs a torch.nn.Module, not str"),
+    "tie": ("ArgumentError", "stage 1 has no parameter 'layer.wait', which a tie names"),
+}
+
+
+def run_all(rank):
+    """One fault after the other: after each the ranks can make a new engine, but for the last."""
+    found = [run_rank(rank, fault) for fault in (*FAULTS, None, "no schedule")]
+    time.sleep(0.5 * (rank == 1))  # else the others hear that it has ended
+    return found
+
+
+def test_one_rank_fails_and_all_say_so():
+    results = run_processes(run_all, 3, timeout_seconds=90)
+    for rank, found in enumerate(results):
+        assert found[-2] is None  # without a fault
+        name, said, seconds = found[-1]
+        assert (name, seconds < 6) == ("ArgumentError" if rank == 1 else "DisagreementError", True)
+        assert "schedule must be a Schedule, not list" in said
+        for (fault, (kind, text)), result in zip(FAULTS.items(), found, strict=False):
+            assert result is not None, fault
+            name, said, seconds = result
+            assert seconds < 6
+            if fault in ("raises", "late") and rank == 1:
+                assert name == "ValueError"
+                assert said in text
+                continue
+            assert name == kind, said
+            assert re.search(text, said), said
+
+
+def test_a_rank_that_dies_is_named():
+    with pytest.raises(LaunchError) as caught:
+        run_processes(run_rank, 3, "dies", timeout_seconds=60, grace_seconds=15)
+    assert {failure.rank for failure in caught.value.failures} == {1}
+    for rank in (0, 2):
+        kind, said, seconds = caught.value.results[rank]
+        assert kind == "RemoteError"
+        assert "rank 1" in said
+        assert seconds < 12
+
+
+def run_wrong(rank, cases):
+    said = []
+    for pipeline, schedule in cases:
+        with pytest.raises(ReshardError) as caught:
+            Engine(schedule, pipeline, {}, timeout_seconds=5)
+        said.append((type(caught.value), str(caught.value)))
+    return said
+
+
+def test_pipelines_that_cannot_run_are_refused():
+    pipeline = make_pipeline(2)
+    schedule = one_f_one_b(pipeline, 2)
+    bare = replace(pipeline, stages=(pipeline.stages[0], replace(pipeline.stages[1], mesh=None)))
+    empty = replace(pipeline, edges=(replace(pipeline.edges[0], tensors=()),))
+    same = Mesh([0, 1])
+    stages = tuple(Stage(1, 1, 1, mesh=same) for _ in range(2))
+    doubled = Pipeline(
+        stages, (Edge(0, 1, 1, 1, tensors=(TensorSpec((2,), "int8", Layout(same), Layout(same), "x"),)),)
+    )
+    short = replace(schedule, rows=(schedule.rows[0], schedule.rows[1][:-1]))
+    cases = {
+        "stage 1 has no mesh": (ArgumentError, bare, schedule),
+        "edge 0 -> 1 has no tensors": (ArgumentError, empty, schedule),
+        "rank 0 is on rows 0 and 1": (ArgumentError, doubled, schedule),
+        "1SEND_B1>0 is there 0 times, not 1": (ScheduleError, pipeline, short),
+    }
+    for told in run_processes(run_wrong, 2, [case[1:] for case in cases.values()]):
+        for (kind, said), (text, (expected, *_)) in zip(told, cases.items(), strict=True):
+            assert kind is expected and text in said
+
+
+class Reentrant(torch.nn.Module):
+    """Calls the step that it is computed in."""
+
+    def forward(self, x):
+        self.engine.step({})
+
+
+def run_reentrant(rank):
+    pipeline = Pipeline((Stage(1, 1, 1, mesh=Mesh([0])),), ())
+    module = Reentrant()
+    with Engine(one_f_one_b(pipeline, 1), pipeline, {0: module}, timeout_seconds=20) as engine:
+        module.engine = engine
+        with pytest.raises(ArgumentError, match="in a step already") as caught:
+            engine.step({0: [{"x": torch.ones(1)}]})
+    with pytest.raises(ArgumentError, match="this engine is closed"):
+        engine.step({})
+    return caught.value.__notes__
+
+
+def test_a_step_within_a_step_is_refused():
+    assert run_processes(run_reentrant, 1) == [["in 0F0, microbatch 0 of stage 0 of the schedule '1f1b'"]]
+
+
+def run_on_topologies(rank):
+    pipeline, used = Pipeline((Stage(1, 1, 1, mesh=Mesh([0])),), ()), []
+
+    def note(of, rows, topology, strategy, **options):
+        used.append(topology)
+        return []
+
+    engine_module.make_ways = note
+    for given in (None, Topology.uniform((0,), 1e9)):
+        Engine(one_f_one_b(pipeline, 1), pipeline, {0: Reentrant()}, topology=given).close()
+    return used
+
+
+def test_a_topology_that_is_given_is_used():
+    assert run_processes(run_on_topologies, 1) == [[Topology.from_hostnames(["here"]), Topology.uniform((0,), 1e9)]]
+
+
+class Counter(torch.nn.Module):
+    """Stage 0 counts in a tensor that it gives away: a buffer, or one that nobody knows of."""
+
+    def __init__(self, stage, is_buffer):
+        super().__init__()
+        self.layer, self.stage = torch.nn.Linear(3, 3), stage
+        if is_buffer:
+            self.register_buffer("count", torch.zeros(2, 3))
+        else:
+            self.count = torch.zeros(2, 3)
+
+    def forward(self, x, count=None):
+        y = self.layer(x)
+        if self.stage:
+            return {"loss": y.sum() * 0 + count.mean()}
+        self.count += 1
+        return {"x": y, "count": self.count}
+
+
+def run_counter(rank, is_buffer, kind=None, signal_only=False):
+    mesh = [Mesh([0]), Mesh([1])]
+    x, count = (TensorSpec((2, 3), "float32", Layout(mesh[0]), Layout(mesh[1]), name) for name in ("x", "count"))
+    edge = Edge(0, 1, 1, 1, tensors=(x, count), without_gradient={"count"})
+    pipeline = Pipeline(tuple(Stage(1, 1, 1, mesh=each) for each in mesh), (edge,))
+    module = (kind or Counter)(rank, is_buffer)
+    engine = Engine(gpipe(pipeline, 6), pipeline, {rank: module}, timeout_seconds=20, signal_only=signal_only)
+    try:
+        return engine.step({0: [{"x": torch.ones(2, 3)}] * 6}).losses
+    except ArgumentError as error:
+        return str(error)
+
+
+def run_on_one_row(rank):
+    mesh = Mesh([0])
+    x, count = (TensorSpec((2, 3), "float32", Layout(mesh), Layout(mesh), name) for name in ("x", "count"))
+    edge = Edge(0, 1, 1, 1, tensors=(x, count), without_gradient={"count"})
+    pipeline = Pipeline((Stage(1, 1, 1, mesh=mesh),) * 2, (edge,))
+    order = ["F0", "F1", "f0", "f1", "b0", "B0", "b1", "B1"]
+    row = tuple(Action(Kind(word[0].upper()), int(word[0].islower()), int(word[1])) for word in order)
+    engine = Engine(Schedule("one row", (row,), (0, 0), 2), pipeline, {s: Counter(s, False) for s in (0, 1)})
+    with pytest.raises(ArgumentError, match="stage 0 changed 'count' in place after it gave it to stage 1"):
+        engine.step({0: [{"x": torch.ones(2, 3)}] * 2})
+    shared = torch.nn.Linear(3, 3)
+    modules = {0: torch.nn.Sequential(shared), 1: torch.nn.Sequential(shared)}
+    with pytest.raises(ArgumentError, match="is the same Parameter as that of stage 0"):
+        Engine(
+            Schedule("one row", (row,), (0, 0), 2),
+            pipeline,
+            modules,
+            ties=[Tie({0: "0.weight", 1: "0.weight"}, (3, 3))],
+        )
+    return True
+
+
+def test_what_stays_on_a_rank_is_watched_too():
+    assert run_processes(run_on_one_row, 1) == [True]
+
+
+class Impatient(Counter):
+    """Stage 1 changes what it is given."""
+
+    def forward(self, x, count=None):
+        if self.stage:
+            count += 1
+        return super().forward(x, count)
+
+
+def test_what_was_given_away_does_not_change():
+    _, losses = run_processes(run_counter, 2, True, timeout_seconds=60)
+    assert losses == (1, 2, 3, 4, 5, 6)
+    _, losses = run_processes(run_counter, 2, True, None, True, timeout_seconds=60)
+    assert losses == (0,) * 6  # nothing but a signal is moved, and zeros are computed on
+    said, _ = run_processes(run_counter, 2, False, timeout_seconds=60)
+    assert "stage 0 changed 'count' in place after it gave it to stage 1" in said
+    _, said = run_processes(run_counter, 2, True, Impatient, timeout_seconds=60)
+    assert "stage 1 changed 'count' in place, which another stage gave it" in said

@@ -1,0 +1,260 @@
+"""Copies of a stage under DDP: connections of their own, buffers, losses of several stages, deaths."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import reshard
+from reshard import Mesh, RemoteError, ReshardError
+from reshard.scheduler import Pipeline, Stage, one_f_one_b
+from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.grad_sync import is_of_a_connection
+from reshard.testing.processes import LaunchError, run_processes
+from tests.support.stages_with_copies import (
+    NUM,
+    WIDTH,
+    First,
+    Last,
+    check,
+    data,
+    feed,
+    gradients,
+    make_pipeline,
+    single_process,
+    wrap,
+)
+
+
+def catch(call):
+    begun = time.monotonic()
+    try:
+        call()
+    except ReshardError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    except ValueError as error:
+        return str(error), time.monotonic() - begun
+    return "done", time.monotonic() - begun
+
+
+def plant():
+    raise ValueError("planted")
+
+
+def run_failing(rank, where):
+    """A step in which copy 2 fails, two with a new engine; and, before each, a forward that arms DDP's reducer."""
+    pipeline = make_pipeline(2)
+    inner = Last() if rank else First()
+    inner.register_buffer("scale", torch.ones(3))
+    module = wrap(rank, 2, inner)
+    schedule, said = one_f_one_b(pipeline, NUM), []
+    for attempt in range(2):
+        with Engine(schedule, pipeline, {int(rank > 0): module}, num_loss_shards=2, timeout_seconds=20) as engine:
+            fed = feed(rank, 2)
+            if rank:
+                module(torch.ones(1, WIDTH, dtype=torch.float64), target=0.0)["loss"].detach()
+            inner.zero_grad()
+            if attempt == 0 and rank == 2:
+                if where == "forward":
+                    inner.fault = plant
+                elif where == "backward":
+                    hook = inner.layer.bias.register_post_accumulate_grad_hook(lambda _: plant())
+                else:
+                    del fed[1][-1]
+            said.append(catch(lambda fed=fed, engine=engine: engine.step(fed)))
+            if attempt == 1:
+                module.zero_grad()
+                engine.step(fed)
+            elif rank == 2:
+                inner.fault, inner.calls = None, 0
+                if where == "backward":
+                    hook.remove()
+    return said, gradients(module)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "feed"])
+def test_a_new_engine_goes_on_after_a_copy_has_failed(where):
+    wanted = single_process()
+    for rank, (said, got) in enumerate(run_processes(run_failing, 3, where, timeout_seconds=60)):
+        assert ("planted" in said[0][0] or "is fed 2 microbatches" in said[0][0]) and said[0][1] < 5
+        assert said[1][0] == "done"
+        check(got, wanted[rank > 0])
+
+
+def run_buffers(rank, kinds):
+    """For each kind of buffer what a step said, and what the buffer holds then; steps that fail are followed by others."""
+    inner = Last() if rank else First()
+    module = wrap(rank, 2, inner)
+    pipeline, found = make_pipeline(2), {}
+    for kind in kinds:
+        whole = torch.arange(24.0).reshape(4, 6) + 100 * rank
+        made = {
+            "sliced": lambda whole=whole: whole[:, ::2],
+            "transposed on one": lambda whole=whole: whole.T if rank == 1 else whole.reshape(6, 4).clone(),
+            "int16": lambda whole=whole: whole.to(torch.int16),
+            "conjugated": lambda whole=whole: torch.complex(whole, whole + 1).conj(),
+            "empty": lambda whole=whole: whole[:0],
+            "expanded": lambda whole=whole: whole[:1].expand(9, 6),
+            "of other shapes": lambda whole=whole: whole[rank:],
+            "reshaped": lambda whole=whole: whole,
+        }[kind]()
+        if rank:
+            inner.register_buffer("held", made)
+
+        def step(kind=kind, whole=whole):
+            with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
+                if kind == "reshaped" and rank == 2:
+                    inner.held = whole[:2]
+                engine.step(feed(rank, 2))
+
+        said, seconds = catch(step)
+        assert seconds < 20
+        if kind == "sliced" and rank == 2:
+            assert whole[:, 1::2].equal(torch.arange(24.0).reshape(4, 6)[:, 1::2] + 200)  # what lies between
+        found[kind] = said, made.resolve_conj().tolist()
+    return found
+
+
+def test_copies_take_the_buffers_of_the_first_one_whatever_their_memory():
+    shared = ["sliced", "transposed on one", "int16", "conjugated", "empty"]
+    refused = {
+        "expanded": "buffer 'held' of stage 1 has strides (0, 1)",
+        "of other shapes": "ranks disagree on buffers of stage 1: rank 1 passes held torch.float32 [3, 6], rank 2",
+        "reshaped": "copies of stage 1 have different buffers; rank ",
+    }
+    none, one, two = run_processes(run_buffers, 3, [*shared[:2], *refused, *shared[2:]])
+    for kind in shared:
+        assert none[kind][0] == one[kind][0] == two[kind][0] == "done", kind
+        assert one[kind][1] == two[kind][1], kind
+    for kind, text in refused.items():
+        assert all(text in found[kind][0] for found in (none, one, two)), none[kind]
+
+
+def run_losses(rank, numbers):
+    """Stage 0 on ranks 0 and 1 gives a loss too; stage 1 is on rank 2 alone. What a step with each number gave."""
+    pipeline = make_pipeline(1, first=2)
+    inner = First() if rank < 2 else Last()
+    inner.gives_loss = True
+    module = wrap(rank, 1, inner, first=2)
+    schedule, found = one_f_one_b(pipeline, NUM), []
+    for shards in numbers:
+        inner.zero_grad()
+        try:
+            with Engine(schedule, pipeline, {int(rank > 1): module}, num_loss_shards=shards) as engine:
+                step = engine.step(feed(rank, 1, first=2))
+            found.append(("done", gradients(inner), step.loss))
+        except ReshardError as error:
+            found.append((str(error), None, None))
+    return found
+
+
+def test_stages_with_a_loss_may_have_different_numbers_of_copies():
+    refused = [
+        (2, "stage 1 gives a loss on 1 rank, but num_loss_shards is 2"),
+        (1, "stage 0 gives a loss on 2 copies under DDP, which see different data, but num_loss_shards is 1"),
+        ({0: 2, 1: 2}, "num_loss_shards of stage 1 is 2; it must be an integer from 1 to 1"),
+        ({2: 1}, "num_loss_shards names stage 2; there are 0 to 1"),
+        ({0: True}, "num_loss_shards of stage 0 is True"),
+    ]
+    wanted = single_process(first_gives_loss=True)
+    found = run_processes(run_losses, 3, [*(shards for shards, _ in refused), {0: 2}])
+    for nth, (_, text) in enumerate(refused):
+        assert all(text in steps[nth][0] for steps in found), found[0][nth][0]
+    for rank, steps in enumerate(found):
+        assert steps[-1][0] == "done", steps[-1][0]
+        check(steps[-1][1], wanted[rank > 1])
+    first = First()
+    whole = sum(float((first(x)["x"].detach() ** 2).mean()) for x, _ in data()) / NUM
+    assert (found[0][-1][2] + found[1][-1][2]) / 2 == pytest.approx(whole, rel=1e-12)
+
+
+def run_dying(rank, orderly):
+    pipeline = make_pipeline(3)
+    inner = Last() if rank else First()
+    module = wrap(rank, 3, inner)
+    with Engine(
+        one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=3, timeout_seconds=20
+    ) as engine:
+        engine.step(feed(rank, 3))
+        if rank == 2:
+            if orderly:
+                raise ValueError("planted")
+            os._exit(7)
+        return catch(lambda: engine.step(feed(rank, 3)))
+
+
+@pytest.mark.parametrize("orderly", [False, True])
+def test_a_copy_that_ends_is_named_by_every_rank(orderly):
+    with pytest.raises(LaunchError) as caught:
+        run_processes(run_dying, 4, orderly, timeout_seconds=60, grace_seconds=20)
+    assert sorted(caught.value.results) == [0, 1, 3]
+    for said, seconds in caught.value.results.values():
+        assert said.startswith(RemoteError.__name__) and "rank 2" in said, said
+        assert seconds < 5
+
+
+def run_alone(rank):
+    """One stage, so that nothing crosses: what a copy raises reaches the other all the same."""
+    pipeline = Pipeline((Stage(1, 1, 1, mesh=Mesh([0, 1])),), ())
+    inner = Last()
+    inner.fault = plant if rank else None
+    fed = {0: [{"x": x.chunk(2)[rank], "target": target.chunk(2)[rank]} for x, target in data()]}
+    module = DistributedDataParallel(inner)
+    with Engine(one_f_one_b(pipeline, NUM), pipeline, {0: module}, num_loss_shards=2, timeout_seconds=20) as engine:
+        return catch(lambda: engine.step(fed))
+
+
+def test_copies_of_a_single_stage_hear_of_each_other():
+    (said, seconds), _ = run_processes(run_alone, 2)
+    assert "rank 1 in 0F2, microbatch 2 of stage 0: ValueError: planted" in said and seconds < 5
+
+
+def run_joint(rank, wrapper):
+    pipeline = make_pipeline(1)
+    module = Last() if rank else First()
+    module = (
+        DistributedDataParallel(module) if wrapper == "DDP" else fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    )
+    return catch(lambda: Engine(one_f_one_b(pipeline, NUM), pipeline, {rank: module}, timeout_seconds=20))[0]
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP"])
+def test_copies_on_ranks_of_other_stages_are_refused(wrapper):
+    for said in run_processes(run_joint, 2, wrapper):
+        assert f"the module of stage 0 is wrapped by {wrapper} over ranks 0-1, but rank 1 is not of that stage" in said
+
+
+def run_joined(rank):
+    """Ranks of the pipeline are those of a group that knows no world, the other way round."""
+    store = dist.PrefixStore("joined", dist.distributed_c10d._get_default_store())
+    group = reshard.join(store, 2 - rank, 3)
+    groups = [dist.new_group([2]), dist.new_group([0, 1])]
+    mine = 2 - rank
+    module = DistributedDataParallel(Last(), process_group=groups[1]) if mine else First()
+    pipeline = make_pipeline(2)
+    with Engine(
+        one_f_one_b(pipeline, NUM), pipeline, {int(mine > 0): module}, group=group, num_loss_shards=2
+    ) as engine:
+        engine.step(feed(mine, 2))
+    dist.barrier()
+    return gradients(module)
+
+
+def test_copies_in_a_joined_group():
+    wanted = single_process()
+    for rank, got in enumerate(run_processes(run_joined, 3)):
+        check(got, wanted[rank < 2])
+
+
+def test_errors_of_connections_are_told_from_those_of_users():
+    gone = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4731"
+    assert is_of_a_connection(RuntimeError(gone)) and is_of_a_connection(dist.DistBackendError("NCCL error"))
+    for error in (RemoteError(gone), RuntimeError("mat1 and mat2 shapes"), ValueError("gloo")):
+        assert not is_of_a_connection(error)

@@ -1,0 +1,117 @@
+"""Backwards in halves in the engine: what a layer left for the second half is what it was in the first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from reshard import ArgumentError, Layout, Mesh
+from reshard.scheduler import Edge, Pipeline, Stage
+from reshard.scheduler.ir.schedule import Action, Kind, Schedule
+from reshard.scheduler.runtime.engine import Engine
+from reshard.sharding.tensor_spec import TensorSpec
+from reshard.testing.processes import run_processes
+
+WIDTH, NUM = 4, 3
+
+
+class Part(nn.Module):
+    """Positions added through a view (or not), once and twice, and a layer used twice whose gradient a hook bounds."""
+
+    def __init__(self, stage, views=True):
+        super().__init__()
+        torch.manual_seed(stage)
+        self.stage, self.views = stage, views
+        self.frozen = nn.Parameter(torch.ones(WIDTH).double(), requires_grad=False)
+        self.a, self.b = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
+        self.pos, self.once, self.first = (nn.Parameter(torch.randn(WIDTH).double()) for _ in range(3))
+        self.b.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+    def forward(self, x):
+        first, once, pos = (each.view(1, WIDTH) if self.views else each for each in (self.first, self.once, self.pos))
+        y = self.a(x.view(1, WIDTH) + first) + once + pos
+        y = self.b(torch.tanh(self.b(torch.tanh(y) * self.frozen)))
+        y = y + (self.pos[None] if self.views else self.pos)
+        return {"loss": y.pow(2).sum()} if self.stage else {"x": y}
+
+
+def _refuse(gradient):
+    raise ValueError("the gradient is not wanted")
+
+
+class Refusing(Part):
+    """Fails in its backward."""
+
+    def forward(self, x):
+        outputs = super().forward(x)
+        for each in outputs.values():
+            each.register_hook(_refuse)
+        return outputs
+
+
+class Counter(Part):
+    """The input of its layer is a buffer that the next forward changes."""
+
+    def __init__(self, stage):
+        super().__init__(stage)
+        self.register_buffer("mean", torch.zeros(1, WIDTH).double())
+
+    def forward(self, x):
+        self.mean = self.mean.add_(x.detach().mean(0))
+        y = torch.tanh(x + self.a(self.mean))
+        return {"loss": y.pow(2).sum()} if self.stage else {"x": y}
+
+
+def _inputs():
+    torch.manual_seed(7)
+    return [torch.randn(1, WIDTH).double() for _ in range(NUM)]
+
+
+def _row(order):
+    """Small letters are stage 1, large ones stage 0."""
+    kinds = {"f": Kind.F, "i": Kind.I, "w": Kind.W, "b": Kind.B}
+    return tuple(Action(kinds[word[0].lower()], int(word[0].islower()), int(word[1])) for word in order.split())
+
+
+ORDERS = {
+    "halves": "F0 f0 i0 I0 F1 f1 i1 I1 w0 W0 F2 f2 i2 I2 w1 W1 w2 W2",
+    "whole": "F0 F1 F2 f0 f1 f2 b0 b1 b2 B0 B1 B2",
+}
+
+
+def _run(rank, order, kind):
+    mesh = Mesh([0])
+    x = TensorSpec((1, WIDTH), "float64", Layout(mesh), Layout(mesh), "x")
+    pipeline = Pipeline((Stage(1, 1, 1, mesh=mesh),) * 2, (Edge(0, 1, 1, 1, tensors=(x,)),))
+    modules = {stage: kind(stage) for stage in (0, 1)}
+    with Engine(Schedule("by hand", (_row(ORDERS[order]),), (0, 0), NUM), pipeline, modules) as engine:
+        try:
+            engine.step({0: [{"x": x} for x in _inputs()]}, loss_weights=[1.0] * NUM)
+        except (ArgumentError, ValueError) as error:
+            return "; ".join([str(error), *error.__notes__])
+    return [p.grad.numpy() for module in modules.values() for p in module.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_that_lie_in_each_others_memory_stay_apart(order):
+    parts = [Part(stage, views=False) for stage in (0, 1)]
+    for x in _inputs():
+        parts[1](parts[0](x)["x"])["loss"].backward()
+    wanted = [p.grad for part in parts for p in part.parameters() if p.requires_grad]
+    (found,) = run_processes(_run, 1, order, Part)
+    for given, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(torch.from_numpy(given), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_what_changes_between_the_halves_is_an_error():
+    (said,) = run_processes(_run, 1, "halves", Counter)
+    assert "was changed in place between the two halves of a backward" in said
+    assert "in 1W0, microbatch 0 of stage 1 of the schedule 'by hand'" in said
+
+
+def test_a_backward_that_fails_in_halves_says_that_it_may_be_whole():
+    (said,) = run_processes(_run, 1, "halves", Refusing)
+    assert "needs whole ones: fitted(..., can_split=False)" in said
+    (said,) = run_processes(_run, 1, "whole", Refusing)
+    assert "the gradient is not wanted" in said and "can_split" not in said

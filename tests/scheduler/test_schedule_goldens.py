@@ -1,0 +1,145 @@
+"""What builders, the search, the simulator, texts and pictures make of fixed pipelines, line by line."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from reshard.coordination.communicator import find_channel
+from reshard.coordination.decide import Record, resolve
+from reshard.coordination.process_group import find_group
+from reshard.errors import ArgumentError, ScheduleError
+from reshard.scheduler.graph import Edge, Pipeline, Stage
+from reshard.scheduler.ir.schedule import Action, Channel, Kind
+from reshard.scheduler.ir.text import format_schedule, parse_schedule
+from reshard.scheduler.runtime import timeline_gather
+from reshard.scheduler.runtime.timeline_gather import Measured, Moment, _merge
+from reshard.scheduler.schedules.classic import one_f_one_b, zero_bubble
+from reshard.scheduler.simulation.replay import simulate
+from reshard.scheduler.simulation.validate import check_schedule
+from reshard.scheduler.simulation.visualize import to_chrome_trace, to_svg
+from reshard.testing.processes import run_processes
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+SMALL = Pipeline((Stage(1.0, 0.5, 1.5, 2), Stage(2.0, 1.0, 0.5, 3)), (Edge(0, 1, 0.75, 0.25),))
+
+
+def _maker():
+    spec = importlib.util.spec_from_file_location("make_schedules", GOLDENS / "make_schedules.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_schedules_of_fixed_pipelines_are_the_golden_ones():
+    """After a change that should change them: python -m tests.goldens.make_schedules."""
+    kept = (GOLDENS / "schedules.txt").read_text().splitlines()
+    for made, line in zip(_maker().make_lines(), kept, strict=True):
+        assert made == line
+
+
+def test_a_text_a_trace_and_a_picture_are_the_golden_ones():
+    schedule = zero_bubble(SMALL, 2)
+    timeline = simulate(schedule, SMALL)
+    made = "\n\n".join((format_schedule(schedule), to_chrome_trace(timeline), to_svg(schedule, timeline)))
+    assert made + "\n" == (GOLDENS / "zero_bubble_2x2.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("edges", "text"),
+    [
+        ((Edge(1, 1, 0.0, 0.0),), "edge 1 -> 1 must lead forward between stages 0 to 1"),
+        ((Edge(1, 0, 0.0, 0.0),), "edge 1 -> 0 must lead forward"),
+        ((Edge(0, 2, 0.0, 0.0),), "edge 0 -> 2 must lead forward"),
+    ],
+)
+def test_edges_lead_forward(edges, text):
+    with pytest.raises(ArgumentError, match=text):
+        Pipeline((Stage(1.0, 1.0, 1.0),) * 2, edges)
+
+
+@pytest.mark.parametrize("seconds", [(-1.0, 0.0), (0.0, -1.0), (float("nan"), 0.0), (0.0, float("inf"))])
+def test_costs_of_edges_are_seconds(seconds):
+    with pytest.raises(ArgumentError, match="seconds of edge 0 -> 1"):
+        Edge(0, 1, *seconds)
+
+
+def test_an_error_shows_what_stands_around_its_place():
+    schedule = one_f_one_b(SMALL, 2)
+    rows = [list(row) for row in schedule.rows]
+    first = next(i for i, action in enumerate(rows[1]) if action.kind is Kind.F)
+    backward = next(i for i, action in enumerate(rows[1]) if action.kind is Kind.B)
+    rows[1][first], rows[1][backward] = rows[1][backward], rows[1][first]
+    with pytest.raises(ScheduleError) as caught:
+        check_schedule(replace(schedule, rows=tuple(map(tuple, rows))), SMALL)
+    shown = str(caught.value).split("row 1: ")[1]
+    assert shown.startswith(f"{rows[1][0]} ") and f"[{rows[1][first]}]" in shown
+    assert str(caught.value).startswith("1B0 stands before 1F0")
+
+
+def _measured(row, machine, clock, moments, passages):
+    return row, moments, passages, machine, clock
+
+
+def test_what_ranks_measured_becomes_one_timeline():
+    """Two rows of one machine, whose clocks are the same; the second waits a second for what was there."""
+    there, back = Channel(0, 1, True), Channel(1, 0, False)
+    first = [Moment(Action(Kind.F, 0, 0), 10.0, 10.0, 11.0), Moment(Action(Kind.B, 0, 0), 11.0, 16.5, 18.0)]
+    second = [Moment(Action(Kind.F, 1, 0), 10.5, 14.0, 15.0), Moment(Action(Kind.B, 1, 0), 15.0, 15.0, 16.0)]
+    everybody = [
+        _measured(0, "a", 3.0, first, [(there, 0, True, 11.0, 11.25, 13.5), (back, 0, False, None, 16.25, 16.5)]),
+        _measured(1, "a", 9.0, second, [(there, 0, False, None, 10.5, 14.0), (back, 0, True, 16.0, 16.0, 17.25)]),
+        _measured(1, "a", 9.0, second, [(there, 0, False, None, 10.75, 13.0), (back, 0, True, 15.5, 16.0, 17.25)]),
+    ]
+    timeline = _merge(everybody)
+    assert [(span.row, str(span.action), span.start, span.end, span.exposed_seconds) for span in timeline.spans] == [
+        (0, "0F0", 0.0, 1.0, 0.0),
+        (1, "1F0", 4.0, 5.0, 3.0),  # from when the first row had made it
+        (1, "1B0", 5.0, 6.0, 0.0),
+        (0, "0B0", 6.5, 8.0, 0.5),
+    ]
+    assert [(c.channel, c.ready, c.start, c.end) for c in timeline.crossings] == [
+        (there, 1.0, 1.25, 4.0),  # once both ends had come, until the last rank had it
+        (back, 6.0, 6.25, 6.5),
+    ]
+    apart = _merge([everybody[0], _measured(1, "b", 3.0, second, everybody[1][2])])  # clocks set by when ranks met
+    assert [span.start for span in apart.spans] == [0.0, 4.0, 5.0, 6.5]
+    assert [(c.ready, c.start, c.end) for c in apart.crossings] == [(1.0, 1.25, 4.0), (6.0, 6.25, 6.5)]
+    assert Measured(1).moments == []
+
+
+def _on_machines_of_their_own(rank):
+    timeline_gather._boot_id = lambda: str(rank)
+    channel = find_channel(find_group(None), (0, 1))
+    channel.agree(Record(rank), lambda records: resolve(records, {}), 20)
+    now = time.monotonic()
+    time.sleep(0.5 * rank)
+    own = Measured(rank, [Moment(Action(Kind.F, rank, 0), now, now, now)])
+    return [span.start for span in timeline_gather.gather(own, channel, 20).spans]
+
+
+def test_clocks_of_machines_are_set_by_meeting_however_late_one_calls():
+    for starts in run_processes(_on_machines_of_their_own, 2):
+        assert max(starts) - min(starts) < 0.25
+
+
+def test_what_is_in_flight_is_kept_until_its_backward_is_whole():
+    text = "by hand: 6 microbatches, stages on rows 0\n0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0B2 0F4 0W1 0F5 0B3 0I4 0B5 0W4"
+    schedule, pipeline = parse_schedule(text), Pipeline((Stage(1, 1, 1, 10),), ())
+    check_schedule(schedule, pipeline)
+    assert schedule.in_flight == (3,) and schedule.peak_bytes(pipeline) == (30,)
+    later = parse_schedule(text.replace(" 0F5 0B3", " 0F5").replace("0B5", "0B5 0B3").replace(" 0F4 0W1", " 0F4"))
+    later = replace(later, rows=((*later.rows[0], Action(Kind.W, 0, 1)),))
+    assert later.in_flight == (4,) and later.peak_bytes(pipeline) == (40,)
+
+
+def test_texts_of_very_many_actions_are_refused(monkeypatch):
+    text = str(one_f_one_b(SMALL, 2))
+    monkeypatch.setattr("reshard.scheduler.ir.text.MOST_ACTIONS", sum(map(len, parse_schedule(text).rows)))
+    assert str(parse_schedule(text)) == text
+    with pytest.raises(ScheduleError, match="more than 16 actions"):
+        parse_schedule(text + " 0F7")

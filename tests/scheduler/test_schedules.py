@@ -1,0 +1,265 @@
+"""Schedules: what they must do, and what they take beside known figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from reshard.errors import ArgumentError, ReshardError, ScheduleError
+from reshard.scheduler.graph import Edge, Pipeline, Stage
+from reshard.scheduler.ir.communication import add_transfers
+from reshard.scheduler.ir.schedule import Action, Kind, Schedule
+from reshard.scheduler.ir.text import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
+from reshard.scheduler.passes.overlap import apply_passes, block_transfers, issue_at_consumer, overlap_transfers
+from reshard.scheduler.runtime.tied_params import Tie
+from reshard.scheduler.schedules.auto import fitted
+from reshard.scheduler.schedules.classic import (
+    eager_1f1b,
+    from_warmups,
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    zero_bubble,
+)
+from reshard.scheduler.simulation.replay import simulate
+from reshard.scheduler.simulation.validate import check_schedule
+from reshard.scheduler.simulation.visualize import to_chrome_trace, to_svg
+
+BUILDERS = [gpipe, one_f_one_b, eager_1f1b, zero_bubble]
+
+
+def chain(*communication, forward=1.0, backward=2.0):
+    num = len(communication) + 1
+    return Pipeline.of_costs([forward] * num, [backward] * num, communication)
+
+
+@st.composite
+def pipelines(draw, most_stages=4):
+    """Unequal costs, a chain with skips, some links shared by all."""
+    num = draw(st.integers(1, most_stages))
+    costs = st.sampled_from([0.5, 1.0, 1.5, 3.0])
+    stages = [Stage(draw(costs), draw(costs), draw(costs), draw(st.integers(1, 3))) for _ in range(num)]
+    pairs = [(i, i + 1) for i in range(num - 1)]
+    pairs += [(i, j) for i in range(num) for j in range(i + 2, num) if draw(st.integers(0, 3)) == 0]
+    crossing = st.sampled_from([0.0, 0.25, 1.0, 2.5])
+    edges = []
+    for i, j in pairs:
+        there, back, shares = draw(crossing), draw(crossing), draw(st.sampled_from([0.0, 0.5, 1.0]))
+        loads = [(("net", seconds * shares),) if shares else () for seconds in (there, back)]
+        edges.append(Edge(i, j, there, back, *loads))
+    return Pipeline(tuple(stages), tuple(edges))
+
+
+@pytest.mark.parametrize(
+    ("communication", "num", "build", "ratio"),
+    [
+        ((0.5,), 32, one_f_one_b, 1.162),
+        ((0.5,), 32, eager_1f1b, 1.010),
+        ((1.5,), 32, one_f_one_b, 1.485),
+        ((1.5,), 32, eager_1f1b, 1.030),
+        ((0.1, 2.5, 0.1), 64, one_f_one_b, 1.799),
+        ((0.1, 2.5, 0.1), 64, eager_1f1b, 1.230),
+        ((2.5, 2.5, 2.5), 64, one_f_one_b, 2.244),
+        ((2.5, 2.5, 2.5), 64, eager_1f1b, 1.343),
+    ],
+)
+def test_known_schedules_take_what_others_found(communication, num, build, ratio):
+    """The figures are those of docs/algorithms.md, found with another simulator."""
+    pipeline = chain(*communication)
+    took = simulate(build(pipeline, num), pipeline).makespan_seconds / pipeline.ideal_seconds(num)
+    assert took == pytest.approx(ratio, abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("communication", "num", "ratio"),
+    [((1.5,), 32, 1.03), ((0.1, 2.5, 0.1), 64, 1.03), ((2.5, 2.5, 2.5), 64, 1.08)],
+)
+def test_ours_hides_communication(communication, num, ratio):
+    pipeline = chain(*communication)
+    schedule = fitted(pipeline, num)
+    check_schedule(schedule, pipeline)
+    assert simulate(schedule, pipeline).makespan_seconds <= ratio * pipeline.ideal_seconds(num)
+
+
+def test_where_communication_is_free_ours_keeps_no_more_than_1f1b():
+    pipeline = chain(0.0, 0.0, 0.0)
+    schedule, plain = fitted(pipeline, 16), one_f_one_b(pipeline, 16)
+    assert schedule.in_flight == plain.in_flight == (4, 3, 2, 1)
+    assert simulate(schedule, pipeline).makespan_seconds <= simulate(plain, pipeline).makespan_seconds
+
+
+@settings(max_examples=20)
+@given(pipelines(), st.integers(1, 6), st.data())
+def test_every_schedule_passes_the_checker_and_ours_is_never_slower(pipeline, num, data):
+    schedules = [build(pipeline, num) for build in BUILDERS]
+    for schedule in schedules:
+        check_schedule(schedule, pipeline)
+        assert parse_schedule(format_schedule(schedule)) == schedule
+    limit = max(data.draw(st.sampled_from(schedules)).peak_bytes(pipeline))
+    ours = fitted(pipeline, num, memory_limit_bytes=limit)
+    check_schedule(ours, pipeline, limit)
+    fit = [schedule for schedule in schedules if max(schedule.peak_bytes(pipeline)) <= limit]
+    took = simulate(ours, pipeline).makespan_seconds
+    assert took <= min(simulate(schedule, pipeline).makespan_seconds for schedule in fit) * (1 + 1e-9)
+
+
+@given(pipelines(), st.integers(1, 5))
+def test_nothing_is_faster_than_its_parts(pipeline, num):
+    """Every row computes all it has; nothing begins before what it needs has ended."""
+    for build in (one_f_one_b, zero_bubble):
+        schedule = build(pipeline, num)
+        timeline = simulate(schedule, pipeline)
+        for stage, costs in enumerate(pipeline.stages):
+            assert timeline.busy_seconds(stage) == pytest.approx(num * (costs.forward_seconds + costs.backward_seconds))
+            assert timeline.exposed_seconds(stage) >= 0
+        begins = {(s.action.kind, s.action.stage, s.action.microbatch): s.start for s in timeline.spans}
+        for crossing in timeline.crossings:
+            edge = pipeline.edge_between[tuple(sorted((crossing.channel.sender, crossing.channel.receiver)))]
+            alone = edge.forward_seconds if crossing.channel.is_forward else edge.backward_seconds
+            assert crossing.end - crossing.start >= alone * (1 - 1e-9)
+            assert crossing.ready <= crossing.start + 1e-12
+            kinds = (Kind.F,) if crossing.channel.is_forward else (Kind.B, Kind.I)
+            needs = [begins.get((kind, crossing.channel.receiver, crossing.microbatch)) for kind in kinds]
+            assert all(begin is None or begin >= crossing.end - 1e-12 for begin in needs)
+
+
+def test_crossings_that_share_a_link_get_equal_parts():
+    stages = (Stage(1.0, 1.0, 1.0),) * 3
+    edges = (Edge(0, 1, 2.0, 0.0), Edge(0, 2, 4.0, 0.0, (("nic", 4.0),)), Edge(1, 2, 0.0, 0.0))
+    alone = simulate(one_f_one_b(Pipeline(stages, edges), 1), Pipeline(stages, edges))
+    shared = replace(edges[0], forward_loads=(("nic", 2.0),))
+    pipeline = Pipeline(stages, (shared, *edges[1:]))
+    both = simulate(one_f_one_b(pipeline, 1), pipeline)
+
+    def ends(timeline):
+        return {c.channel.receiver: c.end for c in timeline.crossings if c.channel.sender == 0 and c.channel.is_forward}
+
+    assert ends(alone) == {1: pytest.approx(3.0), 2: pytest.approx(5.0)}
+    assert ends(both) == {1: pytest.approx(5.0), 2: pytest.approx(7.0)}  # 2 s at half speed each, then one alone
+
+
+def test_a_memory_limit_forbids_eager_depths():
+    pipeline = chain(2.5, 2.5, 2.5)
+    limit = 5
+    ours = fitted(pipeline, 16, memory_limit_bytes=limit)
+    check_schedule(ours, pipeline, limit)
+    with pytest.raises(ScheduleError, match=r"row 0 keeps 7 bytes of activations at once; at most 5 are allowed"):
+        check_schedule(eager_1f1b(pipeline, 16), pipeline, limit)
+    took = simulate(ours, pipeline).makespan_seconds
+    assert took < simulate(zero_bubble(pipeline, 16), pipeline).makespan_seconds
+    with pytest.raises(ScheduleError, match="one microbatch takes 1"):
+        fitted(pipeline, 4, memory_limit_bytes=0)
+
+
+def test_interleaved_stages_and_ours_on_the_same_rows():
+    pipeline = chain(0.2, 0.2, 0.2)
+    known = interleaved_1f1b(pipeline, 8, 2)
+    check_schedule(known, pipeline)
+    assert known.row_of_stage == (0, 1, 0, 1)
+    limit = max(known.peak_bytes(pipeline))
+    ours = fitted(pipeline, 8, row_of_stage=(0, 1, 0, 1), memory_limit_bytes=limit)
+    check_schedule(ours, pipeline, limit)
+    assert simulate(ours, pipeline).makespan_seconds <= simulate(known, pipeline).makespan_seconds
+    with pytest.raises(ArgumentError, match="3 rows must divide 4 stages"):
+        interleaved_1f1b(pipeline, 8, 3)
+
+
+def test_what_costs_nothing_takes_no_time():
+    pipeline = Pipeline.of_costs([0.0, 0.0], [0.0, 0.0], [0.0])
+    assert simulate(gpipe(pipeline, 3), pipeline).makespan_seconds == 0
+
+
+def test_warmups_are_checked():
+    pipeline = chain(1.0)
+    with pytest.raises(ArgumentError, match=r"warm-ups \[1\]"):
+        from_warmups("x", pipeline, 2, [1])
+    with pytest.raises(ArgumentError, match=r"warm-ups \[1, 0\]"):
+        from_warmups("x", pipeline, 2, [1, 0])
+    for build in (*BUILDERS, fitted, lambda pipeline, num: interleaved_1f1b(pipeline, num, 2)):
+        for num in (0, True, 1.5):
+            with pytest.raises(ArgumentError, match="num_microbatches"):
+                build(pipeline, num)
+        with pytest.raises(ArgumentError, match="at most 500,000 microbatches"):
+            build(pipeline, 10**9)
+        with pytest.raises(ArgumentError, match="a Pipeline is needed, not list"):
+            build([pipeline], 4)
+    with pytest.raises(ArgumentError, match="stage 1 waits for 2 forwards of stage 0, which makes 1"):
+        from_warmups("x", pipeline, 2, [1, 3])
+    from_warmups("x", pipeline, 1, [1, 3])
+
+
+def test_ours_is_never_slower_whatever_row_a_stage_is_on():
+    pipeline = chain(0.1, 0.5, 0.1)
+    there, turned = fitted(pipeline, 12), fitted(pipeline, 12, row_of_stage=(2, 0, 3, 1))
+    seconds = [simulate(one, pipeline).makespan_seconds for one in (there, turned)]
+    assert seconds[0] == seconds[1] and turned.row_of_stage == (2, 0, 3, 1)
+    check_schedule(turned, pipeline)
+    in_blocks = fitted(pipeline, 4, row_of_stage=(0, 0, 1, 1), can_split=False)  # stages dealt out would be faster
+    assert in_blocks.row_of_stage == (0, 0, 1, 1)
+    check_schedule(in_blocks, pipeline)
+
+
+def test_costs_and_edges_are_checked():
+    for value in (5e307, 10**400, float("nan"), True, "1"):
+        with pytest.raises(ArgumentError, match="forward_seconds is"):
+            Stage(value, 1, 1)
+    with pytest.raises(ArgumentError, match="name a link twice"):
+        Edge(0, 1, 1.0, 1.0, (("net", 0.5), ("net", 0.5)))
+    with pytest.raises(ArgumentError, match="the mesh of a stage must be a Mesh, not list"):
+        Stage(1, 1, 1, mesh=[0])
+    with pytest.raises(ArgumentError, match="edge 0 -> True must lead forward"):
+        Pipeline((Stage(1, 1, 1),) * 2, (Edge(0, True),))
+    slow = Pipeline((Stage(1e15, 1e-9, 0), Stage(1e-9, 1e15, 3)), (Edge(0, 1, 1e-9, 1e15),))
+    assert simulate(one_f_one_b(slow, 4), slow).makespan_seconds >= 4e15
+
+
+def test_what_is_received_comes_in_the_order_in_which_it_is_made():
+    """Stage 1 takes microbatch 1 first, and stage 0 makes 0 first: so 0 is received before it too."""
+    pipeline = chain(1.0)
+    rows = [
+        [Action(Kind(word[0]), stage, int(word[1])) for word in text.split()]
+        for stage, text in enumerate(("F0 F1 B1 B0", "F1 B1 F0 B0"))
+    ]
+    schedule = add_transfers("crossed", rows, pipeline, (0, 1), 2)
+    assert str(schedule).splitlines()[2] == "1: 1RECV_F0<0 1RECV_F1<0 1F1 1B1 1SEND_B1>0 1F0 1B0 1SEND_B0>0"
+    check_schedule(schedule, pipeline)
+    assert to_torch_csv(schedule, transfers=True).splitlines()[1].startswith("1RECV_F0,1RECV_F1,1F1")
+    for change in (overlap_transfers, block_transfers, issue_at_consumer):
+        check_schedule(change(schedule, pipeline), pipeline)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: to_torch_csv("x"),
+        lambda p: from_torch_csv(5, p),
+        lambda p: from_torch_csv("0F0", None),
+        lambda p: from_torch_csv("0F9999999\n1F0", p),
+        lambda p: to_chrome_trace(None),
+        lambda p: to_svg(None, None),
+        lambda p: Tie(None, (3,)),
+        lambda p: Tie({0: "a", "b": "c"}, (3,)),
+        lambda p: Tie({0: "a", 1: "c"}, 5),
+        lambda p: Pipeline.of_costs(None, [1], []),
+        lambda p: Pipeline.of_costs("ab", "cd", "e"),
+        lambda p: Edge(0, 1, 1, 1, (([], 1),)),
+        lambda p: Edge(0, 1, 1, 1, without_gradient=[[1]]),
+        lambda p: apply_passes(gpipe(p, 2), p, [lambda *_: None]),
+        lambda p: Schedule("x", None, (0, 1), 2),
+        lambda p: Schedule("x", (("0F0",), ()), (0, 1), 2),
+        lambda p: Schedule("x", ((), ()), (0, 1), "2"),
+        lambda p: Action("F", 0, 0),
+        lambda p: Action(Kind.F, 0, 0).channel,
+        lambda p: fitted(p, 2, can_split="no"),
+        lambda p: fitted(p, 2, memory_limit_bytes="10"),
+        lambda p: fitted(p, 2, memory_limit_bytes=True),
+        lambda p: fitted(p, 2, memory_limit_bytes=float("nan")),
+        lambda p: gpipe(p, 2).peak_bytes(None),
+        lambda p: gpipe(p, 2).peak_bytes("p"),
+    ],
+)
+def test_wrong_arguments_get_errors_of_ours(use):
+    with pytest.raises(ReshardError):
+        use(chain(1.0))

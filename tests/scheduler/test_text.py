@@ -1,0 +1,74 @@
+"""Schedules as text: their names, our own notation, torch's CSV."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from reshard.errors import ScheduleError
+from reshard.scheduler import (
+    Action,
+    Edge,
+    Kind,
+    Pipeline,
+    Stage,
+    block_transfers,
+    eager_1f1b,
+    from_torch_csv,
+    gpipe,
+    issue_at_consumer,
+    one_f_one_b,
+    overlap_transfers,
+    parse_schedule,
+    to_torch_csv,
+    zero_bubble,
+)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 101, " x", "x ", "a:b", "a\nb", "a: b\n"])
+def test_names_of_schedules_are_one_line_of_a_text(name):
+    schedule = gpipe(Pipeline((Stage(1, 1, 1),)), 2)
+    assert parse_schedule(str(replace(schedule, name="x" * 100))).name == "x" * 100
+    with pytest.raises(ScheduleError, match="up to 100 characters on one line without a colon"):
+        replace(schedule, name=name)
+
+
+def test_passes_keep_names_short():
+    pipeline = Pipeline((Stage(1, 1, 1),) * 2, (Edge(0, 1, 1.0, 1.0),))
+    long = replace(gpipe(pipeline, 2), name="x" * 100)
+    for change in (block_transfers, issue_at_consumer):
+        name = change(long, pipeline).name
+        assert len(name) <= 100 and name.startswith("xxx") and ", " in name
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["", "0F0", "x: 2 microbatches, stages on rows 0\n1: 0F0", "x: 1 microbatches, stages on rows 0\n0: 0X0",
+     "x: 1 microbatches, stages on rows 0\n0: 0F0>1", "x: 1 microbatches, stages on rows 0\n0: 0SEND_F0",
+     "x: 1 microbatches, stages on rows 0\n0: 0SEND_F0<1", "x: 1 microbatches, stages on rows 0\n0: 0F0!",
+     "x: 1 microbatches, stages on rows 0\n0: 0F99999999"],
+)  # fmt: skip
+def test_texts_that_are_no_schedule_are_refused(bad):
+    with pytest.raises(ScheduleError):
+        parse_schedule(bad)
+
+
+def test_an_action_says_all_of_itself():
+    assert str(Action(Kind.SEND_B, 2, 7, 0, blocks=True)) == "2SEND_B7>0!"
+
+
+def test_csv_of_torch_both_ways():
+    pipeline = Pipeline((Stage(1, 1, 1),) * 3, (Edge(0, 1, 1.0, 1.0), Edge(1, 2, 1.0, 1.0)))
+    for build in (gpipe, one_f_one_b, eager_1f1b, zero_bubble):
+        schedule = build(pipeline, 4)
+        again = from_torch_csv(to_torch_csv(schedule, transfers=True), pipeline, schedule.name)
+        assert overlap_transfers(again, pipeline) == schedule  # torch's text has receives right before what needs them
+        computed = from_torch_csv(to_torch_csv(schedule), pipeline, schedule.name)
+        assert computed == schedule
+    skips = Pipeline(pipeline.stages, (*pipeline.edges, Edge(0, 2, 1.0, 1.0)))
+    with pytest.raises(ScheduleError, match="neighbours only"):
+        to_torch_csv(gpipe(skips, 2))
+    for bad in ("0F0,0Q1\n", "0F0\n0B0\n", "1F0\n", "0UNSHARD\n", "0F0\n1F0\n2UNSHARD\n"):
+        with pytest.raises(ScheduleError):
+            from_torch_csv(bad, pipeline)

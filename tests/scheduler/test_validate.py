@@ -1,0 +1,155 @@
+"""What the checker of schedules finds: actions left out, doubled, before what they need, waits for ever."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import time
+from dataclasses import replace
+
+import pytest
+
+from reshard.errors import ScheduleError
+from reshard.scheduler.graph import Edge, Pipeline, Stage
+from reshard.scheduler.ir.schedule import Action, Kind, Schedule
+from reshard.scheduler.ir.text import parse_schedule
+from reshard.scheduler.passes.overlap import block_transfers, issue_at_consumer, overlap_transfers
+from reshard.scheduler.schedules.classic import (
+    gpipe,
+    one_f_one_b,
+    zero_bubble,
+)
+from reshard.scheduler.simulation.replay import simulate
+from reshard.scheduler.simulation.validate import check_schedule, show
+
+
+def chain(*communication, forward=1.0, backward=2.0):
+    num = len(communication) + 1
+    return Pipeline.of_costs([forward] * num, [backward] * num, communication)
+
+
+def _without(schedule, row, place):
+    rows = list(schedule.rows)
+    rows[row] = rows[row][:place] + rows[row][place + 1 :]
+    return replace(schedule, rows=tuple(rows))
+
+
+def test_planted_faults_are_found():
+    """Any action left out or doubled, and any two neighbours that need each other in their order, exchanged."""
+    pipeline = Pipeline((Stage(1, 1, 1),) * 3, (Edge(0, 1, 1, 1), Edge(1, 2, 1, 1), Edge(0, 2, 1, 1)))
+    rng = random.Random(0)
+    for schedule in (one_f_one_b(pipeline, 3), zero_bubble(pipeline, 3)):
+        for row, actions in enumerate(schedule.rows):
+            for place, action in enumerate(actions):
+                with pytest.raises(ScheduleError, match=r"is there 0 times, not 1"):
+                    check_schedule(_without(schedule, row, place), pipeline)
+                rows = list(schedule.rows)
+                rows[row] = (*actions[:place], action, *actions[place:])
+                with pytest.raises(ScheduleError, match=r"is there 2 times, not 1"):
+                    check_schedule(replace(schedule, rows=tuple(rows)), pipeline)
+        for _ in range(40):
+            row = rng.randrange(3)
+            of_one = [a for a in schedule.rows[row] if a.stage == row and a.microbatch == rng.randrange(3)]
+            order = [a for a in of_one if a.kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
+            if len(order) < 2:
+                continue
+            first, second = order[0], order[-1]
+            swapped = [{first: second, second: first}.get(a, a) for a in schedule.rows[row]]
+            rows = list(schedule.rows)
+            rows[row] = tuple(swapped)
+            with pytest.raises(ScheduleError, match="stands before"):
+                check_schedule(replace(schedule, rows=tuple(rows)), pipeline)
+
+
+#: Of each kind of action what stands before it, of the same stage and microbatch.
+NEEDS = {
+    Kind.F: (Kind.RECV_F,), Kind.SEND_F: (Kind.F,), Kind.B: (Kind.F, Kind.RECV_B), Kind.I: (Kind.F, Kind.RECV_B),
+    Kind.W: (Kind.I,), Kind.SEND_B: (Kind.B, Kind.I),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("build", [one_f_one_b, zero_bubble])
+def test_what_stands_before_what_it_needs_is_named(build):
+    pipeline, num_found = Pipeline((Stage(1, 1, 1),) * 3, (Edge(0, 1, 1, 1), Edge(1, 2, 1, 1), Edge(0, 2, 1, 1))), 0
+    schedule = build(pipeline, 2)
+    for row, actions in enumerate(schedule.rows):
+        for first, second in itertools.combinations(actions, 2):
+            if second.microbatch == first.microbatch and first.kind in NEEDS.get(second.kind, ()):
+                rows = list(schedule.rows)
+                rows[row] = tuple({first: second, second: first}.get(action, action) for action in actions)
+                with pytest.raises(ScheduleError, match=f"{re.escape(str(second))} stands before "):
+                    check_schedule(replace(schedule, rows=tuple(rows)), pipeline)
+                num_found += 1
+    assert num_found >= 24
+
+
+def test_a_deadlock_shows_where_rows_stand():
+    """Both ends send first and block: neither receives."""
+    pipeline = chain(1.0)
+    text = """\
+stuck: 2 microbatches, stages on rows 0 1
+0: 0F0 0SEND_F0>1! 0F1 0SEND_F1>1! 0RECV_B0<1! 0B0 0RECV_B1<1! 0B1
+1: 1RECV_F0<0! 1F0 1B0 1SEND_B0>0! 1RECV_F1<0! 1F1 1B1 1SEND_B1>0!
+"""
+    with pytest.raises(
+        ScheduleError,
+        match=r"never ends: no row can do what is in brackets; row 0: .*\[0SEND_F1>1!\].*; row 1: .*\[1SEND_B0>0!\]",
+    ):
+        check_schedule(parse_schedule(text), pipeline)
+    longer = text.replace("1: ", "1: 1RECV_F2<0 1RECV_F3<0 ").replace("0: ", "0: 0F2 0F3 0SEND_F2>1 0SEND_F3>1 ")
+    with pytest.raises(ScheduleError, match=r"row 1: 1RECV_F3<0 1RECV_F0<0! 1F0 1B0 \[1SEND_B0>0!\] 1RECV_F1"):
+        simulate(parse_schedule(longer.replace("2 micro", "4 micro")), pipeline)
+    mended = text.replace("0F1 0SEND_F1>1! 0RECV_B0<1!", "0RECV_B0<1 0F1 0SEND_F1>1!").replace(
+        "1SEND_B0>0! 1RECV_F1<0!", "1RECV_F1<0 1SEND_B0>0!"
+    )
+    check_schedule(parse_schedule(mended), pipeline)
+
+
+def test_a_place_is_shown_with_six_actions_on_both_sides():
+    schedule = gpipe(chain(1.0), 8)
+    words = [str(action) for action in schedule.rows[0]]
+    for place in (0, 3, 9, len(words) - 1):
+        around = [*words[max(0, place - 6) : place], f"[{words[place]}]", *words[place + 1 : place + 7]]
+        assert show(schedule, 0, place) == f"row 0: {' '.join(around)}"
+
+
+def test_ends_of_a_channel_in_different_orders_are_refused():
+    pipeline = chain(1.0)
+    schedule = gpipe(pipeline, 2)
+    rows = [list(row) for row in schedule.rows]
+    at = [i for i, a in enumerate(rows[1]) if a.kind is Kind.RECV_F]
+    rows[1][at[0]], rows[1][at[1]] = rows[1][at[1]], rows[1][at[0]]
+    with pytest.raises(ScheduleError, match="stage 0 sends microbatch 0 to stage 1 where that receives 1"):
+        check_schedule(replace(schedule, rows=tuple(map(tuple, rows))), pipeline)
+
+
+def test_schedules_made_by_hand_that_make_no_sense_are_refused():
+    pipeline = chain(1.0)
+    for action in (
+        Action(Kind.SEND_F, 0, 0),
+        Action(Kind.F, 7, 0),
+        Action(Kind.F, -1, 0),
+        Action(Kind.RECV_B, 0, 0, 9),
+    ):
+        schedule = Schedule("x", ((action,), ()), (0, 1), 1)
+        for use in (
+            simulate,
+            check_schedule,
+            overlap_transfers,
+            block_transfers,
+            issue_at_consumer,
+            Schedule.peak_bytes,
+            lambda one, _: one.in_flight,
+        ):
+            with pytest.raises(ScheduleError):
+                use(schedule, pipeline)
+
+
+def test_a_schedule_of_very_many_microbatches_is_refused_soon():
+    pipeline = chain(0.5, 0.5)
+    schedule = one_f_one_b(pipeline, 4)
+    begun = time.perf_counter()
+    with pytest.raises(ScheduleError, match="is there 0 times, not 1"):
+        check_schedule(replace(schedule, num_microbatches=10**9), pipeline)
+    assert time.perf_counter() - begun < 5

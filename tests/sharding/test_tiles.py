@@ -1,0 +1,116 @@
+"""Tiles of shards, what two layouts share of them, and specs as other packages write them."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from reshard import Layout, LayoutError, Mesh, RegionLayout
+from reshard.sharding.spec import Strided
+from reshard.sharding.tiles import cut_shards
+from reshard.sharding.unit_tasks import cut_unit_tasks
+from tests.support.random_problems import random_problem
+from tests.support.strategies_of_cases import cases
+
+
+def test_boxes_of_different_ranks_may_overlap_in_part():
+    layout = RegionLayout({0: [[(0, 6), (0, 4)]], 1: [[(3, 9), (2, 4)], [(9, 10), (2, 4)]]})
+    shards = cut_shards(layout, (10, 4))
+    found = {}
+    for rank in (0, 1):
+        for start, stop, local in zip(*shards.pieces_of(rank), strict=True):
+            found[rank, tuple(start), tuple(stop)] = tuple(local)
+    assert found == {
+        (0, (0, 0), (3, 2)): (0, 0),
+        (0, (0, 2), (3, 4)): (0, 2),
+        (0, (3, 0), (6, 2)): (3, 0),
+        (0, (3, 2), (6, 4)): (3, 2),
+        (1, (3, 2), (6, 4)): (0, 0),  # both hold it
+        (1, (6, 2), (9, 4)): (3, 0),
+        (1, (9, 2), (10, 4)): (6, 0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "strided"),
+    [
+        ("S0 R R", "S01 R R", False),  # rows of rows
+        ("S0 R R", "R S0 R", True),  # columns of rows
+        ("R R R", "R R S0", True),
+        ("S01 R R", "S01 S2 R", False),  # a part of a single row
+        ("S01 R R", "S01 R S2", True),  # a part of each of several rows
+    ],
+)
+def test_tasks_know_whether_their_boxes_lie_in_one_piece(src, dst, strided):
+    mesh, other = Mesh.of("2x2x2"), Mesh.of("2x2x2", first_rank=8)
+    tasks = cut_unit_tasks(cut_shards(Layout(mesh, src), (4, 4, 4)), cut_shards(Layout(other, dst), (4, 4, 4)))
+    assert tasks.is_strided.all() == tasks.is_strided.any() == strided
+    assert (tasks.holders >= 0).all() and (tasks.needers >= 8).all()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_box_is_strided_where_numpy_says_it_is_not_contiguous(seed):
+    src, dst, shape, _ = random_problem(seed)
+    tasks = cut_unit_tasks(cut_shards(src, shape), cut_shards(dst, shape))
+    for index in range(len(tasks)):
+        is_contiguous = []
+        for shards, tile in ((tasks.src, tasks.src_tile[index]), (tasks.dst, tasks.dst_tile[index])):
+            origin = shards.start[tile]
+            held = np.empty(shards.stop[tile] - origin, dtype=np.int8)
+            start, stop = tasks.start[index] - origin, tasks.stop[index] - origin
+            box = held[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
+            is_contiguous.append(box.flags.c_contiguous)
+        assert tasks.is_strided[index] == (not all(is_contiguous)), (tasks.start[index], tasks.stop[index])
+
+
+def test_specs_are_written_for_jax(monkeypatch):
+    class PartitionSpec(tuple):
+        def __new__(cls, *dims):
+            return super().__new__(cls, dims)
+
+    module = types.ModuleType("jax.sharding")
+    module.PartitionSpec = PartitionSpec
+    monkeypatch.setitem(sys.modules, "jax", types.ModuleType("jax"))
+    monkeypatch.setitem(sys.modules, "jax.sharding", module)
+    mesh = Mesh.of("2x4", axes=["dp", "tp"])
+    for spec in (("dp", None, "tp"), (("tp", "dp"),), (), (None, "tp")):
+        layout = Layout(mesh, spec)
+        assert Layout(mesh, layout.to_jax()) == layout
+    with pytest.raises(LayoutError, match="a PartitionSpec cannot say"):
+        Layout(mesh, ((Strided("tp", 2), "dp"),)).to_jax()
+
+
+def test_a_box_is_found_only_where_one_tile_holds_all_of_it():
+    shards = cut_shards(RegionLayout({0: [[(0, 4), (0, 6)], [(6, 8), (0, 6)]]}), (8, 6))  # as rank 0 holds it: 6 x 6
+    boxes = np.array([[(1, 3), (2, 6)], [(6, 8), (0, 1)], [(3, 5), (0, 6)], [(5, 7), (0, 6)], [(4, 6), (0, 6)]])
+    assert shards.find(0, boxes[:, :, 0], boxes[:, :, 1]) == [
+        (slice(1, 3), slice(2, 6)),
+        (slice(4, 6), slice(0, 1)),
+        None,  # begins inside
+        None,  # ends inside
+        None,  # touches both
+    ]
+
+
+@given(cases())
+def test_a_layout_gives_the_regions_and_the_shape_of_each_shard(case):
+    """As the table of all tiles does, from the rank alone."""
+    shape, src, dst, _ = case
+    for layout in (src, dst):
+        shards = cut_shards(layout, shape)
+        for rank in layout.ranks:
+            regions = layout.regions(shape, rank)
+            volume = sum(math.prod(stop - start for start, stop in box) for box in regions)
+            assert math.prod(layout.local_shape(shape, rank)) == volume
+            assert layout.local_shape(shape, rank) == shards.local_shape(rank)
+            if isinstance(layout, Layout):
+                assert sorted(regions) == sorted(box for box, _ in shards.boxes_of(rank))
+        with pytest.raises(LayoutError, match="rank 99 is not in"):
+            layout.regions(shape, 99)
+        with pytest.raises(LayoutError, match="at least 0"):
+            layout.local_shape((-1, *shape[1:]), layout.ranks[0])

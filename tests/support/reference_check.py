@@ -1,0 +1,208 @@
+"""The checker of plans as it was before arrays: it replays a plan message by message, and is slow where ranks get many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from reshard.errors import PlanError
+from reshard.plan.check import check_ranks
+from reshard.plan.messages import Message, expand_messages, message_nbytes
+from reshard.plan.model import Plan, num_recv_slots
+from reshard.sharding.layout import format_box
+
+
+class _Held:
+    """Boxes of one tensor that one rank has, in a growing table, each with the message that brought it."""
+
+    def __init__(self, ndim: int) -> None:
+        self._start = np.zeros((4, ndim), dtype=np.int64)
+        self._stop = np.zeros((4, ndim), dtype=np.int64)
+        self._ids = np.zeros(4, dtype=np.int64)
+        self._count = 0
+
+    @classmethod
+    def of(cls, start: np.ndarray, stop: np.ndarray) -> _Held:
+        """The boxes that a layout gives."""
+        held = cls(start.shape[1])
+        held._start, held._stop, held._count = start, stop, len(start)
+        held._ids = np.full(len(start), _SOURCE, dtype=np.int64)
+        return held
+
+    @property
+    def numel(self) -> int:
+        """Elements of all boxes."""
+        sizes = self._stop[: self._count] - self._start[: self._count]
+        return int(sizes.prod(axis=1, dtype=np.int64).sum())
+
+    def add(self, start: Sequence[int], stop: Sequence[int], message: int) -> None:
+        if self._count == len(self._ids):
+            self._start = np.concatenate([self._start, np.zeros_like(self._start)])
+            self._stop = np.concatenate([self._stop, np.zeros_like(self._stop)])
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+        self._start[self._count], self._stop[self._count], self._ids[self._count] = start, stop, message
+        self._count += 1
+
+    def take(self, message: int) -> None:
+        """Let go of what a message brought."""
+        kept = self._ids[: self._count] != message
+        for name in ("_start", "_stop", "_ids"):
+            table = getattr(self, name)
+            rows = table[: self._count][kept]
+            table[: len(rows)] = rows
+        self._count = int(kept.sum())
+
+    def overlap(self, start: Sequence[int], stop: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Elements that each box shares with the given one, and the ids of those boxes; none that share none."""
+        starts, stops = self._start[: self._count], self._stop[: self._count]
+        size = np.minimum(stops, np.array(stop, dtype=np.int64)) - np.maximum(starts, np.array(start, dtype=np.int64))
+        shared = np.maximum(size, 0).prod(axis=1, dtype=np.int64)
+        hit = shared > 0
+        return shared[hit], self._ids[: self._count][hit]
+
+
+_SOURCE = -1
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise PlanError unless the plan, replayed in its order, delivers.
+
+    Checked: every destination element on every rank that needs it, exactly once; each message sent by a rank
+    that has all of it by then, as a source or through messages named in its ``after``; regions inside their
+    tensors; bytes that a rank neither holds nor needs never above ``staging_bytes``, counted from their arrival
+    to the last message that passes them on. What a rank only stages it may get anew, for later messages.
+    """
+    check_ranks(plan)
+    holds: dict[tuple[int, int], _Held] = {}
+    needs: dict[tuple[int, int], _Held] = {}
+    came: dict[tuple[int, int], _Held] = {}
+    for tensor, spec in enumerate(plan.tensors):
+        for rank in spec.src.ranks:
+            holds[rank, tensor] = _Held.of(*spec.src_shards.pieces_of(rank)[:2])
+        for rank in spec.dst.ranks:
+            needs[rank, tensor] = _Held.of(*spec.dst_shards.pieces_of(rank)[:2])
+    got: dict[tuple[int, int], int] = {}
+    staged: dict[int, tuple[int, int]] = {}  # message id -> (receiver, bytes not needed there)
+    last_use: dict[int, int] = {}
+    messages = list(expand_messages(plan))
+    before: dict[int | None, Message] = {}
+    for message in messages:
+        for i, (tensor, start, stop) in enumerate(message.boxes):
+            spec = plan.tensors[tensor]
+            where = f"message {message.id + i}: {format_box(list(zip(start, stop, strict=True)))}"
+            numel = 1
+            for lo, hi, size in zip(start, stop, spec.shape, strict=True):
+                if not 0 <= lo < hi <= size:
+                    raise PlanError(f"{where} is empty or outside shape {list(spec.shape)}")
+                numel *= hi - lo
+            _check_sender(message, i, where, numel, holds, came, last_use, before.get(message.source))
+            key = (message.receiver, tensor)
+            wanted = 0
+            if key in needs:
+                pieces = needs[key].overlap(start, stop)[0]
+                wanted = int(pieces.sum())
+                if len(pieces) > 1 or 0 < wanted < numel:
+                    raise PlanError(
+                        f"{where} is no part of one piece of what rank {message.receiver} needs: it meets "
+                        f"{len(pieces)} pieces in {wanted} of its {numel} elements"
+                    )
+            earlier = came.setdefault(key, _Held(spec.ndim))
+            shared, ids = earlier.overlap(start, stop)
+            again = int(shared.sum())
+            if again and not wanted and again == numel and len(ids) == 1 and int(ids[0]) in staged:
+                earlier.take(int(ids[0]))  # it is staged anew: what was before is given up
+            elif again:
+                raise PlanError(f"{where} brings rank {message.receiver} {again} elements a second time")
+            if not wanted and message.sender == message.receiver:
+                raise PlanError(f"{where} copies on rank {message.receiver} what it does not need")
+            earlier.add(start, stop, message.id + i)
+            got[key] = got.get(key, 0) + wanted
+            if wanted < numel:
+                staged[message.id + i] = (message.receiver, (numel - wanted) * spec.itemsize)
+        before[message.id] = message
+    for (rank, tensor), region in needs.items():
+        spec = plan.tensors[tensor]
+        if got.get((rank, tensor), 0) != region.numel:
+            name = f" of {spec.name}" if spec.name is not None else ""
+            raise PlanError(
+                f"rank {rank} needs {region.numel} elements{name}, but is sent {got.get((rank, tensor), 0)}"
+            )
+    _check_staging(plan, messages, staged, last_use)
+
+
+def _check_sender(
+    message: Message,
+    i: int,
+    where: str,
+    numel: int,
+    holds: dict[tuple[int, int], _Held],
+    came: dict[tuple[int, int], _Held],
+    last_use: dict[int, int],
+    brought: Message | None,
+) -> None:
+    tensor, start, stop = message.boxes[i]
+    key = (message.sender, tensor)
+    if message.source is None and key in holds:
+        pieces = holds[key].overlap(start, stop)[0]
+        if int(pieces.sum()) == numel:
+            if len(pieces) > 1:
+                raise PlanError(f"{where} is no part of one piece of what rank {message.sender} holds")
+            return
+    shared, ids = came[key].overlap(start, stop) if key in came else (np.zeros(0), np.zeros(0, dtype=np.int64))
+    if int(shared.sum()) != numel:
+        raise PlanError(f"{where}: rank {message.sender} sends {numel} elements, but has {int(shared.sum())} by then")
+    known = set() if message.source is None else {message.source + i}
+    missing = sorted(set(ids.tolist()) - known)
+    if missing:
+        raise PlanError(f"{where}: rank {message.sender} gets it from message {missing[0]}, which is not in `after`")
+    if len(ids) > 1:
+        raise PlanError(f"{where}: rank {message.sender} gets it in {len(ids)} messages, and would have to join them")
+    if brought is not None and brought.sender == brought.receiver:
+        raise PlanError(f"{where}: message {brought.id} is a copy on rank {message.sender}; nothing is passed on of it")
+    if brought is not None and brought.boxes != message.boxes:
+        raise PlanError(f"{where}: rank {message.sender} passes on other boxes than message {brought.id} brings")
+    for source in ids.tolist():
+        last_use[source] = message.id + i
+
+
+def _check_staging(
+    plan: Plan, messages: list[Message], staged: dict[int, tuple[int, int]], last_use: dict[int, int]
+) -> None:
+    """Replay what ranks hold for others: every message in needs a buffer, and a relay keeps its until it is used."""
+    largest: dict[int, int] = {}
+    for message in messages:
+        if message.sender != message.receiver:
+            largest[message.receiver] = max(largest.get(message.receiver, 0), message_nbytes(plan, message))
+    held_bytes: dict[int, int] = {}
+    held_messages: dict[int, int] = {}
+    release: dict[int, list[tuple[int, int]]] = {}
+    for message in messages:
+        rank = message.receiver
+        if message.sender != rank:
+            slots = num_recv_slots(plan.staging_bytes, largest[rank])
+            if held_messages.get(rank, 0) >= slots:
+                raise PlanError(
+                    f"message {message.id}: rank {rank} must receive it while it stages {held_messages[rank]} messages "
+                    f"for others, but its window is {slots} messages of {largest[rank]} bytes"
+                )
+        relayed = [message.id + i for i in range(len(message.boxes)) if message.id + i in staged]
+        for ident in relayed:
+            if ident not in last_use:
+                raise PlanError(
+                    f"message {ident} brings rank {rank} {staged[ident][1]} bytes that it neither needs nor passes on"
+                )
+            held_bytes[rank] = held_bytes.get(rank, 0) + staged[ident][1]
+            if held_bytes[rank] > plan.staging_bytes:
+                raise PlanError(
+                    f"message {ident}: rank {rank} would stage {held_bytes[rank]} bytes, "
+                    f"but staging_bytes is {plan.staging_bytes}"
+                )
+        if relayed:
+            held_messages[rank] = held_messages.get(rank, 0) + 1
+            last = max(last_use[ident] for ident in relayed)
+            release.setdefault(last, []).append((rank, sum(staged[ident][1] for ident in relayed)))
+        for i in range(len(message.boxes)):
+            for holder, nbytes in release.pop(message.id + i, ()):
+                held_bytes[holder] -= nbytes
+                held_messages[holder] -= 1

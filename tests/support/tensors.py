@@ -1,0 +1,43 @@
+"""Test tensors whose values encode their global position, and the shards that a layout should give."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from reshard.sharding.tiles import cut_shards
+
+
+def whole_tensor(shape, dtype=torch.int64):
+    numel = math.prod(shape)
+    values = torch.arange(numel, dtype=torch.int64)
+    if dtype in (torch.bool,):
+        values = values % 2
+    elif dtype.itemsize == 1:
+        return (values % 251).to(torch.uint8).view(dtype).reshape(shape)
+    elif dtype.itemsize == 2:
+        return (values % 32749).to(torch.int16).view(dtype).reshape(shape)
+    return values.to(dtype).reshape(shape)
+
+
+def take_shard(layout, rank, whole):
+    """The shard of one rank, cut from the whole tensor; None outside the layout."""
+    if rank not in layout.ranks:
+        return None
+    shards = cut_shards(layout, tuple(whole.shape))
+    shape = shards.local_shape(rank)
+    array = np.zeros(shape, whole.dtype) if isinstance(whole, np.ndarray) else torch.zeros(shape, dtype=whole.dtype)
+    for box, local in shards.boxes_of(rank):
+        at = tuple(slice(first, first + hi - lo) for first, (lo, hi) in zip(local, box, strict=True))
+        array[(..., *at)] = whole[(..., *(slice(lo, hi) for lo, hi in box))]
+    return array
+
+
+def same_bytes(a, b):
+    """Equality bit by bit, NaN included, for any dtype."""
+    if tuple(a.shape) != tuple(b.shape) or a.dtype != b.dtype:
+        return False
+    flat = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+    return torch.equal(*flat)

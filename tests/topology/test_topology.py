@@ -1,0 +1,289 @@
+"""Topologies: what they refuse, and their JSON both ways."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, strategies as st
+
+from reshard import (
+    ArgumentError,
+    Layout,
+    Mesh,
+    PlanError,
+    ReshardError,
+    Topology,
+    TopologyError,
+    check_plan,
+    make_plan,
+    simulate,
+)
+from reshard.plan.json import plan_from_json, plan_to_json
+from reshard.plan.text_parser import parse_plan
+from reshard.topology.files import parse_rate, read_topology, topology_from_json, topology_to_json
+from reshard.topology.model import Host, Port
+from reshard.topology.presets import MACHINES, load_preset
+
+FILE = {
+    "hosts": [
+        {"devices": 4, "nics": ["400 Mbit/s", {"egress": "1 Gbit/s", "ingress": 5e7}], "count": 2, "pod": 0},
+        {"devices": 1, "nics": ["50 MB/s"], "pod": 1},
+    ],
+    "pods": ["1 Gbit/s", "200 Mbit/s"],
+    "inside": "8 GB/s",
+    "latency_seconds": 6e-5,
+}
+
+
+def test_yaml_says_the_same(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(FILE))
+    assert read_topology(path) == topology_from_json(FILE)
+    path.write_text("hosts: [")
+    with pytest.raises(TopologyError, match="not YAML"):
+        read_topology(path)
+
+
+def test_yaml_has_numbers_with_exponents(tmp_path):
+    pytest.importorskip("yaml")
+    path = tmp_path / "cluster.yaml"
+    path.write_text("hosts:\n- {devices: 2, nics: [12.5e9, 1e9]}\nlatency_seconds: 1e-5\n")
+    topology = read_topology(path)
+    assert topology.latency_seconds == 1e-5
+    assert [nic.egress_bytes_per_second for nic in topology.host(0).nics] == [1.25e10, 1e9]
+    path.write_text("hosts: {\n")
+    with pytest.raises(TopologyError, match="not YAML: while parsing a flow node") as caught:
+        read_topology(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_yaml_without_its_package_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    path = tmp_path / "cluster.yml"
+    path.write_text("hosts: []")
+    with pytest.raises(TopologyError, match=r"pip install 'reshard\[yaml\]'"):
+        read_topology(path)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_presets_are_hosts_filled_in_order(name):
+    machine = MACHINES[name]
+    topology = load_preset(name, 2 * machine.devices + 1)
+    assert topology.host_of_rank == (0,) * machine.devices + (1,) * machine.devices + (2,)
+    assert len(set(topology.nic_of_rank[: machine.devices])) == machine.nics
+    assert topology.nic(0).egress_bytes_per_second == machine.nic_gbit * 1e9 / 8
+    assert topology_from_json(topology_to_json(topology)) == topology
+
+
+def test_an_unknown_preset_names_those_that_there_are():
+    with pytest.raises(TopologyError, match=r"no preset 'dgx'; there are p3\.8xlarge, dgx_a100"):
+        load_preset("dgx", 8)
+
+
+def test_a_file_as_people_write_it(tmp_path):
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(FILE))
+    topology = read_topology(path)
+    assert topology.host_of_rank == (0,) * 4 + (1,) * 4 + (2,)
+    assert topology.nic_of_rank == (0, 0, 1, 1, 0, 0, 1, 1, 0)
+    assert topology.nic(2) == Port(1.25e8, 5e7)
+    assert topology.host(1).egress_bytes_per_second == 1.75e8
+    assert topology.nic(8) == Port.of(5e7)
+    assert topology.pods == (Port.of(1.25e8), Port.of(2.5e7))
+    assert topology.inside_bytes_per_second == 8e9
+    assert topology.latency_seconds == 6e-5
+    assert topology_from_json(json.loads(json.dumps(topology_to_json(topology)))) == topology
+
+
+ports = st.builds(Port, st.floats(1e3, 1e12), st.floats(1e3, 1e12))
+
+
+@st.composite
+def topologies(draw):
+    num_hosts = draw(st.integers(1, 4))
+    pods = tuple(draw(st.lists(ports, max_size=2)))
+    hosts = tuple(
+        Host(
+            tuple(draw(st.lists(ports, min_size=1, max_size=3))), draw(st.integers(0, len(pods) - 1)) if pods else None
+        )
+        for _ in range(num_hosts)
+    )
+    host_of_rank = tuple(draw(st.lists(st.integers(0, num_hosts - 1), min_size=1, max_size=8)))
+    nics = draw(st.none() | st.just([draw(st.integers(0, len(hosts[host].nics) - 1)) for host in host_of_rank]))
+    inside = draw(st.none() | st.floats(1e3, 1e12))
+    return Topology(host_of_rank, hosts, tuple(nics or ()), pods, inside, latency_seconds=draw(st.floats(0, 1)))
+
+
+@given(topologies(), st.integers(1, 8))
+def test_json_and_plans_carry_any_topology(topology, count):
+    assert topology_from_json(json.loads(json.dumps(topology_to_json(topology)))) == topology
+    part = topology.first(count)
+    assert part.host_of_rank == topology.host_of_rank[:count]
+    ranks = len(part.host_of_rank)
+    plan = make_plan(Layout(Mesh.of([ranks])), Layout(Mesh.of([ranks]), "S0"), (8,), "int8", topology=topology)
+    assert parse_plan(str(plan)) == plan
+    assert plan_from_json(json.loads(json.dumps(plan_to_json(plan)))) == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"hosts": []}, "at least one host"),
+        ({"hosts": [{"devices": 1, "ranks": [0]}], "pods": []}, "either devices"),
+        ({"hosts": [{"devices": 1}, {"ranks": [1]}], "pods": []}, "every host has devices"),
+        ({"hosts": [{"ranks": [0]}, {"ranks": [0]}], "pods": []}, "rank 0 is on hosts 0 and 1"),
+        ({"hosts": [{"ranks": [0]}, {"ranks": [2]}], "pods": []}, "rank 1 has no host"),
+        ({"hosts": [{"devices": 1, "nics": ["fast"]}], "pods": []}, "'25 Gbit/s'"),
+        ({"hosts": [{"devices": 1, "nics": []}], "pods": []}, "1 to 128 NICs"),
+        ({"hosts": [{"devices": 1, "nics": [0]}], "pods": []}, "positive"),
+        ({"hosts": [{"devices": 1, "nics": [{"egress": 1}]}], "pods": []}, "egress"),
+        ({"hosts": [{"devices": 2, "nic_of_device": [0]}], "pods": []}, "NICs for 1"),
+        ({"hosts": [{"devices": 1, "nic_of_device": [1]}], "pods": []}, "which host 0 lacks"),
+        ({"hosts": [{"devices": 1, "pod": 2}]}, "in pod 2"),
+        ({"hosts": [{"devices": 1}]}, "in no pod"),
+        ({"hosts": [{"devices": 1, "pod": 0, "color": 1}]}, r"entry 0 of hosts: unknown keys in a host.*: 'color'"),
+        ({"hosts": [{"devices": 1, "count": 0}]}, "count"),
+        ({"latency_seconds": -1}, "latency_seconds"),
+        ({"speed": 1}, "unknown keys in topology: 'speed'"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused(change, match):
+    with pytest.raises(TopologyError, match=match):
+        topology_from_json(FILE | change)
+
+
+def test_rates():
+    assert parse_rate("10 Gbit/s") == 1.25e9
+    assert parse_rate("450GB/s") == 450e9
+    assert parse_rate(1000) == 1000.0
+    for wrong in ("10", "10 Gbps", "-1 Gbit/s", "0 bit/s", "1e400 B/s", None, True, [], "9" * 500 + " B/s"):
+        with pytest.raises(TopologyError):
+            parse_rate(wrong)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("1 Gbit/s"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["hosts", "devices", "ranks", "nics", "pods", "pod", "count", "nic_of_device", "egress", "ingress"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(JSON)
+def test_no_file_is_a_crash(data):
+    with contextlib.suppress(ReshardError):
+        topology_from_json(data)
+    with contextlib.suppress(ReshardError):
+        topology_from_json({"hosts": [data]})
+
+
+def test_what_would_cost_much_or_print_badly_is_refused():
+    for build, match in (
+        (lambda: Host(pod="a"), "pod is 'a'"),
+        (lambda: Host(pod=0.5), "pod is 0.5"),
+        (lambda: Topology((0, 4_000_000), (Host((Port.of(1), Port.of(2))),)), "at most 65536"),
+        (lambda: topology_from_json({"hosts": [{"devices": 0, "count": 4_000_000}]}), "65536 hosts"),
+        (lambda: topology_from_json({"hosts": [{"devices": 10**5000}]}), "a huge number"),
+        (lambda: topology_from_json({"hosts": [{"devices": 1}], "send_buffer_bytes": 10**5000}), "a huge number"),
+    ):
+        with pytest.raises(TopologyError, match=match):
+            build()
+    hosts = tuple(Host((Port.of(host + 1),)) for host in range(9))
+    assert len(Topology(tuple(range(9)), hosts).first(2).hosts) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("a: &a [1, 1]\nhosts: [*a, *a]\n", "aliases such as"),
+        ("hosts: [{devices: 2}]\nlatency_seconds: !!timestamp zz\n", "not YAML"),
+        ("hosts: [{devices: 2}]\nlatency_seconds: !!bool zz\n", "not YAML"),
+        ("hosts: [{devices: 2, nics: [1e-300]}]\n", "positive and finite, from 1e-06 to 1e"),
+        ("hosts: [{devices: 2, nics: [1.7e308]}]\n", "positive and finite"),
+    ],
+)
+def test_hostile_yaml_is_refused(tmp_path, text, error):
+    pytest.importorskip("yaml")
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(TopologyError, match=error):
+        read_topology(path)
+
+
+def test_a_file_without_end_is_not_read_to_it():
+    with pytest.raises(TopologyError, match="larger than"):
+        read_topology("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", '{"hosts": [{"devices": 4}], "hosts": [{"devices": 8}]}', "'hosts' is given twice"),
+        ("a.json", '{"hosts": [{"devices": 4, "devices": 8}]}', "'devices' is given twice"),
+        ("a.json", '{"hosts": [{"devices": 4}], "\\u001b[31m\\n": 1}', r"'\x1b[31m\n'"),
+        ("a.yaml", "hosts: [{devices: 4, devices: 8}]", "'devices' is given twice"),
+        ("a.yaml", "hosts: [{devices: 010}]", "010 is not a plain whole number"),
+        ("a.yaml", "hosts: [{devices: 1:30}]", "1:30 is not a plain whole number"),
+        ("a.yaml", "hosts:\n" + "- {devices: 1}\n" * 100_000, "write it as JSON"),
+    ],
+)
+def test_files_that_mean_something_else_than_they_say_are_refused(tmp_path, name, text, said):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(TopologyError, match=re.escape(said)):
+        read_topology(path)
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('{"hosts": [{"devices": 4}]}', encoding="utf-8-sig")
+    assert len(read_topology(path).host_of_rank) == 4
+
+
+def test_arguments_that_are_no_plans_and_topologies_are_named():
+    plan = make_plan(Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2)), (8,), "float32")
+    with pytest.raises(TopologyError, match="needs a Topology, not str"):
+        simulate(plan, "tcp")
+    with pytest.raises(PlanError, match="needs a Plan, not str"):
+        simulate(str(plan))
+    with pytest.raises(PlanError, match="needs a Plan, not str"):
+        check_plan(str(plan))
+    with pytest.raises(TopologyError, match="num_ranks is 'x'"):
+        load_preset("tcp", "x")
+    with pytest.raises(ArgumentError, match="strategy <lambda> must return Routes, not list"):
+        make_plan(plan.tensors[0].src, plan.tensors[0].dst, (8,), "float32", strategy=lambda problem: [])
+
+
+def test_where_no_latency_is_given_messages_cost_what_they_do_over_tcp():
+    hosts = {"hosts": [{"devices": 2, "count": 2}]}
+    short = {"host_of_rank": [0, 0, 1, 1]}
+    for said in (Topology((0, 0, 1, 1)), Topology.uniform([0, 0, 1, 1]), *map(topology_from_json, (hosts, short))):
+        assert (said.latency_seconds, said.inside_latency_seconds) == (1e-4, 5e-5)
+    free = said.without_latency()
+    numbers = {"latency_seconds": 0, "inside_latency_seconds": 0}
+    assert free == topology_from_json(hosts | numbers) == topology_from_json(short | numbers)
+    src, dst = Layout(Mesh.of(2)), Layout(Mesh.of(2, first_rank=2))
+    for topology in (said, free, replace(said, inside_latency_seconds=0), replace(free, turn_seconds=1e-4)):
+        assert topology_from_json(topology_to_json(topology)) == topology
+        plan = make_plan(src, dst, (8,), "int8", topology=topology)
+        assert parse_plan(str(plan)).topology == topology
+        said = plan_to_json(plan)
+        assert plan_from_json(said) == plan
+        for name in numbers:  # as earlier versions wrote it
+            if not said["topology"][name]:
+                del said["topology"][name]
+        assert plan_from_json(said) == plan
