@@ -6,8 +6,12 @@
 #include <utility>
 #include <vector>
 
+#include <nanobind/stl/pair.h>
+
 #include "pod_dealer.h"
 #include "sequence.h"
+
+using namespace nb::literals;
 
 namespace {
 
@@ -39,12 +43,32 @@ Members members(const Ints &at, const Ints &values, size_t rows, size_t below, c
 
 size_t rows(const Ints &at) { return at.shape(0) ? at.shape(0) - 1 : 0; }
 
-nb::tuple make_schedule(Ints host, Floats out, Floats into, Ints of_rank, Ints pod, Floats up, Floats down,
-                        Ints lane_holders_at, Ints lane_holders, Ints lane_needers_at, Ints lane_needers,
-                        Ints lane_size, Ints lane_of,
-                        Ints class_holders_at, Ints class_holders, Ints class_receivers_at, Ints class_receivers,
-                        Ints piece_at, Ints piece_class, Ints piece_bytes, int64_t run, bool near_first,
-                        bool keeps_partners, double inside_each, double inside_per_byte) {
+// A field of a Python object.
+template <typename T> T field(nb::handle object, const char *name) {
+    try {
+        return nb::cast<T>(object.attr(name));
+    } catch (const nb::cast_error &) {
+        throw std::invalid_argument(std::string("make_schedule: ") + name + " has another type than expected");
+    }
+}
+
+// The rows of a field that is a pair of arrays, (at, values).
+std::pair<Ints, Ints> pair_field(nb::handle object, const char *name) {
+    return field<std::pair<Ints, Ints>>(object, name);
+}
+
+nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
+    const auto host = field<Ints>(given_ports, "host"), of_rank = field<Ints>(given_ports, "of_rank"),
+               pod = field<Ints>(given_ports, "pod");
+    const auto out = field<Floats>(given_ports, "out"), into = field<Floats>(given_ports, "into"),
+               up = field<Floats>(given_ports, "up"), down = field<Floats>(given_ports, "down");
+    const auto [lane_holders_at, lane_holders] = pair_field(given, "lane_holders");
+    const auto [lane_needers_at, lane_needers] = pair_field(given, "lane_needers");
+    const auto [class_holders_at, class_holders] = pair_field(given, "class_holders");
+    const auto [class_receivers_at, class_receivers] = pair_field(given, "class_receivers");
+    const auto lane_size = field<Ints>(given, "lane_size"), lane_of = field<Ints>(given, "lane_of"),
+               piece_at = field<Ints>(given, "piece_at"), piece_class = field<Ints>(given, "piece_class"),
+               piece_bytes = field<Ints>(given, "piece_bytes");
     Ports ports{list(host, 1 << 20, 0, "host"), list(of_rank, host.shape(0), -1, "of_rank"),
                 list(pod, up.shape(0), 0, "pod"), list(out), list(into), list(up), list(down)};
     if (!ports.count() || out.shape(0) != host.shape(0) || into.shape(0) != host.shape(0) ||
@@ -65,11 +89,11 @@ nb::tuple make_schedule(Ints host, Floats out, Floats into, Ints of_rank, Ints p
                     list(piece_at, pieces + 1, 0, "piece_at"),
                     list(piece_class, classes, 0, "piece_class"),
                     list(piece_bytes, INT64_MAX, 0, "piece_bytes"),
-                    run,
-                    near_first,
-                    keeps_partners,
-                    inside_each,
-                    inside_per_byte};
+                    field<int64_t>(given, "run"),
+                    field<bool>(given, "near_first"),
+                    field<bool>(given, "keeps_partners"),
+                    field<double>(given, "inside_each"),
+                    field<double>(given, "inside_per_byte")};
     for (const Ints *table : {&class_holders, &class_receivers})
         for (size_t i = 0; i < table->shape(0); ++i)
             if (ports.of_rank[table->data()[i]] < 0)
@@ -114,5 +138,6 @@ nb::tuple make_schedule(Ints host, Floats out, Floats into, Ints of_rank, Ints p
 } // namespace
 
 void bind_schedule(nb::module_ &m) {
-    m.def("make_schedule", &make_schedule, "The messages of a schedule.");
+    m.def("make_schedule", &make_schedule, "ports"_a, "workload"_a,
+          "piece, sender, receiver, source, after_at, after of all messages, and the order to put them in.");
 }

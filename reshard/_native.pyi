@@ -44,18 +44,8 @@ def order_greedily(
 ) -> None:
     """Fill classes and ways with each task's class and the way it is sent; see planner/strategies/greedy.py."""
 
-def make_schedule(
-    host: Any,
-    out: Any,
-    into: Any,
-    of_rank: Any,
-    pod: Any,
-    up: Any,
-    down: Any,
-    holders_at: Any,
-    holders: Any,
-    receivers_at: Any,
-    receivers: Any,
-    class_of: Any,
-) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
-    """chunk, sender, receiver, source, after_at, after and end of all messages; see planner/multicast/."""
+def make_schedule(ports: Any, workload: Any) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
+    """Piece, sender, receiver, source, after_at, after of all messages, and the order to put them in.
+
+    ``ports`` and ``workload`` have the fields of ``PortArrays`` and ``Workload`` in planner/multicast.
+    """

@@ -138,3 +138,15 @@ def test_planning_needs_no_torch():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_stub_of_the_native_module_names_its_parameters():
+    from reshard import _native
+
+    stub = ast.parse((ROOT / "reshard" / "_native.pyi").read_text())
+    declared = {
+        node.name: [arg.arg for arg in node.args.args] for node in stub.body if isinstance(node, ast.FunctionDef)
+    }
+    made = {name: getattr(_native, name) for name in dir(_native) if not name.startswith("_")}
+    found = {name: re.findall(r"(\w+): ", function.__nb_signature__[0][0]) for name, function in made.items()}
+    assert found == declared

@@ -10,15 +10,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from reshard.cost.fluid import flow_native, flow_python
+from reshard.cost.fluid import flow
 from reshard.cost.simulator import network_of
 from reshard.plan.messages import tabulate_messages
 from reshard.planner.planning import make_plan
-from reshard.runtime.byte_runs import copy_runs_native, copy_runs_python
+from reshard.runtime.byte_runs import copy_runs
 from reshard.sharding.layout import Layout
 from reshard.sharding.mesh import Mesh
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.model import Topology
+from tests.reference.byte_runs import copy_runs_python
+from tests.reference.fluid import flow_python
 
 
 def _median_seconds(function: Callable[[], object], repeats: int = 15) -> float:
@@ -40,10 +42,7 @@ def copies() -> None:
         dst_at = np.arange(count, dtype=np.int64) * run
         length = np.full(count, run, dtype=np.int64)
         twin = _median_seconds(lambda a=src_at, b=dst_at, n=length: copy_runs_python(src, dst, a, b, n))  # type: ignore[misc]
-        if copy_runs_native is None:
-            print(f"{run:6} bytes a run    not built {1e3 * twin:8.3f} ms")
-            continue
-        native = _median_seconds(lambda a=src_at, b=dst_at, n=length: copy_runs_native(src, dst, a, b, n))  # type: ignore[misc]
+        native = _median_seconds(lambda a=src_at, b=dst_at, n=length: copy_runs(src, dst, a, b, n))  # type: ignore[misc]
         print(f"{run:6} bytes a run  {1e3 * native:8.3f} ms {1e3 * twin:8.3f} ms {twin / native:6.1f}")
 
 
@@ -59,10 +58,7 @@ def simulator() -> None:
         network = network_of(plan, messages, np.flatnonzero(messages.sender != messages.receiver), topology)
         twin = _median_seconds(lambda network=network: flow_python(network), 3)  # type: ignore[misc]
         said = f"{2 * hosts:3} hosts {len(messages):6} messages"
-        if flow_native is None:
-            print(f"{said} not built {1e3 * twin:9.1f} ms")
-            continue
-        native = _median_seconds(lambda network=network: flow_native(network), 5)  # type: ignore[misc]
+        native = _median_seconds(lambda network=network: flow(network), 5)  # type: ignore[misc]
         print(f"{said} {1e3 * native:6.1f} ms {1e3 * twin:6.0f} ms {twin / native:6.1f}")
 
 

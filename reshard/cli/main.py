@@ -278,8 +278,6 @@ def _info() -> int:
             rows.append((package, importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:
             rows.append((package, "not installed"))
-    native = importlib.util.find_spec("reshard._native") is not None
-    rows.append(("native code", "built" if native else "not built: Python twins are used"))
     backends = ["local (NumPy or torch arrays of one process)"]
     if importlib.util.find_spec("torch") is not None:
         import torch

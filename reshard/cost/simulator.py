@@ -47,7 +47,7 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
       and it is close enough behind the first message that its receiver has not got yet (see
       :func:`~reshard.plan.model.recvs_ahead`).
     * Links: messages of the same two ranks flow one after the other; others share NICs, uplinks of pods and links
-      inside hosts by proportional fairness (:mod:`reshard.cost.proportional_fairness`).
+      inside hosts by proportional fairness (:mod:`tests.reference.proportional_fairness`).
     * Buffers: a message stops counting for its sender's window once all but ``send_buffer_bytes`` of it has left.
     * Bursts: NICs and uplinks are token buckets of ``burst_bytes``, full at the start: what they could have passed
       while idle they pass at once later.

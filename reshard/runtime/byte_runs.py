@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-_CopyRuns = Callable[[Any, Any, np.ndarray, np.ndarray, np.ndarray], None]
-
-copy_runs_native: _CopyRuns | None = None
-with contextlib.suppress(ImportError):  # where it is not built the twin below does the same, slower
-    from reshard import _native
-
-    copy_runs_native = _native.copy_runs
+from reshard import _native
 
 
 def box_runs(shape: Sequence[int], itemsize: int, boxes: Sequence[Sequence[slice]]) -> tuple[np.ndarray, np.ndarray]:
@@ -55,19 +48,10 @@ def box_span(shape: Sequence[int], itemsize: int, box: Sequence[slice]) -> tuple
     return at, at + nbytes
 
 
-def copy_runs_python(src: Any, dst: Any, src_at: np.ndarray, dst_at: np.ndarray, length: np.ndarray) -> None:
+def copy_runs(src: Any, dst: Any, src_at: np.ndarray, dst_at: np.ndarray, length: np.ndarray) -> None:
     """Copy ``length[i]`` bytes from ``src[src_at[i]]`` to ``dst[dst_at[i]]``, for every i; flat uint8 arrays.
 
     Raises:
         ValueError: the index arrays differ in size. IndexError: a run lies outside its array; nothing was copied.
     """
-    if not len(src_at) == len(dst_at) == len(length):
-        raise ValueError("copy_runs: src_at, dst_at and length must have the same size")
-    for at, array in ((src_at, src), (dst_at, dst)):
-        if len(at) and (at.min() < 0 or length.min() < 0 or (at + length).max() > len(array)):
-            raise IndexError("copy_runs: a run lies outside its array")
-    for a, b, n in zip(src_at.tolist(), dst_at.tolist(), length.tolist(), strict=True):
-        dst[b : b + n] = src[a : a + n]
-
-
-copy_runs: _CopyRuns = copy_runs_python if copy_runs_native is None else copy_runs_native
+    _native.copy_runs(src, dst, src_at, dst_at, length)

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 #: The folders of each part, and of the tests that are run against its mutants, the quickest first.
 PARTS: dict[str, tuple[str, str]] = {
-    "geometry": ("reshard/sharding", "tests/sharding tests/plan tests/cost/test_limits.py tests/api"),
+    "geometry": ("reshard/sharding", "tests/sharding tests/plan tests/planner/test_limits.py tests/api"),
     "planner": ("reshard/plan reshard/cost reshard/planner", "tests/plan tests/planner tests/cost tests/sharding tests/topology"),
     "executor": ("reshard/runtime reshard/planner/recovery.py", "tests/runtime tests/coordination tests/planner tests/api"),
     "scheduler": ("scheduler", "tests/scheduler"),

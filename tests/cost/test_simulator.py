@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from reshard import Layout, Mesh, Topology, find_bound, make_plan, simulate
-from reshard.cost.fluid import flow_native, flow_python
+from reshard.cost.fluid import flow
 from reshard.cost.simulator import network_of
 from reshard.plan.messages import expand_messages, message_nbytes, tabulate_messages
 from reshard.plan.ordering import find_turns
 from reshard.plan.text_parser import parse_plan
 from reshard.planner.registry import STRATEGIES
 from reshard.topology.model import Host, Port
+from tests.reference.fluid import flow_python
 from tests.support.strategies_of_cases import cases
 
 
@@ -158,15 +159,12 @@ def test_native_and_twin_agree_and_no_plan_beats_the_bound(
         start, finish = flow_python(network)
         assert finish.max() == pytest.approx(makespan, rel=1e-12)
         assert (start <= finish).all()
-        if flow_native is not None:
-            again = flow_native(network)
-            assert (start == again[0]).all()
-            assert (finish == again[1]).all()
+        again = flow(network)
+        assert (start == again[0]).all()
+        assert (finish == again[1]).all()
 
 
 def test_native_refuses_what_would_lead_outside_its_arrays():
-    if flow_native is None:
-        pytest.skip("native code is not built")
     src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2))
     plan = make_plan(src, dst, (8,), "int8")
     messages = tabulate_messages(plan)
@@ -175,9 +173,9 @@ def test_native_refuses_what_would_lead_outside_its_arrays():
         wrong = getattr(network, name).copy()
         wrong[0] = 10**6
         with pytest.raises(IndexError, match=name):
-            flow_native(replace(network, **{name: wrong}))
+            flow(replace(network, **{name: wrong}))
     with pytest.raises(ValueError, match="after_at"):
-        flow_native(replace(network, after_at=network.after_at[:-1]))
+        flow(replace(network, after_at=network.after_at[:-1]))
 
 
 def test_thousands_of_receivers_of_one_sender():
@@ -189,8 +187,7 @@ def test_thousands_of_receivers_of_one_sender():
     network = network_of(plan, messages, np.arange(len(messages)), topology)
     _, finish = flow_python(network)
     assert finish.max() == pytest.approx(12000 / 1.25e9)
-    if flow_native is not None:
-        assert (finish == flow_native(network)[1]).all()
+    assert (finish == flow(network)[1]).all()
 
 
 def test_turns_at_a_receiver_are_charged():

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from reshard.plan.model import num_recv_slots
-from reshard.planner.multicast.bipartite_matching import find_pairs
 from reshard.planner.multicast.native_schedule import Schedule
 from reshard.planner.multicast.relay_limits import _fits, keep_staging_short
+from tests.reference.bipartite_matching import find_pairs
 
 
 def _best(senders, receivers, partners, weight):

@@ -12,13 +12,14 @@ from reshard import ArgumentError, Layout, Mesh, PlanError, Topology, TopologyEr
 from reshard.plan.messages import expand_messages
 from reshard.plan.transfers import Transfers
 from reshard.planner.multicast import strategy as multicast_module
-from reshard.planner.multicast.native_schedule import schedule_native, schedule_python
-from reshard.planner.multicast.pod_chunk_scheduler import PodDealer
+from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.strategy import load_freight, multicast, ports_of
 from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.problem import Problem, Routes
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.model import Host, Port
+from tests.reference.pod_chunk_scheduler import PodDealer
+from tests.reference.schedule import schedule_python
 from tests.support.random_problems import random_problem
 
 
@@ -68,7 +69,7 @@ def test_limits_of_what_is_dealt_out(monkeypatch):
         assert isinstance(multicast(problem), Transfers if most == 4 else Routes)
 
 
-@pytest.mark.parametrize("schedule", [schedule_python, schedule_native or schedule_python])
+@pytest.mark.parametrize("schedule", [schedule_python, make_schedule])
 @pytest.mark.parametrize("receivers", [7, 8, 9, 30])
 def test_inside_a_host_a_piece_goes_along_a_chain_or_to_many_a_tree_of_two_branches(receivers, schedule, monkeypatch):
     monkeypatch.setattr(multicast_module, "make_schedule", schedule)

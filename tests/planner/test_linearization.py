@@ -7,8 +7,8 @@ import random
 
 import networkx as nx
 
-from reshard.planner.multicast.linearization import STAGED_BEFORE, STAGED_BEHIND, find_sequence
-from reshard.planner.multicast.rank_assignment import Messages
+from tests.reference.linearization import STAGED_BEFORE, STAGED_BEHIND, find_sequence
+from tests.reference.rank_assignment import Messages
 
 RANKS = 6
 

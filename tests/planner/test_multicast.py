@@ -17,12 +17,13 @@ from reshard.plan.text_parser import parse_plan
 from reshard.plan.text_writer import format_plan
 from reshard.planner.multicast.classes import Classes, cut_pieces
 from reshard.planner.multicast.host_classes import Lanes
-from reshard.planner.multicast.native_schedule import schedule_native, schedule_python
+from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.strategy import load_freight, multicast_from_fast, ports_of, without_slow_holders
 from reshard.planner.strategies.problem import Problem
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.model import Host, Port
 from reshard.topology.presets import load_preset
+from tests.reference.schedule import schedule_python
 from tests.support.memory_transport import run_in_threads
 from tests.support.strategies_of_cases import cases
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
@@ -138,11 +139,9 @@ def test_native_and_twin_make_the_same_schedule(problem, nics, in_pods, rates, i
     topology = replace(topology, inside_bytes_per_second=inside[0], inside_latency_seconds=inside[1])
     plan = make_plan(src, dst, shape, "float32", strategy="multicast", topology=topology)
     check_plan(plan)
-    if schedule_native is None:
-        return
     cut = Problem.of([TensorSpec(shape, "float32", src, dst)], plan.topology)
     freight = replace(load_freight(cut)[0], near_first=near_first, keeps_partners=partners)
-    ours, twin = schedule_native(ports_of(cut), freight), schedule_python(ports_of(cut), freight)
+    ours, twin = make_schedule(ports_of(cut), freight), schedule_python(ports_of(cut), freight)
     for name in ours.__dataclass_fields__:
         assert (getattr(ours, name) == getattr(twin, name)).all(), name
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from reshard.planner.multicast.native_schedule import schedule_native, schedule_python
+from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.strategy import load_freight, ports_of
 from reshard.planner.strategies.problem import Problem
 from reshard.sharding.tensor_spec import TensorSpec
+from tests.reference.schedule import schedule_python
 from tests.support.random_problems import random_problem
 
 #: Seeds where a transfer may be late though a faster port could take it, the first message goes to a relay, or what a
@@ -17,14 +18,13 @@ from tests.support.random_problems import random_problem
 RARE = (105, 199, 285, 561, 872, 1045)
 
 
-@pytest.mark.skipif(schedule_native is None, reason="the native module is not built")
 @pytest.mark.parametrize("seed", [*range(60), *RARE])
 def test_schedules_are_the_same(seed):
     src, dst, shape, topology = random_problem(seed)
     problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology, staging_bytes=2**16 << seed % 5)
     freight = replace(load_freight(problem)[0], near_first=seed % 3 == 1, keeps_partners=seed % 3 == 2)
     ports = ports_of(problem)
-    native, twin = schedule_native(ports, freight), schedule_python(ports, freight)
+    native, twin = make_schedule(ports, freight), schedule_python(ports, freight)
     for name in native.__dataclass_fields__:
         assert (getattr(native, name) == getattr(twin, name)).all(), name
     assert (native.source >= -1).all()

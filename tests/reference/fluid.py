@@ -1,0 +1,278 @@
+"""The twin of ``native/fluid.cpp``: the loop of the simulator."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+
+import numpy as np
+
+from reshard.cost.fluid import Network
+from tests.reference.proportional_fairness import share_ports
+
+#: Events closer together than this part of the step happen at once.
+_TOGETHER = 1e-9
+
+
+#: Bytes per second that a port passes as long as it has saved some.
+_AT_ONCE = 1e18
+
+
+#: Bytes: a bucket with less is empty.
+_EMPTY = 1.0
+
+
+def flow_python(network: Network) -> tuple[np.ndarray, np.ndarray]:
+    """``(start, finish)`` of each message in seconds; start is when it begins to flow.
+
+    Raises:
+        ValueError: some messages can never start.
+    """
+    return _Flow(network).run()
+
+
+class _Stream:
+    """What was started between two ranks and has not arrived, oldest first."""
+
+    def __init__(self) -> None:
+        self.line: deque[int] = deque()
+        self.num_released = 0  # of the line, how many no longer count for the window of their queue
+        self.unreleased_bytes = 0.0  # to pass until the next of them is all sent
+        self.holds = False
+        self.remaining = 0.0  # of the phase of the oldest
+        self.rate = 0.0
+
+
+class _Flow:
+    def __init__(self, network: Network) -> None:
+        n = network
+        count = len(n.queue)
+        self.queue, self.stream, self.receiver = n.queue.tolist(), n.stream.tolist(), n.receiver.tolist()
+        self.window, self.ahead, self.nbytes = n.window.tolist(), n.ahead.tolist(), n.nbytes.tolist()
+        self.hold_port, self.hold_work = n.hold_port.tolist(), n.hold_work.tolist()
+        self.buffer, self.port_rate = n.buffer.tolist(), n.rate.tolist()
+        self.burst = n.burst.tolist()
+        self.saved = n.burst.tolist()  # of each port
+        self.price = [0.0] * len(self.burst)
+        self.saving = [0.0] * len(self.burst)  # bytes per second, negative while it spends
+        self.bursts = max(self.burst, default=0.0) > 0
+        self.ports = _rows(n.port_at, n.port)
+        after = _rows(n.after_at, n.after)
+        self.left = [len(row) for row in after]  # messages that this one still comes after
+        self.next: list[list[int]] = [[] for _ in range(count)]
+        for message, row in enumerate(after):
+            for earlier in row:
+                self.next[earlier].append(message)
+        self.of_queue = _members(self.queue)
+        self.of_receiver = _members(self.receiver)
+        self.place = [0] * count  # among those of its receiver
+        for row in self.of_receiver:
+            for place, message in enumerate(row):
+                self.place[message] = place
+        self.head = [0] * len(self.of_queue)  # of each queue, the first that has not started
+        self.done = [0] * len(self.of_queue)  # of each queue, the first that counts for its window
+        self.released = [False] * count  # whether a message no longer counts for the window of its queue
+        self.first = [0] * len(self.of_receiver)  # of each receiver, the place of the first unfinished one
+        self.blocked: list[list[int]] = [[] for _ in self.of_receiver]  # queues whose head waits for a receiver
+        self.streams = [_Stream() for _ in self.ports]
+        self.active: list[int] = []  # streams that flow, ascending
+        self.start = [-1.0] * count
+        self.finish = [-1.0] * count
+        self.now = 0.0
+        self.changed = True
+
+    def run(self) -> tuple[np.ndarray, np.ndarray]:
+        for queue in range(len(self.of_queue)):
+            self.start_from(queue)
+        while self.active:
+            if self.changed:
+                self.share()
+                self.changed = False
+            step = min(self.until_event(s) / self.streams[s].rate for s in self.active)
+            if self.bursts:
+                step = min(step, self.until_empty())
+            limit = step * (1 + _TOGETHER)
+            self.now += step
+            if self.bursts:
+                self.save(step, limit)
+            ended, released = [], []
+            for s in self.active:
+                stream = self.streams[s]
+                ends = stream.remaining / stream.rate <= limit
+                if ends:
+                    ended.append(s)
+                else:
+                    stream.remaining -= stream.rate * step
+                if not stream.holds:
+                    stream.unreleased_bytes -= stream.rate * step
+                    if ends or stream.num_released < len(stream.line):
+                        released.append(s)
+            for s in released:
+                freed = self.release(s)
+                if freed is not None:
+                    self.start_from(freed)
+            for s in ended:
+                self.end_phase(s)
+        if any(done < 0 for done in self.finish):
+            raise ValueError(f"message {self.finish.index(-1.0)} can never start")
+        return np.array(self.start), np.array(self.finish)
+
+    def until_event(self, s: int) -> float:
+        """Bytes that a stream passes until a message of it ends a phase or no longer counts for its window."""
+        stream = self.streams[s]
+        if not stream.holds and stream.num_released < len(stream.line):
+            until_release = stream.unreleased_bytes - self.buffer[s]
+            if 0 < until_release < stream.remaining:
+                return until_release
+        return stream.remaining
+
+    def until_empty(self) -> float:
+        """Seconds until a port has spent what it had saved."""
+        ports = zip(self.saved, self.saving, strict=True)
+        return min((saved / -saving for saved, saving in ports if saving < 0 < saved), default=math.inf)
+
+    def save(self, step: float, limit: float) -> None:
+        for port, saving in enumerate(self.saving):
+            if saving < 0 < self.saved[port] and self.saved[port] / -saving <= limit:
+                self.saved[port] = 0.0
+                self.changed = True
+            else:
+                self.saved[port] = min(max(self.saved[port] + saving * step, 0.0), self.burst[port])
+
+    def start_from(self, queue: int) -> None:
+        """Start what may start."""
+        row = self.of_queue[queue]
+        while self.head[queue] < len(row):
+            message = row[self.head[queue]]
+            if self.left[message] or self.head[queue] - self.done[queue] >= self.window[message]:
+                return
+            receiver = self.receiver[message]
+            if self.place[message] >= self.first[receiver] + self.ahead[message]:
+                self.blocked[receiver].append(queue)
+                return
+            self.head[queue] += 1
+            s = self.stream[message]
+            stream = self.streams[s]
+            if stream.num_released == len(stream.line):  # it is the next one to be released
+                stream.unreleased_bytes = self.nbytes[message] + self.unsent_bytes(s)
+            stream.line.append(message)
+            if len(stream.line) == 1:
+                self.begin(s)
+                self.active.append(s)
+                self.active.sort()
+                self.changed = True
+            self.release(s)
+
+    def unsent_bytes(self, s: int) -> float:
+        """What the messages in line have still to pass."""
+        stream = self.streams[s]
+        if not stream.line:
+            return 0.0
+        rest = 0.0
+        for message in itertools.islice(stream.line, 1, None):
+            rest += self.nbytes[message]
+        return (self.nbytes[stream.line[0]] if stream.holds else stream.remaining) + rest
+
+    def release(self, s: int) -> int | None:
+        """Let messages that fit the buffer no longer count for the window of their queue; returns it if some did."""
+        stream = self.streams[s]
+        queue = None
+        while stream.num_released < len(stream.line) and (stream.unreleased_bytes <= self.buffer[s] * (1 + _TOGETHER)):
+            queue = self.queue[stream.line[stream.num_released]]
+            self.pass_window(stream.line[stream.num_released])
+            stream.num_released += 1
+            if stream.num_released < len(stream.line):
+                stream.unreleased_bytes += self.nbytes[stream.line[stream.num_released]]
+        return queue
+
+    def pass_window(self, message: int) -> None:
+        """A sender is done with a message; it counts for the window until those before it are done too."""
+        self.released[message] = True
+        queue = self.queue[message]
+        row = self.of_queue[queue]
+        while self.done[queue] < len(row) and self.released[row[self.done[queue]]]:
+            self.done[queue] += 1
+
+    def begin(self, s: int) -> None:
+        """Let the oldest message of a stream flow."""
+        stream = self.streams[s]
+        message = stream.line[0]
+        self.start[message] = self.now
+        holds = self.hold_work[message] > 0
+        if holds:
+            self.changed = True
+        stream.holds = holds
+        stream.remaining = self.hold_work[message] if holds else self.nbytes[message]
+
+    def end_phase(self, s: int) -> None:
+        stream = self.streams[s]
+        message = stream.line[0]
+        if stream.holds:
+            stream.holds = False
+            stream.remaining = self.nbytes[message]
+            self.changed = True
+            return
+        queue = self.queue[message]
+        if stream.num_released:
+            stream.num_released -= 1
+        else:
+            self.pass_window(message)
+            if len(stream.line) > 1:
+                stream.unreleased_bytes = self.nbytes[stream.line[1]]
+        stream.line.popleft()
+        self.finish[message] = self.now
+        if stream.line:
+            self.begin(s)
+        else:
+            self.active.remove(s)
+            self.changed = True
+        receiver = self.receiver[message]
+        row = self.of_receiver[receiver]
+        before = self.first[receiver]
+        while self.first[receiver] < len(row) and self.finish[row[self.first[receiver]]] >= 0:
+            self.first[receiver] += 1
+        self.start_from(queue)
+        for place in range(before, self.first[receiver]):
+            for later in self.next[row[place]]:
+                self.left[later] -= 1
+                if not self.left[later]:
+                    self.start_from(self.queue[later])
+        if self.first[receiver] > before:
+            waiting, self.blocked[receiver] = self.blocked[receiver], []
+            for blocked in waiting:
+                self.start_from(blocked)
+
+    def share(self) -> None:
+        """Rates of the streams that flow."""
+        capacity = list(self.port_rate)
+        held = [False] * len(capacity)
+        for s in self.active:
+            if self.streams[s].holds:
+                held[self.hold_port[s]] = True
+        for port, saved in enumerate(self.saved):
+            if saved > _EMPTY and not held[port]:  # a latency lasts as long with a full bucket
+                capacity[port] = _AT_ONCE
+        rates = share_ports([self.passed(s) for s in self.active], capacity, self.price)
+        for s, rate in zip(self.active, rates, strict=True):
+            self.streams[s].rate = rate
+        if self.bursts:
+            self.saving = list(self.port_rate)
+            for s in self.active:
+                for port in self.passed(s):
+                    self.saving[port] -= self.streams[s].rate
+
+    def passed(self, s: int) -> list[int]:
+        return [self.hold_port[s]] if self.streams[s].holds else self.ports[s]
+
+
+def _rows(at: np.ndarray, values: np.ndarray) -> list[list[int]]:
+    flat, ends = values.tolist(), at.tolist()
+    return [flat[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def _members(keys: list[int]) -> list[list[int]]:
+    rows: list[list[int]] = [[] for _ in range(max(keys, default=-1) + 1)]
+    for message, key in enumerate(keys):
+        rows[key].append(message)
+    return rows
