@@ -12,7 +12,7 @@
 #include <nanobind/ndarray.h>
 
 #include "interruption.h"
-#include "sharing.h"
+#include "proportional_fairness.h"
 
 namespace nb = nanobind;
 

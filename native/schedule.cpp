@@ -8,8 +8,8 @@
 
 #include <nanobind/stl/pair.h>
 
-#include "pod_dealer.h"
-#include "sequence.h"
+#include "pod_chunk_scheduler.h"
+#include "linearization.h"
 
 using namespace nb::literals;
 
@@ -62,11 +62,11 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
                pod = field<Ints>(given_ports, "pod");
     const auto out = field<Floats>(given_ports, "out"), into = field<Floats>(given_ports, "into"),
                up = field<Floats>(given_ports, "up"), down = field<Floats>(given_ports, "down");
-    const auto [lane_holders_at, lane_holders] = pair_field(given, "lane_holders");
-    const auto [lane_needers_at, lane_needers] = pair_field(given, "lane_needers");
+    const auto [host_class_holders_at, host_class_holders] = pair_field(given, "host_class_holders");
+    const auto [host_class_receivers_at, host_class_receivers] = pair_field(given, "host_class_receivers");
     const auto [class_holders_at, class_holders] = pair_field(given, "class_holders");
     const auto [class_receivers_at, class_receivers] = pair_field(given, "class_receivers");
-    const auto lane_size = field<Ints>(given, "lane_size"), lane_of = field<Ints>(given, "lane_of"),
+    const auto host_class_size = field<Ints>(given, "host_class_size"), host_class_of = field<Ints>(given, "host_class_of"),
                piece_at = field<Ints>(given, "piece_at"), piece_class = field<Ints>(given, "piece_class"),
                piece_bytes = field<Ints>(given, "piece_bytes");
     Ports ports{list(host, 1 << 20, 0, "host"), list(of_rank, host.shape(0), -1, "of_rank"),
@@ -77,13 +77,13 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
     ports.find_ranks();
     if (pod.shape(0) && static_cast<int64_t>(pod.shape(0)) < ports.num_hosts)
         throw std::invalid_argument("make_schedule: a host has no pod");
-    const size_t lanes = rows(lane_holders_at), classes = rows(class_holders_at);
+    const size_t host_classes = rows(host_class_holders_at), classes = rows(class_holders_at);
     const size_t hosts = static_cast<size_t>(ports.num_hosts), ranks = of_rank.shape(0);
     const size_t pieces = piece_class.shape(0);
-    Freight freight{members(lane_holders_at, lane_holders, lanes, hosts, "lane_holders"),
-                    members(lane_needers_at, lane_needers, lanes, hosts, "lane_needers"),
-                    list(lane_size, INT64_MAX, 1, "lane_size"),
-                    list(lane_of, lanes, 0, "lane_of"),
+    Workload workload{members(host_class_holders_at, host_class_holders, host_classes, hosts, "host_class_holders"),
+                    members(host_class_receivers_at, host_class_receivers, host_classes, hosts, "host_class_receivers"),
+                    list(host_class_size, INT64_MAX, 1, "host_class_size"),
+                    list(host_class_of, host_classes, 0, "host_class_of"),
                     members(class_holders_at, class_holders, classes, ranks, "class_holders"),
                     members(class_receivers_at, class_receivers, classes, ranks, "class_receivers"),
                     list(piece_at, pieces + 1, 0, "piece_at"),
@@ -98,34 +98,34 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
         for (size_t i = 0; i < table->shape(0); ++i)
             if (ports.of_rank[table->data()[i]] < 0)
                 throw std::out_of_range("make_schedule: a rank has no port");
-    if (lane_size.shape(0) != lanes)
-        throw std::invalid_argument("make_schedule: lanes are not as many as their sizes");
-    if (piece_bytes.shape(0) != pieces || freight.piece_at.size() != freight.lane_of.size() + 1 ||
-        freight.piece_at.back() != static_cast<int64_t>(pieces) ||
-        std::adjacent_find(freight.piece_at.begin(), freight.piece_at.end(), std::greater_equal<>()) !=
-            freight.piece_at.end())
+    if (host_class_size.shape(0) != host_classes)
+        throw std::invalid_argument("make_schedule: host classes are not as many as their sizes");
+    if (piece_bytes.shape(0) != pieces || workload.piece_at.size() != workload.host_class_of.size() + 1 ||
+        workload.piece_at.back() != static_cast<int64_t>(pieces) ||
+        std::adjacent_find(workload.piece_at.begin(), workload.piece_at.end(), std::greater_equal<>()) !=
+            workload.piece_at.end())
         throw std::invalid_argument("make_schedule: chunks are not divided into pieces");
     Messages made;
     std::vector<int64_t> order;
     bool done;
     {
         nb::gil_scoped_release release;
-        std::unique_ptr<Dealer> dealer;
+        std::unique_ptr<ChunkScheduler> scheduler;
         if (ports.pod.empty())
-            dealer = std::make_unique<Dealer>(ports, freight);
+            scheduler = std::make_unique<ChunkScheduler>(ports, workload);
         else
-            dealer = std::make_unique<PodDealer>(ports, freight);
-        done = dealer->run();
+            scheduler = std::make_unique<PodChunkScheduler>(ports, workload);
+        done = scheduler->run();
         if (done) {
-            Landing landing(ports, freight, dealer->deals);
-            landing.run();
-            made = std::move(landing.messages);
+            RankAssignment assignment(ports, workload, scheduler->chunk_sends);
+            assignment.run();
+            made = std::move(assignment.messages);
             if (ports.are_alike()) {
                 for (size_t i = 0; i < made.piece.size(); ++i)
                     order.push_back(static_cast<int64_t>(i));
                 std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return made.ends_before(a, b); });
             } else
-                order = Sequence(made).order;
+                order = Linearization(made).order;
         }
     }
     if (!done)

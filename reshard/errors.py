@@ -86,25 +86,25 @@ class RankLostError(RemoteError):
         ranks: Sequence[int] = (),
         regions: Sequence[str] = (),
         plan: Any = None,
-        carry_on: Callable[[], Any] | None = None,
+        recover: Callable[[], Any] | None = None,
     ) -> None:
         super().__init__(text)
         self.ranks, self.regions, self.plan = tuple(ranks), tuple(regions), plan
-        self._carry_on = carry_on
+        self._recover = recover
 
     def __reduce__(self) -> Any:
         """Pickled without what it offers, which is a matter of the process that got it."""
         return RankLostError, (str(self), self.ranks, self.regions)
 
-    def carry_on(self) -> Any:
+    def recover(self) -> Any:
         """Move what is missing as ``plan`` says; every rank that got this error calls, and gets its shard.
 
         Raises:
             RankLostError: nothing is offered, or further ranks were lost.
         """
-        if self._carry_on is None:
-            raise RankLostError(f"there is no way to carry on: {self}", self.ranks, self.regions)
-        return self._carry_on()
+        if self._recover is None:
+            raise RankLostError(f"there is no way to recover: {self}", self.ranks, self.regions)
+        return self._recover()
 
 
 class TransferTimeoutError(ReshardError, TimeoutError):

@@ -12,9 +12,9 @@ from .costs import edge_plans, plan_edge
 from .graph import Edge, Pipeline, Stage
 from .ir.schedule import Action, Channel, Kind, Schedule
 from .ir.text import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
-from .passes.overlap import Report, apply_passes, block_transfers, issue_at_consumer, overlap_transfers
-from .schedules.auto import fitted
-from .schedules.classic import eager_1f1b, from_warmups, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
+from .passes.overlap import Report, apply_passes, block_transfers, defer_recvs, overlap_transfers
+from .schedules.auto import auto_schedule
+from .schedules.classic import eager_1f1b, from_warmups, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from .simulation.replay import PipelineTimeline, simulate
 from .simulation.validate import check_schedule
 from .simulation.visualize import to_chrome_trace, to_svg
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from reshard.runtime.cpu.weight_grad_store import later_tasks
 
     from .runtime.engine import Engine
-    from .runtime.tied_params import Tie
+    from .runtime.tied_params import TiedParameter
 
 #: Names whose modules import torch, and those modules: they are imported on first use.
 _WITH_TORCH = {
     "Engine": "reshard.scheduler.runtime.engine",
-    "Tie": "reshard.scheduler.runtime.tied_params",
+    "TiedParameter": "reshard.scheduler.runtime.tied_params",
     "later_tasks": "reshard.runtime.cpu.weight_grad_store",
 }
 
@@ -43,19 +43,19 @@ __all__ = [
     "Report",
     "Schedule",
     "Stage",
-    "Tie",
+    "TiedParameter",
     "apply_passes",
+    "auto_schedule",
     "block_transfers",
     "check_schedule",
+    "defer_recvs",
     "eager_1f1b",
     "edge_plans",
-    "fitted",
     "format_schedule",
     "from_torch_csv",
     "from_warmups",
     "gpipe",
     "interleaved_1f1b",
-    "issue_at_consumer",
     "later_tasks",
     "one_f_one_b",
     "overlap_transfers",
@@ -65,7 +65,7 @@ __all__ = [
     "to_chrome_trace",
     "to_svg",
     "to_torch_csv",
-    "zero_bubble",
+    "zb_h1",
 ]
 
 

@@ -1,4 +1,4 @@
-"""What crossings cost, from the planner: the seconds of a plan alone on its links, and what it takes of each."""
+"""What transfers cost, from the planner: the seconds of a plan alone on its links, and what it takes of each."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def price_edge(
 
 
 def edge_plans(edge: Edge, topology: Topology, *, strategy: str | Strategy | None = None) -> tuple[Plan, Plan | None]:
-    """The plans of one crossing, forward and backward; None where nothing has a gradient."""
+    """The plans of one transfer, forward and backward; None where nothing has a gradient."""
     gradients = edge.gradients
     return (
         plan_tensors(edge.tensors, strategy=strategy, topology=topology),

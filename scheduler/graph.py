@@ -12,7 +12,7 @@ from reshard.formatting import format_ranks
 from reshard.sharding.mesh import Mesh
 from reshard.sharding.tensor_spec import TensorSpec
 
-#: Seconds for which one crossing keeps each link busy, by the link's name.
+#: Seconds for which one transfer keeps each link busy, by the link's name.
 Loads = tuple[tuple[str, float], ...]
 #: No cost is above this, in seconds or bytes: sums of them stay exact enough to be compared.
 MOST_COST = 1e15
@@ -64,14 +64,14 @@ class Edge:
     """What stage ``src`` passes to stage ``dst`` in the forward of a microbatch; its gradient goes the other way.
 
     Args:
-        src, dst: stages. forward_seconds, backward_seconds: of one crossing with its links to itself.
-        forward_loads, backward_loads: what a crossing takes of links that others use too, ``((link, seconds), ...)`` or
+        src, dst: stages. forward_seconds, backward_seconds: of one transfer with its links to itself.
+        forward_loads, backward_loads: what a transfer takes of links that others use too, ``((link, seconds), ...)`` or
             a dict; omitted, it has its own.
         tensors: what moves, each by a name, with its layouts on both sides; empty where only the costs are known.
         without_gradient: names of those that need none, besides tensors of integers or booleans, which never do.
 
     Raises:
-        ArgumentError: a cost is negative or no number; a link would be busy for longer than the crossing lasts; a
+        ArgumentError: a cost is negative or no number; a link would be busy for longer than the transfer lasts; a
             tensor without a name, or a name given twice or for nothing.
     """
 
@@ -126,7 +126,7 @@ class Edge:
                 if busy > seconds * (1 + 1e-9):
                     raise ArgumentError(
                         f"edge {self.src} -> {self.dst}: link {link} is busy for {busy:g} s "
-                        f"of a crossing of {seconds:g} s"
+                        f"of a transfer of {seconds:g} s"
                     )
         names = [spec.name for spec in self.tensors]
         if None in names or len(set(names)) < len(names) or not self.without_gradient <= set(names):
@@ -202,7 +202,7 @@ class Pipeline:
         """A chain of stages from seconds alone.
 
         Args:
-            forward, backward: of one microbatch on each stage. communication: of one crossing of each boundary, the
+            forward, backward: of one microbatch on each stage. communication: of one transfer of each boundary, the
                 same in both directions. weight_grad_part: of the backward.
         """
         _check_cost("weight_grad_part", weight_grad_part)

@@ -152,8 +152,8 @@ def main() -> int:
                 code, output = 124, (error.stdout or b"").decode(errors="replace")
             if "skipped" in output and " passed" not in output:
                 code = code or 5
-            verdict = "passed" if code == 0 else f"FAILED ({code})"
-            print(f"{verdict:9} {check.what}, {time.monotonic() - since:.0f} s", flush=True)
+            decision = "passed" if code == 0 else f"FAILED ({code})"
+            print(f"{decision:9} {check.what}, {time.monotonic() - since:.0f} s", flush=True)
             if code:
                 failed.append(check.what)
                 print("\n".join(f"    {line}" for line in output.splitlines()[-25:]), flush=True)

@@ -20,7 +20,7 @@ from reshard.cli.demo import shard_of_positions
 from reshard.cost.simulator import Timeline, simulate
 from reshard.plan.model import Plan
 from reshard.planner.planning import plan_tensors
-from reshard.runtime.cpu.executor import TOLD_TAG
+from reshard.runtime.cpu.executor import NOTIFY_TAG
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class _Recorder:
         self._next_recv = iter(program.recvs)
 
     def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Any:
-        if tag >= TOLD_TAG:
+        if tag >= NOTIFY_TAG:
             return self._transport.send(buffer, rank, tag)
         op = next(self._next[self._hosts[rank] == self._hosts[self._program.rank]])
         self.sent[op.id] = time.monotonic()
         return self._transport.send(buffer, rank, tag)
 
     def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Any:
-        if tag >= TOLD_TAG:
+        if tag >= NOTIFY_TAG:
             return self._transport.recv(buffer, rank, tag)
         op = next(self._next_recv)
         self.awaited[op.id] = time.monotonic()

@@ -11,17 +11,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-Record = dict[str, Any]
+Request = dict[str, Any]
 #: Rows shorter than this say more about start-up than about links.
 LONG_SECONDS = 0.2
 
 
-def rows_of(records: Iterable[Record]) -> list[Record]:
+def rows_of(records: Iterable[Request]) -> list[Request]:
     """The records of rows that ran."""
     return [record for record in records if record["kind"] == "row" and "refused" not in record]
 
 
-def predicted(records: Iterable[Record]) -> list[Record]:
+def predicted(records: Iterable[Request]) -> list[Request]:
     """Those with a plan that last long enough for the simulator to be judged on them, each plan once."""
     return [
         record
@@ -38,7 +38,7 @@ _LEGEND = (
 _MOST_LATENCY_SECONDS = 2e-3
 
 
-def format_table(records: Sequence[Record]) -> str:
+def format_table(records: Sequence[Request]) -> str:
     """One line per row and contender, and what the columns are."""
     lines = [
         f"  {'contender':24} {'median s':>9} {'min':>8} {'max':>8} {'x bound':>8} {'pred/meas':>9} {'first s':>8} "
@@ -80,7 +80,7 @@ def _crossed(hosts: Sequence[Sequence[Sequence[int]]] | None) -> str:
     return f"{out} > {into}"
 
 
-def format_summary(records: Sequence[Record]) -> str:
+def format_summary(records: Sequence[Request]) -> str:
     """How good the links, the predictions and the strategies were."""
     lines = []
     for record in records:
@@ -133,7 +133,7 @@ def _mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-def format_markdown(records: Sequence[Record], contenders: Sequence[str]) -> str:
+def format_markdown(records: Sequence[Request], contenders: Sequence[str]) -> str:
     """A table for a page: per row the bound, and of each contender seconds over it (and what was predicted)."""
     lines = [
         f"{describe_run(records)} Medians of interleaved runs, seconds over the lower bound at the measured link "
@@ -142,7 +142,7 @@ def format_markdown(records: Sequence[Record], contenders: Sequence[str]) -> str
         "| | bound, s | " + " | ".join(contenders) + " |",
         "|---|---|" + "---|" * len(contenders),
     ]
-    rows: dict[tuple[str, str], dict[str, Record]] = {}
+    rows: dict[tuple[str, str], dict[str, Request]] = {}
     for record in records:
         if record["kind"] == "row":
             rows.setdefault((record["suite"], record["row"]), {})[record["contender"]] = record
@@ -153,14 +153,14 @@ def format_markdown(records: Sequence[Record], contenders: Sequence[str]) -> str
     return "\n".join(lines)
 
 
-def describe_run(records: Sequence[Record]) -> str:
+def describe_run(records: Sequence[Request]) -> str:
     """The command, when and where it ran, and with what, in a sentence."""
     run = next(record for record in records if record["kind"] == "run")
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     return f"`{run['command']}` on {run['date']}: {run['machine']}; {versions}; load {run['load']} at the start."
 
 
-def format_suites(records: Sequence[Record], contenders: Sequence[str]) -> str:
+def format_suites(records: Sequence[Request], contenders: Sequence[str]) -> str:
     """A short table for a page: per suite the geometric mean over the bound of each contender, and its worst row.
 
     Rows with a bound under 0.1 s, where messages cost more than bytes, have a line of their own.
@@ -182,7 +182,7 @@ def format_suites(records: Sequence[Record], contenders: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _cell(record: Record | None) -> str:
+def _cell(record: Request | None) -> str:
     if record is None or "refused" in record or record["ratio"] is None:
         return "-"
     text = f"{record['ratio']:.2f}"
@@ -228,7 +228,7 @@ def main() -> int:
     return 0
 
 
-def write_pages(records: Sequence[Record], into: Path, readme: Path | None, trace: str | None) -> None:
+def write_pages(records: Sequence[Request], into: Path, readme: Path | None, trace: str | None) -> None:
     """``into.md`` with the whole table and the summary, ``into-*.svg``, and a page's section with fewer columns."""
     from microbench.harness.plots import draw_bars, draw_links
     from microbench.harness.suite import ALSO_BY_DEFAULT, DEFAULT_CONTENDERS

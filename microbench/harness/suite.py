@@ -55,7 +55,7 @@ ALL_CONTENDERS = (
     *OTHERS,
 )
 
-Record = dict[str, Any]
+Request = dict[str, Any]
 
 
 @dataclass
@@ -129,7 +129,7 @@ def _same(a: Plan, b: Plan) -> bool:
     )
 
 
-def describe_machine(arguments: Sequence[str]) -> Record:
+def describe_machine(arguments: Sequence[str]) -> Request:
     """The first record of a file: what ran, on what, when."""
     versions = {"python": platform.python_version()}
     for package in ("torch", "numpy", "scipy", "reshard", "awex"):
@@ -157,7 +157,7 @@ def _processor() -> str:
 def run_cluster(
     name: str,
     planned: Sequence[Planned],
-    write: Callable[[Record], None],
+    write: Callable[[Request], None],
     advance: Callable[[float, str], None],
     pace: Pace,
 ) -> None:
@@ -228,7 +228,7 @@ def make_records(
     links: Topology,
     *,
     is_shared: bool = True,
-) -> list[Record]:
+) -> list[Request]:
     """One record per contender of a row, against the rates that were measured.
 
     Args:
@@ -237,7 +237,7 @@ def make_records(
     bound = find_bound(plan_tensors(one.row.tensors, topology=links)).seconds
     records = []
     for name in [*(turn.name for turn in one.turns), *one.same_as]:
-        record: Record = {
+        record: Request = {
             "kind": "row",
             "suite": one.row.suite,
             "row": one.row.name,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from microbench.cases.rows import Row
 from microbench.harness.calibrate import deviations, mean_topology, measure_links, measured_topology
-from microbench.harness.suite import MOST_DEVIATION, Planned, Record, make_records, plan_row
+from microbench.harness.suite import MOST_DEVIATION, Planned, Request, make_records, plan_row
 from microbench.harness.worker import Job, run_jobs
 from reshard.errors import TopologyError
 from reshard.topology.files import parse_rate, read_topology, topology_to_json
@@ -74,7 +74,7 @@ def run_on_machines(
     rows: Sequence[Row],
     contenders: Sequence[str],
     repeats: int,
-    write: Callable[[Record], None],
+    write: Callable[[Request], None],
     say: Callable[[str], None],
     topology_file: Path | None,
     rate: str,

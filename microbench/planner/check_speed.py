@@ -60,7 +60,7 @@ def _relays(messages: int) -> Plan:
 
 
 def _small_boxes(messages: int) -> Plan:
-    """Two ranks to two others, rows dealt out in turn against columns dealt out in turn: boxes of one element."""
+    """Two ranks to two others, rows scheduled in turn against columns scheduled in turn: boxes of one element."""
     side = 2 * max(1, math.isqrt(messages) // 2)
     src = Layout(Mesh.of(2, axes=["a"]), ((Strided("a", side // 2),),))
     dst = Layout(Mesh.of(2, first_rank=2, axes=["a"]), ((), (Strided("a", side // 2),)))

@@ -29,10 +29,10 @@ from reshard.scheduler import (
     Pipeline,
     Schedule,
     Stage,
+    auto_schedule,
     block_transfers,
+    defer_recvs,
     eager_1f1b,
-    fitted,
-    issue_at_consumer,
     one_f_one_b,
     simulate,
     to_chrome_trace,
@@ -110,7 +110,7 @@ def make_pipeline(
 ) -> Pipeline:
     """With the costs of stages as given and those of edges as planned for a topology and timed on links.
 
-    Each crossing takes ``message_seconds`` more: what starting it costs, and waking those who wait for it.
+    Each transfer takes ``message_seconds`` more: what starting it costs, and waking those who wait for it.
     """
     meshes = setting.config.meshes()
     stages = tuple(
@@ -125,7 +125,7 @@ def make_pipeline(
     return Pipeline(stages, tuple(edges))
 
 
-def with_crossings(pipeline: Pipeline, seconds: float) -> Pipeline:
+def with_transfers(pipeline: Pipeline, seconds: float) -> Pipeline:
     """The same with edges that take so long each, and share nothing."""
     edges = [
         replace(e, forward_seconds=seconds, backward_seconds=seconds, forward_loads=(), backward_loads=())
@@ -144,7 +144,7 @@ def busiest_seconds(edges: list[Edge]) -> float:
 
 
 @dataclass(frozen=True)
-class Way:
+class ChannelMover:
     """How a method moves tensors and orders actions."""
 
     name: str
@@ -158,26 +158,26 @@ def _blocking(pipeline: Pipeline, num: int) -> Schedule:
 
 
 def _at_consumer(pipeline: Pipeline, num: int) -> Schedule:
-    return issue_at_consumer(one_f_one_b(pipeline, num), pipeline)
+    return defer_recvs(one_f_one_b(pipeline, num), pipeline)
 
 
 def _in_memory_of(other: Build) -> Build:
     """Ours in the memory that a device has to have for another."""
 
     def build(pipeline: Pipeline, num: int) -> Schedule:
-        return fitted(pipeline, num, memory_limit_bytes=max(other(pipeline, num).peak_bytes(pipeline)))
+        return auto_schedule(pipeline, num, memory_limit_bytes=max(other(pipeline, num).peak_bytes(pipeline)))
 
     return build
 
 
 WAYS = (
-    Way("send/recv, blocking 1F1B", "send_recv", _blocking, blocks=True),
-    Way(PREDECESSOR, "local_all_gather", _at_consumer),
-    Way("broadcast, blocking 1F1B", "broadcast_greedy", _blocking, blocks=True),
-    Way("broadcast, overlapped 1F1B", "broadcast_greedy", one_f_one_b),
-    Way("eager-1F1B", "broadcast_greedy", eager_1f1b),
-    Way("ours, memory of 1F1B", None, _in_memory_of(one_f_one_b)),
-    Way(OURS, None, _in_memory_of(eager_1f1b)),
+    ChannelMover("send/recv, blocking 1F1B", "send_recv", _blocking, blocks=True),
+    ChannelMover(PREDECESSOR, "local_all_gather", _at_consumer),
+    ChannelMover("broadcast, blocking 1F1B", "broadcast_greedy", _blocking, blocks=True),
+    ChannelMover("broadcast, overlapped 1F1B", "broadcast_greedy", one_f_one_b),
+    ChannelMover("eager-1F1B", "broadcast_greedy", eager_1f1b),
+    ChannelMover("ours, memory of 1F1B", None, _in_memory_of(one_f_one_b)),
+    ChannelMover(OURS, None, _in_memory_of(eager_1f1b)),
 )
 
 
@@ -217,7 +217,7 @@ def run_setting(setting: Setting, repeats: int, say: Callable[[str], None]) -> d
         way = next((way for way in WAYS if way.name == method.name), None)
         pipeline = make_pipeline(setting, costs, plain, way.strategy if way else None, links, message[method.name])
         if method.signal_only:
-            pipeline = with_crossings(pipeline, balance.message)
+            pipeline = with_transfers(pipeline, balance.message)
         predicted[method.name] = simulate(method.schedule, pipeline)
         laps = merge_laps([result["laps"][method.name] for result in results])
         seconds = [lap.seconds for lap in laps.kept()]
@@ -241,7 +241,7 @@ def run_setting(setting: Setting, repeats: int, say: Callable[[str], None]) -> d
         "stage_seconds": costs,
         "message_seconds": balance.message,
         "blocked_seconds": balance.blocked,
-        "crossing_seconds": {f"{e.src}->{e.dst}": e.forward_seconds for e in pipelines[OURS].edges},
+        "transfer_seconds": {f"{e.src}->{e.dst}": e.forward_seconds for e in pipelines[OURS].edges},
         "rate": rate,
         "moved": moved,
         "valid": moved <= MOST_DEVIATION,
@@ -275,12 +275,12 @@ def _balance(setting: Setting, say: Callable[[str], None]) -> _Balance:
     """Measure the stages without communication, and choose what makes the ratio of both that of the model."""
     meshes = setting.config.meshes()
 
-    def crossing(rate: float | str) -> float:
+    def transfer(rate: float | str) -> float:
         topology = nominal(make_topology(setting, rate))
         return busiest_seconds([price_edge(edge, topology) for edge in setting.config.edges(meshes)])
 
     say(f"{setting.title}: measuring stages")
-    forward = crossing(setting.rate) / setting.ratio if setting.is_timed else 1.0
+    forward = transfer(setting.rate) / setting.ratio if setting.is_timed else 1.0
     told: list[tuple[float, ...]] = [(forward, forward, forward)] * setting.config.pp
     topology = make_topology(setting, setting.rate)
     pipeline = make_pipeline(setting, told, topology, None, topology)
@@ -295,8 +295,8 @@ def _balance(setting: Setting, say: Callable[[str], None]) -> _Balance:
     if not setting.is_timed:
         rate = 1.25e8
         for _ in range(_BALANCING_STEPS):  # what passes as a burst does not grow with the rate
-            rate *= crossing(rate) / (setting.ratio * max(cost[0] for cost in costs))
-    return _Balance(rate, told, costs, found[0]["crossing"], found[0]["blocked"])
+            rate *= transfer(rate) / (setting.ratio * max(cost[0] for cost in costs))
+    return _Balance(rate, told, costs, found[0]["transfer"], found[0]["blocked"])
 
 
 def format_setting(record: dict[str, Any]) -> str:
@@ -304,10 +304,10 @@ def format_setting(record: dict[str, Any]) -> str:
     rows = {row["method"]: row for row in record["rows"]}
     before, signal = rows[PREDECESSOR], rows[SIGNAL]
     costs = ", ".join("/".join(f"{1e3 * s:.1f}" for s in stage) for stage in record["stage_seconds"])
-    crossings = ", ".join(f"{edge} {1e3 * s:.1f}" for edge, s in record["crossing_seconds"].items())
+    transfers = ", ".join(f"{edge} {1e3 * s:.1f}" for edge, s in record["transfer_seconds"].items())
     lines = [
         f"{record['title']}",
-        f"ms of a microbatch: forward/input/weights/whole backward {costs}; forward crossings {crossings}, "
+        f"ms of a microbatch: forward/input/weights/whole backward {costs}; forward transfers {transfers}, "
         f"of which a message {1e3 * record['message_seconds']:.1f} ({1e3 * record['blocked_seconds']:.1f} blocking)",
         f"{'method':28}{'median s':>10}{'min':>9}{'max':>9}{'gain':>7}{'predicted':>10}{'of signal':>10}"
         f"{'pred/meas':>10}{'busy':>6}{'taken':>6}{'off by':>9}  in flight",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from microbench.harness.steal_time import Laps, Patience
 from microbench.harness.worker import Stopwatch
 from microbench.training.timed_stages import TimedStage
-from reshard.scheduler import Kind, Pipeline, PipelineTimeline, Schedule, block_transfers, one_f_one_b, zero_bubble
+from reshard.scheduler import Kind, Pipeline, PipelineTimeline, Schedule, block_transfers, one_f_one_b, zb_h1
 from reshard.scheduler.runtime.engine import Engine, Feed
 from reshard.scheduler.training.train import make_stages
 from reshard.topology.model import Topology
@@ -131,7 +131,7 @@ def measure_stages(rank: int, report: Callable[[Any], None], training: Training,
     """What steps without bytes show.
 
     Returns:
-        ``"stage"``: seconds of this rank's forwards, of both halves of its backwards and of whole ones; ``"crossing"``:
+        ``"stage"``: seconds of this rank's forwards, of both halves of its backwards and of whole ones; ``"transfer"``:
         those of one message; ``"blocked"``: the same where both ends wait for it.
     """
     pin(rank, training)
@@ -139,7 +139,7 @@ def measure_stages(rank: int, report: Callable[[Any], None], training: Training,
     found: dict[Kind, list[float]] = {}
     pipeline = training.pipeline
     plain = one_f_one_b(pipeline, times)
-    schedules = zero_bubble(pipeline, times), plain, block_transfers(plain, pipeline)
+    schedules = zb_h1(pipeline, times), plain, block_transfers(plain, pipeline)
     halves, whole, blocked = (
         _make_engine(rank, training, Method("", schedule, None, signal_only=True), groups) for schedule in schedules
     )
@@ -157,11 +157,11 @@ def measure_stages(rank: int, report: Callable[[Any], None], training: Training,
                     if span.row == engine.row and not (engine is whole[0] and span.action.kind is Kind.F):
                         found.setdefault(span.action.kind, []).append(span.end - span.start)
                 messages[engine is blocked[0]] += [
-                    crossing.end - max(crossing.start, crossing.ready) for crossing in timeline.crossings
+                    transfer.end - max(transfer.start, transfer.ready) for transfer in timeline.transfers
                 ]
     costs = [statistics.median(found[kind]) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)]
-    crossing, waited_for = (statistics.median(messages[is_blocked]) for is_blocked in (False, True))
-    return {"stage": costs, "crossing": crossing, "blocked": waited_for}
+    transfer, waited_for = (statistics.median(messages[is_blocked]) for is_blocked in (False, True))
+    return {"stage": costs, "transfer": transfer, "blocked": waited_for}
 
 
 def pin(rank: int, training: Training) -> None:

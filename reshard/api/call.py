@@ -14,10 +14,10 @@ from reshard.api.inputs import Item, read_items, refuse
 from reshard.api.mover import Mover
 from reshard.api.recovery import SurvivingHandle, Survivors
 from reshard.api.tensor_checks import check_array
-from reshard.api.validation import Options, make_record
+from reshard.api.validation import Options, make_request
 from reshard.coordination.communicator import MAX_CACHED, Channel, find_channel
-from reshard.coordination.decide import Record, Verdict, plan_arguments, resolve_left
-from reshard.coordination.liveness.call_sequence import calling, counted, tell_error
+from reshard.coordination.decide import Decision, Request, plan_arguments, resolve_left
+from reshard.coordination.liveness.call_sequence import calling, counted, report_error
 from reshard.coordination.liveness.membership import counting, those_left
 from reshard.coordination.process_group import Group, find_group, known_groups
 from reshard.coordination.topology_discovery import topology_of_names
@@ -81,7 +81,7 @@ def reshard(
         staging_bytes: what a rank may hold beyond its shards, 64 MiB by default.
         timeout_seconds: how long ranks may take to agree, and the transfer to finish.
         verify: compare digests of what every source rank held and every destination rank holds.
-        on_loss: what to do when ranks die in the transfer or before it. ``"raise"``: an error. ``"carry_on"``: the
+        on_loss: what to do when ranks die in the transfer or before it. ``"raise"``: an error. ``"recover"``: the
             ranks that are left move what is still missing among themselves, from other replicas and from what has
             arrived, and each gets its shard. ``"offer"``: a :class:`~reshard.RankLostError` that holds the plan of
             this and does it when asked. Either costs a round of small messages behind the transfer, in which every
@@ -145,7 +145,7 @@ def reshard_async(
         our_group = find_group(group)
     except ReshardError as error:
         for each in known_groups(group):  # whose other ranks may wait for this one
-            tell_error(each, error)
+            report_error(each, error)
         raise
     options = Options(strategy, topology, staging_bytes, verify, on_loss)
     with counted(our_group), calling(our_group):
@@ -157,11 +157,11 @@ def reshard_async(
                 find_channel(our_group, members)  # raises
             timeout_seconds = check_timeout(timeout_seconds)
         except ReshardError as error:
-            refuse(our_group, error, tensor, src_mesh, dst_mesh, timeout_seconds, options.bears_loss)
+            refuse(our_group, error, tensor, src_mesh, dst_mesh, timeout_seconds, options.fault_tolerant)
             raise
         except Exception as error:  # whatever a wrong argument does here, the other ranks must hear of it
             known = ArgumentError(f"{type(error).__name__}: {error}")
-            refuse(our_group, known, tensor, src_mesh, dst_mesh, timeout_seconds, options.bears_loss)
+            refuse(our_group, known, tensor, src_mesh, dst_mesh, timeout_seconds, options.fault_tolerant)
             raise known from error
         return _Call(our_group, items, members, options, timeout_seconds).start()
 
@@ -172,63 +172,63 @@ class _Call:
     ) -> None:
         self.group, self.items, self.members = group, items, members
         self.options, self.timeout_seconds = options, timeout_seconds
-        self.bears_loss = options.bears_loss
+        self.fault_tolerant = options.fault_tolerant
 
     def start(self) -> Handle:
-        with counting(self.group, self.members, self.bears_loss) as self.place:
-            channel, call, verdict, record, lost = self._agree()
+        with counting(self.group, self.members, self.fault_tolerant) as self.place:
+            channel, call, decision, request, lost = self._agree()
             if lost:
-                return self._start_without(channel, verdict, lost)
-            plan, program, runner, lost = self._plan(channel, record, verdict)
+                return self._start_without(channel, decision, lost)
+            plan, program, runner, lost = self._plan(channel, request, decision)
         if lost:
-            return self._start_without(channel, verdict, lost)
+            return self._start_without(channel, decision, lost)
         try:
-            src, dst, finish = self._arrays(program.dst_shapes, verdict)
+            src, dst, finish = self._arrays(program.dst_shapes, decision)
         except Exception as error:  # no memory for the result, say: the others wait for this rank
-            raise channel.fail(verdict.generation, error) from error
+            raise channel.fail(decision.generation, error) from error
         limit, verify = self.timeout_seconds, self.options.verify
         try:
-            mover = Mover.agreed(plan, program, runner, channel, call, verdict, limit, verify)
+            mover = Mover.agreed(plan, program, runner, channel, call, decision, limit, verify)
         except Exception as error:
-            known = channel.fail(verdict.generation, error)
-            if not self.bears_loss:
+            known = channel.fail(decision.generation, error)
+            if not self.fault_tolerant:
                 raise known from error
-            handle = Handle(channel, verdict.generation, finish)
+            handle = Handle(channel, decision.generation, finish)
             handle.stop(known)
         else:
             handle = mover.start_checked(src, dst, finish)
             mover.close()
-        if not self.bears_loss:
+        if not self.fault_tolerant:
             return handle
         return SurvivingHandle(handle, self._survivors(channel, plan, src, dst), finish)
 
-    def _agree(self) -> tuple[Channel, int, Verdict, Record, set[int]]:
+    def _agree(self) -> tuple[Channel, int, Decision, Request, set[int]]:
         """The channel of those that came, what they agreed on, and who did not come where the call bears that."""
         inside = tuple(rank for rank in self.members if rank < self.group.size)
-        if self.bears_loss:
+        if self.fault_tolerant:
             inside = those_left(self.group, inside)
         channel = find_channel(self.group, inside)
-        record = make_record(self.group, self.items, self.members, self.options)
-        record.place = self.place
+        request = make_request(self.group, self.items, self.members, self.options)
+        request.place = self.place
         layouts = {item.name: (item.src, item.dst) for item in self.items}
         lost = {rank for rank in self.members if rank < self.group.size} - set(inside)
         while True:
             decide = functools.partial(resolve_left, layouts=layouts, members=channel.members)
-            call, verdict = channel.agree(record, decide, self.timeout_seconds, self.bears_loss)
-            lost |= set(verdict.lost)
-            if verdict.dtypes:
-                return channel, call, verdict, record, lost
+            call, decision = channel.agree(request, decide, self.timeout_seconds, self.fault_tolerant)
+            lost |= set(decision.lost)
+            if decision.dtypes:
+                return channel, call, decision, request, lost
             channel = find_channel(self.group, tuple(rank for rank in inside if rank not in lost))  # the first was lost
 
-    def _start_without(self, channel: Channel, verdict: Verdict, lost: set[int]) -> Handle:
+    def _start_without(self, channel: Channel, decision: Decision, lost: set[int]) -> Handle:
         """A transfer of which ranks were lost before it began: all of it is missing."""
-        plan = self._make_plan(verdict)
+        plan = self._make_plan(decision)
         shapes = [
             spec.dst_shards.local_shape(self.group.rank) if self.group.rank in spec.dst.ranks else None
             for spec in plan.tensors
         ]
-        src, dst, finish = self._arrays(shapes, verdict)
-        handle = Handle(channel, verdict.generation, finish)
+        src, dst, finish = self._arrays(shapes, decision)
+        handle = Handle(channel, decision.generation, finish)
         handle.stop(RankLostError(f"ranks {format_ranks(sorted(lost))} did not come"))
         return SurvivingHandle(handle, self._survivors(channel, plan, src, dst, lost), finish)
 
@@ -244,26 +244,26 @@ class _Call:
             strategy=None if callable(self.options.strategy) else self.options.strategy,
             timeout_seconds=self.timeout_seconds,
             verify=self.options.verify,
-            carries_on=self.options.on_loss == "carry_on",
+            recovers=self.options.on_loss == "recover",
         )
 
     def _plan(
-        self, channel: Channel, record: Record, verdict: Verdict
+        self, channel: Channel, request: Request, decision: Decision
     ) -> tuple[Plan, Program, RoundRunner | None, set[int]]:
         """The plan for what was agreed, cached or made and compared; and who was lost meanwhile, if that is borne."""
-        agreed: list[Any] = [sorted(one.items()) for one in (verdict.shapes, verdict.dtypes, verdict.hostnames)]
-        key = repr((record.arguments, verdict.device_type, agreed))
+        agreed: list[Any] = [sorted(one.items()) for one in (decision.shapes, decision.dtypes, decision.hostnames)]
+        key = repr((request.arguments, decision.device_type, agreed))
         known = not callable(self.options.strategy)  # another function of the same name may be another strategy
         if known and key in channel.cache:
             channel.cache.move_to_end(key)
             return (*channel.cache[key], set())
-        said = Record(self.group.rank, place=f"compares plans {self.place}".strip())
+        said = Request(self.group.rank, place=f"compares plans {self.place}".strip())
         plan = program = runner = None
         try:
-            plan = self._make_plan(verdict)
+            plan = self._make_plan(decision)
             ensure_checked(plan)  # it was made just now, but perhaps by a caller's strategy
             program = build_program(plan, self.group.rank)
-            runner = make_runner(plan, program, verdict.device_type)
+            runner = make_runner(plan, program, decision.device_type)
             said.arguments = plan_arguments(plan)
         except Exception as error:
             said.error = (
@@ -272,7 +272,7 @@ class _Call:
                 else (type(error).__name__, str(error))
             )
         decide = functools.partial(resolve_left, layouts={}, members=channel.members)
-        _, same = channel.agree(said, decide, self.timeout_seconds, self.bears_loss)
+        _, same = channel.agree(said, decide, self.timeout_seconds, self.fault_tolerant)
         assert plan is not None and program is not None
         if known:
             channel.cache[key] = plan, program, runner
@@ -280,13 +280,13 @@ class _Call:
             channel.cache.popitem(last=False)
         return plan, program, runner, set(same.lost)
 
-    def _make_plan(self, verdict: Verdict) -> Plan:
+    def _make_plan(self, decision: Decision) -> Plan:
         topology = self.options.topology
         if topology is None:
-            topology = topology_of_names(verdict.hostnames, self.members[-1] + 1)
+            topology = topology_of_names(decision.hostnames, self.members[-1] + 1)
         tensors = [
             TensorSpec(
-                tuple(verdict.shapes[item.name]), _travelling(item, verdict), item.src, item.dst, item.name or None
+                tuple(decision.shapes[item.name]), _travelling(item, decision), item.src, item.dst, item.name or None
             )
             for item in self.items
         ]
@@ -295,42 +295,42 @@ class _Call:
         )
 
     def _arrays(
-        self, shapes: Sequence[tuple[int, ...] | None], verdict: Verdict
+        self, shapes: Sequence[tuple[int, ...] | None], decision: Decision
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None], Callable[[], Any]]:
         """What is sent, where it lands, and what makes this rank's result of that."""
-        targets = [self._target(item, shape, verdict) for item, shape in zip(self.items, shapes, strict=True)]
-        dtypes = [_travelling(item, verdict) for item in self.items]
+        targets = [self._target(item, shape, decision) for item, shape in zip(self.items, shapes, strict=True)]
+        dtypes = [_travelling(item, decision) for item in self.items]
         src = [cast_source(item.tensor, dtype) for item, dtype in zip(self.items, dtypes, strict=True)]
         dst = [landing_of(target, dtype) for target, dtype in zip(targets, dtypes, strict=True)]
 
         def finish() -> Any:
             cast_landed(dst, targets)
-            return self._result(targets, verdict)
+            return self._result(targets, decision)
 
         return src, dst, finish
 
-    def _target(self, item: Item, shape: tuple[int, ...] | None, verdict: Verdict) -> torch.Tensor | None:
-        dtype = verdict.dtypes[item.name] if item.dst_dtype is None else item.dst_dtype
+    def _target(self, item: Item, shape: tuple[int, ...] | None, decision: Decision) -> torch.Tensor | None:
+        dtype = decision.dtypes[item.name] if item.dst_dtype is None else item.dst_dtype
         if item.out is None and shape is not None:
-            device = self._device_of(item, verdict.device_type)
+            device = self._device_of(item, decision.device_type)
             item.out = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         return check_array(
-            item.out, shape, dtype, "the destination", item.name or None, self.group.rank, verdict.device_type
+            item.out, shape, dtype, "the destination", item.name or None, self.group.rank, decision.device_type
         )
 
     def _device_of(self, item: Item, device_type: str) -> torch.device:
         """Where a result is put: beside this rank's source if it has one."""
         return current_device(device_type) if item.tensor is None else item.tensor.device
 
-    def _result(self, dst: Sequence[torch.Tensor | None], verdict: Verdict) -> Any:
+    def _result(self, dst: Sequence[torch.Tensor | None], decision: Decision) -> Any:
         results = {
-            item.name: item.wrap(array, verdict.shapes[item.name])
-            if item.name in verdict.dtensors or item.out_like is not None
+            item.name: item.wrap(array, decision.shapes[item.name])
+            if item.name in decision.dtensors or item.out_like is not None
             else array
             for item, array in zip(self.items, dst, strict=True)
         }
         return results[""] if self.items[0].name == "" else {name: results[name] for name in self.items[0].names}
 
 
-def _travelling(item: Item, verdict: Verdict) -> str:
-    return travelling_dtype(verdict.dtypes[item.name], item.dst_dtype)
+def _travelling(item: Item, decision: Decision) -> str:
+    return travelling_dtype(decision.dtypes[item.name], item.dst_dtype)

@@ -83,9 +83,9 @@ class Handle:
             self._result, self._finish = self._finish(), None  # type: ignore[assignment]
         return self._result
 
-    def told_error(self) -> ReshardError | None:
+    def reported_error(self) -> ReshardError | None:
         """An error that another rank told of."""
-        return self._channel.told_error(self._generation)
+        return self._channel.reported_error(self._generation)
 
     def stop(self, error: ReshardError) -> None:
         """End with an error; whoever waits is released."""

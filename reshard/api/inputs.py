@@ -8,8 +8,8 @@ from typing import Any
 
 from reshard.api.dtensors import check_same_layout, is_device_mesh, is_dtensor, mesh_of
 from reshard.coordination.communicator import find_channel
-from reshard.coordination.decide import Record, describe_error, resolve
-from reshard.coordination.liveness.call_sequence import tell_error
+from reshard.coordination.decide import Request, describe_error, resolve
+from reshard.coordination.liveness.call_sequence import report_error
 from reshard.coordination.liveness.membership import counting, those_left
 from reshard.coordination.process_group import Group
 from reshard.errors import ArgumentError, ReshardError
@@ -108,7 +108,7 @@ def refuse(
     src_mesh: Any,
     dst_mesh: Any,
     timeout_seconds: Any,
-    bears_loss: bool,
+    fault_tolerant: bool,
 ) -> None:
     """Let the other ranks of a call hear of an error in what this one was given.
 
@@ -120,7 +120,7 @@ def refuse(
     try:
         members = _find_members(tensor, src_mesh, dst_mesh, group)
     except Exception:  # that is what is wrong, then
-        tell_error(group, error)
+        report_error(group, error)
         return
     inside = those_left(group, [rank for rank in members if rank < group.size])
     if group.rank not in inside:  # nobody waits for it
@@ -129,10 +129,10 @@ def refuse(
         seconds = check_timeout(timeout_seconds)
     except Exception:  # that is what is wrong, then
         seconds = DEFAULT_TIMEOUT_SECONDS
-    with counting(group, members, bears_loss) as place:
-        record = Record(group.rank, hostname=group.hostname, error=describe_error(error), place=place)
+    with counting(group, members, fault_tolerant) as place:
+        request = Request(group.rank, hostname=group.hostname, error=describe_error(error), place=place)
         while group.rank in inside:  # until the error is told to all that are left
-            find_channel(group, inside).agree(record, lambda records: resolve(records, {}), seconds, bears_loss)
+            find_channel(group, inside).agree(request, lambda requests: resolve(requests, {}), seconds, fault_tolerant)
             inside = those_left(group, inside)
 
 

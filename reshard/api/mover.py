@@ -20,8 +20,8 @@ from reshard.api.options import check_device_type, check_verify
 from reshard.api.tensor_checks import as_plain, check_apart
 from reshard.coordination.calling_threads import Owner
 from reshard.coordination.communicator import Channel, find_channel
-from reshard.coordination.decide import Record, Verdict, describe_error, plan_arguments, resolve_left
-from reshard.coordination.liveness.call_sequence import calling, counted, tell_error
+from reshard.coordination.decide import Decision, Request, describe_error, plan_arguments, resolve_left
+from reshard.coordination.liveness.call_sequence import calling, counted, report_error
 from reshard.coordination.liveness.heartbeat import Monitor, call_at_exit
 from reshard.coordination.process_group import check_inside, find_group
 from reshard.coordination.topology_discovery import warn_of_hosts
@@ -29,7 +29,7 @@ from reshard.errors import ArgumentError, RankLostError, ReshardError, Verificat
 from reshard.formatting import format_ranks
 from reshard.plan.check import ensure_checked
 from reshard.plan.model import Plan
-from reshard.runtime.cpu.executor import TOLD_TAG, VERIFY_TAG, WrongCopyError, describe_progress, run_program
+from reshard.runtime.cpu.executor import NOTIFY_TAG, VERIFY_TAG, WrongCopyError, describe_progress, run_program
 from reshard.runtime.cpu.staging import Staging, carrier
 from reshard.runtime.cpu.verification import Digests, Hops, compare_digests, describe_copy
 from reshard.runtime.cuda.stream import STREAMS, StreamTransfers, make_runner
@@ -54,12 +54,12 @@ class Mover:
         verify: compare digests of what every source held and every destination holds, behind each transfer.
         both_ways: another Mover moves things the other way between the same ranks at the same time, so each direction
             gets connections of its own. The same on all ranks.
-        bears_loss: ranks that do not come are lost to the group, which goes on without them.
+        fault_tolerant: ranks that do not come are lost to the group, which goes on without them.
         connection: on a GPU, Movers with one number share a communicator and start their transfers in the same order on
             every rank; Movers with different numbers have communicators of their own. The same on all ranks.
 
     Raises:
-        PlanError: the plan does not deliver; on all ranks alike. RankLostError: with ``bears_loss``, some are lost.
+        PlanError: the plan does not deliver; on all ranks alike. RankLostError: with ``fault_tolerant``, some are lost.
         DisagreementError: ranks pass different plans. ArgumentError: the plan names ranks outside the group.
         TransferTimeoutError: some rank did not come.
     """
@@ -73,7 +73,7 @@ class Mover:
         device: str = "cpu",
         verify: bool = False,
         both_ways: bool = False,
-        bears_loss: bool = False,
+        fault_tolerant: bool = False,
         connection: int = 0,
     ) -> None:
         ours = find_group(group)
@@ -82,33 +82,33 @@ class Mover:
                 raise ArgumentError(f"a Mover needs a Plan, not {type(plan).__name__}")
             check_inside(ours, plan.ranks)
         except ReshardError as error:
-            tell_error(ours, error)
+            report_error(ours, error)
             raise
         channel = find_channel(ours, plan.ranks)
-        record = Record(channel.group.rank, hostname=channel.group.hostname)
+        request = Request(channel.group.rank, hostname=channel.group.hostname)
         program = runner = None
         try:
             timeout_seconds = check_timeout(timeout_seconds)
             check_device_type(device)
             check_verify(verify, device)
             ensure_checked(plan)
-            record.arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways))), ("device", str(device))]
-            record.arguments += [("verify", str(bool(verify))), ("connection", str(connection))]
+            request.arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways))), ("device", str(device))]
+            request.arguments += [("verify", str(bool(verify))), ("connection", str(connection))]
             program = build_program(plan, channel.group.rank)
             runner = make_runner(plan, program, device)
         except Exception as error:  # a plan that does not deliver, or that this rank cannot serve
-            record.error = describe_error(error) if isinstance(error, ReshardError) else ("PlanError", str(error))
-        if record.error is not None:
+            request.error = describe_error(error) if isinstance(error, ReshardError) else ("PlanError", str(error))
+        if request.error is not None:
             timeout_seconds = DEFAULT_TIMEOUT_SECONDS
         with counted(ours), calling(ours):
             decide = functools.partial(resolve_left, layouts={}, members=plan.ranks)
-            call, verdict = channel.agree(record, decide, timeout_seconds, bears_loss)
-            if verdict.lost:
-                raise RankLostError(f"ranks {format_ranks(verdict.lost)} did not come", verdict.lost)
+            call, decision = channel.agree(request, decide, timeout_seconds, fault_tolerant)
+            if decision.lost:
+                raise RankLostError(f"ranks {format_ranks(decision.lost)} did not come", decision.lost)
             assert program is not None
-            warn_of_hosts(plan, verdict.hostnames)
-            verdict.device_type = device
-            self._setup(plan, program, runner, channel, call, verdict, timeout_seconds, verify, both_ways, connection)
+            warn_of_hosts(plan, decision.hostnames)
+            decision.device_type = device
+            self._setup(plan, program, runner, channel, call, decision, timeout_seconds, verify, both_ways, connection)
 
     @classmethod
     def agreed(
@@ -118,7 +118,7 @@ class Mover:
         runner: RoundRunner | None,
         channel: Channel,
         call: int,
-        verdict: Verdict,
+        decision: Decision,
         timeout_seconds: float,
         verify: bool,
     ) -> Mover:
@@ -129,7 +129,7 @@ class Mover:
             if channel.idle_runner is not None and channel.idle_runner is not runner:
                 channel.idle_runner.release()
             channel.idle_runner = runner
-        self._setup(plan, program, runner, channel, call, verdict, timeout_seconds, verify)
+        self._setup(plan, program, runner, channel, call, decision, timeout_seconds, verify)
         if idle is not None and idle[0] == plan.plan_hash:
             self._staging = idle[1]
         self._keeps_staging = True
@@ -142,7 +142,7 @@ class Mover:
         runner: RoundRunner | None,
         channel: Channel,
         call: int,
-        verdict: Verdict,
+        decision: Decision,
         timeout_seconds: float,
         verify: bool,
         both_ways: bool = False,
@@ -150,7 +150,7 @@ class Mover:
     ) -> None:
         self.plan, self._program, self._verify = plan, program, verify
         self._group, self._channel = channel.group, channel
-        self._tag, self._generation = call % (TOLD_TAG - 1), verdict.generation
+        self._tag, self._generation = call % (NOTIFY_TAG - 1), decision.generation
         self._timeout_seconds = timeout_seconds
         self._owner = Owner()
         self._staging = Staging(program, plan.staging_bytes)
@@ -158,7 +158,7 @@ class Mover:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._keeps_staging = False  # hand the buffers to the next call of the same plan
-        self._arrays = MoverArrays(plan, program, channel.group, verdict.device_type)
+        self._arrays = MoverArrays(plan, program, channel.group, decision.device_type)
         self._streamed = self._transport = None
         if runner is not None:
             device = runner.memory.device
@@ -233,7 +233,7 @@ class Mover:
 
     def check(self) -> None:
         """Raise the error that another rank told of, if one did."""
-        self._channel.check_told(self._generation)
+        self._channel.check_reported(self._generation)
 
     def close(self) -> None:
         """End the progress thread; transfers under way are finished first. The group's connections stay."""

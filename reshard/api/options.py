@@ -10,7 +10,7 @@ from reshard.api.tensor_checks import DEVICE_TYPES
 from reshard.errors import ArgumentError
 
 #: What a call does when ranks are lost in it: an error, an error with an offer, or go on without them.
-ON_LOSS = ("raise", "offer", "carry_on")
+ON_LOSS = ("raise", "offer", "recover")
 
 
 def check_device_type(device: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 from reshard.api.handle import Handle
 from reshard.api.mover import Mover
 from reshard.coordination.communicator import Channel, find_channel
-from reshard.coordination.decide import Record, Verdict, describe_error, gather_said, rebuild_error
+from reshard.coordination.decide import Decision, Request, describe_error, gather_said, rebuild_error
 from reshard.coordination.liveness.call_sequence import calling
 from reshard.coordination.process_group import Group
 from reshard.errors import RankLostError, ReshardError, TransferTimeoutError
@@ -35,13 +35,13 @@ PATIENCE_SECONDS = 0.5
 
 
 class Survivors:
-    """One transfer that bears losses, as one rank sees it.
+    """One transfer that is fault tolerant, as one rank sees it.
 
     Args:
         channel: of the transfer. plan: of it; src, dst: this rank's arrays. lost: ranks that were lost before it began.
         strategy: by name, for what is left.
         timeout_seconds: of each turn. verify: of the call; what landed in a transfer that failed then counts for
-        nothing. carries_on: without asking.
+        nothing. recovers: without asking.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Survivors:
         strategy: str | None,
         timeout_seconds: float,
         verify: bool,
-        carries_on: bool,
+        recovers: bool,
     ) -> None:
         self._group: Group = channel.group
         self._lost = set(lost)
@@ -63,7 +63,7 @@ class Survivors:
         self._dealt_with: set[int] = set()  # of those that are lost
         self._first, self._src, self._dst = plan, src, dst
         self._strategy, self.timeout_seconds = strategy, timeout_seconds
-        self._verify, self._carries_on = verify, carries_on
+        self._verify, self._recovers = verify, recovers
         self._plan, self._pieces = plan, whole_tensors(plan)  # of the turn under way
         channel.transfers += 1
         self._name = f"transfer {channel.transfers} of ranks {format_ranks(channel.members)}"
@@ -77,7 +77,7 @@ class Survivors:
             deadline: ``time.monotonic()`` at which whoever has said nothing counts as lost.
 
         Raises:
-            RankLostError: ranks are lost, and with them what others need, or nobody may carry on without being asked.
+            RankLostError: ranks are lost, and with them what others need, or nobody may recover without being asked.
             Otherwise the error of the transfer, if nobody is lost.
         """
         with calling(self._group):
@@ -95,7 +95,7 @@ class Survivors:
             self._find_remainder(said)
             if not self._pieces:
                 return
-            if not self._carries_on:
+            if not self._recovers:
                 raise self._offer()
             error, tally, deadline = self._move()
 
@@ -105,14 +105,14 @@ class Survivors:
         return RankLostError(
             f"{say_ranks(lost)} {'were' if len(lost) > 1 else 'was'} lost in a "
             f"transfer; {missing} bytes are missing, which ranks {format_ranks(self._plan.ranks)} can move among "
-            "themselves: call carry_on() of this error on every rank that is left",
+            "themselves: call recover() of this error on every rank that is left",
             lost,
             plan=self._plan,
-            carry_on=self._accept,
+            recover=self._accept,
         )
 
     def _accept(self) -> None:
-        self._carries_on = True
+        self._recovers = True
         with calling(self._group):
             self._settle(*self._move())
 
@@ -123,13 +123,13 @@ class Survivors:
         while True:
             channel = find_channel(self._group, self._members)
             place = f"waits for {self._name}{f', turn {self._turn}' if self._turn > 1 else ''}"
-            record = Record(self._group.rank, said=said, place=place)
+            request = Request(self._group.rank, said=said, place=place)
             decide = functools.partial(_gather_said, channel)
             left = max(deadline - time.monotonic(), PATIENCE_SECONDS)
-            _, verdict = channel.agree(record, decide, left, bears_loss=True)
-            if not verdict.lost:
-                return verdict.said
-            self._lost |= set(verdict.lost)
+            _, decision = channel.agree(request, decide, left, fault_tolerant=True)
+            if not decision.lost:
+                return decision.said
+            self._lost |= set(decision.lost)
             self._members = tuple(rank for rank in self._members if rank not in self._lost)
 
     def _find_remainder(self, said: dict[int, Any]) -> None:
@@ -152,7 +152,7 @@ class Survivors:
         try:
             views = view_pieces(self._plan, self._pieces, self._first, self._group.rank, self._src, self._dst)
             limit, verify = self.timeout_seconds, self._verify
-            with Mover(self._plan, self._group, timeout_seconds=limit, verify=verify, bears_loss=True) as mover:
+            with Mover(self._plan, self._group, timeout_seconds=limit, verify=verify, fault_tolerant=True) as mover:
                 handle = mover.start_checked(*views, lambda: None)
                 tally = handle.tally
                 handle.wait()
@@ -161,12 +161,12 @@ class Survivors:
         return None, tally, deadline
 
 
-def _gather_said(channel: Channel, records: list[Record]) -> Verdict:
-    return gather_said(records, channel.members, channel.meeting.find_dead())
+def _gather_said(channel: Channel, requests: list[Request]) -> Decision:
+    return gather_said(requests, channel.members, channel.rendezvous.find_dead())
 
 
 class SurvivingHandle(Handle):
-    """A transfer that bears losses. Every rank must wait for it: what is left to do is done there."""
+    """A transfer that is fault tolerant. Every rank must wait for it: what is left to do is done there."""
 
     def __init__(self, inner: Handle, survivors: Survivors, finish: Callable[[], Any]) -> None:
         super().__init__(inner._channel, inner._generation, finish)
@@ -205,9 +205,9 @@ class SurvivingHandle(Handle):
         try:
             self._survivors.settle(error, self._inner.tally, self._deadline)
         except RankLostError as lost:
-            carry_on = lost._carry_on
-            if carry_on is not None:
-                lost._carry_on = lambda: self._carry_on(carry_on)
+            recover = lost._recover
+            if recover is not None:
+                lost._recover = lambda: self._recover(recover)
             return lost
         except ReshardError as failed:
             if self._inner.describe is not None:
@@ -215,8 +215,8 @@ class SurvivingHandle(Handle):
             return failed
         return None
 
-    def _carry_on(self, carry_on: Callable[[], Any]) -> Any:
-        """What ``carry_on`` of an error does: the result, as :meth:`wait` would have given it."""
-        carry_on()
+    def _recover(self, recover: Callable[[], Any]) -> Any:
+        """What ``recover`` of an error does: the result, as :meth:`wait` would have given it."""
+        recover()
         self._outcome = None
         return self._take()

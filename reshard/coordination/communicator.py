@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from reshard.coordination.connections import Connections, GlooTransport
-from reshard.coordination.decide import Record, Verdict, describe_error, name_rank, rebuild_error
+from reshard.coordination.decide import Decision, Request, describe_error, name_rank, rebuild_error
 from reshard.coordination.liveness.call_sequence import note_skipped
 from reshard.coordination.liveness.heartbeat import Monitor
 from reshard.coordination.process_group import Group, check_inside
-from reshard.coordination.rendezvous import Meeting
+from reshard.coordination.rendezvous import Rendezvous
 from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError, TransferTimeoutError
 from reshard.formatting import format_ranks
 from reshard.runtime.cuda.nccl_exchange import NcclExchange
@@ -47,8 +47,8 @@ class Channel:
         digest = hashlib.sha256(repr(members).encode()).hexdigest()[:20]
         self._store = group.store.under(f"u/{digest}")
         self._lock = threading.RLock()
-        self.meeting = Meeting(group, members, self._store)
-        self.transfers = 0  # of those that bear losses
+        self.rendezvous = Rendezvous(group, members, self._store)
+        self.transfers = 0  # of those that are fault tolerant
         self.generation = 0
         self.broken: ReshardError | None = None
         self.idle_staging: Any = None  # of the last call, for the next one of the same plan
@@ -66,29 +66,29 @@ class Channel:
 
     def agree(
         self,
-        record: Record,
-        decide: Callable[[list[Record]], Verdict],
+        request: Request,
+        decide: Callable[[list[Request]], Decision],
         timeout_seconds: float,
-        bears_loss: bool = False,
-    ) -> tuple[int, Verdict]:
-        """One round, see :meth:`reshard.coordination.rendezvous.Meeting.hold`.
+        fault_tolerant: bool = False,
+    ) -> tuple[int, Decision]:
+        """One round, see :meth:`reshard.coordination.rendezvous.Rendezvous.hold`.
 
         Returns:
-            The number of the round and the verdict, which holds no error.
+            The number of the round and the decision, which holds no error.
         """
         self.group.check_usable()
         with self._lock:
-            record.generation = self.generation + (self.broken is not None)
-            verdict = self.meeting.hold(record, decide, timeout_seconds, bears_loss)
-            if verdict.generation != self.generation:
-                self.generation, self.broken = verdict.generation, None
-            return verdict.round, verdict
+            request.generation = self.generation + (self.broken is not None)
+            decision = self.rendezvous.hold(request, decide, timeout_seconds, fault_tolerant)
+            if decision.generation != self.generation:
+                self.generation, self.broken = decision.generation, None
+            return decision.round, decision
 
     # Transfers
 
     def close(self) -> None:
         """Say goodbye to the other ranks and let go of all connections; the channel is not usable after."""
-        self.meeting.close()
+        self.rendezvous.links.close()
         if self._connections is not None:
             self._connections[1].close()
         if self.idle_runner is not None:
@@ -100,7 +100,7 @@ class Channel:
         """A transport of this generation, made by all members together; None for one rank."""
         if len(self.members) == 1:
             return None
-        look = functools.partial(self.check_told, generation)
+        look = functools.partial(self.check_reported, generation)
         return self._connect(generation, lambda made: made.transport(is_two_way, timeout_seconds, look))
 
     def exchange(
@@ -109,7 +109,7 @@ class Channel:
         """As :meth:`transport`, between devices, on the communicator with a number; connects the ranks of rounds."""
         if len(self.members) == 1:
             return None
-        look = functools.partial(self.check_told, generation)
+        look = functools.partial(self.check_reported, generation)
 
         def ask(made: Connections) -> NcclExchange:
             exchange = made.exchange(device, number, timeout_seconds, look)
@@ -122,7 +122,7 @@ class Channel:
         """As :meth:`transport`, a backend of ``torch.distributed`` for collectives of all members."""
         if len(self.members) == 1:
             return None
-        look = functools.partial(self.check_told, generation)
+        look = functools.partial(self.check_reported, generation)
         return self._connect(generation, lambda made: made.collectives(device, timeout_seconds, look))
 
     def _connect(self, generation: int, ask: Callable[[Connections], Any]) -> Any:
@@ -177,19 +177,19 @@ class Channel:
             return error
         return RemoteError(f"rank {loser} lost its connection to rank {lost}")
 
-    def told_error(self, generation: int) -> ReshardError | None:
+    def reported_error(self, generation: int) -> ReshardError | None:
         """The error that a member told of, if any."""
         key = f"error/{generation}"
         if not self._store.check([key]):
-            lost = self.meeting.find_ended()
+            lost = self.rendezvous.links.find_ended()
             if lost is None:
                 return None
             return self.fail(generation, RemoteError(f"rank {lost} is gone: it closed its connection in a transfer"))
         return self.take_error(generation, rebuild_error(*json.loads(self._store.get(key))))
 
-    def check_told(self, generation: int) -> None:
+    def check_reported(self, generation: int) -> None:
         """Raise the error that a member told of, if any."""
-        error = self.told_error(generation)
+        error = self.reported_error(generation)
         if error is not None:
             raise error
 

@@ -171,12 +171,12 @@ class Hub:
         while self.pump(0.0):
             pass
 
-    def answer(self, verdict: Any) -> None:
+    def answer(self, decision: Any) -> None:
         """Answer every rank that waits; a rank that comes later takes part in the next round."""
         for rank, (number, _) in self.pending.items():
             if rank in self._peers:
                 try:
-                    self._peers[rank].send({"number": number, "verdict": verdict})
+                    self._peers[rank].send({"number": number, "decision": decision})
                 except OSError as error:
                     self._lose(rank, str(error))
         self.pending.clear()
@@ -255,10 +255,10 @@ class Hub:
                     if self.pending.get(rank, (None,))[0] == number:
                         self.hurried.add(rank)
                 elif not frame["leaves"]:
-                    self.pending[rank] = number, frame["record"]
+                    self.pending[rank] = number, frame["request"]
                 elif self.pending.get(rank, (None,))[0] == number:
-                    if self.waits and frame["record"] is not None:
-                        self.pending[rank] = number, frame["record"]  # with its error, for all who wait with it
+                    if self.waits and frame["request"] is not None:
+                        self.pending[rank] = number, frame["request"]  # with its error, for all who wait with it
                     else:
                         del self.pending[rank]  # nobody waits with it
                         self.hurried.discard(rank)
@@ -275,7 +275,7 @@ class Spoke:
 
     def __init__(self, peer: _Peer) -> None:
         self._peer = peer
-        self.said = -1  # the number of the last record
+        self.said = -1  # the number of the last request
         self.answer: Any = None
         self.has_left = False  # whether the hub said goodbye
 
@@ -309,25 +309,25 @@ class Spoke:
                     ) from None
                 time.sleep(0.1)
 
-    def say(self, record: Any, seconds: float) -> None:
-        """Send this rank's record of a round.
+    def say(self, request: Any, seconds: float) -> None:
+        """Send this rank's request of a round.
 
         Raises:
             EOFError: the hub is gone. DeadlineError: it did not take all of it within ``seconds``.
         """
         self.said, self.answer = self.said + 1, None
-        self._send({"number": self.said, "record": record, "leaves": False}, seconds)
+        self._send({"number": self.said, "request": request, "leaves": False}, seconds)
 
     def hurry(self) -> None:
         """Say that this rank's time is up; raises EOFError when the hub is gone."""
         self._send({"number": self.said, "hurry": True})
 
-    def leave(self, record: Any) -> None:
-        """Take the last record back: this rank waits no longer. ``record`` says why to all who wait with it, if any."""
-        self._send({"number": self.said, "record": record, "leaves": True})
+    def leave(self, request: Any) -> None:
+        """Withdraw the last request. ``request``, if given, tells the ranks that wait with this one why."""
+        self._send({"number": self.said, "request": request, "leaves": True})
 
     def take_answer(self) -> Any:
-        """The answer to the last record."""
+        """The answer to the last request."""
         answer, self.answer = self.answer, None
         return answer
 
@@ -349,7 +349,7 @@ class Spoke:
             while (frame := self._peer.frame()) is not None:
                 self.has_left |= "bye" in frame
                 if frame.get("number") == self.said:
-                    self.answer = frame["verdict"]
+                    self.answer = frame["decision"]
 
     def is_lost(self) -> bool:
         """True if the hub has closed the connection without a goodbye."""

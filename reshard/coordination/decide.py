@@ -21,7 +21,7 @@ MAX_VALUE_TEXT = 240
 
 
 @dataclass
-class TensorRecord:
+class TensorRequest:
     """What one rank knows of one tensor: the global shape and dtype if given, and its own arrays.
 
     ``local`` and ``out`` are ``(shape, dtype)`` of the shard it passes and of the array to fill; ``is_dtensor`` says
@@ -41,7 +41,7 @@ class TensorRecord:
 
 
 @dataclass
-class Record:
+class Request:
     """What one rank says when it calls.
 
     ``arguments`` are compared between ranks, entry by entry; ``error`` is a local error, class and text.
@@ -55,7 +55,7 @@ class Record:
 
     rank: int
     arguments: list[tuple[str, str]] = field(default_factory=list)
-    tensors: dict[str, TensorRecord] = field(default_factory=dict)
+    tensors: dict[str, TensorRequest] = field(default_factory=dict)
     hostname: str = ""
     generation: int = 0
     error: tuple[str, str] | None = None
@@ -74,10 +74,10 @@ class Record:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Record:
+    def from_json(cls, data: Mapping[str, Any]) -> Request:
         """The inverse of :meth:`to_json`."""
         values = dict(data)
-        values["tensors"] = {name: TensorRecord(**tensor) for name, tensor in values["tensors"].items()}
+        values["tensors"] = {name: TensorRequest(**tensor) for name, tensor in values["tensors"].items()}
         values["arguments"] = [tuple(entry) for entry in values["arguments"]]
         values["caller"] = Caller(**values.get("caller", {}))
         for name in ("error", "why_left"):
@@ -86,12 +86,12 @@ class Record:
 
 
 @dataclass
-class Verdict:
+class Decision:
     """What all ranks take from a call: an error for all, or what they agreed on.
 
     ``lost`` are ranks that did not come to a round that bears it; ``said`` is what each other rank said. ``behind`` are
     those that the error is for, if it is not for all: the others wait for the next call of those. ``skipped`` are calls
-    that another rank made without them, which they count as dealt with. ``loses_step`` says why calls of the ranks can
+    that another rank made without them, which they count as dealt with. ``out_of_sync`` says why calls of the ranks can
     no longer be told apart, if so (see :mod:`reshard.coordination.liveness.membership`).
     """
 
@@ -106,7 +106,7 @@ class Verdict:
     attempts: dict[int, int] = field(default_factory=dict)
     skipped: dict[str, Any] = field(default_factory=dict)
     behind: list[int] = field(default_factory=list)
-    loses_step: str = ""
+    out_of_sync: str = ""
     lost: list[int] = field(default_factory=list)
     said: dict[int, Any] = field(default_factory=dict)
 
@@ -142,62 +142,62 @@ def missing_error(missing: Sequence[int], members: Sequence[int], timeout_second
     )
 
 
-def resolve(records: Sequence[Record], layouts: Mapping[str, tuple[AnyLayout, AnyLayout]]) -> Verdict:
-    """What follows from the records of all ranks of a call; the same on whichever rank works it out.
+def resolve(requests: Sequence[Request], layouts: Mapping[str, tuple[AnyLayout, AnyLayout]]) -> Decision:
+    """What follows from the requests of all ranks of a call; the same on whichever rank works it out.
 
     Args:
-        records: one per rank, ascending. layouts: ``{tensor: (src, dst)}`` as the ranks agree they are.
+        requests: one per rank, ascending. layouts: ``{tensor: (src, dst)}`` as the ranks agree they are.
     """
     try:
-        _raise_local_errors(records)
-        _raise_disagreements(records)
-        verdict = Verdict(
-            hostnames={record.rank: record.hostname for record in records},
-            generation=max(record.generation for record in records),
-            device_type=_resolve_device_type(records),
+        _raise_local_errors(requests)
+        _raise_disagreements(requests)
+        decision = Decision(
+            hostnames={request.rank: request.hostname for request in requests},
+            generation=max(request.generation for request in requests),
+            device_type=_resolve_device_type(requests),
         )
         for name, (src, dst) in layouts.items():
-            tensors = {record.rank: record.tensors[name] for record in records}
+            tensors = {request.rank: request.tensors[name] for request in requests}
             what = f"tensor {name!r}" if name else "the tensor"
             if any(tensor.is_dtensor for tensor in tensors.values()):
-                verdict.dtensors.append(name)
-            verdict.dtypes[name] = _resolve_dtype(what, tensors)
-            verdict.shapes[name] = _resolve_shape(what, tensors, src)
-            _check_locals(what, tensors, src, dst, verdict.shapes[name], verdict.dtypes[name])
+                decision.dtensors.append(name)
+            decision.dtypes[name] = _resolve_dtype(what, tensors)
+            decision.shapes[name] = _resolve_shape(what, tensors, src)
+            _check_locals(what, tensors, src, dst, decision.shapes[name], decision.dtypes[name])
             _check_replicas(what, tensors)
-        return verdict
+        return decision
     except ReshardError as error:
-        return Verdict(error=describe_error(error))
+        return Decision(error=describe_error(error))
 
 
 def resolve_left(
-    records: Sequence[Record], layouts: Mapping[str, tuple[AnyLayout, AnyLayout]], members: Sequence[int]
-) -> Verdict:
+    requests: Sequence[Request], layouts: Mapping[str, tuple[AnyLayout, AnyLayout]], members: Sequence[int]
+) -> Decision:
     """As :func:`resolve`, where some of the members said nothing: they are lost."""
-    verdict = resolve(records, layouts)
-    verdict.lost = sorted(set(members) - {record.rank for record in records})
-    return verdict
+    decision = resolve(requests, layouts)
+    decision.lost = sorted(set(members) - {request.rank for request in requests})
+    return decision
 
 
-def gather_said(records: Sequence[Record], members: Sequence[int], dead: Collection[int]) -> Verdict:
+def gather_said(requests: Sequence[Request], members: Sequence[int], dead: Collection[int]) -> Decision:
     """What each rank said; and who is lost: whoever said nothing, or died after it said it, unless nobody failed.
 
     Args:
-        records: of the ranks that came. members: all; dead: those whose process has ended, as far as is known.
+        requests: of the ranks that came. members: all; dead: those whose process has ended, as far as is known.
     """
-    said = {record.rank: record.said for record in records}
+    said = {request.rank: request.said for request in requests}
     lost = [rank for rank in members if rank not in said]
     if lost or any(one["failed"] for one in said.values()):
         lost = sorted({*lost, *dead})
     said = {rank: one for rank, one in said.items() if rank not in lost}
-    return Verdict(generation=max(record.generation for record in records), lost=lost, said=said)
+    return Decision(generation=max(request.generation for request in requests), lost=lost, said=said)
 
 
-def _raise_local_errors(records: Sequence[Record]) -> None:
-    failed = [record for record in records if record.error is not None]
+def _raise_local_errors(requests: Sequence[Request]) -> None:
+    failed = [request for request in requests if request.error is not None]
     if failed:
         name, text = failed[0].error or ("", "")
-        everywhere = len(failed) == len(records) and all(record.error == failed[0].error for record in failed)
+        everywhere = len(failed) == len(requests) and all(request.error == failed[0].error for request in failed)
         raise rebuild_error(name, text if everywhere else name_rank(failed[0].rank, text))
 
 
@@ -212,8 +212,8 @@ def find_odd(values: Mapping[int, Any]) -> tuple[list[int], list[int]] | None:
     return most, odd
 
 
-def _raise_disagreements(records: Sequence[Record]) -> None:
-    arguments = {record.rank: record.arguments for record in records}
+def _raise_disagreements(requests: Sequence[Request]) -> None:
+    arguments = {request.rank: request.arguments for request in requests}
     for entries in zip(*arguments.values(), strict=False):
         values = dict(zip(arguments, entries, strict=True))
         found = find_odd(values)
@@ -247,19 +247,19 @@ def _cut(text: str, start: int) -> str:
     return f"{'...' * (start > 0)}{text[start:stop]}{'...' * (stop < len(text))}"
 
 
-def _resolve_device_type(records: Sequence[Record]) -> str:
+def _resolve_device_type(requests: Sequence[Request]) -> str:
     """The type of device that all tensors are on; the CPU where no rank passes one."""
     first: dict[str, str] = {}
-    for record in records:
-        for name, tensor in record.tensors.items():
+    for request in requests:
+        for name, tensor in request.tensors.items():
             for kind in tensor.devices:
-                first.setdefault(kind, f"rank {record.rank} passes {name or 'the tensor'!r} on {kind}")
+                first.setdefault(kind, f"rank {request.rank} passes {name or 'the tensor'!r} on {kind}")
     if len(first) > 1:
         raise DisagreementError(f"tensors must be on one type of device: {', '.join(first.values())}")
     return next(iter(first), "cpu")
 
 
-def _resolve_dtype(what: str, tensors: Mapping[int, TensorRecord]) -> str:
+def _resolve_dtype(what: str, tensors: Mapping[int, TensorRequest]) -> str:
     said: dict[str, dict[str, list[int]]] = {}  # dtype -> how it is said -> by which ranks
     for rank, tensor in tensors.items():
         for value, how in ((tensor.dtype, "say"), (tensor.local and tensor.local[1], "hold")):
@@ -277,7 +277,7 @@ def _resolve_dtype(what: str, tensors: Mapping[int, TensorRecord]) -> str:
     return next(iter(said))
 
 
-def _resolve_shape(what: str, tensors: Mapping[int, TensorRecord], src: AnyLayout) -> list[int]:
+def _resolve_shape(what: str, tensors: Mapping[int, TensorRequest], src: AnyLayout) -> list[int]:
     said = {rank: tuple(tensor.shape) for rank, tensor in tensors.items() if tensor.shape is not None}
     found = find_odd(said)
     if found is not None:
@@ -339,7 +339,7 @@ def _shape_from_shards(what: str, local: Mapping[int, tuple[list[int], str] | No
 
 def _check_locals(
     what: str,
-    tensors: Mapping[int, TensorRecord],
+    tensors: Mapping[int, TensorRequest],
     src: AnyLayout,
     dst: AnyLayout,
     shape: Sequence[int],
@@ -368,7 +368,7 @@ def _check_locals(
                 )
 
 
-def _check_replicas(what: str, tensors: Mapping[int, TensorRecord]) -> None:
+def _check_replicas(what: str, tensors: Mapping[int, TensorRequest]) -> None:
     """Raise where shards that the call takes for replicas differ."""
     holders: dict[int, list[int]] = {}
     for rank, tensor in tensors.items():

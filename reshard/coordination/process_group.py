@@ -27,7 +27,7 @@ _groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 _all: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
-def new_beacon() -> dict[str, Any]:
+def new_status() -> dict[str, Any]:
     """What a rank that has done nothing yet leaves in the store, see :mod:`reshard.coordination.liveness.status`."""
     return {
         "waiting": None,
@@ -37,7 +37,7 @@ def new_beacon() -> dict[str, Any]:
         "error": None,
         "many": False,
         "lost": [],
-        "out_of_step": {},
+        "out_of_sync": {},
     }
 
 
@@ -122,7 +122,7 @@ class Group:
         self.channels = self.held.channels
         self.lock = threading.Lock()
         self.attempts = 0  # rounds that this rank began, on any channel
-        self.beacon = new_beacon()
+        self.status = new_status()
         self.forgiven: dict[str, int] = {}  # calls that others skipped, see reshard.coordination.liveness.call_sequence
         self.calls: dict[tuple[int, ...], int] = {}  # that this rank made, by who takes part
         self.gave_up = False  # the call that it makes, because another rank had left it

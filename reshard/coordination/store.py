@@ -8,7 +8,7 @@ Keys of a group:
 
 ``u/<members>/hub``        where the first member listens
 ``told/<rank>/<attempt>``  an error for a rank that waits for ranks that left
-``beacon/<rank>``          what a rank is waiting for, or why it gave up
+``status/<rank>``          what a rank is waiting for, or why it gave up
 ``beat/<rank>``            its heartbeats
 """
 

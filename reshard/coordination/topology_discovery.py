@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.coordination.communicator import find_channel
-from reshard.coordination.decide import Record, describe_error, resolve
+from reshard.coordination.decide import Request, describe_error, resolve
 from reshard.coordination.process_group import find_group
 from reshard.errors import ArgumentError
 from reshard.plan.model import Plan
@@ -35,15 +35,15 @@ def find_topology(group: Any = None, *, timeout_seconds: float = DEFAULT_TIMEOUT
     """
     ours = find_group(group)
     everybody = tuple(range(ours.size))
-    record = Record(ours.rank, arguments=[("what to do", "find_topology")], hostname=ours.hostname)
+    request = Request(ours.rank, arguments=[("what to do", "find_topology")], hostname=ours.hostname)
     try:
         seconds = check_timeout(timeout_seconds)
     except ArgumentError as error:
-        record.error, seconds = describe_error(error), DEFAULT_TIMEOUT_SECONDS
+        request.error, seconds = describe_error(error), DEFAULT_TIMEOUT_SECONDS
     with ours.calling():
         channel = find_channel(ours, everybody)
-        _, verdict = channel.agree(record, lambda records: resolve(records, {}), seconds)
-    return topology_of_names(verdict.hostnames, ours.size)
+        _, decision = channel.agree(request, lambda requests: resolve(requests, {}), seconds)
+    return topology_of_names(decision.hostnames, ours.size)
 
 
 def warn_of_hosts(plan: Plan, hostnames: Mapping[int, str]) -> None:

@@ -41,7 +41,7 @@ def find_bound(problem: Plan | Sequence[TensorSpec], topology: Topology | None =
     receives at most what they receive, and what moves inside a host costs nothing. With pods the same holds for each
     pod and its uplink, and for both at once (see :func:`~reshard.cost.pod_lower_bound.bound_in_pods`); the
     largest counts. It is the optimum of this linear program, in which x[k, h] are the bytes of class k (the regions
-    with the same holders A and needers R) that leave host h::
+    with the same holders A and destinations R) that leave host h::
 
         minimise T    with    sum of x[k, h] over h in A        >= bytes[k]
                               sum of x[k, h] over h in A and R  =  bytes[k] * |R|
@@ -106,7 +106,7 @@ def _say_busy(seconds: float, busy: Sequence[tuple[str, int]], hosts: Mapping[in
 
 
 def _classes(tensors: Sequence[TensorSpec], place_of: Callable[[int], int]) -> Classes:
-    """Bytes by holders and needers, of the regions that somebody needs who does not hold them."""
+    """Bytes by holders and destinations, of the regions that somebody needs who does not hold them."""
     classes: Classes = {}
     for spec in tensors:
         tasks = spec.tasks
@@ -118,9 +118,9 @@ def _classes(tensors: Sequence[TensorSpec], place_of: Callable[[int], int]) -> C
         np.add.at(nbytes, inverse.ravel(), tasks.numel * spec.itemsize)
         for number, total in zip(found.tolist(), nbytes.tolist(), strict=True):
             holders = src_sets[number // len(dst_sets)]
-            needers = tuple(place for place in dst_sets[number % len(dst_sets)] if place not in holders)
-            if needers and total:
-                classes[holders, needers] = classes.get((holders, needers), 0) + total
+            destinations = tuple(place for place in dst_sets[number % len(dst_sets)] if place not in holders)
+            if destinations and total:
+                classes[holders, destinations] = classes.get((holders, destinations), 0) + total
     return classes
 
 
@@ -152,9 +152,9 @@ def _bound_of_places(
 
     arrives: dict[int, int] = {}
     held: dict[HostSet, int] = {}
-    for (holders, needers), nbytes in classes.items():
+    for (holders, destinations), nbytes in classes.items():
         held[holders] = held.get(holders, 0) + nbytes
-        for place in needers:
+        for place in destinations:
             arrives[place] = arrives.get(place, 0) + nbytes
     if not arrives:
         return NOTHING
@@ -222,14 +222,14 @@ def _binding(places: Sequence[int], duals: Sequence[float]) -> list[int]:
 
 def _least_egress(classes: Classes, egress: Mapping[int, float]) -> tuple[float, list[int]]:
     """The least time in which all that must leave some place can, where receivers pass on; the places that bind."""
-    places = sorted({place for holders, needers in classes for place in (*holders, *needers)})
+    places = sorted({place for holders, destinations in classes for place in (*holders, *destinations)})
     share: list[tuple[int, int]] = []
     from_holders: list[int] = []
-    for k, (holders, needers) in enumerate(classes):
+    for k, (holders, destinations) in enumerate(classes):
         from_holders.extend(range(len(share), len(share) + len(holders)))
-        share.extend((k, place) for place in (*holders, *needers))
+        share.extend((k, place) for place in (*holders, *destinations))
     nbytes = list(classes.values())
-    arrivals = [total * len(needers) for (_, needers), total in classes.items()]
+    arrivals = [total * len(destinations) for (_, destinations), total in classes.items()]
     value, duals = _solve(share, places, egress, [(nbytes, ">="), (arrivals, "=")], [from_holders, range(len(share))])
     return value, _binding(places, duals)
 

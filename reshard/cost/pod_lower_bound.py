@@ -43,10 +43,10 @@ def bound_in_pods(
 
     Those are ``("host", h)``, what host h sends, and ``("up", p)`` or ``("down", p)``, what leaves or enters pod p.
 
-    The optimum of a linear program in which x[k, h, q] are the bytes of class k (holders A, needers R) that leave
-    host h for needers in pod q::
+    The optimum of a linear program in which x[k, h, q] are the bytes of class k (holders A, destinations R) that leave
+    host h for destinations in pod q::
 
-        sum of x[k, h, q] over h                    =  bytes[k] * (needers in q)
+        sum of x[k, h, q] over h                    =  bytes[k] * (destinations in q)
         sum of x[k, h, q] over h outside q          >= bytes[k]                   where q holds none and needs some
         sum of x[k, h, q] over h in A, q            >= bytes[k]
         sum of x[k, h, q] over h in p, q not p, k   <= up[p] * T,   and into q alike
@@ -64,16 +64,16 @@ def bound_in_pods(
     down: dict[int, list[int]] = {}
     equal, least = _Rows(), _Rows()
     count = 0
-    for (holders, needers), nbytes in classes.items():
+    for (holders, destinations), nbytes in classes.items():
         share = nbytes / scale
         first: list[int] = []
         needing: dict[int, list[int]] = {}
-        for host in needers:
+        for host in destinations:
             needing.setdefault(pod_of[host], []).append(host)
         holding = {pod_of[host] for host in holders}
         for pod, hosts in needing.items():
             every, outside = [], []
-            for host in (*holders, *needers):
+            for host in (*holders, *destinations):
                 if hosts == [host]:
                     continue
                 every.append(count)

@@ -339,8 +339,8 @@ class _Replay:
             ) from None
         twice = rows[found]
         if len(twice):
-            meeting = twice[parts.shared(twice, int(twice[0])) > 0]
-            row = int(meeting[meeting > twice[0]][0])
+            rendezvous = twice[parts.shared(twice, int(twice[0])) > 0]
+            row = int(rendezvous[rendezvous > twice[0]][0])
             again = parts.shared(rows[rows < row], row).sum()
             raise PlanError(f"{parts.name(row)} brings rank {rank} {again} elements a second time")
         start, stop, _ = spec.dst_shards.pieces_of(rank)

@@ -12,16 +12,16 @@ from reshard.plan.transfers import Transfers
 from reshard.planner.estimates import Floors, least_seconds_of
 from reshard.planner.multicast.classes import Pieces
 from reshard.planner.multicast.strategy import (
-    deal_out,
     has_many_hosts,
     is_large_exchange,
-    load_freight,
+    make_workload,
     multicast_from_fast,
     multicast_from_partners,
     multicast_near,
+    schedule_chunks,
     without_slow_holders,
 )
-from reshard.planner.multicast.workload import Freight
+from reshard.planner.multicast.workload import Workload
 from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.branch_and_bound import broadcast_earliest
 from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
@@ -35,7 +35,7 @@ KNOWN: dict[str, Strategy] = {
     "multicast_from_partners": multicast_from_partners,
     "multicast_from_fast": multicast_from_fast,
 }
-#: What those that deal out the same chunks say beside them.
+#: What those that schedule the same chunks say beside them.
 _VARIANTS: dict[str, dict[str, bool]] = {
     "multicast": {},
     "multicast_near": {"near_first": True},
@@ -49,7 +49,7 @@ _ENOUGH = 0.0075
 #: stands for the time of others, times so much.
 _MOST_SIMULATED = 5 * 10**6
 _OVER_LEAST = 1.2
-#: Steps of dealing out between pods, each of tens of microseconds, up to which it is also done with fixed partners.
+#: Steps of scheduling between pods, each of tens of microseconds, up to which it is also done with fixed partners.
 _MOST_POD_STEPS = 10_000
 #: Receivers of regions times ranks up to which others than plain sends and multicast are planned.
 _MOST_PLANNED = 8 * 10**6
@@ -151,12 +151,12 @@ class _Choice:
             return broadcast_earliest(self.problem)
         if name not in _VARIANTS or has_many_hosts(self.problem):
             return KNOWN[name](self.problem)
-        return deal_out(self.problem, loaded=self.loaded, **_VARIANTS[name])
+        return schedule_chunks(self.problem, loaded=self.loaded, **_VARIANTS[name])
 
     @cached_property
-    def loaded(self) -> tuple[Freight, Pieces]:
-        """What multicast deals out."""
-        return load_freight(self.problem, self.floors.lanes)
+    def loaded(self) -> tuple[Workload, Pieces]:
+        """What multicast schedules."""
+        return make_workload(self.problem, self.floors.host_classes)
 
     def compare(self, name: str, least: float, found: Transfers) -> None:
         """Keep what is faster, or as fast with fewer messages."""

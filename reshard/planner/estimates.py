@@ -9,7 +9,7 @@ import numpy as np
 
 from reshard.plan.transfers import Transfers
 from reshard.planner.multicast.classes import Classes
-from reshard.planner.multicast.host_classes import Lanes, least_seconds
+from reshard.planner.multicast.host_classes import HostClasses, least_seconds
 from reshard.planner.strategies.problem import DIRECT_CHUNK_BYTES, TREE_CHUNK_BYTES, Problem
 from reshard.ragged import NO_RANK
 from reshard.topology.model import MAX_NICS, Topology
@@ -22,9 +22,9 @@ class Floors:
     problem: Problem
 
     @cached_property
-    def lanes(self) -> Lanes:
+    def host_classes(self) -> HostClasses:
         """The problem's classes by hosts."""
-        return Lanes.of(Classes.of(self.problem), self.problem.topology)
+        return HostClasses.of(Classes.of(self.problem), self.problem.topology)
 
     @cached_property
     def of_all(self) -> float:
@@ -34,13 +34,13 @@ class Floors:
     @cached_property
     def of_trees(self) -> float:
         """Of strategies that send each class of regions by itself, once to each host that lacks it."""
-        topology, lanes = self.problem.topology, self.lanes
-        if not lanes.moves.any():
+        topology, host_classes = self.problem.topology, self.host_classes
+        if not host_classes.moves.any():
             return self.of_all
-        hosts = np.unique(np.concatenate([lanes.holders[1], lanes.needers[1]])).tolist()
+        hosts = np.unique(np.concatenate([host_classes.holders[1], host_classes.destinations[1]])).tolist()
         rates = [nic.egress_bytes_per_second for h in hosts for nic in topology.host(h).nics]
-        arrivals = np.diff(lanes.needers[0])[lanes.lane]
-        work = float((arrivals * (lanes.classes.nbytes + topology.latency_seconds * min(rates))).sum())
+        arrivals = np.diff(host_classes.destinations[0])[host_classes.host_class]
+        work = float((arrivals * (host_classes.classes.nbytes + topology.latency_seconds * min(rates))).sum())
         return max(self.of_all, self._with_start(work / sum(rates)))
 
     @cached_property
@@ -49,15 +49,18 @@ class Floors:
 
         What goes further than one hop has chunks of at most 1 MiB.
         """
-        topology, lanes = self.problem.topology, self.lanes
-        if not lanes.moves.any():
+        topology, host_classes = self.problem.topology, self.host_classes
+        if not host_classes.moves.any():
             return self.of_all
-        classes, hosts = lanes.classes, np.diff(lanes.needers[0])[lanes.lane]
+        classes, hosts = host_classes.classes, np.diff(host_classes.destinations[0])[host_classes.host_class]
         is_chain = (classes.receivers != NO_RANK).sum(axis=1) > 1
         chunks = -(-classes.nbytes // np.where(is_chain, TREE_CHUNK_BYTES, DIRECT_CHUNK_BYTES))
         goes = hosts > 0
         seconds = [float(hosts.max()) * topology.latency_seconds]
-        for members, times in ((lanes.holders[1], goes), (lanes.needers[1], np.maximum(hosts - 1, 0))):
+        for members, times in (
+            (host_classes.holders[1], goes),
+            (host_classes.destinations[1], np.maximum(hosts - 1, 0)),
+        ):
             rates = [nic.egress_bytes_per_second for h in np.unique(members).tolist() for nic in topology.host(h).nics]
             work = times * (classes.nbytes + chunks * topology.latency_seconds * min(rates))
             seconds.append(float(work.sum()) / sum(rates))
@@ -89,9 +92,9 @@ class Floors:
     @property
     def _bytes(self) -> float:
         """Nothing flows before one latency."""
-        if not self.lanes.moves.any():
+        if not self.host_classes.moves.any():
             return 0.0
-        return least_seconds(self.problem.topology, self.lanes) + self.problem.topology.latency_seconds
+        return least_seconds(self.problem.topology, self.host_classes) + self.problem.topology.latency_seconds
 
     @property
     def _alone(self) -> float:
@@ -100,13 +103,13 @@ class Floors:
         Boxes travel together only from one rank to the same receivers, so there is a message at least for each rank
         that is the last of such receivers.
         """
-        topology, classes = self.problem.topology, self.lanes.classes
+        topology, classes = self.problem.topology, self.host_classes.classes
         alone = np.flatnonzero((classes.holders != NO_RANK).sum(axis=1) == 1)
         if not len(alone):
             return 0.0
         host = topology.host_by_rank
         holder, receivers = classes.holders[alone].max(axis=1), classes.receivers[alone]
-        if self.lanes.moves.any():
+        if self.host_classes.moves.any():
             receivers = np.where(host[receivers] != host[holder][:, None], receivers, NO_RANK)
             hosts = [topology.host(h) for h in range(topology.num_hosts)]
             place, latency = host, topology.latency_seconds

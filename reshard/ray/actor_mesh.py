@@ -259,7 +259,7 @@ def join_meshes(meshes: Sequence[ActorMesh]) -> str:
         ask(
             [(mesh, rank, "join", place) for (mesh, rank), place in zip(members, places, strict=True)],
             DEFAULT_TIMEOUT_SECONDS,
-            bears_loss=True,  # what becomes of the dead is for the call to say
+            fault_tolerant=True,  # what becomes of the dead is for the call to say
         )
         for mesh in meshes:
             mesh._joined[key] = weakref.WeakSet(meshes)

@@ -41,17 +41,17 @@ class Answers:
 
     Args:
         asked: whom, and for what. meshes: of them. group: the key of the group that they move data in, if they do.
-        bears_loss: actors that die, or are dead already, are passed over.
+        fault_tolerant: actors that die, or are dead already, are passed over.
     """
 
     def __init__(
-        self, asked: Sequence[Asked], meshes: Sequence[Any], group: str | None, bears_loss: bool = False
+        self, asked: Sequence[Asked], meshes: Sequence[Any], group: str | None, fault_tolerant: bool = False
     ) -> None:
         check_open(meshes)
         for mesh, rank, *_ in asked:
-            if rank in mesh._dead and not bears_loss:
+            if rank in mesh._dead and not fault_tolerant:
                 raise RemoteError(f"rank {rank} of {mesh.name!r}, {mesh.called(rank)}, died: {mesh._dead[rank]}")
-        self._asked, self._group, self._bears_loss = list(asked), group, bears_loss
+        self._asked, self._group, self._fault_tolerant = list(asked), group, fault_tolerant
         try:
             self._refs = [getattr(mesh.actors[rank], method).remote(*args) for mesh, rank, method, args in asked]
         except (TypeError, ValueError, AttributeError) as error:  # of the pickler
@@ -81,16 +81,16 @@ class Answers:
                     ray.get(_keeper().blame.remote(self._group, i, f"rank {i} is gone: {mesh.called(rank)} died"))
             except RayError as error:
                 answers[i] = ("error", "RemoteError", f"{mesh.called(rank)}: {error}")
-            if answers[i][0] == "result" and self._bears_loss:
+            if answers[i][0] == "result" and self._fault_tolerant:
                 lost.update(answers[i][1] or ())
                 waiting = [ref for ref in waiting if position[ref] not in lost]
             if answers[i][0] == "fault":
                 break
-            if answers[i][0] in ("error", "doubt") or (answers[i][0] == "dead" and not self._bears_loss):
+            if answers[i][0] in ("error", "doubt") or (answers[i][0] == "dead" and not self._fault_tolerant):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         for mesh, rank, *_ in (self._asked[i] for i in lost):
             mesh._dead.setdefault(rank, "it was silent, and the others go on without it")
-        if deaths and not (self._bears_loss and len(deaths) < len(self._asked)):
+        if deaths and not (self._fault_tolerant and len(deaths) < len(self._asked)):
             raise RemoteError("; ".join(deaths))
         for kind in ("fault", "error", "doubt"):  # later ones may follow from earlier ones
             for i in sorted(answers.keys() - lost):
@@ -116,10 +116,10 @@ class Answers:
         return error
 
 
-def ask(asked: Sequence[Asked], timeout_seconds: float, bears_loss: bool = False) -> list[Any]:
+def ask(asked: Sequence[Asked], timeout_seconds: float, fault_tolerant: bool = False) -> list[Any]:
     """Call actors and wait for what all return."""
     with order_lock:
-        answers = Answers(asked, list(dict.fromkeys(mesh for mesh, *_ in asked)), None, bears_loss)
+        answers = Answers(asked, list(dict.fromkeys(mesh for mesh, *_ in asked)), None, fault_tolerant)
     return answers.take(check_timeout(timeout_seconds))
 
 

@@ -43,7 +43,7 @@ def reshard(
         dst_dtype: of the result, see :func:`reshard.reshard`; omitted, that of the source. Or ``{name: ...}``.
         strategy, staging_bytes, verify: as for :func:`reshard.reshard`. timeout_seconds: for ranks to meet, and to
             finish.
-        on_loss: ``"raise"``, or ``"carry_on"``: when actors die, the others move what is missing among themselves; what
+        on_loss: ``"raise"``, or ``"recover"``: when actors die, the others move what is missing among themselves; what
             is returned then says in ``lost`` which ranks it lacks. An actor that is silent until the time-out is lost
             too.
         topology: of ranks; those of ``src_mesh`` come first, those of ``dst_mesh`` behind them. Omitted, by nodes.
@@ -52,13 +52,13 @@ def reshard(
         A new :class:`ShardedArray`, or ``{name: ...}``; the source is unchanged.
 
     Raises:
-        ReshardError: what the ranks raise; RemoteError with the name of an actor that died; with ``"carry_on"``
+        ReshardError: what the ranks raise; RemoteError with the name of an actor that died; with ``"recover"``
             RankLostError where nobody holds what it held.
     """
     timeout_seconds = check_timeout(timeout_seconds)
-    if on_loss not in ("raise", "carry_on"):
-        raise ArgumentError(f"on_loss is {on_loss!r}; a driver can ask for 'raise' or 'carry_on'")
-    bears_loss = on_loss == "carry_on"
+    if on_loss not in ("raise", "recover"):
+        raise ArgumentError(f"on_loss is {on_loss!r}; a driver can ask for 'raise' or 'recover'")
+    fault_tolerant = on_loss == "recover"
     arrays: dict[Any, ShardedArray] = {**array} if isinstance(array, Mapping) else {None: array}
     for name, one in arrays.items():
         what = f"{name!r}" if name is not None else "the array"
@@ -101,8 +101,8 @@ def reshard(
                 for name, one in arrays.items()
             }
             asked += [(mesh, rank, "move", (key, names, told, options)) for rank in mesh.mesh.ranks]
-        answers = Answers(asked, meshes, key, bears_loss)
-    answers.take((6 if bears_loss else 2) * timeout_seconds + GRACE_SECONDS)
+        answers = Answers(asked, meshes, key, fault_tolerant)
+    answers.take((6 if fault_tolerant else 2) * timeout_seconds + GRACE_SECONDS)
     for one in moved.values():
         one.lost = frozenset(dst_mesh.dead)
     return moved if isinstance(array, Mapping) else moved[None]

@@ -177,7 +177,7 @@ class Device:
         for name, (_, key) in names.items():
             if key is not None:
                 self._shards[key] = moved if name is None else moved[name]
-        return list(group_of_it.beacon["lost"])
+        return list(group_of_it.status["lost"])
 
     @answered
     def run(

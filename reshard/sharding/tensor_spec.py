@@ -8,7 +8,7 @@ from functools import cached_property
 
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError, PlanError
-from reshard.sharding.dim_cuts import check_shape
+from reshard.sharding.dim_cuts import check_sizes
 from reshard.sharding.layout import AnyLayout, Layout, RegionLayout
 from reshard.sharding.tiles import Shards, cut_shards
 from reshard.sharding.unit_tasks import UnitTasks, count_unit_tasks, cut_unit_tasks
@@ -31,7 +31,7 @@ class TensorSpec:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", check_shape(self.shape))
+        object.__setattr__(self, "shape", check_sizes(self.shape))
         for side in (self.src, self.dst):
             if not isinstance(side, (Layout, RegionLayout)):
                 raise ArgumentError(f"a layout must be a Layout or a RegionLayout, not {type(side).__name__}")
@@ -66,7 +66,7 @@ class TensorSpec:
 
     @property
     def num_holdings(self) -> int:
-        """How many entries the larger of the holders and the needers of its tasks has, padding included."""
+        """How many entries the larger of the holders and the destinations of its tasks has, padding included."""
         count = count_unit_tasks(self.src_shards, self.dst_shards)
         replicas = max(self.src_shards.ranks.shape[1], self.dst_shards.ranks.shape[1])
         return (len(self.tasks) if count is None else count) * replicas

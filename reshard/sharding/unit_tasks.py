@@ -58,7 +58,7 @@ class UnitTasks:
         return self.src.ranks[self.src_tile]
 
     @property
-    def needers(self) -> np.ndarray:
+    def destinations(self) -> np.ndarray:
         """``(tasks, replicas)`` ranks that need each region, padded with -1."""
         return self.dst.ranks[self.dst_tile]
 
@@ -101,10 +101,10 @@ def count_unit_tasks(src: Shards, dst: Shards) -> int | None:
     """How many unit tasks there will be, without making them; None where a side is no grid."""
     if src.cuts is None or dst.cuts is None:
         return None
-    return math.prod(int(_find_meeting(a, b)[1].sum()) for a, b in zip(src.cuts, dst.cuts, strict=True))
+    return math.prod(int(_find_rendezvous(a, b)[1].sum()) for a, b in zip(src.cuts, dst.cuts, strict=True))
 
 
-def _find_meeting(a: DimCuts, b: DimCuts) -> tuple[np.ndarray, np.ndarray]:
+def _find_rendezvous(a: DimCuts, b: DimCuts) -> tuple[np.ndarray, np.ndarray]:
     """For each interval of ``a`` the first of ``b`` that it shares something with, and how many there are."""
     first = np.searchsorted(b.hi, a.lo, side="right")
     return first, np.searchsorted(b.lo, a.hi, side="left") - first
@@ -113,7 +113,7 @@ def _find_meeting(a: DimCuts, b: DimCuts) -> tuple[np.ndarray, np.ndarray]:
 def _from_grids(src: Shards, dst: Shards, src_cuts: tuple[DimCuts, ...], dst_cuts: tuple[DimCuts, ...]) -> UnitTasks:
     columns: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
     for a, b in zip(src_cuts, dst_cuts, strict=True):
-        first, counts = _find_meeting(a, b)
+        first, counts = _find_rendezvous(a, b)
         i, j = np.repeat(np.arange(len(a.lo)), counts), ranges(first, counts)
         columns.append((i, j, np.maximum(a.lo[i], b.lo[j]), np.minimum(a.hi[i], b.hi[j])))
     i_of = combine([column[0] for column in columns])

@@ -53,7 +53,7 @@ def _with_transfers(
 ) -> list[Action]:
     needs: dict[tuple[int, int, Kind], dict[int, int]] = {}  # of each channel where a microbatch is needed
     for place, action in enumerate(row):
-        for other, kind in _crossings(action, pipeline)[0]:
+        for other, kind in _channels_of(action, pipeline)[0]:
             if row_of_stage[other] != row_of_stage[action.stage]:
                 needs.setdefault((action.stage, other, kind), {})[action.microbatch] = place
     due: list[tuple[int, int, tuple[int, int, Kind], int]] = []  # by when each has to be received
@@ -78,7 +78,7 @@ def _with_transfers(
     for place, action in enumerate(row):
         out += recvs.get(place, [])
         out.append(action)
-        for other, kind in _crossings(action, pipeline)[1]:
+        for other, kind in _channels_of(action, pipeline)[1]:
             if row_of_stage[other] != row_of_stage[action.stage]:
                 out.append(Action(kind, action.stage, action.microbatch, other))
     return out
@@ -87,7 +87,7 @@ def _with_transfers(
 _Ends = list[tuple[int, Kind]]
 
 
-def _crossings(action: Action, pipeline: Pipeline) -> tuple[_Ends, _Ends]:
+def _channels_of(action: Action, pipeline: Pipeline) -> tuple[_Ends, _Ends]:
     """What a computation receives before it and sends behind it, each with the stage at the other end."""
     before, behind = pipeline.inputs[action.stage], pipeline.outputs[action.stage]
     if action.kind is Kind.F:

@@ -87,7 +87,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """All crossings of one edge in one direction; they pass one after the other, in the order of both ends."""
+    """All transfers of one edge in one direction; they pass one after the other, in the order of both ends."""
 
     sender: int
     receiver: int

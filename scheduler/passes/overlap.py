@@ -75,7 +75,7 @@ def _ends(schedule: Schedule, pipeline: Pipeline) -> bool:
     return True
 
 
-def issue_at_consumer(schedule: Schedule, pipeline: Pipeline) -> Schedule:
+def defer_recvs(schedule: Schedule, pipeline: Pipeline) -> Schedule:
     """Every transfer starts when the row that needs it comes to it, and that row waits: a known predecessor's way.
 
     The sender's end is posted behind its producer but does not flow before the receiver has come.

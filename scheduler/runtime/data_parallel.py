@@ -1,10 +1,11 @@
 """What torch's data parallelism needs around a pipeline's backwards: no sum per microbatch, one for all at the end.
 
-Gradients are those of the total loss, so copies of a stage that see different data *add* theirs, whatever wrapper joins
-them: stages may have different numbers of copies, and a mean over each stage's own would weigh them differently.
+Gradients are those of the total loss, so replicas of a stage that see different data *add* theirs, whatever wrapper
+joins them: stages may have different numbers of replicas, and a mean over each stage's own would weigh them
+differently.
 
-What copies under DDP do with each other is in :mod:`.copies`; here is what a module's wrapper must be told, and what
-cannot be run.
+What replicas under DDP do with each other is in :mod:`.replicas`; here is what a module's wrapper must be told, and
+what cannot be run.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ def check_module(stage: int, module: Any, is_split: bool) -> None:
         raise ArgumentError(f"stage {stage} is wrapped by DDP with static_graph=True, which cannot leave out its sums")
     if isinstance(module, DistributedDataParallel) and module._comm_hooks:
         raise ArgumentError(
-            f"stage {stage} is wrapped by DDP with a communication hook, which would not be called: copies add their "
+            f"stage {stage} is wrapped by DDP with a communication hook, which would not be called: replicas add their "
             "gradients once per step, behind the last backward"
         )
     if any(getattr(each, _SPOILT, False) for each in _fsdp_modules(module)):
         raise ArgumentError(
             f"stage {stage} is sharded by FSDP, and was in a step that failed: FSDP keeps gradients of it that nothing "
-            "can reach, and its group may be out of step; make both anew, the module from a checkpoint say"
+            "can reach, and its group may be out of sync; make both anew, the module from a checkpoint say"
         )
     if is_split and _fsdp_modules(module):
         raise ArgumentError(
             f"stage {stage} is sharded by FSDP, which frees its weights with the first half of a backward; give it "
-            "whole backwards, as fitted(..., can_split=False) does"
+            "whole backwards, as auto_schedule(..., can_split=False) does"
         )
 
 
@@ -96,17 +97,17 @@ def warn_of_drift(pipeline: Pipeline, stage: int, module: torch.nn.Module) -> No
         )
 
 
-#: How many copies of the stages that give a loss see different data: of all of them, or of each.
+#: How many replicas of the stages that give a loss see different data: of all of them, or of each.
 LossShards = int | Mapping[int, int]
 
 
 def loss_shards_of(stage: int, given: LossShards) -> int:
-    """Over how many copies of a stage the total is the mean of the loss that it gives."""
+    """Over how many replicas of a stage the total is the mean of the loss that it gives."""
     return given.get(stage, 1) if isinstance(given, Mapping) else given
 
 
 def check_loss_shards(given: Any, pipeline: Pipeline) -> None:
-    """Raise ArgumentError unless these are numbers of copies that stages can have."""
+    """Raise ArgumentError unless these are numbers of replicas that stages can have."""
     ranks = {stage: len(each.mesh.ranks) for stage, each in enumerate(pipeline.stages) if each.mesh is not None}
     wanted: list[tuple[str, Any, int]] = [("num_loss_shards is", given, max(ranks.values()))]
     if isinstance(given, Mapping):
@@ -122,8 +123,8 @@ def check_loss_shards(given: Any, pipeline: Pipeline) -> None:
             )
 
 
-def check_copies_of_loss(stage: int, module: Any, given: LossShards, num_ranks: int) -> None:
-    """Raise ArgumentError if a stage that gives a loss has other copies than the total is said to be the mean of."""
+def check_loss_replicas(stage: int, module: Any, given: LossShards, num_ranks: int) -> None:
+    """Raise ArgumentError if a stage that gives a loss has other replicas than the total is said to be the mean of."""
     number = loss_shards_of(stage, given)
     if number > num_ranks:
         raise ArgumentError(
@@ -131,14 +132,14 @@ def check_copies_of_loss(stage: int, module: Any, given: LossShards, num_ranks: 
             "where stages with a loss differ, name each: num_loss_shards={stage: number, ...}"
         )
     if isinstance(module, DistributedDataParallel):
-        wrapper, copies = "DDP", dist.get_world_size(module.process_group)
+        wrapper, replicas = "DDP", dist.get_world_size(module.process_group)
     else:
-        wrapper, copies = "FSDP", len(fsdp_ranks(module))
-    if copies not in (0, number):
+        wrapper, replicas = "FSDP", len(fsdp_ranks(module))
+    if replicas not in (0, number):
         raise ArgumentError(
-            f"stage {stage} gives a loss on {copies} copies under {wrapper}, which see different data, but "
-            f"num_loss_shards is {number}; copies that see the same data need no {wrapper}, and stages that differ are "
-            "named, {stage: number, ...}"
+            f"stage {stage} gives a loss on {replicas} replicas under {wrapper}, which see different data, but "
+            f"num_loss_shards is {number}; replicas that see the same data need no {wrapper}, and stages that differ "
+            "are named, {stage: number, ...}"
         )
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from reshard.coordination.communicator import find_channel
-from reshard.coordination.decide import Record, describe_error, resolve
-from reshard.coordination.liveness.call_sequence import tell_error
+from reshard.coordination.decide import Request, describe_error, resolve
+from reshard.coordination.liveness.call_sequence import report_error
 from reshard.coordination.process_group import check_inside, find_group
 from reshard.errors import ArgumentError, RemoteError, ReshardError
 from reshard.formatting import format_ranks
@@ -32,10 +32,10 @@ from ..simulation.replay import PipelineTimeline
 from ..simulation.validate import check_schedule, has_one_order
 from .data_parallel import LossShards, check_loss_shards, warn_of_drift
 from .executor import Iteration, Parts, Step
-from .grad_sync import Copies, find_copies
-from .p2p import Crossings, find_device_type, make_ways
+from .grad_sync import ReplicaSync, find_replicas
+from .p2p import StageTransfers, find_device_type, make_channel_movers
 from .stage import StageRun
-from .tied_params import Tie, Ties, check_ties
+from .tied_params import TiedParameter, TiedParameters, check_ties
 from .timeline_gather import gather
 
 #: ``{stage: [{name: tensor} of each microbatch]}``
@@ -46,7 +46,7 @@ class Engine:
     """Runs a schedule, iteration after iteration. Every rank of the pipeline makes one, and calls it equally often.
 
     Gradients add up in the parameters' ``.grad``, as those of the total loss: the weighted sum over microbatches, and
-    over ranks of the losses of copies that see different data. What to do with them is the caller's affair.
+    over ranks of the losses of replicas that see different data. What to do with them is the caller's affair.
 
     Args:
         schedule: what to run. pipeline: what it is made for; every stage with a mesh, every edge with tensors.
@@ -59,7 +59,7 @@ class Engine:
             its loss weighs as much less.
         ties: parameters that several stages have; the first stage's values are taken by the others now. A stage whose
             ranks see different data needs DDP or FSDP there.
-        num_loss_shards: how many copies of the stage with the loss see different data; the total is their mean. Where
+        num_loss_shards: how many replicas of the stage with the loss see different data; the total is their mean. Where
             several stages give a loss, ``{stage: number}``, 1 for those left out.
         signal_only: move one element in place of each tensor, and compute on zeros; shows what communication costs.
         timeout_seconds: how long ranks may take to agree, and each transfer to finish, including the wait for whoever
@@ -81,7 +81,7 @@ class Engine:
         topology: Topology | None = None,
         strategy: str | Strategy | None = None,
         last_pipeline: Pipeline | None = None,
-        ties: Sequence[Tie] = (),
+        ties: Sequence[TiedParameter] = (),
         num_loss_shards: LossShards = 1,
         signal_only: bool = False,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
@@ -97,10 +97,10 @@ class Engine:
             ranks = _find_ranks(pipeline)
             check_inside(self._group, ranks)
         except ReshardError as error:
-            tell_error(self._group, error)
+            report_error(self._group, error)
             raise
         channel = self._channel = find_channel(self._group, ranks)
-        record = Record(self._group.rank, hostname=self._group.hostname)
+        request = Request(self._group.rank, hostname=self._group.hostname)
         agreeing_seconds = DEFAULT_TIMEOUT_SECONDS
         try:
             agreeing_seconds = timeout_seconds = self._timeout_seconds = check_timeout(timeout_seconds)
@@ -114,40 +114,40 @@ class Engine:
             check_loss_shards(num_loss_shards, pipeline)
             self._stages = self._make_stages(modules)
             if self._group.process_group is not None:
-                self._find_copies()  # are they ranks of their stage?
+                self._find_replicas()  # are they ranks of their stage?
             check_ties(ties, pipeline, modules, self._group.rank)
-            record.arguments = _describe(schedule, pipeline, last_pipeline, strategy, topology)
-            record.arguments.append(("the number of ties", str(len(ties))))
-            record.arguments += [(f"tie {number}", str(tie)) for number, tie in enumerate(ties)]
-            record.arguments += [("num_loss_shards", _sorted_text(num_loss_shards)), ("signal_only", str(signal_only))]
+            request.arguments = _describe(schedule, pipeline, last_pipeline, strategy, topology)
+            request.arguments.append(("the number of ties", str(len(ties))))
+            request.arguments += [(f"tie {number}", str(tie)) for number, tie in enumerate(ties)]
+            request.arguments += [("num_loss_shards", _sorted_text(num_loss_shards)), ("signal_only", str(signal_only))]
             device = find_device_type(modules)
-            record.arguments.append(("the type of device", device))
+            request.arguments.append(("the type of device", device))
         except Exception as error:  # whatever is wrong on this rank, the others must hear of it
-            record.error, device = describe_error(error), "cpu"
-        _, verdict = channel.agree(record, lambda records: resolve(records, {}), agreeing_seconds)
+            request.error, device = describe_error(error), "cpu"
+        _, decision = channel.agree(request, lambda requests: resolve(requests, {}), agreeing_seconds)
         if topology is None:
-            topology = Topology.from_hostnames([verdict.hostnames.get(rank, "") for rank in range(ranks[-1] + 1)])
+            topology = Topology.from_hostnames([decision.hostnames.get(rank, "") for rank in range(ranks[-1] + 1)])
         pipelines = tuple(one for one in (pipeline, last_pipeline) if one is not None)
-        crossings = []
+        transfers = []
         for one in pipelines:
-            ways = make_ways(one, schedule.row_of_stage, topology, strategy, signal_only=signal_only)
+            ways = make_channel_movers(one, schedule.row_of_stage, topology, strategy, signal_only=signal_only)
             options = {"signal_only": signal_only, "apart": not has_one_order(schedule)}
-            crossings.append(Crossings(ways, self._group, timeout_seconds, device=device, **options))
+            transfers.append(StageTransfers(ways, self._group, timeout_seconds, device=device, **options))
         for stage, run in self._stages.items():
             warn_of_drift(pipeline, stage, run.module)
         try:
-            copies = [
-                Copies(stage, self._stages[stage].module, self._group, its, device, timeout_seconds)
-                for stage, its in self._find_copies().items()
+            replicas = [
+                ReplicaSync(stage, self._stages[stage].module, self._group, its, device, timeout_seconds)
+                for stage, its in self._find_replicas().items()
             ]
         except ReshardError as error:
-            for each in crossings:  # ranks of other stages begin a step meanwhile
+            for each in transfers:  # ranks of other stages begin a step meanwhile
                 each.fail(error)
             raise
-        joined = Ties(ties, pipeline, modules, self._group, topology, strategy, timeout_seconds, device)
+        joined = TiedParameters(ties, pipeline, modules, self._group, topology, strategy, timeout_seconds, device)
         joined.share_values()
         self._parts = Parts(
-            schedule, self.row, self._stages, pipelines, tuple(crossings), tuple(copies), joined, num_loss_shards
+            schedule, self.row, self._stages, pipelines, tuple(transfers), tuple(replicas), joined, num_loss_shards
         )
         self._iteration: Iteration | None = None
 
@@ -165,17 +165,17 @@ class Engine:
             stage: StageRun(stage, modules[stage], self.pipeline, self._group.rank, halves[stage]) for stage in ours
         }
 
-    def _find_copies(self) -> dict[int, tuple[int, ...]]:
+    def _find_replicas(self) -> dict[int, tuple[int, ...]]:
         """Of each stage of this rank that is under DDP the ranks that DDP joins."""
         found = {}
         for stage, run in self._stages.items():
             mesh = self.pipeline.stages[stage].mesh
             assert mesh is not None
-            found[stage] = find_copies(self._group, stage, run.module, mesh)
+            found[stage] = find_replicas(self._group, stage, run.module, mesh)
         return {stage: ranks for stage, ranks in found.items() if ranks}
 
     def step(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:
-        """One iteration: forward and backward of every microbatch, and sums over copies.
+        """One iteration: forward and backward of every microbatch, and sums over replicas.
 
         Args:
             feed: what stages of this rank get from outside, ``{stage: [{name: tensor} of each microbatch]}``; stages of
@@ -202,10 +202,10 @@ class Engine:
             error = self._place(error)
             for stage in self._stages.values():
                 stage.forget()
-            for crossings in self._parts.crossings:
-                crossings.fail(error)
-            for copies in self._parts.copies:
-                copies.fail(error)
+            for transfers in self._parts.transfers:
+                transfers.fail(error)
+            for replicas in self._parts.replicas:
+                replicas.fail(error)
             self._parts.ties.fail(error)
             raise
         finally:
@@ -223,7 +223,7 @@ class Engine:
         if doing.kind is Kind.I:
             error.add_note(
                 "This backward is made in two halves. A module that asks for gradients in its forward "
-                "needs whole ones: fitted(..., can_split=False)"
+                "needs whole ones: auto_schedule(..., can_split=False)"
             )
         return RemoteError(f"rank {self._group.rank} {where}: {type(error).__name__}: {error}")
 
@@ -240,8 +240,8 @@ class Engine:
     def close(self) -> None:
         """End the threads that move tensors."""
         self._closed = True
-        for crossings in self._parts.crossings:
-            crossings.close()
+        for transfers in self._parts.transfers:
+            transfers.close()
         self._parts.ties.close()
 
     def __enter__(self) -> Engine:
@@ -289,8 +289,8 @@ def _check_types(schedule: Any, pipeline: Any, last_pipeline: Any, ties: Any) ->
     if last_pipeline is not None:
         wanted.append(("last_pipeline", last_pipeline, Pipeline))
     if not isinstance(ties, Sequence):
-        raise ArgumentError(f"ties are a list of Tie, not {type(ties).__name__}")
-    for what, value, kind in [*wanted, *(("a tie", tie, Tie) for tie in ties)]:
+        raise ArgumentError(f"ties are a list of TiedParameter, not {type(ties).__name__}")
+    for what, value, kind in [*wanted, *(("a tie", tie, TiedParameter) for tie in ties)]:
         if not isinstance(value, kind):
             raise ArgumentError(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
 

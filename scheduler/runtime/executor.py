@@ -15,12 +15,12 @@ from reshard.errors import ArgumentError
 
 from ..graph import Pipeline
 from ..ir.schedule import Action, Channel, Kind, Schedule
-from .data_parallel import LossShards, check_copies_of_loss, loss_shards_of
-from .grad_sync import Copies, hear, is_of_a_connection, put_back, set_aside
-from .p2p import Crossing, Crossings
+from .data_parallel import LossShards, check_loss_replicas, loss_shards_of
+from .grad_sync import ReplicaSync, hear, is_of_a_connection, put_back, set_aside
+from .p2p import StageTransfer, StageTransfers
 from .stage import StageRun, Tensors
-from .tied_params import Ties
-from .timeline_gather import Measured, Moment, Passage
+from .tied_params import TiedParameters
+from .timeline_gather import Moment, StepRecord, TransferRecord
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine holds on a rank; of pipelines and crossings the last ones are those of the last microbatch."""
+    """What an engine holds on a rank; of pipelines and transfers the last ones are those of the last microbatch."""
 
     schedule: Schedule
     row: int
     stages: Mapping[int, StageRun]
     pipelines: tuple[Pipeline, ...]
-    crossings: tuple[Crossings, ...]
-    copies: tuple[Copies, ...]
-    ties: Ties
+    transfers: tuple[StageTransfers, ...]
+    replicas: tuple[ReplicaSync, ...]
+    ties: TiedParameters
     num_loss_shards: LossShards
 
 
@@ -63,11 +63,11 @@ class Iteration:
     def __init__(self, parts: Parts, feed: Mapping[int, Sequence[Mapping[str, Any]]], weights: Sequence[float]) -> None:
         self.parts, self.feed, self.weights = parts, feed, weights
         self.schedule, self.pipeline, self.stages = parts.schedule, parts.pipelines[0], parts.stages
-        self.under_way: dict[tuple[Channel, int], Crossing] = {}  # received, or handed on within this row
-        self.sends: deque[Crossing] = deque()
+        self.under_way: dict[tuple[Channel, int], StageTransfer] = {}  # received, or handed on within this row
+        self.sends: deque[StageTransfer] = deque()
         self.losses: dict[int, torch.Tensor] = {}
         self.gives_loss: dict[int, bool] = {}
-        self.measured = Measured(parts.row)
+        self.measured = StepRecord(parts.row)
         self.waited = 0.0
         self.doing: Action | None = None
         self.last_backward = {
@@ -82,11 +82,11 @@ class Iteration:
     def run(self) -> Step:
         """Do all of it."""
         begun = time.monotonic()
-        summed = [parameter for copies in self.parts.copies for parameter in copies.parameters()]
+        summed = [parameter for replicas in self.parts.replicas for parameter in replicas.parameters()]
         kept = set_aside([*summed, *self.parts.ties.parameters()])
         try:
-            for copies in self.parts.copies:
-                copies.begin(self.look)
+            for replicas in self.parts.replicas:
+                replicas.begin(self.look)
             for action in self.actions:
                 self.doing = action
                 if action.kind.is_transfer:
@@ -94,22 +94,22 @@ class Iteration:
                 else:
                     self.compute(action)
             self.doing = None
-            for crossing in self.sends:
-                crossing.wait()
+            for transfer in self.sends:
+                transfer.wait()
             already: set[int] = set()
-            for copies in self.parts.copies:
-                copies.add_gradients(self.look, already)
+            for replicas in self.parts.replicas:
+                replicas.add_gradients(self.look, already)
             self.parts.ties.add_gradients()
             for passage in self.measured.passages:  # on a GPU a transfer that was waited for may still fail
-                passage.crossing.synchronize()
+                passage.transfer.synchronize()
         except Exception as error:
             if is_of_a_connection(error):
                 hear(self.look)  # raises, if somebody knows better
             raise
         finally:
             put_back(kept)
-            for copies in self.parts.copies:
-                copies.end()
+            for replicas in self.parts.replicas:
+                replicas.end()
         num = self.schedule.num_microbatches
         losses = tuple(float(self.losses[m]) for m in range(num)) if self.losses else ()
         loss = sum(w * x for w, x in zip(self.weights, losses, strict=True)) if losses else None
@@ -117,18 +117,18 @@ class Iteration:
 
     def look(self) -> None:
         """Raise what another rank told of."""
-        for crossings in self.parts.crossings:
-            crossings.look()
-        for copies in self.parts.copies:
-            copies.check()
+        for transfers in self.parts.transfers:
+            transfers.look()
+        for replicas in self.parts.replicas:
+            replicas.check()
 
     def is_last(self, microbatch: int) -> bool:
         """Whether it may be smaller than others."""
         return microbatch == self.schedule.num_microbatches - 1
 
-    def crossings(self, microbatch: int) -> Crossings:
+    def transfers(self, microbatch: int) -> StageTransfers:
         """Those that move it."""
-        return self.parts.crossings[-1 if self.is_last(microbatch) else 0]
+        return self.parts.transfers[-1 if self.is_last(microbatch) else 0]
 
     def move(self, action: Action) -> None:
         """Start one end of a transfer; wait for its end if it blocks."""
@@ -138,18 +138,18 @@ class Iteration:
             held = self.under_way.pop((channel, microbatch))
             tensors = held.wait()
             _check_unchanged(channel, tensors, held.versions)
-            crossing = self.crossings(microbatch).send(channel, tensors)
-            crossing.made_at = held.made_at
-            crossing.keep(lambda: _check_unchanged(channel, tensors, held.versions))
-            self.sends.append(crossing)
+            transfer = self.transfers(microbatch).send(channel, tensors)
+            transfer.made_at = held.made_at
+            transfer.keep(lambda: _check_unchanged(channel, tensors, held.versions))
+            self.sends.append(transfer)
             while self.sends and self.sends[0].is_over():
                 self.sends.popleft().wait()
         else:
-            crossing = self.crossings(microbatch).recv(channel)
-            self.under_way[channel, microbatch] = crossing
-        self.measured.passages.append(Passage(channel, microbatch, action.kind.is_send, crossing))
+            transfer = self.transfers(microbatch).recv(channel)
+            self.under_way[channel, microbatch] = transfer
+        self.measured.passages.append(TransferRecord(channel, microbatch, action.kind.is_send, transfer))
         if action.blocks:
-            crossing.wait()
+            transfer.wait()
             self.waited += time.monotonic() - begun
             self.measured.moments.append(Moment(action, begun, begun, time.monotonic()))
 
@@ -189,7 +189,7 @@ class Iteration:
         if loss is not None:
             mesh = self.pipeline.stages[stage].mesh
             assert mesh is not None
-            check_copies_of_loss(stage, run.module, self.parts.num_loss_shards, mesh.size)
+            check_loss_replicas(stage, run.module, self.parts.num_loss_shards, mesh.size)
             self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss
         self.hand_on(stage, microbatch, sent, is_forward=True)
 
@@ -205,13 +205,13 @@ class Iteration:
             channel = Channel(stage, other, is_forward)
             versions = {name: array._version for name, array in tensors.items()}
             if self.schedule.row_of_stage[other] == self.parts.row:
-                crossing = self.crossings(microbatch).send(channel, tensors)
-                crossing.keep(functools.partial(_check_unchanged, channel, tensors, versions))
+                transfer = self.transfers(microbatch).send(channel, tensors)
+                transfer.keep(functools.partial(_check_unchanged, channel, tensors, versions))
             else:
-                crossing = Crossing(None, tensors)
-                crossing.versions = versions
-            crossing.made_at = now
-            self.under_way[channel, microbatch] = crossing
+                transfer = StageTransfer(None, tensors)
+                transfer.versions = versions
+            transfer.made_at = now
+            self.under_way[channel, microbatch] = transfer
 
 
 def _check_unchanged(channel: Channel, tensors: Tensors, versions: Mapping[str, int]) -> None:

@@ -1,8 +1,9 @@
-"""Copies of a stage under DDP: before a step they share buffers, behind it they add gradients.
+"""ReplicaSync of a stage under DDP: before a step they share buffers, behind it they add gradients.
 
 DDP's reducer sums inside a backward, where nobody sees a copy that has failed; so it never runs. Nor is DDP's own group
-used: a step that fails leaves what some copies have posted there and others have not, and the next step would be paired
-with that. Copies have connections of their own, which are made anew behind an error, and hear of one by their channel.
+used: a step that fails leaves what some replicas have posted there and others have not, and the next step would be
+paired with that. ReplicaSync have connections of their own, which are made anew behind an error, and hear of one by
+their channel.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reshard.api.tensor_checks import shares_with_itself
 from reshard.coordination.communicator import find_channel
-from reshard.coordination.decide import Record, resolve
+from reshard.coordination.decide import Request, resolve
 from reshard.coordination.liveness.heartbeat import Monitor
 from reshard.coordination.process_group import Group
 from reshard.errors import ArgumentError, DisagreementError, RemoteError, ReshardError, TransferTimeoutError
@@ -42,7 +43,7 @@ Look = Callable[[], None]
 Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def find_copies(group: Group, stage: int, module: Any, mesh: Mesh) -> tuple[int, ...]:
+def find_replicas(group: Group, stage: int, module: Any, mesh: Mesh) -> tuple[int, ...]:
     """The ranks of the group that DDP joins, ascending; none where the module is not under DDP.
 
     Raises:
@@ -72,7 +73,7 @@ def _check_inside(stage: int, wrapper: str, ranks: Sequence[int], mesh: Mesh) ->
         )
 
 
-class Copies:
+class ReplicaSync:
     """The ranks that have one stage under DDP, as one of them sees them.
 
     Args:
@@ -88,23 +89,23 @@ class Copies:
     ) -> None:
         self.stage, self._module, self._timeout_seconds = stage, module, timeout_seconds
         self._group, self._channel = group, find_channel(group, ranks)
-        record = Record(group.rank, hostname=group.hostname)
-        record.arguments = [(f"{what} of stage {stage}", text) for what, text in self._outline()]
-        _, verdict = self._channel.agree(record, lambda records: resolve(records, {}), timeout_seconds)
-        self._generation, self._is_begun = verdict.generation, False
-        self._connections = self._channel.collectives(verdict.generation, torch.device(device), timeout_seconds)
+        request = Request(group.rank, hostname=group.hostname)
+        request.arguments = [(f"{what} of stage {stage}", text) for what, text in self._outline()]
+        _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), timeout_seconds)
+        self._generation, self._is_begun = decision.generation, False
+        self._connections = self._channel.collectives(decision.generation, torch.device(device), timeout_seconds)
         group.held.add_user(self)
 
     # What a monitor asks, see :class:`reshard.coordination.liveness.heartbeat.Watched`
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks of all copies."""
+        """The ranks of all replicas."""
         return self._channel.members
 
-    def told_error(self) -> ReshardError | None:
+    def reported_error(self) -> ReshardError | None:
         """An error that another copy told of."""
-        return self._channel.told_error(self._generation)
+        return self._channel.reported_error(self._generation)
 
     def stop(self, error: ReshardError) -> None:
         """End with an error."""
@@ -127,20 +128,21 @@ class Copies:
 
     def check(self) -> None:
         """Raise what another copy told of."""
-        self._channel.check_told(self._generation)
+        self._channel.check_reported(self._generation)
 
     def fail(self, error: BaseException) -> None:
-        """End what other copies wait for, with an error."""
+        """End what other replicas wait for, with an error."""
         self._channel.fail(self._generation, error)
 
     def begin(self, look: Look) -> None:
-        """Before the first forward: see that all copies are alike still, and take the buffers of the first one.
+        """Before the first forward: see that all replicas are alike still, and take the buffers of the first one.
 
         Args:
-            look: called now and then while copies wait for each other; raises when a rank has failed.
+            look: called now and then while replicas wait for each other; raises when a rank has failed.
 
         Raises:
-            DisagreementError: copies have different parameters or buffers. TransferTimeoutError, RemoteError: some copy
+            DisagreementError: replicas have different parameters or buffers. TransferTimeoutError, RemoteError: some
+            copy
                 did not come.
         """
         self._is_begun, self._shares_itself = True, self._module.require_forward_param_sync
@@ -156,7 +158,7 @@ class Copies:
         for (what, text), high, low in zip(outline, most.tolist()[::2], most.tolist()[1::2], strict=True):
             if high != -low:
                 raise DisagreementError(
-                    f"copies of stage {self.stage} have different {what}; rank {self._channel.group.rank} has {text}"
+                    f"replicas of stage {self.stage} have different {what}; rank {self._channel.group.rank} has {text}"
                 )
         self._share_buffers(look)
 
@@ -169,7 +171,7 @@ class Copies:
             Monitor.of(self._group).forget(self)
 
     def add_gradients(self, look: Look, summed: set[int]) -> None:
-        """Behind the last backward: add the gradients of all copies. What no copy used keeps none.
+        """Behind the last backward: add the gradients of all replicas. What no copy used keeps none.
 
         Args:
             look: see :meth:`begin`. summed: ids of parameters that are dealt with already, as another stage has them
@@ -211,12 +213,12 @@ class Copies:
         return name not in self._module.parameters_to_ignore
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Those that copies share, dense ones."""
+        """Those that replicas share, dense ones."""
         named = self._module.module.named_buffers() if self._module.broadcast_buffers else ()
         return [(name, each) for name, each in named if self._is_joined(name) and each.layout is torch.strided]
 
     def _outline(self) -> list[tuple[str, str]]:
-        """What all copies must have alike."""
+        """What all replicas must have alike."""
 
         def describe(named: Iterable[tuple[str, torch.Tensor]]) -> str:
             return ", ".join(f"{name} {_gradient_dtype(each)} {list(each.shape)}" for name, each in named)
@@ -231,7 +233,7 @@ class Copies:
             if shares_with_itself(buffer):
                 raise ArgumentError(
                     f"buffer {name!r} of stage {self.stage} has strides {buffer.stride()}: several of its elements are "
-                    "one place in memory, which cannot be shared between copies"
+                    "one place in memory, which cannot be shared between replicas"
                 )
             by_device.setdefault(buffer.device, []).append(buffer.detach())
         for buffers in by_device.values():
@@ -245,7 +247,7 @@ class Copies:
     # Collectives
 
     def _on_device(self, numbers: list[int]) -> torch.Tensor:
-        """Integers that the copies' connections can carry."""
+        """Integers that the replicas' connections can carry."""
         named = itertools.chain(self._module.module.named_parameters(), self._buffers())
         first = next((each for name, each in named if self._is_joined(name)), None)
         return torch.tensor(numbers, dtype=torch.int64, device=None if first is None else first.device)
@@ -271,8 +273,8 @@ class Copies:
                 now = time.monotonic()
                 if now > deadline:
                     raise TransferTimeoutError(
-                        f"a copy of stage {self.stage} did not come within {self._timeout_seconds:g} s to where copies "
-                        f"{what}"
+                        f"a replica of stage {self.stage} did not come within {self._timeout_seconds:g} s to where "
+                        f"replicas {what}"
                     )
                 if now - looked > LOOK_SECONDS:
                     looked = now
@@ -283,14 +285,14 @@ class Copies:
             if isinstance(error, ReshardError):
                 raise
             hear(functools.partial(self._look_for_left, what, look))
-            raise RemoteError(f"a copy of stage {self.stage} is gone where copies {what}: {error}") from error
+            raise RemoteError(f"a replica of stage {self.stage} is gone where replicas {what}: {error}") from error
 
     def _look_for_left(self, what: str, look: Look) -> None:
         """Raise what others told of, or who has ended its process in order."""
         look()
-        rank = self._channel.meeting.find_left()
+        rank = self._channel.rendezvous.links.find_left()
         if rank is not None:
-            raise RemoteError(f"rank {rank} has ended, a copy of stage {self.stage}, before copies {what}")
+            raise RemoteError(f"rank {rank} has ended, a replica of stage {self.stage}, before replicas {what}")
 
 
 def hear(look: Look) -> None:

@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Way:
+class ChannelMover:
     """One direction of an edge: what moves, and the plan; None where nothing moves, or nothing has to."""
 
     channel: Channel
@@ -51,14 +51,14 @@ def find_device_type(modules: Mapping[int, torch.nn.Module]) -> str:
     return next(iter(kinds), "cpu")
 
 
-def make_ways(
+def make_channel_movers(
     pipeline: Pipeline,
     row_of_stage: Iterable[int],
     topology: Topology,
     strategy: str | Strategy | None,
     *,
     signal_only: bool = False,
-) -> list[Way]:
+) -> list[ChannelMover]:
     """Both directions of all edges, in one order for all ranks."""
     rows = tuple(row_of_stage)
     ways = []
@@ -67,7 +67,7 @@ def make_ways(
             moved = [_signal(spec) for spec in tensors] if signal_only else tensors
             stays = rows[edge.src] == rows[edge.dst] and all(spec.src == spec.dst for spec in tensors)
             plan = None if stays or not moved else plan_tensors(moved, strategy=strategy, topology=topology)
-            ways.append(Way(channel, tensors, plan))
+            ways.append(ChannelMover(channel, tensors, plan))
     return ways
 
 
@@ -83,7 +83,7 @@ def _signal(spec: TensorSpec) -> TensorSpec:
     return replace(spec, shape=(1,), src=Layout(Mesh(spec.src.ranks)), dst=Layout(Mesh(spec.dst.ranks)))
 
 
-class Crossing:
+class StageTransfer:
     """One transfer under way; on the receiving side with what it brings.
 
     ``made_at`` is when what it moves was computed, by ``time.monotonic()``, where this rank knows; ``versions`` says
@@ -118,7 +118,7 @@ class Crossing:
             self.handle.synchronize()
 
 
-class Crossings:
+class StageTransfers:
     """The Movers of one rank.
 
     Args:
@@ -130,7 +130,7 @@ class Crossings:
 
     def __init__(
         self,
-        ways: Iterable[Way],
+        ways: Iterable[ChannelMover],
         group: Group,
         timeout_seconds: float,
         *,
@@ -139,7 +139,7 @@ class Crossings:
         apart: bool = False,
     ) -> None:
         self._rank, self._signal_only, self._device = group.rank, signal_only, device
-        self._ways: dict[Channel, Way] = {}
+        self._ways: dict[Channel, ChannelMover] = {}
         self._movers: dict[Channel, Mover] = {}
         self._zeros: dict[Channel, Tensors] = {}
         for number, way in enumerate(ways):
@@ -154,20 +154,20 @@ class Crossings:
                     connection=number if apart else 0,
                 )
 
-    def send(self, channel: Channel, tensors: Tensors) -> Crossing:
+    def send(self, channel: Channel, tensors: Tensors) -> StageTransfer:
         """Start the sender's part."""
         mover = self._movers.get(channel)
         if mover is None:
-            return Crossing(None, tensors)
+            return StageTransfer(None, tensors)
         if self._signal_only:
             tensors = {name: array.new_ones(1) for name, array in tensors.items()}
-        return Crossing(mover.start(tensors))
+        return StageTransfer(mover.start(tensors))
 
-    def recv(self, channel: Channel) -> Crossing:
+    def recv(self, channel: Channel) -> StageTransfer:
         """Start the receiver's part."""
         mover = self._movers.get(channel)
         if mover is None:
-            return Crossing(None)
+            return StageTransfer(None)
         if self._signal_only and channel not in self._zeros:  # made once, as they must cost nothing
             self._zeros[channel] = {
                 str(spec.name): torch.zeros(
@@ -175,7 +175,7 @@ class Crossings:
                 )
                 for spec in self._ways[channel].tensors
             }
-        return Crossing(mover.start(), self._zeros.get(channel))
+        return StageTransfer(mover.start(), self._zeros.get(channel))
 
     def look(self) -> None:
         """Raise the first error that a rank told of, if one did."""

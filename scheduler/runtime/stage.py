@@ -212,7 +212,7 @@ class StageRun:
             self._live.pop(microbatch).put_off.finish()
 
     def forget(self) -> None:
-        """Drop what a step left behind that did not end."""
+        """Drop what a step excluded that did not end."""
         for live in self._live.values():
             live.put_off.forget()
         self._live.clear()

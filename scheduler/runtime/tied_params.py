@@ -24,7 +24,7 @@ from .data_parallel import is_sharded
 
 
 @dataclass(frozen=True)
-class Tie:
+class TiedParameter:
     """One parameter of several stages. Their gradients are added after each step, so that all stay alike.
 
     Args:
@@ -58,7 +58,7 @@ class Tie:
         return f"{self.dtype} {list(self.shape)} of {places}"
 
 
-class Ties:
+class TiedParameters:
     """All ties of a pipeline, as one rank sees them.
 
     Args:
@@ -67,7 +67,7 @@ class Ties:
 
     def __init__(
         self,
-        ties: Iterable[Tie],
+        ties: Iterable[TiedParameter],
         pipeline: Pipeline,
         modules: Mapping[int, torch.nn.Module],
         group: Group,
@@ -76,7 +76,7 @@ class Ties:
         timeout_seconds: float,
         device: str = "cpu",
     ) -> None:
-        self._ties: list[tuple[Tie, dict[int, Any], dict[tuple[int, int], Mover]]] = []
+        self._ties: list[tuple[TiedParameter, dict[int, Any], dict[tuple[int, int], Mover]]] = []
         for tie in ties:
             movers = {}
             for a in sorted(tie.names):
@@ -145,7 +145,9 @@ def _exchange(
     return came
 
 
-def check_ties(ties: Iterable[Tie], pipeline: Pipeline, modules: Mapping[int, torch.nn.Module], rank: int) -> None:
+def check_ties(
+    ties: Iterable[TiedParameter], pipeline: Pipeline, modules: Mapping[int, torch.nn.Module], rank: int
+) -> None:
     """Raise ArgumentError unless this rank has the parameters that ties name, as large as they say, each in one tie."""
     taken: set[tuple[int, str]] = set()
     objects: dict[int, int] = {}
@@ -186,11 +188,11 @@ def check_ties(ties: Iterable[Tie], pipeline: Pipeline, modules: Mapping[int, to
 
 
 def _is_plain(module: torch.nn.Module, name: str) -> bool:
-    """Whether nothing adds the gradients that copies of a parameter have."""
+    """Whether nothing adds the gradients that replicas of a parameter have."""
     return not isinstance(module, DistributedDataParallel) and not hasattr(module.get_parameter(name), "to_local")
 
 
-def _layout(tie: Tie, pipeline: Pipeline, stage: int) -> AnyLayout:
+def _layout(tie: TiedParameter, pipeline: Pipeline, stage: int) -> AnyLayout:
     mesh = pipeline.stages[stage].mesh
     assert mesh is not None
     return tie.layouts.get(stage, Layout(mesh))

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from reshard.coordination.communicator import Channel as AgreementChannel
-from reshard.coordination.decide import Record, Verdict, resolve
+from reshard.coordination.decide import Decision, Request, resolve
 
 from ..ir.schedule import Action, Channel, Kind
-from ..simulation.replay import Crossing as TimedCrossing, PipelineTimeline, Span
-from .p2p import Crossing
+from ..simulation.replay import PipelineTimeline, Span, StageTransfer as TimedTransfer
+from .p2p import StageTransfer
 
 
 @dataclass(frozen=True)
@@ -29,29 +29,29 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Passage:
+class TransferRecord:
     """One end of a transfer, that of this rank."""
 
     channel: Channel
     microbatch: int
     is_send: bool
-    crossing: Crossing
+    transfer: StageTransfer
 
 
 @dataclass
-class Measured:
+class StepRecord:
     """One rank's part of a step."""
 
     row: int
     moments: list[Moment] = field(default_factory=list)
-    passages: list[Passage] = field(default_factory=list)
+    passages: list[TransferRecord] = field(default_factory=list)
 
 
 _Times = tuple[Channel, int, bool, float | None, float | None, float | None]
-_Own = tuple[int, list[Moment], list[_Times], str, float]  # row, moments, passages, the machine, and its clock
+_Own = tuple[int, list[Moment], list[_Times], str, float]  # row, moments, transfers, the machine, and its clock
 
 
-def gather(measured: Measured, channel: AgreementChannel, timeout_seconds: float) -> PipelineTimeline:
+def gather(measured: StepRecord, channel: AgreementChannel, timeout_seconds: float) -> PipelineTimeline:
     """The timeline of all ranks of a channel, each of which calls.
 
     Ranks of one machine share a clock; between machines clocks are set by meeting, to a millisecond or so. A row is
@@ -62,20 +62,20 @@ def gather(measured: Measured, channel: AgreementChannel, timeout_seconds: float
     """
     passages: list[_Times] = []
     for passage in measured.passages:
-        handle = passage.crossing.handle
+        handle = passage.transfer.handle
         begun, ended = (None, None) if handle is None else (handle.begun_at, handle.ended_at)
-        passages.append((passage.channel, passage.microbatch, passage.is_send, passage.crossing.made_at, begun, ended))
+        passages.append((passage.channel, passage.microbatch, passage.is_send, passage.transfer.made_at, begun, ended))
     rank = channel.group.rank
-    channel.agree(Record(rank), _put_together, timeout_seconds)
+    channel.agree(Request(rank), _put_together, timeout_seconds)
     own = (measured.row, measured.moments, passages, _boot_id(), time.monotonic())
-    _, verdict = channel.agree(Record(rank, said=_to_json(own)), _put_together, timeout_seconds)
-    return _merge([_from_json(verdict.said[rank]) for rank in sorted(verdict.said)])
+    _, decision = channel.agree(Request(rank, said=_to_json(own)), _put_together, timeout_seconds)
+    return _merge([_from_json(decision.said[rank]) for rank in sorted(decision.said)])
 
 
-def _put_together(records: list[Record]) -> Verdict:
-    verdict = resolve(records, {})
-    verdict.said = {record.rank: record.said for record in records}
-    return verdict
+def _put_together(requests: list[Request]) -> Decision:
+    decision = resolve(requests, {})
+    decision.said = {request.rank: request.said for request in requests}
+    return decision
 
 
 def _to_json(own: _Own) -> list[Any]:
@@ -138,13 +138,13 @@ def _merge(everybody: Sequence[Any]) -> PipelineTimeline:
         for moment in moments:
             since, start, end = (when - clock - first for when in (moment.since, moment.start, moment.end))
             spans.append(Span(row, moment.action, start, end, _exposed(moment.action, since, start, ready)))
-    crossings = [
-        TimedCrossing(channel, microbatch, at.ready, at.start, max(at.end, at.start))
+    transfers = [
+        TimedTransfer(channel, microbatch, at.ready, at.start, max(at.end, at.start))
         for (channel, microbatch), at in ends.items()
     ]
     return PipelineTimeline(
         tuple(sorted(spans, key=lambda span: (span.start, span.row))),
-        tuple(sorted(crossings, key=lambda crossing: crossing.start)),
+        tuple(sorted(transfers, key=lambda transfer: transfer.start)),
     )
 
 

@@ -13,10 +13,10 @@ from ..graph import Pipeline, check_limit
 from ..ir.communication import add_transfers, compute_rows
 from ..ir.schedule import Action, Kind, Schedule
 from ..simulation.replay import simulate
-from .classic import check_microbatches, eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
+from .classic import check_microbatches, eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from .list_scheduling import Policy, order_greedily
 
-NAME = "fitted"
+NAME = "auto_schedule"
 #: What part of the makespan is given up for memory: real computations are slower the more is kept, by more than this.
 SLACK = 0.003
 #: Makespans that differ by less are equal, and then memory decides, and then how few actions there are.
@@ -41,7 +41,7 @@ class _Found:
         return (self.peak_bytes, self.num_actions) < (other.peak_bytes, other.num_actions)
 
 
-def fitted(
+def auto_schedule(
     pipeline: Pipeline,
     num_microbatches: int,
     *,
@@ -85,7 +85,7 @@ def fitted(
     for schedule in _known(pipeline, num_microbatches, rows, can_split):
         search.look_at(schedule, None)
     if memory_limit_bytes is not None:  # with more room it is never slower than without
-        free = fitted(pipeline, num_microbatches, row_of_stage=row_of_stage, can_split=can_split)
+        free = auto_schedule(pipeline, num_microbatches, row_of_stage=row_of_stage, can_split=can_split)
         search.look_at(free, None)
     for depths in depths_tried:
         for policy in _policies(depths, can_split):
@@ -237,7 +237,7 @@ def _known(pipeline: Pipeline, num_microbatches: int, rows: tuple[int, ...], can
     num = len(rows)
     if sorted(rows) == list(range(num)):  # one stage each, in whatever order
         builders: list[Callable[[Pipeline, int], Schedule]] = [one_f_one_b, eager_1f1b, gpipe]
-        for build in [*builders, zero_bubble] if can_split else builders:
+        for build in [*builders, zb_h1] if can_split else builders:
             made = build(pipeline, num_microbatches)
             yield replace(made, rows=tuple(made.rows[rows.index(row)] for row in range(num)), row_of_stage=rows)
     num_rows = max(rows) + 1
@@ -258,8 +258,8 @@ def _policies(depths: tuple[int, ...], can_split: bool) -> Iterable[Policy]:
 def _depths(pipeline: Pipeline) -> list[tuple[int, ...]]:
     """How many microbatches each stage needs in flight: at least, by its round trip, and with some for each boundary.
 
-    The second is the rule: a boundary with k forwards more in flight than the next one hides its crossings if k - 1 of
-    them take the stages as long as the crossings.
+    The second is the rule: a boundary with k forwards more in flight than the next one hides its transfers if k - 1 of
+    them take the stages as long as the transfers.
     """
     stages, num = pipeline.stages, len(pipeline.stages)
     pace = max([stage.forward_seconds + stage.backward_seconds for stage in stages] + _link_seconds(pipeline))
@@ -269,9 +269,9 @@ def _depths(pipeline: Pipeline) -> list[tuple[int, ...]]:
         beyond = 0.0
         for d in pipeline.outputs[s]:
             edge = pipeline.edge_between[s, d]
-            crossing = edge.forward_seconds + edge.backward_seconds
-            beyond = max(beyond, crossing + round_trip[d])
-            by_rule[s] = max(by_rule[s], by_rule[d] + 1 + (math.ceil(crossing / pace - 1e-9) if pace else 0))
+            transfer = edge.forward_seconds + edge.backward_seconds
+            beyond = max(beyond, transfer + round_trip[d])
+            by_rule[s] = max(by_rule[s], by_rule[d] + 1 + (math.ceil(transfer / pace - 1e-9) if pace else 0))
         round_trip[s] = beyond + stages[s].forward_seconds + stages[s].backward_seconds
     exact = [max(1, math.ceil(trip / pace - 1e-9)) if pace else 1 for trip in round_trip]
     return [tuple(exact), tuple(by_rule)]

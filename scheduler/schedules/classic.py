@@ -78,7 +78,7 @@ def interleaved_1f1b(pipeline: Pipeline, num_microbatches: int, num_rows: int) -
     return add_transfers("interleaved-1f1b", rows, pipeline, row_of_stage, num_microbatches)
 
 
-def zero_bubble(pipeline: Pipeline, num_microbatches: int) -> Schedule:
+def zb_h1(pipeline: Pipeline, num_microbatches: int) -> Schedule:
     """1F1B with the backward in halves: the weights' half of stage i comes i microbatches later, into the bubble.
 
     Peak in flight: that of stage 0 in 1F1B, on every stage. Source: ZB-H1 (Qi et al., 2023).

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..graph import Pipeline
 from ..ir.schedule import Action, Channel, Kind
-from ..simulation.replay import Line, make_lines, share_links
+from ..simulation.replay import ChannelState, make_channel_states, share_links
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _Greedy:
         self.on_row: list[list[int]] = [[] for _ in range(max(row_of_stage) + 1)]
         for stage, row in enumerate(row_of_stage):
             self.on_row[row].append(stage)
-        self.lines = make_lines(pipeline)
+        self.lines = make_channel_states(pipeline)
         for stage in range(len(pipeline.stages)):
             for other in pipeline.inputs[stage]:
                 self.stages[stage].came[other, True] = 0
@@ -173,13 +173,13 @@ class _Greedy:
             line.sent.append((action.microbatch, self.now))
             self.go_on(line)
 
-    def arrive(self, line: Line) -> None:
+    def arrive(self, line: ChannelState) -> None:
         line.end(self.now)
         self.stages[line.channel.receiver].came[line.channel.sender, line.channel.is_forward] += 1
         self.go_on(line)
 
-    def go_on(self, line: Line) -> None:
-        """Let the next crossing of a channel flow."""
+    def go_on(self, line: ChannelState) -> None:
+        """Let the next transfer of a channel flow."""
         while line.left is None and line.at < len(line.sent):
             line.begin(self.now)
             if line.seconds == 0:

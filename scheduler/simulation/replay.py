@@ -28,7 +28,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class StageTransfer:
     """One transfer: when its data was there, when both ends had come and it flowed, and when it had arrived."""
 
     channel: Channel
@@ -43,7 +43,7 @@ class PipelineTimeline:
     """When everything happens. ``spans`` are computations and waits of actions that block, by start."""
 
     spans: tuple[Span, ...]
-    crossings: tuple[Crossing, ...]
+    transfers: tuple[StageTransfer, ...]
 
     @cached_property
     def makespan_seconds(self) -> float:
@@ -81,8 +81,8 @@ def simulate(schedule: Schedule, pipeline: Pipeline) -> PipelineTimeline:
 
 
 @dataclass
-class Line:
-    """A channel: crossings in the order in which their ends have come; ``at`` is the first that has not ended."""
+class ChannelState:
+    """A channel: transfers in the order in which their ends have come; ``at`` is the first that has not ended."""
 
     channel: Channel
     seconds: float
@@ -90,7 +90,7 @@ class Line:
     sent: list[tuple[int, float]] = field(default_factory=list)  # microbatch and when its data was there
     received: list[int] = field(default_factory=list)
     at: int = 0
-    left: float | None = None  # of the crossing under way, as a part of it
+    left: float | None = None  # of the transfer under way, as a part of it
     started: float = 0.0
     rate: float = 0.0
     arrived: dict[int, float] = field(default_factory=dict)
@@ -106,35 +106,35 @@ class Line:
 
     @property
     def seconds_left(self) -> float:
-        """Of the crossing under way at its rate of now."""
+        """Of the transfer under way at its rate of now."""
         return math.inf if self.left is None or not self.rate else self.left * self.seconds / self.rate
 
     def begin(self, now: float) -> None:
-        """Let the next crossing flow."""
+        """Let the next transfer flow."""
         self.left, self.started, self.rate = 1.0, now, 0.0
 
     def flow(self, step: float) -> bool:
-        """Let time pass; returns whether the crossing is over."""
+        """Let time pass; returns whether the transfer is over."""
         assert self.left is not None
         self.left -= step * self.rate / self.seconds
         return self.left <= _TOGETHER
 
-    def end(self, now: float) -> Crossing:
-        """The crossing has arrived."""
+    def end(self, now: float) -> StageTransfer:
+        """The transfer has arrived."""
         microbatch, ready = self.sent[self.at]
         self.left = None
         self.at += 1
         self.arrived[microbatch] = now
-        return Crossing(self.channel, microbatch, ready, self.started, now)
+        return StageTransfer(self.channel, microbatch, ready, self.started, now)
 
 
-def make_lines(pipeline: Pipeline) -> dict[Channel, Line]:
+def make_channel_states(pipeline: Pipeline) -> dict[Channel, ChannelState]:
     """The two channels of every edge, with nothing on them yet."""
     lines = {}
     for edge in pipeline.edges:
         there, back = Channel(edge.src, edge.dst, True), Channel(edge.dst, edge.src, False)
-        lines[there] = Line(there, edge.forward_seconds, edge.forward_loads)
-        lines[back] = Line(back, edge.backward_seconds, edge.backward_loads)
+        lines[there] = ChannelState(there, edge.forward_seconds, edge.forward_loads)
+        lines[back] = ChannelState(back, edge.backward_seconds, edge.backward_loads)
     return lines
 
 
@@ -146,9 +146,9 @@ class _Run:
         self.idle_since = [0.0] * len(schedule.rows)
         self.joined = [False] * len(schedule.rows)  # its action that blocks has come to its channel
         self.done: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, microbatch) -> when
-        self.lines = make_lines(pipeline)
+        self.lines = make_channel_states(pipeline)
         self.spans: list[Span] = []
-        self.crossings: list[Crossing] = []
+        self.transfers: list[StageTransfer] = []
         self.now = 0.0
 
     def run(self) -> PipelineTimeline:
@@ -163,7 +163,7 @@ class _Run:
             self.now += step
             for line in flowing:
                 if line.flow(step):
-                    self.crossings.append(line.end(self.now))
+                    self.transfers.append(line.end(self.now))
             for row, end in enumerate(self.until):
                 if end is not None and end <= self.now * (1 + _TOGETHER):
                     self.finish(row)
@@ -171,7 +171,7 @@ class _Run:
             raise ScheduleError(f"the schedule never ends: no row can do what is in brackets; {self.describe()}")
         return PipelineTimeline(
             tuple(sorted(self.spans, key=lambda span: (span.start, span.row))),
-            tuple(sorted(self.crossings, key=lambda crossing: crossing.start)),
+            tuple(sorted(self.transfers, key=lambda transfer: transfer.start)),
         )
 
     def describe(self) -> str:
@@ -202,7 +202,7 @@ class _Run:
                         )
                     line.begin(self.now)
                     if line.seconds == 0:
-                        self.crossings.append(line.end(self.now))
+                        self.transfers.append(line.end(self.now))
                     moved = True
 
     def advance(self, row: int, action: Action) -> bool:
@@ -218,7 +218,7 @@ class _Run:
         return True
 
     def join(self, row: int, action: Action) -> bool:
-        """Come to a channel; who blocks stays until the crossing has ended."""
+        """Come to a channel; who blocks stays until the transfer has ended."""
         line = self.lines.get(action.channel)
         if line is None:
             raise ScheduleError(f"row {row}: {action} is on no edge of the pipeline")
@@ -286,7 +286,7 @@ class _Run:
         self.idle_since[row] = self.now
 
 
-def share_links(flowing: Iterable[Line]) -> None:
+def share_links(flowing: Iterable[ChannelState]) -> None:
     """Set rates, as parts of what each gets alone: max-min over the links that they share."""
     lines = list(flowing)
     loads = [line.parts for line in lines]

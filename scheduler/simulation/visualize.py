@@ -19,7 +19,7 @@ def to_chrome_trace(timeline: PipelineTimeline) -> str:
     """JSON for ``chrome://tracing`` or ui.perfetto.dev: a thread per row, one per channel; times in microseconds."""
     _check_timeline(timeline)
     events: list[dict[str, object]] = []
-    channels = sorted({c.channel for c in timeline.crossings}, key=lambda c: (c.sender, c.receiver, c.is_forward))
+    channels = sorted({c.channel for c in timeline.transfers}, key=lambda c: (c.sender, c.receiver, c.is_forward))
     rows = sorted({span.row for span in timeline.spans})
     for pid, name in ((0, "stages"), (1, "transfers")):
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
@@ -30,10 +30,10 @@ def to_chrome_trace(timeline: PipelineTimeline) -> str:
         events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}})
     for span in timeline.spans:
         events.append(_event(str(span.action), 0, span.row, span.start, span.end, exposed_s=span.exposed_seconds))
-    for crossing in timeline.crossings:
-        name = f"microbatch {crossing.microbatch}"
-        tid = channels.index(crossing.channel)
-        events.append(_event(name, 1, tid, crossing.start, crossing.end, waited_s=crossing.start - crossing.ready))
+    for transfer in timeline.transfers:
+        name = f"microbatch {transfer.microbatch}"
+        tid = channels.index(transfer.channel)
+        events.append(_event(name, 1, tid, transfer.start, transfer.end, waited_s=transfer.start - transfer.ready))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 

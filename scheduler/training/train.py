@@ -27,11 +27,11 @@ from .. import (
     Pipeline,
     Schedule,
     Stage,
+    auto_schedule,
     check_schedule,
     eager_1f1b,
-    fitted,
     one_f_one_b,
-    zero_bubble,
+    zb_h1,
 )
 from ..costs import price_edge
 from ..runtime.engine import Engine
@@ -40,10 +40,10 @@ from .u_transformer import U_TRANSFORMER_CONFIGS
 
 MODELS: Mapping[str, Mapping[str, Any]] = {"gpt": GPT_CONFIGS, "u_transformer": U_TRANSFORMER_CONFIGS}
 SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
-    "fitted": fitted,
+    "auto": auto_schedule,
     "1f1b": one_f_one_b,
     "eager": eager_1f1b,
-    "zero_bubble": zero_bubble,
+    "zb_h1": zb_h1,
 }
 #: Of a stage that has not been measured: a forward, and each half of a backward as long.
 GUESS_SECONDS = 0.05
@@ -67,7 +67,7 @@ def train(rank: int, job: Job, show: bool = True) -> list[float]:
     stage = next(number for number, mesh in enumerate(meshes) if rank in mesh.ranks)
     module, can_split = make_module(config, meshes, stage)
     schedule, pipeline = make_schedule(config, meshes, job.schedule, can_split)
-    shards = _copies(config)
+    shards = _num_replicas(config)
     last_group = dist.new_group(meshes[-1].ranks)
     feed_of = _feeder(config, meshes, stage, rank, job.seed)
     optimizer = torch.optim.Adam(module.parameters(), lr=job.learning_rate)
@@ -111,35 +111,35 @@ def make_module(config: Any, meshes: Sequence[Any], stage: int) -> tuple[torch.n
 
 
 def make_schedule(config: Any, meshes: Sequence[Any], name: str, can_split: bool) -> tuple[Schedule, Pipeline]:
-    """A schedule by name, for the crossings of the configuration where every stage is a host with 10 Gbit/s."""
+    """A schedule by name, for the transfers of the configuration where every stage is a host with 10 Gbit/s."""
     hosts = [number for number, mesh in enumerate(meshes) for _ in mesh.ranks]
     topology = Topology(tuple(hosts))
     edges = tuple(price_edge(edge, topology) for edge in config.edges(list(meshes)))
     stages = tuple(Stage(GUESS_SECONDS, GUESS_SECONDS, GUESS_SECONDS, mesh=mesh) for mesh in meshes)
     pipeline = Pipeline(stages, edges)
-    options = {"can_split": can_split} if name == "fitted" else {}
-    if name == "zero_bubble" and not can_split:
-        raise SystemExit("zero_bubble halves backwards, which FSDP cannot; take 1f1b, eager or fitted")
+    options = {"can_split": can_split} if name == "auto" else {}
+    if name == "zb_h1" and not can_split:
+        raise SystemExit("zb_h1 halves backwards, which FSDP cannot; take 1f1b, eager or auto_schedule")
     schedule = SCHEDULES[name](pipeline, config.num_microbatches, **options)
     check_schedule(schedule, pipeline)
     return schedule, pipeline
 
 
-def _copies(config: Any) -> int:
-    """How many copies of the last stage see different rows."""
+def _num_replicas(config: Any) -> int:
+    """How many replicas of the last stage see different rows."""
     return config.dp if isinstance(config, GPTConfig) else len(config.meshes()[-1].ranks)
 
 
 def _feeder(config: Any, meshes: Sequence[Any], stage: int, rank: int, seed: int) -> Callable[[int], Any]:
     """What a stage of this rank is fed at a step: its rows of each microbatch."""
-    copies = _copies(config)
+    replicas = _num_replicas(config)
     place = meshes[stage].ranks.index(rank)
     if isinstance(config, GPTConfig):
         place //= config.tp
 
     def feed(step: int) -> Any:
         whole = config.feed(step, seed)
-        mine = [{name: each.chunk(copies)[place] for name, each in row.items()} for row in whole.get(stage, ())]
+        mine = [{name: each.chunk(replicas)[place] for name, each in row.items()} for row in whole.get(stage, ())]
         return {stage: mine} if mine else {}
 
     return feed
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m reshard.scheduler.training.train", description=__doc__)
     parser.add_argument("model", choices=sorted(MODELS))
     parser.add_argument("--config", default="small", help="of the model, by name (small)")
-    parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="fitted")
+    parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="auto")
     parser.add_argument("--steps", type=int, default=50, help="(50)")
     parser.add_argument("--microbatches", type=int, help="in place of the configuration's")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="of Adam (0.003)")

@@ -59,7 +59,7 @@ class UTransformerConfig:
         """Which stage has each layer."""
         return [stage for stage, count in enumerate(self.split) for _ in range(count)]
 
-    def crossings(self) -> dict[tuple[int, int], dict[str, tuple[int, int]]]:
+    def transfers(self) -> dict[tuple[int, int], dict[str, tuple[int, int]]]:
         """Between stages what passes: name to channels and side."""
         stages = self.stage_of_layer()
         found: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
@@ -106,7 +106,7 @@ class UTransformerConfig:
     def edges(self, meshes: list[Mesh]) -> list[Edge]:
         """Without costs, long skips included."""
         edges = []
-        for (src, dst), tensors in sorted(self.crossings().items()):
+        for (src, dst), tensors in sorted(self.transfers().items()):
             at, to = (Layout(meshes[stage], (("a", "b"), None, None, None)) for stage in (src, dst))
             specs = [
                 TensorSpec((self.microbatch, width, side, side), "float32", at, to, name)

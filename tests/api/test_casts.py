@@ -49,7 +49,7 @@ def _move(rank):
         name = f"{src} {dst}"
         source = take_shard(ROWS, rank, wholes[name])
         before = None if source is None else source.clone()
-        for options in ({}, {"verify": True}, {"on_loss": "carry_on"}):
+        for options in ({}, {"verify": True}, {"on_loss": "recover"}):
             check(reshard.reshard(source, ROWS, COLS, dst_dtype=dst, **options), name)
         shard = take_shard(COLS, rank, wanted[name])
         out = None if shard is None else torch.zeros(shard.shape[::-1], dtype=shard.dtype).t()  # strided

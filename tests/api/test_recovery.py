@@ -63,7 +63,7 @@ def _move(rank, victims, src, on_loss, strategy="multicast", **options):
         if error.plan is not None:
             reshard.check_plan(error.plan)
             said["plan"] = error.plan.plan_hash
-            out = error.carry_on()
+            out = error.recover()
             said["unlike"] = 0 if wanted is None else count_unlike(out, wanted)
     else:
         said["unlike"] = 0 if wanted is None else count_unlike(out, wanted)
@@ -96,7 +96,7 @@ def _moved(rank, victims, src, on_loss, options):
     ],
 )
 def test_the_others_carry_on(victims):
-    for one in _run(victims, SRC, "carry_on"):
+    for one in _run(victims, SRC, "recover"):
         assert one["unlike"] == 0 and "error" not in one, one
         assert one["seconds"] < 15, one
 
@@ -104,19 +104,19 @@ def test_the_others_carry_on(victims):
 def test_the_others_are_offered_to():
     said = _run({2: 2}, SRC, "offer")
     assert len({(one["error"], one["plan"]) for one in said}) == 1, said
-    assert said[0]["ranks"] == (2,) and "carry_on()" in said[0]["error"]
+    assert said[0]["ranks"] == (2,) and "recover()" in said[0]["error"]
     assert all(one["unlike"] == 0 for one in said)
 
 
 def test_what_nobody_holds_is_named():
-    said = _run({1: 1}, ONCE, "carry_on")
+    said = _run({1: 1}, ONCE, "recover")
     assert len({one["error"] for one in said}) == 1, said
     assert said[0]["error"].startswith("rank 1 is lost, and with it "), said
     assert said[0]["ranks"] == (1,) and said[0]["regions"]
 
 
 def _moves_well(rank):
-    return _move(rank, {}, SRC, "carry_on"), _move(rank, {}, SRC, "offer", verify=True)
+    return _move(rank, {}, SRC, "recover"), _move(rank, {}, SRC, "offer", verify=True)
 
 
 def test_without_losses_it_is_a_transfer_like_any_other():
@@ -134,7 +134,7 @@ def _wrong(rank, on_loss):
 def test_wrong_arguments():
     assert (
         run_processes(_wrong, 2, ["never", "never"])
-        == ["ArgumentError: on_loss is 'never'; it must be one of 'raise', 'offer', 'carry_on'"] * 2
+        == ["ArgumentError: on_loss is 'never'; it must be one of 'raise', 'offer', 'recover'"] * 2
     )
     said = run_processes(_wrong, 2, ["raise", "offer"])
     assert said == ["DisagreementError: ranks disagree on on_loss: rank 0 passes raise, rank 1 passes offer"] * 2
@@ -156,12 +156,12 @@ def _stops(rank):
             SRC,
             DST,
             shape=SHAPE,
-            on_loss="carry_on",
+            on_loss="recover",
             timeout_seconds=2,
         )
     source, wanted = (shard_of_positions(layout, rank, SHAPE, "float32") for layout in (SRC, DST))
     reshard.reshard(source, SRC, DST, shape=SHAPE)
-    out = reshard.reshard(source, SRC, DST, shape=SHAPE, on_loss="carry_on", timeout_seconds=2)
+    out = reshard.reshard(source, SRC, DST, shape=SHAPE, on_loss="recover", timeout_seconds=2)
     return 0 if wanted is None else count_unlike(out, wanted)
 
 
@@ -184,7 +184,7 @@ def _spawned(rank, port, folder):
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=8)
-    said = _move(rank, {2: 2}, SRC, "carry_on")
+    said = _move(rank, {2: 2}, SRC, "recover")
     (folder / f"{rank}.part").write_text(json.dumps(said))
     (folder / f"{rank}.part").rename(folder / f"{rank}.json")
 
@@ -216,7 +216,7 @@ PAIR, HALVES = Layout(Mesh.of("2")), Layout(Mesh.of("2", first_rank=2), "S0")
 def _step(rank, step, timeout_seconds=20.0, **options):
     """Start a transfer of an array that holds the number of a step."""
     source = torch.full((4, 3), float(step)) if rank < 2 else None
-    options = {"shape": (4, 3), "on_loss": "carry_on", "timeout_seconds": timeout_seconds} | options
+    options = {"shape": (4, 3), "on_loss": "recover", "timeout_seconds": timeout_seconds} | options
     return reshard.reshard_async(source, PAIR, HALVES, **options)
 
 
@@ -294,7 +294,7 @@ def test_ranks_that_lose_the_first_one_at_different_times_stay_in_one_call():
 def _others_know(rank):
     """Rank 1 is lost to ranks 0, 2 and 3; rank 4 has yet to hear of it when all call."""
     large, small = Layout(Mesh.of("3")), Layout(Mesh([1, 2, 4], {"x": 3}))
-    options = {"shape": (3, 2), "dtype": "float32", "on_loss": "carry_on", "timeout_seconds": 1.0}
+    options = {"shape": (3, 2), "dtype": "float32", "on_loss": "recover", "timeout_seconds": 1.0}
     if rank == 1:
         time.sleep(4)
     else:

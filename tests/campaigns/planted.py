@@ -22,7 +22,7 @@ from reshard import Layout, Mesh, Topology
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.coordination.connections import GlooTransport
 from reshard.coordination.process_group import serve_store
-from reshard.runtime.cpu.executor import TOLD_TAG
+from reshard.runtime.cpu.executor import NOTIFY_TAG
 from reshard.runtime.cpu.staging import flat_bytes
 from reshard.topology.model import Host, Port
 
@@ -47,10 +47,10 @@ EXPECTED = {
     "stopped in flight": "right or a time-out",
     "host cut off": "right or an error",
     "store lost": "right or an error",
-    "killed, carried on": "right or lost alike",
-    "two killed, carried on": "right or lost alike",
-    "stopped, carried on": "right or lost alike",
-    "host cut off, carried on": "right or an error",
+    "killed, recovered": "right or lost alike",
+    "two killed, recovered": "right or lost alike",
+    "stopped, recovered": "right or lost alike",
+    "host cut off, recovered": "right or an error",
     "never calls": "names the victim",
     "byte flipped": "all alike",
     "raises in between": "names the victim",
@@ -62,7 +62,7 @@ EXPECTED = {
     "no shard": "all alike",
 }
 #: Faults on emulated hosts; the others are between processes on loopback.
-EMULATED = ("host cut off", "host cut off, carried on")
+EMULATED = ("host cut off", "host cut off, recovered")
 LINK_BYTES_PER_SECOND = 125e6
 
 
@@ -102,16 +102,16 @@ class Run:
         return "killed" in self.fault or "stopped" in self.fault
 
     @property
-    def carries_on(self) -> bool:
+    def recovers(self) -> bool:
         """Whether the others are asked to go on without them."""
-        return "carried on" in self.fault
+        return "recovered" in self.fault
 
     @property
     def limit_seconds(self) -> float:
         """How long a survivor may take, on a machine that nothing else loads."""
         if "killed" in self.fault:
             return DEATH_SECONDS
-        return self.timeout_seconds * (3 if self.carries_on else 1) + SILENCE_SECONDS
+        return self.timeout_seconds * (3 if self.recovers else 1) + SILENCE_SECONDS
 
     def __str__(self) -> str:
         return (
@@ -187,7 +187,7 @@ def _arguments(run: Run, rank: int, source: Any) -> dict[str, Any]:
         "topology": run.topology,
         "verify": run.verify,
         "timeout_seconds": run.timeout_seconds,
-        "on_loss": "carry_on" if run.carries_on else "raise",
+        "on_loss": "recover" if run.recovers else "raise",
     }
     if run.fault == "killed in agreement":
         given["staging_bytes"] = 2**25  # so that no rank knows the plan from the call before
@@ -235,8 +235,8 @@ def _strike(run: Run) -> None:
         count[0] += 1
         if count[0] == run.moment:
             act()
-        sends[0] += tag < TOLD_TAG  # one that carries elements
-        if run.fault == "byte flipped" and sends[0] == 1 and tag < TOLD_TAG:
+        sends[0] += tag < NOTIFY_TAG  # one that carries elements
+        if run.fault == "byte flipped" and sends[0] == 1 and tag < NOTIFY_TAG:
             buffer = buffer.clone()
             buffer[buffer.numel() // 2] ^= 1
         return plain_send(self, buffer, rank, tag)

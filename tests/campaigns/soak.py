@@ -1,4 +1,4 @@
-"""Long use: ``python -m tests.campaigns.soak --seconds 7200``. Random reshards, every element checked, nothing left behind.
+"""Long use: ``python -m tests.campaigns.soak --seconds 7200``. Random reshards, every element checked, nothing excluded.
 
 Eight processes make random layouts of random tensors from one seed and move them, by calls and by Movers, one at a time
 and several in flight. Between them they make groups of two ranks, use each once and give it up: joined groups that are
@@ -165,7 +165,7 @@ def growth(samples: list[Sample]) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Print a table; 1 if an element was wrong or something was left behind."""
+    """Print a table; 1 if an element was wrong or something was excluded."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=7200.0, help="how long (7200)")
     parser.add_argument("--seed", type=int, default=0, help="of the layouts (0)")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import reshard
 import reshard.api.call
 from reshard import Layout, Mesh
-from reshard.coordination.decide import Record
+from reshard.coordination.decide import Request
 from reshard.coordination.liveness import call_sequence
 from reshard.coordination.process_group import find_group
 from reshard.testing.processes import run_processes
@@ -92,7 +92,7 @@ class _Alone:
     """What of a group counts calls that were left."""
 
     def __init__(self, rank, errors, given):
-        self.rank, self.beacon = (
+        self.rank, self.status = (
             rank,
             {"errors": errors, "given": given, "error": ["ArgumentError", f"rank {rank}: no"]},
         )
@@ -107,12 +107,12 @@ def test_failures_that_only_some_know_of_are_counted_once():
     groups = [_Alone(0, 1, {"1": 1}), _Alone(1, 1, {"2": 1}), _Alone(2, 1, {"0": 1})]
 
     def meet():
-        records = [Record(group.rank, left=call_sequence.count_left(group, members)) for group in groups]
-        verdict = call_sequence.find_behind(records, members)
+        requests = [Request(group.rank, left=call_sequence.count_left(group, members)) for group in groups]
+        decision = call_sequence.find_behind(requests, members)
         for group in groups:
-            if verdict and group.rank in verdict.behind:
-                call_sequence.give_up(group, members, verdict)
-        return verdict
+            if decision and group.rank in decision.behind:
+                call_sequence.give_up(group, members, decision)
+        return decision
 
     assert meet().behind == [0, 1, 2]
     assert meet() is None

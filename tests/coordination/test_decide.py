@@ -7,31 +7,31 @@ import json
 import pytest
 
 from reshard import Layout, Mesh, Topology, make_plan
-from reshard.coordination.decide import Record, TensorRecord, gather_said, plan_arguments, resolve
+from reshard.coordination.decide import Request, TensorRequest, gather_said, plan_arguments, resolve
 
 LAYOUTS = {"w": (Layout(Mesh([0]), "R"), Layout(Mesh([1]), "R"))}
 
 
 def test_a_record_is_read_back_as_it_was():
-    record = Record(
-        2, arguments=[("strategy", "auto")], tensors={"w": TensorRecord([4], "float32", local=([4], "float32"))},
+    request = Request(
+        2, arguments=[("strategy", "auto")], tensors={"w": TensorRequest([4], "float32", local=([4], "float32"))},
         error=("ArgumentError", "no"), left=[0, 1], why_left=("RemoteError", "gone"), made={"a": 2},
     )  # fmt: skip
-    back = Record.from_json(json.loads(json.dumps(record.to_json())))
-    assert back.error == record.error and back.why_left == record.why_left
+    back = Request.from_json(json.loads(json.dumps(request.to_json())))
+    assert back.error == request.error and back.why_left == request.why_left
     assert back.tensors["w"].shape == [4]
     assert list(back.tensors["w"].local) == [[4], "float32"]
 
 
 def _of_two(**second):
-    first = TensorRecord([4], "float32", local=([4], "float32"), devices=["cpu"])
-    return resolve([Record(0, tensors={"w": first}), Record(1, tensors={"w": TensorRecord(**second)})], LAYOUTS)
+    first = TensorRequest([4], "float32", local=([4], "float32"), devices=["cpu"])
+    return resolve([Request(0, tensors={"w": first}), Request(1, tensors={"w": TensorRequest(**second)})], LAYOUTS)
 
 
 def test_ranks_agree_on_shape_dtype_and_device():
-    verdict = _of_two(devices=["cpu"])
-    assert verdict.error is None
-    assert (verdict.shapes, verdict.dtypes, verdict.device_type) == ({"w": [4]}, {"w": "float32"}, "cpu")
+    decision = _of_two(devices=["cpu"])
+    assert decision.error is None
+    assert (decision.shapes, decision.dtypes, decision.device_type) == ({"w": [4]}, {"w": "float32"}, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_ranks_agree_on_shape_dtype_and_device():
     ],
 )
 def test_ranks_that_disagree_get_both_values(second, text):
-    verdict = _of_two(**second)
-    assert verdict.error is not None
-    assert text in verdict.error[1]
+    decision = _of_two(**second)
+    assert decision.error is not None
+    assert text in decision.error[1]
 
 
 def test_plans_that_differ_in_one_thing_say_in_which():
@@ -87,8 +87,8 @@ def test_plans_of_named_tensors_that_differ_say_in_which_tensor():
     ],
 )
 def test_who_is_lost_follows_from_who_came_and_how_it_went(came, dead, lost):
-    records = [Record(rank, generation=rank, said={"failed": failed}) for rank, failed in came.items()]
-    verdict = gather_said(records, [0, 1, 2], dead)
-    assert verdict.lost == lost
-    assert sorted(verdict.said) == [rank for rank in came if rank not in lost]
-    assert verdict.generation == max(came)
+    requests = [Request(rank, generation=rank, said={"failed": failed}) for rank, failed in came.items()]
+    decision = gather_said(requests, [0, 1, 2], dead)
+    assert decision.lost == lost
+    assert sorted(decision.said) == [rank for rank in came if rank not in lost]
+    assert decision.generation == max(came)

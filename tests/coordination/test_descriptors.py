@@ -73,7 +73,7 @@ def _squeeze(rank, port, poor, room):
     except reshard.ResourceError as error:
         text = str(error)
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    for on_loss in ("raise", "carry_on"):
+    for on_loss in ("raise", "recover"):
         _move(rank, group, on_loss)
     return text
 

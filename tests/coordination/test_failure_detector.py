@@ -99,7 +99,7 @@ def test_a_rank_killed_while_connections_are_made_is_named(victim):
 
 
 def _dies_while_connecting_borne(rank, victim):
-    return _dies_while_connecting(rank, victim, "carry_on")
+    return _dies_while_connecting(rank, victim, "recover")
 
 
 @pytest.mark.parametrize("victim", [0, 1])

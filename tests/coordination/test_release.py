@@ -16,7 +16,7 @@ from reshard import Layout, Mesh
 from reshard.scheduler import one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
 from reshard.testing.processes import run_processes
-from tests.support.stages_with_copies import NUM, First, Last, feed, make_pipeline, wrap
+from tests.support.stages_with_replicas import NUM, First, Last, feed, make_pipeline, wrap
 
 ROWS, COLS = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
 NUM_GROUPS = 30

@@ -7,7 +7,7 @@ import pytest
 from reshard.cost.pod_lower_bound import bound_in_pods
 from reshard.topology.model import Port
 
-#: What each class's holders and needers are, the rates of hosts, their pods, and the rates of uplinks (out and in).
+#: What each class's holders and destinations are, the rates of hosts, their pods, and the rates of uplinks (out and in).
 CASES = {
     "what enters a pod": ([((0,), (1, 2))], [100, 100, 100], [0, 1, 1], [(10, 1), (1, 5)], 200, [("down", 1)]),
     "what leaves a pod": ([((0,), (1, 2))], [100, 100, 100], [0, 1, 1], [(4, 1), (1, 5)], 250, [("up", 0)]),

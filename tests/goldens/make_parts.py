@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from reshard.planner.multicast.strategy import load_freight
+from reshard.planner.multicast.strategy import make_workload
 from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.problem import Problem
 from reshard.sharding.tensor_spec import TensorSpec
@@ -32,13 +32,13 @@ def make_lines() -> Iterator[str]:
         chosen = [f"{name} {_hash_arrays(strategy(problem))}" for name, strategy in STRATEGIES.items()]
         yield f"{seed}: {', '.join(chosen)}"
         large = TensorSpec((32 * shape[0], 4 * shape[1]), "float32", src, dst)
-        freight, _ = load_freight(Problem.of([large], topology, staging_bytes=2**16 << seed % 9))
-        counts = np.bincount(freight.lane_of, minlength=len(freight.lane_size))
-        nbytes = freight.piece_bytes.tolist() or [0]
+        workload, _ = make_workload(Problem.of([large], topology, staging_bytes=2**16 << seed % 9))
+        counts = np.bincount(workload.host_class_of, minlength=len(workload.host_class_size))
+        nbytes = workload.piece_bytes.tolist() or [0]
         yield (
-            f"{seed}: {counts.tolist()} chunks of {freight.lane_size.tolist()}, {len(freight.piece_class)} pieces of "
+            f"{seed}: {counts.tolist()} chunks of {workload.host_class_size.tolist()}, {len(workload.piece_class)} pieces of "
             f"{min(nbytes)} to {max(nbytes)} bytes, "
-            f"turns of {freight.run}, inside {freight.inside_each:.6g} + {freight.inside_per_byte:.6g} a byte"
+            f"turns of {workload.run}, inside {workload.inside_each:.6g} + {workload.inside_per_byte:.6g} a byte"
         )
 
 

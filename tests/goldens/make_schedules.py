@@ -14,9 +14,9 @@ from pathlib import Path
 from reshard.scheduler.graph import Edge, Pipeline, Stage
 from reshard.scheduler.ir.schedule import Schedule
 from reshard.scheduler.ir.text import format_schedule
-from reshard.scheduler.passes.overlap import block_transfers, issue_at_consumer
-from reshard.scheduler.schedules.auto import fitted
-from reshard.scheduler.schedules.classic import eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
+from reshard.scheduler.passes.overlap import block_transfers, defer_recvs
+from reshard.scheduler.schedules.auto import auto_schedule
+from reshard.scheduler.schedules.classic import eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from reshard.scheduler.simulation.replay import simulate
 from reshard.scheduler.simulation.validate import check_schedule
 
@@ -46,23 +46,23 @@ def make_pipeline(chance: random.Random) -> Pipeline:
 
 
 def schedules_of(pipeline: Pipeline, num: int) -> Iterator[tuple[str, Schedule]]:
-    """By name; of a pipeline whose stages are dealt to fewer rows too."""
+    """By name; of a pipeline whose stages are assigned to fewer rows too."""
     stages = len(pipeline.stages)
     plain = one_f_one_b(pipeline, num)
     yield "1f1b", plain
-    yield "1f1b issued at consumer", issue_at_consumer(plain, pipeline)
+    yield "1f1b issued at consumer", defer_recvs(plain, pipeline)
     yield "1f1b blocking", block_transfers(plain, pipeline)
     yield "gpipe", gpipe(pipeline, num)
     yield "eager", eager_1f1b(pipeline, num)
-    yield "zero bubble", zero_bubble(pipeline, num)
-    yield "fitted", fitted(pipeline, num)
-    yield "fitted whole", fitted(pipeline, num, can_split=False)
+    yield "zero bubble", zb_h1(pipeline, num)
+    yield "auto_schedule", auto_schedule(pipeline, num)
+    yield "auto_schedule whole", auto_schedule(pipeline, num, can_split=False)
     for factor in (1, 2):
         limit = factor * max(plain.peak_bytes(pipeline))
-        yield f"fitted {limit} bytes", fitted(pipeline, num, memory_limit_bytes=limit)
+        yield f"auto_schedule {limit} bytes", auto_schedule(pipeline, num, memory_limit_bytes=limit)
     if stages % 2 == 0:
         rows = tuple(stage % (stages // 2) for stage in range(stages))
-        yield "fitted on half the rows", fitted(pipeline, num, row_of_stage=rows)
+        yield "auto_schedule on half the rows", auto_schedule(pipeline, num, row_of_stage=rows)
         if num % (stages // 2) == 0:
             yield "interleaved", interleaved_1f1b(pipeline, num, stages // 2)
 

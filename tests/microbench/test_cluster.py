@@ -284,9 +284,9 @@ def test_every_method_trains_on_emulated_hosts(monkeypatch):
     assert set(rows) == {*(way.name for way in end_to_end.WAYS), end_to_end.SIGNAL}
     assert all(len(row["seconds"]) == 1 and row["predicted_seconds"] > 0 for row in rows.values())
     timeline, predicted = record["timelines"][end_to_end.OURS]
-    assert len(predicted.crossings) == len(timeline.crossings)
-    moved = [c for c in timeline.crossings if c.channel.is_forward]
+    assert len(predicted.transfers) == len(timeline.transfers)
+    moved = [c for c in timeline.transfers if c.channel.is_forward]
     assert len(moved) == 4
-    assert all(c.ready <= c.end for c in timeline.crossings)
+    assert all(c.ready <= c.end for c in timeline.transfers)
     table = end_to_end.format_setting(record)
     assert all(name in table for name in rows)

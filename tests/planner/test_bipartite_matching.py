@@ -52,11 +52,11 @@ def test_what_is_staged_counts_until_it_has_gone_on(order, most):
         receiver=np.where(is_use, 6, 5),
         source=np.array([of_piece[int(word[1])] if word[0] == "S" else -1 for word in words]),
     )
-    freight = SimpleNamespace(piece_bytes=np.full(3, 2**16))
+    workload = SimpleNamespace(piece_bytes=np.full(3, 2**16))
     for slots in (1, 2, 3, 4):
         staging_bytes = next(n for n in itertools.count(2**16, 2**16) if num_recv_slots(n, 2**16) >= slots)
         assert num_recv_slots(staging_bytes, 2**16) == slots
-        assert _fits(schedule, freight, ~is_use, staging_bytes) == (most < slots)
+        assert _fits(schedule, workload, ~is_use, staging_bytes) == (most < slots)
 
 
 def test_what_does_not_fit_goes_on_at_once():
@@ -70,15 +70,15 @@ def test_what_does_not_fit_goes_on_at_once():
         after_at=np.cumsum([0, *map(len, after)]),
         after=np.array(list(itertools.chain(*after))),
     )
-    freight = SimpleNamespace(
+    workload = SimpleNamespace(
         piece_bytes=np.full(3, 2**16),
         piece_class=np.zeros(3, dtype=np.int64),
         class_receivers=(np.array([0, 1]), np.array([6])),
     )
-    assert num_recv_slots(2**19, 2**16) == 4 and keep_staging_short(schedule, freight, 7, 2**19) is schedule
-    made = keep_staging_short(schedule, freight, 7, 2**17)
+    assert num_recv_slots(2**19, 2**16) == 4 and keep_staging_short(schedule, workload, 7, 2**19) is schedule
+    made = keep_staging_short(schedule, workload, 7, 2**17)
     assert made.piece.tolist() == [0, 0, 1, 1, 2, 2] and made.receiver.tolist() == [5, 6] * 3
     assert made.source.tolist() == [-1, 0, -1, 2, -1, 4]
     assert [made.after[a:b].tolist() for a, b in itertools.pairwise(made.after_at)] == [[], [0], [0], [2], [2], [4]]
-    needed = SimpleNamespace(**{**vars(freight), "class_receivers": (np.array([0, 2]), np.array([5, 6]))})
+    needed = SimpleNamespace(**{**vars(workload), "class_receivers": (np.array([0, 2]), np.array([5, 6]))})
     assert keep_staging_short(schedule, needed, 7, 2**17) is schedule  # rank 5 needs them, so it stages nothing

@@ -1,4 +1,4 @@
-"""What is dealt out between ports: how it is cut, what limits it, and who passes it on inside hosts and between pods."""
+"""What is scheduled between ports: how it is cut, what limits it, and who passes it on inside hosts and between pods."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from reshard.plan.messages import expand_messages
 from reshard.plan.transfers import Transfers
 from reshard.planner.multicast import strategy as multicast_module
 from reshard.planner.multicast.native_schedule import make_schedule
-from reshard.planner.multicast.strategy import load_freight, multicast, ports_of
+from reshard.planner.multicast.strategy import make_workload, multicast, ports_of
 from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.problem import Problem, Routes
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.model import Host, Port
-from tests.reference.pod_chunk_scheduler import PodDealer
+from tests.reference.pod_chunk_scheduler import PodChunkScheduler
 from tests.reference.schedule import schedule_python
 from tests.support.random_problems import random_problem
 
@@ -30,7 +30,7 @@ def _broadcast(shape, num, topology=None):
 
 
 def _num_chunks(problem):
-    return len(load_freight(problem)[0].lane_of)
+    return len(make_workload(problem)[0].host_class_of)
 
 
 def test_between_many_hosts_there_are_fewer_chunks():
@@ -62,7 +62,7 @@ def test_limits_of_what_is_dealt_out(monkeypatch):
             assert _num_chunks(problem) == 32
         else:
             with pytest.raises(ArgumentError, match="make at least 32 chunks; at most 31"):
-                load_freight(problem)
+                make_workload(problem)
     monkeypatch.undo()
     for most in (4, 3):
         monkeypatch.setattr(multicast_module, "_MOST_HOSTS", most)
@@ -95,7 +95,7 @@ def test_ranks_take_turns_where_one_cannot_pass_on_all_that_enters(receivers, in
     """At a NIC of 1 GB/s; a rank of a chain sends each byte once, one of a tree twice, and should be half idle."""
     hosts = (Host((Port.of(1e9),)),) * 2
     topology = Topology((0, *[1] * receivers), hosts, inside_bytes_per_second=inside)
-    assert (load_freight(_broadcast((2**20,), receivers, topology))[0].run > 1) == is_fast
+    assert (make_workload(_broadcast((2**20,), receivers, topology))[0].run > 1) == is_fast
 
 
 def test_ranks_of_both_sides_are_on_hosts():
@@ -123,7 +123,7 @@ def test_only_so_many_messages_are_checked():
 
 
 def test_between_pods_no_exchange_is_left_that_gains(monkeypatch):
-    choose = PodDealer.choose_transfers
+    choose = PodChunkScheduler.choose_transfers
     seen = Counter()
 
     def choose_and_look(self, choices):
@@ -144,10 +144,10 @@ def test_between_pods_no_exchange_is_left_that_gains(monkeypatch):
         seen["rounds"] += 1
         return choose(self, choices)
 
-    monkeypatch.setattr(PodDealer, "choose_transfers", choose_and_look)
+    monkeypatch.setattr(PodChunkScheduler, "choose_transfers", choose_and_look)
     for seed in (*range(60), 646, 997, 1135):  # in the last ones an exchange makes another one worth while
         src, dst, shape, topology = random_problem(seed)
         if topology.pods:
             problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
-            schedule_python(ports_of(problem), load_freight(problem)[0])
+            schedule_python(ports_of(problem), make_workload(problem)[0])
     assert seen["rounds"] > 1000 and not seen["gains"]

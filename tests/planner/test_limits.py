@@ -79,9 +79,9 @@ def test_planning_ends_when_it_is_interrupted(monkeypatch):
     src, dst = Layout(Mesh.of(count), "S0 R"), Layout(Mesh.of(count, first_rank=count), "R R")
     before = signal.signal(signal.SIGALRM, stop)
 
-    def make(ports, freight):
+    def make(ports, workload):
         signal.setitimer(signal.ITIMER_REAL, 0.1)
-        return make_schedule(ports, freight)
+        return make_schedule(ports, workload)
 
     monkeypatch.setattr("reshard.planner.multicast.strategy.make_schedule", make)
     try:

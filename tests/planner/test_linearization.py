@@ -7,7 +7,7 @@ import random
 
 import networkx as nx
 
-from tests.reference.linearization import STAGED_BEFORE, STAGED_BEHIND, find_sequence
+from tests.reference.linearization import STAGED_BEFORE, STAGED_BEHIND, linearize
 from tests.reference.rank_assignment import Messages
 
 RANKS = 6
@@ -62,7 +62,7 @@ def test_where_all_rules_can_be_kept_it_is_the_order_of_ends_that_keeps_them():
         count = len(crosses)
         rules = nx.DiGraph(list(_rules(messages, crosses)))
         rules.add_nodes_from(range(count))
-        sequence = find_sequence(messages, crosses)
+        sequence = linearize(messages, crosses)
         assert sorted(sequence) == list(range(count))
         if nx.is_directed_acyclic_graph(rules):
             kept += 1

@@ -16,9 +16,9 @@ from reshard.plan.messages import expand_messages
 from reshard.plan.text_parser import parse_plan
 from reshard.plan.text_writer import format_plan
 from reshard.planner.multicast.classes import Classes, cut_pieces
-from reshard.planner.multicast.host_classes import Lanes
+from reshard.planner.multicast.host_classes import HostClasses
 from reshard.planner.multicast.native_schedule import make_schedule
-from reshard.planner.multicast.strategy import load_freight, multicast_from_fast, ports_of, without_slow_holders
+from reshard.planner.multicast.strategy import make_workload, multicast_from_fast, ports_of, without_slow_holders
 from reshard.planner.strategies.problem import Problem
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.model import Host, Port
@@ -110,9 +110,9 @@ def test_one_rank_lands_and_passes_on_all_that_its_links_can_take(inside, num_ra
     host, sender, receiver = plan.topology.host_by_rank, plan.transfers.sender, plan.transfers.receiver
     crosses = host[sender] != host[receiver]
     for h in (1, 2):
-        landing = set(receiver[crosses & (host[receiver] == h)].tolist())
-        assert len(landing) == num_ranks
-        assert set(sender[crosses & (host[sender] == h)].tolist()) <= landing
+        assignment = set(receiver[crosses & (host[receiver] == h)].tolist())
+        assert len(assignment) == num_ranks
+        assert set(sender[crosses & (host[sender] == h)].tolist()) <= assignment
 
 
 def test_text_and_json_keep_the_order_across_ranks():
@@ -140,8 +140,8 @@ def test_native_and_twin_make_the_same_schedule(problem, nics, in_pods, rates, i
     plan = make_plan(src, dst, shape, "float32", strategy="multicast", topology=topology)
     check_plan(plan)
     cut = Problem.of([TensorSpec(shape, "float32", src, dst)], plan.topology)
-    freight = replace(load_freight(cut)[0], near_first=near_first, keeps_partners=partners)
-    ours, twin = make_schedule(ports_of(cut), freight), schedule_python(ports_of(cut), freight)
+    workload = replace(make_workload(cut)[0], near_first=near_first, keeps_partners=partners)
+    ours, twin = make_schedule(ports_of(cut), workload), schedule_python(ports_of(cut), workload)
     for name in ours.__dataclass_fields__:
         assert (getattr(ours, name) == getattr(twin, name)).all(), name
 
@@ -248,30 +248,32 @@ def test_chunks_cover_their_lane_evenly(problem, count):
     shape, src, dst, topology = problem
     cut = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
     classes = Classes.of(cut)
-    lanes = Lanes.of(classes, topology)
-    assert lanes.nbytes.sum() == classes.nbytes.sum()
-    assert (np.diff(lanes.lane) >= 0).all()
-    pieces = cut_pieces(cut, lanes.classes, lanes.lane, np.full(len(lanes), count), lanes.moves)
+    host_classes = HostClasses.of(classes, topology)
+    assert host_classes.nbytes.sum() == classes.nbytes.sum()
+    assert (np.diff(host_classes.host_class) >= 0).all()
+    pieces = cut_pieces(
+        cut, host_classes.classes, host_classes.host_class, np.full(len(host_classes), count), host_classes.moves
+    )
     numel = (pieces.stop - pieces.start).prod(axis=1)
     assert (numel > 0).all()
     assert (np.diff(pieces.at) > 0).all()
-    assert (np.unique(pieces.chunk) == np.arange(len(pieces.lane_of))).all()
+    assert (np.unique(pieces.chunk) == np.arange(len(pieces.host_class_of))).all()
     assert (np.diff(pieces.chunk) >= 0).all()
-    assert (lanes.lane[pieces.class_of] == pieces.lane_of[pieces.chunk]).all()
+    assert (host_classes.host_class[pieces.class_of] == pieces.host_class_of[pieces.chunk]).all()
     of_piece = np.repeat(np.arange(len(pieces.chunk)), np.diff(pieces.at))
     assert (np.bincount(of_piece, weights=4 * numel, minlength=len(pieces.chunk)) == pieces.nbytes).all()
     sizes = np.bincount(pieces.chunk, weights=pieces.nbytes)
-    for lane, total in enumerate(lanes.nbytes.tolist()):
-        mine = sizes[pieces.lane_of == lane]
+    for host_class, total in enumerate(host_classes.nbytes.tolist()):
+        mine = sizes[pieces.host_class_of == host_class]
         assert mine.sum() == total
-        assert mine.max() <= total / count * (1.05 if lanes.moves[lane] else 1.2) + 8
-    for k in range(len(lanes.classes)):
+        assert mine.max() <= total / count * (1.05 if host_classes.moves[host_class] else 1.2) + 8
+    for k in range(len(host_classes.classes)):
         seen = np.zeros(shape, dtype=np.int64)
         for row in np.flatnonzero(pieces.class_of[of_piece] == k).tolist():
             at = tuple(slice(a, b) for a, b in zip(pieces.start[row], pieces.stop[row], strict=True))[: len(shape)]
             seen[at] += 1
         assert seen.max() <= 1
-        assert 4 * seen.sum() == lanes.classes.nbytes[k]
+        assert 4 * seen.sum() == host_classes.classes.nbytes[k]
 
 
 def test_chunks_leave_room_for_several_in_staging():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from reshard.planner.multicast.native_schedule import make_schedule
-from reshard.planner.multicast.strategy import load_freight, ports_of
+from reshard.planner.multicast.strategy import make_workload, ports_of
 from reshard.planner.strategies.problem import Problem
 from reshard.sharding.tensor_spec import TensorSpec
 from tests.reference.schedule import schedule_python
@@ -22,9 +22,9 @@ RARE = (105, 199, 285, 561, 872, 1045)
 def test_schedules_are_the_same(seed):
     src, dst, shape, topology = random_problem(seed)
     problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology, staging_bytes=2**16 << seed % 5)
-    freight = replace(load_freight(problem)[0], near_first=seed % 3 == 1, keeps_partners=seed % 3 == 2)
+    workload = replace(make_workload(problem)[0], near_first=seed % 3 == 1, keeps_partners=seed % 3 == 2)
     ports = ports_of(problem)
-    native, twin = make_schedule(ports, freight), schedule_python(ports, freight)
+    native, twin = make_schedule(ports, workload), schedule_python(ports, workload)
     for name in native.__dataclass_fields__:
         assert (getattr(native, name) == getattr(twin, name)).all(), name
     assert (native.source >= -1).all()

@@ -17,8 +17,8 @@ from reshard.plan.text_parser import parse_plan
 from reshard.plan.transfers import Transfers
 from reshard.planner import auto
 from reshard.planner.estimates import Floors
-from reshard.planner.multicast.strategy import load_freight, multicast
-from reshard.planner.multicast.workload import Freight
+from reshard.planner.multicast.strategy import make_workload, multicast
+from reshard.planner.multicast.workload import Workload
 from reshard.planner.planning import plan_tensors
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
 from reshard.planner.strategies.direct import send_recv
@@ -89,19 +89,19 @@ def test_what_a_plan_is_asked_of_its_tensors(monkeypatch):
 
 
 def test_what_dealing_out_costs_is_known_before():
-    """Each chunk that is sent looks at all hosts, holders and needers, once for each that needs it."""
+    """Each chunk that is sent looks at all hosts, holders and destinations, once for each that needs it."""
     spec = TensorSpec((64, 64), "float32", Layout(Mesh([0])), Layout(Mesh([1, 2, 3])))
-    freight, _ = load_freight(Problem.of([spec], Topology((0, 1, 2, 3))))
-    assert freight.num_steps == len(freight.lane_of) * 3 * (4 + 1 + 3)
-    needed = [name for name, field in Freight.__dataclass_fields__.items() if field.default is MISSING]
-    plain = Freight(**{name: getattr(freight, name) for name in needed})
+    workload, _ = make_workload(Problem.of([spec], Topology((0, 1, 2, 3))))
+    assert workload.num_steps == len(workload.host_class_of) * 3 * (4 + 1 + 3)
+    needed = [name for name, field in Workload.__dataclass_fields__.items() if field.default is MISSING]
+    plain = Workload(**{name: getattr(workload, name) for name in needed})
     assert (plain.run, plain.inside_each, plain.inside_per_byte) == (1, 0, 0)  # nothing costs anything inside hosts
     assert not plain.near_first and not plain.keeps_partners
 
 
 @pytest.mark.parametrize("steps", [2 * 10**9, 25 * 10**8])
 def test_what_would_take_too_long_to_deal_out_is_broadcast(steps, monkeypatch):
-    monkeypatch.setattr(Freight, "num_steps", steps)
+    monkeypatch.setattr(Workload, "num_steps", steps)
     spec = TensorSpec((64, 64), "float32", Layout(Mesh([0])), Layout(Mesh([1, 2, 3])))
     problem = Problem.of([spec], Topology((0, 1, 2, 3)))
     assert isinstance(multicast(problem), Routes if steps > 2 * 10**9 else Transfers)

@@ -18,7 +18,7 @@ import torch
 
 from microbench.emulation import namespaces
 from microbench.emulation.ray import ray_cluster
-from reshard.scheduler import fitted
+from reshard.scheduler import auto_schedule
 from tests.scheduler.runtime.test_engine import run_rank, single_process
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'reshard[ray]'")
@@ -176,7 +176,7 @@ def _run_on_shards():
         weights = trainer.put(whole, "S0")
         served = actors.reshard(weights, trainer, server, dst_spec="R S0")
         added = actors.run([trainer, server], _add_one, {"trained": weights}, [served])
-        assert weights.gather().equal(whole + 1) and served.gather().equal(whole)  # the shards themselves, no copies
+        assert weights.gather().equal(whole + 1) and served.gather().equal(whole)  # the shards themselves, no replicas
     return added
 
 
@@ -278,7 +278,7 @@ def _train(sizes):
 
     with contextlib.ExitStack() as stack:
         meshes = [stack.enter_context(actors.ActorMesh(1, name=name)) for name in ("first", "middle", "last")]
-        return actors.run(meshes, run_rank, fitted, [0, 1, 2], "float64", sizes, 1)
+        return actors.run(meshes, run_rank, auto_schedule, [0, 1, 2], "float64", sizes, 1)
 
 
 def test_the_engine_runs_on_actors(drive):
@@ -303,7 +303,7 @@ def test_the_page_runs(drive):
     drive(_run_the_page, block)
 
 
-def _carry_on():
+def _recover():
     """An actor dies before a move and one dies in it; what they held is held twice."""
     import ray
 
@@ -318,15 +318,15 @@ def _carry_on():
         actors.reshard(held, left, right, dst_spec="S0 R")
         with contextlib.suppress(ray.exceptions.RayActorError):
             ray.get(left.actors[1].__ray_call__.remote(_end))
-        first = actors.reshard(held, left, right, dst_spec="S0 R", on_loss="carry_on")
+        first = actors.reshard(held, left, right, dst_spec="S0 R", on_loss="recover")
         good = [first.gather().equal(_whole(64, 64)), sorted(left.dead), sorted(first.lost)]
         ray.get(right.actors[2].__ray_call__.remote(_end_in_transfer))
-        second = actors.reshard(held, left, right, dst_spec="S0 R", on_loss="carry_on")
+        second = actors.reshard(held, left, right, dst_spec="S0 R", on_loss="recover")
         good += [second.gather().equal(_whole(64, 64)), sorted(second.shards()), sorted(second.lost)]
         with contextlib.suppress(ray.exceptions.RayActorError):
             ray.get(left.actors[3].__ray_call__.remote(_end))
         try:
-            actors.reshard(held, left, right, dst_spec="S0 R", on_loss="carry_on")
+            actors.reshard(held, left, right, dst_spec="S0 R", on_loss="recover")
         except reshard.RankLostError as error:
             good.append(str(error))
     return good
@@ -339,7 +339,7 @@ def _end_in_transfer(actor):
 
 
 def test_the_others_carry_on(drive):
-    *good, said = drive(_carry_on)
+    *good, said = drive(_recover)
     assert good == [True, [1], [], True, [0, 1, 3], [2]]
     assert said.startswith("ranks 1,3,6 are lost, and with them "), said
     assert "rank 6 is right[1,0] at " in said
@@ -357,25 +357,25 @@ def _stop_for_a_while(actor):
     os.kill(stopped, signal.SIGSTOP)
 
 
-def _carry_on_without_a_silent_one():
+def _recover_without_a_silent_one():
     """An actor stops; the others go on; when it comes back it is told so, and brings nothing of an old step."""
 
     import reshard.ray as actors
 
     with actors.ActorMesh(2, name="left") as left, actors.ActorMesh(2, name="right") as right:
         held = [left.put(np.full((4, 4), float(step)), None) for step in range(3)]
-        actors.reshard(held[0], left, right, dst_spec="S0", on_loss="carry_on")
+        actors.reshard(held[0], left, right, dst_spec="S0", on_loss="recover")
         left.actors[1].__ray_call__.remote(_stop_for_a_while)
         time.sleep(0.5)
         begun, found = time.monotonic(), []
-        moved = actors.reshard(held[1], left, right, dst_spec="S0", on_loss="carry_on", timeout_seconds=3.0)
+        moved = actors.reshard(held[1], left, right, dst_spec="S0", on_loss="recover", timeout_seconds=3.0)
         found.append((moved.gather().unique().tolist(), sorted(left.dead), time.monotonic() - begun < 25))
         time.sleep(max(0.0, begun + STOPPED_SECONDS - time.monotonic()))
         begun = time.monotonic()
-        moved = actors.reshard(held[2], left, right, dst_spec="S0", on_loss="carry_on", timeout_seconds=3.0)
+        moved = actors.reshard(held[2], left, right, dst_spec="S0", on_loss="recover", timeout_seconds=3.0)
         found.append((moved.gather().unique().tolist(), sorted(left.dead), time.monotonic() - begun < 12))
     return found
 
 
 def test_the_others_carry_on_without_an_actor_that_is_silent(drive):
-    assert drive(_carry_on_without_a_silent_one) == [([1.0], [1], True), ([2.0], [1], True)]
+    assert drive(_recover_without_a_silent_one) == [([1.0], [1], True), ([2.0], [1], True)]

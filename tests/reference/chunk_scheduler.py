@@ -1,4 +1,4 @@
-"""Who sends which chunk to whom, and when: chunks are dealt out to ports as ports become free.
+"""Who sends which chunk to whom, and when: chunks are scheduled to ports as ports become free.
 
 The clock counts what one chunk takes at rate 1. Whenever ports are free, senders and receivers are matched so that
 those with most left to do are busy, and each pair takes the rarest chunk that the one has and the other lacks. With
@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from reshard.planner.multicast.workload import UNITS, Freight, Ports
+from reshard.planner.multicast.workload import UNITS, Ports, Workload
 from tests.reference.bipartite_matching import find_pairs
-from tests.reference.chunk_state import Board
+from tests.reference.chunk_state import ChunkState
 from tests.reference.proportional_fairness import share_ports
 
 #: A transfer starts only if it gets this part of what its ports could give it.
@@ -22,10 +22,10 @@ _NO_RATE = 1e-9
 
 
 @dataclass
-class Deals:
+class ChunkSends:
     """Chunks as they pass from port to port, in the order in which they start.
 
-    ``source`` is the deal that brings the chunk to the sending host (-1: it holds it), ``after`` are those that must
+    ``source`` is the chunk_send that brings the chunk to the sending host (-1: it holds it), ``after`` are those that must
     have ended before this one starts, to keep the order at ports.
     """
 
@@ -65,17 +65,17 @@ class _Resource:
         before = []
         self.room.sort(key=lambda entry: entry[1] != sender)
         while rate > _NO_RATE and self.room:
-            deal, its, freed = self.room.pop(0)
-            if deal >= 0:
-                before.append(deal)
+            chunk_send, its, freed = self.room.pop(0)
+            if chunk_send >= 0:
+                before.append(chunk_send)
             if freed > rate + _NO_RATE:
-                self.room.insert(0, (deal, its, freed - rate))
+                self.room.insert(0, (chunk_send, its, freed - rate))
             rate -= freed
         return before
 
-    def give(self, rate: float, deal: int, sender: int) -> None:
+    def give(self, rate: float, chunk_send: int, sender: int) -> None:
         self.free += rate
-        self.room.append((deal, sender, rate))
+        self.room.append((chunk_send, sender, rate))
 
 
 @dataclass(slots=True)
@@ -86,21 +86,21 @@ class _Flow:
     r: int
     chunk: int
     rate: float
-    deal: int
+    chunk_send: int
     left: float
     speed: float = 0.0
 
 
-class Dealer:
-    """Deals out chunks once.
+class ChunkScheduler:
+    """ChunkSends out chunks once.
 
     Args:
-        ports: the network. freight: what is to be sent over it.
+        ports: the network. workload: what is to be sent over it.
     """
 
-    def __init__(self, ports: Ports, freight: Freight) -> None:
+    def __init__(self, ports: Ports, workload: Workload) -> None:
         self.ports = ports
-        self.board = Board(ports, freight)
+        self.chunk_state = ChunkState(ports, workload)
         self.used = [port for port, ranks in enumerate(ports.ranks) if ranks]
         self.host_out, self.host_into = ([0.0] * (max(ports.host) + 1) for _ in range(2))  # all their ports together
         for port in self.used:
@@ -112,16 +112,16 @@ class Dealer:
             list(itertools.islice(resources, len(rates))) for rates in (ports.out, ports.into, ports.up, ports.down)
         )
         self.price = [0.0] * len(self.capacity)  # for the next search
-        self.deals = Deals()
+        self.chunk_sends = ChunkSends()
         self.partner: dict[int, int] = {}  # who served each receiver last
-        self.keeps_partners = freight.keeps_partners
+        self.keeps_partners = workload.keeps_partners
         self.served: dict[int, int] = {}  # whom each sender serves, where partners are kept
         self.flows: list[_Flow] = []
         self.now = 0.0
         self.may_be_late = False
 
-    def run(self) -> Deals:
-        """Deal out everything.
+    def run(self) -> ChunkSends:
+        """ChunkSend out everything.
 
         Raises:
             RuntimeError: a chunk cannot reach a host that needs it.
@@ -131,27 +131,27 @@ class Dealer:
                 self.may_be_late = False
             if self.flows:
                 self.advance()
-            elif self.may_be_late or not any(self.board.to_get):
+            elif self.may_be_late or not any(self.chunk_state.to_get):
                 break
             else:  # the faster port that has the last chunk may not send it
                 self.may_be_late = True
-        if any(self.board.to_get):
+        if any(self.chunk_state.to_get):
             raise RuntimeError("a chunk cannot reach a host that needs it")
-        return self.deals
+        return self.chunk_sends
 
     # Matching
 
     def match(self) -> bool:
         """Start transfers between ports that are free now; returns whether one started."""
-        host, out, into, board = self.ports.host, self.out, self.into, self.board
+        host, out, into, chunk_state = self.ports.host, self.out, self.into, self.chunk_state
         least = _LEAST_PART / 4
-        senders = [p for p in self.used if out[p].free > least * out[p].rate and board.have[host[p]]]
-        receivers = [p for p in self.used if into[p].free > least * into[p].rate and board.miss[host[p]]]
+        senders = [p for p in self.used if out[p].free > least * out[p].rate and chunk_state.have[host[p]]]
+        receivers = [p for p in self.used if into[p].free > least * into[p].rate and chunk_state.miss[host[p]]]
         if not senders or not receivers:
             return False
         # who has most left to do, in time
-        to_get = {p: board.to_get[host[p]] / UNITS / self.host_into[host[p]] for p in receivers}
-        to_give = {p: board.to_give[host[p]] / UNITS / self.host_out[host[p]] for p in senders}
+        to_get = {p: chunk_state.to_get[host[p]] / UNITS / self.host_into[host[p]] for p in receivers}
+        to_give = {p: chunk_state.to_give[host[p]] / UNITS / self.host_out[host[p]] for p in senders}
         receivers.sort(key=lambda p: (-to_get[p], -into[p].rate, p))
         senders.sort(key=lambda p: (-to_give[p], -out[p].rate, p))
         return self.pair(senders, receivers, to_get, to_give)
@@ -196,20 +196,20 @@ class Dealer:
 
     def can_start(self, s: int, r: int) -> bool:
         """Whether one port's host has what the other's lacks, and both have room."""
-        return self.rate(s, r) > 0 and self.board.candidates(s, r) > 0 and not self.would_be_late(s, r)
+        return self.rate(s, r) > 0 and self.chunk_state.candidates(s, r) > 0 and not self.would_be_late(s, r)
 
     def would_be_late(self, s: int, r: int) -> bool:
         """Whether a transfer would outlast all that its receiver has left to get, and a faster port could take it."""
         host = self.ports.host
-        rate, left = self.rate(s, r), self.board.to_get[host[r]] / UNITS / self.host_into[host[r]]
+        rate, left = self.rate(s, r), self.chunk_state.to_get[host[r]] / UNITS / self.host_into[host[r]]
         if self.ports.are_alike or self.may_be_late or rate * left >= 1:
             return False
-        chunk = self.board.choose(s, r)
-        if self.board.size[chunk] / UNITS <= rate * left:
+        chunk = self.chunk_state.choose(s, r)
+        if self.chunk_state.size[chunk] / UNITS <= rate * left:
             return False
         if any(host[p] == host[r] and self.into[p].rate > self.into[r].rate for p in self.used):
             return True
-        have = self.board.have
+        have = self.chunk_state.have
         return any(self.out[p].rate > self.out[s].rate and have[host[p]] >> chunk & 1 for p in self.used)
 
     def path(self, s: int, r: int) -> list[_Resource]:
@@ -228,16 +228,16 @@ class Dealer:
 
     def start(self, s: int, r: int, may_enter_again: bool = False) -> bool:
         """Start a transfer; returns whether there was a chunk for it."""
-        chunk, rate = self.board.choose(s, r, may_enter_again), self.rate(s, r)
+        chunk, rate = self.chunk_state.choose(s, r, may_enter_again), self.rate(s, r)
         if chunk < 0 or rate <= 0:
             return False
-        source = self.board.source.get((chunk, self.ports.host[s]), -1)
-        self.board.start(chunk, self.ports.host[r])
+        source = self.chunk_state.source.get((chunk, self.ports.host[s]), -1)
+        self.chunk_state.start(chunk, self.ports.host[r])
         order: dict[int, None] = {}
         for resource in self.path(s, r):
             order.update(dict.fromkeys(resource.take(rate, s)))
-        deal = self.deals.add(chunk, s, r, source, list(order), self.now)
-        self.flows.append(_Flow(s, r, chunk, rate, deal, self.board.size[chunk] / UNITS))
+        chunk_send = self.chunk_sends.add(chunk, s, r, source, list(order), self.now)
+        self.flows.append(_Flow(s, r, chunk, rate, chunk_send, self.chunk_state.size[chunk] / UNITS))
         return True
 
     # Time
@@ -254,10 +254,10 @@ class Dealer:
                 flow.left -= flow.speed * step
                 rest.append(flow)
                 continue
-            self.deals.end[flow.deal] = self.now
+            self.chunk_sends.end[flow.chunk_send] = self.now
             for resource in self.path(flow.s, flow.r):
-                resource.give(flow.rate, flow.deal, flow.s)
-            self.board.land(flow.chunk, flow.r, flow.deal)
+                resource.give(flow.rate, flow.chunk_send, flow.s)
+            self.chunk_state.land(flow.chunk, flow.r, flow.chunk_send)
         self.flows = rest
 
     def set_speeds(self) -> None:

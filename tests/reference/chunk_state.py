@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from reshard.planner.multicast.workload import Freight, Ports, rows_of
+from reshard.planner.multicast.workload import Ports, Workload, rows_of
 
 
-class Board:
+class ChunkState:
     """Sets of chunks are bits of integers; what is left is counted in the units of chunks' sizes.
 
     Attributes:
@@ -16,10 +16,10 @@ class Board:
         source: by (chunk, host) the deal that brought it.
     """
 
-    def __init__(self, ports: Ports, freight: Freight) -> None:
-        self.ports, self.near_first = ports, freight.near_first
-        num_hosts, num_pods, num_chunks = max(ports.host) + 1, len(ports.up), len(freight.lane_of)
-        self.size = freight.lane_size[freight.lane_of].tolist()
+    def __init__(self, ports: Ports, workload: Workload) -> None:
+        self.ports, self.near_first = ports, workload.near_first
+        num_hosts, num_pods, num_chunks = max(ports.host) + 1, len(ports.up), len(workload.host_class_of)
+        self.size = workload.host_class_size[workload.host_class_of].tolist()
         self.have = [0] * num_hosts
         self.miss = [0] * num_hosts
         self.in_pod = [0] * num_pods
@@ -30,23 +30,23 @@ class Board:
         self.to_give = [0] * num_hosts
         self.to_enter = [0] * num_pods
         self.to_leave = [0] * num_pods
-        self.holders = rows_of(freight.lane_holders)
-        self.lane_of = freight.lane_of.tolist()
+        self.holders = rows_of(workload.host_class_holders)
+        self.host_class_of = workload.host_class_of.tolist()
         self.pods_with: list[set[int]] = [set() for _ in range(num_chunks)]  # and without
         self.pods_without: list[set[int]] = [set() for _ in range(num_chunks)]
         self.near_out = [0] * len(ports.host)  # chunks that a rank at the port holds or got from afar, or needs
         self.near_in = [0] * len(ports.host)
         self.source: dict[tuple[int, int], int] = {}
-        needers = rows_of(freight.lane_needers)
-        for chunk, lane in enumerate(self.lane_of):
-            if needers[lane]:
-                self._place(chunk, self.holders[lane], needers[lane])
+        destinations = rows_of(workload.host_class_receivers)
+        for chunk, host_class in enumerate(self.host_class_of):
+            if destinations[host_class]:
+                self._place(chunk, self.holders[host_class], destinations[host_class])
         if ports.are_shared:
-            self._place_ranks(freight)
+            self._place_ranks(workload)
 
-    def _place(self, chunk: int, holders: list[int], needers: list[int]) -> None:
+    def _place(self, chunk: int, holders: list[int], destinations: list[int]) -> None:
         bit, size = 1 << chunk, self.size[chunk]
-        for host in needers:
+        for host in destinations:
             self.miss[host] |= bit
             self.to_get[host] += size
         for host in holders:
@@ -59,7 +59,7 @@ class Board:
         if not pod:
             return
         having = self.pods_with[chunk] = {pod[host] for host in holders}
-        lacking = self.pods_without[chunk] = {pod[host] for host in needers} - having
+        lacking = self.pods_without[chunk] = {pod[host] for host in destinations} - having
         for q in having:
             self.in_pod[q] |= bit
         for q in lacking:
@@ -67,10 +67,10 @@ class Board:
         if len(having) == 1:
             self.to_leave[min(having)] += size * len(lacking)
 
-    def _place_ranks(self, freight: Freight) -> None:
+    def _place_ranks(self, workload: Workload) -> None:
         of_rank = self.ports.of_rank
-        having, needing = rows_of(freight.class_holders), rows_of(freight.class_receivers)
-        for chunk, k in enumerate(freight.piece_class[freight.piece_at[:-1]].tolist()):
+        having, needing = rows_of(workload.class_holders), rows_of(workload.class_receivers)
+        for chunk, k in enumerate(workload.piece_class[workload.piece_at[:-1]].tolist()):
             for rank in having[k]:
                 self.near_out[of_rank[rank]] |= 1 << chunk
             for rank in needing[k]:
@@ -118,7 +118,7 @@ class Board:
         self.level[self.copies[chunk]] |= bit
         if self.fresh & bit:
             self.fresh &= ~bit
-            for holder in self.holders[self.lane_of[chunk]]:
+            for holder in self.holders[self.host_class_of[chunk]]:
                 self.to_give[holder] -= size
         if self.ports.pod and not self.in_pod[self.ports.pod[host]] & bit:
             q = self.ports.pod[host]
@@ -130,11 +130,11 @@ class Board:
             having.add(q)
             self.in_pod[q] |= bit
 
-    def land(self, chunk: int, port: int, deal: int) -> None:
+    def land(self, chunk: int, port: int, chunk_send: int) -> None:
         """A chunk has arrived at a port."""
         host, bit = self.ports.host[port], 1 << chunk
         self.have[host] |= bit
         self.to_get[host] -= self.size[chunk]
-        self.source[chunk, host] = deal
+        self.source[chunk, host] = chunk_send
         if self.ports.are_shared:
             self.near_out[port] |= bit

@@ -14,7 +14,7 @@ STAGED_BEFORE = 2
 STAGED_BEHIND = 4
 
 
-def find_sequence(messages: Messages, crosses: list[bool]) -> list[int]:
+def linearize(messages: Messages, crosses: list[bool]) -> list[int]:
     """Messages in an order in which what they come after is before them.
 
     Ranks start messages in the plan's order, and count them as arrived in that order. So each sender's messages

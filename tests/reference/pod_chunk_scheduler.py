@@ -1,11 +1,11 @@
-"""Dealing where pods of hosts stand behind uplinks, which several pairs of ports want at once."""
+"""Scheduling where pods of hosts stand behind uplinks, which several pairs of ports want at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from reshard.planner.multicast.workload import UNITS
-from tests.reference.chunk_scheduler import Dealer
+from tests.reference.chunk_scheduler import ChunkScheduler
 
 _PASSES = 8
 _GAIN = 1e-9
@@ -56,7 +56,7 @@ class _Chosen:
         return found
 
 
-class PodDealer(Dealer):
+class PodChunkScheduler(ChunkScheduler):
     """Chooses transfers so that what has most left to do is busy: ports and uplinks alike.
 
     Each is worth more the closer its remaining time is to the longest one. Choices are made heaviest first, and then
@@ -67,7 +67,7 @@ class PodDealer(Dealer):
     def pair(
         self, senders: list[int], receivers: list[int], to_get: dict[int, float], to_give: dict[int, float]
     ) -> bool:
-        """See :meth:`Dealer.pair`."""
+        """See :meth:`ChunkScheduler.pair`."""
         worth = self.worth(to_get, to_give)
         choices = []
         for r in receivers:
@@ -89,9 +89,10 @@ class PodDealer(Dealer):
             **{self.into[r].number: load for r, load in to_get.items()},
             **{self.out[s].number: load for s, load in to_give.items()},
             **{
-                down.number: load / UNITS / down.rate for down, load in zip(self.down, self.board.to_enter, strict=True)
+                down.number: load / UNITS / down.rate
+                for down, load in zip(self.down, self.chunk_state.to_enter, strict=True)
             },
-            **{up.number: load / UNITS / up.rate for up, load in zip(self.up, self.board.to_leave, strict=True)},
+            **{up.number: load / UNITS / up.rate for up, load in zip(self.up, self.chunk_state.to_leave, strict=True)},
         }
         most = max(left.values())
         worth = {}
@@ -147,7 +148,7 @@ class PodDealer(Dealer):
         host, pod = self.ports.host, self.ports.pod
         for r in receivers:
             q = pod[host[r]]
-            if self.board.to_enter[q] / UNITS / self.down[q].rate + 1 > to_get[r]:
+            if self.chunk_state.to_enter[q] / UNITS / self.down[q].rate + 1 > to_get[r]:
                 continue
             for s in senders:
                 if pod[host[s]] != q and self.rate(s, r) > 0 and self.start(s, r, may_enter_again=True):

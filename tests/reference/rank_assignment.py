@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from reshard.planner.multicast.host_classes import LONGEST_CHAIN
-from reshard.planner.multicast.workload import Freight, Ports, rows_of
-from tests.reference.chunk_scheduler import Deals
+from reshard.planner.multicast.workload import Ports, Workload, rows_of
+from tests.reference.chunk_scheduler import ChunkSends
 
 #: Pieces that a rank keeps for others though it needs none of them; it gets one again where it gave it up too early.
 MOST_STAGED = 2
@@ -47,19 +47,19 @@ class Messages:
         return len(self.piece) - 1
 
 
-class Landing:
+class RankAssignment:
     """Chooses ranks for deals: a rank that has the piece at the sending port, one that needs it at the other.
 
     Pieces of a chunk follow each other. Where a port has no such rank a neighbour stages the piece; what else needs it
     on its host gets it from the rank where it landed.
     """
 
-    def __init__(self, ports: Ports, freight: Freight, deals: Deals) -> None:
-        self.ports, self.freight, self.deals = ports, freight, deals
+    def __init__(self, ports: Ports, workload: Workload, chunk_sends: ChunkSends) -> None:
+        self.ports, self.workload, self.chunk_sends = ports, workload, chunk_sends
         self.host_of = [ports.host[port] if port >= 0 else -1 for port in ports.of_rank]
-        self.holders = [self.by_host(ranks) for ranks in rows_of(freight.class_holders)]
-        self.receivers = [self.by_host(ranks) for ranks in rows_of(freight.class_receivers)]
-        self.piece_class, self.piece_bytes = freight.piece_class.tolist(), freight.piece_bytes.tolist()
+        self.holders = [self.by_host(ranks) for ranks in rows_of(workload.class_holders)]
+        self.receivers = [self.by_host(ranks) for ranks in rows_of(workload.class_receivers)]
+        self.piece_class, self.piece_bytes = workload.piece_class.tolist(), workload.piece_bytes.tolist()
         self.sent = [0] * len(ports.of_rank)  # bytes that each rank was given to send, and to receive
         self.landed = [0] * len(ports.of_rank)
         self.last_sender: dict[int, int] = {}  # at each port
@@ -85,19 +85,19 @@ class Landing:
                     holder = self.least(self.holders[k][host], self.sent)
                     brought = self.where[piece, host] = dict.fromkeys(self.holders[k][host], -1)
                     self.fan_out(piece, holder, ranks, brought, 0.0, 0.0)
-        deals, piece_at = self.deals, self.freight.piece_at.tolist()
-        last = [-1] * len(deals.chunk)  # the last message of each deal
-        for deal, chunk in enumerate(deals.chunk):
+        chunk_sends, piece_at = self.chunk_sends, self.workload.piece_at.tolist()
+        last = [-1] * len(chunk_sends.chunk)  # the last message of each deal
+        for chunk_send, chunk in enumerate(chunk_sends.chunk):
             pieces = range(piece_at[chunk], piece_at[chunk + 1])
             total, passed = sum(self.piece_bytes[piece] for piece in pieces), 0
-            start, took = deals.start[deal], deals.end[deal] - deals.start[deal]
-            after = [last[earlier] for earlier in deals.after[deal]]
+            start, took = chunk_sends.start[chunk_send], chunk_sends.end[chunk_send] - chunk_sends.start[chunk_send]
+            after = [last[earlier] for earlier in chunk_sends.after[chunk_send]]
             begun = start
             for piece in pieces:
                 passed += self.piece_bytes[piece]
                 end = start + took * (passed / total)
-                last[deal] = self.pass_on(piece, deal, after, begun, end)
-                after, begun = [last[deal]], end
+                last[chunk_send] = self.pass_on(piece, chunk_send, after, begun, end)
+                after, begun = [last[chunk_send]], end
         return self.messages
 
     def least(self, ranks: list[int], load: list[int]) -> int:
@@ -110,7 +110,7 @@ class Landing:
         Ranks that take turns wait for each other at each turn, so turns are long.
         """
         least = self.least(ranks, load)
-        return last if last in ranks and load[last] < load[least] + self.freight.run * nbytes else least
+        return last if last in ranks and load[last] < load[least] + self.workload.run * nbytes else least
 
     def send(
         self, piece: int, sender: int, receiver: int, source: int, after: list[int], start: float, end: float
@@ -122,24 +122,24 @@ class Landing:
             self.last_use[source] = message
         return message
 
-    def pass_on(self, piece: int, deal: int, after: list[int], start: float, end: float) -> int:
+    def pass_on(self, piece: int, chunk_send: int, after: list[int], start: float, end: float) -> int:
         """A piece crosses from host to host and reaches all who need it there; returns the message between hosts."""
-        port = self.deals.receiver[deal]
+        port = self.chunk_sends.receiver[chunk_send]
         host = self.ports.host[port]
-        sender, source = self.find_sender(piece, self.deals.sender[deal], start)
-        needers = self.receivers[self.piece_class[piece]][host]
-        here = [rank for rank in needers if self.ports.of_rank[rank] == port]
+        sender, source = self.find_sender(piece, self.chunk_sends.sender[chunk_send], start)
+        destinations = self.receivers[self.piece_class[piece]][host]
+        here = [rank for rank in destinations if self.ports.of_rank[rank] == port]
         ranks, nbytes = here or self.ports.ranks[port], self.piece_bytes[piece]
         receiver = self.keep_or_least(ranks, self.landed, self.last_receiver.get(port), nbytes)
         self.last_receiver[port] = receiver
         message = self.send(piece, sender, receiver, source, after, start, end)
         self.landed[receiver] += nbytes
         brought = self.where[piece, host] = {receiver: message}
-        took = self.freight.inside_each + nbytes * self.freight.inside_per_byte
-        is_relay = receiver not in needers and len(needers) > 0
+        took = self.workload.inside_each + nbytes * self.workload.inside_per_byte
+        is_relay = receiver not in destinations and len(destinations) > 0
         if is_relay:
             self.messages.staged.add(message)
-        self.fan_out(piece, receiver, needers, brought, end, took)
+        self.fan_out(piece, receiver, destinations, brought, end, took)
         if is_relay:
             self.stage(piece, host, receiver)
         return message
@@ -177,7 +177,7 @@ class Landing:
             self.where[piece, host] = brought
         ranks = [rank for rank in brought if brought[rank] < 0]  # who holds it need not wait for it
         if not ranks:  # where it landed it is first
-            ranks = list(brought)[: 1 if self.freight.run > 1 else None]
+            ranks = list(brought)[: 1 if self.workload.run > 1 else None]
         for choice in (ranks, list(brought)):
             here = [rank for rank in choice if self.ports.of_rank[rank] == port]
             if here:

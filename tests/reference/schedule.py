@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from reshard.planner.multicast.native_schedule import Schedule, put_in_order
-from reshard.planner.multicast.workload import Freight, Ports
-from tests.reference.chunk_scheduler import Dealer
-from tests.reference.linearization import find_sequence
-from tests.reference.pod_chunk_scheduler import PodDealer
-from tests.reference.rank_assignment import Landing
+from reshard.planner.multicast.workload import Ports, Workload
+from tests.reference.chunk_scheduler import ChunkScheduler
+from tests.reference.linearization import linearize
+from tests.reference.pod_chunk_scheduler import PodChunkScheduler
+from tests.reference.rank_assignment import RankAssignment
 
 
-def schedule_python(ports: Ports, freight: Freight) -> Schedule:
+def schedule_python(ports: Ports, workload: Workload) -> Schedule:
     """Who sends which piece to whom."""
-    deals = (PodDealer if ports.pod else Dealer)(ports, freight).run()
-    made = Landing(ports, freight, deals).run()
+    chunk_sends = (PodChunkScheduler if ports.pod else ChunkScheduler)(ports, workload).run()
+    made = RankAssignment(ports, workload, chunk_sends).run()
     after_at = np.cumsum([0] + [len(row) for row in made.after])
     after = np.array([i for row in made.after for i in row], dtype=np.int64)
     piece, sender, receiver, source = (
@@ -26,5 +26,5 @@ def schedule_python(ports: Ports, freight: Freight) -> Schedule:
     if ports.are_alike:  # what starts first ends first, and what arrives comes before what is done with it
         order = np.lexsort((~crosses, np.array(made.end, dtype=np.float64)))
     else:
-        order = np.array(find_sequence(made, crosses.tolist()), dtype=np.int64)
+        order = np.array(linearize(made, crosses.tolist()), dtype=np.int64)
     return put_in_order(Schedule(piece, sender, receiver, source, after_at, after), order)

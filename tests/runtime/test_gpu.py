@@ -24,7 +24,7 @@ from reshard.runtime.program import build_program
 from reshard.runtime.rounds.executor import RoundRunner
 from reshard.runtime.rounds.schedule import find_rounds
 from reshard.runtime.strided_regions import box_regions, copy_regions_python, make_tables
-from reshard.scheduler import fitted
+from reshard.scheduler import auto_schedule
 from reshard.testing.processes import run_processes
 from tests.scheduler.runtime.test_engine import make_data, make_modules, make_pipeline, single_process
 from tests.support.devices import HAS_GPU
@@ -212,7 +212,7 @@ def _train(rank, sizes):
     modules = {rank: make_modules(torch.float64)[rank].cuda()}
     data = make_data(torch.float64, sizes)
     feed = {0: [{"x": x.cuda()} for x, _ in data], 2: [{"target": y.cuda()} for _, y in data]}
-    schedule = fitted(pipeline, len(sizes))
+    schedule = auto_schedule(pipeline, len(sizes))
     with Engine(schedule, pipeline, modules, last_pipeline=last, timeout_seconds=60) as engine:
         step = engine.step(feed, loss_weights=[n / sum(sizes) for n in sizes])
         torch.cuda.synchronize()

@@ -100,7 +100,7 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(standin):
     assert run_processes(_absent, 1, standin, init_group=False)[0] < 5
 
 
-def _first_meeting(rank, port, path):
+def _first_rendezvous(rank, port, path):
     """Rank 0 is in a group with rank 1, which never is in one with rank 0: pairs that do not meet never connect."""
     comm = _communicator(path, rank, port, 2, timeout_seconds=60.0)
     if rank == 1:
@@ -126,7 +126,7 @@ def _first_meeting(rank, port, path):
 
 
 def test_an_abort_ends_the_wait_of_another_thread(standin):
-    (failures, seconds), _ = run_processes(_first_meeting, 2, standin, init_group=False)
+    (failures, seconds), _ = run_processes(_first_rendezvous, 2, standin, init_group=False)
     assert failures == ["the communicator was aborted"]
     assert seconds < 2
 

@@ -110,8 +110,8 @@ def test_digests_of_what_is_only_passed_on_are_of_its_buffer(monkeypatch):
 
 
 def test_tags_of_what_goes_between_two_ranks_are_apart():
-    firsts = 0, executor.TOLD_TAG, executor.VERIFY_TAG, ABORT_TAG
-    assert all(end - start >= executor.TOLD_TAG for start, end in itertools.pairwise(firsts))
+    firsts = 0, executor.NOTIFY_TAG, executor.VERIFY_TAG, ABORT_TAG
+    assert all(end - start >= executor.NOTIFY_TAG for start, end in itertools.pairwise(firsts))
 
 
 def test_a_program_that_cannot_go_on_says_so_at_once():

@@ -20,7 +20,7 @@ from reshard.coordination import connections
 from reshard.runtime.cuda import nccl_exchange
 from reshard.runtime.cuda.nccl import Library
 from reshard.runtime.cuda.stream import STREAMS
-from reshard.scheduler import fitted, one_f_one_b
+from reshard.scheduler import auto_schedule, one_f_one_b
 from reshard.scheduler.simulation.validate import has_one_order
 from reshard.testing.processes import run_processes
 from tests.scheduler.runtime.test_engine import run_rank, single_process
@@ -185,7 +185,7 @@ def test_a_device_that_fails_or_hangs_ends_the_transfer_on_all_ranks(device, kin
 
 def test_the_engine_trains(device):
     losses, grads = single_process(torch.float64, [4, 4, 2])
-    for build in (fitted, one_f_one_b):
+    for build in (auto_schedule, one_f_one_b):
         results = run_processes(run_rank, 3, build, [0, 1, 2], "float64", [4, 4, 2], 2)
         for stage, (steps, _) in enumerate(results):
             for said, by_stage in steps:
@@ -196,7 +196,7 @@ def test_the_engine_trains(device):
 
 def _two_stages_on_a_row(pipeline, num_microbatches):
     """Row 0 receives gradients of two edges from row 1 in another order than row 1 sends them."""
-    schedule = fitted(pipeline, num_microbatches, row_of_stage=[0, 1, 1])
+    schedule = auto_schedule(pipeline, num_microbatches, row_of_stage=[0, 1, 1])
     assert not has_one_order(schedule)
     assert has_one_order(one_f_one_b(pipeline, num_microbatches))
     return schedule

@@ -11,8 +11,8 @@ from reshard.scheduler import (
     Kind,
     Pipeline,
     Stage,
+    auto_schedule,
     check_schedule,
-    fitted,
 )
 from reshard.scheduler.schedules.auto import _depths, _Found, _join, _known, _link_seconds, _policies, _Search
 from reshard.scheduler.schedules.list_scheduling import Policy
@@ -27,7 +27,7 @@ def _words(text):
     [
         # forward 1, backward 2 of each, the pace is 3; round trips are 3, 3 + 1 + 3 = 7 and 3 + 4 + 7 = 14
         ([(1, 2)] * 3, [(0, 1, 2, 2), (1, 2, 0.5, 0.5)], (5, 3, 1), (6, 3, 1)),
-        # crossings of nothing: 6 of a pace of 3
+        # transfers of nothing: 6 of a pace of 3
         ([(1, 2)] * 2, [(0, 1, 0, 0)], (2, 1), (2, 1)),
         # the slowest stage sets the pace of 6: trips are 6, 8 of 6, 9 of 6
         ([(0.5, 0.5), (1, 1), (2, 4)], [(0, 1, 0, 0), (1, 2, 0, 0)], (2, 2, 1), (3, 2, 1)),
@@ -35,7 +35,7 @@ def _words(text):
         ([(1, 1)] * 2, [(0, 1, 10, 1)], (2, 1), (4, 1)),
         # two ways to the last stage; the longer one counts: 3, 3 + 8 + 3 = 14, then max(14 + 0, 3 + 20) + 3 = 26 of 10
         ([(1, 2)] * 3, [(0, 1, 0, 0), (0, 2, 10, 10), (1, 2, 4, 4)], (3, 2, 1), (4, 3, 1)),
-        # both crossings are of one link, which so takes 8 of each microbatch: 3 + 8 + 3 = 14 of 8
+        # both transfers are of one link, which so takes 8 of each microbatch: 3 + 8 + 3 = 14 of 8
         ([(1, 2)] * 2, [(0, 1, 4, 4, {"net": 4}, {"net": 4})], (2, 1), (3, 1)),
         ([(0, 0)] * 2, [(0, 1, 0, 0)], (1, 1), (2, 1)),
     ],
@@ -139,7 +139,9 @@ def test_depths_give_way_to_a_limit_row_by_row_the_deepest_first():
 
 def test_a_limit_is_kept_to_the_byte():
     pipeline = Pipeline((Stage(1, 1, 1, 10), Stage(1, 1, 1, 10)), (Edge(0, 1, 2.0, 2.0),))
-    peaks = [max(fitted(pipeline, 6, memory_limit_bytes=limit).peak_bytes(pipeline)) for limit in (10, 19, 20, 60)]
+    peaks = [
+        max(auto_schedule(pipeline, 6, memory_limit_bytes=limit).peak_bytes(pipeline)) for limit in (10, 19, 20, 60)
+    ]
     assert peaks[:3] == [10, 10, 20] and 20 <= peaks[3] <= 60
     with pytest.raises(ScheduleError, match="keeps at most 9 bytes of activations; one microbatch takes 10"):
-        fitted(pipeline, 6, memory_limit_bytes=9)
+        auto_schedule(pipeline, 6, memory_limit_bytes=9)

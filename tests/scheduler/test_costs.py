@@ -20,19 +20,19 @@ from reshard.scheduler import (
     Schedule,
     Stage,
     apply_passes,
+    auto_schedule,
     block_transfers,
     check_schedule,
+    defer_recvs,
     eager_1f1b,
-    fitted,
     gpipe,
-    issue_at_consumer,
     one_f_one_b,
     overlap_transfers,
     plan_edge,
     simulate,
     to_chrome_trace,
     to_svg,
-    zero_bubble,
+    zb_h1,
 )
 from reshard.sharding.tensor_spec import TensorSpec
 
@@ -51,8 +51,8 @@ def test_blocking_1f1b_takes_what_others_found(c, ratio):
     assert took == pytest.approx(ratio, abs=6e-4)
 
 
-@pytest.mark.parametrize("build", [gpipe, one_f_one_b, eager_1f1b, zero_bubble, fitted])
-@pytest.mark.parametrize("change", [block_transfers, issue_at_consumer])
+@pytest.mark.parametrize("build", [gpipe, one_f_one_b, eager_1f1b, zb_h1, auto_schedule])
+@pytest.mark.parametrize("change", [block_transfers, defer_recvs])
 def test_passes_make_schedules_slower_and_back_again(build, change):
     pipeline = chain(0.5, 2.0, 0.5)
     schedule = build(pipeline, 8)
@@ -109,20 +109,20 @@ def test_what_needs_no_gradient_costs_nothing_on_the_way_back():
 
 
 def test_boundaries_behind_one_nic_share_it():
-    """Stages 0 and 1 of one host both send to others of host 1: two crossings take as long as one of both."""
+    """Stages 0 and 1 of one host both send to others of host 1: two transfers take as long as one of both."""
     topology = Topology.uniform([0, 0, 1, 1], 1e9)
     ranks = [Mesh.of(1, first_rank=rank) for rank in range(4)]
     tensors = [TensorSpec((2**20,), "float32", Layout(ranks[a]), Layout(ranks[b]), "x") for a, b in ((0, 2), (1, 3))]
     edges = (plan_edge(0, 2, tensors[:1], topology), plan_edge(1, 3, tensors[1:], topology))
     pipeline = Pipeline((Stage(0.001, 0.001, 0.001),) * 4, edges)
     timeline = simulate(one_f_one_b(pipeline, 1), pipeline)
-    forward = [c for c in timeline.crossings if c.channel.is_forward]
+    forward = [c for c in timeline.transfers if c.channel.is_forward]
     assert max(c.end for c in forward) == pytest.approx(0.001 + 2 * 2**22 / 1e9, rel=0.02)
 
 
 def test_traces_and_pictures_hold_every_action():
     pipeline = chain(0.5)
-    schedule = zero_bubble(pipeline, 3)
+    schedule = zb_h1(pipeline, 3)
     timeline = simulate(schedule, pipeline)
     events = json.loads(to_chrome_trace(timeline))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
@@ -138,8 +138,8 @@ def test_traces_and_pictures_hold_every_action():
 def test_blocking_sends_end_whatever_the_order():
     """Deep orders need receives posted further ahead."""
     pipeline = chain(2.0, 0.5, 2.0)
-    schedule = fitted(pipeline, 11, memory_limit_bytes=11)
-    for change in (block_transfers, issue_at_consumer):
+    schedule = auto_schedule(pipeline, 11, memory_limit_bytes=11)
+    for change in (block_transfers, defer_recvs):
         check_schedule(change(schedule, pipeline), pipeline)
     crossed = gpipe(pipeline, 9)
     check_schedule(block_transfers(crossed, pipeline), pipeline)
@@ -161,8 +161,8 @@ WRONG = {
     "edge forward": (lambda: Edge(0, 1, -1, 1), "forward_seconds of edge 0 -> 1 is -1"),
     "edge backward": (lambda: Edge(0, 1, 1, -1), "backward_seconds of edge 0 -> 1 is -1"),
     "load": (lambda: Edge(0, 1, 1, 1, {"net": -1}), "the load of link net is -1"),
-    "busy": (lambda: Edge(0, 1, 1, 1, {"net": 1.01}), "link net is busy for 1.01 s of a crossing of 1 s"),
-    "busy back": (lambda: Edge(0, 1, 2, 1, (), {"net": 2}), "link net is busy for 2 s of a crossing of 1 s"),
+    "busy": (lambda: Edge(0, 1, 1, 1, {"net": 1.01}), "link net is busy for 1.01 s of a transfer of 1 s"),
+    "busy back": (lambda: Edge(0, 1, 2, 1, (), {"net": 2}), "link net is busy for 2 s of a transfer of 1 s"),
     "pairs": (lambda: Edge(0, 1, 1, 1, (("net", 1, 2),)), "forward_loads of edge 0 -> 1 are "),
     "links": (lambda: Edge(0, 1, 1, 1, ((3, 1),)), "forward_loads of edge 0 -> 1 are "),
     "twice": (lambda: Edge(0, 1, 1, 1, tensors=(TENSOR, TENSOR)), "must have a name each"),
@@ -221,11 +221,11 @@ def test_a_simulated_row_stops_where_it_needs_what_it_does_later():
 )  # fmt: skip
 def test_rows_of_stages_are_numbered_from_0(rows, said):
     with pytest.raises(ArgumentError, match=said):
-        fitted(chain(1.0, 1.0), 4, row_of_stage=rows)
+        auto_schedule(chain(1.0, 1.0), 4, row_of_stage=rows)
 
 
 @pytest.mark.parametrize("rows", [(0, 0, 0), (1, 0, 1), (2, 1, 0)])
 def test_rows_of_stages_may_be_any_that_are_numbered_from_0(rows):
-    schedule = fitted(chain(1.0, 1.0), 4, row_of_stage=rows)
+    schedule = auto_schedule(chain(1.0, 1.0), 4, row_of_stage=rows)
     assert schedule.row_of_stage == rows and len(schedule.rows) == max(rows) + 1
     check_schedule(schedule, chain(1.0, 1.0))

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from reshard.coordination.communicator import find_channel
-from reshard.coordination.decide import Record, resolve
+from reshard.coordination.decide import Request, resolve
 from reshard.coordination.process_group import find_group
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler.graph import Edge, Pipeline, Stage
 from reshard.scheduler.ir.schedule import Action, Channel, Kind
 from reshard.scheduler.ir.text import format_schedule, parse_schedule
 from reshard.scheduler.runtime import timeline_gather
-from reshard.scheduler.runtime.timeline_gather import Measured, Moment, _merge
-from reshard.scheduler.schedules.classic import one_f_one_b, zero_bubble
+from reshard.scheduler.runtime.timeline_gather import Moment, StepRecord, _merge
+from reshard.scheduler.schedules.classic import one_f_one_b, zb_h1
 from reshard.scheduler.simulation.replay import simulate
 from reshard.scheduler.simulation.validate import check_schedule
 from reshard.scheduler.simulation.visualize import to_chrome_trace, to_svg
@@ -43,10 +43,10 @@ def test_schedules_of_fixed_pipelines_are_the_golden_ones():
 
 
 def test_a_text_a_trace_and_a_picture_are_the_golden_ones():
-    schedule = zero_bubble(SMALL, 2)
+    schedule = zb_h1(SMALL, 2)
     timeline = simulate(schedule, SMALL)
     made = "\n\n".join((format_schedule(schedule), to_chrome_trace(timeline), to_svg(schedule, timeline)))
-    assert made + "\n" == (GOLDENS / "zero_bubble_2x2.txt").read_text()
+    assert made + "\n" == (GOLDENS / "zb_h1_2x2.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -102,23 +102,23 @@ def test_what_ranks_measured_becomes_one_timeline():
         (1, "1B0", 5.0, 6.0, 0.0),
         (0, "0B0", 6.5, 8.0, 0.5),
     ]
-    assert [(c.channel, c.ready, c.start, c.end) for c in timeline.crossings] == [
+    assert [(c.channel, c.ready, c.start, c.end) for c in timeline.transfers] == [
         (there, 1.0, 1.25, 4.0),  # once both ends had come, until the last rank had it
         (back, 6.0, 6.25, 6.5),
     ]
     apart = _merge([everybody[0], _measured(1, "b", 3.0, second, everybody[1][2])])  # clocks set by when ranks met
     assert [span.start for span in apart.spans] == [0.0, 4.0, 5.0, 6.5]
-    assert [(c.ready, c.start, c.end) for c in apart.crossings] == [(1.0, 1.25, 4.0), (6.0, 6.25, 6.5)]
-    assert Measured(1).moments == []
+    assert [(c.ready, c.start, c.end) for c in apart.transfers] == [(1.0, 1.25, 4.0), (6.0, 6.25, 6.5)]
+    assert StepRecord(1).moments == []
 
 
 def _on_machines_of_their_own(rank):
     timeline_gather._boot_id = lambda: str(rank)
     channel = find_channel(find_group(None), (0, 1))
-    channel.agree(Record(rank), lambda records: resolve(records, {}), 20)
+    channel.agree(Request(rank), lambda requests: resolve(requests, {}), 20)
     now = time.monotonic()
     time.sleep(0.5 * rank)
-    own = Measured(rank, [Moment(Action(Kind.F, rank, 0), now, now, now)])
+    own = StepRecord(rank, [Moment(Action(Kind.F, rank, 0), now, now, now)])
     return [span.start for span in timeline_gather.gather(own, channel, 20).spans]
 
 

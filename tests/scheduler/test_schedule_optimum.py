@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from reshard.scheduler import Edge, Pipeline, Stage, check_schedule, fitted, one_f_one_b, simulate
+from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, check_schedule, one_f_one_b, simulate
 
 pytest.importorskip("ortools", reason="ortools is not installed: pip install 'reshard[test]'")
 from tests.support.schedule_oracle import least_makespan
@@ -16,14 +16,14 @@ from tests.support.schedule_oracle import least_makespan
 def make_case(seed):
     rng = random.Random(seed)
     num_stages, num = rng.randint(2, 4), rng.randint(2, 6)
-    times, crossings = [4, 6, 8, 12, 20], [0, 2, 5, 12, 25]
+    times, transfers = [4, 6, 8, 12, 20], [0, 2, 5, 12, 25]
     stages = [
         Stage(rng.choice(times), rng.choice(times), rng.choice([2, *times]), rng.randint(1, 2))
         for _ in range(num_stages)
     ]
     pairs = [(i, i + 1) for i in range(num_stages - 1)]
     pairs += [(i, j) for i in range(num_stages) for j in range(i + 2, num_stages) if rng.random() < 0.4]
-    edges = [Edge(i, j, rng.choice(crossings), rng.choice(crossings)) for i, j in pairs]
+    edges = [Edge(i, j, rng.choice(transfers), rng.choice(transfers)) for i, j in pairs]
     pipeline = Pipeline(tuple(stages), tuple(edges))
     base = max(one_f_one_b(pipeline, num).peak_bytes(pipeline))
     limit = rng.choice([2 * num, base, base + 1, base + 2, base - 1])
@@ -34,7 +34,7 @@ def distances(seeds):
     found, proofs = [], []
     for seed in seeds:
         pipeline, num, limit, can_split = make_case(seed)
-        schedule = fitted(pipeline, num, memory_limit_bytes=limit, can_split=can_split)
+        schedule = auto_schedule(pipeline, num, memory_limit_bytes=limit, can_split=can_split)
         check_schedule(schedule, pipeline, limit)
         took = simulate(schedule, pipeline).makespan_seconds
         best, is_proved = least_makespan(pipeline, num, limit, can_split, 20.0)

@@ -12,22 +12,22 @@ from reshard.scheduler.graph import Edge, Pipeline, Stage
 from reshard.scheduler.ir.communication import add_transfers
 from reshard.scheduler.ir.schedule import Action, Kind, Schedule
 from reshard.scheduler.ir.text import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
-from reshard.scheduler.passes.overlap import apply_passes, block_transfers, issue_at_consumer, overlap_transfers
-from reshard.scheduler.runtime.tied_params import Tie
-from reshard.scheduler.schedules.auto import fitted
+from reshard.scheduler.passes.overlap import apply_passes, block_transfers, defer_recvs, overlap_transfers
+from reshard.scheduler.runtime.tied_params import TiedParameter
+from reshard.scheduler.schedules.auto import auto_schedule
 from reshard.scheduler.schedules.classic import (
     eager_1f1b,
     from_warmups,
     gpipe,
     interleaved_1f1b,
     one_f_one_b,
-    zero_bubble,
+    zb_h1,
 )
 from reshard.scheduler.simulation.replay import simulate
 from reshard.scheduler.simulation.validate import check_schedule
 from reshard.scheduler.simulation.visualize import to_chrome_trace, to_svg
 
-BUILDERS = [gpipe, one_f_one_b, eager_1f1b, zero_bubble]
+BUILDERS = [gpipe, one_f_one_b, eager_1f1b, zb_h1]
 
 
 def chain(*communication, forward=1.0, backward=2.0):
@@ -43,10 +43,10 @@ def pipelines(draw, most_stages=4):
     stages = [Stage(draw(costs), draw(costs), draw(costs), draw(st.integers(1, 3))) for _ in range(num)]
     pairs = [(i, i + 1) for i in range(num - 1)]
     pairs += [(i, j) for i in range(num) for j in range(i + 2, num) if draw(st.integers(0, 3)) == 0]
-    crossing = st.sampled_from([0.0, 0.25, 1.0, 2.5])
+    transfer = st.sampled_from([0.0, 0.25, 1.0, 2.5])
     edges = []
     for i, j in pairs:
-        there, back, shares = draw(crossing), draw(crossing), draw(st.sampled_from([0.0, 0.5, 1.0]))
+        there, back, shares = draw(transfer), draw(transfer), draw(st.sampled_from([0.0, 0.5, 1.0]))
         loads = [(("net", seconds * shares),) if shares else () for seconds in (there, back)]
         edges.append(Edge(i, j, there, back, *loads))
     return Pipeline(tuple(stages), tuple(edges))
@@ -78,14 +78,14 @@ def test_known_schedules_take_what_others_found(communication, num, build, ratio
 )
 def test_ours_hides_communication(communication, num, ratio):
     pipeline = chain(*communication)
-    schedule = fitted(pipeline, num)
+    schedule = auto_schedule(pipeline, num)
     check_schedule(schedule, pipeline)
     assert simulate(schedule, pipeline).makespan_seconds <= ratio * pipeline.ideal_seconds(num)
 
 
 def test_where_communication_is_free_ours_keeps_no_more_than_1f1b():
     pipeline = chain(0.0, 0.0, 0.0)
-    schedule, plain = fitted(pipeline, 16), one_f_one_b(pipeline, 16)
+    schedule, plain = auto_schedule(pipeline, 16), one_f_one_b(pipeline, 16)
     assert schedule.in_flight == plain.in_flight == (4, 3, 2, 1)
     assert simulate(schedule, pipeline).makespan_seconds <= simulate(plain, pipeline).makespan_seconds
 
@@ -98,7 +98,7 @@ def test_every_schedule_passes_the_checker_and_ours_is_never_slower(pipeline, nu
         check_schedule(schedule, pipeline)
         assert parse_schedule(format_schedule(schedule)) == schedule
     limit = max(data.draw(st.sampled_from(schedules)).peak_bytes(pipeline))
-    ours = fitted(pipeline, num, memory_limit_bytes=limit)
+    ours = auto_schedule(pipeline, num, memory_limit_bytes=limit)
     check_schedule(ours, pipeline, limit)
     fit = [schedule for schedule in schedules if max(schedule.peak_bytes(pipeline)) <= limit]
     took = simulate(ours, pipeline).makespan_seconds
@@ -108,21 +108,21 @@ def test_every_schedule_passes_the_checker_and_ours_is_never_slower(pipeline, nu
 @given(pipelines(), st.integers(1, 5))
 def test_nothing_is_faster_than_its_parts(pipeline, num):
     """Every row computes all it has; nothing begins before what it needs has ended."""
-    for build in (one_f_one_b, zero_bubble):
+    for build in (one_f_one_b, zb_h1):
         schedule = build(pipeline, num)
         timeline = simulate(schedule, pipeline)
         for stage, costs in enumerate(pipeline.stages):
             assert timeline.busy_seconds(stage) == pytest.approx(num * (costs.forward_seconds + costs.backward_seconds))
             assert timeline.exposed_seconds(stage) >= 0
         begins = {(s.action.kind, s.action.stage, s.action.microbatch): s.start for s in timeline.spans}
-        for crossing in timeline.crossings:
-            edge = pipeline.edge_between[tuple(sorted((crossing.channel.sender, crossing.channel.receiver)))]
-            alone = edge.forward_seconds if crossing.channel.is_forward else edge.backward_seconds
-            assert crossing.end - crossing.start >= alone * (1 - 1e-9)
-            assert crossing.ready <= crossing.start + 1e-12
-            kinds = (Kind.F,) if crossing.channel.is_forward else (Kind.B, Kind.I)
-            needs = [begins.get((kind, crossing.channel.receiver, crossing.microbatch)) for kind in kinds]
-            assert all(begin is None or begin >= crossing.end - 1e-12 for begin in needs)
+        for transfer in timeline.transfers:
+            edge = pipeline.edge_between[tuple(sorted((transfer.channel.sender, transfer.channel.receiver)))]
+            alone = edge.forward_seconds if transfer.channel.is_forward else edge.backward_seconds
+            assert transfer.end - transfer.start >= alone * (1 - 1e-9)
+            assert transfer.ready <= transfer.start + 1e-12
+            kinds = (Kind.F,) if transfer.channel.is_forward else (Kind.B, Kind.I)
+            needs = [begins.get((kind, transfer.channel.receiver, transfer.microbatch)) for kind in kinds]
+            assert all(begin is None or begin >= transfer.end - 1e-12 for begin in needs)
 
 
 def test_crossings_that_share_a_link_get_equal_parts():
@@ -134,7 +134,7 @@ def test_crossings_that_share_a_link_get_equal_parts():
     both = simulate(one_f_one_b(pipeline, 1), pipeline)
 
     def ends(timeline):
-        return {c.channel.receiver: c.end for c in timeline.crossings if c.channel.sender == 0 and c.channel.is_forward}
+        return {c.channel.receiver: c.end for c in timeline.transfers if c.channel.sender == 0 and c.channel.is_forward}
 
     assert ends(alone) == {1: pytest.approx(3.0), 2: pytest.approx(5.0)}
     assert ends(both) == {1: pytest.approx(5.0), 2: pytest.approx(7.0)}  # 2 s at half speed each, then one alone
@@ -143,14 +143,14 @@ def test_crossings_that_share_a_link_get_equal_parts():
 def test_a_memory_limit_forbids_eager_depths():
     pipeline = chain(2.5, 2.5, 2.5)
     limit = 5
-    ours = fitted(pipeline, 16, memory_limit_bytes=limit)
+    ours = auto_schedule(pipeline, 16, memory_limit_bytes=limit)
     check_schedule(ours, pipeline, limit)
     with pytest.raises(ScheduleError, match=r"row 0 keeps 7 bytes of activations at once; at most 5 are allowed"):
         check_schedule(eager_1f1b(pipeline, 16), pipeline, limit)
     took = simulate(ours, pipeline).makespan_seconds
-    assert took < simulate(zero_bubble(pipeline, 16), pipeline).makespan_seconds
+    assert took < simulate(zb_h1(pipeline, 16), pipeline).makespan_seconds
     with pytest.raises(ScheduleError, match="one microbatch takes 1"):
-        fitted(pipeline, 4, memory_limit_bytes=0)
+        auto_schedule(pipeline, 4, memory_limit_bytes=0)
 
 
 def test_interleaved_stages_and_ours_on_the_same_rows():
@@ -159,7 +159,7 @@ def test_interleaved_stages_and_ours_on_the_same_rows():
     check_schedule(known, pipeline)
     assert known.row_of_stage == (0, 1, 0, 1)
     limit = max(known.peak_bytes(pipeline))
-    ours = fitted(pipeline, 8, row_of_stage=(0, 1, 0, 1), memory_limit_bytes=limit)
+    ours = auto_schedule(pipeline, 8, row_of_stage=(0, 1, 0, 1), memory_limit_bytes=limit)
     check_schedule(ours, pipeline, limit)
     assert simulate(ours, pipeline).makespan_seconds <= simulate(known, pipeline).makespan_seconds
     with pytest.raises(ArgumentError, match="3 rows must divide 4 stages"):
@@ -177,7 +177,7 @@ def test_warmups_are_checked():
         from_warmups("x", pipeline, 2, [1])
     with pytest.raises(ArgumentError, match=r"warm-ups \[1, 0\]"):
         from_warmups("x", pipeline, 2, [1, 0])
-    for build in (*BUILDERS, fitted, lambda pipeline, num: interleaved_1f1b(pipeline, num, 2)):
+    for build in (*BUILDERS, auto_schedule, lambda pipeline, num: interleaved_1f1b(pipeline, num, 2)):
         for num in (0, True, 1.5):
             with pytest.raises(ArgumentError, match="num_microbatches"):
                 build(pipeline, num)
@@ -192,11 +192,13 @@ def test_warmups_are_checked():
 
 def test_ours_is_never_slower_whatever_row_a_stage_is_on():
     pipeline = chain(0.1, 0.5, 0.1)
-    there, turned = fitted(pipeline, 12), fitted(pipeline, 12, row_of_stage=(2, 0, 3, 1))
+    there, turned = auto_schedule(pipeline, 12), auto_schedule(pipeline, 12, row_of_stage=(2, 0, 3, 1))
     seconds = [simulate(one, pipeline).makespan_seconds for one in (there, turned)]
     assert seconds[0] == seconds[1] and turned.row_of_stage == (2, 0, 3, 1)
     check_schedule(turned, pipeline)
-    in_blocks = fitted(pipeline, 4, row_of_stage=(0, 0, 1, 1), can_split=False)  # stages dealt out would be faster
+    in_blocks = auto_schedule(
+        pipeline, 4, row_of_stage=(0, 0, 1, 1), can_split=False
+    )  # stages dealt out would be faster
     assert in_blocks.row_of_stage == (0, 0, 1, 1)
     check_schedule(in_blocks, pipeline)
 
@@ -226,7 +228,7 @@ def test_what_is_received_comes_in_the_order_in_which_it_is_made():
     assert str(schedule).splitlines()[2] == "1: 1RECV_F0<0 1RECV_F1<0 1F1 1B1 1SEND_B1>0 1F0 1B0 1SEND_B0>0"
     check_schedule(schedule, pipeline)
     assert to_torch_csv(schedule, transfers=True).splitlines()[1].startswith("1RECV_F0,1RECV_F1,1F1")
-    for change in (overlap_transfers, block_transfers, issue_at_consumer):
+    for change in (overlap_transfers, block_transfers, defer_recvs):
         check_schedule(change(schedule, pipeline), pipeline)
 
 
@@ -239,9 +241,9 @@ def test_what_is_received_comes_in_the_order_in_which_it_is_made():
         lambda p: from_torch_csv("0F9999999\n1F0", p),
         lambda p: to_chrome_trace(None),
         lambda p: to_svg(None, None),
-        lambda p: Tie(None, (3,)),
-        lambda p: Tie({0: "a", "b": "c"}, (3,)),
-        lambda p: Tie({0: "a", 1: "c"}, 5),
+        lambda p: TiedParameter(None, (3,)),
+        lambda p: TiedParameter({0: "a", "b": "c"}, (3,)),
+        lambda p: TiedParameter({0: "a", 1: "c"}, 5),
         lambda p: Pipeline.of_costs(None, [1], []),
         lambda p: Pipeline.of_costs("ab", "cd", "e"),
         lambda p: Edge(0, 1, 1, 1, (([], 1),)),
@@ -252,10 +254,10 @@ def test_what_is_received_comes_in_the_order_in_which_it_is_made():
         lambda p: Schedule("x", ((), ()), (0, 1), "2"),
         lambda p: Action("F", 0, 0),
         lambda p: Action(Kind.F, 0, 0).channel,
-        lambda p: fitted(p, 2, can_split="no"),
-        lambda p: fitted(p, 2, memory_limit_bytes="10"),
-        lambda p: fitted(p, 2, memory_limit_bytes=True),
-        lambda p: fitted(p, 2, memory_limit_bytes=float("nan")),
+        lambda p: auto_schedule(p, 2, can_split="no"),
+        lambda p: auto_schedule(p, 2, memory_limit_bytes="10"),
+        lambda p: auto_schedule(p, 2, memory_limit_bytes=True),
+        lambda p: auto_schedule(p, 2, memory_limit_bytes=float("nan")),
         lambda p: gpipe(p, 2).peak_bytes(None),
         lambda p: gpipe(p, 2).peak_bytes("p"),
     ],

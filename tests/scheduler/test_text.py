@@ -14,15 +14,15 @@ from reshard.scheduler import (
     Pipeline,
     Stage,
     block_transfers,
+    defer_recvs,
     eager_1f1b,
     from_torch_csv,
     gpipe,
-    issue_at_consumer,
     one_f_one_b,
     overlap_transfers,
     parse_schedule,
     to_torch_csv,
-    zero_bubble,
+    zb_h1,
 )
 
 
@@ -37,7 +37,7 @@ def test_names_of_schedules_are_one_line_of_a_text(name):
 def test_passes_keep_names_short():
     pipeline = Pipeline((Stage(1, 1, 1),) * 2, (Edge(0, 1, 1.0, 1.0),))
     long = replace(gpipe(pipeline, 2), name="x" * 100)
-    for change in (block_transfers, issue_at_consumer):
+    for change in (block_transfers, defer_recvs):
         name = change(long, pipeline).name
         assert len(name) <= 100 and name.startswith("xxx") and ", " in name
 
@@ -60,7 +60,7 @@ def test_an_action_says_all_of_itself():
 
 def test_csv_of_torch_both_ways():
     pipeline = Pipeline((Stage(1, 1, 1),) * 3, (Edge(0, 1, 1.0, 1.0), Edge(1, 2, 1.0, 1.0)))
-    for build in (gpipe, one_f_one_b, eager_1f1b, zero_bubble):
+    for build in (gpipe, one_f_one_b, eager_1f1b, zb_h1):
         schedule = build(pipeline, 4)
         again = from_torch_csv(to_torch_csv(schedule, transfers=True), pipeline, schedule.name)
         assert overlap_transfers(again, pipeline) == schedule  # torch's text has receives right before what needs them

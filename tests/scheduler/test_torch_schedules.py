@@ -11,16 +11,16 @@ import torch.distributed.pipelining.schedules as pipelining
 
 from reshard.scheduler import (
     Pipeline,
+    auto_schedule,
     check_schedule,
     eager_1f1b,
-    fitted,
     from_torch_csv,
     gpipe,
     interleaved_1f1b,
     one_f_one_b,
     simulate,
     to_torch_csv,
-    zero_bubble,
+    zb_h1,
 )
 
 
@@ -43,9 +43,9 @@ BUILDERS = {
     "gpipe": (3, lambda p: gpipe(p, 5)),
     "eager": (4, lambda p: eager_1f1b(p, 8)),
     "interleaved": (8, lambda p: interleaved_1f1b(p, 8, 4)),
-    "zero-bubble": (4, lambda p: zero_bubble(p, 8)),
-    "fitted": (4, lambda p: fitted(p, 8)),
-    "fitted on rows": (4, lambda p: fitted(p, 8, row_of_stage=[0, 1, 0, 1])),
+    "zero-bubble": (4, lambda p: zb_h1(p, 8)),
+    "auto_schedule": (4, lambda p: auto_schedule(p, 8)),
+    "auto_schedule on rows": (4, lambda p: auto_schedule(p, 8, row_of_stage=[0, 1, 0, 1])),
 }
 
 

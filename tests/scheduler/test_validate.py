@@ -14,11 +14,11 @@ from reshard.errors import ScheduleError
 from reshard.scheduler.graph import Edge, Pipeline, Stage
 from reshard.scheduler.ir.schedule import Action, Kind, Schedule
 from reshard.scheduler.ir.text import parse_schedule
-from reshard.scheduler.passes.overlap import block_transfers, issue_at_consumer, overlap_transfers
+from reshard.scheduler.passes.overlap import block_transfers, defer_recvs, overlap_transfers
 from reshard.scheduler.schedules.classic import (
     gpipe,
     one_f_one_b,
-    zero_bubble,
+    zb_h1,
 )
 from reshard.scheduler.simulation.replay import simulate
 from reshard.scheduler.simulation.validate import check_schedule, show
@@ -39,7 +39,7 @@ def test_planted_faults_are_found():
     """Any action left out or doubled, and any two neighbours that need each other in their order, exchanged."""
     pipeline = Pipeline((Stage(1, 1, 1),) * 3, (Edge(0, 1, 1, 1), Edge(1, 2, 1, 1), Edge(0, 2, 1, 1)))
     rng = random.Random(0)
-    for schedule in (one_f_one_b(pipeline, 3), zero_bubble(pipeline, 3)):
+    for schedule in (one_f_one_b(pipeline, 3), zb_h1(pipeline, 3)):
         for row, actions in enumerate(schedule.rows):
             for place, action in enumerate(actions):
                 with pytest.raises(ScheduleError, match=r"is there 0 times, not 1"):
@@ -69,7 +69,7 @@ NEEDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("build", [one_f_one_b, zero_bubble])
+@pytest.mark.parametrize("build", [one_f_one_b, zb_h1])
 def test_what_stands_before_what_it_needs_is_named(build):
     pipeline, num_found = Pipeline((Stage(1, 1, 1),) * 3, (Edge(0, 1, 1, 1), Edge(1, 2, 1, 1), Edge(0, 2, 1, 1))), 0
     schedule = build(pipeline, 2)
@@ -138,7 +138,7 @@ def test_schedules_made_by_hand_that_make_no_sense_are_refused():
             check_schedule,
             overlap_transfers,
             block_transfers,
-            issue_at_consumer,
+            defer_recvs,
             Schedule.peak_bytes,
             lambda one, _: one.in_flight,
         ):

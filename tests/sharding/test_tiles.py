@@ -50,7 +50,7 @@ def test_tasks_know_whether_their_boxes_lie_in_one_piece(src, dst, strided):
     mesh, other = Mesh.of("2x2x2"), Mesh.of("2x2x2", first_rank=8)
     tasks = cut_unit_tasks(cut_shards(Layout(mesh, src), (4, 4, 4)), cut_shards(Layout(other, dst), (4, 4, 4)))
     assert tasks.is_strided.all() == tasks.is_strided.any() == strided
-    assert (tasks.holders >= 0).all() and (tasks.needers >= 8).all()
+    assert (tasks.holders >= 0).all() and (tasks.destinations >= 8).all()
 
 
 @pytest.mark.parametrize("seed", range(40))

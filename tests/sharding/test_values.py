@@ -315,11 +315,11 @@ def test_the_bound_says_which_links_bind():
 def test_closed_form_and_linear_program_agree(problem):
     shape, src, dst, topology = problem
     classes = _classes([TensorSpec(shape, "float32", src, dst)], topology.host_of_rank.__getitem__)
-    needers = {host for _, row in classes for host in row}
-    if not classes or needers & {host for row, _ in classes for host in row}:
+    destinations = {host for _, row in classes for host in row}
+    if not classes or destinations & {host for row, _ in classes for host in row}:
         return
     rate = 1e9
-    arrival = max(sum(n for (_, row), n in classes.items() if host in row) for host in needers) / rate
+    arrival = max(sum(n for (_, row), n in classes.items() if host in row) for host in destinations) / rate
     egress = dict.fromkeys(range(topology.num_hosts), rate)
     found = find_bound([TensorSpec(shape, "float32", src, dst)], Topology.uniform(topology.host_of_rank, rate)).seconds
     assert found == pytest.approx(max(arrival, _least_egress(classes, egress)[0]), rel=1e-6)

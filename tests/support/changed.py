@@ -92,11 +92,11 @@ def relayed_plan(seed: int) -> str:
     shape = [chance.choice((4, 6, 8)) for _ in range(chance.randint(1, 3))]
     cuts = _cut([(0, size) for size in shape], chance, 3)
     threads = []
-    for needer in (3, 4):
-        if needer == 4 and chance.random() < 0.4:
+    for destination in (3, 4):
+        if destination == 4 and chance.random() < 0.4:
             cuts = _cut([(0, size) for size in shape], chance, chance.randint(0, 3))
         for box in cuts:
-            path = [0, *chance.sample((1, 2), chance.randint(0, 2)), needer]
+            path = [0, *chance.sample((1, 2), chance.randint(0, 2)), destination]
             threads.append((box, list(itertools.pairwise(path))))
     lines, ident = [], 0
     came: list[int | None] = [None] * len(threads)

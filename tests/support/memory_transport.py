@@ -79,7 +79,7 @@ class MemoryExchange:
 
 
 class PythonCopier:
-    """The twin of the kernel that copies regions, from the same addresses."""
+    """The twin of the kernel that replicas regions, from the same addresses."""
 
     def place(self, table):
         return table
@@ -107,11 +107,11 @@ def reach_of(table):
 
 
 class ThreadLanes:
-    """Lanes that go on by themselves, as streams do; each waits a little before its work, at random."""
+    """HostClasses that go on by themselves, as streams do; each waits a little before its work, at random."""
 
     def __init__(self, seed):
         self.random, self.errors, self.current = random.Random(seed), [], EXCHANGE
-        self.queues = {lane: queue.SimpleQueue() for lane in (EXCHANGE, PACK, UNPACK)}
+        self.queues = {host_class: queue.SimpleQueue() for host_class in (EXCHANGE, PACK, UNPACK)}
         for works in self.queues.values():
             threading.Thread(target=self.serve, args=(works,), daemon=True).start()
 
@@ -127,8 +127,8 @@ class ThreadLanes:
         self.queues[self.current].put(lambda: (time.sleep(seconds), work()))
 
     @contextlib.contextmanager
-    def on(self, lane):
-        before, self.current = self.current, lane
+    def on(self, host_class):
+        before, self.current = self.current, host_class
         yield
         self.current = before
 
@@ -148,41 +148,47 @@ class ThreadLanes:
 
 
 class LaneMemory(TorchMemory):
-    """Puts its work on the current lane."""
+    """Puts its work on the current host class."""
 
-    def __init__(self, lanes):
+    def __init__(self, host_classes):
         super().__init__(torch.device("cpu"))
-        self.lanes = lanes
+        self.host_classes = host_classes
 
     def copy(self, target, source):
-        self.lanes.put(lambda: TorchMemory.copy(self, target, source))
+        self.host_classes.put(lambda: TorchMemory.copy(self, target, source))
 
     def pack(self, views, buffer):
-        self.lanes.put(lambda: TorchMemory.pack(self, views, buffer))
+        self.host_classes.put(lambda: TorchMemory.pack(self, views, buffer))
 
     def unpack(self, buffer, views):
-        self.lanes.put(lambda: TorchMemory.unpack(self, buffer, views))
+        self.host_classes.put(lambda: TorchMemory.unpack(self, buffer, views))
 
 
 class LaneCopier(PythonCopier):
-    def __init__(self, lanes):
-        self.lanes = lanes
+    def __init__(self, host_classes):
+        self.host_classes = host_classes
 
     def copy(self, *args):
-        self.lanes.put(lambda: PythonCopier.copy(self, *args))
+        self.host_classes.put(lambda: PythonCopier.copy(self, *args))
 
 
 def run_on_lanes(plan, rank, arrays, exchange, round_of, seed, seconds, times=2):
-    """A rank's part on lanes of its own, several times over the same buffer."""
-    lanes = ThreadLanes(seed)
+    """A rank's part on host classes of its own, several times over the same buffer."""
+    host_classes = ThreadLanes(seed)
     itemsizes = [spec.itemsize for spec in plan.tensors]
-    copier = LaneCopier(lanes) if rank % 2 else None
+    copier = LaneCopier(host_classes) if rank % 2 else None
     runner = RoundRunner(
-        build_program(plan, rank), round_of, LaneMemory(lanes), itemsizes, copier, plan.staging_bytes, lanes
+        build_program(plan, rank),
+        round_of,
+        LaneMemory(host_classes),
+        itemsizes,
+        copier,
+        plan.staging_bytes,
+        host_classes,
     )
     for _ in range(times):
-        runner.run(*arrays, lambda recvs, sends: lanes.put(lambda: exchange(recvs, sends)))
-    lanes.synchronize(seconds)
+        runner.run(*arrays, lambda recvs, sends: host_classes.put(lambda: exchange(recvs, sends)))
+    host_classes.synchronize(seconds)
     return runner
 
 
@@ -198,7 +204,7 @@ def run_in_threads(plan, sources, outs, seconds=5.0, in_rounds=False, digests=No
         try:
             program = build_program(plan, rank)
             arrays = [[None if x is None else carrier(x) for x in side[rank]] for side in (sources, outs)]
-            if in_rounds == "lanes":
+            if in_rounds == "host classes":
                 exchange = MemoryExchange(hub, rank, seconds)
                 staging = run_on_lanes(plan, rank, arrays, exchange, round_of, rank, seconds)
             elif in_rounds:

@@ -115,7 +115,7 @@ def check_plan(plan: Plan) -> None:
             elif again:
                 raise PlanError(f"{where} brings rank {message.receiver} {again} elements a second time")
             if not wanted and message.sender == message.receiver:
-                raise PlanError(f"{where} copies on rank {message.receiver} what it does not need")
+                raise PlanError(f"{where} replicas on rank {message.receiver} what it does not need")
             earlier.add(start, stop, message.id + i)
             got[key] = got.get(key, 0) + wanted
             if wanted < numel:

@@ -10,7 +10,7 @@ def least_makespan(
 ) -> tuple[int, bool]:
     """The best makespan found, and whether it was proved that there is no better; costs are integers, one stage per row.
 
-    Crossings of a channel pass one after the other, and no two channels share a link.
+    StageTransfers of a channel pass one after the other, and no two channels share a link.
     """
     from ortools.sat.python import cp_model
 

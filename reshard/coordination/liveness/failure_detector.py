@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from reshard.coordination.decide import Verdict, describe_error, name_rank
+from reshard.coordination.decide import Decision, describe_error, name_rank
 from reshard.coordination.liveness.call_sequence import (
     HasLeftError,
     LeavingError,
@@ -14,35 +14,35 @@ from reshard.coordination.liveness.call_sequence import (
     find_skipped,
     has_left,
 )
-from reshard.coordination.liveness.membership import LostError, OutOfStepError, find_outcast
+from reshard.coordination.liveness.membership import LostError, OutOfSyncError, find_membership_error
 from reshard.coordination.process_group import Group
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.formatting import format_ranks
 
 
 def find_elsewhere(
-    group: Group, members: tuple[int, ...], rank: int, beacon: dict[str, Any], bears_loss: bool = False
+    group: Group, members: tuple[int, ...], rank: int, status: dict[str, Any], fault_tolerant: bool = False
 ) -> None:
     """Raise if a rank waits for us elsewhere, calls without us, has left this call, or will not come any more.
 
     Args:
-        members: who takes part in the call that we wait in. beacon: what the rank left.
+        members: who takes part in the call that we wait in. status: what the rank left.
 
     Raises:
         DisagreementError, LeavingError.
     """
-    find_outcast(group, members, rank, beacon)
-    me, waiting = group.rank, beacon["waiting"]
-    if bears_loss and waiting:
+    find_membership_error(group, members, rank, status)
+    me, waiting = group.rank, status["waiting"]
+    if fault_tolerant and waiting:
         if set(waiting["members"]) > set(members):
             waiting = None  # it has yet to hear who is lost
-        elif me in waiting["members"] and set(members) - set(waiting["members"]) <= set(beacon["lost"]):
+        elif me in waiting["members"] and set(members) - set(waiting["members"]) <= set(status["lost"]):
             lost = set(members) - set(waiting["members"])
             if lost:
                 raise LostError(lost)
     if waiting and waiting["members"] != list(members) and me in waiting["members"]:
         other = group.channels.get(tuple(waiting["members"]))
-        if other is None or other.meeting.answered.get(rank, -1) < waiting["attempt"]:
+        if other is None or other.rendezvous.answered.get(rank, -1) < waiting["attempt"]:
             (a, a_ranks), (b, b_ranks) = sorted([(me, list(members)), (rank, waiting["members"])])
             error = DisagreementError(
                 f"ranks disagree on who takes part: rank {a} calls with ranks {format_ranks(a_ranks)}, "
@@ -51,22 +51,22 @@ def find_elsewhere(
             said = json.dumps(describe_error(error))  # it may not find out by itself: we stop waiting now
             group.store.set(f"told/{rank}/{waiting['attempt']}", said)
             raise error
-    find_skipped(group, members, rank, beacon)
-    if has_left(group, rank, beacon):
-        name, text = beacon["error"]
-        if beacon["many"]:
-            raise OutOfStepError(members, describe_unknown(rank, text))
+    find_skipped(group, members, rank, status)
+    if has_left(group, rank, status):
+        name, text = status["error"]
+        if status["many"]:
+            raise OutOfSyncError(members, describe_unknown(rank, text))
         raise HasLeftError((name, name_rank(rank, text)), members)
 
 
-def explain_loss(look: Callable[[], None], text: str) -> Verdict:
+def explain_loss(look: Callable[[], None], text: str) -> Decision:
     """Why a connection to a rank ended: what ``look`` raises, as that rank published it; else ``text``."""
     try:
         look()
     except LeavingError as left:
-        return left.verdict
+        return left.decision
     except ReshardError as known:
-        return Verdict(error=describe_error(known))
+        return Decision(error=describe_error(known))
     except RuntimeError:  # the store is gone too
         pass
-    return Verdict(error=(RemoteError.__name__, text))
+    return Decision(error=(RemoteError.__name__, text))

@@ -44,7 +44,7 @@ class Watched(Protocol):
     def members(self) -> tuple[int, ...]:
         """The ranks that take part."""
 
-    def told_error(self) -> ReshardError | None:
+    def reported_error(self) -> ReshardError | None:
         """An error that another rank told of."""
 
     def stop(self, error: ReshardError) -> None:
@@ -121,7 +121,7 @@ class Monitor:
                 if transfer.look():
                     self.forget(transfer)
                     continue
-                error = transfer.told_error()
+                error = transfer.reported_error()
                 if error is not None:
                     transfer.stop(error)
         except StoreSilentError:

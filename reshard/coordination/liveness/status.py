@@ -9,14 +9,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from reshard.coordination.process_group import Group, new_beacon
+from reshard.coordination.process_group import Group, new_status
 from reshard.coordination.store import Store
 from reshard.errors import RemoteError
 
-#: Without a heartbeat for this long, a rank that nobody has a connection to counts as gone where losses are borne.
+#: In fault-tolerant calls, a rank without a connection and without a heartbeat for this long counts as gone.
 SILENT_SECONDS = 4.0
 
-#: Key of ``out_of_step`` for calls with any ranks of the group.
+#: Key of ``out_of_sync`` for calls with any ranks of the group.
 ANY_RANKS = "*"
 
 
@@ -50,19 +50,19 @@ class Pulses:
         self._seen.clear()
 
 
-def publish_beacon(group: Group) -> None:
+def publish_status(group: Group) -> None:
     """Let other ranks see what this one is doing, if the store is there."""
     with contextlib.suppress(RuntimeError):
-        group.store.set(f"beacon/{group.rank}", json.dumps(group.beacon))
+        group.store.set(f"status/{group.rank}", json.dumps(group.status))
 
 
 #: More errors than anybody counts as dealt with: of a rank that never comes again.
 _NEVER = 2**40
 
 
-def is_blamed(beacon: dict[str, Any]) -> bool:
+def is_blamed(status: dict[str, Any]) -> bool:
     """Whether somebody said in a rank's place that it is gone."""
-    return int(beacon["errors"]) >= _NEVER
+    return int(status["errors"]) >= _NEVER
 
 
 def blame(store: dist.Store | Store, rank: int, text: str) -> None:
@@ -71,6 +71,6 @@ def blame(store: dist.Store | Store, rank: int, text: str) -> None:
     Args:
         store: of the group. rank: of the one that is gone; text: why.
     """
-    key = f"beacon/{rank}"
-    beacon = json.loads(store.get(key)) if store.check([key]) else new_beacon()
-    store.set(key, json.dumps(beacon | {"errors": beacon["errors"] + _NEVER, "error": [RemoteError.__name__, text]}))
+    key = f"status/{rank}"
+    status = json.loads(store.get(key)) if store.check([key]) else new_status()
+    store.set(key, json.dumps(status | {"errors": status["errors"] + _NEVER, "error": [RemoteError.__name__, text]}))

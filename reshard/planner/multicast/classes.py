@@ -1,4 +1,4 @@
-"""Regions with the same holders and needers, and how they are cut into chunks of equal size."""
+"""Regions with the same holders and destinations, and how they are cut into chunks of equal size."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ class Pieces:
 
     Attributes:
         chunk, class_of: ``(pieces,)`` in the order of the chunks; every chunk has a piece.
-        lane_of: ``(chunks,)``. nbytes: ``(pieces,)``.
+        host_class_of: ``(chunks,)``. nbytes: ``(pieces,)``.
         at, tensor, start, stop: piece i has boxes ``at[i]:at[i + 1]`` of ``tensor``, ``start`` and ``stop``.
     """
 
     chunk: np.ndarray
     class_of: np.ndarray
-    lane_of: np.ndarray
+    host_class_of: np.ndarray
     nbytes: np.ndarray
     at: np.ndarray
     tensor: np.ndarray
@@ -116,19 +116,20 @@ class Pieces:
 
 
 def cut_pieces(
-    problem: Problem, classes: Classes, lane: np.ndarray, num_chunks: np.ndarray, is_even: np.ndarray
+    problem: Problem, classes: Classes, host_class: np.ndarray, num_chunks: np.ndarray, is_even: np.ndarray
 ) -> Pieces:
-    """Lay the classes of each lane end to end and cut them into ``num_chunks`` chunks, as even as elements allow.
+    """Lay the classes of each host class end to end and cut them into ``num_chunks`` chunks, as even as elements allow.
 
     Args:
-        lane: ``(classes,)`` ascending. num_chunks: ``(lanes,)``. is_even: ``(lanes,)`` where sizes must be equal.
+        host class: ``(classes,)`` ascending. num_chunks: ``(host_classes,)``. is_even: ``(host_classes,)`` where sizes
+        must be equal.
     """
-    total = sum_by(lane, classes.nbytes, len(num_chunks))
+    total = sum_by(host_class, classes.nbytes, len(num_chunks))
     before = np.cumsum(classes.nbytes) - classes.nbytes
-    first_class = np.searchsorted(lane, np.arange(len(num_chunks)))
-    offset = before - before[first_class][lane]  # of each class in its lane
-    whole, count = total[lane], num_chunks[lane]
-    # chunk j of a lane begins at byte whole * j // count; ends close to those of a class are moved there
+    first_class = np.searchsorted(host_class, np.arange(len(num_chunks)))
+    offset = before - before[first_class][host_class]  # of each class in its host class
+    whole, count = total[host_class], num_chunks[host_class]
+    # chunk j of a host class begins at byte whole * j // count; ends close to those of a class are moved there
     near = whole // count // _NEAR
     after_first = np.minimum((offset + near) * count // whole + 1, count)
     upto = offset + classes.nbytes - near
@@ -136,7 +137,7 @@ def cut_pieces(
     met = after_last - after_first + 1
     class_of = np.repeat(np.arange(len(classes)), met)
     nth = np.arange(len(class_of)) - np.repeat(np.cumsum(met) - met, met)
-    number = after_first[class_of] - 1 + nth  # of its chunk in its lane
+    number = after_first[class_of] - 1 + nth  # of its chunk in its host class
     itemsize, numel = classes.itemsize[class_of], (classes.nbytes // classes.itemsize)[class_of]
 
     def element(j: np.ndarray) -> np.ndarray:
@@ -144,17 +145,17 @@ def cut_pieces(
 
     lo = np.where(nth == 0, 0, element(number))
     hi = np.where(nth == met[class_of] - 1, numel, element(number + 1))
-    per_slice = np.maximum(whole // count // classes.itemsize, 1) // np.where(is_even[lane], EVEN, _EVEN_INSIDE)
+    per_slice = np.maximum(whole // count // classes.itemsize, 1) // np.where(is_even[host_class], EVEN, _EVEN_INSIDE)
     boxes = _cut_boxes(problem, classes, class_of, lo, hi, per_slice)
     some = np.diff(boxes.at) > 0
-    chunk = number + np.concatenate([[0], np.cumsum(num_chunks)])[lane[class_of]]
+    chunk = number + np.concatenate([[0], np.cumsum(num_chunks)])[host_class[class_of]]
     present, numbered = np.unique(chunk[some], return_inverse=True)
     box_bytes = (boxes.stop - boxes.start).prod(axis=1, dtype=np.int64)
     ends = np.concatenate([[0], np.cumsum(box_bytes)])[boxes.at]
     return Pieces(
         chunk=numbered,
         class_of=class_of[some],
-        lane_of=np.repeat(np.arange(len(num_chunks)), num_chunks)[present],
+        host_class_of=np.repeat(np.arange(len(num_chunks)), num_chunks)[present],
         nbytes=(np.diff(ends) * itemsize)[some],
         at=np.concatenate([[0], np.cumsum(np.diff(boxes.at)[some])]),
         tensor=boxes.tensor,

@@ -32,37 +32,38 @@ Members = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
-class Lanes:
+class HostClasses:
     """Classes with the same hosts on both sides: to hosts they are one stream of bytes.
 
     Attributes:
-        classes: ordered by lane. lane: ``(classes,)`` ascending. nbytes: ``(lanes,)``.
-        holders, needers: hosts as ``(at, hosts)``: lane k has ``hosts[at[k]:at[k + 1]]``; needers do not hold. A lane
-            without needers stays inside its hosts.
+        classes: ordered by host class. host class: ``(classes,)`` ascending. nbytes: ``(host_classes,)``.
+        holders, destinations: hosts as ``(at, hosts)``: host_class k has ``hosts[at[k]:at[k + 1]]``; destinations do
+        not hold. A host class
+            without destinations stays inside its hosts.
     """
 
     classes: Classes
-    lane: np.ndarray
+    host_class: np.ndarray
     nbytes: np.ndarray
     holders: Members
-    needers: Members
+    destinations: Members
 
     @classmethod
-    def of(cls, classes: Classes, topology: Topology) -> Lanes:
-        """Put classes into lanes, in the order of the lanes' first classes."""
+    def of(cls, classes: Classes, topology: Topology) -> HostClasses:
+        """Put classes into host classes, in the order of the host classes' first classes."""
         holders = _hosts(classes.holders, topology)
         receivers = _hosts(classes.receivers, topology)
         for column in range(holders.shape[1]):
             receivers[receivers == holders[:, column : column + 1]] = _NO_HOST
         receivers.sort(axis=1)
-        first, lane = group_rows(np.concatenate([holders, receivers], axis=1))
-        order = np.argsort(lane, kind="stable")
+        first, host_class = group_rows(np.concatenate([holders, receivers], axis=1))
+        order = np.argsort(host_class, kind="stable")
         return cls(
             classes=classes.take(order),
-            lane=lane[order],
-            nbytes=sum_by(lane, classes.nbytes, len(first)),
+            host_class=host_class[order],
+            nbytes=sum_by(host_class, classes.nbytes, len(first)),
             holders=_members(holders[first], _NO_HOST),
-            needers=_members(receivers[first], _NO_HOST),
+            destinations=_members(receivers[first], _NO_HOST),
         )
 
     def __len__(self) -> int:
@@ -70,13 +71,13 @@ class Lanes:
 
     @property
     def moves(self) -> np.ndarray:
-        """``(lanes,)`` whether another host needs it."""
-        return np.diff(self.needers[0]) > 0
+        """``(host_classes,)`` whether another host needs it."""
+        return np.diff(self.destinations[0]) > 0
 
     @property
     def first_class(self) -> np.ndarray:
-        """``(lanes,)`` the first class of each."""
-        return np.searchsorted(self.lane, np.arange(len(self)))
+        """``(host_classes,)`` the first class of each."""
+        return np.searchsorted(self.host_class, np.arange(len(self)))
 
 
 def _hosts(ranks: np.ndarray, topology: Topology) -> np.ndarray:
@@ -100,13 +101,13 @@ def _members(table: np.ndarray, nobody: int) -> Members:
 
 @dataclass(frozen=True, eq=False)
 class _Loads:
-    """What must pass hosts and uplinks whatever is planned: bytes of lane ``lane[i]`` at place ``place[i]``.
+    """What every plan must pass through hosts and uplinks: bytes of ``host_class[i]`` at place ``place[i]``.
 
     ``rate`` is of each place, ``ports`` among how many NICs it is divided.
     """
 
     place: np.ndarray
-    lane: np.ndarray
+    host_class: np.ndarray
     rate: np.ndarray
     ports: np.ndarray
 
@@ -115,38 +116,38 @@ class _Loads:
         return float((self._total(nbytes) / self.rate).max(initial=0.0))
 
     def seconds_of_chunks(self, counts: np.ndarray, nbytes: np.ndarray, latency_seconds: float) -> float:
-        """Of the busiest place, where lanes have so many chunks of so many bytes and ports get whole ones."""
+        """Of the busiest place, where host classes have so many chunks of so many bytes and ports get whole ones."""
         each = np.ceil(self._total(counts) / self.ports) * self.ports  # chunks of one port, as if each passed as many
         total = self._total(counts * nbytes) * (each / np.maximum(self._total(counts), 1))
         return float((total / self.rate + each / self.ports * latency_seconds).max(initial=0.0))
 
     def _total(self, amount: np.ndarray) -> np.ndarray:
-        return np.bincount(self.place, weights=amount[self.lane], minlength=len(self.rate))
+        return np.bincount(self.place, weights=amount[self.host_class], minlength=len(self.rate))
 
 
 @dataclass(frozen=True, eq=False)
 class _FanOut:
-    """What passes inside hosts: chunks of lane ``lane[i]`` land on host ``host[i]`` and go on ``times[i]`` times."""
+    """Traffic inside hosts: chunks of ``host_class[i]`` arrive at ``host[i]`` and are forwarded ``times[i]`` times."""
 
     host: np.ndarray
-    lane: np.ndarray
+    host_class: np.ndarray
     times: np.ndarray
     num_ranks: np.ndarray
     bytes_per_second: float
     latency_seconds: float
 
     @classmethod
-    def of(cls, lanes: Lanes, topology: Topology) -> _FanOut:
-        real = lanes.classes.receivers != NO_RANK
-        hosts = np.diff(lanes.needers[0])
-        share = lanes.classes.nbytes / lanes.nbytes[lanes.lane]
-        receivers = np.bincount(lanes.lane, weights=real.sum(axis=1) * share, minlength=len(lanes))
-        lane = np.repeat(np.arange(len(lanes)), hosts)
-        ranks = np.unique(lanes.classes.receivers[real])
+    def of(cls, host_classes: HostClasses, topology: Topology) -> _FanOut:
+        real = host_classes.classes.receivers != NO_RANK
+        hosts = np.diff(host_classes.destinations[0])
+        share = host_classes.classes.nbytes / host_classes.nbytes[host_classes.host_class]
+        receivers = np.bincount(host_classes.host_class, weights=real.sum(axis=1) * share, minlength=len(host_classes))
+        host_class = np.repeat(np.arange(len(host_classes)), hosts)
+        ranks = np.unique(host_classes.classes.receivers[real])
         return cls(
-            host=lanes.needers[1],
-            lane=lane,
-            times=np.maximum(receivers / np.maximum(hosts, 1) - 1, 0)[lane],
+            host=host_classes.destinations[1],
+            host_class=host_class,
+            times=np.maximum(receivers / np.maximum(hosts, 1) - 1, 0)[host_class],
             num_ranks=np.bincount(topology.host_by_rank[ranks], minlength=topology.num_hosts),
             bytes_per_second=topology.inside_bytes_per_second or math.inf,
             latency_seconds=topology.inside_latency_seconds,
@@ -154,38 +155,42 @@ class _FanOut:
 
     def seconds(self, counts: np.ndarray, nbytes: np.ndarray) -> float:
         """Of the busiest host, whose ranks share the work."""
-        of_one = self.latency_seconds + nbytes[self.lane] / self.bytes_per_second
-        total = np.bincount(self.host, weights=counts[self.lane] * self.times * of_one, minlength=len(self.num_ranks))
+        of_one = self.latency_seconds + nbytes[self.host_class] / self.bytes_per_second
+        total = np.bincount(
+            self.host, weights=counts[self.host_class] * self.times * of_one, minlength=len(self.num_ranks)
+        )
         steps = np.where(self.times < LONGEST_CHAIN, self.times, 2 * np.log2(self.times + 1))
         last = float((steps * of_one).max(initial=0.0))  # what lands last has yet to go on
         return float((total / np.maximum(self.num_ranks, 1)).max(initial=0.0)) + last
 
 
-def is_fast_inside(topology: Topology, lanes: Lanes) -> bool:
+def is_fast_inside(topology: Topology, host_classes: HostClasses) -> bool:
     """Whether one rank can pass on all that enters at its NIC."""
     if topology.inside_bytes_per_second is None:
         return True
     fastest = max(nic.ingress_bytes_per_second for host in topology.hosts for nic in host.nics)
-    times = float(_FanOut.of(lanes, topology).times.max(initial=0.0))
+    times = float(_FanOut.of(host_classes, topology).times.max(initial=0.0))
     branches = min(times, 1.0 if times < LONGEST_CHAIN else 2.0)
     return branches * fastest <= _MOST_INSIDE * topology.inside_bytes_per_second
 
 
-def _find_loads(lanes: Lanes, topology: Topology, senders: list[int]) -> _Loads:
-    """Arrivals, departures where one place alone holds a lane, what all senders must send; pods' uplinks alike."""
+def _find_loads(host_classes: HostClasses, topology: Topology, senders: list[int]) -> _Loads:
+    """Arrivals, departures where one place alone holds a host class, and what all senders must send; pods too."""
     hosts, pods = [topology.host(h) for h in range(topology.num_hosts)], len(topology.pods)
     rates_in = [host.ingress_bytes_per_second for host in hosts]
     rates_out = [host.egress_bytes_per_second for host in hosts]
     nics = [len(host.nics) for host in hosts]
-    moves = lanes.moves
-    arriving, leaving = _arrivals_and_departures(lanes.holders, lanes.needers, moves)
+    moves = host_classes.moves
+    arriving, leaving = _arrivals_and_departures(host_classes.holders, host_classes.destinations, moves)
     moving = np.flatnonzero(moves)
     sides = [arriving, leaving, (np.zeros_like(moving), moving)]
     rates = [rates_in, rates_out, [sum(rates_out[h] for h in senders)]]
     ports = [nics, nics, [sum(nics[h] for h in senders)]]
     if pods:
         pod_of = np.array([host.pod or 0 for host in hosts])
-        holding, needing = (_places(members, pod_of, pods) for members in (lanes.holders, lanes.needers))
+        holding, needing = (
+            _places(members, pod_of, pods) for members in (host_classes.holders, host_classes.destinations)
+        )
         needing = needing & ~holding
         inside = [_members(np.where(table, np.arange(pods), NO_RANK), NO_RANK) for table in (holding, needing)]
         sides += _arrivals_and_departures(inside[0], inside[1], needing.any(axis=1))
@@ -196,73 +201,75 @@ def _find_loads(lanes: Lanes, topology: Topology, senders: list[int]) -> _Loads:
         ports += [[1] * pods, [1] * pods]
     first = np.cumsum([0] + [len(rate) for rate in rates])
     place = np.concatenate([side[0] + first[i] for i, side in enumerate(sides)])
-    lane = np.concatenate([side[1] for side in sides])
-    return _Loads(place, lane, np.concatenate(rates), np.concatenate(ports))
+    host_class = np.concatenate([side[1] for side in sides])
+    return _Loads(place, host_class, np.concatenate(rates), np.concatenate(ports))
 
 
 _Side = tuple[np.ndarray, np.ndarray]
 
 
-def _arrivals_and_departures(holders: Members, needers: Members, moves: np.ndarray) -> tuple[_Side, _Side]:
-    """``(place, lane)`` of what enters each place, and of what only one place can send."""
-    arriving = needers[1], np.repeat(np.arange(len(moves)), np.diff(needers[0]))
+def _arrivals_and_departures(holders: Members, destinations: Members, moves: np.ndarray) -> tuple[_Side, _Side]:
+    """``(place, host_class)`` of what enters each place, and of what only one place can send."""
+    arriving = destinations[1], np.repeat(np.arange(len(moves)), np.diff(destinations[0]))
     alone = np.flatnonzero(moves & (np.diff(holders[0]) == 1))
     return arriving, (holders[1][holders[0][:-1][alone]], alone)
 
 
 def _places(members: Members, place_of: np.ndarray, count: int) -> np.ndarray:
-    """``(lanes, places)`` True where a member is."""
+    """``(host_classes, places)`` True where a member is."""
     found = np.zeros((len(members[0]) - 1, count), dtype=bool)
     found[np.repeat(np.arange(len(found)), np.diff(members[0])), place_of[members[1]]] = True
     return found
 
 
-def _senders(lanes: Lanes) -> list[int]:
+def _senders(host_classes: HostClasses) -> list[int]:
     """The hosts that hold what others need."""
-    first, counts = lanes.holders[0][:-1], np.diff(lanes.holders[0])
-    moves = lanes.moves
-    return np.unique(lanes.holders[1][ranges(first[moves], counts[moves])]).tolist()
+    first, counts = host_classes.holders[0][:-1], np.diff(host_classes.holders[0])
+    moves = host_classes.moves
+    return np.unique(host_classes.holders[1][ranges(first[moves], counts[moves])]).tolist()
 
 
-def least_seconds(topology: Topology, lanes: Lanes) -> float:
+def least_seconds(topology: Topology, host_classes: HostClasses) -> float:
     """Below which no plan can be, found fast: the busiest arrival, departure of one holder, or share of all senders."""
-    senders = _senders(lanes)
-    return _find_loads(lanes, topology, senders).seconds(lanes.nbytes.astype(np.float64)) if senders else 0.0
+    senders = _senders(host_classes)
+    return (
+        _find_loads(host_classes, topology, senders).seconds(host_classes.nbytes.astype(np.float64)) if senders else 0.0
+    )
 
 
-def count_chunks(topology: Topology, lanes: Lanes, largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Chunks of each lane: as many as make the least of what the busiest port passes and of the fill.
+def count_chunks(topology: Topology, host_classes: HostClasses, largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Chunks of each host class: as many as make the least of what the busiest port passes and of the fill.
 
     Small chunks fill the pipeline fast; large ones cost few latencies; where ports get whole chunks some is lost in
     rounding. Chunks to slow ports are smaller, so that all take as long.
 
     Args:
-        largest: ``(lanes,)`` bytes that no chunk may exceed.
+        largest: ``(host_classes,)`` bytes that no chunk may exceed.
 
     Returns:
-        ``(lanes,)`` how many chunks, and how large they are relative to those between the fastest ports.
+        ``(host_classes,)`` how many chunks, and how large they are relative to those between the fastest ports.
     """
-    if not len(lanes):
+    if not len(host_classes):
         return np.zeros(0, dtype=np.int64), np.zeros(0)
-    nbytes = lanes.nbytes.astype(np.float64)
-    fewest = -(-lanes.nbytes // largest)
-    num_needers, moves = np.diff(lanes.needers[0]), lanes.moves
+    nbytes = host_classes.nbytes.astype(np.float64)
+    fewest = -(-host_classes.nbytes // largest)
+    num_destinations, moves = np.diff(host_classes.destinations[0]), host_classes.moves
     if not moves.any():
-        return fewest, np.ones(len(lanes))
-    senders = _senders(lanes)
-    loads = _find_loads(lanes, topology, senders)
+        return fewest, np.ones(len(host_classes))
+    senders = _senders(host_classes)
+    loads = _find_loads(host_classes, topology, senders)
     least = loads.seconds(nbytes)
-    copies = int(num_needers.max())
+    copies = int(num_destinations.max())
     fill = max(math.ceil(math.log2(copies / len(senders) + 1)) - 1, 1)
-    receivers = np.unique(lanes.needers[1]).tolist()
+    receivers = np.unique(host_classes.destinations[1]).tolist()
     fastest = max(
         *(nic.egress_bytes_per_second for h in senders for nic in topology.host(h).nics),
         *(nic.ingress_bytes_per_second for h in receivers for nic in topology.host(h).nics),
     )
-    speed = _speeds(lanes, topology)
+    speed = _speeds(host_classes, topology)
     part = np.where(moves, speed / speed.max(), 1.0)
     cap = float(largest[moves].max())
-    fan_out = _FanOut.of(lanes, topology)
+    fan_out = _FanOut.of(host_classes, topology)
 
     def cost(n: int) -> tuple[float, int]:
         size = np.minimum(least * fastest / n * part, cap)
@@ -284,14 +291,16 @@ def count_chunks(topology: Topology, lanes: Lanes, largest: np.ndarray) -> tuple
     return np.maximum(np.where(moves, counts, 1), fewest), part
 
 
-def _speeds(lanes: Lanes, topology: Topology) -> np.ndarray:
-    """``(lanes,)`` what a port of the slowest needer takes in, or of the fastest holder lets out if that is less."""
+def _speeds(host_classes: HostClasses, topology: Topology) -> np.ndarray:
+    """``(host_classes,)`` the rate into the slowest destination, or out of the fastest holder if that is less."""
     hosts = [topology.host(h) for h in range(topology.num_hosts)]
     out = np.array([max(nic.egress_bytes_per_second for nic in host.nics) for host in hosts])
     into = np.array([max(nic.ingress_bytes_per_second for nic in host.nics) for host in hosts])
-    speed = np.maximum.reduceat(out[lanes.holders[1]], lanes.holders[0][:-1])
-    slowest = np.minimum.reduceat(into[lanes.needers[1]], lanes.needers[0][:-1][lanes.moves])
-    speed[lanes.moves] = np.minimum(speed[lanes.moves], slowest)
+    speed = np.maximum.reduceat(out[host_classes.holders[1]], host_classes.holders[0][:-1])
+    slowest = np.minimum.reduceat(
+        into[host_classes.destinations[1]], host_classes.destinations[0][:-1][host_classes.moves]
+    )
+    speed[host_classes.moves] = np.minimum(speed[host_classes.moves], slowest)
     return np.maximum(speed, _LEAST_SPEED * speed.max())
 
 

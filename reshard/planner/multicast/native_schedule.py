@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from reshard import _native
-from reshard.planner.multicast.workload import Freight, Ports
+from reshard.planner.multicast.workload import Ports, Workload
 from reshard.ragged import ranges
 
 
@@ -40,7 +40,7 @@ def put_in_order(schedule: Schedule, order: np.ndarray) -> Schedule:
     )
 
 
-def make_schedule(ports: Ports, freight: Freight) -> Schedule:
+def make_schedule(ports: Ports, workload: Workload) -> Schedule:
     """Who sends which piece to whom, in an order that the ranks can keep."""
 
     def ints(values: Sequence[int]) -> np.ndarray:
@@ -53,5 +53,5 @@ def make_schedule(ports: Ports, freight: Freight) -> Schedule:
         host=ints(ports.host), out=floats(ports.out), into=floats(ports.into), of_rank=ints(ports.of_rank),
         pod=ints(ports.pod), up=floats(ports.up), down=floats(ports.down),
     )  # fmt: skip
-    *columns, order = _native.make_schedule(arrays, freight)
+    *columns, order = _native.make_schedule(arrays, workload)
     return put_in_order(Schedule(*columns), order)

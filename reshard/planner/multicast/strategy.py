@@ -1,4 +1,4 @@
-"""Multicast: chunks of all regions dealt out to ports, so that the busiest is never idle."""
+"""Multicast: chunks of all regions scheduled to ports, so that the busiest is never idle."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 from reshard.errors import ArgumentError
 from reshard.plan.transfers import Transfers
 from reshard.planner.multicast.classes import EVEN, Classes, Pieces, cut_pieces
-from reshard.planner.multicast.host_classes import Lanes, count_chunks, is_fast_inside, members_of
+from reshard.planner.multicast.host_classes import HostClasses, count_chunks, is_fast_inside, members_of
 from reshard.planner.multicast.native_schedule import Schedule, make_schedule
 from reshard.planner.multicast.relay_limits import keep_staging_short
-from reshard.planner.multicast.workload import UNITS, Freight, Ports
+from reshard.planner.multicast.workload import UNITS, Ports, Workload
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
 from reshard.planner.strategies.direct import send_recv
 from reshard.planner.strategies.problem import DIRECT_CHUNK_BYTES, STAGING_PARTS, Problem, Routes
@@ -27,7 +27,7 @@ LARGEST_CHUNK_BYTES = 32 * 2**20
 _RUN = 2**20
 #: Rates closer together than this part are taken as equal, so that transfers end together.
 _ALIKE = 0.04
-#: Dealing out more takes longer than some seconds; then regions are broadcast in rotation.
+#: Scheduling more takes longer than some seconds; then regions are broadcast in rotation.
 _MOST_STEPS = 2 * 10**9
 #: The same, as it keeps a number for each two hosts.
 _MOST_HOSTS = 8192
@@ -53,35 +53,35 @@ def multicast(problem: Problem) -> Routes | Transfers:
         return send_recv(problem)
     if has_many_hosts(problem):
         return broadcast_in_rotation(problem)
-    return deal_out(problem)
+    return schedule_chunks(problem)
 
 
 def has_many_hosts(problem: Problem) -> bool:
-    """Whether there are too many to deal out chunks to."""
+    """Whether there are too many to schedule chunks to."""
     return problem.topology.num_hosts > _MOST_HOSTS
 
 
-def deal_out(
+def schedule_chunks(
     problem: Problem,
     near_first: bool = False,
     keeps_partners: bool = False,
-    loaded: tuple[Freight, Pieces] | None = None,
+    loaded: tuple[Workload, Pieces] | None = None,
 ) -> Routes | Transfers:
-    """As :func:`multicast`, for any problem; ``loaded`` is what :func:`load_freight` made of it, if it did already.
+    """As :func:`multicast`, for any problem; ``loaded`` is what :func:`make_workload` made of it, if it did already.
 
-    The other arguments are those of :class:`Freight`.
+    The other arguments are those of :class:`Workload`.
     """
-    freight, pieces = loaded or load_freight(problem)
-    if freight.num_steps > _MOST_STEPS:
+    workload, pieces = loaded or make_workload(problem)
+    if workload.num_steps > _MOST_STEPS:
         return broadcast_in_rotation(problem)
-    made = make_schedule(ports_of(problem), replace(freight, near_first=near_first, keeps_partners=keeps_partners))
+    made = make_schedule(ports_of(problem), replace(workload, near_first=near_first, keeps_partners=keeps_partners))
     num_ranks = len(problem.topology.host_of_rank)
-    return _to_transfers(problem, pieces, keep_staging_short(made, freight, num_ranks, problem.staging_bytes))
+    return _to_transfers(problem, pieces, keep_staging_short(made, workload, num_ranks, problem.staging_bytes))
 
 
 def multicast_near(problem: Problem) -> Routes | Transfers:
     """As :func:`multicast`, but NICs pass what ranks at them hold or need rather than what is rarest."""
-    return deal_out(problem, near_first=True)
+    return schedule_chunks(problem, near_first=True)
 
 
 def multicast_from_partners(problem: Problem) -> Routes | Transfers:
@@ -89,7 +89,7 @@ def multicast_from_partners(problem: Problem) -> Routes | Transfers:
 
     Then receivers that exchange what they get from slow and fast holders each have the senders that fit their rate.
     """
-    return deal_out(problem, keeps_partners=True)
+    return schedule_chunks(problem, keeps_partners=True)
 
 
 def multicast_from_fast(problem: Problem) -> Routes | Transfers:
@@ -106,8 +106,8 @@ def without_slow_holders(problem: Problem) -> Problem | None:
     rate = np.array([problem.topology.host(h).egress_bytes_per_second for h in hosts] + [0.0])
     host = np.where(problem.holders == NO_RANK, -1, problem.topology.host_by_rank[problem.holders])
     slow = (rate[host] < _SLOW * rate[host].max(axis=1, keepdims=True)) & (problem.holders != NO_RANK)
-    for needers in problem.needers.T:
-        slow &= (host != problem.topology.host_by_rank[needers][:, None]) | (needers == NO_RANK)[:, None]
+    for destinations in problem.destinations.T:
+        slow &= (host != problem.topology.host_by_rank[destinations][:, None]) | (destinations == NO_RANK)[:, None]
     return replace(problem, holders=np.where(slow, NO_RANK, problem.holders)) if slow.any() else None
 
 
@@ -119,60 +119,60 @@ def is_large_exchange(problem: Problem) -> bool:
     return has_one_end and ports_of(problem).are_alike
 
 
-def load_freight(problem: Problem, lanes: Lanes | None = None) -> tuple[Freight, Pieces]:
-    """What is to be dealt out, and the boxes of its pieces; ``lanes`` are those of the problem, if they are known."""
-    lanes = lanes or Lanes.of(Classes.of(problem), problem.topology)
+def make_workload(problem: Problem, host_classes: HostClasses | None = None) -> tuple[Workload, Pieces]:
+    """The workload of a problem, and the boxes of its pieces; ``host_classes`` are the problem's, if known."""
+    host_classes = host_classes or HostClasses.of(Classes.of(problem), problem.topology)
     topology = problem.topology
-    largest = _largest_chunks(problem, lanes)
-    fewest = int((-(-lanes.nbytes // largest)).sum())
-    most = min(_MOST_CHUNKS, _MOST_CUTS + len(lanes))
+    largest = _largest_chunks(problem, host_classes)
+    fewest = int((-(-host_classes.nbytes // largest)).sum())
+    most = min(_MOST_CHUNKS, _MOST_CUTS + len(host_classes))
     if fewest > most:
         raise ArgumentError(
-            f"{int(lanes.nbytes.sum()):,} bytes make at least {fewest:,} chunks; at most {most:,} are planned at once, "
-            "so move them in several calls"
+            f"{int(host_classes.nbytes.sum()):,} bytes make at least {fewest:,} chunks; at most {most:,} are planned "
+            "at once, so move them in several calls"
         )
-    counts, part = count_chunks(topology, lanes, largest)
+    counts, part = count_chunks(topology, host_classes, largest)
     # seconds in which a port of rate 1 passes a chunk of size 1
     fastest = max(
         max(nic.egress_bytes_per_second, nic.ingress_bytes_per_second) for h in topology.hosts for nic in h.nics
     )
-    step = float((lanes.nbytes / counts / part)[lanes.moves].max(initial=0.0)) / fastest
-    pieces = cut_pieces(problem, lanes.classes, lanes.lane, counts, lanes.moves)
-    freight = Freight(
-        lane_holders=lanes.holders,
-        lane_needers=lanes.needers,
-        lane_size=np.maximum(np.round(part * UNITS), 1).astype(np.int64),
-        lane_of=pieces.lane_of,
-        class_holders=members_of(lanes.classes.holders),
-        class_receivers=members_of(lanes.classes.receivers),
-        piece_at=np.searchsorted(pieces.chunk, np.arange(len(pieces.lane_of) + 1)),
+    step = float((host_classes.nbytes / counts / part)[host_classes.moves].max(initial=0.0)) / fastest
+    pieces = cut_pieces(problem, host_classes.classes, host_classes.host_class, counts, host_classes.moves)
+    workload = Workload(
+        host_class_holders=host_classes.holders,
+        host_class_receivers=host_classes.destinations,
+        host_class_size=np.maximum(np.round(part * UNITS), 1).astype(np.int64),
+        host_class_of=pieces.host_class_of,
+        class_holders=members_of(host_classes.classes.holders),
+        class_receivers=members_of(host_classes.classes.receivers),
+        piece_at=np.searchsorted(pieces.chunk, np.arange(len(pieces.host_class_of) + 1)),
         piece_class=pieces.class_of,
         piece_bytes=pieces.nbytes,
-        run=_RUN if is_fast_inside(topology, lanes) else 1,
+        run=_RUN if is_fast_inside(topology, host_classes) else 1,
         inside_each=topology.inside_latency_seconds / step if step else 0.0,
         inside_per_byte=1.0 / (topology.inside_bytes_per_second * step)
         if topology.inside_bytes_per_second and step
         else 0.0,
     )
-    return freight, pieces
+    return workload, pieces
 
 
-def _largest_chunks(problem: Problem, lanes: Lanes) -> np.ndarray:
-    """``(lanes,)`` bytes that no chunk may exceed: of what is packed or staged, several must fit at once."""
+def _largest_chunks(problem: Problem, host_classes: HostClasses) -> np.ndarray:
+    """``(host_classes,)`` bytes that no chunk may exceed: of what is packed or staged, several must fit at once."""
     packed = max(min(DIRECT_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS) * 15 // 16, 1)  # cuts snap to slices
-    largest = np.full(len(lanes), packed, dtype=np.int64)
+    largest = np.full(len(host_classes), packed, dtype=np.int64)
     if any(len(host.nics) > 1 for host in problem.topology.hosts):
         return largest
     # regions that are cut at whole slices of their first dim lie in one piece wherever they are
-    lead = lanes.classes.task[lanes.classes.task_at[:-1]]
+    lead = host_classes.classes.task[host_classes.classes.task_at[:-1]]
     size = (problem.stop - problem.start)[lead]
     first = (size > 1).argmax(axis=1)[:, None] if size.shape[1] else np.zeros((len(lead), 0), dtype=np.int64)
     rows = np.take_along_axis(size, first, axis=1).prod(axis=1)
-    is_plain = ~problem.is_strided[lead] & (np.diff(lanes.classes.task_at) == 1)
+    is_plain = ~problem.is_strided[lead] & (np.diff(host_classes.classes.task_at) == 1)
     is_plain &= problem.nbytes[lead] // rows * EVEN <= packed
     return (
-        np.where(np.logical_and.reduceat(is_plain, lanes.first_class), LARGEST_CHUNK_BYTES, largest)
-        if len(lanes)
+        np.where(np.logical_and.reduceat(is_plain, host_classes.first_class), LARGEST_CHUNK_BYTES, largest)
+        if len(host_classes)
         else largest
     )
 

@@ -1,4 +1,4 @@
-"""What a dealer reads: ports, and what is to be sent over them."""
+"""What a chunk scheduler reads: ports, and what is to be sent over them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from reshard.planner.multicast.host_classes import Members
 
-#: The unit of :attr:`Freight.lane_size`.
+#: The unit of :attr:`Workload.host_class_size`.
 UNITS = 1024
 
 
@@ -54,12 +54,13 @@ class Ports:
 
 
 @dataclass(frozen=True, eq=False)
-class Freight:
-    """What is to be dealt out. Members are ``(at, values)``: entry k has ``values[at[k]:at[k + 1]]``.
+class Workload:
+    """What is to be scheduled. Members are ``(at, values)``: entry k has ``values[at[k]:at[k + 1]]``.
 
     Attributes:
-        lane_holders, lane_needers: hosts of each lane. lane_size: of its chunks, in :data:`UNITS` of what a port of
-            rate 1 passes in one step of the clock. lane_of: the lane of each chunk.
+        host_class_holders, host_class_receivers: hosts of each host class. host_class_size: of its chunks, in
+        :data:`UNITS` of what a port of
+            rate 1 passes in one step of the clock. host_class_of: the host class of each chunk.
         class_holders, class_receivers: ranks of each class. piece_at: chunk i has pieces
             ``piece_at[i]:piece_at[i + 1]``. piece_class, piece_bytes: of each piece.
         run: how many pieces a rank sends or receives more than others of its host before those have their turn.
@@ -68,10 +69,10 @@ class Freight:
         inside_each, inside_per_byte: what a message inside a host takes, in steps of the clock.
     """
 
-    lane_holders: Members
-    lane_needers: Members
-    lane_size: np.ndarray
-    lane_of: np.ndarray
+    host_class_holders: Members
+    host_class_receivers: Members
+    host_class_size: np.ndarray
+    host_class_of: np.ndarray
     class_holders: Members
     class_receivers: Members
     piece_at: np.ndarray
@@ -85,10 +86,12 @@ class Freight:
 
     @property
     def num_steps(self) -> int:
-        """How often dealing it out looks at a host: for each chunk that is sent, at all that might take part."""
-        holders, needers = (np.diff(members[0])[self.lane_of] for members in (self.lane_holders, self.lane_needers))
-        hosts = len(np.union1d(self.lane_holders[1], self.lane_needers[1]))
-        return int((needers * (hosts + holders + needers)).sum())
+        """How often scheduling it out looks at a host: for each chunk that is sent, at all that might take part."""
+        holders, destinations = (
+            np.diff(members[0])[self.host_class_of] for members in (self.host_class_holders, self.host_class_receivers)
+        )
+        hosts = len(np.union1d(self.host_class_holders[1], self.host_class_receivers[1]))
+        return int((destinations * (hosts + holders + destinations)).sum())
 
 
 def rows_of(members: Members) -> list[list[int]]:

@@ -41,7 +41,7 @@ class Problem:
         tensors, topology: what moves, and where ranks are.
         tensor, nbytes: ``(tasks,)``. is_strided: ``(tasks,)`` what must be packed or unpacked.
         start, stop: ``(tasks, ndim)``, missing dims are ``0:1``.
-        holders, needers: ``(tasks, replicas)`` ranks, padded with -1.
+        holders, destinations: ``(tasks, replicas)`` ranks, padded with -1.
         staging_bytes: what a rank may hold beyond its shards.
     """
 
@@ -53,7 +53,7 @@ class Problem:
     start: np.ndarray
     stop: np.ndarray
     holders: np.ndarray
-    needers: np.ndarray
+    destinations: np.ndarray
     staging_bytes: int = DEFAULT_STAGING_BYTES
 
     @classmethod
@@ -75,7 +75,7 @@ class Problem:
             start=np.concatenate([_widen(t.start, ndim, 0) for t in tasks]),
             stop=np.concatenate([_widen(t.stop, ndim, 1) for t in tasks]),
             holders=_stack([t.holders for t in tasks]),
-            needers=_stack([t.needers for t in tasks]),
+            destinations=_stack([t.destinations for t in tasks]),
             staging_bytes=staging_bytes,
         )
 
@@ -84,16 +84,16 @@ class Problem:
 
     @cached_property
     def keeps(self) -> np.ndarray:
-        """``(tasks, replicas)`` True where a needer holds the region already."""
-        found = np.zeros(self.needers.shape, dtype=bool)
+        """``(tasks, replicas)`` True where a destination holds the region already."""
+        found = np.zeros(self.destinations.shape, dtype=bool)
         for replica in range(self.holders.shape[1]):
-            found |= self.needers == self.holders[:, replica : replica + 1]
-        return found & (self.needers != NO_RANK)
+            found |= self.destinations == self.holders[:, replica : replica + 1]
+        return found & (self.destinations != NO_RANK)
 
     @cached_property
     def receivers(self) -> np.ndarray:
-        """``(tasks, replicas)`` needers that do not hold the region, padded with -1."""
-        return np.where(self.keeps, NO_RANK, self.needers)
+        """``(tasks, replicas)`` destinations that do not hold the region, padded with -1."""
+        return np.where(self.keeps, NO_RANK, self.destinations)
 
 
 def _widen(array: np.ndarray, columns: int, fill: int) -> np.ndarray:
@@ -164,9 +164,9 @@ Strategy = Callable[[Problem], "Routes | Transfers"]
 
 
 def copy_routes(problem: Problem) -> Routes:
-    """What stays on its rank: one copy per task and needer that holds it."""
+    """What stays on its rank: one copy per task and destination that holds it."""
     task, replica = np.nonzero(problem.keeps)
-    rank = problem.needers[task, replica]
+    rank = problem.destinations[task, replica]
     return Routes.direct(problem, task, rank, rank)
 
 

@@ -37,10 +37,10 @@ from reshard.runtime.transport import Transport, Work, wait_for
 #: How often a lane with nothing to wait for looks whether the transfer was told to stop.
 LOOK_SECONDS = 0.2
 #: Bytes that tell of the end of a message have tags of their own, above those of transfers.
-TOLD_TAG = 2**29
+NOTIFY_TAG = 2**29
 #: And so has what is said behind a transfer about its digests.
 VERIFY_TAG = 2**30
-_TOLD_AHEAD = 8
+_NOTIFY_AHEAD = 8
 
 
 class WrongCopyError(Exception):
@@ -61,7 +61,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Notification:
     """A byte from another rank that says that a message is over there."""
 
     id: int
@@ -113,7 +113,7 @@ class _Run:
             _Lane(self.lock, program.sends_across, staging.across),
             _Lane(self.lock, program.sends_inside, staging.inside),
         ]
-        self.told = _Lane(self.lock, [_Told(event[0], rank, event) for event, rank in program.awaited])
+        self.told = _Lane(self.lock, [_Notification(event[0], rank, event) for event, rank in program.awaited])
         self.lanes = (self.recvs, *self.sends, self.told)
         self.over: set[Event] = set()
         self.to_tell: dict[int, deque[Event]] = {}  # waiting rank -> what it has not been told, in the order it expects
@@ -204,16 +204,16 @@ class _Run:
             while left and left[0] in self.over:
                 left.popleft()
                 byte = torch.zeros(1, dtype=torch.uint8)
-                self.telling.append((self.transport.send(byte, rank, self.tag + TOLD_TAG), byte, rank))
+                self.telling.append((self.transport.send(byte, rank, self.tag + NOTIFY_TAG), byte, rank))
 
     def post(self) -> None:
         """Post what can be posted, receives first."""
         if self.error is not None:
             return
         told = self.told
-        while told.at < len(told.ops) and len(told.posted) < _TOLD_AHEAD:
+        while told.at < len(told.ops) and len(told.posted) < _NOTIFY_AHEAD:
             op, byte = told.ops[told.at], torch.empty(1, dtype=torch.uint8)
-            told.posted.append((op, self.transport.recv(byte, op.sender, self.tag + TOLD_TAG), byte))
+            told.posted.append((op, self.transport.recv(byte, op.sender, self.tag + NOTIFY_TAG), byte))
             told.at += 1
         while self.recvs.at < len(self.recvs.ops) and self.post_recv():
             pass
@@ -317,7 +317,7 @@ class _Run:
             self.uses[op.forwards] -= 1
             self.release_if_unused(op.forwards)
 
-    def wait(self, work: Work, op: Recv | Send | _Told | int) -> None:
+    def wait(self, work: Work, op: Recv | Send | _Notification | int) -> None:
         if isinstance(op, int):
             peer, what = op, f"a word to rank {op}"
         elif isinstance(op, Send):

@@ -1,4 +1,4 @@
-"""Copies of a stage under DDP and FSDP: gradients over several steps whatever the wrapper's options, hooks, failures."""
+"""ReplicaSync of a stage under DDP and FSDP: gradients over several steps whatever the wrapper's options, hooks, failures."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_gradients_of_other_data_add_up_over_steps(options, before, after, refer
 
 
 def run_watched(rank):
-    """What hooks see, and what becomes of buffers that copies change."""
+    """What hooks see, and what becomes of buffers that replicas change."""
     group = make_groups()[1]
     pipeline, calls, scales = make_pipeline(), [], []
     module = First()
@@ -235,7 +235,9 @@ def run_forgetful(rank):
 
 def test_copies_under_fsdp_have_to_be_counted_in_the_loss():
     for said in run_processes(run_forgetful, 3, timeout_seconds=60)[1:]:
-        assert "stage 1 gives a loss on 2 copies under FSDP, which see different data, but num_loss_shards is 1" in said
+        assert (
+            "stage 1 gives a loss on 2 replicas under FSDP, which see different data, but num_loss_shards is 1" in said
+        )
 
 
 class Twice(nn.Module):

@@ -10,16 +10,16 @@ from reshard.scheduler import (
     Edge,
     Pipeline,
     Stage,
+    auto_schedule,
     block_transfers,
+    defer_recvs,
     eager_1f1b,
-    fitted,
     gpipe,
-    issue_at_consumer,
     one_f_one_b,
-    zero_bubble,
+    zb_h1,
 )
 from reshard.scheduler.runtime.engine import Engine
-from reshard.scheduler.runtime.p2p import Crossing, make_ways
+from reshard.scheduler.runtime.p2p import StageTransfer, make_channel_movers
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes
 
@@ -119,23 +119,23 @@ def run_rank(rank, make, ranks, dtype, sizes, num_steps):
 
 
 def interleaved_rows(pipeline, num):
-    return fitted(pipeline, num, row_of_stage=[0, 1, 0])
+    return auto_schedule(pipeline, num, row_of_stage=[0, 1, 0])
 
 
 BUILDERS = {
     "1f1b": one_f_one_b,
     "gpipe": gpipe,
     "eager": eager_1f1b,
-    "zero_bubble": zero_bubble,
-    "fitted": fitted,
+    "zb_h1": zb_h1,
+    "auto_schedule": auto_schedule,
     "blocking": lambda p, m: block_transfers(one_f_one_b(p, m), p),
-    "at_consumer": lambda p, m: issue_at_consumer(one_f_one_b(p, m), p),
+    "at_consumer": lambda p, m: defer_recvs(one_f_one_b(p, m), p),
     "rows": interleaved_rows,
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "rtol"), [*((name, "float64", 1e-10) for name in BUILDERS), ("fitted", "float32", 1e-5)]
+    ("name", "dtype", "rtol"), [*((name, "float64", 1e-10) for name in BUILDERS), ("auto_schedule", "float32", 1e-5)]
 )
 def test_losses_and_gradients_are_those_of_one_process(name, dtype, rtol):
     ranks = [0, 1, 0] if name == "rows" else [0, 1, 2]
@@ -167,7 +167,7 @@ def test_what_stays_where_it_is_needs_no_plan():
         (pipeline, (0, 1, 0), {(2, 1), (0, 2), (2, 0)}),
         (mixed, (0, 0, 0), set()),
     ):
-        ways = make_ways(of, rows, Topology((0, 0)), None)
+        ways = make_channel_movers(of, rows, Topology((0, 0)), None)
         assert {(way.channel.sender, way.channel.receiver) for way in ways if way.plan is None} == without
-    there = Crossing(None, {"x": torch.ones(4)})
+    there = StageTransfer(None, {"x": torch.ones(4)})
     assert there.is_over() and list(there.wait()) == ["x"]

@@ -1,4 +1,4 @@
-"""What an engine is given that makes no sense: each is an error that names it, and nothing is left behind."""
+"""What an engine is given that makes no sense: each is an error that names it, and nothing is excluded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from reshard.scheduler.runtime import grad_sync
 from reshard.scheduler.runtime.engine import Engine, _describe, _find_rows, _weigh_last
 from reshard.scheduler.runtime.p2p import find_device_type
 from reshard.scheduler.runtime.stage import _localize
-from reshard.scheduler.runtime.tied_params import Tie
+from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.sharding.tensor_spec import TensorSpec
 
 NUM = 4
@@ -106,8 +106,8 @@ ENGINES = {
     "pipeline": ({"pipeline": None}, "pipeline must be a Pipeline, not NoneType"),
     "last pipeline": ({"last_pipeline": 5}, "last_pipeline must be a Pipeline, not int"),
     "another last pipeline": ({"last_pipeline": TWO}, "last_pipeline must have the stages and edges of the pipeline"),
-    "ties": ({"ties": 5}, "ties are a list of Tie, not int"),
-    "a tie": ({"ties": [5]}, "a tie must be a Tie, not int"),
+    "ties": ({"ties": 5}, "ties are a list of TiedParameter, not int"),
+    "a tie": ({"ties": [5]}, "a tie must be a TiedParameter, not int"),
     "mesh": ({"pipeline": Pipeline((Stage(1.0, 1.0, 1.0),), ())}, "stage 0 has no mesh; to run a pipeline each needs"),
     "other ranks": (
         {"pipeline": Pipeline((Stage(1.0, 1.0, 1.0, mesh=Mesh([1])),), ())}, "rank"
@@ -200,7 +200,7 @@ def test_what_is_given_as_a_list_is_kept_as_a_tuple():
     assert edge.tensors == (_spec(),) and edge.without_gradient == frozenset({"x"})
     pipeline = Pipeline(list(TWO.stages), [edge])
     assert pipeline.stages == TWO.stages and pipeline.edges == (edge,)
-    assert Tie({0: "a", 1: "b"}, [3, 4]).shape == (3, 4)
+    assert TiedParameter({0: "a", 1: "b"}, [3, 4]).shape == (3, 4)
 
 
 def test_a_picture_needs_a_timeline():

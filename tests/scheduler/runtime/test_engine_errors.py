@@ -17,7 +17,7 @@ from reshard.scheduler import Edge, Pipeline, Stage, gpipe, one_f_one_b
 from reshard.scheduler.ir.schedule import Action, Kind, Schedule
 from reshard.scheduler.runtime import engine as engine_module
 from reshard.scheduler.runtime.engine import Engine
-from reshard.scheduler.runtime.tied_params import Tie
+from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import LaunchError, run_processes
 
@@ -90,21 +90,21 @@ def run_rank(rank, fault):
             if fault == "no module":
                 modules = {1: "layer"}
             if fault == "tie":
-                ties = (Tie({0: "layer.weight", 1: "layer.wait"}, (3, 3)),)
+                ties = (TiedParameter({0: "layer.weight", 1: "layer.wait"}, (3, 3)),)
             if fault == "mixed keys":
                 modules = {"1": modules[1], 1: modules[1]}
         elif fault == "tie":
-            ties = (Tie({0: "layer.weight", 1: "layer.wait"}, (3, 3)),)
+            ties = (TiedParameter({0: "layer.weight", 1: "layer.wait"}, (3, 3)),)
         if fault == "tied twice":
             ties = (
-                Tie({0: "layer.weight", 1: "layer.weight"}, (3, 3)),
-                Tie({1: "layer.weight", 2: "layer.bias"}, (3,)),
+                TiedParameter({0: "layer.weight", 1: "layer.weight"}, (3, 3)),
+                TiedParameter({1: "layer.weight", 2: "layer.bias"}, (3,)),
             )
         if fault == "tie elsewhere":
             layouts = {1: Layout(Mesh([2]))}
-            ties = (Tie({0: "layer.weight", 1: "layer.weight"}, (3, 3), layouts=layouts),)
+            ties = (TiedParameter({0: "layer.weight", 1: "layer.weight"}, (3, 3), layouts=layouts),)
         if fault == "late":  # rank 2 waits for what it shares with rank 0 by then
-            ties = (Tie({0: "layer.weight", 2: "layer.weight"}, (3, 3)),)
+            ties = (TiedParameter({0: "layer.weight", 2: "layer.weight"}, (3, 3)),)
         engine = Engine(
             build(pipeline, num),
             pipeline,
@@ -267,7 +267,7 @@ def run_on_topologies(rank):
         used.append(topology)
         return []
 
-    engine_module.make_ways = note
+    engine_module.make_channel_movers = note
     for given in (None, Topology.uniform((0,), 1e9)):
         Engine(one_f_one_b(pipeline, 1), pipeline, {0: Reentrant()}, topology=given).close()
     return used
@@ -326,7 +326,7 @@ def run_on_one_row(rank):
             Schedule("one row", (row,), (0, 0), 2),
             pipeline,
             modules,
-            ties=[Tie({0: "0.weight", 1: "0.weight"}, (3, 3))],
+            ties=[TiedParameter({0: "0.weight", 1: "0.weight"}, (3, 3))],
         )
     return True
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from reshard import ArgumentError, Layout, Mesh, RemoteError
-from reshard.scheduler import Edge, Pipeline, Stage, fitted, one_f_one_b, zero_bubble
+from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, one_f_one_b, zb_h1
 from reshard.scheduler.runtime.engine import Engine
-from reshard.scheduler.runtime.tied_params import Tie
+from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes
 
@@ -110,7 +110,7 @@ def run_rank(rank, sizes, how, build, tied, adds_up=False):
     ties = []
     if tied:
         names = {s: ("module." * (how[s] == "ddp")) + n for s, n in ((0, "embed.weight"), (1, "head.weight"))}
-        ties = [Tie(names, (VOCABULARY, WIDTH), "float64")]
+        ties = [TiedParameter(names, (VOCABULARY, WIDTH), "float64")]
     shards = sizes[1] if specs[1] == "S0 R" else 1
     schedule = build(pipeline, NUM)
     with Engine(schedule, pipeline, {stage: module}, ties=ties, num_loss_shards=shards, timeout_seconds=30) as engine:
@@ -129,9 +129,9 @@ def run_rank(rank, sizes, how, build, tied, adds_up=False):
 @pytest.mark.parametrize(
     ("sizes", "how", "build"),
     [
-        ((2, 1), ("ddp", "plain"), zero_bubble),
-        ((1, 2), ("plain", "ddp"), fitted),
-        ((2, 1), ("tp", "plain"), zero_bubble),
+        ((2, 1), ("ddp", "plain"), zb_h1),
+        ((1, 2), ("plain", "ddp"), auto_schedule),
+        ((2, 1), ("tp", "plain"), zb_h1),
         ((2, 1), ("tp local", "plain"), one_f_one_b),
         ((1, 2), ("plain", "tp"), one_f_one_b),
         ((2, 1), ("fsdp", "plain"), one_f_one_b),
@@ -151,7 +151,7 @@ def test_gradients_are_those_of_one_process_whatever_is_parallel(sizes, how, bui
 
 def test_tied_weights_stay_alike():
     losses, grads = single_process(True)
-    results = run_processes(run_rank, 3, (2, 1), ("ddp", "plain"), zero_bubble, True)
+    results = run_processes(run_rank, 3, (2, 1), ("ddp", "plain"), zb_h1, True)
     assert results[2][0] == pytest.approx(sum(losses) / NUM, rel=1e-12)
     for rank, name in ((0, "embed.weight"), (1, "embed.weight"), (2, "head.weight")):
         torch.testing.assert_close(
@@ -244,7 +244,7 @@ def test_wrappers_that_would_give_wrong_gradients_are_refused():
         assert "the module of stage 0 has '0', which is wrapped by DistributedDataParallel; only the whole" in one[0]
         assert "static_graph=True" in one[1]
         assert (
-            "stage 0 gives a loss on 2 copies under DDP, which see different data, but num_loss_shards is 1" in one[2]
+            "stage 0 gives a loss on 2 replicas under DDP, which see different data, but num_loss_shards is 1" in one[2]
         )
         assert "num_loss_shards is 0; it must be an integer from 1 to 2" in one[3]
         assert "num_loss_shards is 3" in one[4]
@@ -263,7 +263,7 @@ def run_timeline(rank):
     ) as engine:
         engine.step({0: [{"input": torch.ones(1, 3)}] * 2})
         timeline = engine.timeline()
-        rows = sorted({span.row for span in timeline.spans}), len(timeline.crossings)
+        rows = sorted({span.row for span in timeline.spans}), len(timeline.transfers)
         with pytest.raises(ArgumentError, match="no row 7"):
             timeline.exposed_seconds(7)
         if rank == 3:

@@ -1,4 +1,4 @@
-"""Copies of a stage under DDP: connections of their own, buffers, losses of several stages, deaths."""
+"""ReplicaSync of a stage under DDP: connections of their own, buffers, losses of several stages, deaths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reshard.scheduler import Pipeline, Stage, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.grad_sync import is_of_a_connection
 from reshard.testing.processes import LaunchError, run_processes
-from tests.support.stages_with_copies import (
+from tests.support.stages_with_replicas import (
     NUM,
     WIDTH,
     First,
@@ -127,7 +127,7 @@ def test_copies_take_the_buffers_of_the_first_one_whatever_their_memory():
     refused = {
         "expanded": "buffer 'held' of stage 1 has strides (0, 1)",
         "of other shapes": "ranks disagree on buffers of stage 1: rank 1 passes held torch.float32 [3, 6], rank 2",
-        "reshaped": "copies of stage 1 have different buffers; rank ",
+        "reshaped": "replicas of stage 1 have different buffers; rank ",
     }
     none, one, two = run_processes(run_buffers, 3, [*shared[:2], *refused, *shared[2:]])
     for kind in shared:
@@ -158,7 +158,7 @@ def run_losses(rank, numbers):
 def test_stages_with_a_loss_may_have_different_numbers_of_copies():
     refused = [
         (2, "stage 1 gives a loss on 1 rank, but num_loss_shards is 2"),
-        (1, "stage 0 gives a loss on 2 copies under DDP, which see different data, but num_loss_shards is 1"),
+        (1, "stage 0 gives a loss on 2 replicas under DDP, which see different data, but num_loss_shards is 1"),
         ({0: 2, 1: 2}, "num_loss_shards of stage 1 is 2; it must be an integer from 1 to 1"),
         ({2: 1}, "num_loss_shards names stage 2; there are 0 to 1"),
         ({0: True}, "num_loss_shards of stage 0 is True"),

@@ -1,4 +1,4 @@
-"""Gradients of copies of a stage: sparse ones, those of other dtypes than the parameters, where they lie."""
+"""Gradients of replicas of a stage: sparse ones, those of other dtypes than the parameters, where they lie."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from reshard.coordination.liveness.heartbeat import Monitor
 from reshard.coordination.process_group import find_group
 from reshard.scheduler import one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
-from reshard.scheduler.runtime.grad_sync import Copies, _sparse
+from reshard.scheduler.runtime.grad_sync import ReplicaSync, _sparse
 from reshard.testing.processes import run_processes
-from tests.support.stages_with_copies import (
+from tests.support.stages_with_replicas import (
     NUM,
     WIDTH,
     First,
@@ -92,7 +92,7 @@ def run_flat(rank):
         parameter.grad = part.view(parameter.shape)
     with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
         engine.step(feed(rank, 2))
-        watched = [each for each in Monitor.of(find_group(None))._watched if isinstance(each, Copies)]
+        watched = [each for each in Monitor.of(find_group(None))._watched if isinstance(each, ReplicaSync)]
     return gradients(module), flat.numpy().copy(), len(watched)
 
 

@@ -112,6 +112,6 @@ def test_what_changes_between_the_halves_is_an_error():
 
 def test_a_backward_that_fails_in_halves_says_that_it_may_be_whole():
     (said,) = run_processes(_run, 1, "halves", Refusing)
-    assert "needs whole ones: fitted(..., can_split=False)" in said
+    assert "needs whole ones: auto_schedule(..., can_split=False)" in said
     (said,) = run_processes(_run, 1, "whole", Refusing)
     assert "the gradient is not wanted" in said and "can_split" not in said

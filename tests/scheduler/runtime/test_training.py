@@ -106,8 +106,8 @@ def run(config, schedule, steps):
 @pytest.mark.parametrize(
     ("config", "schedule"),
     [
-        (GPT_CONFIGS["small"], "fitted"),
-        (U_TRANSFORMER_CONFIGS["small, 4 stages"], "zero_bubble"),
+        (GPT_CONFIGS["small"], "auto"),
+        (U_TRANSFORMER_CONFIGS["small, 4 stages"], "zb_h1"),
         pytest.param(GPT_CONFIGS["small, 2 x 2"], "1f1b", marks=pytest.mark.slow),
     ],
     ids=["gpt", "u_transformer, 4 stages", "gpt, 2 x 2 devices"],
@@ -124,5 +124,5 @@ def test_loss_curves_of_all_schedules_are_equal_and_fall(model):
     config = replace(MODELS[model]["small"], batch=16, num_microbatches=4)
     expected = single_process(config, 50)
     assert expected[-1] < 0.6 * expected[0]
-    for schedule in ("fitted", "1f1b", "eager", "zero_bubble"):
+    for schedule in ("auto", "1f1b", "eager", "zb_h1"):
         assert run(config, schedule, 50) == pytest.approx(expected, rel=1e-2)

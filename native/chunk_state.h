@@ -5,21 +5,21 @@
 
 #include <limits>
 
-#include "parts.h"
+#include "types.h"
 
-class Board {
+class ChunkState {
   public:
-    Board(const Ports &ports, const Freight &freight)
-        : ports_(ports), freight_(freight), hosts_(ports.num_hosts), have_(hosts_, none()), miss_(hosts_, none()),
+    ChunkState(const Ports &ports, const Workload &workload)
+        : ports_(ports), workload_(workload), hosts_(ports.num_hosts), have_(hosts_, none()), miss_(hosts_, none()),
           in_pod_(ports.up.size(), none()), has_(chunks(), Bits(hosts_)), lacks_(chunks(), Bits(hosts_)),
           copies_(chunks()), first_missing_(hosts_), source_(chunks()), can_(hosts_ * hosts_), can_enter_(has_pods() ? hosts_ * hosts_ : 0),
           untaken_(hosts_), held_(hosts_), to_get_(hosts_), to_give_(hosts_), to_enter_(ports.up.size()),
           to_leave_(ports.up.size()), is_fresh_(none()), pods_with_(has_pods() ? chunks() : 0, Bits(ports.up.size())),
           pods_without_(pods_with_) {
         for (size_t i = 0; i < chunks(); ++i) {
-            const auto needers = freight.lane_needers[freight.lane_of[i]];
-            if (!needers.empty())
-                place(static_cast<int64_t>(i), freight.lane_holders[freight.lane_of[i]], needers);
+            const auto destinations = workload.host_class_receivers[workload.host_class_of[i]];
+            if (!destinations.empty())
+                place(static_cast<int64_t>(i), workload.host_class_holders[workload.host_class_of[i]], destinations);
         }
         if (ports.are_shared)
             place_ranks();
@@ -33,11 +33,11 @@ class Board {
     int64_t untaken(int64_t host) const { return untaken_[host]; } // chunks that are not even on the way
     int64_t held(int64_t host) const { return held_[host]; }
     bool has(int64_t chunk, int64_t host) const { return has_[chunk].has(host); }
-    int64_t size(int64_t chunk) const { return freight_.lane_size[freight_.lane_of[chunk]]; }
+    int64_t size(int64_t chunk) const { return workload_.host_class_size[workload_.host_class_of[chunk]]; }
     int64_t source(int64_t chunk, int64_t host) const {
-        for (const auto &[h, deal] : source_[chunk])
+        for (const auto &[h, chunk_send] : source_[chunk])
             if (h == host)
-                return deal;
+                return chunk_send;
         return -1;
     }
 
@@ -61,11 +61,11 @@ class Board {
                 word &= ~in_pod_[ports_.pod[b]].word(i);
             for (; word; word &= word - 1) {
                 const int64_t chunk = static_cast<int64_t>(64 * i) + std::countr_zero(word);
-                if (!freight_.near_first && copies_[chunk] > fewest)
+                if (!workload_.near_first && copies_[chunk] > fewest)
                     continue;
                 const int64_t near = ports_.are_shared ? 2 * near_out_[s].has(chunk) + near_in_[r].has(chunk) : 0;
                 const bool is_rarer = copies_[chunk] < fewest, is_nearer = near > nearest;
-                if (freight_.near_first ? is_nearer || (near == nearest && is_rarer)
+                if (workload_.near_first ? is_nearer || (near == nearest && is_rarer)
                                         : is_rarer || (copies_[chunk] == fewest && is_nearer))
                     fewest = copies_[chunk], nearest = near, best = chunk;
                 if (fewest == least_copies_ && nearest == most_near)
@@ -83,18 +83,18 @@ class Board {
         --untaken_[b];
         ++copies_[chunk];
         if (is_fresh_.has(chunk)) {
-            for (const int64_t h : freight_.lane_holders[freight_.lane_of[chunk]])
+            for (const int64_t h : workload_.host_class_holders[workload_.host_class_of[chunk]])
                 to_give_[h] -= size(chunk);
             is_fresh_.clear(chunk);
         }
     }
 
-    void land(int64_t chunk, int64_t port, int64_t deal) {
+    void land(int64_t chunk, int64_t port, int64_t chunk_send) {
         const int64_t host = ports_.host[port];
         have_[host].set(chunk), has_[chunk].set(host);
         ++held_[host];
         to_get_[host] -= size(chunk);
-        source_[chunk].emplace_back(host, deal);
+        source_[chunk].emplace_back(host, chunk_send);
         lacks_[chunk].each([&](int64_t b) {
             ++can_[host * hosts_ + b];
             if (has_pods() && !in_pod_[ports_.pod[b]].has(chunk))
@@ -106,7 +106,7 @@ class Board {
 
   private:
     const Ports &ports_;
-    const Freight &freight_;
+    const Workload &workload_;
     int64_t hosts_;
     std::vector<Bits> have_, miss_, in_pod_; // chunks
     std::vector<Bits> has_, lacks_;          // hosts
@@ -120,12 +120,12 @@ class Board {
     std::vector<Bits> pods_with_, pods_without_; // of each chunk
     std::vector<Bits> near_out_, near_in_;
 
-    size_t chunks() const { return freight_.lane_of.size(); }
+    size_t chunks() const { return workload_.host_class_of.size(); }
     Bits none() const { return Bits(chunks()); }
     bool has_pods() const { return !ports_.pod.empty(); }
 
-    void place(int64_t c, const Members::Row &holders, const Members::Row &needers) {
-        for (const int64_t h : needers) {
+    void place(int64_t c, const Members::Row &holders, const Members::Row &destinations) {
+        for (const int64_t h : destinations) {
             miss_[h].set(c), lacks_[c].set(h);
             ++untaken_[h];
             to_get_[h] += size(c);
@@ -134,7 +134,7 @@ class Board {
             have_[h].set(c), has_[c].set(h);
             ++held_[h];
             to_give_[h] += size(c);
-            for (const int64_t b : needers)
+            for (const int64_t b : destinations)
                 ++can_[h * hosts_ + b];
         }
         copies_[c] = holders.size();
@@ -144,7 +144,7 @@ class Board {
             return;
         for (const int64_t h : holders)
             pods_with_[c].set(ports_.pod[h]), in_pod_[ports_.pod[h]].set(c);
-        for (const int64_t b : needers)
+        for (const int64_t b : destinations)
             if (!in_pod_[ports_.pod[b]].has(c)) {
                 pods_without_[c].set(ports_.pod[b]);
                 for (const int64_t a : holders)
@@ -159,10 +159,10 @@ class Board {
         near_out_.assign(ports_.host.size(), none());
         near_in_ = near_out_;
         for (size_t i = 0; i < chunks(); ++i) {
-            const int64_t k = freight_.piece_class[freight_.piece_at[i]], c = static_cast<int64_t>(i);
-            for (const int64_t rank : freight_.class_holders[k])
+            const int64_t k = workload_.piece_class[workload_.piece_at[i]], c = static_cast<int64_t>(i);
+            for (const int64_t rank : workload_.class_holders[k])
                 near_out_[ports_.of_rank[rank]].set(c);
-            for (const int64_t rank : freight_.class_receivers[k])
+            for (const int64_t rank : workload_.class_receivers[k])
                 near_in_[ports_.of_rank[rank]].set(c);
         }
     }

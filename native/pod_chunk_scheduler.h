@@ -1,16 +1,16 @@
-// Dealing where pods of hosts stand behind uplinks. The Python twin, with the explanation, is reshard.planner.multicast.pod_chunk_scheduler.
+// Scheduling where pods of hosts stand behind uplinks. The Python twin, with the explanation, is reshard.planner.multicast.pod_chunk_scheduler.
 
 #pragma once
 
-#include "dealer.h"
+#include "chunk_scheduler.h"
 
 constexpr int PASSES = 8;
 constexpr double GAIN = 1e-9;
 
-class PodDealer final : public Dealer {
+class PodChunkScheduler final : public ChunkScheduler {
   public:
-    PodDealer(const Ports &ports, const Freight &freight)
-        : Dealer(ports, freight) {
+    PodChunkScheduler(const Ports &ports, const Workload &workload)
+        : ChunkScheduler(ports, workload) {
         first_uplink_ = up_.front().number;
         by_.resize(down_.back().number + 1), around_.resize(by_.size()), worth_.resize(by_.size());
     }
@@ -165,8 +165,8 @@ class PodDealer final : public Dealer {
         for (const int64_t s : senders)
             left.emplace_back(out_[s].number, to_give_[s]);
         for (size_t q = 0; q < up_.size(); ++q) {
-            left.emplace_back(down_[q].number, static_cast<double>(board_.to_enter(q)) / UNITS / down_[q].rate);
-            left.emplace_back(up_[q].number, static_cast<double>(board_.to_leave(q)) / UNITS / up_[q].rate);
+            left.emplace_back(down_[q].number, static_cast<double>(chunk_state_.to_enter(q)) / UNITS / down_[q].rate);
+            left.emplace_back(up_[q].number, static_cast<double>(chunk_state_.to_leave(q)) / UNITS / up_[q].rate);
         }
         double most = 0;
         for (const auto &[number, load] : left)
@@ -181,7 +181,7 @@ class PodDealer final : public Dealer {
         bool started = false;
         for (const int64_t r : receivers) {
             const int64_t q = ports_.pod[ports_.host[r]];
-            if (static_cast<double>(board_.to_enter(q)) / UNITS / down_[q].rate + 1 > to_get_[r])
+            if (static_cast<double>(chunk_state_.to_enter(q)) / UNITS / down_[q].rate + 1 > to_get_[r])
                 continue;
             for (const int64_t s : senders)
                 if (ports_.pod[ports_.host[s]] != q && rate(s, r) > 0 && start(s, r, true)) {

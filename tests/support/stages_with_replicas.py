@@ -1,4 +1,4 @@
-"""A pipeline of two small stages, the second or both of which have copies, and what a single process computes."""
+"""A pipeline of two small stages, the second or both of which have replicas, and what a single process computes."""
 
 from __future__ import annotations
 
@@ -47,25 +47,25 @@ def data():
     return [torch.randn(2, ROWS, WIDTH, dtype=torch.float64) for _ in range(NUM)]
 
 
-def make_pipeline(copies, first=1):
-    meshes = [Mesh(range(first)), Mesh(range(first, first + copies))]
+def make_pipeline(replicas, first=1):
+    meshes = [Mesh(range(first)), Mesh(range(first, first + replicas))]
     src, dst = ("S0 R" if mesh.size > 1 else "R R" for mesh in meshes)
     x = TensorSpec((ROWS, WIDTH), "float64", Layout(meshes[0], src), Layout(meshes[1], dst), "x")
     return Pipeline(tuple(Stage(1, 1, 1, mesh=mesh) for mesh in meshes), (Edge(0, 1, 1, 1, tensors=(x,)),))
 
 
-def wrap(rank, copies, module, first=1, **options):
-    """The module of a rank, under DDP where its stage has copies."""
-    groups = [dist.new_group(range(first)), dist.new_group(range(first, first + copies))]
-    size = first if rank < first else copies
+def wrap(rank, replicas, module, first=1, **options):
+    """The module of a rank, under DDP where its stage has replicas."""
+    groups = [dist.new_group(range(first)), dist.new_group(range(first, first + replicas))]
+    size = first if rank < first else replicas
     return DistributedDataParallel(module, process_group=groups[rank >= first], **options) if size > 1 else module
 
 
-def feed(rank, copies, first=1):
+def feed(rank, replicas, first=1):
     mine = max(rank - first, 0)
     return {
         0: [{"x": x.chunk(first)[min(rank, first - 1)]} for x, _ in data()],
-        1: [{"target": target.chunk(copies)[mine]} for _, target in data()],
+        1: [{"target": target.chunk(replicas)[mine]} for _, target in data()],
     }
 
 

@@ -6,16 +6,16 @@
 #include <queue>
 #include <tuple>
 
-#include "landing.h"
+#include "rank_assignment.h"
 
 constexpr size_t STAGED_BEFORE = 2; // how many of its messages before one goes on a sender stages it
 constexpr size_t STAGED_BEHIND = 4; // how many messages behind one that a receiver only stages it must have gone on
 
-class Sequence {
+class Linearization {
   public:
     std::vector<int64_t> order;
 
-    explicit Sequence(const Messages &messages)
+    explicit Linearization(const Messages &messages)
         : m_(messages), later_(messages.piece.size()), num_before_(messages.piece.size()),
           is_done_(messages.piece.size()) {
         const int64_t count = static_cast<int64_t>(messages.piece.size());

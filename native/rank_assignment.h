@@ -4,7 +4,7 @@
 
 #include <map>
 
-#include "parts.h"
+#include "types.h"
 
 struct Messages {
     std::vector<int64_t> piece, sender, receiver, source, after_at{0}, after;
@@ -19,24 +19,24 @@ struct Messages {
 constexpr size_t LONGEST_CHAIN = 8; // ranks of a host that pass a piece on one to the next; more form a tree
 constexpr size_t MOST_STAGED = 2;   // pieces that a rank keeps for others though it needs none of them
 
-class Landing {
+class RankAssignment {
   public:
     Messages messages;
 
-    Landing(const Ports &ports, const Freight &freight, const std::vector<Deal> &deals)
-        : ports_(ports), freight_(freight), deals_(deals), sent_(ports.of_rank.size()), landed_(ports.of_rank.size()),
+    RankAssignment(const Ports &ports, const Workload &workload, const std::vector<ChunkSend> &chunk_sends)
+        : ports_(ports), workload_(workload), chunk_sends_(chunk_sends), sent_(ports.of_rank.size()), landed_(ports.of_rank.size()),
           last_sender_(ports.host.size(), -1), last_receiver_(ports.host.size(), -1),
-          where_(freight.piece_class.size()), staged_(ports.of_rank.size()) {
+          where_(workload.piece_class.size()), staged_(ports.of_rank.size()) {
         for (const int64_t port : ports.of_rank)
             host_of_.push_back(port < 0 ? -1 : ports.host[port]);
     }
 
     void run() {
-        for (size_t i = 0; i < freight_.piece_class.size(); ++i) {
-            const int64_t piece = static_cast<int64_t>(i), k = freight_.piece_class[i];
-            for (const auto &[host, ranks] : by_host(freight_.class_receivers[k])) {
+        for (size_t i = 0; i < workload_.piece_class.size(); ++i) {
+            const int64_t piece = static_cast<int64_t>(i), k = workload_.piece_class[i];
+            for (const auto &[host, ranks] : by_host(workload_.class_receivers[k])) {
                 near_.clear();
-                for (const int64_t rank : freight_.class_holders[k])
+                for (const int64_t rank : workload_.class_holders[k])
                     if (host_of_[rank] == host)
                         near_.push_back(rank);
                 if (near_.empty())
@@ -49,25 +49,25 @@ class Landing {
                 where_[piece].push_back(std::move(place));
             }
         }
-        std::vector<int64_t> last(deals_.size(), -1), after;
-        for (size_t deal = 0; deal < deals_.size(); ++deal) {
+        std::vector<int64_t> last(chunk_sends_.size(), -1), after;
+        for (size_t chunk_send = 0; chunk_send < chunk_sends_.size(); ++chunk_send) {
             interruption_.look();
-            const int64_t chunk = deals_[deal].chunk;
-            const int64_t first = freight_.piece_at[chunk], end = freight_.piece_at[chunk + 1];
+            const int64_t chunk = chunk_sends_[chunk_send].chunk;
+            const int64_t first = workload_.piece_at[chunk], end = workload_.piece_at[chunk + 1];
             int64_t total = 0, passed = 0;
             for (int64_t piece = first; piece < end; ++piece)
-                total += freight_.piece_bytes[piece];
-            const double start = deals_[deal].start, took = deals_[deal].end - start;
+                total += workload_.piece_bytes[piece];
+            const double start = chunk_sends_[chunk_send].start, took = chunk_sends_[chunk_send].end - start;
             after.clear();
-            for (const int64_t earlier : deals_[deal].after)
+            for (const int64_t earlier : chunk_sends_[chunk_send].after)
                 after.push_back(last[earlier]);
             double begun = start;
             for (int64_t piece = first; piece < end; ++piece) {
-                passed += freight_.piece_bytes[piece];
+                passed += workload_.piece_bytes[piece];
                 const double part = static_cast<double>(passed) / static_cast<double>(total);
                 const double end_of_piece = start + took * part;
-                last[deal] = pass_on(piece, deals_[deal], after, begun, end_of_piece);
-                after.assign(1, last[deal]);
+                last[chunk_send] = pass_on(piece, chunk_sends_[chunk_send], after, begun, end_of_piece);
+                after.assign(1, last[chunk_send]);
                 begun = end_of_piece;
             }
         }
@@ -86,8 +86,8 @@ class Landing {
 
     Interruption interruption_;
     const Ports &ports_;
-    const Freight &freight_;
-    const std::vector<Deal> &deals_;
+    const Workload &workload_;
+    const std::vector<ChunkSend> &chunk_sends_;
     std::vector<int64_t> host_of_, sent_, landed_, near_, here_;
     std::vector<int64_t> last_sender_, last_receiver_; // at each port, -1 for none
     std::vector<int64_t> after_;
@@ -115,12 +115,12 @@ class Landing {
                           int64_t nbytes) const {
         const int64_t first = least(ranks, load);
         const bool is_one = std::find(ranks.begin(), ranks.end(), last) != ranks.end();
-        return is_one && load[last] < load[first] + freight_.run * nbytes ? last : first;
+        return is_one && load[last] < load[first] + workload_.run * nbytes ? last : first;
     }
 
     int64_t send(int64_t piece, int64_t sender, int64_t receiver, int64_t source, const std::vector<int64_t> &after,
                  double start, double end) {
-        sent_[sender] += freight_.piece_bytes[piece];
+        sent_[sender] += workload_.piece_bytes[piece];
         Messages &m = messages;
         m.piece.push_back(piece), m.sender.push_back(sender), m.receiver.push_back(receiver);
         m.source.push_back(source);
@@ -141,25 +141,25 @@ class Landing {
         return static_cast<int64_t>(m.piece.size()) - 1;
     }
 
-    int64_t pass_on(int64_t piece, const Deal &deal, const std::vector<int64_t> &after, double start,
+    int64_t pass_on(int64_t piece, const ChunkSend &chunk_send, const std::vector<int64_t> &after, double start,
                     double end) {
-        const int64_t port = deal.receiver, host = ports_.host[port];
-        const auto [sender, source] = find_sender(piece, deal.sender, start);
+        const int64_t port = chunk_send.receiver, host = ports_.host[port];
+        const auto [sender, source] = find_sender(piece, chunk_send.sender, start);
         here_.clear();
-        for (const int64_t rank : freight_.class_receivers[freight_.piece_class[piece]])
+        for (const int64_t rank : workload_.class_receivers[workload_.piece_class[piece]])
             if (ports_.of_rank[rank] == port)
                 here_.push_back(rank);
         if (here_.empty())
             here_ = ports_.ranks[port];
-        const int64_t receiver = keep_or_least(here_, landed_, last_receiver_[port], freight_.piece_bytes[piece]);
+        const int64_t receiver = keep_or_least(here_, landed_, last_receiver_[port], workload_.piece_bytes[piece]);
         last_receiver_[port] = receiver;
         const int64_t message = send(piece, sender, receiver, source, after, start, end);
-        landed_[receiver] += freight_.piece_bytes[piece];
+        landed_[receiver] += workload_.piece_bytes[piece];
         Place place{host, {{receiver, message}}, {}};
         const double took =
-            freight_.inside_each + static_cast<double>(freight_.piece_bytes[piece]) * freight_.inside_per_byte;
+            workload_.inside_each + static_cast<double>(workload_.piece_bytes[piece]) * workload_.inside_per_byte;
         near_.clear();
-        for (const int64_t rank : freight_.class_receivers[freight_.piece_class[piece]])
+        for (const int64_t rank : workload_.class_receivers[workload_.piece_class[piece]])
             if (host_of_[rank] == host)
                 near_.push_back(rank);
         const bool is_relay = !near_.empty() && std::find(near_.begin(), near_.end(), receiver) == near_.end();
@@ -215,14 +215,14 @@ class Landing {
         auto place = std::find_if(places.begin(), places.end(), [&](const Place &p) { return p.host == host; });
         if (place == places.end()) {
             place = places.insert(places.end(), {host, {}, {}});
-            for (const int64_t rank : freight_.class_holders[freight_.piece_class[piece]])
+            for (const int64_t rank : workload_.class_holders[workload_.piece_class[piece]])
                 if (host_of_[rank] == host)
                     place->copies.push_back({rank, -1});
         }
         std::vector<Copy> &copies = place->copies;
         const bool is_held = std::any_of(copies.begin(), copies.end(), [](const Copy &c) { return c.message < 0; });
         const auto comes_first = [&](const Copy &copy) { // who holds it need not wait; where it landed it is first
-            return is_held ? copy.message < 0 : freight_.run <= 1 || &copy == &copies.front();
+            return is_held ? copy.message < 0 : workload_.run <= 1 || &copy == &copies.front();
         };
         const Copy *near = nullptr;
         for (const bool takes_any : {false, true}) {
@@ -236,7 +236,7 @@ class Landing {
                     near = &copy;
             }
             if (!here_.empty()) {
-                const int64_t rank = keep_or_least(here_, sent_, last_sender_[port], freight_.piece_bytes[piece]);
+                const int64_t rank = keep_or_least(here_, sent_, last_sender_[port], workload_.piece_bytes[piece]);
                 last_sender_[port] = rank;
                 return {rank, std::find_if(copies.begin(), copies.end(), [&](const Copy &copy) {
                                   return copy.rank == rank;

@@ -3,18 +3,18 @@
 
 #pragma once
 
-#include "board.h"
-#include "matching.h"
-#include "sharing.h"
+#include "chunk_state.h"
+#include "bipartite_matching.h"
+#include "proportional_fairness.h"
 
 constexpr double LEAST_PART = 0.25;
 constexpr double TOGETHER = 1e-9;
 
-class Dealer {
+class ChunkScheduler {
   public:
-    std::vector<Deal> deals;
+    std::vector<ChunkSend> chunk_sends;
 
-    Dealer(const Ports &ports, const Freight &freight) : ports_(ports), board_(ports, freight) {
+    ChunkScheduler(const Ports &ports, const Workload &workload) : ports_(ports), chunk_state_(ports, workload) {
         const auto add = [&](std::vector<Resource> &resources, const std::vector<double> &rates) {
             for (const double rate : rates) {
                 resources.emplace_back(static_cast<int64_t>(capacity_.size()), rate);
@@ -29,11 +29,11 @@ class Dealer {
                 host_out_[ports.host[p]] += ports.out[p], host_into_[ports.host[p]] += ports.into[p];
         is_even_ = ports.are_alike();
         partner_.assign(ports.host.size(), -1);
-        keeps_partners_ = freight.keeps_partners;
+        keeps_partners_ = workload.keeps_partners;
         served_.assign(ports.host.size(), -1);
         to_get_.resize(ports.host.size()), to_give_.resize(ports.host.size()), partners_.resize(ports.host.size());
     }
-    virtual ~Dealer() = default;
+    virtual ~ChunkScheduler() = default;
 
     bool run() {
         while (true) {
@@ -52,7 +52,7 @@ class Dealer {
 
   protected:
     const Ports &ports_;
-    Board board_;
+    ChunkState chunk_state_;
     std::vector<Resource> out_, into_, up_, down_;
     std::vector<double> to_get_, to_give_;
     std::vector<double> host_out_, host_into_; // all ports of a host together
@@ -63,7 +63,7 @@ class Dealer {
 
     bool has_more() const {
         for (int64_t h = 0; h < ports_.num_hosts; ++h)
-            if (board_.to_get(h))
+            if (chunk_state_.to_get(h))
                 return true;
         return false;
     }
@@ -77,17 +77,17 @@ class Dealer {
             if (ports_.ranks[p].empty())
                 continue;
             const int64_t host = ports_.host[p];
-            if (out_[p].free > LEAST_PART / 4 * out_[p].rate && board_.held(host))
+            if (out_[p].free > LEAST_PART / 4 * out_[p].rate && chunk_state_.held(host))
                 senders.push_back(p);
-            if (into_[p].free > LEAST_PART / 4 * into_[p].rate && board_.untaken(host))
+            if (into_[p].free > LEAST_PART / 4 * into_[p].rate && chunk_state_.untaken(host))
                 receivers.push_back(p);
         }
         if (senders.empty() || receivers.empty())
             return false;
         for (const int64_t p : receivers)
-            to_get_[p] = static_cast<double>(board_.to_get(ports_.host[p])) / UNITS / host_into_[ports_.host[p]];
+            to_get_[p] = static_cast<double>(chunk_state_.to_get(ports_.host[p])) / UNITS / host_into_[ports_.host[p]];
         for (const int64_t p : senders)
-            to_give_[p] = static_cast<double>(board_.to_give(ports_.host[p])) / UNITS / host_out_[ports_.host[p]];
+            to_give_[p] = static_cast<double>(chunk_state_.to_give(ports_.host[p])) / UNITS / host_out_[ports_.host[p]];
         std::stable_sort(receivers.begin(), receivers.end(), [&](auto a, auto b) {
             return to_get_[a] != to_get_[b] ? to_get_[a] > to_get_[b] : into_[a].rate > into_[b].rate;
         });
@@ -146,21 +146,21 @@ class Dealer {
     }
 
     bool can_start(int64_t s, int64_t r) {
-        return board_.can_send(s, r) && rate(s, r) > 0 && !would_be_late(s, r);
+        return chunk_state_.can_send(s, r) && rate(s, r) > 0 && !would_be_late(s, r);
     }
 
     bool would_be_late(int64_t s, int64_t r) {
-        const double left = static_cast<double>(board_.to_get(ports_.host[r])) / UNITS / host_into_[ports_.host[r]];
+        const double left = static_cast<double>(chunk_state_.to_get(ports_.host[r])) / UNITS / host_into_[ports_.host[r]];
         const double passes = rate(s, r) * left;
         if (is_even_ || may_be_late_ || passes >= 1)
             return false;
-        const int64_t chunk = board_.choose(s, r, false);
-        if (static_cast<double>(board_.size(chunk)) / UNITS <= passes)
+        const int64_t chunk = chunk_state_.choose(s, r, false);
+        if (static_cast<double>(chunk_state_.size(chunk)) / UNITS <= passes)
             return false;
         for (int64_t p = 0; p < ports_.count(); ++p)
             if (!ports_.ranks[p].empty() &&
                 ((ports_.host[p] == ports_.host[r] && into_[p].rate > into_[r].rate) ||
-                 (out_[p].rate > out_[s].rate && board_.has(chunk, ports_.host[p]))))
+                 (out_[p].rate > out_[s].rate && chunk_state_.has(chunk, ports_.host[p]))))
                 return true;
         return false;
     }
@@ -187,11 +187,11 @@ class Dealer {
         const double taken = rate(s, r);
         if (taken <= 0)
             return false;
-        const int64_t chunk = board_.choose(s, r, may_enter_again);
+        const int64_t chunk = chunk_state_.choose(s, r, may_enter_again);
         if (chunk < 0)
             return false;
-        const int64_t source = board_.source(chunk, ports_.host[s]), deal = static_cast<int64_t>(deals.size());
-        board_.start(chunk, ports_.host[r]);
+        const int64_t source = chunk_state_.source(chunk, ports_.host[s]), chunk_send = static_cast<int64_t>(chunk_sends.size());
+        chunk_state_.start(chunk, ports_.host[r]);
         std::vector<int64_t> order;
         each_resource(s, r, [&](Resource &resource) {
             resource.take(taken, s, [&](int64_t earlier) {
@@ -199,8 +199,8 @@ class Dealer {
                     order.push_back(earlier);
             });
         });
-        deals.push_back({chunk, s, r, source, std::move(order), now_, now_});
-        flows_.push_back({s, r, chunk, taken, deal, static_cast<double>(board_.size(chunk)) / UNITS, 0});
+        chunk_sends.push_back({chunk, s, r, source, std::move(order), now_, now_});
+        flows_.push_back({s, r, chunk, taken, chunk_send, static_cast<double>(chunk_state_.size(chunk)) / UNITS, 0});
         return true;
     }
 
@@ -228,9 +228,9 @@ class Dealer {
                 rest_.push_back(flow);
                 continue;
             }
-            deals[flow.deal].end = now_;
-            each_resource(flow.s, flow.r, [&](Resource &resource) { resource.give(flow.rate, flow.deal, flow.s); });
-            board_.land(flow.chunk, flow.r, flow.deal);
+            chunk_sends[flow.chunk_send].end = now_;
+            each_resource(flow.s, flow.r, [&](Resource &resource) { resource.give(flow.rate, flow.chunk_send, flow.s); });
+            chunk_state_.land(flow.chunk, flow.r, flow.chunk_send);
         }
         flows_.swap(rest_);
     }

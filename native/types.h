@@ -1,4 +1,4 @@
-// What the dealer is made of: arrays from Python, sets of chunks, ports and links, deals, and transfers under way.
+// What the chunk scheduler is made of: arrays from Python, sets of chunks, ports and links, deals, and transfers under way.
 
 #pragma once
 
@@ -66,7 +66,7 @@ struct Resource {
     int64_t number;
     double rate, free;
     struct Room {
-        int64_t deal, sender;
+        int64_t chunk_send, sender;
         double freed;
     };
     std::vector<Room> room; // deals that have ended, and what each set free
@@ -77,16 +77,16 @@ struct Resource {
         while (taken > NO_RATE && !room.empty()) {
             const Room entry = room.front();
             room.erase(room.begin());
-            if (entry.deal >= 0)
-                before(entry.deal);
+            if (entry.chunk_send >= 0)
+                before(entry.chunk_send);
             if (entry.freed > taken + NO_RATE)
-                room.insert(room.begin(), {entry.deal, entry.sender, entry.freed - taken});
+                room.insert(room.begin(), {entry.chunk_send, entry.sender, entry.freed - taken});
             taken -= entry.freed;
         }
     }
-    void give(double given, int64_t deal, int64_t sender) {
+    void give(double given, int64_t chunk_send, int64_t sender) {
         free += given;
-        room.push_back({deal, sender, given});
+        room.push_back({chunk_send, sender, given});
     }
 };
 
@@ -120,9 +120,9 @@ struct Ports {
     }
 };
 
-struct Freight {
-    Members lane_holders, lane_needers;
-    std::vector<int64_t> lane_size, lane_of;
+struct Workload {
+    Members host_class_holders, host_class_receivers;
+    std::vector<int64_t> host_class_size, host_class_of;
     Members class_holders, class_receivers;
     std::vector<int64_t> piece_at, piece_class, piece_bytes;
     int64_t run;     // pieces of one rank before others have their turn
@@ -131,7 +131,7 @@ struct Freight {
     double inside_each, inside_per_byte;
 };
 
-struct Deal {
+struct ChunkSend {
     int64_t chunk, sender, receiver, source;
     std::vector<int64_t> after;
     double start, end;
@@ -140,6 +140,6 @@ struct Deal {
 struct Flow {
     int64_t s, r, chunk;
     double rate;
-    int64_t deal;
+    int64_t chunk_send;
     double left, speed;
 };
