@@ -1,4 +1,4 @@
-.PHONY: install install-bench demo test test-cluster test-faults test-fuzz gpu-check check bench clean
+.PHONY: install install-bench demo docs wheel test test-cluster test-faults test-fuzz gpu-check check bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -47,6 +47,22 @@ bench: $(VENV)/bench
 $(VENV)/bench: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	touch $@
+
+# The public docs: scheduler/ where it is installed, and cross-references in the form that Markdown knows.
+docs: $(VENV)/docs
+	rm -rf build/site build/site-sources && mkdir -p build/site-sources
+	cp -r reshard build/site-sources/ && cp -r scheduler build/site-sources/reshard/scheduler
+	find build/site-sources -name '*.py' | xargs sed -E -i 's/:(class|func|mod|meth|attr|data|exc):`~?([^`]*)`/`\2`/g'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f .mkdocs.yml
+
+$(VENV)/docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	touch $@
+
+wheel: install
+	rm -rf build/wheel
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	$(BIN)/python tests/wheel_runs.py build/wheel
 
 clean:
 	rm -rf build $(VENV)

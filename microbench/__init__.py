@@ -1,1 +1,1 @@
-"""Benchmarks, run as commands: ``python -m microbench.transfers.loopback``."""
+"""Benchmarks. Each module with a ``main`` runs as a command: ``python -m microbench.transfers.loopback``."""

@@ -1,5 +1,13 @@
-// Which chunk passes from which port to which, and when. The Python twin, with the explanation, is reshard.planner.multicast.chunk_scheduler; both
-// take the same decisions in the same order.
+// Schedules the sends of chunks between ports, as ports become free.
+//
+// The clock is in units of the time of one chunk at rate 1. Whenever ports are free, senders and receivers are sorted
+// by remaining work (in time, over all ports of their host) and matched, so that the ports with the most work left are
+// busy. Each pair sends the rarest chunk that the sender's host has and the receiver's host misses. The clock then
+// advances to the next end of a send. If all rates are equal, all sends of a step end together, and the schedule fills
+// slot by slot. Otherwise the speeds of concurrent sends are proportionally fair (see proportional_fairness.h).
+//
+// tests/reference/ has Python references (chunk_scheduler.py and others) that take the same decisions in the same
+// order.
 
 #pragma once
 
@@ -7,8 +15,8 @@
 #include "bipartite_matching.h"
 #include "proportional_fairness.h"
 
-constexpr double LEAST_PART = 0.25;
-constexpr double TOGETHER = 1e-9;
+constexpr double LEAST_PART = 0.25; // a send starts only if its path has this fraction of its full rate free
+constexpr double TOGETHER = 1e-9;   // ends within this fraction of a step are simultaneous
 
 class ChunkScheduler {
   public:
@@ -35,6 +43,7 @@ class ChunkScheduler {
     }
     virtual ~ChunkScheduler() = default;
 
+    // Schedules everything; false if some chunk cannot reach a host that needs it.
     bool run() {
         while (true) {
             interruption_.look();
@@ -44,7 +53,7 @@ class ChunkScheduler {
                 advance();
             else if (may_be_late_ || !has_more())
                 break;
-            else // the faster port that has the last chunk may not send it
+            else // a chunk was left to a faster port that cannot send it: allow slower ports
                 may_be_late_ = true;
         }
         return !has_more();
@@ -54,12 +63,12 @@ class ChunkScheduler {
     const Ports &ports_;
     ChunkState chunk_state_;
     std::vector<Resource> out_, into_, up_, down_;
-    std::vector<double> to_get_, to_give_;
-    std::vector<double> host_out_, host_into_; // all ports of a host together
-    std::vector<int64_t> partner_; // who served each receiver last
-    std::vector<int64_t> served_; // whom each sender serves, where partners are kept
+    std::vector<double> to_get_, to_give_; // remaining time of each receiver and sender, by its host
+    std::vector<double> host_out_, host_into_; // total rate of the ports of each host
+    std::vector<int64_t> partner_; // by receiver: its last sender
+    std::vector<int64_t> served_; // by sender: its receiver, if partners are kept
     bool keeps_partners_ = false;
-    bool may_be_late_ = false;
+    bool may_be_late_ = false; // whether would_be_late() is ignored
 
     bool has_more() const {
         for (int64_t h = 0; h < ports_.num_hosts; ++h)
@@ -71,6 +80,7 @@ class ChunkScheduler {
     Matching matching_;
     std::vector<std::vector<int64_t>> partners_;
 
+    // Starts sends between free ports; returns whether one started.
     bool match() {
         std::vector<int64_t> senders, receivers;
         for (int64_t p = 0; p < ports_.count(); ++p) {
@@ -97,6 +107,7 @@ class ChunkScheduler {
         return pair(senders, receivers);
     }
 
+    // Starts sends between free ports; both lists are sorted by remaining work, most first.
     virtual bool pair(const std::vector<int64_t> &senders, const std::vector<int64_t> &receivers) {
         if (keeps_partners_)
             return pair_again(senders, receivers);
@@ -105,6 +116,7 @@ class ChunkScheduler {
             for (const int64_t s : senders)
                 if (can_start(s, r))
                     partners_[r].push_back(s);
+            // A change of sender costs a turn, so prefer the last one, unless it has chunks that only it can give.
             const auto last = std::find(partners_[r].begin(), partners_[r].end(), partner_[r]);
             if (last != partners_[r].end() && to_give_[*last] == 0)
                 std::rotate(partners_[r].begin(), last, last + 1);
@@ -119,6 +131,9 @@ class ChunkScheduler {
         return started;
     }
 
+    // Starts sends to the receivers that senders already serve. If there are none, starts one new pair: the receiver
+    // with the most left to get (ties: the most free rate) and the fastest sender that can serve it. So each receiver
+    // gets senders of as much rate as it can take, and no more.
     bool pair_again(std::vector<int64_t> senders, std::vector<int64_t> receivers) {
         bool started = false;
         for (const int64_t s : senders) {
@@ -149,6 +164,8 @@ class ChunkScheduler {
         return chunk_state_.can_send(s, r) && rate(s, r) > 0 && !would_be_late(s, r);
     }
 
+    // Whether a send would last longer than everything its receiver's host has left to get, while a faster port could
+    // receive or send the chunk.
     bool would_be_late(int64_t s, int64_t r) {
         const double left = static_cast<double>(chunk_state_.to_get(ports_.host[r])) / UNITS / host_into_[ports_.host[r]];
         const double passes = rate(s, r) * left;
@@ -165,6 +182,7 @@ class ChunkScheduler {
         return false;
     }
 
+    // Calls f with each resource on the path from port s to port r.
     template <typename F> void each_resource(int64_t s, int64_t r, F f) {
         f(out_[s]);
         if (crosses_pods(s, r)) {
@@ -174,6 +192,7 @@ class ChunkScheduler {
         f(into_[r]);
     }
 
+    // The rate that a send would get now, 0 if too little to start.
     double rate(int64_t s, int64_t r) {
         double free = std::numeric_limits<double>::infinity(), full = free;
         each_resource(s, r, [&](const Resource &resource) {
@@ -183,6 +202,7 @@ class ChunkScheduler {
         return free >= LEAST_PART * full ? free : 0;
     }
 
+    // Starts a send; false if there is no chunk for it.
     bool start(int64_t s, int64_t r, bool may_enter_again = false) {
         const double taken = rate(s, r);
         if (taken <= 0)
@@ -214,6 +234,7 @@ class ChunkScheduler {
     std::vector<Path> paths_;
     std::vector<int64_t> numbers_;
 
+    // Advances the clock to the next end of a send.
     void advance() {
         set_speeds();
         double step = std::numeric_limits<double>::infinity();
@@ -235,6 +256,7 @@ class ChunkScheduler {
         flows_.swap(rest_);
     }
 
+    // Sets the current rate of each send; with equal rates each send has its ports to itself.
     void set_speeds() {
         if (is_even_) {
             for (Flow &flow : flows_)

@@ -1,5 +1,14 @@
-// Which hosts have and lack which chunks, and how much each place has left to do. The Python twin, with the
-// explanation, is reshard.planner.multicast.chunk_state; here the chunks that one host can send another are counted as they change.
+// Which hosts have and lack which chunks, and the remaining work of each host and pod.
+//
+// A chunk is missing at a host that needs it until a send of it starts, and held there once the send has landed. Counts
+// of what each host can send to each other host (can_, can_enter_) are updated on every change, so that can_send() is a
+// look-up. With pods, a chunk enters each pod over its uplink once; later receivers get it from hosts of the pod.
+//
+// choose() takes the rarest chunk that the sending host has and the receiving host misses. Ties go to the "nearest"
+// chunk: one that ranks at the sending port hold, then one that ranks at the receiving port need, and then to the
+// lowest number. With near_first, nearness comes before rarity.
+//
+// Python reference: tests/reference/chunk_state.py, which recomputes these sets where needed.
 
 #pragma once
 
@@ -25,15 +34,18 @@ class ChunkState {
             place_ranks();
     }
 
-    // What has not arrived at a host, what it alone holds, what its pod lacks, what only its pod can give.
+    // Remaining sizes. to_get: chunks that have not arrived at a host. to_give: chunks of a host that only their first
+    // holders have. to_enter: chunks that a pod lacks. to_leave: chunks that only this pod has, once per pod that lacks
+    // them.
     int64_t to_get(int64_t host) const { return to_get_[host]; }
     int64_t to_give(int64_t host) const { return to_give_[host]; }
     int64_t to_enter(size_t pod) const { return to_enter_[pod]; }
     int64_t to_leave(size_t pod) const { return to_leave_[pod]; }
-    int64_t untaken(int64_t host) const { return untaken_[host]; } // chunks that are not even on the way
+    int64_t untaken(int64_t host) const { return untaken_[host]; } // chunks missing and not in flight
     int64_t held(int64_t host) const { return held_[host]; }
     bool has(int64_t chunk, int64_t host) const { return has_[chunk].has(host); }
     int64_t size(int64_t chunk) const { return workload_.host_class_size[workload_.host_class_of[chunk]]; }
+    // The send that brought a chunk to a host, -1 if the host held it from the start.
     int64_t source(int64_t chunk, int64_t host) const {
         for (const auto &[h, chunk_send] : source_[chunk])
             if (h == host)
@@ -47,6 +59,7 @@ class ChunkState {
         return (enters ? can_enter_ : can_)[a * hosts_ + b] > 0;
     }
 
+    // The chunk for ports s and r, -1 for none. may_enter_again: also chunks that the receiver's pod already has.
     int64_t choose(int64_t s, int64_t r, bool may_enter_again) const {
         const int64_t a = ports_.host[s], b = ports_.host[r];
         const bool enters = has_pods() && ports_.pod[a] != ports_.pod[b] && !may_enter_again;
@@ -54,7 +67,7 @@ class ChunkState {
         const int64_t most_near = ports_.are_shared ? 3 : 0;
         size_t &first = first_missing_[b];
         while (first < is_fresh_.num_words() && !miss_[b].word(first))
-            ++first; // what a host misses only becomes less
+            ++first; // the set of missing chunks only shrinks
         for (size_t i = first; i < is_fresh_.num_words(); ++i) {
             uint64_t word = have_[a].word(i) & miss_[b].word(i);
             if (enters)
@@ -69,12 +82,13 @@ class ChunkState {
                                         : is_rarer || (copies_[chunk] == fewest && is_nearer))
                     fewest = copies_[chunk], nearest = near, best = chunk;
                 if (fewest == least_copies_ && nearest == most_near)
-                    return best; // none is rarer or nearer, and of those alike the first is taken
+                    return best; // no chunk is rarer or nearer, and the lowest number wins ties
             }
         }
         return best;
     }
 
+    // A send of a chunk to host b starts.
     void start(int64_t chunk, int64_t b) {
         has_[chunk].each([&](int64_t a) { --can_[a * hosts_ + b]; });
         if (has_pods() && !in_pod_[ports_.pod[b]].has(chunk))
@@ -89,6 +103,7 @@ class ChunkState {
         }
     }
 
+    // A chunk has arrived at a port.
     void land(int64_t chunk, int64_t port, int64_t chunk_send) {
         const int64_t host = ports_.host[port];
         have_[host].set(chunk), has_[chunk].set(host);
@@ -108,17 +123,18 @@ class ChunkState {
     const Ports &ports_;
     const Workload &workload_;
     int64_t hosts_;
-    std::vector<Bits> have_, miss_, in_pod_; // chunks
-    std::vector<Bits> has_, lacks_;          // hosts
-    std::vector<int64_t> copies_;
-    int64_t least_copies_ = std::numeric_limits<int64_t>::max(); // of any chunk at the beginning; they only grow
-    mutable std::vector<size_t> first_missing_;                  // of each host a word before which it misses nothing
+    std::vector<Bits> have_, miss_, in_pod_; // by host or pod: chunks; in_pod_ includes chunks that are entering
+    std::vector<Bits> has_, lacks_;          // hosts of each chunk
+    std::vector<int64_t> copies_; // hosts that have each chunk or are receiving it
+    int64_t least_copies_ = std::numeric_limits<int64_t>::max(); // over all chunks at the start; copies only grow
+    mutable std::vector<size_t> first_missing_; // by host: no chunk is missing in words before this one
     std::vector<std::vector<std::pair<int64_t, int64_t>>> source_;
-    std::vector<int32_t> can_, can_enter_; // chunks that one host can send to another, into a pod that lacks them
+    // by host pair: chunks that can be sent, and those that also enter a pod which lacks them
+    std::vector<int32_t> can_, can_enter_;
     std::vector<int64_t> untaken_, held_, to_get_, to_give_, to_enter_, to_leave_;
-    Bits is_fresh_;
-    std::vector<Bits> pods_with_, pods_without_; // of each chunk
-    std::vector<Bits> near_out_, near_in_;
+    Bits is_fresh_; // chunks that only their first holders have
+    std::vector<Bits> pods_with_, pods_without_; // pods of each chunk
+    std::vector<Bits> near_out_, near_in_; // by port: chunks that its ranks have, chunks that they need
 
     size_t chunks() const { return workload_.host_class_of.size(); }
     Bits none() const { return Bits(chunks()); }

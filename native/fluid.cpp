@@ -1,5 +1,15 @@
-// Messages that share ports like fluids. The Python twin, with the explanation, is reshard.cost.fluid.flow_python; both do
-// the same floating point operations in the same order.
+// The event loop of the simulator, on the fluid model of reshard.cost.fluid.Network.
+//
+// Messages of one stream (a pair of ranks) flow one at a time. The first message of each stream is in one of two
+// phases: it holds the sender's port for its latency, or its bytes pass all ports of the stream. The rates of all
+// active streams are proportionally fair (see proportional_fairness.h) and change only at events: a phase ends, a
+// message leaves the window of its queue because the rest of it fits the send buffer, or a token bucket becomes empty.
+// Each step advances the clock to the next event. A port with saved tokens has no limit on its rate (AT_ONCE) until
+// they are spent, except while a latency holds it, since a latency takes as long with a full bucket.
+//
+// A message starts when the rules of Network allow it; start_from() is called for each queue that an event may unblock.
+//
+// tests/reference/fluid.py does the same floating point operations in the same order.
 
 #include <algorithm>
 #include <cstdint>
@@ -22,16 +32,16 @@ using Times = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 namespace {
 
-constexpr double TOGETHER = 1e-9;
-constexpr double AT_ONCE = 1e18;
-constexpr double EMPTY = 1.0;
+constexpr double TOGETHER = 1e-9; // events within this fraction of a step are simultaneous
+constexpr double AT_ONCE = 1e18;  // bytes per second of a port with saved tokens
+constexpr double EMPTY = 1.0;     // a bucket of fewer bytes is empty
 
 struct Stream {
-    std::deque<int64_t> line;    // started and not arrived, oldest first
-    size_t num_released = 0;     // of the line
-    double unreleased_bytes = 0; // to pass until the next of them is all sent
-    bool holds = false;
-    double remaining = 0, rate = 0;
+    std::deque<int64_t> line;    // started messages that have not arrived, oldest first
+    size_t num_released = 0;     // first messages of the line that have left the window of their queue
+    double unreleased_bytes = 0; // left to send, up to the end of the next message to be released
+    bool holds = false;          // whether the first message is in its latency phase
+    double remaining = 0, rate = 0; // bytes left in the phase of the first message
 };
 
 struct Flow {
@@ -39,20 +49,25 @@ struct Flow {
     const double *nbytes, *hold_work, *buffer, *port_rate, *burst;
     size_t num_ports;
     double *start, *finish;
-    std::vector<std::vector<int64_t>> next, of_queue, of_receiver, blocked;
-    std::vector<int64_t> left, place, head, done, first;
-    std::vector<bool> released;
+    std::vector<std::vector<int64_t>> next; // by message: the messages that start after it
+    std::vector<std::vector<int64_t>> of_queue, of_receiver; // messages in order
+    std::vector<std::vector<int64_t>> blocked; // by receiver: queues whose head waits for it
+    std::vector<int64_t> left, place; // by message: unfinished messages before it; its position at its receiver
+    std::vector<int64_t> head, done;  // by queue: first message not started; first in the window
+    std::vector<int64_t> first;       // by receiver: position of its first unfinished message
+    std::vector<bool> released;       // by message: whether it has left the window of its queue
     std::vector<Stream> streams;
-    std::vector<int64_t> active; // ascending
+    std::vector<int64_t> active; // streams that flow, ascending
     std::vector<double> capacity;
-    std::vector<Path> paths; // of those
+    std::vector<Path> paths; // of active streams
     Sharing sharing;
     std::vector<bool> held;
-    std::vector<double> saved, saving;
+    std::vector<double> saved, saving; // by port: saved bytes, and their change in bytes per second
     bool bursts = false;
     double now = 0;
-    bool changed = true;
+    bool changed = true; // whether rates must be computed again
 
+    // Starts messages of a queue as long as the next one may start.
     void start_from(int64_t q) {
         auto &row = of_queue[q];
         while (head[q] < static_cast<int64_t>(row.size())) {
@@ -79,6 +94,7 @@ struct Flow {
         }
     }
 
+    // Bytes that the started messages of a stream have still to send.
     double unsent_bytes(int64_t s) const {
         const Stream &flowing = streams[s];
         if (flowing.line.empty())
@@ -89,6 +105,7 @@ struct Flow {
         return (flowing.holds ? nbytes[flowing.line[0]] : flowing.remaining) + rest;
     }
 
+    // Removes messages whose rest fits the send buffer from the window of their queue; returns that queue, -1 if none.
     int64_t release(int64_t s) {
         Stream &flowing = streams[s];
         int64_t freed = -1;
@@ -102,6 +119,7 @@ struct Flow {
         return freed;
     }
 
+    // The sender has finished a message. It counts for the window until all earlier messages of its queue are finished.
     void pass_window(int64_t message) {
         released[message] = true;
         const int64_t q = queue[message];
@@ -110,6 +128,7 @@ struct Flow {
             ++done[q];
     }
 
+    // Starts the flow of the first message of a stream.
     void begin(int64_t s) {
         Stream &flowing = streams[s];
         const int64_t message = flowing.line.front();
@@ -120,6 +139,7 @@ struct Flow {
         flowing.remaining = flowing.holds ? hold_work[message] : nbytes[message];
     }
 
+    // Ends the latency phase of a stream's first message, or finishes the message and starts what waited for it.
     void end_phase(int64_t s) {
         Stream &flowing = streams[s];
         const int64_t message = flowing.line.front();
@@ -173,6 +193,7 @@ struct Flow {
         }
     }
 
+    // Computes the rates of all active streams.
     void share() {
         capacity.assign(port_rate, port_rate + num_ports);
         held.assign(num_ports, false);
@@ -198,6 +219,7 @@ struct Flow {
         }
     }
 
+    // The smaller of `step` and the time until a bucket is empty.
     double until_empty(double step) const {
         for (size_t p = 0; p < num_ports; ++p)
             if (saving[p] < 0 && saved[p] > 0)
@@ -205,6 +227,7 @@ struct Flow {
         return step;
     }
 
+    // Updates the saved bytes of each port after a step.
     void save(double step, double limit) {
         for (size_t p = 0; p < num_ports; ++p) {
             if (saving[p] < 0 && saved[p] > 0 && saved[p] / -saving[p] <= limit) {
@@ -216,6 +239,7 @@ struct Flow {
         }
     }
 
+    // Bytes that a stream sends until its next event.
     double until_event(int64_t s) const {
         const Stream &flowing = streams[s];
         if (!flowing.holds && flowing.num_released < flowing.line.size()) {
@@ -291,6 +315,7 @@ void check_ends(const Ints &ends, size_t rows, size_t total, const char *name) {
         throw std::invalid_argument(std::string("flow: ") + name + " does not divide its rows");
 }
 
+// The messages of each key, in order.
 std::vector<std::vector<int64_t>> members(const Ints &keys) {
     std::vector<std::vector<int64_t>> rows;
     for (size_t i = 0; i < keys.shape(0); ++i) {

@@ -1,5 +1,14 @@
-// The greedy order of broadcasts. The Python twin, with the explanation, is reshard.planner.strategies.greedy.order_python; both find the
-// same order.
+// The greedy order of broadcasts of the 2023 cross-mesh resharding study: rounds of tasks that share no port.
+//
+// A class is a group of tasks with the same choice of options (here "ways"). An option has a sending host (home) and a
+// set of ports. Each round draws `tries` random sets of options with disjoint ports: it visits the classes in random
+// order and gives each the free option whose host has sent least. The set with the most bytes wins. Ties go to the set
+// that spreads the bytes most evenly over sending hosts, by the sum of squares of the hosts' bytes: the mean is the
+// same for sets of equal size. The round then takes up to `at_once` tasks of each class in the set, the last task
+// first.
+//
+// Random numbers are those of Python's random.Random, so that the order is that of the Python reference,
+// tests/reference/greedy.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -20,14 +29,14 @@ using Found = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 namespace {
 
-// random.Random of Python, from its state.
+// The Mersenne Twister of Python's random.Random, continued from its state.
 class Twister {
   public:
     explicit Twister(const int64_t *state) : at_(static_cast<size_t>(state[SIZE])) {
         for (size_t i = 0; i < SIZE; ++i)
             words_[i] = static_cast<uint32_t>(state[i]);
     }
-    uint64_t bits53() { // of random(), before it is divided by 2**53
+    uint64_t bits53() { // random() * 2**53
         const uint64_t high = next() >> 5, low = next() >> 6;
         return high << 26 | low;
     }
@@ -58,10 +67,10 @@ using Wide = __int128;
 struct Greedy {
     const int64_t *way_at, *home, *crosses, *port_at, *port, *task_at, *nbytes;
     std::vector<int64_t> load, sent, left, alive, hosts;
-    std::vector<uint64_t> taken; // of each port, the set that took it
+    std::vector<uint64_t> taken; // by port: the last set that uses it
     uint64_t set = 0;
     std::vector<std::pair<uint64_t, int64_t>> order;
-    std::vector<std::pair<int64_t, int64_t>> chosen, best; // (class, way)
+    std::vector<std::pair<int64_t, int64_t>> chosen, best; // (class, option)
 
     bool is_free(int64_t way) const {
         for (int64_t i = port_at[way]; i < port_at[way + 1]; ++i)
@@ -70,11 +79,12 @@ struct Greedy {
         return true;
     }
 
+    // Draws one random set into `chosen`; returns its bytes and its negative spread over hosts.
     std::pair<Wide, Wide> choose(Twister &rng) {
         order.clear(), chosen.clear(), hosts.clear();
         for (const int64_t i : alive)
             order.emplace_back(rng.bits53(), i);
-        std::sort(order.begin(), order.end()); // equal numbers keep their order, as classes ascend
+        std::sort(order.begin(), order.end()); // ties keep the classes in ascending order
         ++set;
         Wide total = 0, spread = 0;
         for (const auto &entry : order) {

@@ -1,4 +1,4 @@
-// Ctrl-C in loops that run without the interpreter's lock.
+// Ctrl-C in loops that run without the GIL.
 
 #pragma once
 
@@ -6,10 +6,10 @@
 
 #include <nanobind/nanobind.h>
 
-// Looks now and then whether the caller was interrupted, and ends what is under way if so.
+// Checks for Python signals every 100 ms, and throws if one is pending. Call look() with the GIL released.
 class Interruption {
   public:
-    void look() { // the GIL is released
+    void look() {
         const auto now = std::chrono::steady_clock::now();
         if (now < next_)
             return;

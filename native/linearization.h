@@ -1,4 +1,13 @@
-// One order of all messages. The Python twin, with the explanation, is reshard.planner.multicast.linearization.
+// One total order of all messages that fits the start times at senders and the end times at receivers.
+//
+// Each rank starts its messages in the plan's order, and completes its receives in that order. So the messages of each
+// sender between hosts are chained by start time, and the messages of each receiver by end time. Two more rules limit
+// staging: a sender stages a chunk at most STAGED_BEFORE messages before it passes the chunk on, and a receiver that
+// only stages a chunk has passed it on within STAGED_BEHIND further receives. A topological sort, smallest end time
+// first, gives the order. If chains conflict (a cycle), the next message is the one that ends first among those whose
+// `after` is done.
+//
+// Python reference: tests/reference/linearization.py.
 
 #pragma once
 
@@ -8,8 +17,8 @@
 
 #include "rank_assignment.h"
 
-constexpr size_t STAGED_BEFORE = 2; // how many of its messages before one goes on a sender stages it
-constexpr size_t STAGED_BEHIND = 4; // how many messages behind one that a receiver only stages it must have gone on
+constexpr size_t STAGED_BEFORE = 2; // messages of a sender between staging a chunk and passing it on
+constexpr size_t STAGED_BEHIND = 4; // receives after a staged chunk by which it must have been passed on
 
 class Linearization {
   public:
@@ -72,11 +81,13 @@ class Linearization {
 
     void make_ready(int64_t i) { ready_.emplace(m_.end[i], !m_.crosses[i], i); }
 
+    // Adds the constraint that `first` comes before `second`.
     void put(int64_t first, int64_t second) {
         later_[first].push_back(second);
         ++num_before_[second];
     }
 
+    // Sorts the members of each owner and puts them one after another; returns the sorted rows.
     template <typename Less>
     std::map<int64_t, std::vector<int64_t>> chain(const std::vector<int64_t> &members,
                                                   const std::vector<int64_t> &owner, Less less) {

@@ -1,11 +1,20 @@
-// Scheduling where pods of hosts stand behind uplinks. The Python twin, with the explanation, is reshard.planner.multicast.pod_chunk_scheduler.
+// The chunk scheduler for topologies with pods, where several pairs of ports compete for the uplinks of pods.
+//
+// A resource (port direction or uplink) is worth more the closer its remaining time is to the longest one: 1 for the
+// longest, and steeply less for others. The weight of a possible send is the sum over its resources. A port takes one
+// send at a time, an uplink as many as its rate allows. A set of sends is chosen greedily, heaviest first, and improved
+// by exchanges: take one more send, drop those that block it, and add others that then fit, as long as the weight
+// grows. A chunk enters a pod over its uplink once. Uplinks with time to spare may also bring chunks that the pod
+// already has (help_pods).
+//
+// Python reference: tests/reference/pod_chunk_scheduler.py.
 
 #pragma once
 
 #include "chunk_scheduler.h"
 
-constexpr int PASSES = 8;
-constexpr double GAIN = 1e-9;
+constexpr int PASSES = 8;        // limit on rounds of exchanges
+constexpr double GAIN = 1e-9;    // tolerance of rates, and least gain of an exchange
 
 class PodChunkScheduler final : public ChunkScheduler {
   public:
@@ -41,6 +50,7 @@ class PodChunkScheduler final : public ChunkScheduler {
     }
 
   private:
+    // A send that could start. passes: the numbers of its resources, sender's port first.
     struct Choice {
         int64_t s, r;
         double rate;
@@ -51,12 +61,12 @@ class PodChunkScheduler final : public ChunkScheduler {
         int64_t first() const { return passes[0]; }
         int64_t last() const { return passes[num_passed - 1]; }
     };
-    using Row = std::vector<int>; // of choices
+    using Row = std::vector<int>; // indices of choices
 
     int64_t first_uplink_;
     std::vector<double> worth_;
     std::vector<Choice> choices_;
-    std::vector<Row> by_, around_;
+    std::vector<Row> by_, around_; // by resource: the chosen sends that pass it; all choices that begin or end there
     Row gone_, added_, others_;
 
     Resource &uplink(int64_t number) {
@@ -78,6 +88,7 @@ class PodChunkScheduler final : public ChunkScheduler {
         }
     }
 
+    // Finds the chosen sends that must go so that choice i fits: on an uplink, the lightest ones first.
     void in_the_way(int i, Row &found) {
         found.clear();
         for (int j = 0; j < choices_[i].num_passed; ++j) {
@@ -124,6 +135,7 @@ class PodChunkScheduler final : public ChunkScheduler {
         }
     }
 
+    // Takes choice i in place of the sends that block it, and others that then fit; undoes it unless weight is gained.
     bool exchange(int i) {
         if (choices_[i].is_chosen)
             return false;
@@ -158,6 +170,7 @@ class PodChunkScheduler final : public ChunkScheduler {
         return false;
     }
 
+    // Sets the worth of keeping each resource busy, from its remaining time.
     void find_worth(const std::vector<int64_t> &senders, const std::vector<int64_t> &receivers) {
         std::vector<std::pair<int64_t, double>> left;
         for (const int64_t r : receivers)
@@ -177,6 +190,7 @@ class PodChunkScheduler final : public ChunkScheduler {
         }
     }
 
+    // Lets idle senders of other pods serve idle receivers whose pod's uplink has time to spare.
     bool help_pods(const std::vector<int64_t> &senders, const std::vector<int64_t> &receivers) {
         bool started = false;
         for (const int64_t r : receivers) {

@@ -1,5 +1,20 @@
-// How flows share ports. The Python twin, with the explanation, is reshard.cost.proportional_fairness; both do the same floating point
-// operations in the same order.
+// Rates of flows that share ports: proportional fairness, which maximizes the sum of the logarithms of the rates.
+//
+// It models connections with a fixed number of bytes in flight and lossless queues. The rate of a connection is these
+// bytes divided by its delay, and a queue delays all flows through it by the same time, so only these rates are stable.
+// Flows with one bottleneck share it equally. A flow with two bottlenecks gets less at each than other flows: of flows
+// through A, through A and B, and through B, the rates are 2/3, 1/3 and 2/3 of a port.
+//
+// Each port has a price, and the rate of a flow is 1 over the sum of the prices on its path. At the optimum the load of
+// a port is its capacity, or its price is 0. The search takes two steps:
+//
+// 1. share_single_bottlenecks finds max-min fair rates by filling the tightest port first. If prices exist that give
+//    these rates, they are the result.
+// 2. Otherwise search_prices sets one port's price after another, by Newton's method on 1 over the load (which is
+//    concave in the price), until all loads fit. It starts from the prices of the previous call. Rates are scaled down
+//    at the end so that no port is over capacity.
+//
+// tests/reference/proportional_fairness.py does the same floating point operations in the same order.
 
 #pragma once
 
@@ -17,6 +32,7 @@ struct Path {
     const int64_t *end() const { return last; }
 };
 
+// Keeps the prices between calls as the start of the next search.
 class Sharing {
   public:
     std::vector<double> price; // of each port
@@ -28,21 +44,23 @@ class Sharing {
     }
 
   private:
-    static constexpr double EQUAL = 1e-9, EXACT = 1e-6;
+    static constexpr double EQUAL = 1e-9; // relative difference of equal shares
+    static constexpr double EXACT = 1e-6; // relative error of a port's load at which the search stops
     static constexpr int SWEEPS = 200, STEPS = 20;
-    struct Held {
+    struct Held { // a bottleneck port, the rate of its flows, and these flows: here_[first:last]
         int64_t port;
         double least;
-        size_t first, last; // of here_
+        size_t first, last;
     };
     std::vector<double> left_, share_, cost_, over_, exact_;
     std::vector<int64_t> count_, used_, here_, touched_;
     std::vector<char> is_open_;
-    std::vector<std::pair<double, int64_t>> heap_; // what each flow of a port would get, and the port
+    std::vector<std::pair<double, int64_t>> heap_; // (share of each open flow, port); may be stale
     std::vector<Held> held_;
     std::vector<std::vector<int64_t>> flows_;
 
-    // As the twin, with a heap in place of a look at every port and every flow for each bottleneck.
+    // Finds the tightest port with a heap; the Python reference scans all ports and flows. Returns false if no prices
+    // fit.
     bool share_single_bottlenecks(const std::vector<Path> &paths, const std::vector<double> &capacity) {
         const size_t num_ports = capacity.size();
         left_ = capacity;
@@ -72,7 +90,7 @@ class Sharing {
             std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
             heap_.pop_back();
             if (!count_[tightest] || share_[tightest] != least)
-                continue; // what was found of it since stands there too
+                continue; // stale: a newer entry of the port is in the heap
             Held held{tightest, least, here_.size(), 0};
             touched_.clear();
             for (const int64_t flow : flows_[tightest]) {
@@ -149,6 +167,7 @@ class Sharing {
         }
     }
 
+    // Sets the price at which the load of a port is its capacity, or 0; returns how far off the load was.
     double set_price(size_t port, double capacity) {
         const double old = price[port];
         double load = 0, others = std::numeric_limits<double>::infinity();
@@ -161,6 +180,7 @@ class Sharing {
             return 0;
         if (std::abs(off) <= EXACT / 4)
             return std::abs(off);
+        // below this price, a single flow would exceed the capacity
         const double lowest = std::max(1 / capacity - std::max(others, 0.0), 0.0);
         double now = std::max(old, lowest);
         for (int step = 0; step < STEPS; ++step) {

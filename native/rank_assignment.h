@@ -1,4 +1,15 @@
-// From chunks between ports to messages between ranks. The Python twin, with the explanation, is reshard.planner.multicast.rank_assignment.
+// Turns sends of chunks between ports into messages of pieces between ranks.
+//
+// The pieces of a chunk follow one another. For each piece, the sender is a rank at the sending port that has the
+// piece, and the receiver is a rank at the receiving port that needs it. Without such a rank, another rank at the port
+// stages the piece. From the receiver, the piece is passed on inside its host to all ranks that need it, along a chain
+// or, for many ranks, a binary tree. Among several candidates the last one is kept until it is `run` pieces ahead of
+// the least loaded one: ranks that alternate wait for each other at each change.
+//
+// A rank stages at most MOST_STAGED pieces for others. It gives up the oldest one, and gets it again if it is needed
+// later.
+//
+// Python reference: tests/reference/rank_assignment.py.
 
 #pragma once
 
@@ -6,18 +17,20 @@
 
 #include "types.h"
 
+// All messages. source: the message that brings the piece to the sender, -1 if it holds the piece. Message i starts
+// after messages after[after_at[i]:after_at[i + 1]], source first. start, end: planned times.
 struct Messages {
     std::vector<int64_t> piece, sender, receiver, source, after_at{0}, after;
     std::vector<double> start, end;
-    std::vector<char> crosses; // from host to host
-    std::vector<char> staged;  // to a rank that only sends it on
-    bool ends_before(int64_t a, int64_t b) const { // what arrives comes before what is done with it
+    std::vector<char> crosses; // whether a message is between hosts
+    std::vector<char> staged;  // whether the receiver only passes it on
+    bool ends_before(int64_t a, int64_t b) const { // ties: messages between hosts come before those that pass them on
         return end[a] != end[b] ? end[a] < end[b] : crosses[a] > crosses[b];
     }
 };
 
-constexpr size_t LONGEST_CHAIN = 8; // ranks of a host that pass a piece on one to the next; more form a tree
-constexpr size_t MOST_STAGED = 2;   // pieces that a rank keeps for others though it needs none of them
+constexpr size_t LONGEST_CHAIN = 8; // up to so many ranks of a host form a chain; more form a tree
+constexpr size_t MOST_STAGED = 2;   // pieces that a rank stages for others
 
 class RankAssignment {
   public:
@@ -77,23 +90,23 @@ class RankAssignment {
     struct Copy {
         int64_t rank, message;
     };
-    struct Place { // a host and its copies of a piece
+    struct Place { // a host and its copies of one piece
         int64_t host;
         std::vector<Copy> copies;
-        std::vector<Copy> given_up; // of ranks that no longer keep it, the last of each counts
+        std::vector<Copy> given_up; // copies that ranks have given up; the last one of each rank counts
     };
-    using ByHost = std::vector<std::pair<int64_t, std::vector<int64_t>>>; // in the order in which hosts appear
+    using ByHost = std::vector<std::pair<int64_t, std::vector<int64_t>>>; // hosts in order of first appearance
 
     Interruption interruption_;
     const Ports &ports_;
     const Workload &workload_;
     const std::vector<ChunkSend> &chunk_sends_;
-    std::vector<int64_t> host_of_, sent_, landed_, near_, here_;
-    std::vector<int64_t> last_sender_, last_receiver_; // at each port, -1 for none
+    std::vector<int64_t> host_of_, sent_, landed_, near_, here_; // sent_, landed_: bytes sent and received by each rank
+    std::vector<int64_t> last_sender_, last_receiver_; // rank last used at each port, -1 for none
     std::vector<int64_t> after_;
-    std::map<int64_t, int64_t> last_use_; // of what messages staged
-    std::vector<std::vector<Place>> where_;                            // of each piece
-    std::vector<std::vector<std::pair<int64_t, int64_t>>> staged_;     // by rank, (piece, host) that others get from it
+    std::map<int64_t, int64_t> last_use_; // by staged message: the last message that passes its piece on
+    std::vector<std::vector<Place>> where_; // by piece: its copies
+    std::vector<std::vector<std::pair<int64_t, int64_t>>> staged_; // by rank: (piece, host) staged for others, in order
 
     ByHost by_host(const Members::Row &ranks) const {
         ByHost found;
@@ -107,10 +120,12 @@ class RankAssignment {
         return found;
     }
 
+    // The first rank with the least load.
     static int64_t least(const std::vector<int64_t> &ranks, const std::vector<int64_t> &load) {
         return *std::min_element(ranks.begin(), ranks.end(), [&](int64_t a, int64_t b) { return load[a] < load[b]; });
     }
 
+    // The last rank used, unless its load is `run` pieces above that of the least loaded rank.
     int64_t keep_or_least(const std::vector<int64_t> &ranks, const std::vector<int64_t> &load, int64_t last,
                           int64_t nbytes) const {
         const int64_t first = least(ranks, load);
@@ -118,6 +133,7 @@ class RankAssignment {
         return is_one && load[last] < load[first] + workload_.run * nbytes ? last : first;
     }
 
+    // Adds a message, which starts no earlier than the ends of source and `after`; returns its number.
     int64_t send(int64_t piece, int64_t sender, int64_t receiver, int64_t source, const std::vector<int64_t> &after,
                  double start, double end) {
         sent_[sender] += workload_.piece_bytes[piece];
@@ -141,6 +157,7 @@ class RankAssignment {
         return static_cast<int64_t>(m.piece.size()) - 1;
     }
 
+    // Sends a piece between hosts and on to all ranks of the host that need it; returns the message between hosts.
     int64_t pass_on(int64_t piece, const ChunkSend &chunk_send, const std::vector<int64_t> &after, double start,
                     double end) {
         const int64_t port = chunk_send.receiver, host = ports_.host[port];
@@ -171,7 +188,8 @@ class RankAssignment {
         return message;
     }
 
-    void stage(int64_t piece, int64_t host, int64_t rank) { // what a rank has kept longest makes room
+    // Records that a rank stages a piece; it gives up its oldest staged piece if it has too many.
+    void stage(int64_t piece, int64_t host, int64_t rank) {
         auto &kept = staged_[rank];
         kept.push_back({piece, host});
         if (kept.size() <= MOST_STAGED)
@@ -186,6 +204,7 @@ class RankAssignment {
         kept.erase(kept.begin());
     }
 
+    // Passes a piece on inside a host: ranks above the root first, then those below.
     void fan_out(int64_t piece, int64_t root, int64_t brought_by, const std::vector<int64_t> &ranks, Place &place,
                  double when, double took) {
         struct Node {
@@ -193,12 +212,12 @@ class RankAssignment {
             double free_at; // when it can send next
         };
         std::vector<Node> nodes{{root, brought_by, when}};
-        for (const bool is_behind : {true, false})
+        for (const bool is_above : {true, false})
             for (const int64_t rank : ranks)
-                if (rank != root && (rank > root) == is_behind)
+                if (rank != root && (rank > root) == is_above)
                     nodes.push_back({rank, -1, 0});
         const size_t children = nodes.size() <= LONGEST_CHAIN ? 1 : 2;
-        // it must give its buffer back before the next lands
+        // a relay frees its buffer before its next receive: its own sends take no time here
         const bool is_relay = brought_by >= 0 && std::find(ranks.begin(), ranks.end(), root) == ranks.end();
         for (size_t i = 1; i < nodes.size(); ++i) {
             Node &parent = nodes[(i - 1) / children];
@@ -209,6 +228,8 @@ class RankAssignment {
         }
     }
 
+    // A rank at a port that has a piece, and the message that brought it (-1: the rank holds it). If no rank at the
+    // port has the piece, one stages it from another port of the host.
     std::pair<int64_t, int64_t> find_sender(int64_t piece, int64_t port, double when) {
         const int64_t host = ports_.host[port];
         std::vector<Place> &places = where_[piece];
@@ -221,7 +242,7 @@ class RankAssignment {
         }
         std::vector<Copy> &copies = place->copies;
         const bool is_held = std::any_of(copies.begin(), copies.end(), [](const Copy &c) { return c.message < 0; });
-        const auto comes_first = [&](const Copy &copy) { // who holds it need not wait; where it landed it is first
+        const auto comes_first = [&](const Copy &copy) { // prefer holders, then the rank where the piece arrived
             return is_held ? copy.message < 0 : workload_.run <= 1 || &copy == &copies.front();
         };
         const Copy *near = nullptr;
@@ -247,7 +268,7 @@ class RankAssignment {
         after_.clear();
         for (const Copy &copy : place->given_up)
             if (const auto use = last_use_.find(copy.message); copy.rank == rank && use != last_use_.end())
-                after_.assign(1, use->second); // it must be through with that one
+                after_.assign(1, use->second); // the rank's earlier copy must be passed on first
         const int64_t message = send(piece, near->rank, rank, near->message, after_, when, when);
         messages.staged[message] = 1;
         copies.push_back({rank, message});

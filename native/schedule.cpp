@@ -1,4 +1,5 @@
-// Schedules as a function of arrays, which are checked.
+// make_schedule: checks the arrays of ports and workload, and runs the chunk scheduler, rank assignment and
+// linearization. Python reference: tests/reference/schedule.py.
 
 #include <memory>
 #include <stdexcept>
@@ -15,12 +16,14 @@ using namespace nb::literals;
 
 namespace {
 
+// A NumPy array that owns the values.
 template <typename T> nb::object give(std::vector<T> &&values) {
     auto *kept = new std::vector<T>(std::move(values));
     nb::capsule owner(kept, [](void *p) noexcept { delete static_cast<std::vector<T> *>(p); });
     return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
 }
 
+// A copy of an array, whose values must be in [least, below).
 std::vector<int64_t> list(const Ints &values, size_t below, int64_t least, const char *name) {
     std::vector<int64_t> found(values.data(), values.data() + values.shape(0));
     for (const int64_t value : found)
@@ -31,6 +34,7 @@ std::vector<int64_t> list(const Ints &values, size_t below, int64_t least, const
 
 std::vector<double> list(const Floats &values) { return {values.data(), values.data() + values.shape(0)}; }
 
+// Rows of indices, whose bounds and values are checked.
 Members members(const Ints &at, const Ints &values, size_t rows, size_t below, const char *name) {
     bool fits = at.shape(0) == rows + 1 && at.data()[0] == 0 &&
                 at.data()[rows] == static_cast<int64_t>(values.shape(0)) &&
@@ -120,7 +124,7 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
             RankAssignment assignment(ports, workload, scheduler->chunk_sends);
             assignment.run();
             made = std::move(assignment.messages);
-            if (ports.are_alike()) {
+            if (ports.are_alike()) { // then the order of ends fits both senders and receivers
                 for (size_t i = 0; i < made.piece.size(); ++i)
                     order.push_back(static_cast<int64_t>(i));
                 std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return made.ends_before(a, b); });

@@ -1,4 +1,4 @@
-// What the chunk scheduler is made of: arrays from Python, sets of chunks, ports and links, deals, and transfers under way.
+// Types of the chunk scheduler: arrays from Python, bit sets, ports, links, the workload, and transfers.
 
 #pragma once
 
@@ -18,10 +18,10 @@ namespace nb = nanobind;
 using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-constexpr double NO_RATE = 1e-9;
-constexpr double UNITS = 1024; // of sizes of chunks
+constexpr double NO_RATE = 1e-9; // rates below this are 0
+constexpr double UNITS = 1024; // integer size that a port of rate 1 passes in one step of the clock
 
-// Rows of integers: row k is values[at[k]] up to values[at[k + 1]].
+// Rows of integers: row k is values[at[k]:at[k + 1]].
 class Members {
   public:
     Members(const Ints &at, const Ints &values) : at_(at.data()), values_(values.data()) {}
@@ -38,6 +38,7 @@ class Members {
     const int64_t *at_, *values_;
 };
 
+// A bit set of fixed size.
 class Bits {
   public:
     explicit Bits(size_t size = 0) : words_((size + 63) / 64) {}
@@ -62,6 +63,9 @@ class Bits {
     std::vector<uint64_t> words_;
 };
 
+// A port direction or an uplink whose rate flows share. `room` lists the free parts of the rate, oldest first: each
+// with the transfer whose end freed it (-1: free from the start) and that transfer's sender. A transfer that takes a
+// part must start after the transfer that freed it.
 struct Resource {
     int64_t number;
     double rate, free;
@@ -69,9 +73,11 @@ struct Resource {
         int64_t chunk_send, sender;
         double freed;
     };
-    std::vector<Room> room; // deals that have ended, and what each set free
+    std::vector<Room> room;
     Resource(int64_t n, double r) : number(n), rate(r), free(r), room{{-1, -1, r}} {}
-    template <typename F> void take(double taken, int64_t sender, F before) { // that of the same sender first
+    // Takes part of the rate, parts freed by the same sender first. Calls before() with each transfer that freed a
+    // part.
+    template <typename F> void take(double taken, int64_t sender, F before) {
         free -= taken;
         std::stable_partition(room.begin(), room.end(), [&](const Room &entry) { return entry.sender == sender; });
         while (taken > NO_RATE && !room.empty()) {
@@ -90,13 +96,16 @@ struct Resource {
     }
 };
 
+// One port per NIC. host: of each port; of_rank: the port of each rank, -1 for none; pod: of each host, empty without
+// pods. out, into: rates of ports; up, down: rates of pod uplinks.
 struct Ports {
     std::vector<int64_t> host, of_rank, pod;
     std::vector<double> out, into, up, down;
-    std::vector<std::vector<int64_t>> ranks;
+    std::vector<std::vector<int64_t>> ranks; // at each port
     int64_t num_hosts = 0;
-    bool are_shared = false;
+    bool are_shared = false; // some host has several ports with ranks
 
+    // Whether all ports and uplinks have the same rate.
     bool are_alike() const {
         for (const auto *rates : {&out, &into, &up, &down})
             for (const double rate : *rates)
@@ -120,23 +129,29 @@ struct Ports {
     }
 };
 
+// What to schedule; see Workload in planner/multicast/workload.py. A chunk belongs to a host class, which gives the
+// hosts that hold and need it. It consists of pieces; a piece belongs to a class, which gives the ranks.
 struct Workload {
     Members host_class_holders, host_class_receivers;
     std::vector<int64_t> host_class_size, host_class_of;
     Members class_holders, class_receivers;
     std::vector<int64_t> piece_at, piece_class, piece_bytes;
-    int64_t run;     // pieces of one rank before others have their turn
-    bool near_first; // whether ports rather pass what ranks at them hold or need than what is rarest
-    bool keeps_partners; // whether senders serve the receiver that they served first for as long as they can
-    double inside_each, inside_per_byte;
+    int64_t run;     // pieces that a rank handles in a row before another rank of its host takes over
+    bool near_first; // whether chunks that ranks at the ports hold or need come before rarer chunks
+    bool keeps_partners; // whether a sender keeps serving its first receiver as long as it can
+    double inside_each, inside_per_byte; // time of a message inside a host, in steps of the clock
 };
 
+// One chunk from port to port. source: the send that brought the chunk to the sending host, -1 if the host holds it.
+// after: the sends whose ends freed the rate that this one uses.
 struct ChunkSend {
     int64_t chunk, sender, receiver, source;
     std::vector<int64_t> after;
     double start, end;
 };
 
+// A send in progress between ports s and r. rate: reserved at its resources; speed: its current rate, which may be
+// higher; left: remaining part of its chunk.
 struct Flow {
     int64_t s, r, chunk;
     double rate;

@@ -3,8 +3,8 @@
 >>> import reshard
 >>> out = reshard.reshard(tensor, src_mesh, dst_mesh, src_spec="S0 R", dst_spec="R S0")  # doctest: +SKIP
 
-``__init__.pyi`` lists the public names, for people, type checkers and the code below. Names are imported on first use:
-importing this package imports neither torch nor scipy.
+``__init__.pyi`` lists the public names; the code below reads it. Each name is imported on first use, so importing this
+package imports neither torch nor scipy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from reshard import forks as _forks  # noqa: F401  # registers the fork handlers before anyone forks
+from reshard import forks as _forks  # noqa: F401  # registers the fork handler before any fork
 
 _MODULE_OF = {
     alias.name: f"reshard.{node.module}"

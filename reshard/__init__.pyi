@@ -44,6 +44,7 @@ from .errors import (
 from .plan.check import (
     check_plan as check_plan,
 )
+from .plan.graph import plan_to_networkx as plan_to_networkx
 from .plan.json import plan_from_json as plan_from_json, plan_to_json as plan_to_json
 from .plan.model import (
     Plan as Plan,

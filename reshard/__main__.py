@@ -1,4 +1,4 @@
-"""``python -m reshard`` is the command ``reshard``."""
+"""``python -m reshard`` runs the command ``reshard``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Types of the native module, see native/."""
+"""Types of the native module; see native/."""
 
 from typing import Any
 
 def copy_runs(src: Any, dst: Any, src_at: Any, dst_at: Any, length: Any) -> None:
-    """Copy length[i] bytes from src[src_at[i]] to dst[dst_at[i]], for every i."""
+    """Copy ``length[i]`` bytes from ``src[src_at[i]]`` to ``dst[dst_at[i]]`` for every ``i``."""
 
 def flow(
     queue: Any,
@@ -24,7 +24,7 @@ def flow(
     start: Any,
     finish: Any,
 ) -> None:
-    """Fill start and finish with the times of all messages; see reshard.cost.fluid.Network."""
+    """Write the start and finish time of every message; see ``reshard.cost.fluid.Network``."""
 
 def order_greedily(
     way_at: Any,
@@ -42,10 +42,10 @@ def order_greedily(
     classes: Any,
     ways: Any,
 ) -> None:
-    """Fill classes and ways with each task's class and the way it is sent; see planner/strategies/greedy.py."""
+    """Write each task's class and send option into ``classes`` and ``ways``; see ``planner/strategies/greedy.py``."""
 
 def make_schedule(ports: Any, workload: Any) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
-    """Piece, sender, receiver, source, after_at, after of all messages, and the order to put them in.
+    """Return piece, sender, receiver, source, after_at and after of all messages, and their order.
 
-    ``ports`` and ``workload`` have the fields of ``PortArrays`` and ``Workload`` in planner/multicast.
+    ``ports`` and ``workload`` have the fields of ``PortArrays`` and ``Workload`` in ``planner/multicast``.
     """

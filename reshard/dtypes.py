@@ -1,6 +1,6 @@
-"""Names and sizes of element types, known without importing torch.
+"""Names and sizes of element types, without importing torch.
 
-A dtype is a plain string here (``"float32"``), because geometry and plans only need its size.
+A dtype is a plain string (``"float32"``): geometry and plans only need its size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BY_SIZE = {
     16: "complex128",
 }
 
-#: Bytes of one element of each dtype that can travel.
+#: Bytes per element of each supported dtype.
 ITEMSIZE: dict[str, int] = {name: size for size, names in _BY_SIZE.items() for name in names.split()}
 
 _ALIASES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32", "long": "int64"}
@@ -27,10 +27,10 @@ _ALIASES |= {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of a dtype given as a string, a torch dtype, or a NumPy (or ml_dtypes) dtype.
+    """The name of a dtype given as a string, a torch dtype, or a NumPy or ml_dtypes dtype.
 
     Raises:
-        ArgumentError: the dtype is unknown, or its elements cannot travel as whole bytes.
+        ArgumentError: the dtype is unknown, or its elements are not whole bytes.
     """
     if isinstance(dtype, str):
         name = dtype
@@ -41,5 +41,5 @@ def dtype_name(dtype: Any) -> str:
     name = name.removeprefix("torch.")
     name = _ALIASES.get(name, name)
     if name not in ITEMSIZE:
-        raise ArgumentError(f"dtype {name!r} cannot travel as bytes; known dtypes are {', '.join(sorted(ITEMSIZE))}")
+        raise ArgumentError(f"dtype {name!r} is not supported; supported dtypes are {', '.join(sorted(ITEMSIZE))}")
     return name

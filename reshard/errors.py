@@ -1,24 +1,24 @@
-"""Every error that reshard raises on purpose.
+"""The errors that reshard raises on purpose.
 
 ::
 
     ReshardError
-    ├── MeshError            a mesh that cannot be: repeated ranks, doubled axis names, wrong sizes
-    ├── LayoutError          a spec or a set of regions that does not fit its mesh or its tensor
-    │   └── PartialError     a placement with a pending reduction, which is not supported
-    ├── PlanError            a plan that does not deliver, or a text that is not a plan
-    ├── ScheduleError        a schedule that does not fit its pipeline or never ends, or a text that is not one
-    ├── TopologyError        a description of hosts and links that does not fit the ranks
-    ├── ArgumentError        a call whose tensors, shapes, dtypes or keywords do not fit its layouts
-    ├── DisagreementError    ranks that called with different arguments
-    ├── ResourceError        a rank has no file descriptors left for connections
-    ├── RemoteError          another rank failed; carries its rank and its text
-    │   └── RankLostError    ranks died where ``on_loss`` asks to go on without them; offers how
-    ├── TransferTimeoutError nothing moved within ``timeout_seconds``
-    └── VerificationError    a shard does not hold what its source held; found only where ``verify=True``
+    ├── MeshError            invalid mesh: repeated ranks, repeated axis names, wrong sizes
+    ├── LayoutError          a spec or a set of regions does not fit its mesh or its tensor
+    │   └── PartialError     a placement has a pending reduction, which is not supported
+    ├── PlanError            a plan does not deliver every element, or a text is not a plan
+    ├── ScheduleError        a schedule does not fit its pipeline or deadlocks, or a text is not a schedule
+    ├── TopologyError        a topology does not fit the ranks
+    ├── ArgumentError        tensors, shapes, dtypes or keywords do not fit the layouts
+    ├── DisagreementError    ranks called with different arguments
+    ├── ResourceError        a rank has too few file descriptors for its connections
+    ├── RemoteError          another rank failed; the text names the rank and its error
+    │   └── RankLostError    ranks were lost in a fault-tolerant transfer; may offer a recovery plan
+    ├── TransferTimeoutError ranks did not agree, or a transfer did not finish, within ``timeout_seconds``
+    └── VerificationError    a shard differs from its source; only with ``verify=True``
 
-Each message names the thing, the rule and the numbers. An error found while ranks agree is raised
-alike on every calling rank, before a byte moves.
+Each message names the thing, the rule and the numbers. An error found while ranks agree on a call is raised
+on every calling rank, with the same text, before any data moves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ReshardError(Exception):
 
 
 class MeshError(ReshardError, ValueError):
-    """A mesh that cannot be."""
+    """An invalid mesh."""
 
 
 class LayoutError(ReshardError, ValueError):
@@ -44,11 +44,11 @@ class PartialError(LayoutError):
 
 
 class PlanError(ReshardError, ValueError):
-    """A plan that does not deliver what it must, or a text that is not a plan."""
+    """A plan that does not deliver every element, or a text that is not a plan."""
 
 
 class ScheduleError(ReshardError, ValueError):
-    """A schedule that does not fit its pipeline or never ends, or a text that is not a schedule."""
+    """A schedule that does not fit its pipeline or deadlocks, or a text that is not a schedule."""
 
 
 class TopologyError(ReshardError, ValueError):
@@ -60,24 +60,24 @@ class ArgumentError(ReshardError, ValueError):
 
 
 class DisagreementError(ReshardError, ValueError):
-    """Ranks that took part in one call with different arguments."""
+    """Ranks made one call with different arguments."""
 
 
 class ResourceError(ReshardError, RuntimeError):
-    """A rank may not open as many file descriptors as its connections take."""
+    """A rank's file descriptor limit is too low for its connections."""
 
 
 class RemoteError(ReshardError, RuntimeError):
-    """Another rank failed while this one was taking part in a transfer."""
+    """Another rank failed during a call or a transfer."""
 
 
 class RankLostError(RemoteError):
-    """Ranks were lost in a transfer that was asked to bear it, see ``on_loss`` of :func:`reshard.reshard`.
+    """Ranks were lost in a fault-tolerant transfer; see ``on_loss`` of :func:`reshard.reshard`.
 
     Attributes:
-        ranks: those that are lost. regions: of the tensors, that no rank which is left holds although one needs them.
-        plan: what would bring the others all that they still miss; None if regions are lost, or the caller did not
-            ask for an offer.
+        ranks: the lost ranks.
+        regions: tensor regions that a surviving rank needs and no surviving rank holds.
+        plan: the plan that delivers all missing data; None if regions are lost or ``on_loss`` is not ``"offer"``.
     """
 
     def __init__(
@@ -93,17 +93,17 @@ class RankLostError(RemoteError):
         self._recover = recover
 
     def __reduce__(self) -> Any:
-        """Pickled without what it offers, which is a matter of the process that got it."""
+        """Pickle without the plan and its recovery, which belong to the process that raised the error."""
         return RankLostError, (str(self), self.ranks, self.regions)
 
     def recover(self) -> Any:
-        """Move what is missing as ``plan`` says; every rank that got this error calls, and gets its shard.
+        """Run ``plan`` and return this rank's shard. Every rank that got this error must call it.
 
         Raises:
-            RankLostError: nothing is offered, or further ranks were lost.
+            RankLostError: the error has no plan, or more ranks were lost.
         """
         if self._recover is None:
-            raise RankLostError(f"there is no way to recover: {self}", self.ranks, self.regions)
+            raise RankLostError(f"cannot recover: {self}", self.ranks, self.regions)
         return self._recover()
 
 
@@ -112,10 +112,10 @@ class TransferTimeoutError(ReshardError, TimeoutError):
 
 
 class VerificationError(ReshardError, RuntimeError):
-    """A destination shard does not hold what the source held."""
+    """A destination shard differs from its source."""
 
 
-#: Classes that travel between ranks by name, so that every rank raises the same one.
+#: Error classes by name. Ranks send an error as its class name and text, so that all raise the same class.
 BY_NAME: dict[str, type[ReshardError]] = {
     cls.__name__: cls
     for cls in (

@@ -1,8 +1,8 @@
-"""What a child made by ``os.fork`` inherits and must leave alone.
+"""Resources that a child of ``os.fork`` inherits but must not use or destroy.
 
-A child shares its parent's sockets and epoll sets, but has none of its threads. What it sent would reach the parent's
-ranks, and a C++ destructor would wait for a thread that is not there, or take the parent's sockets out of an epoll set.
-So a child closes its copies of plain sockets, which sends nothing, and never destroys anything else.
+A child shares its parent's sockets and epoll sets but has none of its threads. Data sent by the child would reach the
+parent's peers. A C++ destructor would wait for a thread that does not exist, or remove the parent's sockets from an
+epoll set. So a child closes its copies of plain sockets, which sends nothing, and leaks everything else.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ T = TypeVar("T")
 _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 _sockets: weakref.WeakSet[Any] = weakref.WeakSet()
 _hooks: list[Callable[[], None]] = []
-_inherited: list[tuple[Any, int]] = []  # process groups, and in which process they were made
+_inherited: list[tuple[Any, int]] = []  # (process group, pid of the process that created it)
 
 
 def keep_in_child(thing: T) -> T:
-    """Never run this object's destructor in a forked child; returns the object."""
+    """Never run this object's destructor in a forked child. Returns the object."""
     _kept.add(thing)
     return thing
 
 
 def close_in_child(socket: T) -> T:
-    """Close a forked child's copy of this socket, so that the other side sees when the parent ends; returns it."""
+    """Close this socket in a forked child, so that the peer sees EOF when the parent ends. Returns the socket."""
     _sockets.add(socket)
     return socket
 
 
 def call_in_child(hook: Callable[[], None]) -> None:
-    """Call a function first thing in every forked child."""
+    """Call ``hook()`` in every forked child, right after the fork."""
     _hooks.append(hook)
 
 
-def find_maker(process_group: Any) -> int | None:
-    """The process that made a torch process group, where this one was forked from it; None if this one made it."""
+def find_creator_pid(process_group: Any) -> int | None:
+    """The pid of the parent process that created a torch process group; None if this process created it."""
     return next((pid for each, pid in _inherited if each is process_group), None)
 
 
-def _leave_alone() -> None:
+def _after_fork_in_child() -> None:
     for socket in list(_sockets):
         socket.close()
     _sockets.clear()
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     groups = [] if world is None else list(world.pg_map)
-    _inherited.extend((group, os.getppid()) for group in groups if find_maker(group) is None)
+    _inherited.extend((group, os.getppid()) for group in groups if find_creator_pid(group) is None)
     kept = [*_kept, *groups]
     _kept.clear()
     if kept:
-        import ctypes  # torch has loaded it
+        import ctypes  # already loaded by torch
 
-        for thing in kept:  # a reference held by nobody is one that not even the end of the interpreter gives up
+        for thing in kept:  # leak one reference, so that not even interpreter shutdown destroys the object
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     for hook in _hooks:
         hook()
 
 
-os.register_at_fork(after_in_child=_leave_alone)
+os.register_at_fork(after_in_child=_after_fork_in_child)

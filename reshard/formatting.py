@@ -1,49 +1,49 @@
-"""Ranks, names, bytes and rates as text for people."""
+"""Ranks, names, bytes and rates as readable text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-#: Names that an error shows of each kind.
+#: Maximum number of names that an error lists.
 MAX_SHOWN = 3
 
 
-def show_names(names: Iterable[object]) -> str:
-    """``'a', 'b', 'c' and 4 more``."""
+def format_names(names: Iterable[object]) -> str:
+    """Sorted names, shortened: ``'a', 'b', 'c' and 4 more``."""
     ordered = sorted(map(str, names))
     shown = ", ".join(map(repr, ordered[:MAX_SHOWN]))
     return shown if len(ordered) <= MAX_SHOWN else f"{shown} and {len(ordered) - MAX_SHOWN} more"
 
 
 def compare_names(given: Iterable[object], expected: Iterable[object]) -> str:
-    """How names differ from those expected: ``lacks 'a' and has 'b' besides``; empty if they do not."""
+    """How two sets of names differ: ``lacks 'a' and has unexpected 'b'``; empty if they are equal."""
     given, expected = set(given), set(expected)
     parts = []
     if expected - given:
-        parts.append(f"lacks {show_names(expected - given)}")
+        parts.append(f"lacks {format_names(expected - given)}")
     if given - expected:
-        parts.append(f"has {show_names(given - expected)} besides")
+        parts.append(f"has unexpected {format_names(given - expected)}")
     return " and ".join(parts)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """``0-3,8,6`` for ``[0, 1, 2, 3, 8, 6]``: runs of consecutive ranks are folded, order is kept."""
-    runs: list[list[int]] = []
+    """``0-3,8,6`` for ``[0, 1, 2, 3, 8, 6]``: consecutive ranks become a range, the order is kept."""
+    spans: list[list[int]] = []
     for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
         else:
-            runs.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+            spans.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
-def say_ranks(ranks: Sequence[int]) -> str:
+def describe_ranks(ranks: Sequence[int]) -> str:
     """``rank 6``, or ``ranks 0-3,6``."""
     return f"rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}"
 
 
 def format_bytes(nbytes: float) -> str:
-    """As ``1.5 MiB`` or ``17 bytes``."""
+    """``1.5 MiB`` or ``17 bytes``."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.4g} {name}"
@@ -51,7 +51,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_rate(rate: float) -> str:
-    """As ``1.25 GB/s``."""
+    """Bytes per second as ``1.25 GB/s``."""
     for unit, name in ((1e9, "GB/s"), (1e6, "MB/s")):
         if rate >= unit:
             return f"{rate / unit:.4g} {name}"

@@ -1,4 +1,4 @@
-"""Time-outs that callers give, checked."""
+"""Checks of user-supplied timeouts."""
 
 from __future__ import annotations
 
@@ -10,24 +10,29 @@ DEFAULT_TIMEOUT_SECONDS = 300.0
 
 
 def check_timeout(timeout_seconds: Any) -> float:
-    """Raise ArgumentError unless it is a number of seconds above 0 and at most a million."""
-    number = isinstance(timeout_seconds, (int, float)) and not isinstance(timeout_seconds, bool)
-    if not number or not 0 < timeout_seconds <= 1e6:
-        said = format(timeout_seconds, ".6g") if number and abs(timeout_seconds) < 1e300 else _name(timeout_seconds)
-        raise ArgumentError(f"timeout_seconds is {said}; it must be above 0 and at most a million seconds")
+    """Return the timeout as a float.
+
+    Raises:
+        ArgumentError: it is not a number of seconds above 0 and at most a million.
+    """
+    is_number = isinstance(timeout_seconds, (int, float)) and not isinstance(timeout_seconds, bool)
+    if not is_number or not 0 < timeout_seconds <= 1e6:
+        is_finite = is_number and abs(timeout_seconds) < 1e300
+        shown = format(timeout_seconds, ".6g") if is_finite else _safe_repr(timeout_seconds)
+        raise ArgumentError(f"timeout_seconds is {shown}; it must be above 0 and at most a million seconds")
     return float(timeout_seconds)
 
 
-def check_patience(timeout_seconds: Any) -> float | None:
-    """Raise ArgumentError unless it is None, for ever, or a number of seconds from 0 on."""
+def check_wait_timeout(timeout_seconds: Any) -> float | None:
+    """As :func:`check_timeout`, for a wait: None waits without limit, 0 does not wait."""
     if timeout_seconds is None or (timeout_seconds == 0 and not isinstance(timeout_seconds, bool)):
         return None if timeout_seconds is None else 0.0
     return check_timeout(timeout_seconds)
 
 
-def _name(value: Any) -> str:
-    """What a value is, for a message; some cannot even be printed."""
+def _safe_repr(value: Any) -> str:
+    """``repr(value)``, or the type if ``repr`` raises."""
     try:
         return repr(value)
     except Exception:
-        return f"a {type(value).__name__} that cannot be printed"
+        return f"a {type(value).__name__} whose repr raises"

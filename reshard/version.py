@@ -1,3 +1,3 @@
-"""The version, the one place that holds it."""
+"""The version; no other file repeats it."""
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
-"""Pipeline schedules that know what resharding costs; installed as ``reshard.scheduler``.
+"""Pipeline schedules that account for the cost of resharding. Installed as ``reshard.scheduler``.
 
-Nothing in ``reshard`` imports this package: schedules stand above the transfers that they interleave.
+Nothing in ``reshard`` imports this package.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from .ir.text import format_schedule, from_torch_csv, parse_schedule, to_torch_c
 from .passes.overlap import Report, apply_passes, block_transfers, defer_recvs, overlap_transfers
 from .schedules.auto import auto_schedule
 from .schedules.classic import eager_1f1b, from_warmups, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
+from .simulation.dependencies import CriticalPath, critical_path, schedule_to_networkx
 from .simulation.replay import PipelineTimeline, simulate
 from .simulation.validate import check_schedule
 from .simulation.visualize import to_chrome_trace, to_svg
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from .runtime.engine import Engine
     from .runtime.tied_params import TiedParameter
 
-#: Names whose modules import torch, and those modules: they are imported on first use.
+#: Public names whose modules import torch. These modules are imported on first use.
 _WITH_TORCH = {
     "Engine": "reshard.scheduler.runtime.engine",
     "TiedParameter": "reshard.scheduler.runtime.tied_params",
@@ -35,6 +36,7 @@ _WITH_TORCH = {
 __all__ = [
     "Action",
     "Channel",
+    "CriticalPath",
     "Edge",
     "Engine",
     "Kind",
@@ -48,6 +50,7 @@ __all__ = [
     "auto_schedule",
     "block_transfers",
     "check_schedule",
+    "critical_path",
     "defer_recvs",
     "eager_1f1b",
     "edge_plans",
@@ -61,6 +64,7 @@ __all__ = [
     "overlap_transfers",
     "parse_schedule",
     "plan_edge",
+    "schedule_to_networkx",
     "simulate",
     "to_chrome_trace",
     "to_svg",

@@ -1,4 +1,4 @@
-"""What transfers cost, from the planner: the seconds of a plan alone on its links, and what it takes of each."""
+"""Transfer costs from the planner: how long a plan takes alone, and how long it keeps each link busy."""
 
 from __future__ import annotations
 
@@ -26,20 +26,23 @@ def plan_edge(
     strategy: str | Strategy | None = None,
     without_gradient: Iterable[str] = (),
 ) -> Edge:
-    """An edge whose costs are those of the plans that move its tensors there and their gradients back.
+    """An edge with the simulated costs of the plans that move its tensors forward and their gradients backward.
 
     Args:
-        src, dst: stages. tensors: what crosses for one microbatch, with its layouts on both sides; gradients have those
-            of their tensors. topology: of all ranks. strategy: how they move; omitted, the default.
-            without_gradient: names of tensors that need none.
+        src, dst: stages.
+        tensors: tensors of one microbatch, with their layouts on both stages. Gradients use the same layouts.
+        topology: hosts and links of all ranks.
+        strategy: planning strategy, as for :func:`reshard.make_plan`.
+        without_gradient: names of tensors that need no gradient.
 
     Raises:
-        ArgumentError: no tensors. What :func:`reshard.make_plan` raises.
+        ArgumentError: ``tensors`` is empty or not a list.
+        LayoutError, TopologyError: see :func:`reshard.make_plan`.
     """
     if isinstance(tensors, TensorSpec):
-        raise ArgumentError(f"tensors of edge {src} -> {dst} are a list of TensorSpecs, not one of them")
+        raise ArgumentError(f"tensors of edge {src} -> {dst} must be a list of TensorSpecs, not a single TensorSpec")
     if not tensors:
-        raise ArgumentError(f"edge {src} -> {dst} has no tensors; where only costs are known, make an Edge of them")
+        raise ArgumentError(f"edge {src} -> {dst} has no tensors; if only its costs are known, use Edge(...)")
     edge = Edge(src, dst, tensors=tuple(tensors), without_gradient=frozenset(without_gradient))
     return price_edge(edge, topology, strategy=strategy)
 
@@ -47,23 +50,26 @@ def plan_edge(
 def price_edge(
     edge: Edge, topology: Topology, *, strategy: str | Strategy | None = None, links: Topology | None = None
 ) -> Edge:
-    """An edge with tensors, its costs those of its plans.
+    """The edge with the simulated costs of its plans.
 
     Args:
-        topology: what the plans are made for. links: what they are timed on, such as measured rates; omitted, the same.
+        edge: an edge with tensors.
+        topology: topology that the plans are made for.
+        strategy: planning strategy, as for :func:`reshard.make_plan`.
+        links: topology that the plans are timed on, for example with measured rates; default: ``topology``.
     """
-    there, back = edge_plans(edge, topology, strategy=strategy)
+    forward, backward = edge_plans(edge, topology, strategy=strategy)
     return replace(
         edge,
-        forward_seconds=simulate(there, links).makespan_seconds,
-        backward_seconds=0.0 if back is None else simulate(back, links).makespan_seconds,
-        forward_loads=_loads(there, links),
-        backward_loads=() if back is None else _loads(back, links),
+        forward_seconds=simulate(forward, links).makespan_seconds,
+        backward_seconds=0.0 if backward is None else simulate(backward, links).makespan_seconds,
+        forward_loads=_loads(forward, links),
+        backward_loads=() if backward is None else _loads(backward, links),
     )
 
 
 def edge_plans(edge: Edge, topology: Topology, *, strategy: str | Strategy | None = None) -> tuple[Plan, Plan | None]:
-    """The plans of one transfer, forward and backward; None where nothing has a gradient."""
+    """The plans of one forward and one backward transfer. The second is None if no tensor has a gradient."""
     gradients = edge.gradients
     return (
         plan_tensors(edge.tensors, strategy=strategy, topology=topology),
@@ -72,6 +78,6 @@ def edge_plans(edge: Edge, topology: Topology, *, strategy: str | Strategy | Non
 
 
 def _loads(plan: Plan, links: Topology | None) -> Loads:
-    """Seconds for which a plan keeps each port busy, at most those that it lasts."""
-    lasts = simulate(plan, links).makespan_seconds
-    return tuple((load.port, min(load.seconds, lasts)) for load in find_loads(plan, links))
+    """Seconds for which a plan keeps each port busy, at most its makespan."""
+    makespan = simulate(plan, links).makespan_seconds
+    return tuple((load.port, min(load.seconds, makespan)) for load in find_loads(plan, links))

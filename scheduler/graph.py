@@ -1,4 +1,4 @@
-"""What a schedule is made for: stages, what passes between them, and what each costs."""
+"""Pipelines: stages, the edges between them, and the cost of each."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from reshard.formatting import format_ranks
 from reshard.sharding.mesh import Mesh
 from reshard.sharding.tensor_spec import TensorSpec
 
-#: Seconds for which one transfer keeps each link busy, by the link's name.
+#: ``((link, seconds), ...)``: how long one transfer keeps each link busy.
 Loads = tuple[tuple[str, float], ...]
-#: No cost is above this, in seconds or bytes: sums of them stay exact enough to be compared.
+#: Largest cost in seconds or bytes. Sums of larger costs would be too inexact to compare.
 MOST_COST = 1e15
-#: How the names of dtypes begin whose tensors may have gradients.
+#: Prefixes of the dtypes that can have gradients.
 _DIFFERENTIABLE: tuple[str, ...] = ("float", "bfloat", "complex")
 
 
@@ -25,14 +25,16 @@ class Stage:
     """A part of the model that one set of devices computes.
 
     Args:
-        forward_seconds: of one microbatch. input_grad_seconds, weight_grad_seconds: the two halves of its backward:
-            the gradient of what came in, which earlier stages wait for, and that of the weights.
-        activation_bytes: what a device keeps of one microbatch from its forward to the end of its backward.
-        name: for people. mesh: its devices; needed only to run it.
-        whole_backward_seconds: of a backward done at once, where that is not as long as both halves.
+        forward_seconds: forward of one microbatch.
+        input_grad_seconds: input-gradient pass of one microbatch. Earlier stages wait for its result.
+        weight_grad_seconds: weight-gradient pass of one microbatch.
+        activation_bytes: bytes that a device keeps for one microbatch, from its forward to the end of its backward.
+        name: label used in error messages.
+        mesh: devices of the stage; needed only to run it.
+        whole_backward_seconds: a backward that is not split; default: both passes together.
 
     Raises:
-        ArgumentError: a cost is negative or no number.
+        ArgumentError: a cost is not a number from 0 to 1e15, or ``mesh`` is not a Mesh.
     """
 
     forward_seconds: float
@@ -53,7 +55,7 @@ class Stage:
 
     @property
     def backward_seconds(self) -> float:
-        """Of a backward done at once."""
+        """Duration of a backward that is not split into two passes."""
         if self.whole_backward_seconds is not None:
             return self.whole_backward_seconds
         return self.input_grad_seconds + self.weight_grad_seconds
@@ -61,18 +63,19 @@ class Stage:
 
 @dataclass(frozen=True)
 class Edge:
-    """What stage ``src`` passes to stage ``dst`` in the forward of a microbatch; its gradient goes the other way.
+    """Tensors that stage ``src`` sends to stage ``dst`` in a forward. Their gradients return in the backward.
 
     Args:
-        src, dst: stages. forward_seconds, backward_seconds: of one transfer with its links to itself.
-        forward_loads, backward_loads: what a transfer takes of links that others use too, ``((link, seconds), ...)`` or
-            a dict; omitted, it has its own.
-        tensors: what moves, each by a name, with its layouts on both sides; empty where only the costs are known.
-        without_gradient: names of those that need none, besides tensors of integers or booleans, which never do.
+        src, dst: stages.
+        forward_seconds, backward_seconds: duration of one transfer that shares its links with no other.
+        forward_loads, backward_loads: how long a transfer keeps each shared link busy, as ``((link, seconds), ...)`` or
+            a dict; default: it shares no link.
+        tensors: named tensors of one microbatch, with their layouts on both stages; may be empty for simulation.
+        without_gradient: names of tensors that need no gradient. Integer and boolean tensors never have one.
 
     Raises:
-        ArgumentError: a cost is negative or no number; a link would be busy for longer than the transfer lasts; a
-            tensor without a name, or a name given twice or for nothing.
+        ArgumentError: a cost is not a number from 0 to 1e15, a link is busy for longer than the transfer takes, a
+            tensor has no name or a name that is taken or reserved, or ``without_gradient`` names an unknown tensor.
     """
 
     src: int
@@ -87,23 +90,25 @@ class Edge:
     def __post_init__(self) -> None:
         if isinstance(self.without_gradient, str):
             raise ArgumentError(
-                f"without_gradient is a set of names, such as {{{self.without_gradient!r}}}, not a string"
+                f"without_gradient must be a set of names, such as {{{self.without_gradient!r}}}, not a string"
             )
         for name in ("without_gradient", "tensors"):
             if not isinstance(getattr(self, name), Iterable):
-                raise ArgumentError(f"{name} of edge {self.src} -> {self.dst} is {getattr(self, name)!r}, not a list")
+                raise ArgumentError(
+                    f"{name} of edge {self.src} -> {self.dst} must be a list, not {getattr(self, name)!r}"
+                )
         for spec in self.tensors:
             if not isinstance(spec, TensorSpec):
                 raise ArgumentError(
-                    f"tensors of edge {self.src} -> {self.dst} are TensorSpecs, not {type(spec).__name__}"
+                    f"tensors of edge {self.src} -> {self.dst} must be TensorSpecs, not {type(spec).__name__}"
                 )
             if spec.name in ("loss", "self"):
                 raise ArgumentError(
-                    f"edge {self.src} -> {self.dst}: no tensor can be called {spec.name!r}, which means something else"
+                    f"edge {self.src} -> {self.dst}: no tensor can be called {spec.name!r}: the name is reserved"
                 )
         object.__setattr__(self, "tensors", tuple(self.tensors))
         if not all(isinstance(name, str) for name in self.without_gradient):
-            raise ArgumentError(f"without_gradient of edge {self.src} -> {self.dst} is a set of names")
+            raise ArgumentError(f"without_gradient of edge {self.src} -> {self.dst} must be a set of names")
         object.__setattr__(self, "without_gradient", frozenset(self.without_gradient))
         for direction in ("forward", "backward"):
             seconds = getattr(self, f"{direction}_seconds")
@@ -116,7 +121,7 @@ class Edge:
                 isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) for entry in loads
             ):
                 raise ArgumentError(
-                    f"{direction}_loads of edge {self.src} -> {self.dst} are ((link, seconds), ...), not {loads!r}"
+                    f"{direction}_loads of edge {self.src} -> {self.dst} must be ((link, seconds), ...), not {loads!r}"
                 )
             links = [link for link, _ in loads]
             if len(set(links)) < len(links):
@@ -125,19 +130,19 @@ class Edge:
                 _check_cost(f"the load of link {link}", busy)
                 if busy > seconds * (1 + 1e-9):
                     raise ArgumentError(
-                        f"edge {self.src} -> {self.dst}: link {link} is busy for {busy:g} s "
-                        f"of a transfer of {seconds:g} s"
+                        f"edge {self.src} -> {self.dst}: link {link} is busy for {busy:g} s, "
+                        f"longer than the transfer takes ({seconds:g} s)"
                     )
         names = [spec.name for spec in self.tensors]
         if None in names or len(set(names)) < len(names) or not self.without_gradient <= set(names):
             raise ArgumentError(
-                f"edge {self.src} -> {self.dst}: tensors {names} must have a name each, and those without_gradient "
-                f"{sorted(self.without_gradient)} be among them"
+                f"edge {self.src} -> {self.dst}: each tensor needs a unique name, and without_gradient must name "
+                f"some of them; tensors are {names}, without_gradient is {sorted(self.without_gradient)}"
             )
 
     @property
     def gradients(self) -> tuple[TensorSpec, ...]:
-        """What moves backward: the gradients of the tensors that need one, with their layouts exchanged."""
+        """Tensors of a backward transfer: the gradients of tensors that need one, with ``src`` and ``dst`` swapped."""
         return tuple(
             replace(spec, src=spec.dst, dst=spec.src)
             for spec in self.tensors
@@ -147,11 +152,13 @@ class Edge:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages and the edges between any two of them, forward only; no two edges join the same two stages.
+    """Stages and the edges between them.
+
+    An edge leads from a stage to any later one. At most one edge joins two stages.
 
     Raises:
-        ArgumentError: no stage; an edge that names one that does not exist, leads backwards, or is there twice;
-            a tensor whose layouts have other ranks than its stages, or that comes to a stage from two others.
+        ArgumentError: there is no stage, an edge names an unknown stage or leads backwards, two edges join the same
+            stages, a tensor's ranks differ from its stage's mesh, or a stage receives two tensors of the same name.
     """
 
     stages: tuple[Stage, ...]
@@ -160,13 +167,13 @@ class Pipeline:
     def __post_init__(self) -> None:
         for what, values, kind in (("stages", self.stages, Stage), ("edges", self.edges, Edge)):
             if not isinstance(values, Iterable):
-                raise ArgumentError(f"{what} of a pipeline are a list of {kind.__name__}s, not {values!r}")
+                raise ArgumentError(f"{what} of a pipeline must be a list of {kind.__name__}s, not {values!r}")
             for value in values:
                 if not isinstance(value, kind):
-                    raise ArgumentError(f"{what} of a pipeline are {kind.__name__}s, not {type(value).__name__}")
+                    raise ArgumentError(f"{what} of a pipeline must be {kind.__name__}s, not {type(value).__name__}")
         object.__setattr__(self, "stages", tuple(self.stages))
         if not self.stages:
-            raise ArgumentError("a pipeline has at least one stage")
+            raise ArgumentError("a pipeline needs at least one stage")
         for edge in self.edges:
             ends = (edge.src, edge.dst)
             if any(type(end) is not int for end in ends) or not 0 <= edge.src < edge.dst < len(self.stages):
@@ -175,7 +182,7 @@ class Pipeline:
                 )
         object.__setattr__(self, "edges", tuple(sorted(self.edges, key=lambda edge: (edge.src, edge.dst))))
         if len(self.edge_between) < len(self.edges):
-            raise ArgumentError("two edges join the same two stages; put their tensors into one")
+            raise ArgumentError("two edges join the same two stages; put their tensors on one edge")
         for edge in self.edges:
             for spec in edge.tensors:
                 for stage, layout in ((edge.src, spec.src), (edge.dst, spec.dst)):
@@ -183,12 +190,12 @@ class Pipeline:
                     if mesh is not None and set(layout.ranks) != set(mesh.ranks):
                         raise ArgumentError(
                             f"tensor {spec.name!r} of edge {edge.src} -> {edge.dst} is on ranks "
-                            f"{format_ranks(layout.ranks)}, stage {stage} on ranks {format_ranks(mesh.ranks)}"
+                            f"{format_ranks(layout.ranks)}, but stage {stage} is on ranks {format_ranks(mesh.ranks)}"
                         )
         for stage in range(len(self.stages)):
             names = [spec.name for edge in self.edges if edge.dst == stage for spec in edge.tensors]
             if len(set(names)) < len(names):
-                raise ArgumentError(f"stage {stage} gets two tensors of one name: {sorted(map(str, names))}")
+                raise ArgumentError(f"stage {stage} receives two tensors of the same name: {sorted(map(str, names))}")
 
     @classmethod
     def of_costs(
@@ -199,22 +206,23 @@ class Pipeline:
         *,
         weight_grad_part: float = 0.5,
     ) -> Pipeline:
-        """A chain of stages from seconds alone.
+        """A chain of stages from durations alone, in seconds.
 
         Args:
-            forward, backward: of one microbatch on each stage. communication: of one transfer of each boundary, the
-                same in both directions. weight_grad_part: of the backward.
+            forward, backward: forward and backward of one microbatch, for each stage.
+            communication: one transfer between each stage and the next, in either direction.
+            weight_grad_part: share of the backward that the weight-gradient pass takes, from 0 to 1.
         """
         _check_cost("weight_grad_part", weight_grad_part)
         for what, costs in (("forward", forward), ("backward", backward), ("communication", communication)):
             if not isinstance(costs, Sequence) or isinstance(costs, str):
-                raise ArgumentError(f"{what} is a list of seconds, not {type(costs).__name__}")
+                raise ArgumentError(f"{what} must be a list of seconds, not {type(costs).__name__}")
             for cost in costs:
                 _check_cost(what, cost)
         if not len(forward) == len(backward) == len(communication) + 1:
             raise ArgumentError(
-                f"{len(forward)} stages have {len(backward)} backwards and {len(communication)} boundaries; "
-                "there must be as many backwards and one boundary less"
+                f"{len(forward)} stages need {len(forward)} backward and {len(forward) - 1} communication times, "
+                f"but {len(backward)} and {len(communication)} are given"
             )
         stages = [
             Stage(f, b * (1 - weight_grad_part), b * weight_grad_part) for f, b in zip(forward, backward, strict=True)
@@ -223,33 +231,33 @@ class Pipeline:
 
     @cached_property
     def edge_between(self) -> dict[tuple[int, int], Edge]:
-        """Edges by their two stages."""
+        """Edges by ``(src, dst)``."""
         return {(edge.src, edge.dst): edge for edge in self.edges}
 
     @cached_property
     def inputs(self) -> tuple[tuple[int, ...], ...]:
-        """Of each stage the stages it gets something from."""
+        """For each stage, the stages that it receives tensors from in a forward."""
         return tuple(tuple(e.src for e in self.edges if e.dst == s) for s in range(len(self.stages)))
 
     @cached_property
     def outputs(self) -> tuple[tuple[int, ...], ...]:
-        """Of each stage the stages it gives something to."""
+        """For each stage, the stages that it sends tensors to in a forward."""
         return tuple(tuple(e.dst for e in self.edges if e.src == s) for s in range(len(self.stages)))
 
     def ideal_seconds(self, num_microbatches: int) -> float:
-        """What 1F1B takes where communication costs nothing and all stages are as slow as the slowest."""
+        """Makespan of 1F1B if communication were free and every stage as slow as the slowest."""
         slowest = max(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
         return (num_microbatches + len(self.stages) - 1) * slowest
 
 
 def check_pipeline(pipeline: object) -> None:
-    """Raise ArgumentError unless it is one."""
+    """Raise ArgumentError unless it is a Pipeline."""
     if not isinstance(pipeline, Pipeline):
         raise ArgumentError(f"a Pipeline is needed, not {type(pipeline).__name__}")
 
 
 def check_limit(memory_limit_bytes: object) -> None:
-    """Raise ArgumentError unless it is a number of bytes."""
+    """Raise ArgumentError unless it is a number."""
     is_number = isinstance(memory_limit_bytes, (int, float)) and not isinstance(memory_limit_bytes, bool)
     if not is_number or math.isnan(memory_limit_bytes):  # type: ignore[arg-type]
         raise ArgumentError(f"memory_limit_bytes is {memory_limit_bytes!r}; it must be a number")
@@ -261,4 +269,4 @@ def _check_cost(what: str, value: object) -> None:
 
 
 def _short(value: object) -> str:
-    return "an integer of many digits" if isinstance(value, int) and abs(value) > MOST_COST else repr(value)
+    return "a very large integer" if isinstance(value, int) and abs(value) > MOST_COST else repr(value)

@@ -1,11 +1,11 @@
-"""The GPU path on a machine with a card and nothing else: ``python3 tests/first_card.py [--out FOLDER]``.
+"""Checks the GPU path on a bare machine with one GPU: ``python3 tests/first_card.py [--out FOLDER]``.
 
-It needs what a CUDA image has: Python 3.11 or later, torch, NumPy, SciPy, xxhash, pytest, hypothesis, scikit-build-core,
-nanobind, CMake and a C++ compiler; Triton, CuPy and compute-sanitizer are used where they are. No network, no virtual
-environment, no pip: the package is built by its own build backend and unpacked beside copies of the tests.
+It needs Python 3.11 or later, torch, NumPy, SciPy, xxhash, pytest, hypothesis, scikit-build-core, nanobind, CMake and a
+C++ compiler. It uses Triton, CuPy and compute-sanitizer if they are installed. It needs no network, virtual environment
+or pip: it builds the package with its build backend and unpacks it next to copies of the tests.
 
-Checks come in the order of what they tell per minute. Each has a limit, is a process of its own, and does not stop the next
-one. With ``--standin`` the same script runs without a card: stand-ins take the device's place.
+The most informative checks per minute run first. Each check is a separate process with a time limit, and a failure does
+not stop the others. With ``--standin`` the script runs without a GPU, on stand-ins for the device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,12 @@ BUILD_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Check:
-    """One process: what it shows, its arguments to Python, the same without a card (empty: none), and its limit."""
+    """One process.
+
+    Attributes:
+        what: describes it. arguments: for Python. standin: arguments for a run without a GPU; empty to skip it then.
+        seconds: time limit. tool: a command to run Python under.
+    """
 
     what: str
     arguments: tuple[str, ...]
@@ -50,27 +55,27 @@ class Check:
 
 
 def tests(file: str, *names: str) -> tuple[str, ...]:
-    """Tests of a file, by name."""
+    """Arguments that run the tests of a file whose names contain one of ``names``."""
     return (*PYTEST, f"tests/{file}", *(("-k", " or ".join(names)) if names else ()))
 
 
 CHECKS = [
     Check("the NCCL binding: library, version, calls", tests("runtime/test_nccl.py"), tests("runtime/test_nccl.py"), 60),
     Check(
-        "the packing kernel against its twin, every unit", tests("runtime/test_gpu.py", "twin_copies"),
+        "the packing kernel against its Python reference, every unit", tests("runtime/test_gpu.py", "kernel_matches"),
         tests("runtime/test_strided_regions.py"), 90,
     ),
     Check(
-        "the same under compute-sanitizer", tests("runtime/test_gpu.py", "twin_copies"), (), 120,
+        "the same under compute-sanitizer", tests("runtime/test_gpu.py", "kernel_matches"), (), 120,
         "compute-sanitizer --error-exitcode 9 --target-processes all",
     ),
-    Check("packing rates beside torch.copy_", ("-m", "microbench.kernels.packing", "--repeats", "10"), (), 60),
+    Check("packing rates compared with torch.copy_", ("-m", "microbench.kernels.packing", "--repeats", "10"), (), 60),
     Check(
         "all ranks of a plan in one process, every strategy", tests("runtime/test_gpu.py", "in_one_process"),
         tests("runtime/test_rounds.py"), 90,
     ),
-    Check("two ranks on one card over NCCL", tests("runtime/test_gpu.py", "share_the_card"), tests("runtime/test_stream.py", "element"), 60),
-    Check("calls between four ranks", tests("runtime/test_gpu.py", "calls_move", "blocks_the_stream"), tests("runtime/test_stream.py", "often"), 90),
+    Check("two ranks on one GPU over NCCL", tests("runtime/test_gpu.py", "share_one_gpu"), tests("runtime/test_stream.py", "element"), 60),
+    Check("calls between four ranks", tests("runtime/test_gpu.py", "calls_move", "blocks_the_stream"), tests("runtime/test_stream.py", "repeatedly"), 90),
     Check("casts", tests("runtime/test_gpu.py", "cast"), tests("runtime/test_stream.py", "cast"), 60),
     Check("CuPy arrays", tests("runtime/test_gpu.py", "cupy"), tests("cupy/test_cupy.py"), 60),
     Check("capture, replay, other arrays, replay", tests("runtime/test_gpu.py", "captured"), (), 60),
@@ -80,7 +85,7 @@ CHECKS = [
 
 
 def build(folder: Path) -> None:
-    """Build the package into a folder, from a copy of the sources, by its build backend."""
+    """Build the package from a copy of the sources, and install it with the tests in ``folder``."""
     sources = folder / "sources"
     sources.mkdir()
     for name in ("pyproject.toml", "README.md", "reshard", "scheduler", "native"):
@@ -100,27 +105,27 @@ def build(folder: Path) -> None:
 
 
 def describe(python: str) -> str:
-    """Versions of all that takes part."""
+    """Versions of Python, the libraries and the device."""
     code = (
         "import torch, numpy, sys; print('python', sys.version.split()[0], 'torch', torch.__version__, 'numpy', "
         "numpy.__version__); print('device', torch.cuda.get_device_name() if torch.cuda.is_available() else 'none', "
         "'cuda', torch.version.cuda)\n"
         "for name in ('triton', 'cupy'):\n"
         "    try: print(name, __import__(name).__version__)\n"
-        "    except Exception as error: print(name, 'is not there:', error)\n"
+        "    except Exception as error: print(name, 'is not available:', error)\n"
         "from reshard.runtime.cuda.nccl import find_library\n"
         "try: library = find_library(); print('nccl', library.version, library.path)\n"
-        "except Exception as error: print('nccl is not there:', error)\n"
+        "except Exception as error: print('nccl is not available:', error)\n"
     )
     run = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     return f"{platform.platform()}, {os.cpu_count()} processors\n{run.stdout}{run.stderr[-2000:]}"
 
 
 def main() -> int:
-    """Run all checks; 0 if none failed."""
+    """Run all checks; returns 0 if none failed."""
     parser = argparse.ArgumentParser(prog="python3 tests/first_card.py", description=__doc__)
     parser.add_argument("--out", type=Path, help="a folder for the output of each check")
-    parser.add_argument("--standin", action="store_true", help="without a card, on stand-ins for it")
+    parser.add_argument("--standin", action="store_true", help="run without a GPU, on stand-ins")
     options = parser.parse_args()
     begun, failed = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="reshard-first-card-") as name:
@@ -128,11 +133,11 @@ def main() -> int:
         build(folder)
         os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (folder / "installed", folder, folder / "tests")))
         os.environ.update(CUDA_MODULE_LOADING="EAGER", PYTHONDONTWRITEBYTECODE="1", PYTHONUNBUFFERED="1")
-        said = f"built in {time.monotonic() - begun:.0f} s\n{describe(sys.executable)}"
-        print(said, flush=True)
+        machine = f"built in {time.monotonic() - begun:.0f} s\n{describe(sys.executable)}"
+        print(machine, flush=True)
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / "machine.txt").write_text(said)
+            (options.out / "machine.txt").write_text(machine)
         for number, check in enumerate(CHECKS):
             arguments = check.standin if options.standin else check.arguments
             tool = check.tool.split()
@@ -140,7 +145,7 @@ def main() -> int:
             if missing:
                 print(f"not run   {check.what}", flush=True)
                 continue
-            since = time.monotonic()
+            started = time.monotonic()
             command = [*tool, sys.executable, *arguments]
             try:
                 run = subprocess.run(
@@ -153,7 +158,7 @@ def main() -> int:
             if "skipped" in output and " passed" not in output:
                 code = code or 5
             decision = "passed" if code == 0 else f"FAILED ({code})"
-            print(f"{decision:9} {check.what}, {time.monotonic() - since:.0f} s", flush=True)
+            print(f"{decision:9} {check.what}, {time.monotonic() - started:.0f} s", flush=True)
             if code:
                 failed.append(check.what)
                 print("\n".join(f"    {line}" for line in output.splitlines()[-25:]), flush=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -51,6 +53,30 @@ def test_code_on_the_pages_runs(page):
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+PUBLIC = ("reshard", "reshard.cupy", "reshard.ray", "reshard.scheduler", "reshard.testing")
+
+
+def test_the_reference_has_every_public_name():
+    text = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    documented = set(re.findall(r"^::: (\S+)$", text, flags=re.M))
+    exported = set()
+    for module in PUBLIC:
+        if module != "reshard.ray" or importlib.util.find_spec("ray") is not None:
+            exported |= {f"{module}.{name}" for name in importlib.import_module(module).__all__ if name[0] != "_"}
+    assert documented == exported
+    for name in documented:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute) is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_import_public_modules_only(page):
+    if page.parent.name not in ("decisions", "benchmarks"):
+        code = "".join(_blocks(page, "python"))
+        modules = set(re.findall(r"^(?:from|import) (reshard[\w.]*)", code, flags=re.M))
+        assert modules <= {*PUBLIC, "reshard.scheduler.training"}
 
 
 def test_every_error_is_on_its_page():

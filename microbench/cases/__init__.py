@@ -1,1 +1,1 @@
-"""Which pairs of layouts are measured, and on which clusters."""
+"""Benchmark rows: pairs of layouts and the emulated clusters they run on."""

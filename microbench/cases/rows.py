@@ -1,7 +1,7 @@
-"""What is measured: pairs of layouts, each on one of the clusters beside this file.
+"""The benchmark rows: pairs of layouts, each on one of the clusters in ``microbench/emulation/topologies``.
 
-Sizes are scaled to the links: the study moved 2 GiB over 10 Gbit/s, these are 64 MiB over 1 Gbit/s (a third of the
-study's seconds), with at least 8 MiB on every device that receives.
+Sizes fit the emulated links. The 2023 study moved 2 GiB over 10 Gbit/s; most rows here move 64 MiB over 1 Gbit/s, which
+takes a third of the study's time. Every receiving device still gets at least 8 MiB.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Row:
-    """One thing to move on one cluster; ``is_default`` rows are in the suite that ``make bench`` runs."""
+    """One benchmark case: tensors to reshard on one cluster. ``make bench`` runs the ``is_default`` rows."""
 
     suite: str
     name: str
@@ -41,14 +41,14 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The layouts, short."""
+        """Short description of the layouts."""
         if len(self.tensors) > 1:
             return f"{len(self.tensors)} tensors, {self.nbytes / _MIB:.0f} MiB"
         spec = self.tensors[0]
-        return f"{_say(spec.src, spec.ndim)} -> {_say(spec.dst, spec.ndim)}"
+        return f"{_format_layout(spec.src, spec.ndim)} -> {_format_layout(spec.dst, spec.ndim)}"
 
 
-def _say(layout: object, ndim: int) -> str:
+def _format_layout(layout: object, ndim: int) -> str:
     if not isinstance(layout, Layout):
         return "regions"
     spec = layout.to_2023().split()
@@ -57,7 +57,7 @@ def _say(layout: object, ndim: int) -> str:
 
 
 def read_cluster(name: str) -> Topology:
-    """One of the clusters beside this file, by name, or any topology file."""
+    """The topology of a cluster in :data:`CLUSTERS`, by name, or of any topology file, by path."""
     path = CLUSTERS / f"{name}.json"
     return read_topology(path if path.exists() else name)
 
@@ -83,7 +83,7 @@ def study() -> Iterable[Row]:
 
 
 def one_to_many() -> Iterable[Row]:
-    """The study's 1-to-m cases: one device to 1 to 4 hosts; smaller sizes in the full suite."""
+    """The study's 1-to-m cases: one device to 1 to 4 hosts. ``--full`` adds smaller sizes."""
     for grid in ("1x1", "1x2", "1x3", "1x4", "2x2", "3x2", "4x2"):
         hosts, devices = map(int, grid.split("x"))
         dst = Mesh.from_array([[4 * (1 + host) + device for device in range(devices)] for host in range(hosts)])
@@ -103,7 +103,7 @@ def one_to_many() -> Iterable[Row]:
 
 
 def peers() -> Iterable[Row]:
-    """The cases on which the field's tools were compared: 4 hosts of 2, 64 MiB, and uneven ones."""
+    """64 MiB between 4 hosts of 2 devices, with even and uneven shards: cases that other tools support too."""
     four, to_four = Mesh.of("4"), Mesh.of("4", first_rank=4)
     grid = Mesh.of("2x2", first_rank=4)
     for rows in (4096, 4099):
@@ -121,7 +121,7 @@ def hosts() -> Iterable[Row]:
     for src_hosts, dst_hosts in ((2, 3), (3, 4), (4, 5)):
         src = Mesh.of((src_hosts, 2))
         dst = Mesh.of((dst_hosts, 2), first_rank=2 * src_hosts)
-        rows = 240 * 48  # divides by every number of hosts here
+        rows = 240 * 48  # divisible by every number of hosts used here
         for spec in ("R R", "S0 R"):
             yield _row(
                 "hosts", f"{src_hosts} -> {dst_hosts} hosts, {spec}", "nine", (rows, 1024), (src, spec), (dst, "S0 R"),
@@ -130,7 +130,7 @@ def hosts() -> Iterable[Row]:
 
 
 def shared() -> Iterable[Row]:
-    """Source and destination share ranks or hosts."""
+    """Source and destination meshes that share ranks or hosts."""
     mesh = Mesh.of("2x4")
     yield _row("shared", "in place, rows -> columns", "five", (512, 256, 256), (mesh, "S0 R R"), (mesh, "R S0 R"))
     yield _row("shared", "in place, S0 -> S1", "five", (256, 256, 256), (mesh, "S0 R R"), (mesh, "S1 R R"), False)
@@ -155,7 +155,7 @@ def unequal() -> Iterable[Row]:
 
 
 def two_nics() -> Iterable[Row]:
-    """Two NICs per host, two devices at each."""
+    """Hosts with two NICs and two devices per NIC."""
     src, dst = Mesh.of("2x4"), Mesh.of("2x4", first_rank=8)
     for name, a, b, is_default in (
         ("replicated -> S0", "R R", "S0 R", True),
@@ -167,7 +167,7 @@ def two_nics() -> Iterable[Row]:
 
 
 def pods() -> Iterable[Row]:
-    """Two pods of four hosts whose uplink carries what one host's NIC does."""
+    """Two pods of four hosts. A pod's uplink has the rate of one NIC."""
     first, second = Mesh.of("4x2"), Mesh.of("4x2", first_rank=8)
     one, rest = Mesh.of("1x2"), Mesh.of("7x2", first_rank=2)
     yield _row("pods", "one host -> all others", "pods", (2048, 2048), (one, "S1 R"), (rest, "R R"), False)
@@ -181,7 +181,7 @@ def pods() -> Iterable[Row]:
 
 
 def small() -> Iterable[Row]:
-    """Many small tensors in one call, as a model has them."""
+    """300 small tensors in one call, like the weights of a model."""
     src, dst = Mesh.of("2x2"), Mesh.of("2x2", first_rank=4)
     rng = random.Random(1)
     tensors = []
@@ -195,7 +195,7 @@ def small() -> Iterable[Row]:
 
 
 def sweep() -> Iterable[Row]:
-    """One tensor from 1 KiB to 256 MiB, one host to two."""
+    """One tensor from one host to two, in sizes from 1 KiB to 256 MiB."""
     src, dst = Mesh.of("1x2"), Mesh.of("2x2", first_rank=4)
     for power in range(10, 29, 2):
         size = 2**power
@@ -204,7 +204,7 @@ def sweep() -> Iterable[Row]:
 
 
 def random_rows(seed: int, count: int) -> Iterable[Row]:
-    """Random layout pairs on four hosts of 4, sizes that do not divide included."""
+    """Random layout pairs on three to five hosts of 4 devices; shapes need not be divisible."""
     rng = random.Random(seed)
     for number in range(count):
         src_hosts, dst_hosts = rng.choice(((1, 2), (2, 1), (2, 2), (1, 3), (3, 1), (2, 3), (3, 2)))
@@ -236,7 +236,7 @@ SUITES = {
 
 
 def all_rows(seed: int, num_random: int, scale: float = 1.0) -> list[Row]:
-    """Every row, the random ones last; ``scale`` multiplies the rows of every tensor."""
+    """Every row, random ones last; ``scale`` multiplies the first dim of every tensor."""
     rows = [row for suite in SUITES.values() for row in suite()] + list(random_rows(seed, num_random))
     if scale == 1.0:
         return rows

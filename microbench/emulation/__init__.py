@@ -1,1 +1,1 @@
-"""Several hosts on one Linux machine: namespaces joined by shaped links."""
+"""Emulate several hosts on one Linux machine: namespaces connected by rate-limited links."""

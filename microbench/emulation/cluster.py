@@ -1,15 +1,15 @@
-"""Several hosts on one Linux machine: namespaces joined by shaped links, several forked processes on each.
+"""Emulate several hosts on one Linux machine: namespaces connected by rate-limited links, one process per rank.
 
 ::
 
     this process                    Cluster
-    └─ cluster process              its own net and mount namespaces: bridges, uplinks, the store, byte counters
-       └─ one keeper per host        new net, pid, ipc, uts and mount namespaces
-          └─ the host's first process    names, addresses, shaping; forks the ranks and tells how they ended
+    └─ cluster process              own net and mount namespaces: bridges, uplinks, the store, byte counters
+       └─ one keeper per host       creates the host's net, pid, ipc, uts and mount namespaces
+          └─ the host's init        PID 1 of the host: addresses, shaping; forks the ranks and reports their exit
              └─ ranks
 
-Nothing has a name outside: when the processes end, for whatever reason, the kernel takes everything down. Ranks are
-forked from what this process has imported, so torch is loaded once. Between two runs only the first processes live.
+Nothing is visible outside these processes. When they end, even by a kill, the kernel removes all namespaces and links.
+Ranks are forked, so torch is imported only once. Between two runs no rank process exists.
 """
 
 from __future__ import annotations
@@ -33,50 +33,53 @@ from microbench.emulation.processes import SET_UP_SECONDS, run_and_exit, run_clu
 from reshard.testing.processes import GRACE_SECONDS, collect_results
 from reshard.topology.model import Topology
 
-#: How long ranks that have returned their result may take to end.
-ORDERLY_SECONDS = 2.0
+#: Time for ranks to exit after all of them returned a result.
+EXIT_GRACE_SECONDS = 2.0
 
 
 MAX_CLUSTER_HOSTS = 250
-#: Bytes per second that a link can be shaped to.
+#: Bytes per second of an emulated link.
 MIN_RATE, MAX_RATE = 1e3, 1e11
 
 
 class ClusterError(RuntimeError):
-    """The emulated cluster cannot be made, or is gone; says why and what to do."""
+    """The emulated cluster cannot be created, or is closed or gone."""
 
 
-#: Clusters of this process.
+#: Open clusters of this process.
 _open: weakref.WeakSet[Cluster] = weakref.WeakSet()
 
 
-def _why_too_much(topology: Topology) -> str | None:
+def _limit_violation(topology: Topology) -> str | None:
     if topology.num_hosts > MAX_CLUSTER_HOSTS:
-        return f"an emulated cluster has at most {MAX_CLUSTER_HOSTS} hosts, not {topology.num_hosts}"
+        return f"the topology has {topology.num_hosts} hosts, an emulated cluster at most {MAX_CLUSTER_HOSTS} hosts"
     ports = [*topology.pods, *(nic for host in topology.hosts for nic in host.nics)]
     rates = [rate for port in ports for rate in (port.egress_bytes_per_second, port.ingress_bytes_per_second)]
     if min(rates) < MIN_RATE or max(rates) > MAX_RATE:
-        return f"rates of emulated links are {MIN_RATE:g} to {MAX_RATE:g} bytes per second"
+        return (
+            f"rates of emulated links must be {MIN_RATE:g} to {MAX_RATE:g} bytes per second, "
+            f"but the topology has {min(rates):g} to {max(rates):g}"
+        )
     return None
 
 
 class Cluster:
-    """Emulated hosts as a topology describes them; use it as a context manager.
+    """Emulated hosts as described by a topology; use it as a context manager.
+
+    The hosts end with the thread or process that created them.
 
     Args:
-        topology: ranks, hosts, NICs and pods; rates are those of the links, of which 95.6 % carries payload.
-
-    The hosts end with the thread that made them, as they do with its process.
+        topology: ranks, hosts, NICs and pods. Rates include headers: 95.6 % of a rate is TCP payload.
 
     Raises:
-        ClusterError: this machine cannot make it.
+        ClusterError: this machine cannot emulate the topology.
     """
 
     _control: socket.socket
     _hosts: list[socket.socket]
 
     def __init__(self, topology: Topology) -> None:
-        reason = why_unsupported() or _why_too_much(topology)
+        reason = why_unsupported() or _limit_violation(topology)
         if reason is not None:
             raise ClusterError(reason)
         self.topology = topology
@@ -86,7 +89,7 @@ class Cluster:
         sys.stderr.flush()
         self._pid = os.fork()
         if self._pid == 0:
-            for other in _open:  # else an end of another cluster would stay open here, and it would not see its end
+            for other in _open:  # an inherited copy would keep the other cluster's connection open after its close()
                 for control in (other._control, *other._hosts):
                     control.close()
             for ours, _ in pairs:
@@ -104,13 +107,13 @@ class Cluster:
     def _expect(self, control: socket.socket) -> dict[str, Any]:
         control.settimeout(SET_UP_SECONDS)
         try:
-            said: dict[str, Any] = json.loads(control.recv(2**16) or b"{}")
+            message: dict[str, Any] = json.loads(control.recv(2**16) or b"{}")
         except OSError as error:
-            said = {"error": str(error)}
-        if not said or "error" in said:
+            message = {"error": str(error)}
+        if not message or "error" in message:
             self.close()
-            raise ClusterError(f"cannot set up the emulated cluster: {said.get('error', 'its process ended')}")
-        return said
+            raise ClusterError(f"cannot set up the emulated cluster: {message.get('error', 'its process ended')}")
+        return message
 
     def run(
         self,
@@ -121,27 +124,31 @@ class Cluster:
         on_report: Callable[[int, Any], None] | None = None,
         environment: dict[str, str] | None = None,
     ) -> list[Any]:
-        """Run ``function(rank, report, *args)`` on every rank, the world group (Gloo) up, and return the results.
+        """Run ``function(rank, report, *args)`` on every rank and return the results in rank order.
+
+        The Gloo world group is initialized before the call.
 
         Args:
-            function: what each rank does, importable by name; what it returns or passes to ``report`` must pickle.
-            timeout_seconds: all ranks are ended after this long. grace_seconds: the others, once one has failed.
+            function: importable by name. Its results and the arguments of ``report`` must pickle.
+            timeout_seconds: all ranks are killed after this time.
+            grace_seconds: time until the other ranks are killed after one rank failed.
             on_report: called as ``on_report(rank, value)`` for each ``report(value)`` of a rank.
             environment: variables for the ranks.
 
         Raises:
-            LaunchError: a rank raised, ended without a word, or did not end in time.
+            ClusterError: ``function`` or an argument does not pickle, or the cluster is closed or gone.
+            LaunchError: a rank raised, exited without a result, or did not end in time.
         """
         try:
             work = pickle.dumps((function, args, environment or {}))
         except Exception as error:
             raise ClusterError(
-                f"ranks get {function!r} and its arguments pickled, so it must be importable by name: {error}"
+                f"cannot pickle {function!r} and its arguments; the function must be importable by name: {error}"
             ) from None
         if not self._pid:
-            raise ClusterError("this cluster is closed")
+            raise ClusterError("this cluster is closed; create a new one")
         self._runs += 1
-        for host in self._hosts:  # what was told of earlier runs
+        for host in self._hosts:  # drop exit reports of earlier runs
             host.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 while host.recv(2**16):
@@ -156,42 +163,44 @@ class Cluster:
             try:
                 socket.send_fds(host, [json.dumps(request).encode()], [ends[rank][1].fileno() for rank in ranks])
             except OSError as error:
-                raise ClusterError(f"host {number} of the emulated cluster is gone: {error}") from None
+                raise ClusterError(
+                    f"host {number} of the emulated cluster ended; create a new cluster: {error}"
+                ) from None
         for rank, (ours, theirs) in enumerate(ends):
             theirs.close()
             pipes[rank] = Connection(ours.detach())
             with contextlib.suppress(OSError):
                 pipes[rank].send_bytes(work)
-        patience = 0.0
+        exit_grace = 0.0
         try:
-            results = collect_results(pipes, timeout_seconds, grace_seconds, self._how_it_ended, on_report)
-            patience = ORDERLY_SECONDS  # ranks say goodbye to each other on their way out
+            results = collect_results(pipes, timeout_seconds, grace_seconds, self._describe_exit, on_report)
+            exit_grace = EXIT_GRACE_SECONDS  # ranks close their connections to each other before they exit
             return results
         finally:
             for pipe in pipes.values():
                 pipe.close()
             for host in self._hosts:
                 with contextlib.suppress(OSError):
-                    host.send(json.dumps({"end": self._runs, "patience": patience}).encode())
+                    host.send(json.dumps({"end": self._runs, "grace_seconds": exit_grace}).encode())
 
-    def _how_it_ended(self, rank: int) -> str:
-        """What the host's first process says of a rank that ended without a word."""
+    def _describe_exit(self, rank: int) -> str:
+        """The exit code of a rank that ended without a result, as reported by its host."""
         host = self._hosts[self.topology.host_of_rank[rank]]
         deadline = time.monotonic() + 1.0
         while (left := deadline - time.monotonic()) > 0:
             host.settimeout(left)
             try:
-                said = json.loads(host.recv(2**16) or b"{}")
+                message = json.loads(host.recv(2**16) or b"{}")
             except (OSError, ValueError):
                 break
-            if said.get("rank") == rank and said.get("run") == self._runs:
-                return f"exit code {said['exit_code']}"
-            if not said:
+            if message.get("rank") == rank and message.get("run") == self._runs:
+                return f"exit code {message['exit_code']}"
+            if not message:
                 return "its host"
-        return "an exit code that its host did not tell"
+        return "an unknown exit code"
 
     def crossed_bytes(self) -> list[list[tuple[int, int]]]:
-        """For each host and NIC the bytes that ``(left, entered)`` it so far, headers included."""
+        """Bytes ``(sent, received)`` so far by each NIC of each host, headers included."""
         self._control.send(json.dumps({"count": True}).encode())
         counts = self._expect(self._control)["counts"]
         return [
@@ -200,7 +209,7 @@ class Cluster:
         ]
 
     def close(self) -> None:
-        """Take everything down."""
+        """End all processes of the cluster, and with them its namespaces and links."""
         _open.discard(self)
         for control in (self._control, *getattr(self, "_hosts", [])):
             control.close()

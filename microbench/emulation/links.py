@@ -1,10 +1,9 @@
-"""How the links of an emulated cluster are made: a topology as commands for ``ip`` and ``tc``.
+"""Translate a topology into ``ip`` and ``tc`` commands that create the links of an emulated cluster.
 
-Every host has one veth pair per NIC; its far end is a port of the bridge, of the cluster or of the host's pod. A pod's
-bridge hangs from the cluster's by another pair. A token bucket on both ends shapes both directions, in which bare
-acknowledgements go first, as they do in the queues that Linux has by default (fq_codel, fq): behind the data of their
-own host they would hold up those who send to it. Addresses of hardware are given, and known to everyone, so that no ARP
-crosses the links.
+Each NIC is one end of a veth pair. The other end is a port of a bridge: that of the host's pod, or the core bridge. A
+pod's bridge connects to the core bridge by another veth pair. Token buckets on both ends shape both directions. Pure
+acknowledgements have priority, as in the default queues of Linux (fq_codel, fq): queued after their host's own data,
+they would slow down its senders. MAC addresses are fixed and known to all hosts, so no ARP traffic uses the links.
 """
 
 from __future__ import annotations
@@ -15,51 +14,51 @@ from dataclasses import astuple, dataclass, replace
 
 from reshard.topology.model import Port, Topology
 
-#: What a link of MTU 1500 carries of its rate as TCP payload: 1448 of every 1514 bytes.
+#: TCP payload as a part of the rate, at MTU 1500: 1448 of every 1514 bytes.
 PAYLOAD_SHARE = 1448 / 1514
-#: Smaller loses rate, larger lets small tensors through unshaped.
+#: A smaller burst reduces the rate; a larger one lets small tensors pass unshaped.
 _BURST_BYTES = 131072
-#: Deep queues, so that nothing is lost: a flow of Reno that lost much keeps a small window long after the others have
-#: ended, and fills two thirds of a link (a broadcast behind a run of plain sends took 1.4 times as long).
+#: Deep queues avoid packet loss. A Reno flow that lost many packets keeps a small window, and then fills only two
+#: thirds of a link: a broadcast after a run of plain sends took 1.4 times as long.
 QUEUE_MILLISECONDS = 100
-#: Send buffers hold 2 ms of a gigabit link, about what the usual 4 MB hold of a fast one. With 4 MB a sender would be
-#: done with several messages before the first of them has left its host, and no window would mean anything.
+#: Send buffers hold 2 ms of a gigabit link, about as long as the usual 4 MB hold on a fast link. With 4 MB a sender
+#: could complete several messages before the first one left its host, so a plan's window would have no effect.
 _SEND_BUFFER_BYTES = 262144
-#: Both are smaller in a cluster whose fastest link has fewer bytes per second than this, but no less than a part of
-#: them: with a sixteenth, links moved by more than 3 % between two measurements.
-_SLOW_RATE, _LEAST_SHARE = 5e7, 0.25
-#: What planners are told that a message costs for each rank, as all of them share the processors: with 0 they would
-#: cut regions into so many chunks that the processors, not the links, were busy.
+#: Burst and send buffer shrink in proportion if the cluster's fastest link is below this rate (bytes per second), down
+#: to this share at most: at 1/16, link rates varied by more than 3 % between two measurements.
+_SLOW_RATE, _MIN_SHARE = 5e7, 0.25
+#: Message latency given to planners, per rank of the cluster because all ranks share the CPUs. With 0 they would cut
+#: regions into so many chunks that the CPUs, not the links, would be the bottleneck.
 MESSAGE_SECONDS_OF_RANK = 1e-5
-#: And for its turn at its receiver, with all hosts at work. Predictions do not use either, but what was measured.
+#: Cost of a turn at a receiver while all hosts are busy. Predictions use measured values instead of these two.
 TURN_SECONDS = 8e-4
 _QUANTUM_BYTES = 60000
-#: Beside the size of send buffers. A connection that starts slowly again behind every pause made one turn in three 12 %
-#: longer than the others. One whose window was halved once may keep, at the usual pacing ratio of 120 %, only half as
-#: much in its host's queue as others (a millisecond of its pacing rate: "small queues"); two would then share a link
-#: 2 to 1 until the run ends. What halves it where nothing is lost: a probe for lost ends of bursts, when its receiver
-#: was late for a processor. Without such probes connections stood still for 200 ms now and then.
+#: TCP settings besides the send buffer. With slow start after idle, one turn in three took 12 % longer.
+#: With the default pacing ratio of 120 %, TCP small queues allow a connection only 1 ms of its pacing rate in the
+#: host's queue. After its window was halved once, it keeps half as much there as another connection, so the two share a
+#: link 1:2 until the end of the run. The window halves even without loss: a tail loss probe triggers it if the receiver
+#: was scheduled late. Tail loss probes stay on, because without them connections stalled for 200 ms now and then.
 TCP_SETTINGS = (
     ("tcp_congestion_control", "reno"),
     ("tcp_no_metrics_save", "1"),
     ("tcp_pacing_ca_ratio", "1000"),
     ("tcp_slow_start_after_idle", "0"),
 )
-#: Where ranks find the store.
+#: Address of the store, on the core bridge.
 CLUSTER_ADDRESS = "10.77.0.1"
 CLUSTER_HARDWARE = "02:77:00:00:00:01"
 _PREFIX = 16
 
 
 @dataclass(frozen=True)
-class Wires:
-    """Lines for ``ip -batch`` and ``tc -batch``."""
+class LinkCommands:
+    """Command lines for ``ip -batch`` and ``tc -batch``."""
 
     ip: tuple[str, ...]
     tc: tuple[str, ...]
 
-    def make(self) -> None:
-        """Run both in the namespace of the caller.
+    def run(self) -> None:
+        """Run all commands in the caller's network namespace.
 
         Raises:
             OSError: a command failed.
@@ -76,17 +75,17 @@ class Wires:
 
 
 def address(host: int, nic: int) -> str:
-    """The address of a NIC."""
+    """IPv4 address of a NIC."""
     return f"10.77.{host + 1}.{nic + 1}"
 
 
 def interface(nic: int) -> str:
-    """The name of a NIC inside its host."""
+    """Interface name of a NIC inside its host."""
     return f"nic{nic}"
 
 
 def port_name(host: int, nic: int) -> str:
-    """The name of a NIC's far end, in the cluster's namespace."""
+    """Interface name of the bridge end of a NIC's veth pair, in the cluster's namespace."""
     return f"h{host}n{nic}"
 
 
@@ -95,23 +94,23 @@ def _hardware(host: int, nic: int) -> str:
 
 
 def _scaled(nbytes: int, topology: Topology) -> int:
-    """What is given for fast links, in a cluster that may have slow ones only."""
+    """Scale a size chosen for fast links down for a cluster with only slow links."""
     fastest = max(rate for host in topology.hosts for nic in host.nics for rate in astuple(nic))
-    return round(nbytes * min(1.0, max(_LEAST_SHARE, fastest / _SLOW_RATE)))
+    return round(nbytes * min(1.0, max(_MIN_SHARE, fastest / _SLOW_RATE)))
 
 
 def send_buffer_bytes(topology: Topology) -> int:
-    """Of each connection."""
+    """Send buffer of each connection."""
     return _scaled(_SEND_BUFFER_BYTES, topology)
 
 
 def burst_bytes(topology: Topology) -> int:
-    """What a link that was idle passes at once."""
+    """Bytes that an idle link passes at once before its rate limit applies."""
     return _scaled(_BURST_BYTES, topology)
 
 
 def _shape(device: str, bytes_per_second: float, burst: int) -> list[str]:
-    """Both classes borrow all they send from one token bucket, acknowledgements without data first."""
+    """``tc`` commands that limit a device's rate: two classes share one token bucket, pure acknowledgements first."""
     bits = round(8 * bytes_per_second)
     room = round(bytes_per_second * QUEUE_MILLISECONDS / 1000)
     whole = f"rate {bits}bit burst {burst} ceil {bits}bit cburst {burst} quantum {_QUANTUM_BYTES}"
@@ -123,14 +122,14 @@ def _shape(device: str, bytes_per_second: float, burst: int) -> list[str]:
         f"class add dev {device} parent 1:10 classid 1:2 htb {part} prio 1",
         f"qdisc add dev {device} parent 1:1 bfifo limit {room}",
         f"qdisc add dev {device} parent 1:2 bfifo limit {room}",
-        # TCP in packets of less than 64 bytes
+        # TCP packets below 64 bytes
         f"filter add dev {device} parent 1: protocol ip u32 "
         "match ip protocol 6 0xff match u16 0 0xffc0 at 2 flowid 1:1",
     ]
 
 
 def etc_hosts(topology: Topology) -> str:
-    """Names of all hosts and their NICs, also for sockets that speak IPv6 and are given IPv4 addresses."""
+    """``/etc/hosts`` with the names of all hosts and NICs, as IPv4 and as IPv4-mapped IPv6 addresses."""
     rows = [("127.0.0.1", "localhost"), (CLUSTER_ADDRESS, "cluster")]
     for host in range(topology.num_hosts):
         for nic in range(len(topology.host(host).nics)):
@@ -138,8 +137,12 @@ def etc_hosts(topology: Topology) -> str:
     return "".join(f"{known} {name}\n::ffff:{known} {name}\n" for known, name in rows)
 
 
-def cluster_wires(topology: Topology, host_pids: list[int]) -> Wires:
-    """Bridges, uplinks, and a pair per NIC with one end in the namespace of its host's process."""
+def cluster_link_commands(topology: Topology, host_pids: list[int]) -> LinkCommands:
+    """Commands for bridges, uplinks and the veth pair of each NIC, whose other end moves to its host's namespace.
+
+    Args:
+        host_pids: a process in the network namespace of each host.
+    """
     ip = [
         "link set lo up",
         f"link add core address {CLUSTER_HARDWARE} type bridge",
@@ -165,14 +168,17 @@ def cluster_wires(topology: Topology, host_pids: list[int]) -> Wires:
             tc += _shape(name, port.ingress_bytes_per_second, burst)
             ip.append(f"neigh add {address(number, nic)} lladdr {_hardware(number, nic)} dev core nud permanent")
     ip.append("link set core up")
-    return Wires(tuple(ip), tuple(tc))
+    return LinkCommands(tuple(ip), tuple(tc))
 
 
-def host_wires(topology: Topology, number: int, nic_pids: list[int]) -> Wires:
-    """In the namespace of a host, whose first NIC stays in it; each other one goes to that of a process.
+def host_link_commands(topology: Topology, number: int, nic_pids: list[int]) -> LinkCommands:
+    """Commands for the namespace of one host. Its first NIC stays; each other NIC moves to a namespace of its own.
 
-    Sockets leave by the NIC of their namespace whatever address they were given, as Gloo binds none. The NICs of a
-    host reach each other over a bridge of the host, which is not shaped.
+    Gloo does not bind its sockets to an address, so the route of a namespace decides which NIC a rank uses. The NICs of
+    a host reach each other over an unshaped bridge inside the host.
+
+    Args:
+        nic_pids: a process in the network namespace of each NIC but the first.
     """
     ip = ["link set lo up"]
     if nic_pids:
@@ -181,13 +187,13 @@ def host_wires(topology: Topology, number: int, nic_pids: list[int]) -> Wires:
         ip.append(f"link set {interface(nic)} netns {pid}")
         ip += [f"link add in{nic} type veth peer name inside netns {pid}"]
         ip += [f"link set in{nic} mtu 65535 master inside up", f"route add {address(number, nic)} dev inside"]
-    own = nic_wires(topology, number, 0)
+    own = nic_link_commands(topology, number, 0)
     routes = [line for line in ip if line.startswith("route")]
-    return Wires((*(line for line in ip if line not in routes), *own.ip[1:], *routes), own.tc)
+    return LinkCommands((*(line for line in ip if line not in routes), *own.ip[1:], *routes), own.tc)
 
 
-def nic_wires(topology: Topology, number: int, nic: int) -> Wires:
-    """In the namespace of one NIC of a host: its address, routes and shaping."""
+def nic_link_commands(topology: Topology, number: int, nic: int) -> LinkCommands:
+    """Commands for the namespace of one NIC: its address, neighbours, routes and shaping."""
     name, own = interface(nic), address(number, nic)
     ip = ["link set lo up", f"addr add {own}/{_PREFIX} dev {name}", f"link set {name} up"]
     ip.append(f"neigh add {CLUSTER_ADDRESS} lladdr {CLUSTER_HARDWARE} dev {name} nud permanent")
@@ -201,11 +207,11 @@ def nic_wires(topology: Topology, number: int, nic: int) -> Wires:
             elif nic and far != nic:
                 ip.append(f"route add {address(other, far)} dev inside")
     rate = topology.host(number).nics[nic].egress_bytes_per_second
-    return Wires(tuple(ip), tuple(_shape(name, rate, burst_bytes(topology))))
+    return LinkCommands(tuple(ip), tuple(_shape(name, rate, burst_bytes(topology))))
 
 
 def nominal(topology: Topology) -> Topology:
-    """What the shaped links should carry of TCP payload, and what else a simulation has to know of them."""
+    """The topology for planning and simulation: payload rates, buffers and message costs of the emulated links."""
 
     def carried(port: Port) -> Port:
         return Port(port.egress_bytes_per_second * PAYLOAD_SHARE, port.ingress_bytes_per_second * PAYLOAD_SHARE)

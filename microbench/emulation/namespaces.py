@@ -1,4 +1,4 @@
-"""Linux namespaces for emulated hosts: what the C library offers and Python 3.11 does not."""
+"""Linux namespaces for emulated hosts, through the C library: Python 3.11 has no functions for them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def why_unsupported() -> str | None:
-    """Why emulated hosts cannot be made here and what to do about it, or None if they can."""
+    """Why this machine cannot emulate hosts and how to fix it, or None if it can."""
     if sys.platform != "linux":
-        return "emulated hosts need Linux namespaces; run the suites on real machines with torchrun instead"
+        return "emulated hosts need Linux namespaces; run the rows on real machines with torchrun instead"
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None and not Path(f"/usr/sbin/{tool}").exists():
             return f"the command {tool!r} is missing: install iproute2 (apt install iproute2, dnf install iproute-tc)"
@@ -40,14 +40,14 @@ def why_unsupported() -> str | None:
     if code == 0:
         return None
     return (
-        f"this kernel does not let us make namespaces ({os.strerror(code)}): run as root, or allow user namespaces "
+        f"this process may not create namespaces ({os.strerror(code)}): run as root, or allow user namespaces "
         "(sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, "
-        "user.max_user_namespaces above 0; for a container --privileged)"
+        "user.max_user_namespaces above 0; in a container --privileged)"
     )
 
 
 def enter_cluster() -> None:
-    """Move this process into a network and mount namespace of its own, as root of a user namespace if need be."""
+    """Move this process into new network and mount namespaces; without root, also into a new user namespace."""
     if os.geteuid() == 0:
         try:
             _unshare(_CLONE_NEWNET | _CLONE_NEWNS)
@@ -67,7 +67,7 @@ def _become_root_of_a_user_namespace() -> None:
 
 
 def enter_host() -> None:
-    """Move this process into new network, ipc, uts and mount namespaces, and its children into a new pid one."""
+    """Move this process into new network, ipc, uts and mount namespaces, and its children into a new pid namespace."""
     _unshare(_CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWNS)
 
 
@@ -77,7 +77,7 @@ def enter_nic() -> None:
 
 
 def join_nic(pid: int) -> None:
-    """Move this process into the network namespace of another."""
+    """Move this process into the network namespace of another process."""
     descriptor = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
     if _libc().setns(descriptor, _CLONE_NEWNET):
         raise _last_error("setns")
@@ -85,31 +85,31 @@ def join_nic(pid: int) -> None:
 
 
 def name_hosts(etc_hosts: str) -> None:
-    """Have this mount namespace, and those made from it, see these names instead of /etc/hosts."""
+    """Replace /etc/hosts in this mount namespace and in those created from it."""
     _mount("tmpfs", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV)
     names = Path("/dev/shm/hosts")
     names.write_text(etc_hosts)
-    with contextlib.suppress(OSError):  # ranks find each other by address
+    with contextlib.suppress(OSError):  # optional: ranks connect by address
         _mount(str(names), "/etc/hosts", None, _MS_BIND)
 
 
 def set_up_host(name: str) -> None:
-    """As the first process of a host: its name, /proc and /dev/shm are its own."""
+    """Give this host its own host name, /proc and /dev/shm; called by its init process."""
     socket.sethostname(name)
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
-    with contextlib.suppress(PermissionError):  # where /proc is covered, as in some containers, the old one stays
+    with contextlib.suppress(PermissionError):  # some containers mask /proc; keep the old one there
         _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     _mount("tmpfs", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV)
 
 
 def mount_private(folder: str) -> None:
-    """As a rank of a host: an empty folder that its ranks share, and no other host."""
+    """Mount an empty folder that only the ranks of this host share."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that forked it ends, whatever the reason."""
+    """Have the kernel kill this process when its parent ends for any reason."""
     parent = os.getppid()
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent == 0:  # the parent is outside this pid namespace

@@ -1,4 +1,4 @@
-"""The processes inside an emulated cluster: see :mod:`microbench.emulation.cluster`."""
+"""The processes of an emulated cluster; :mod:`microbench.emulation.cluster` describes their tree."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from typing import Any
 from microbench.emulation.links import (
     CLUSTER_ADDRESS,
     TCP_SETTINGS,
-    cluster_wires,
+    cluster_link_commands,
     etc_hosts,
-    host_wires,
+    host_link_commands,
     interface,
-    nic_wires,
+    nic_link_commands,
     send_buffer_bytes,
 )
 from microbench.emulation.namespaces import (
@@ -43,7 +43,7 @@ SET_UP_SECONDS = 20.0
 
 
 def run_and_exit(main: Callable[[], None], control: socket.socket) -> None:
-    """The rest of a forked process: ``main``, then the end without the parent's clean-up."""
+    """Run ``main`` in a forked process, then exit without the parent's clean-up handlers."""
     try:
         main()
         os._exit(0)
@@ -57,8 +57,8 @@ def run_and_exit(main: Callable[[], None], control: socket.socket) -> None:
 
 
 def run_cluster(topology: Topology, controls: list[socket.socket]) -> None:
-    """The cluster process, until its control connection ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process, whose end ends the others
+    """Run the cluster process until its control connection closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launching process handles Ctrl-C; its end ends this process
     control, hosts = controls[0], controls[1:]
     enter_cluster()
     die_with_parent()
@@ -74,10 +74,10 @@ def run_cluster(topology: Topology, controls: list[socket.socket]) -> None:
         pids.append(pid)
     for pid in pids:
         _await_namespace(pid)
-    cluster_wires(topology, pids).make()
+    cluster_link_commands(topology, pids).run()
     store_port = _fork_store(controls)
     for pid in pids:
-        os.kill(pid, signal.SIGUSR1)  # the links are there
+        os.kill(pid, signal.SIGUSR1)  # the links exist now
     for host in hosts:
         host.close()
     control.send(json.dumps({"port": store_port}).encode())
@@ -89,17 +89,17 @@ def run_cluster(topology: Topology, controls: list[socket.socket]) -> None:
 
 
 def _await_namespace(pid: int) -> None:
-    """Wait until a keeper has a network namespace of its own."""
+    """Wait until a keeper has entered its network namespace."""
     ours = Path("/proc/self/ns/net").readlink()
     deadline = time.monotonic() + SET_UP_SECONDS
     while Path(f"/proc/{pid}/ns/net").readlink() == ours:
         if time.monotonic() > deadline:
-            raise OSError("a host did not enter its namespaces in time")
+            raise OSError(f"a host did not enter its namespaces within {SET_UP_SECONDS:g} s")
         time.sleep(0.001)
 
 
 def _count_bytes() -> dict[str, tuple[int, int]]:
-    """Of each far end of a NIC, the bytes that came from its host and went to it."""
+    """Bytes that each NIC sent and received, read at the bridge end of its link."""
     counts = {}
     for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
         name, _, numbers = line.partition(":")
@@ -109,7 +109,7 @@ def _count_bytes() -> dict[str, tuple[int, int]]:
 
 
 def _fork_store(controls: list[socket.socket]) -> int:
-    """Serve the store in a process of its own: it has threads, and this process forks."""
+    """Serve the store in a separate process, because it starts threads and this process forks; returns its port."""
     import torch.distributed as dist
 
     reading, writing = os.pipe()
@@ -150,34 +150,34 @@ def _host_main(topology: Topology, number: int, control: socket.socket) -> None:
     set_up_host(f"host{number}")
     _set_tcp(topology)
     nic_pids = [_fork_nic(control) for _ in topology.host(number).nics[1:]]
-    host_wires(topology, number, nic_pids).make()
+    host_link_commands(topology, number, nic_pids).run()
     for nic, pid in enumerate(nic_pids, start=1):
-        _make_nic_wires(topology, number, nic, pid)
+        _set_up_nic(topology, number, nic, pid)
     ranks: dict[int, tuple[int, int]] = {}  # pid -> run, rank
-    ends: dict[int, float] = {}  # run -> when those of its ranks that are left are killed
+    kill_at: dict[int, float] = {}  # run -> time at which its remaining ranks are killed
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writing)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     control.send(b'{"ready": true}')
     while True:
         waited: list[Any] = [control, reading]
-        due = min(ends.values(), default=None)
+        due = min(kill_at.values(), default=None)
         readable = select.select(waited, [], [], None if due is None else max(0.0, due - time.monotonic()))[0]
-        for run in [run for run, when in ends.items() if when <= time.monotonic()]:
-            del ends[run]
+        for run in [run for run, when in kill_at.items() if when <= time.monotonic()]:
+            del kill_at[run]
             for pid, (of_run, _) in ranks.items():
                 if of_run == run:
                     os.kill(pid, signal.SIGKILL)
         if reading in readable:
             os.read(reading, 4096)
-            _tell_ends(ranks, control)
+            _report_exits(ranks, control)
         if control in readable:
             data, descriptors, _, _ = socket.recv_fds(control, 2**16, 4096)
             if not data:
-                return  # and with the first process of a pid namespace the kernel ends all others in it
+                return  # when PID 1 of a pid namespace exits, the kernel kills all other processes in it
             request = json.loads(data)
             if "end" in request:
-                ends[request["end"]] = time.monotonic() + request["patience"]
+                kill_at[request["end"]] = time.monotonic() + request["grace_seconds"]
             else:
                 for rank, descriptor in zip(request["ranks"], descriptors, strict=True):
                     pid = os.fork()
@@ -196,7 +196,7 @@ def _host_main(topology: Topology, number: int, control: socket.socket) -> None:
 
 
 def _fork_nic(control: socket.socket) -> int:
-    """A process that holds the network namespace of one more NIC of the host."""
+    """Fork a process that keeps the network namespace of an additional NIC alive; returns its pid."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -210,19 +210,19 @@ def _fork_nic(control: socket.socket) -> int:
     return pid
 
 
-def _make_nic_wires(topology: Topology, number: int, nic: int, pid: int) -> None:
+def _set_up_nic(topology: Topology, number: int, nic: int, pid: int) -> None:
     child = os.fork()
     if child == 0:
         try:
             join_nic(pid)
             _set_tcp(topology)
-            nic_wires(topology, number, nic).make()
+            nic_link_commands(topology, number, nic).run()
             os._exit(0)
         except OSError as error:
             os.write(2, f"NIC {nic} of host {number}: {error}\n".encode())
             os._exit(1)
     if os.waitpid(child, 0)[1]:
-        raise OSError(f"NIC {nic} of host {number} could not be set up")
+        raise OSError(f"cannot set up NIC {nic} of host {number}")
 
 
 def _set_tcp(topology: Topology) -> None:
@@ -230,8 +230,8 @@ def _set_tcp(topology: Topology) -> None:
         Path(f"/proc/sys/net/ipv4/{name}").write_text(value)
 
 
-def _tell_ends(ranks: dict[int, tuple[int, int]], control: socket.socket) -> None:
-    """Say which ranks have ended, and how."""
+def _report_exits(ranks: dict[int, tuple[int, int]], control: socket.socket) -> None:
+    """Report the exit code of each rank that has failed."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -244,8 +244,8 @@ def _tell_ends(ranks: dict[int, tuple[int, int]], control: socket.socket) -> Non
             code = os.waitstatus_to_exitcode(status)
             if code:
                 with contextlib.suppress(OSError):
-                    said = json.dumps({"run": run, "rank": rank, "exit_code": code})
-                    control.send(said.encode(), socket.MSG_DONTWAIT)  # if nobody reads them, rather lose one
+                    message = json.dumps({"run": run, "rank": rank, "exit_code": code})
+                    control.send(message.encode(), socket.MSG_DONTWAIT)  # drop the report if the reader is gone
 
 
 def _rank_main(interface_name: str, rank: int, request: dict[str, Any], pipe: Connection) -> None:
@@ -274,11 +274,11 @@ def _rank_main(interface_name: str, rank: int, request: dict[str, Any], pipe: Co
         message = ("error", error, traceback.format_exc())
     try:
         pipe.send(message)
-    except Exception as error:  # a result or an error that does not pickle
+    except Exception as error:  # the result or error does not pickle
         with contextlib.suppress(OSError):
             pipe.send(("error", None, f"{message[2]}{type(error).__name__}: {error}"))
     pipe.close()
-    multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # transfers end, connections say goodbye
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # completes transfers and closes connections
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if message[0] == "result" else 1)

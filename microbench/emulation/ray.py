@@ -1,4 +1,4 @@
-"""A Ray cluster of emulated hosts: a node on each, and a driver on the first."""
+"""A Ray cluster on emulated hosts: one node per host, and a driver on the first host."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from reshard.topology.files import topology_from_json
 PORT = 6379
 OBJECT_STORE_BYTES = 2**29
 START_SECONDS = 180.0
-#: A token that the user has for another cluster would be asked for by some nodes of this one and not by others.
+#: Disable authentication: with a token of another cluster in the user's files, only some nodes would require it.
 NO_TOKENS = {"RAY_AUTH_MODE": "disabled"}
 
-#: ``drive(function, *args)`` runs ``function(*args)`` in a driver on the first host and returns what it returns.
+#: ``drive(function, *args)`` runs ``function(*args)`` in a driver on the first host and returns its result.
 Drive = Callable[..., Any]
 
 
 @contextlib.contextmanager
 def ray_cluster(num_hosts: int, rate: str = "1 Gbit/s", num_cpus: int = 1) -> Iterator[Drive]:
-    """Hosts with a Ray node each, gone at the end.
+    """Run a Ray cluster of emulated hosts in a ``with`` block.
 
     Args:
-        rate: of each host's NIC. num_cpus: what each node offers to actors.
+        rate: rate of each host's NIC. num_cpus: CPUs that each node offers to actors.
 
     Raises:
         ClusterError: this machine cannot emulate hosts. LaunchError: a node did not start.
@@ -47,7 +47,7 @@ def ray_cluster(num_hosts: int, rate: str = "1 Gbit/s", num_cpus: int = 1) -> It
 
 
 def _start_node(rank: int, report: Callable[[Any], None], num_cpus: int) -> None:
-    """The first host's node is the head; daemons of a host live as long as it."""
+    """Start this host's node; the first host is the head. Ray's daemons end with the host."""
     mount_private("/tmp/ray")
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
     command += ["--node-ip-address", address(rank, 0), "--num-cpus", str(num_cpus)]
@@ -70,7 +70,7 @@ def _drive(rank: int, report: Callable[[Any], None], function: Callable[..., Any
     os.environ.update(NO_TOKENS)
     import ray
 
-    paths = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}  # actors import what this process can
+    paths = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}  # actors import from the same path
     ray.init(address=f"{address(0, 0)}:{PORT}", log_to_driver=False, runtime_env=paths, _node_ip_address=address(0, 0))
     try:
         return function(*args)

@@ -1,1 +1,1 @@
-"""Runs cases, times them and reports what was measured."""
+"""Run benchmark rows, time them and report the results."""

@@ -1,8 +1,8 @@
-"""What the links of a cluster carry, measured with plain Gloo traffic.
+"""Measure the link rates of a cluster with plain Gloo traffic.
 
-Each direction of each NIC and uplink is the bottleneck of one test: flows whose other ends together carry at least as
-much. Tests that share no port run at the same time. A flow is a train of messages, and its rate is the median slope
-through the times of arrival (Theil and Sen), which a pause of the machine moves little.
+A port is one direction of a NIC or uplink. Each port is the bottleneck of one test, whose flows have enough capacity at
+their other ends. Tests without a common port run at the same time. A flow is a train of messages. Its rate is the
+Theil-Sen slope through the arrival times, which is robust against short stalls of the machine.
 """
 
 from __future__ import annotations
@@ -20,50 +20,54 @@ from scipy.stats import theilslopes
 from microbench.emulation.cluster import Cluster
 from microbench.emulation.links import PAYLOAD_SHARE
 from microbench.harness.steal_time import (
-    MOST_STOLEN,
-    MOST_TRIES,
+    MAX_STEAL_SHARE,
+    MAX_TRIES,
     Laps,
-    Patience,
+    RetryBudget,
     merge_laps,
-    stolen_part,
-    stolen_seconds,
+    steal_seconds,
+    steal_share,
 )
 from microbench.harness.worker import Stopwatch
 from reshard import Layout, Mesh, Mover, make_plan
 from reshard.topology.model import Host, Port, Topology
 
 TRAIN_SECONDS = 0.6
-MESSAGES = 24
-WARM = 4
-#: Rounds are repeated until all rates are this near to what the links should carry, or enough were not disturbed.
-AGAIN = 0.01
-ENOUGH_ROUNDS = 3
-MOST_ROUNDS = 8
-#: How long one measurement waits for a machine that is taken away, and how long it may take in all.
-PATIENCE_SECONDS = 60.0
+TRAIN_MESSAGES = 24
+WARMUP_MESSAGES = 4
+#: A round repeats until all rates are within this part of the expected rates, or until enough rounds were undisturbed.
+TOLERANCE = 0.01
+MIN_QUIET_ROUNDS = 3
+MAX_ROUNDS = 8
+#: Longest time that one measurement waits for steal time to end, and the timeout of the whole measurement.
+RETRY_SECONDS = 60.0
 MEASURE_SECONDS = 600.0
 START_TURNS = 9
-#: ``(kind, host or pod, nic)``.
+#: ``(kind, host or pod, nic)``; the kind is ``egress``, ``ingress``, ``up`` or ``down``.
 PortName = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class Test:
-    """Flows ``(sender, receiver, bytes per second)`` that together fill the ports named."""
+    """Concurrent flows that saturate some ports.
+
+    Attributes:
+        fills: the saturated ports. flows: ``(sender, receiver, bytes per second)``. uses: all ports that carry traffic.
+    """
 
     fills: tuple[PortName, ...]
     flows: tuple[tuple[int, int, float], ...]
-    takes: frozenset[PortName]
+    uses: frozenset[PortName]
 
 
 def plan_tests(topology: Topology) -> list[list[Test]]:
-    """Rounds of tests that fill every port once, those of one round on different ports."""
+    """Rounds of tests that together saturate every port once. Tests of one round use disjoint ports."""
     nics: dict[tuple[int, int], int] = {}
     for rank in range(len(topology.host_of_rank)):
         nics.setdefault((topology.host_of_rank[rank], topology.nic_of_rank[rank]), rank)
     tests: list[Test] = []
     done: set[PortName] = set()
-    places = sorted(nics)
+    places = sorted(nics)  # (host, nic)
     for shift, here in enumerate(places):
         port = topology.host(here[0]).nics[here[1]]
         for kind, other_kind, rate in (
@@ -75,9 +79,9 @@ def plan_tests(topology: Topology) -> list[list[Test]]:
             others = [there for there in places[shift + 1 :] + places[:shift] if there[0] != here[0]]
             pod = topology.host(here[0]).pod
             others = [there for there in others if topology.host(there[0]).pod == pod] or others
-            if not others:  # one host has no links between hosts
+            if not others:  # a single host has no link to another host
                 continue
-            ends = _fill(rate, [(there, _rate(topology, there, other_kind)) for there in others])
+            ends = _split_rate(rate, [(there, _rate(topology, there, other_kind)) for there in others])
             flows = [(nics[here], nics[there], part) for there, part in ends]
             if kind == "ingress":
                 flows = [(b, a, part) for a, b, part in flows]
@@ -89,18 +93,18 @@ def plan_tests(topology: Topology) -> list[list[Test]]:
             ):
                 fills.append((other_kind, *ends[0][0]))
             done.update(fills)
-            takes = {(kind, *here), *((other_kind, *there) for there, _ in ends)}
+            uses = {(kind, *here), *((other_kind, *there) for there, _ in ends)}
             for there in [here, *(there for there, _ in ends)]:
-                # acknowledgements would queue behind what fills the slower direction
+                # on an asymmetric NIC another test in the opposite direction would delay the acknowledgements
                 if _rate(topology, there, "egress") != _rate(topology, there, "ingress"):
-                    takes |= {("egress", *there), ("ingress", *there)}
-            tests.append(Test(tuple(fills), tuple(flows), frozenset(takes)))
+                    uses |= {("egress", *there), ("ingress", *there)}
+            tests.append(Test(tuple(fills), tuple(flows), frozenset(uses)))
     tests += _uplink_tests(topology, nics)
     rounds: list[list[Test]] = []
     for test in tests:
-        for row in rounds:
-            if all(test.takes.isdisjoint(other.takes) for other in row):
-                row.append(test)
+        for current in rounds:
+            if all(test.uses.isdisjoint(other.uses) for other in current):
+                current.append(test)
                 break
         else:
             rounds.append([test])
@@ -118,17 +122,17 @@ def _uplink_tests(topology: Topology, nics: dict[tuple[int, int], int]) -> list[
             a_kind, b_kind = ("egress", "ingress") if kind == "up" else ("ingress", "egress")
             pairs = list(zip(inner, outer, strict=False))
             flows: list[tuple[int, int, float]] = []
-            takes: set[PortName] = {(kind, number, 0)}
+            uses: set[PortName] = {(kind, number, 0)}
             left = rate
             for a, b in pairs:
                 part = min(left, _rate(topology, a, a_kind), _rate(topology, b, b_kind))
                 if part <= 0:
                     break
                 flows.append((nics[a], nics[b], part) if kind == "up" else (nics[b], nics[a], part))
-                takes |= {(a_kind, *a), (b_kind, *b)}
-                takes.add(("down" if kind == "up" else "up", topology.host(b[0]).pod or 0, 0))
+                uses |= {(a_kind, *a), (b_kind, *b)}
+                uses.add(("down" if kind == "up" else "up", topology.host(b[0]).pod or 0, 0))
                 left -= part
-            tests.append(Test(((kind, number, 0),), tuple(flows), frozenset(takes)))
+            tests.append(Test(((kind, number, 0),), tuple(flows), frozenset(uses)))
     return tests
 
 
@@ -137,84 +141,87 @@ def _rate(topology: Topology, place: tuple[int, int], kind: str) -> float:
     return port.egress_bytes_per_second if kind == "egress" else port.ingress_bytes_per_second
 
 
-def _fill(rate: float, ends: list[tuple[tuple[int, int], float]]) -> list[tuple[tuple[int, int], float]]:
-    """Ends that together carry a rate, one if possible, with what each gets of it."""
-    alone = next((there for there, carries in ends if carries == rate), None)
-    alone = alone or next((there for there, carries in ends if carries > rate), None)
+def _split_rate(rate: float, ends: list[tuple[tuple[int, int], float]]) -> list[tuple[tuple[int, int], float]]:
+    """NICs that together carry ``rate``, with the part of each. Prefers one NIC of equal rate, then a faster one."""
+    alone = next((there for there, capacity in ends if capacity == rate), None)
+    alone = alone or next((there for there, capacity in ends if capacity > rate), None)
     if alone is not None:
         return [(alone, rate)]
     chosen, left = [], rate
-    for there, carries in sorted(ends, key=lambda end: -end[1]):
+    for there, capacity in sorted(ends, key=lambda end: -end[1]):
         if left > 0:
-            chosen.append((there, min(carries, left)))
-            left -= carries
+            chosen.append((there, min(capacity, left)))
+            left -= capacity
     return chosen
 
 
 def measure_links(rank: int, report: Callable[[Any], None], topology: Topology) -> dict[str, Any]:
-    """Run the tests; returns ``{"rates": {port: bytes per second}, "inside", "start", "latency", "inside_latency"}``.
+    """Run all tests on every rank.
 
-    All but the rates, and ``"inside"`` in bytes per second, are seconds.
+    Returns:
+        ``"rates"``: bytes per second of each port; ``"inside"``: bytes per second between two ranks of one host;
+        ``"start"``, ``"latency"``, ``"inside_latency"``: seconds.
     """
     rates: dict[PortName, float] = {}
-    patience = Patience(PATIENCE_SECONDS)
-    for row in plan_tests(topology):
+    retries = RetryBudget(RETRY_SECONDS)
+    for tests in plan_tests(topology):
         rounds: list[tuple[float, list[float]]] = []
-        while len(rounds) < MOST_ROUNDS and sum(stolen <= MOST_STOLEN for stolen, _ in rounds) < ENOUGH_ROUNDS:
-            rounds.append(_run_round(rank, row))
+        while len(rounds) < MAX_ROUNDS and sum(stolen <= MAX_STEAL_SHARE for stolen, _ in rounds) < MIN_QUIET_ROUNDS:
+            rounds.append(_run_round(rank, tests))
             found = _medians(rounds)
-            if max(abs(rate / carries(test) - 1) for rate, test in zip(found, row, strict=True)) <= AGAIN:
+            errors = [abs(rate / expected_payload_rate(test) - 1) for rate, test in zip(found, tests, strict=True)]
+            if max(errors) <= TOLERANCE:
                 break
-            if rounds[-1][0] > MOST_STOLEN and rank == 0:
-                patience.rest()
-        for test, rate in zip(row, found, strict=True):
+            if rounds[-1][0] > MAX_STEAL_SHARE and rank == 0:
+                retries.wait_until_quiet()
+        for test, rate in zip(tests, found, strict=True):
             rates.update(dict.fromkeys(test.fills, rate))
     return {"rates": rates, "start": _measure_start(rank, topology), **_measure_inside(rank, topology)}
 
 
 def _medians(rounds: list[tuple[float, list[float]]]) -> list[float]:
-    """The rate of each test over the rounds that nothing disturbed, or over those that were disturbed least."""
-    least = max(MOST_STOLEN, min(stolen for stolen, _ in rounds))
+    """Median rate of each test over the undisturbed rounds, or else over the least disturbed ones."""
+    least = max(MAX_STEAL_SHARE, min(stolen for stolen, _ in rounds))
     return [
         statistics.median(seen) for seen in zip(*(rates for stolen, rates in rounds if stolen <= least), strict=True)
     ]
 
 
-def carries(test: Test) -> float:
-    """What the flows of a test should carry together as payload."""
+def expected_payload_rate(test: Test) -> float:
+    """Expected payload of all flows of a test, in bytes per second."""
     return PAYLOAD_SHARE * sum(part for _, _, part in test.flows)
 
 
 def _run_round(rank: int, tests: list[Test]) -> tuple[float, list[float]]:
-    """The part of the processors' time that was taken away, the most of all machines, and the rate of each test."""
+    """Run the tests once. Returns the largest steal-time share of any machine, and the rate of each test."""
     works: list[tuple[int, list[Any]]] = []
     buffers = []
     mine = [(number, flow) for number, test in enumerate(tests) for flow in test.flows]
-    sizes = {flow: int(flow[2] * TRAIN_SECONDS / MESSAGES) for _, flow in mine}
+    sizes = {flow: int(flow[2] * TRAIN_SECONDS / TRAIN_MESSAGES) for _, flow in mine}
     receiving = [(number, flow) for number, flow in mine if flow[1] == rank]
     sending = [(number, flow) for number, flow in mine if flow[0] == rank]
     dist.barrier()
-    begun, stolen_before = time.monotonic(), stolen_seconds()
+    begun, stolen_before = time.monotonic(), steal_seconds()
     for number, flow in receiving:
         buffer = torch.empty(sizes[flow], dtype=torch.uint8)
         buffers.append(buffer)
-        works.append((number, [dist.irecv(buffer, flow[0]) for _ in range(MESSAGES)]))
+        works.append((number, [dist.irecv(buffer, flow[0]) for _ in range(TRAIN_MESSAGES)]))
     sends = []
     for _, flow in sending:
         buffer = torch.zeros(sizes[flow], dtype=torch.uint8)
         buffers.append(buffer)
-        sends += [dist.isend(buffer, flow[1]) for _ in range(MESSAGES)]
+        sends += [dist.isend(buffer, flow[1]) for _ in range(TRAIN_MESSAGES)]
     arrivals: list[tuple[int, list[float]]] = [(number, []) for number, _ in works]
-    for nth in range(MESSAGES):
+    for nth in range(TRAIN_MESSAGES):
         for (_, train), (_, times) in zip(works, arrivals, strict=True):
             train[nth].wait()
             times.append(time.monotonic())
     for work in sends:
         work.wait()
-    stolen = stolen_part(stolen_seconds() - stolen_before, time.monotonic() - begun)
-    nth_of_train = range(MESSAGES - WARM)
+    stolen = steal_share(steal_seconds() - stolen_before, time.monotonic() - begun)
+    nth_of_train = range(TRAIN_MESSAGES - WARMUP_MESSAGES)
     slopes = [
-        (number, sizes[flow] / float(theilslopes(times[WARM:], nth_of_train).slope))
+        (number, sizes[flow] / float(theilslopes(times[WARMUP_MESSAGES:], nth_of_train).slope))
         for (number, times), (_, flow) in zip(arrivals, receiving, strict=True)
     ]
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -222,11 +229,11 @@ def _run_round(rank: int, tests: list[Test]) -> tuple[float, list[float]]:
     rates = [0.0] * len(tests)
     for number, rate in (found for _, seen in gathered for found in seen):
         rates[number] += rate
-    return max(taken for taken, _ in gathered), rates
+    return max(share for share, _ in gathered), rates
 
 
 def _measure_start(rank: int, topology: Topology) -> float:
-    """Seconds of a transfer of one element from each rank of the first half to one of the second, all at once."""
+    """Seconds of one transfer of one element per rank, from the first half of the ranks to the second half."""
     half = len(topology.host_of_rank) // 2
     if not half:
         return 0.0
@@ -235,7 +242,7 @@ def _measure_start(rank: int, topology: Topology) -> float:
     stopwatch, laps = Stopwatch(), Laps(START_TURNS)
     source = torch.zeros(1) if rank < half else None
     mover = Mover(plan) if rank < 2 * half else None
-    for number in range(MOST_TRIES * START_TURNS + 1):
+    for number in range(MAX_TRIES * START_TURNS + 1):
         if number and not laps.needs_more():
             break
         stopwatch.start()
@@ -266,7 +273,7 @@ def _measure_inside(rank: int, topology: Topology) -> dict[str, float | None]:
 
 
 def _ping_pong(rank: int, a: int, b: int, nbytes: int, count: int) -> float:
-    """Median seconds of one way."""
+    """Median one-way seconds."""
     buffer = torch.zeros(nbytes, dtype=torch.uint8)
     times = []
     dist.barrier()
@@ -286,13 +293,13 @@ def _ping_pong(rank: int, a: int, b: int, nbytes: int, count: int) -> float:
 
 
 def measure_cluster(cluster: Cluster, expected: Topology) -> Topology:
-    """An emulated cluster's topology as planners see it, with the rates that were measured now."""
+    """``expected`` with the rates and latencies measured on an emulated cluster."""
     found = cluster.run(measure_links, cluster.topology, timeout_seconds=MEASURE_SECONDS)
     return measured_topology(expected, found[0])
 
 
 def measured_topology(topology: Topology, found: dict[str, Any]) -> Topology:
-    """A topology with the rates that were measured."""
+    """``topology`` with the rates and latencies that :func:`measure_links` returned."""
     rates = found["rates"]
     hosts = []
     for number in range(topology.num_hosts):
@@ -320,7 +327,7 @@ def measured_topology(topology: Topology, found: dict[str, Any]) -> Topology:
         latency_seconds=found["latency"] or 0.0,
         inside_latency_seconds=found["inside_latency"] or 0.0,
         start_seconds=found["start"],
-        turn_seconds=0.0,  # alone on its machine a turn is hidden by what shaped links save while they are idle
+        turn_seconds=0.0,  # the burst that an idle shaped link accumulates hides the cost of a turn
     )
 
 
@@ -342,7 +349,7 @@ def mean_topology(before: Topology, after: Topology) -> Topology:
 
 
 def deviations(a: Topology, b: Topology) -> dict[str, float]:
-    """Of each port of ``a`` how far its rate is from that in ``b``, as a part of the latter."""
+    """Relative difference of each port's rate: ``a / b - 1``."""
     found = {}
     for number in range(a.num_hosts):
         for nic, (ours, theirs) in enumerate(zip(a.host(number).nics, b.host(number).nics, strict=True)):

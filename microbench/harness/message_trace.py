@@ -1,4 +1,4 @@
-"""One transfer message by message: when each left and arrived, beside what the simulator says."""
+"""Trace one transfer: measured post and arrival time of each message, with the simulated timeline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ from reshard.runtime.cpu.executor import NOTIFY_TAG
 
 @dataclass(frozen=True)
 class Trace:
-    """``measured[id]`` is ``(posted, arrived)`` of each message in seconds after the start; posted by both ends."""
+    """One traced transfer.
+
+    Attributes:
+        measured: per message id ``(posted, arrived)``, in seconds after the start. A message is posted when both ends
+            have posted it.
+        seconds: duration of the transfer. timeline: the simulation of the same plan on the measured links.
+    """
 
     plan: Plan
     measured: dict[int, tuple[float, float]]
@@ -33,20 +39,20 @@ class Trace:
     timeline: Timeline
 
 
-class _Watched:
-    """The work of one operation; notes when a wait for it ended."""
+class _TimedWork:
+    """Wraps the work of one receive and records when its wait ended."""
 
-    def __init__(self, work: Any, note: Callable[[float], None]) -> None:
-        self._work, self._note = work, note
+    def __init__(self, work: Any, record: Callable[[float], None]) -> None:
+        self._work, self._record = work, record
 
     def wait(self, timeout: Any) -> Any:
         done = self._work.wait(timeout)
-        self._note(time.monotonic())
+        self._record(time.monotonic())
         return done
 
 
 class _Recorder:
-    """A transport that notes when each message of a Mover's program was posted and had arrived."""
+    """A transport that records the post and arrival times of the messages of a Mover's program."""
 
     def __init__(self, mover: reshard.Mover) -> None:
         transport: Any = mover._transport
@@ -54,10 +60,10 @@ class _Recorder:
         self._program = mover._program
         self._hosts = mover.plan.topology.host_of_rank
         self.abort = self._transport.abort
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Begin anew."""
+    def reset(self) -> None:
+        """Clear all records before the next transfer."""
         self.sent: dict[int, float] = {}
         self.awaited: dict[int, float] = {}
         self.arrived: dict[int, float] = {}
@@ -78,11 +84,11 @@ class _Recorder:
         op = next(self._next_recv)
         self.awaited[op.id] = time.monotonic()
         work = self._transport.recv(buffer, rank, tag)
-        return _Watched(work, lambda now: self.arrived.__setitem__(op.id, now))
+        return _TimedWork(work, lambda now: self.arrived.__setitem__(op.id, now))
 
 
 def trace_row(row: Row, strategy: str, repeats: int = 3) -> Trace:
-    """Run a row on its cluster a few times and keep the last one."""
+    """Run a row on its cluster ``repeats`` times and return the trace of the last run."""
     shaped = read_cluster(row.cluster)
     plan = plan_tensors(row.tensors, strategy=strategy, topology=nominal(shaped))
     with Cluster(shaped) as cluster:
@@ -113,7 +119,7 @@ def _record(
     seconds = 0.0
     for _ in range(repeats):
         if recorder is not None:
-            recorder.forget()
+            recorder.reset()
         stopwatch.start()
         if mover is not None:
             mover(source, out=out)

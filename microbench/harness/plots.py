@@ -1,4 +1,4 @@
-"""Pictures of a run: bars against the bound, and the links of one transfer over time, measured beside predicted."""
+"""Plots of a run: ratios to the lower bound as bars, and measured and predicted link use of one transfer over time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from microbench.harness.message_trace import Trace
 from reshard.cost.lower_bound import find_bound
 from reshard.topology.model import Topology
 
-#: Longer bars are cut off here and say their number.
-MOST_RATIO = 5.0
+#: Longer bars are cut off here and labelled with their ratio.
+MAX_RATIO = 5.0
 
 
 def _figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
@@ -37,7 +37,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def draw_bars(records: Sequence[dict[str, Any]], contenders: Sequence[str], path: Path) -> None:
-    """Seconds over the bound of each row and contender; a tick is what was predicted, whiskers are min and max."""
+    """Plot the ratio to the lower bound of each row and contender. Ticks: predicted. Whiskers: min and max."""
     rows = list(dict.fromkeys((record["suite"], record["row"]) for record in records))
     figure, ((axes,),) = _figure(8, 0.8 + 0.13 * len(rows) * (len(contenders) + 1))
     thick = 1 / (len(contenders) + 1)
@@ -51,33 +51,33 @@ def draw_bars(records: Sequence[dict[str, Any]], contenders: Sequence[str], path
             y = place + (number + 0.5) * thick
             ratio, bound = record["ratio"], record["bound_seconds"]
             at.append(y)
-            widths.append(min(ratio, MOST_RATIO))
+            widths.append(min(ratio, MAX_RATIO))
             low, high = min(record["seconds"]) / bound, max(record["seconds"]) / bound
             errors.append(
                 (
-                    max(0.0, widths[-1] - low) if ratio < MOST_RATIO else 0.0,
-                    max(0.0, min(high, MOST_RATIO) - widths[-1]),
+                    max(0.0, widths[-1] - low) if ratio < MAX_RATIO else 0.0,
+                    max(0.0, min(high, MAX_RATIO) - widths[-1]),
                 )
             )
-            if ratio >= MOST_RATIO:
-                axes.text(MOST_RATIO, y, f" {ratio:.1f}", va="center", fontsize=6)
+            if ratio >= MAX_RATIO:
+                axes.text(MAX_RATIO, y, f" {ratio:.1f}", va="center", fontsize=6)
             if "predicted_ratio" in record:
-                ticks.append((min(record["predicted_ratio"], MOST_RATIO), y))
+                ticks.append((min(record["predicted_ratio"], MAX_RATIO), y))
         axes.barh(at, widths, thick, xerr=np.array(errors).T.reshape(2, -1), label=contender, error_kw={"lw": 0.6})
         for ratio, y in ticks:
             axes.plot([ratio, ratio], [y - thick / 2, y + thick / 2], color="black", lw=1.2)
     axes.axvline(1.0, color="black", lw=0.8, ls=":")
     axes.set_yticks([place + 0.5 - thick / 2 for place in range(len(rows))], [f"{suite}: {row}" for suite, row in rows])
     axes.invert_yaxis()
-    axes.set_xlim(0, MOST_RATIO * 1.06)
-    axes.set_xlabel("seconds over the lower bound of the measured links (median; tick: predicted)")
+    axes.set_xlim(0, MAX_RATIO * 1.06)
+    axes.set_xlabel("time / lower bound at the measured link rates (median; tick: predicted)")
     axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=len(contenders), fontsize=7, frameon=False)
     axes.margins(y=0.01)
     _save(figure, path)
 
 
 def draw_links(trace: Trace, path: Path) -> None:
-    """What each NIC and direction carried when: measured above, predicted below; one colour per transfer."""
+    """Plot when each direction of each NIC was busy: measured above, predicted below, one colour per transfer."""
     messages, topology = trace.timeline.messages, trace.plan.topology
     measured: dict[int, tuple[float, float]] = {}
     last: dict[tuple[int, int], float] = {}
@@ -85,16 +85,16 @@ def draw_links(trace: Trace, path: Path) -> None:
         ident, pair = int(messages.id[row]), (int(messages.sender[row]), int(messages.receiver[row]))
         if ident in trace.measured:
             posted, arrived = trace.measured[ident]
-            # of two messages between the same ranks the second flows when the first has arrived
+            # messages between the same two ranks flow one after the other
             measured[row] = (min(max(posted, last.get(pair, 0.0)), arrived), arrived)
             last[pair] = max(arrived, last.get(pair, 0.0))
-    said = {row: (float(trace.timeline.start[row]), float(trace.timeline.finish[row])) for row in measured}
+    simulated = {row: (float(trace.timeline.start[row]), float(trace.timeline.finish[row])) for row in measured}
     links = _links(messages, topology)
     figure, axes = _figure(8, 1.2 + 0.32 * len(links), rows=2)
     limit = max(trace.seconds, trace.timeline.makespan_seconds)
     for axis, spans, title, end in (
         (axes[0][0], measured, "measured", trace.seconds),
-        (axes[1][0], said, "predicted", trace.timeline.makespan_seconds),
+        (axes[1][0], simulated, "predicted", trace.timeline.makespan_seconds),
     ):
         for place, (_, rows) in enumerate(links.items()):
             for row in rows:
@@ -111,13 +111,13 @@ def draw_links(trace: Trace, path: Path) -> None:
 
 
 def _links(messages: Any, topology: Topology) -> dict[str, list[int]]:
-    """Rows of the messages between hosts by the NICs they leave and enter."""
+    """Row numbers of the messages between hosts, by the NIC and direction that they use."""
     links: dict[str, list[int]] = {}
     hosts, nics = topology.host_of_rank, topology.nic_of_rank
     for row in range(len(messages)):
         sender, receiver = int(messages.sender[row]), int(messages.receiver[row])
         if hosts[sender] != hosts[receiver]:
-            for rank, way in ((sender, "out"), (receiver, "in")):
+            for rank, direction in ((sender, "out"), (receiver, "in")):
                 nic = f".{nics[rank]}" if len(topology.host(hosts[rank]).nics) > 1 else ""
-                links.setdefault(f"host {hosts[rank]}{nic} {way}", []).append(row)
+                links.setdefault(f"host {hosts[rank]}{nic} {direction}", []).append(row)
     return dict(sorted(links.items()))

@@ -1,4 +1,4 @@
-"""Tables, pages and pictures from the records of a run: ``python -m microbench.harness.report FILE --into PAGE``."""
+"""Write tables, pages and plots from the records of a run: ``python -m microbench.harness.report FILE --into PAGE``."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-Request = dict[str, Any]
-#: Rows shorter than this say more about start-up than about links.
+Record = dict[str, Any]
+#: In shorter rows the start-up cost dominates the time on the links.
 LONG_SECONDS = 0.2
 
 
-def rows_of(records: Iterable[Request]) -> list[Request]:
+def rows_of(records: Iterable[Record]) -> list[Record]:
     """The records of rows that ran."""
     return [record for record in records if record["kind"] == "row" and "refused" not in record]
 
 
-def predicted(records: Iterable[Request]) -> list[Request]:
-    """Those with a plan that last long enough for the simulator to be judged on them, each plan once."""
+def predicted(records: Iterable[Record]) -> list[Record]:
+    """The records to judge the simulator by: each plan once, without rows shorter than :data:`LONG_SECONDS`."""
     return [
         record
         for record in rows_of(records)
@@ -31,18 +31,18 @@ def predicted(records: Iterable[Request]) -> list[Request]:
 
 
 _LEGEND = (
-    "x bound: median over the lower bound; pred/meas: predicted over measured; first s: first use, set-up included;\n"
-    "busy: processors in use; MB: out of each host > into each host, of the last turn"
+    "x bound: median / lower bound; pred/meas: predicted / measured; first s: first turn, including set-up;\n"
+    "busy: CPU use; MB: sent by each host > received by each host, in the last turn"
 )
-#: Above this something else than the emulated links held messages up while they were measured.
-_MOST_LATENCY_SECONDS = 2e-3
+#: A higher latency means that something other than the emulated links delayed the messages.
+_MAX_LATENCY_SECONDS = 2e-3
 
 
-def format_table(records: Sequence[Request]) -> str:
-    """One line per row and contender, and what the columns are."""
+def format_table(records: Sequence[Record]) -> str:
+    """A text table with one line per row and contender, and a legend of the columns."""
     lines = [
         f"  {'contender':24} {'median s':>9} {'min':>8} {'max':>8} {'x bound':>8} {'pred/meas':>9} {'first s':>8} "
-        f"{'busy':>5}  elements  MB out and in per host"
+        f"{'busy':>5}  elements  MB sent > received per host"
     ]
     last = None
     for record in records:
@@ -73,23 +73,23 @@ def format_table(records: Sequence[Request]) -> str:
 
 
 def _crossed(hosts: Sequence[Sequence[Sequence[int]]] | None) -> str:
-    """Megabytes out of each host and into it, as ``33.6+33.6+0 > 0+0+67.2``."""
+    """Megabytes that each host sent and received, as ``33.6+33.6+0 > 0+0+67.2``."""
     if not hosts:
         return ""
-    out, into = ("+".join(f"{sum(nic[way] for nic in host) / 1e6:.3g}" for host in hosts) for way in (0, 1))
+    out, into = ("+".join(f"{sum(nic[i] for nic in host) / 1e6:.3g}" for host in hosts) for i in (0, 1))
     return f"{out} > {into}"
 
 
-def format_summary(records: Sequence[Request]) -> str:
-    """How good the links, the predictions and the strategies were."""
+def format_summary(records: Sequence[Record]) -> str:
+    """A text summary: link rates, accuracy of the predictions, and mean ratio to the bound of each contender."""
     lines = []
     for record in records:
         if record["kind"] == "cluster":
             lines.append(
-                f"cluster {record['cluster']:9} set up in {record['set_up_seconds']:.2f} s; links moved by "
-                f"{100 * record['moved']:.1f} %, at most {100 * record['off']:.1f} % from what they should carry, "
+                f"cluster {record['cluster']:9} set up in {record['set_up_seconds']:.2f} s; link rates changed by "
+                f"{100 * record['moved']:.1f} %, at most {100 * record['off']:.1f} % from expected, "
                 f"latency {1e6 * record.get('latency_seconds', 0.0):.0f} us"
-                f"{', HIGH' if record.get('latency_seconds', 0.0) > _MOST_LATENCY_SECONDS else ''}"
+                f"{', HIGH' if record.get('latency_seconds', 0.0) > _MAX_LATENCY_SECONDS else ''}"
                 f"{'' if record['valid'] else '  NOT VALID'}"
             )
     turns = sum(len(record["seconds"]) for record in rows_of(records))
@@ -97,8 +97,7 @@ def format_summary(records: Sequence[Request]) -> str:
         sum(record.get(name, 0) for record in rows_of(records)) for name in ("repeated", "disturbed")
     )
     lines.append(
-        f"{turns} turns; {repeated} more were repeated because the machine was taken away while they ran, "
-        f"{disturbed} are kept although it was"
+        f"{turns} turns; {repeated} more were discarded because of steal time, {disturbed} were kept in spite of it"
     )
     judged = predicted(records)
     if judged:
@@ -106,8 +105,8 @@ def format_summary(records: Sequence[Request]) -> str:
         near = sum(part <= 0.05 for part in off)
         plans = f"{len(off)} plan{'s' * (len(off) > 1)}"
         lines.append(
-            f"predicted over measured, {plans} of {LONG_SECONDS} s and more: within 5 % on {near} "
-            f"({100 * near / len(off):.0f} %), worst {100 * off[-1]:.1f} %"
+            f"predicted / measured, {plans} of at least {LONG_SECONDS} s: within 5 % on {near} "
+            f"({100 * near / len(off):.0f} %), worst error {100 * off[-1]:.1f} %"
         )
     by_contender: dict[str, list[float]] = {}
     for record in rows_of(records):
@@ -115,8 +114,8 @@ def format_summary(records: Sequence[Request]) -> str:
             by_contender.setdefault(record["contender"], []).append(record["ratio"])
     if by_contender:
         lines.append(
-            f"over the bound, geometric means of the rows with a bound of {LONG_SECONDS / 2:g} s and more that the "
-            "contender applies to:"
+            f"time / lower bound, geometric mean over the rows that the contender supports and whose bound is at least "
+            f"{LONG_SECONDS / 2:g} s:"
         )
     for name, ratios in sorted(by_contender.items(), key=lambda item: _mean(item[1])):
         lines.append(
@@ -133,16 +132,16 @@ def _mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-def format_markdown(records: Sequence[Request], contenders: Sequence[str]) -> str:
-    """A table for a page: per row the bound, and of each contender seconds over it (and what was predicted)."""
+def format_markdown(records: Sequence[Record], contenders: Sequence[str]) -> str:
+    """A Markdown table: the bound of each row, and the measured (predicted) ratio to it of each contender."""
     lines = [
-        f"{describe_run(records)} Medians of interleaved runs, seconds over the lower bound at the measured link "
-        "rates; in brackets what the simulator predicts.",
+        f"{describe_run(records)} Cells: median time / lower bound at the measured link rates, in brackets the "
+        "prediction of the simulator. Contenders ran in turns.",
         "",
         "| | bound, s | " + " | ".join(contenders) + " |",
         "|---|---|" + "---|" * len(contenders),
     ]
-    rows: dict[tuple[str, str], dict[str, Request]] = {}
+    rows: dict[tuple[str, str], dict[str, Record]] = {}
     for record in records:
         if record["kind"] == "row":
             rows.setdefault((record["suite"], record["row"]), {})[record["contender"]] = record
@@ -153,17 +152,17 @@ def format_markdown(records: Sequence[Request], contenders: Sequence[str]) -> st
     return "\n".join(lines)
 
 
-def describe_run(records: Sequence[Request]) -> str:
-    """The command, when and where it ran, and with what, in a sentence."""
+def describe_run(records: Sequence[Record]) -> str:
+    """One sentence with the command, date, machine, versions and load of a run."""
     run = next(record for record in records if record["kind"] == "run")
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     return f"`{run['command']}` on {run['date']}: {run['machine']}; {versions}; load {run['load']} at the start."
 
 
-def format_suites(records: Sequence[Request], contenders: Sequence[str]) -> str:
-    """A short table for a page: per suite the geometric mean over the bound of each contender, and its worst row.
+def format_suites(records: Sequence[Record], contenders: Sequence[str]) -> str:
+    """A short Markdown table: per suite and contender the geometric mean ratio to the bound, and the worst row.
 
-    Rows with a bound under 0.1 s, where messages cost more than bytes, have a line of their own.
+    Rows with a bound below 0.1 s share a separate line, because the cost per message dominates them.
     """
     suites: dict[str, dict[str, dict[str, float]]] = {}
     for record in rows_of(records):
@@ -182,7 +181,7 @@ def format_suites(records: Sequence[Request], contenders: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _cell(record: Request | None) -> str:
+def _cell(record: Record | None) -> str:
     if record is None or "refused" in record or record["ratio"] is None:
         return "-"
     text = f"{record['ratio']:.2f}"
@@ -190,46 +189,50 @@ def _cell(record: Request | None) -> str:
 
 
 def replace_section(text: str, name: str, section: str) -> str:
-    """A page with what stands between its ``<!-- name -->`` marks replaced."""
+    """Replace the text between ``<!-- name -->`` and ``<!-- end of name -->`` in a page."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     if begin not in text or end not in text:
-        raise SystemExit(f"the page has no marks {begin.strip()} and {end}")
+        raise SystemExit(f"the page needs the marks {begin.strip()} and {end}")
     before, _, rest = text.partition(begin)
     return before + begin + section.strip() + "\n" + end + rest.partition(end)[2]
 
 
 def main() -> int:
-    """Write the pages and pictures of a run."""
-    parser = argparse.ArgumentParser(prog="python -m microbench.harness.report", description=main.__doc__)
-    parser.add_argument("records", type=Path, help="JSON lines of python -m microbench --out")
+    """Write the page and the plots of a run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m microbench.harness.report",
+        description=main.__doc__,
+        epilog="example: python -m microbench.harness.report run.jsonl --into docs/benchmarks/run --no-trace",
+    )
+    parser.add_argument("records", type=Path, help="JSON lines written by python -m microbench --out")
     parser.add_argument(
         "--into",
         type=Path,
         required=True,
-        help="where to write, without ending: INTO.md, INTO-bars.svg, INTO-links.svg",
+        help="output path without suffix; writes INTO.md, INTO-bars.svg and INTO-links.svg",
     )
-    parser.add_argument("--readme", type=Path, help="also replace the benchmark section of this page")
-    parser.add_argument("--trace", help="the row whose links are drawn (study 3, else the first of the run)")
-    parser.add_argument("--no-trace", action="store_true", help="do not run that row once more to draw its links")
+    parser.add_argument("--readme", type=Path, help="also update the benchmark section of this page")
+    parser.add_argument("--trace", help="row to run again for INTO-links.svg (study 3, else the first row of the run)")
+    parser.add_argument("--no-trace", action="store_true", help="skip INTO-links.svg")
     options = parser.parse_args()
     try:
         records = [json.loads(line) for line in options.records.read_text().splitlines()]
         names = list(dict.fromkeys(record["row"] for record in records if record["kind"] == "row"))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        parser.error(f"{options.records} does not hold the records of a run: {error}")
+        parser.error(f"{options.records} has no valid records of a run: {error}")
     if not names:
-        parser.error(f"{options.records} holds no row")
+        parser.error(f"{options.records} has no row")
     if not options.into.parent.is_dir():
-        parser.error(f"there is no folder {options.into.parent}")
+        parser.error(f"--into {options.into}: no folder {options.into.parent}")
     trace = options.trace or ("study 3" if "study 3" in names else names[0])
     if trace not in names:
-        parser.error(f"no row of this run is called {trace!r}; there are {', '.join(names)}")
+        parser.error(f"this run has no row {trace!r}; its rows: {', '.join(names)}")
     write_pages(records, options.into, options.readme, None if options.no_trace else trace)
     return 0
 
 
-def write_pages(records: Sequence[Request], into: Path, readme: Path | None, trace: str | None) -> None:
-    """``into.md`` with the whole table and the summary, ``into-*.svg``, and a page's section with fewer columns."""
+def write_pages(records: Sequence[Record], into: Path, readme: Path | None, trace: str | None) -> None:
+    """Write ``into.md`` with summary and tables, ``into-*.svg``, and the short table in the section of ``readme``."""
     from microbench.harness.plots import draw_bars, draw_links
     from microbench.harness.suite import ALSO_BY_DEFAULT, DEFAULT_CONTENDERS
 
@@ -239,7 +242,7 @@ def write_pages(records: Sequence[Request], into: Path, readme: Path | None, tra
     shown = [name for name in (*DEFAULT_CONTENDERS, *also) if name in contenders]
     bars = into.with_name(into.name + "-bars.svg")
     draw_bars([record for record in ran if record["bound_seconds"] >= LONG_SECONDS / 2], shown, bars)
-    pictures = f"![seconds over the bound]({bars.name})\n"
+    plots = f"![time / lower bound]({bars.name})\n"
     if trace is not None:
         from microbench.cases.rows import all_rows
         from microbench.harness.message_trace import trace_row
@@ -247,23 +250,23 @@ def write_pages(records: Sequence[Request], into: Path, readme: Path | None, tra
 
         row = next((row for row in all_rows(0, 100) if row.name == trace), None)
         if row is None:
-            raise SystemExit(f"row {trace!r} is not one of the suites: give --no-trace")
+            raise SystemExit(f"row {trace!r} is in no suite: use --no-trace")
         links = into.with_name(into.name + "-links.svg")
         draw_links(trace_row(row, OURS), links)
-        pictures += f"\nThe links of `{trace}`, run once more for this picture, one colour per transfer:\n\n"
-        pictures += f"![links over time]({links.name})\n"
+        plots += f"\nLink use of `{trace}` in a separate run, one colour per transfer:\n\n"
+        plots += f"![link use over time]({links.name})\n"
     page = into.with_suffix(".md") if into.suffix else into.with_name(into.name + ".md")
     summary = f"```text\n{format_summary(records)}\n```"
     table, full = format_markdown(records, contenders), f"```text\n{format_table(records)}\n```"
-    page.write_text(f"# Emulated hosts\n\n{summary}\n\n{pictures}\n{table}\n\n## Every measurement\n\n{full}\n")
+    page.write_text(f"# Emulated hosts\n\n{summary}\n\n{plots}\n{table}\n\n## Every measurement\n\n{full}\n")
     written = sorted(str(path) for path in into.parent.glob(into.name + "*") if path.suffix in (".md", ".svg"))
     print(f"wrote {', '.join(written)}", file=sys.stderr)
     if readme is not None:
         link = Path(os.path.relpath(page, readme.parent)).as_posix()
         section = (
-            f"{describe_run(records)} Seconds over the lower bound at the measured link rates, medians of interleaved "
-            "runs: the geometric mean of a suite's rows, in brackets the worst one, and of how many rows where a "
-            f"contender does not apply to all. Every row: [the whole page]({link}).\n\n"
+            f"{describe_run(records)} Cells: time / lower bound at the measured link rates, geometric mean of the "
+            "suite's rows; in brackets the worst row, and the number of rows if the contender does not support all. "
+            f"All rows: [full results]({link}).\n\n"
             f"{format_suites(records, shown)}\n\n{summary}"
         )
         readme.write_text(replace_section(readme.read_text(), "benchmark", section))

@@ -1,7 +1,7 @@
-"""What a machine that is shared takes away from a measurement, as its kernel counts it.
+"""Detect measurements disturbed by other users of a shared machine.
 
-A virtual machine's kernel knows for how long a processor was ready to run and was not allowed to ("steal"). Which
-turns are repeated is decided by that alone, never by what was measured in them.
+The kernel of a virtual machine counts steal time: how long a CPU was ready to run while the hypervisor ran something
+else. Turns are repeated on this count alone, never on the measured time, so repeating does not bias the results.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-#: A turn is disturbed if more than this part of the processors' time was taken away while it ran, and a tick more.
-MOST_STOLEN = 0.01
-#: A turn that was disturbed is repeated until a contender has had this many times its turns.
-MOST_TRIES = 3
-#: What a run takes over its turns: links are measured, processes started.
-OVERHEAD = 1.06
-#: A row may use so many times its part of what a run has to spare.
-GENEROSITY = 4.0
+#: A turn is disturbed if steal time, less one kernel tick, exceeds this part of the CPU time while it ran.
+MAX_STEAL_SHARE = 0.01
+#: A contender runs at most this many times its wanted number of turns.
+MAX_TRIES = 3
+#: Duration of a run over the duration of its turns: it also measures links and starts processes.
+OVERHEAD_FACTOR = 1.06
+#: A row may use this multiple of its proportional share of the spare time.
+SHARE_FACTOR = 4.0
 PROBE_SECONDS = 0.1
 PAUSE_SECONDS = 1.0
 
 
 def _processor_seconds(column: int) -> float:
-    """A column of the first line of ``/proc/stat``; 0 where there is none."""
+    """Seconds in a column of the first line of ``/proc/stat``; 0 if the file or the column is missing."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     except OSError:
@@ -34,53 +34,53 @@ def _processor_seconds(column: int) -> float:
 
 
 def idle_seconds() -> float:
-    """What the processors of this machine have idled since it started, all together."""
+    """Idle time of all CPUs together since boot."""
     return _processor_seconds(4) + _processor_seconds(5)
 
 
-def stolen_seconds() -> float:
-    """What others were given while a processor of this machine was ready to run, since it started, all together."""
+def steal_seconds() -> float:
+    """Steal time of all CPUs together since boot."""
     return _processor_seconds(8)
 
 
-def stolen_part(stolen: float, seconds: float) -> float:
-    """How much of the processors' time was taken away, less a tick, the finest that the kernel counts."""
+def steal_share(stolen: float, seconds: float) -> float:
+    """Steal time as a part of the CPU time in ``seconds``. One tick, the resolution of the counter, is ignored."""
     available = seconds * (os.cpu_count() or 1)
     return max(0.0, stolen - 1 / os.sysconf("SC_CLK_TCK")) / available
 
 
-class Patience:
-    """Waits behind disturbed turns until the machine is there again, so many seconds in all."""
+class RetryBudget:
+    """Time budget for repeating disturbed turns and for waiting until steal time ends."""
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds
 
     def spend(self, seconds: float) -> None:
-        """Count a turn that was run again."""
+        """Charge a repeated turn."""
         self._left -= seconds
 
     @property
-    def is_over(self) -> bool:
-        """Whether nothing is left."""
+    def is_spent(self) -> bool:
+        """Whether the budget is used up."""
         return self._left <= 0
 
-    def rest(self) -> None:
-        """Keep a processor busy for a moment; pause, and look again, while it is taken away."""
+    def wait_until_quiet(self) -> None:
+        """Keep one CPU busy for a moment; while that shows steal time, pause and try again."""
         while self._left > 0:
-            begun, stolen = time.monotonic(), stolen_seconds()
+            begun, stolen = time.monotonic(), steal_seconds()
             while time.monotonic() < begun + PROBE_SECONDS:
                 pass
-            if stolen_seconds() <= stolen:
+            if steal_seconds() <= stolen:
                 return
             time.sleep(PAUSE_SECONDS)
             self._left -= time.monotonic() - begun
 
 
-class Pace:
-    """Deals out what a run may take beyond what it takes undisturbed.
+class TimeBudget:
+    """Divides the spare time of a run among its rows.
 
     Args:
-        limit_seconds: of the whole run. expected_seconds: of all turns that are wanted, none of them repeated.
+        limit_seconds: time limit of the run. expected_seconds: duration of all wanted turns without repeats.
     """
 
     def __init__(self, limit_seconds: float, expected_seconds: float) -> None:
@@ -88,56 +88,58 @@ class Pace:
         self._limit, self._begun = limit_seconds, time.monotonic()
 
     @property
-    def passed_seconds(self) -> float:
-        """Since the run began."""
+    def elapsed_seconds(self) -> float:
+        """Seconds since the start of the run."""
         return time.monotonic() - self._begun
 
     def spare_seconds(self, expected_seconds: float) -> float:
-        """What the next row may take for pauses and turns that are repeated.
+        """Spare time of the next row, for pauses and repeated turns.
+
+        A row gets several times its proportional share, because most rows need no spare time.
 
         Args:
-            expected_seconds: of its turns. A row gets several times its share, as others will need none.
+            expected_seconds: duration of the row's turns without repeats.
         """
-        spare = max(0.0, self._limit - self.passed_seconds - OVERHEAD * self._left)
-        share = min(1.0, GENEROSITY * expected_seconds / self._left) if self._left else 0.0
+        spare = max(0.0, self._limit - self.elapsed_seconds - OVERHEAD_FACTOR * self._left)
+        share = min(1.0, SHARE_FACTOR * expected_seconds / self._left) if self._left else 0.0
         self._left = max(0.0, self._left - expected_seconds)
         return spare * share
 
 
 class Lap(NamedTuple):
-    """One turn of a contender: how long it took, and what parts of the processors' time were used and taken away."""
+    """One turn of a contender: its seconds, and the parts of the CPU time that were busy and stolen."""
 
     seconds: float
     busy: float
-    stolen: float
+    steal_share: float
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether it is to be repeated."""
-        return self.stolen > MOST_STOLEN
+        """Whether steal time exceeded :data:`MAX_STEAL_SHARE`."""
+        return self.steal_share > MAX_STEAL_SHARE
 
 
 @dataclass
 class Laps:
-    """Those of one contender, of which ``wanted`` shall be undisturbed."""
+    """The laps of one contender, which needs ``wanted`` undisturbed ones."""
 
     wanted: int
-    most_tries: int = MOST_TRIES
+    max_tries: int = MAX_TRIES
     done: list[Lap] = field(default_factory=list)
 
     def needs_more(self) -> bool:
-        """Whether too few were undisturbed, and there may be more."""
-        return len(self.done) < self.most_tries * self.wanted and self.wanted > sum(
+        """Whether too few laps were undisturbed and the limit is not reached."""
+        return len(self.done) < self.max_tries * self.wanted and self.wanted > sum(
             not lap.is_disturbed for lap in self.done
         )
 
     def kept(self) -> list[Lap]:
-        """The undisturbed ones in the order in which they ran, and where those are too few the least disturbed."""
-        return sorted(self.done, key=lambda lap: max(lap.stolen, MOST_STOLEN))[: self.wanted]
+        """The first ``wanted`` undisturbed laps; if there are too few, also the least disturbed ones."""
+        return sorted(self.done, key=lambda lap: max(lap.steal_share, MAX_STEAL_SHARE))[: self.wanted]
 
 
 def merge_laps(laps_of_ranks: list[Laps]) -> Laps:
-    """The laps of all ranks as one: each took as long as its last rank."""
+    """Merge the laps of all ranks: a lap takes the maximum over the ranks."""
     first = laps_of_ranks[0]
     together = zip(*(laps.done for laps in laps_of_ranks), strict=True)
-    return Laps(first.wanted, first.most_tries, [Lap(*map(max, zip(*ranks, strict=True))) for ranks in together])
+    return Laps(first.wanted, first.max_tries, [Lap(*map(max, zip(*ranks, strict=True))) for ranks in together])

@@ -1,4 +1,4 @@
-"""Runs rows on clusters and turns what was measured into records."""
+"""Run benchmark rows on emulated clusters and make records of the results."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from microbench.cases.rows import Row, read_cluster
 from microbench.emulation.cluster import Cluster
 from microbench.emulation.links import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
-from microbench.harness.steal_time import Pace
-from microbench.harness.worker import PATIENCE_SECONDS, Job, Turn, run_jobs
+from microbench.harness.steal_time import TimeBudget
+from microbench.harness.worker import RETRY_SECONDS, Job, Turn, run_jobs
 from microbench.peers.base import are_replicated
 from microbench.peers.registry import OTHERS
 from reshard.cost.lower_bound import find_bound
@@ -34,13 +34,13 @@ from reshard.planner.registry import AUTO
 from reshard.topology.files import topology_to_json
 from reshard.topology.model import Topology
 
-#: Links may move by this much between before and after, and be this far from what the shaper should give.
-MOST_DEVIATION = 0.03
-#: Contenders predicted to take more than this many times the bound run less often.
+#: Largest relative change of a link rate during a run, and largest relative error to the shaped rate.
+MAX_DEVIATION = 0.03
+#: Contenders predicted to exceed this ratio to the bound run fewer turns.
 SLOW_RATIO, SLOW_REPEATS = 3.0, 3
 OURS = AUTO
 DEFAULT_CONTENDERS = (OURS, "send_recv", "local_all_gather", "awex")
-#: In the default run these stand beside them in some suites only: they take 5 to 20 times the bound.
+#: Additional default contenders of some suites. They take 5 to 20 times the bound, so other suites omit them.
 ALSO_BY_DEFAULT = {"peers": ("full_tensor + broadcast",), "one to many": ("gloo broadcast",)}
 SLOW_OTHERS = ("full_tensor + broadcast", "gloo broadcast")
 ALL_CONTENDERS = (
@@ -55,12 +55,17 @@ ALL_CONTENDERS = (
     *OTHERS,
 )
 
-Request = dict[str, Any]
+Record = dict[str, Any]
 
 
 @dataclass
 class Planned:
-    """A row with its plans on the nominal topology, and what each contender is called."""
+    """A row with its plans on the nominal topology.
+
+    Attributes:
+        key: id of the row in reports. same_as: contender -> contender with an equal plan, which runs in its place.
+        turns: the contenders to run. expected_seconds: predicted duration of all turns.
+    """
 
     row: Row
     key: str
@@ -79,7 +84,7 @@ class Planned:
         self.expected_seconds = total
 
     def guess(self, name: str) -> float:
-        """Roughly what one turn of another contender takes, for the progress bar."""
+        """Rough seconds of one turn of a contender without a plan, for the progress bar."""
         slowest = min(self.topology.host(host).egress_bytes_per_second for host in range(self.topology.num_hosts))
         receivers = len({rank for spec in self.row.tensors for rank in spec.dst.ranks})
         if name == "gloo broadcast" and not are_replicated(self.row.tensors):
@@ -91,7 +96,11 @@ class Planned:
 
 
 def plan_row(row: Row, key: str, contenders: Sequence[str], repeats: int, topology: Topology | None = None) -> Planned:
-    """Plan every strategy, on the row's cluster if no topology is given; those whose plans are the same run once."""
+    """Plan a row with every strategy. Contenders with equal plans run once.
+
+    Args:
+        topology: what to plan for; the nominal topology of the row's cluster if None.
+    """
     if topology is None:
         topology = nominal(read_cluster(row.cluster))
     plans: dict[str, Plan] = {}
@@ -100,7 +109,7 @@ def plan_row(row: Row, key: str, contenders: Sequence[str], repeats: int, topolo
     bound = 0.0
     for name in contenders:
         if name in OTHERS:
-            # point to point takes about what our plain sends do
+            # contenders without a plan take about as long as plain sends
             likely = plans.get("send_recv") or plan_tensors(row.tensors, strategy="send_recv", topology=topology)
             slow = name in SLOW_OTHERS or _is_slow(likely)
             turns.append(Turn(name, None, min(repeats, SLOW_REPEATS) if slow else repeats))
@@ -129,8 +138,8 @@ def _same(a: Plan, b: Plan) -> bool:
     )
 
 
-def describe_machine(arguments: Sequence[str]) -> Request:
-    """The first record of a file: what ran, on what, when."""
+def describe_machine(arguments: Sequence[str]) -> Record:
+    """The first record of a file: command, date, machine, load and versions."""
     versions = {"python": platform.python_version()}
     for package in ("torch", "numpy", "scipy", "reshard", "awex"):
         try:
@@ -157,15 +166,15 @@ def _processor() -> str:
 def run_cluster(
     name: str,
     planned: Sequence[Planned],
-    write: Callable[[Request], None],
+    write: Callable[[Record], None],
     advance: Callable[[float, str], None],
-    pace: Pace,
+    budget: TimeBudget,
 ) -> None:
-    """All rows of one cluster: links measured, rows run, links measured again, records written.
+    """Run all rows of one cluster, measure its links before and after them, and write the records.
 
     Args:
-        name: the cluster. planned: its rows. write: takes each record.
-        advance: takes seconds of expected work that are done, and what is running. pace: of the whole run.
+        name: the cluster. planned: its rows. write: called with each record.
+        advance: called with the expected seconds of completed work and a status text. budget: of the whole run.
     """
     shaped = read_cluster(name)
     expected = nominal(shaped)
@@ -179,31 +188,31 @@ def run_cluster(
         before = measure_cluster(cluster, expected)
         last = cluster.crossed_bytes()
 
-        def on_report(_: int, said: tuple[Any, ...]) -> None:
+        def on_report(_: int, report: tuple[Any, ...]) -> None:
             nonlocal last
-            kind, key, what = said
+            kind, key, content = report  # content: the row's result, or the contender of a turn
             if kind == "row":
-                rows[key] = what
+                rows[key] = content
                 advance(by_key[key].expected_seconds, f"{name}: {by_key[key].row.name}")
                 return
             now = cluster.crossed_bytes()
             if kind == "turn":
-                crossed[key, what] = [
+                crossed[key, content] = [
                     [(b[0] - a[0], b[1] - a[1]) for a, b in zip(host_before, host_now, strict=True)]
                     for host_before, host_now in zip(last, now, strict=True)
                 ]
             last = now
 
-        for one in planned:  # in new processes: groups that nobody uses wake up all the same, a hundred times a second
-            job = Job(one.key, one.row.tensors, one.turns, pace.spare_seconds(one.expected_seconds))
-            limit = 120.0 + 2 * PATIENCE_SECONDS + 8 * one.expected_seconds
+        for one in planned:  # new processes per row: even unused Gloo groups wake up a hundred times a second
+            job = Job(one.key, one.row.tensors, one.turns, budget.spare_seconds(one.expected_seconds))
+            limit = 120.0 + 2 * RETRY_SECONDS + 8 * one.expected_seconds
             cluster.run(run_jobs, [job], timeout_seconds=limit, on_report=on_report)
         advance(0.0, f"{name}: measuring links")
         after = measure_cluster(cluster, expected)
     moved = max(map(abs, deviations(after, before).values()))
     off = max(max(map(abs, deviations(side, expected).values())) for side in (before, after))
     links = mean_topology(before, after)
-    is_valid = moved <= MOST_DEVIATION and off <= MOST_DEVIATION
+    is_valid = moved <= MAX_DEVIATION and off <= MAX_DEVIATION
     write(
         {
             "kind": "cluster",
@@ -228,16 +237,17 @@ def make_records(
     links: Topology,
     *,
     is_shared: bool = True,
-) -> list[Request]:
-    """One record per contender of a row, against the rates that were measured.
+) -> list[Record]:
+    """One record per contender of a row, with bound and prediction at the measured link rates.
 
     Args:
-        is_shared: all ranks are on this machine, and start one after the other on its processors.
+        measured: result of each contender, by name. crossed: bytes per NIC of each row key and contender.
+        links: the measured topology. is_shared: all ranks share this machine's CPUs, so start-up time grows with ranks.
     """
     bound = find_bound(plan_tensors(one.row.tensors, topology=links)).seconds
     records = []
     for name in [*(turn.name for turn in one.turns), *one.same_as]:
-        record: Request = {
+        record: Record = {
             "kind": "row",
             "suite": one.row.suite,
             "row": one.row.name,
@@ -276,7 +286,7 @@ def make_records(
 
 
 def with_start(links: Topology, plan: Plan, is_shared: bool) -> Topology:
-    """Links as one plan's ranks find them: what starting took all ranks of a machine takes few of them less."""
+    """Scale the measured start-up time to the ranks of a plan, if all ranks share one machine."""
     if not is_shared:
         return links
     part = len(plan.ranks) / (len(links.host_of_rank) // 2 * 2 or 1)
@@ -284,5 +294,5 @@ def with_start(links: Topology, plan: Plan, is_shared: bool) -> Topology:
 
 
 def stderr(text: str) -> None:
-    """A line for people."""
+    """Print one line to stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The same rows on real machines, one process per device started by ``torchrun``; no cluster is made."""
+"""Run the benchmark rows on real machines, in a job with one process per device started by ``torchrun``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from microbench.cases.rows import Row
 from microbench.harness.calibrate import deviations, mean_topology, measure_links, measured_topology
-from microbench.harness.suite import MOST_DEVIATION, Planned, Request, make_records, plan_row
+from microbench.harness.suite import MAX_DEVIATION, Planned, Record, make_records, plan_row
 from microbench.harness.worker import Job, run_jobs
 from reshard.errors import TopologyError
 from reshard.topology.files import parse_rate, read_topology, topology_to_json
@@ -22,10 +22,10 @@ from reshard.topology.model import Host, Port, Topology
 
 
 def _join_job(topology_file: Path | None, rate: str) -> tuple[int, Topology]:
-    """Join the job's group; the own rank, and what the links should carry.
+    """Join the world group; returns this process's rank and the expected topology.
 
     Raises:
-        TopologyError: the file does not cover the job's ranks.
+        TopologyError: the file does not have the job's number of ranks.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
@@ -38,7 +38,9 @@ def _join_job(topology_file: Path | None, rate: str) -> tuple[int, Topology]:
     else:
         topology = read_topology(topology_file)
     if len(topology.host_of_rank) != size:
-        raise TopologyError(f"the topology has {len(topology.host_of_rank)} ranks, the job {size}")
+        raise TopologyError(
+            f"the topology has {len(topology.host_of_rank)} ranks, but the job has {size}; fix --topology"
+        )
     return rank, topology
 
 
@@ -46,26 +48,26 @@ def _measure(rank: int, topology: Topology) -> Topology:
     return measured_topology(topology, measure_links(rank, lambda value: None, topology))
 
 
-def write_topology(out: Path, topology_file: Path | None, rate: str, say: Callable[[str], None]) -> None:
-    """Measure what the links between the job's ranks carry, and write it as a file that ``read_topology`` reads.
+def write_topology(out: Path, topology_file: Path | None, rate: str, log: Callable[[str], None]) -> None:
+    """Measure the links between the job's hosts and write them as a topology file.
 
     Args:
-        out: where rank 0 writes it.
-        topology_file, rate: as for :func:`run_on_machines`; hosts, NICs and pods are taken from there.
+        out: the file that rank 0 writes.
+        topology_file, rate: hosts, NICs and pods, as in :func:`run_on_machines`.
 
     Raises:
-        TopologyError: the file does not cover the job's ranks, or all of them are on one host.
+        TopologyError: the file does not have the job's number of ranks, or all ranks are on one host.
     """
     rank, topology = _join_job(topology_file, rate)
     if topology.num_hosts == 1:
         raise TopologyError(
-            f"all {len(topology.host_of_rank)} ranks are on one host ({socket.gethostname()}): there is no link "
-            "between hosts to measure"
+            f"all {len(topology.host_of_rank)} ranks are on one host ({socket.gethostname()}), so there is no link "
+            "between hosts to measure; start the job on several hosts"
         )
     found = _measure(rank, topology)
     if rank == 0:
         out.write_text(json.dumps(topology_to_json(found), indent=1) + "\n")
-        say(f"{len(found.host_of_rank)} ranks on {found.num_hosts} hosts; the topology is in {out}")
+        log(f"{len(found.host_of_rank)} ranks on {found.num_hosts} hosts; wrote the topology to {out}")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -74,34 +76,36 @@ def run_on_machines(
     rows: Sequence[Row],
     contenders: Sequence[str],
     repeats: int,
-    write: Callable[[Request], None],
-    say: Callable[[str], None],
+    write: Callable[[Record], None],
+    log: Callable[[str], None],
     topology_file: Path | None,
     rate: str,
 ) -> None:
-    """Run the rows that fit this job on its ranks; only rank 0 writes and says anything.
+    """Run the rows on the job's ranks. Only rank 0 calls ``write`` and ``log``.
 
     Args:
-        rows, contenders, repeats: as on a cluster; rows that need more ranks are left out.
-        topology_file: what the links should carry; omitted, hosts are told apart by name and have one NIC of ``rate``.
+        rows, contenders, repeats: as on an emulated cluster; rows that need more ranks are skipped.
+        topology_file: expected link rates. If None, ranks with equal host names share a host with one NIC of ``rate``.
 
     Raises:
-        TopologyError: the file does not cover the job's ranks.
+        TopologyError: the file does not have the job's number of ranks.
     """
     rank, topology = _join_job(topology_file, rate)
     size = len(topology.host_of_rank)
     fitting = [row for row in rows if max(max(spec.src.ranks + spec.dst.ranks) for spec in row.tensors) < size]
     if rank == 0:
-        say(f"{size} ranks on {topology.num_hosts} hosts; {len(rows) - len(fitting)} rows need more ranks")
+        log(
+            f"{size} ranks on {topology.num_hosts} hosts; skipping {len(rows) - len(fitting)} rows that need more ranks"
+        )
     before = _measure(rank, topology)
     planned = [plan_row(row, str(n), contenders, repeats, before) for n, row in enumerate(fitting)]
     by_key = {one.key: one for one in planned}
     results: list[tuple[Planned, dict[str, Any]]] = []
 
-    def on_report(said: tuple[Any, ...]) -> None:
-        if said[0] == "row":
-            say(by_key[said[1]].row.name)
-            results.append((by_key[said[1]], said[2]))
+    def on_report(report: tuple[Any, ...]) -> None:
+        if report[0] == "row":
+            log(by_key[report[1]].row.name)
+            results.append((by_key[report[1]], report[2]))
 
     run_jobs(rank, on_report, [Job(one.key, one.row.tensors, one.turns) for one in planned])
     after = _measure(rank, topology)
@@ -109,7 +113,7 @@ def run_on_machines(
         moved = max(map(abs, deviations(after, before).values()), default=0.0)
         off = max(max(map(abs, deviations(side, topology).values()), default=0.0) for side in (before, after))
         links = mean_topology(before, after)
-        is_valid = moved <= MOST_DEVIATION and (topology_file is None or off <= MOST_DEVIATION)
+        is_valid = moved <= MAX_DEVIATION and (topology_file is None or off <= MAX_DEVIATION)
         write(
             {
                 "kind": "cluster",

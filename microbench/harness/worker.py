@@ -1,4 +1,4 @@
-"""What every rank of a benchmark does: all contenders of each row in turns, every element checked."""
+"""The program of one benchmark rank: run all contenders of each row in turns and check every element."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from microbench.harness.steal_time import (
-    MOST_TRIES,
+    MAX_TRIES,
     Lap,
     Laps,
-    Patience,
+    RetryBudget,
     idle_seconds,
     merge_laps,
-    stolen_part,
-    stolen_seconds,
+    steal_seconds,
+    steal_share,
 )
 from microbench.peers.base import NotApplicable
 from microbench.peers.ours import make_ours
@@ -31,15 +31,19 @@ from reshard.errors import ReshardError
 from reshard.plan.model import Plan
 from reshard.sharding.tensor_spec import TensorSpec
 
-#: From the agreement on a start to the start, so that all ranks are asleep by then.
+#: Delay between agreeing on a start time and the start. All ranks must have received the time and sleep by then.
 SETTLE_SECONDS = 0.02
-#: How long a row may wait for a machine that is taken away, and run turns again.
-PATIENCE_SECONDS = 30.0
+#: Longest time a row may spend on repeated turns and on waiting for steal time to end.
+RETRY_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One contender of a row: a plan of ours or the name of another, and how often it runs after its first turn."""
+    """One contender of a row.
+
+    Attributes:
+        plan: the plan to run, or None for a contender in :data:`OTHERS`. repeats: timed turns after the first one.
+    """
 
     name: str
     plan: Plan | None
@@ -48,19 +52,19 @@ class Turn:
 
 @dataclass(frozen=True)
 class Job:
-    """One row: the tensors, who moves them, and how long pauses and repeated turns may take."""
+    """One row to run: its tensors, its contenders, and the time budget for pauses and repeated turns."""
 
     key: str
     tensors: tuple[TensorSpec, ...]
     turns: tuple[Turn, ...]
-    spare_seconds: float = PATIENCE_SECONDS
+    spare_seconds: float = RETRY_SECONDS
 
 
 class Stopwatch:
-    """Times what all ranks do together, from one start to the end of the last.
+    """Times a collective operation from a common start to the end of the last rank.
 
-    Ranks that share a kernel share its clock: they start at one agreed instant, asleep until then. On several
-    machines they start behind a barrier, and the longest of the ranks' own times counts.
+    Ranks on one kernel share its clock: they agree on a start time and sleep until then. On several machines the ranks
+    start after a barrier, and each measures its own duration; the caller takes the maximum.
     """
 
     def __init__(self) -> None:
@@ -80,24 +84,28 @@ class Stopwatch:
             time.sleep(max(0.0, self.begun - time.monotonic()))
         else:
             self.begun = time.monotonic()
-        self._idle, self._stolen = idle_seconds(), stolen_seconds()
+        self._idle, self._stolen = idle_seconds(), steal_seconds()
 
     def stop(self) -> Lap:
-        """What has passed since the start on this rank; returns when all ranks have stopped."""
+        """End the measurement on this rank; returns its lap after all ranks have stopped."""
         seconds = time.monotonic() - self.begun
         dist.barrier()
         passed = time.monotonic() - self.begun
         busy = max(0.0, 1 - (idle_seconds() - self._idle) / (passed * (os.cpu_count() or 1)))
-        stolen = torch.tensor([stolen_part(stolen_seconds() - self._stolen, passed)], dtype=torch.float64)
+        stolen = torch.tensor([steal_share(steal_seconds() - self._stolen, passed)], dtype=torch.float64)
         dist.all_reduce(stolen, dist.ReduceOp.MAX)
         return Lap(seconds, busy, float(stolen))
 
 
 def run_jobs(rank: int, report: Callable[[Any], None], jobs: Sequence[Job]) -> None:
-    """All rows in order. Rank 0 reports ``("turn", ...)`` behind each turn and ``("row", ...)`` behind each row."""
+    """Run the rows in order.
+
+    Rank 0 reports ``("start", key, contender)`` before and ``("turn", key, contender)`` after each turn, and
+    ``("row", key, results)`` after each row.
+    """
     import warnings
 
-    warnings.filterwarnings("ignore")  # of the contenders; ours are errors in the tests
+    warnings.filterwarnings("ignore")  # other contenders warn; the tests turn our own warnings into errors
     stopwatch = Stopwatch()
     for job in jobs:
         result = _run_job(rank, report if rank == 0 else lambda value: None, job, stopwatch)
@@ -112,10 +120,10 @@ def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stop
     expected = [shard_of_positions(spec.dst, rank, spec.shape, spec.dtype) for spec in job.tensors]
     outs = [None if shard is None else torch.zeros_like(shard) for shard in expected]
     results: dict[str, dict[str, Any]] = {}
-    patience = Patience(min(job.spare_seconds, PATIENCE_SECONDS))
-    may_repeat = torch.tensor([not patience.is_over])
+    retries = RetryBudget(min(job.spare_seconds, RETRY_SECONDS))
+    may_repeat = torch.tensor([not retries.is_spent])
     contenders: dict[str, Callable[[], None]] = {}
-    for number in range(MOST_TRIES * max(turn.repeats for turn in job.turns) + 1):
+    for number in range(MAX_TRIES * max(turn.repeats for turn in job.turns) + 1):
         for turn in job.turns:
             if number and ("refused" in results[turn.name] or not results[turn.name]["laps"].needs_more()):
                 continue
@@ -126,7 +134,7 @@ def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stop
                     out.zero_()
             report(("start", job.key, turn.name))
             stopwatch.start()
-            if number == 0:  # the first turn includes making the contender
+            if number == 0:  # the first turn includes set-up
                 results[turn.name] = {"laps": Laps(turn.repeats), "wrong": 0, "first_use_seconds": 0.0}
                 try:
                     contenders[turn.name] = _make(turn, job, rank, sources, outs)
@@ -145,9 +153,9 @@ def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stop
                 if out is not None and wanted is not None and not _same(out, wanted):
                     results[turn.name]["wrong"] += count_unlike(out, wanted)
             if number and took.is_disturbed and rank == 0:
-                patience.spend(took.seconds)
-                patience.rest()
-            may_repeat[0] = not patience.is_over
+                retries.spend(took.seconds)
+                retries.wait_until_quiet()
+            may_repeat[0] = not retries.is_spent
             dist.broadcast(may_repeat, 0)
     return results
 
@@ -164,7 +172,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _merge(gathered: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """The results of all ranks as one: a turn took as long as its last rank."""
+    """Merge the results of all ranks: a turn takes as long as its slowest rank."""
     merged: dict[str, dict[str, Any]] = {}
     for name in gathered[0]:
         rows = [result[name] for result in gathered]

@@ -1,1 +1,1 @@
-"""Native code and GPU kernels beside what they replace."""
+"""Benchmarks of native code and GPU kernels against the code that they replace."""

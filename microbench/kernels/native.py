@@ -1,4 +1,7 @@
-"""Native code beside its Python twins, and the cost of geometry: ``python -m microbench.kernels.native``."""
+"""Time native code against its Python reference, and the computation of unit tasks.
+
+Run it with ``python -m microbench.kernels.native``. It needs the tests folder, which has the Python references.
+"""
 
 from __future__ import annotations
 
@@ -33,22 +36,22 @@ def _median_seconds(function: Callable[[], object], repeats: int = 15) -> float:
 
 
 def copies() -> None:
-    """1 MiB in runs of 16 bytes to 64 KiB."""
-    print("copy_runs, 1 MiB          native      twin    ratio")
+    """Time ``copy_runs`` on 1 MiB in runs of 16 bytes to 64 KiB."""
+    print("copy_runs, 1 MiB          native    python speed-up")
     src, dst = np.ones(2**22, dtype=np.uint8), np.zeros(2**20, dtype=np.uint8)
     for run in (16, 64, 256, 1024, 4096, 65536):
         count = 2**20 // run
         src_at = np.arange(count, dtype=np.int64) * run * 4
         dst_at = np.arange(count, dtype=np.int64) * run
         length = np.full(count, run, dtype=np.int64)
-        twin = _median_seconds(lambda a=src_at, b=dst_at, n=length: copy_runs_python(src, dst, a, b, n))  # type: ignore[misc]
+        python = _median_seconds(lambda a=src_at, b=dst_at, n=length: copy_runs_python(src, dst, a, b, n))  # type: ignore[misc]
         native = _median_seconds(lambda a=src_at, b=dst_at, n=length: copy_runs(src, dst, a, b, n))  # type: ignore[misc]
-        print(f"{run:6} bytes a run  {1e3 * native:8.3f} ms {1e3 * twin:8.3f} ms {twin / native:6.1f}")
+        print(f"{run:6} bytes/run    {1e3 * native:8.3f} ms {1e3 * python:8.3f} ms {python / native:6.1f}")
 
 
 def simulator() -> None:
-    """Plans of 2 to 16 hosts of 4, 2 GiB, in the default strategy."""
-    print("simulate                  native      twin    ratio")
+    """Time the simulation of default plans: 2 GiB from 2 to 16 hosts of 4 devices to as many others."""
+    print("simulate                  native    python speed-up")
     for hosts in (2, 4, 8, 16):
         src = Layout(Mesh.of((hosts, 4)), "R S01 R")
         dst = Layout(Mesh.of((hosts, 4), first_rank=4 * hosts), "S0 R R")
@@ -56,14 +59,14 @@ def simulator() -> None:
         plan = make_plan(src, dst, (1024, 1024, 512), "float32", topology=topology)
         messages = tabulate_messages(plan)
         network = network_of(plan, messages, np.flatnonzero(messages.sender != messages.receiver), topology)
-        twin = _median_seconds(lambda network=network: flow_python(network), 3)  # type: ignore[misc]
-        said = f"{2 * hosts:3} hosts {len(messages):6} messages"
+        python = _median_seconds(lambda network=network: flow_python(network), 3)  # type: ignore[misc]
+        title = f"{2 * hosts:3} hosts {len(messages):6} messages"
         native = _median_seconds(lambda network=network: flow(network), 5)  # type: ignore[misc]
-        print(f"{said} {1e3 * native:6.1f} ms {1e3 * twin:6.0f} ms {twin / native:6.1f}")
+        print(f"{title} {1e3 * native:6.1f} ms {1e3 * python:6.0f} ms {python / native:6.1f}")
 
 
 def geometry() -> None:
-    """R S01 R -> S01 R R: every source rank has something for every destination rank."""
+    """Time the unit tasks of R S01 R -> S01 R R, where every source rank sends to every destination rank."""
     print("unit tasks of R S01 R -> S01 R R")
     for hosts in (4, 16, 64, 256):
         src = Layout(Mesh.of((hosts, 4)), "R S01 R")

@@ -1,6 +1,6 @@
-"""Packing on a GPU: ``python -m microbench.kernels.packing``. One launch for many boxes beside ``copy_`` for each.
+"""Time packing of strided boxes on a GPU: one kernel launch for many boxes against one ``copy_`` per box.
 
-Boxes are columns of matrices; the longer their rows the nearer packing should come to a plain copy of as many bytes.
+Each box is a group of columns of a matrix. With longer rows, packing should approach the rate of a contiguous copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_BOXES = 64
 
 
 def seconds_of(work: Callable[[], object], repeats: int) -> float:
-    """Median seconds of the device."""
+    """Median seconds on the device, timed with CUDA events."""
     work()
     times = []
     for _ in range(repeats):
@@ -34,9 +34,10 @@ def seconds_of(work: Callable[[], object], repeats: int) -> float:
 
 
 def measure(row_bytes: int, repeats: int) -> tuple[float, float, float, float]:
-    """Bytes per second of a plain copy, of packing and unpacking in one launch, and of ``copy_`` box by box.
+    """Rates of a contiguous copy, of packing and unpacking in one launch, and of one ``copy_`` per box.
 
-    Each counts bytes once; all read and write as many.
+    Returns:
+        Bytes per second, where each byte counts once although it is read and written.
     """
     from reshard.runtime.cuda.pack_kernel import RegionCopier
     from reshard.runtime.strided_regions import box_regions, make_tables
@@ -50,7 +51,7 @@ def measure(row_bytes: int, repeats: int) -> tuple[float, float, float, float]:
         region for i, box in enumerate(boxes) for region in box_regions(0, array.shape, 1, box, i * rows * row_bytes)
     ]
     copier = RegionCopier(device)
-    tables = [copier.place(table) for table in make_tables(regions, [16])]
+    tables = [copier.upload(table) for table in make_tables(regions, [16])]
     addresses = copier.find_addresses((array.data_ptr(),))
     parts = [part.view(rows, row_bytes) for part in buffer.split(rows * row_bytes)]
 
@@ -72,15 +73,19 @@ def measure(row_bytes: int, repeats: int) -> tuple[float, float, float, float]:
 
 
 def main() -> int:
-    """Print a row for each row length."""
-    parser = argparse.ArgumentParser(prog="python -m microbench.kernels.packing", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=20, help="turns of each (20)")
+    """Print a table with one line per row length of the boxes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m microbench.kernels.packing",
+        description=__doc__,
+        epilog="example: python -m microbench.kernels.packing --repeats 10",
+    )
+    parser.add_argument("--repeats", type=int, default=20, help="repetitions of each measurement (20)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        stderr("packing: this process has no CUDA device")
+        stderr("packing: no CUDA device found; run this on a machine with a GPU")
         return 2
     print(describe_machine(sys.argv[1:]) | {"device": torch.cuda.get_device_name()})
-    print(f"{'row bytes':>10}{'copy GB/s':>12}{'pack':>8}{'unpack':>8}{'copy_ each':>12}   of a plain copy")
+    print(f"{'row bytes':>10}{'copy GB/s':>12}{'pack':>8}{'unpack':>8}{'copy_ loop':>12}   (as parts of the copy rate)")
     for row_bytes in ROW_BYTES:
         plain, packed, unpacked, looped = measure(row_bytes, options.repeats)
         print(f"{row_bytes:10}{plain / 1e9:12.0f}{packed / plain:8.2f}{unpacked / plain:8.2f}{looped / plain:12.2f}")

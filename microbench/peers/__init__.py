@@ -1,1 +1,1 @@
-"""What moves tensors in the benchmarks: our strategies, and what users would use instead."""
+"""The contenders of the benchmarks: our strategies and the alternatives to this library."""

@@ -1,9 +1,9 @@
-"""awex's planner and point-to-point executor (PyPI ``awex``, extra ``[bench]``) as a contender.
+"""The planner and point-to-point executor of awex (PyPI ``awex``, extra ``[bench]``) as a contender.
 
-awex supports NCCL, HCCL and its own transports; its planner and ``batch_isend_irecv`` executor work on CPU tensors
-over Gloo unchanged, so that is what runs here: its real plan and its real execution, with operations and buffers made
-once, where awex makes them anew on every update. Only the modules for these two are imported: its package pulls in
-its readers and writers for whole engines.
+awex supports NCCL, HCCL and its own transports. Its planner and its ``batch_isend_irecv`` executor also work unchanged
+on CPU tensors over Gloo, so this contender runs awex's real plan with its real executor. Operations and buffers are
+created once here; awex itself creates them on every update. Only the modules of the planner and executor are imported,
+because the whole package imports inference engines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAME = "weight"
 
 
 def _modules() -> tuple[Any, Any, Any, Any]:
-    os.environ.setdefault("AWEX_DEVICE_TYPE", "cpu")  # its own setting
+    os.environ.setdefault("AWEX_DEVICE_TYPE", "cpu")  # read by awex on import
     if "awex" not in sys.modules:
         spec = importlib.util.find_spec("awex")
         if spec is None or spec.submodule_search_locations is None:
@@ -47,17 +47,17 @@ class Awex:
     def __init__(self, specs: Sequence[TensorSpec], rank: int, sources: Tensors, outs: Tensors) -> None:
         spec = specs[0]
         if len(specs) > 1:
-            raise NotApplicable("measured with one tensor")
+            raise NotApplicable(f"supports one tensor, not {len(specs)}")
         senders, receivers = sorted(spec.src.ranks), sorted(spec.dst.ranks)
         if not set(senders).isdisjoint(receivers):
-            raise NotApplicable("ranks that send and receive: awex does that over CUDA IPC only")
+            raise NotApplicable("some ranks send and receive, which awex supports only over CUDA IPC")
         metas, sharding, self._comm, plans = _modules()
         self._out, self._source = outs[0], sources[0]
         dtype = getattr(torch, spec.dtype)
         train = _describe(metas, sharding, spec, spec.src, senders, dtype)
         infer = _describe(metas, sharding, spec, spec.dst, receivers, dtype)
         builder = plans.TransferPlanBuilder(infer_world_size=len(receivers), train_world_size=len(senders))
-        # awex numbers receivers from 0 and senders behind them
+        # awex numbers the receivers first, then the senders
         self._ops: list[Any] = []
         self._packs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._unpacks: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -97,7 +97,7 @@ class Awex:
 
 
 def _describe(metas: Any, sharding: Any, spec: TensorSpec, layout: Any, ranks: list[int], dtype: torch.dtype) -> Any:
-    """A tensor on one side as awex's metadata; the k-th holders of all regions are replica k, as awex groups them."""
+    """Awex's metadata of one side of a tensor. As in awex, replica k consists of the k-th holder of each region."""
     by_box: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     shards = []
     for number, rank in enumerate(ranks):

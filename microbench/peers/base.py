@@ -1,7 +1,7 @@
-"""What moves tensors in the benchmarks: our strategies, and what users would use instead.
+"""The interface of a contender.
 
-A contender is made by every rank (that is its set-up), then called once per turn with the same tensors and outs.
-:class:`NotApplicable` says why one cannot do a row.
+Every rank creates the contender once, which is its set-up, and then calls it once per turn. All turns use the same
+source and output tensors. A contender that does not support a row raises :class:`NotApplicable` on creation.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from reshard.sharding.layout import Layout
 from reshard.sharding.tensor_spec import TensorSpec
 
 
-class NotApplicable(Exception):  # it is an answer, not an error
-    """A contender cannot do a row; says why, alike on all ranks."""
+class NotApplicable(Exception):
+    """The contender does not support the row. All ranks raise it, with the same reason."""
 
 
 Tensors = Sequence[torch.Tensor | None]
@@ -25,17 +25,21 @@ MakeContender = Callable[[Sequence[TensorSpec], int, Tensors, Tensors], Callable
 
 
 def slices_of(spec: TensorSpec, layout: Any, rank: int) -> tuple[slice, ...]:
-    """Where the shard of a rank lies in the global tensor."""
+    """The region of a rank's shard in the global tensor.
+
+    Raises:
+        NotApplicable: the shard has several regions.
+    """
     shards = spec.src_shards if layout is spec.src else spec.dst_shards
     boxes = [box for box, _ in shards.boxes_of(rank)]
     if not boxes:
         return tuple(slice(0, 0) for _ in spec.shape)
     if len(boxes) > 1:
-        raise NotApplicable("a shard of several regions")
+        raise NotApplicable("shards of several regions are not supported")
     return tuple(slice(lo, hi) for lo, hi in boxes[0])
 
 
 def are_replicated(specs: Sequence[TensorSpec]) -> bool:
-    """Whether every rank of both layouts holds whole tensors."""
+    """Whether every rank of both layouts holds the whole tensor."""
     layouts = [layout for spec in specs for layout in (spec.src, spec.dst)]
     return all(isinstance(layout, Layout) and not any(layout.spec) for layout in layouts)

@@ -1,4 +1,4 @@
-"""Our strategies as a contender."""
+"""The contender that runs one of our plans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reshard.plan.model import Plan
 
 
 def make_ours(plan: Plan, rank: int, sources: Tensors, outs: Tensors) -> Callable[[], None]:
-    """A Mover for a plan."""
+    """A contender that calls a :class:`reshard.Mover` of the plan."""
     if rank not in plan.ranks:
         return lambda: None
     mover = reshard.Mover(plan)

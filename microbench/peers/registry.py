@@ -1,4 +1,4 @@
-"""The contenders that are not ours, by name."""
+"""The contenders from other libraries, by name."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from reshard.sharding.tensor_spec import TensorSpec
 
 
 def make_awex(specs: Sequence[TensorSpec], rank: int, sources: Tensors, outs: Tensors) -> Callable[[], None]:
-    """Awex's point-to-point plan."""
+    """Create the awex contender; imports awex on first use."""
     from microbench.peers.awex import Awex
 
     return Awex(specs, rank, sources, outs)
 
 
-#: What users would use instead, by name.
+#: Contenders from other libraries, by name.
 OTHERS: dict[str, MakeContender] = {
     "gloo broadcast": GlooBroadcast,
     "full_tensor + broadcast": FullTensor,

@@ -1,4 +1,4 @@
-"""What torch offers for the same job: DTensor and a broadcast over Gloo."""
+"""Contenders built from torch alone: a Gloo broadcast, and DTensor with a broadcast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GlooBroadcast:
 
     def __init__(self, specs: Sequence[TensorSpec], rank: int, sources: Tensors, outs: Tensors) -> None:
         if not are_replicated(specs):
-            raise NotApplicable("it moves whole tensors: both layouts must be replicated")
+            raise NotApplicable("it moves whole tensors, so both layouts must be replicated")
         self.root = specs[0].src.ranks[0]
         members = sorted({self.root, *specs[0].dst.ranks})
         self.group = dist.new_group(members)
@@ -40,7 +40,7 @@ class GlooBroadcast:
 
 
 class FullTensor:
-    """torch's own way: ``DTensor.full_tensor()`` on the source mesh, broadcast to the destination, slice."""
+    """``DTensor.full_tensor()`` on the source mesh, broadcast to the destination ranks, then slice."""
 
     def __init__(self, specs: Sequence[TensorSpec], rank: int, sources: Tensors, outs: Tensors) -> None:
         from torch.distributed.device_mesh import DeviceMesh
@@ -48,11 +48,11 @@ class FullTensor:
 
         for spec in specs:
             if not isinstance(spec.src, Layout) or not isinstance(spec.dst, Layout):
-                raise NotApplicable("DTensor has no layout of explicit regions")
+                raise NotApplicable("DTensor does not support layouts of explicit regions")
         src, dst = specs[0].src, specs[0].dst
         assert isinstance(src, Layout)
         if any((np.diff(src.mesh.array, axis=axis) < 0).any() for axis in range(src.mesh.array.ndim)):
-            raise NotApplicable("torch sorts the ranks of a group, so along each mesh axis they must ascend")
+            raise NotApplicable("torch sorts the ranks of a group, so ranks must ascend along each mesh axis")
         mesh = DeviceMesh("cpu", src.mesh.array.tolist())
         self.root = src.ranks[0]
         self.members = sorted({self.root, *dst.ranks})

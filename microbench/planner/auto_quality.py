@@ -1,7 +1,8 @@
-"""How good the default strategy's choice is: ``python -m microbench.planner.auto_quality``.
+"""Compare the choice of the ``auto`` strategy with its alternatives: ``python -m microbench.planner.auto_quality``.
 
-Random layout pairs on random topologies. Every strategy that the default one knows is planned and simulated, unless its
-busiest port alone takes longer than what was chosen, and the best is compared with that. Nothing is moved.
+For random layout pairs on random topologies, it plans and simulates every strategy that ``auto`` chooses from, and
+compares the best makespan with that of ``auto``. Simulation is skipped if the load of the busiest port already exceeds
+the makespan of ``auto``. No tensor is moved.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 
 from reshard.cost.simulator import simulate
 from reshard.errors import ReshardError
-from reshard.planner.auto import KNOWN
-from reshard.planner.estimates import Floors, least_seconds_of
+from reshard.planner.auto import CANDIDATES
+from reshard.planner.estimates import Floors, floor_of_transfers
 from reshard.planner.planning import plan_tensors
 from reshard.planner.registry import AUTO
 from reshard.planner.strategies.problem import Problem
@@ -33,10 +34,10 @@ from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.model import Host, Port, Topology
 from reshard.topology.presets import MACHINES, load_preset
 
-MOST_RANKS = 256
-#: Of each pair, at least this many bytes and at most so many.
+MAX_RANKS = 256
+#: Smallest and largest tensor of a pair, in bytes.
 BYTES = (2**10, 2**32)
-#: A pair on which another strategy is faster by more than this part is lost.
+#: A pair counts as lost if another strategy is faster by more than this part.
 MARGIN = 0.01
 _GBIT = 1e9 / 8
 _DTYPES = {"bfloat16": 2, "float32": 4, "int8": 1}
@@ -50,14 +51,14 @@ def _preset(name: str) -> Callable[[random.Random, int], tuple[Topology, int]]:
 
 
 def _plain(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
-    """Equal hosts as people write them: no latency given."""
+    """Equal hosts with the default latency."""
     devices = chance.choice((1, 2, 4, 8))
     rate = chance.choice((10, 25, 100, 400)) * _GBIT
     return Topology.uniform([rank // devices for rank in range(num_ranks)], rate), devices
 
 
-def _free(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
-    """Messages cost nothing; one to eight NICs."""
+def _zero_latency(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
+    """Equal hosts with one to eight NICs and no cost per message."""
     devices = chance.choice((2, 4, 8))
     nics = chance.choice([n for n in (1, 2, 4, 8) if n <= devices])
     hosts = (Host((Port.of(chance.choice((10, 50, 400)) * _GBIT),) * nics),)
@@ -66,7 +67,7 @@ def _free(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
 
 
 def _unequal(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
-    """NICs of different rates and numbers; half of them by direction."""
+    """Hosts with different numbers and rates of NICs; on half of the topologies rates also differ by direction."""
     devices = chance.choice((2, 4, 8))
     num_hosts = -(-num_ranks // devices)
 
@@ -81,7 +82,7 @@ def _unequal(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
 
 
 def _pods(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
-    """Pods behind an uplink of a quarter to all of what their hosts send."""
+    """Pods whose uplink has the total rate of their hosts, or a half or a quarter of it."""
     devices = chance.choice((2, 4, 8))
     num_hosts = -(-num_ranks // devices)
     num_pods = min(chance.randint(2, 4), num_hosts)
@@ -94,7 +95,7 @@ def _pods(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
 
 
 def _with_costs(chance: random.Random, topology: Topology) -> Topology:
-    """None, those that are taken where none are given, or those of RDMA with slow links inside or turns."""
+    """Random costs per message: none, the defaults, RDMA-like with slow links inside hosts, or a cost per turn."""
     what = chance.randrange(4)
     if what == 0:
         return topology.without_latency()
@@ -108,14 +109,14 @@ def _with_costs(chance: random.Random, topology: Topology) -> Topology:
 NETWORKS: dict[str, Callable[[random.Random, int], tuple[Topology, int]]] = {
     **{name: _preset(name) for name in MACHINES},
     "no latency given": _plain,
-    "free messages": _free,
+    "free messages": _zero_latency,
     "unequal NICs": _unequal,
     "pods": _pods,
 }
 
 
-def random_pair(seed: int, number: int, most_ranks: int = MOST_RANKS) -> tuple[str, TensorSpec, Topology]:
-    """Pair ``number`` of a seed: the name of its network, its layouts, and where ranks are."""
+def random_pair(seed: int, number: int, most_ranks: int = MAX_RANKS) -> tuple[str, TensorSpec, Topology]:
+    """Pair ``number`` of a seed: name of its network, tensor with both layouts, and topology."""
     chance = random.Random(f"{seed}/{number}")
     network = list(NETWORKS)[number % len(NETWORKS)]
     is_in_place = chance.random() < 0.25
@@ -136,16 +137,16 @@ def random_pair(seed: int, number: int, most_ranks: int = MOST_RANKS) -> tuple[s
 
 
 def _random_shape(chance: random.Random, numel: float, ndim: int) -> tuple[int, ...]:
-    """Of about so many elements, each dim up to some times the mean."""
+    """A random shape of about ``numel`` elements."""
     parts = [chance.uniform(0.5, 1.5) for _ in range(ndim)]
     sizes = [max(1, round(numel ** (part / sum(parts)))) for part in parts]
-    if chance.random() < 0.7:  # most people's sizes divide
+    if chance.random() < 0.7:  # typical sizes are powers of two
         sizes = [2 ** round(math.log2(size)) for size in sizes]
     return tuple(sizes)
 
 
 def _random_layout(chance: random.Random, count: int, first: int, devices: int, ndim: int) -> Layout:
-    """A mesh of one to three axes, each of which shards a dim or none."""
+    """A layout on a mesh of one to three axes; each axis shards a random dim or none."""
     grid = [count]
     if count % devices == 0 and count > devices and chance.random() < 0.8:
         grid = [count // devices, devices]
@@ -159,28 +160,31 @@ def _random_layout(chance: random.Random, count: int, first: int, devices: int, 
 
 
 def measure(network: str, spec: TensorSpec, topology: Topology, rivals: bool = True) -> dict[str, Any]:
-    """What auto chose, and what each strategy takes: ``{name: [s, messages, CPU s to plan, CPU s to simulate]}``.
+    """Plan and simulate ``auto`` and, with ``rivals``, every strategy that it chooses from.
 
-    Of one that cannot be faster than auto, the seconds are those that it takes at least.
+    Returns:
+        ``{strategy: [makespan seconds, messages, CPU seconds to plan, CPU seconds to simulate]}``, with ``"chosen"``,
+        ``"network"``, ``"title"`` and ``"bytes"``. If a strategy cannot be faster than ``auto``, its makespan is only a
+        lower bound.
     """
     found: dict[str, Any] = {"network": network, "title": str(spec), "bytes": math.prod(spec.shape) * spec.itemsize}
     problem = Problem.of([spec], topology) if rivals else None
-    for name, strategy in {AUTO: None, **(KNOWN if rivals else {})}.items():
-        if problem is not None and name.endswith("gather"):  # those among many receivers would take minutes
+    for name, strategy in {AUTO: None, **(CANDIDATES if rivals else {})}.items():
+        if problem is not None and name.endswith("gather"):  # planning one among many receivers would take minutes
             least = Floors(problem).of_gathers((problem.receivers != NO_RANK).sum(axis=1))
             if least > found[AUTO][0]:
                 found[name] = [least, 0, 0.0, 0.0]
                 continue
-        again = TensorSpec(spec.shape, spec.dtype, spec.src, spec.dst)  # what is kept with it is not paid for
+        fresh = TensorSpec(spec.shape, spec.dtype, spec.src, spec.dst)  # without cached unit tasks
         begun = time.process_time()
         try:
-            plan = plan_tensors([again], strategy=strategy, topology=topology)
+            plan = plan_tensors([fresh], strategy=strategy, topology=topology)
         except ReshardError as error:
             found[name] = [math.inf, 0, str(error)]
             continue
         taken = time.process_time() - begun
         if name != AUTO and problem is not None:
-            least = least_seconds_of(problem, plan.transfers)
+            least = floor_of_transfers(problem, plan.transfers)
             if least > found[AUTO][0]:
                 found[name] = [least, plan.num_messages, taken, 0.0]
                 continue
@@ -197,7 +201,7 @@ def _measure(task: tuple[int, int, int, bool]) -> dict[str, Any]:
 
 
 def run(seed: int, numbers: list[int], most_ranks: int, jobs: int, rivals: bool = True) -> Iterator[dict[str, Any]]:
-    """Every pair, in no order."""
+    """Measure every pair; results come in any order."""
     tasks = [(seed, number, most_ranks, rivals) for number in numbers]
     if jobs == 1:
         yield from map(_measure, tasks)
@@ -207,22 +211,28 @@ def run(seed: int, numbers: list[int], most_ranks: int, jobs: int, rivals: bool 
 
 
 def ratio_of(found: dict[str, Any]) -> float:
-    """What auto takes over what the best known strategy takes."""
-    best = min(found[name][0] for name in KNOWN)
+    """Makespan of ``auto`` over the makespan of the best strategy."""
+    best = min(found[name][0] for name in CANDIDATES)
     return float(found[AUTO][0] / best) if best else 1.0
 
 
 def main() -> int:
-    """Compare auto's plan with that of every known strategy; returns 1 if one is faster by more than 1 %."""
-    parser = argparse.ArgumentParser(prog="python -m microbench.planner.auto_quality", description=main.__doc__)
-    parser.add_argument("--pairs", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--most-ranks", type=int, default=MOST_RANKS, help="of both sides together")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--only", type=int, action="append", help="only this pair, may be repeated")
-    parser.add_argument("--no-rivals", action="store_true", help="only time auto")
-    parser.add_argument("--worst", type=int, default=10, help="show so many of the worst pairs")
-    parser.add_argument("--out", type=Path, help="write JSON lines here")
+    """Compare auto with the strategies it chooses from; the exit status is 1 if one is faster by more than 1 %."""
+    parser = argparse.ArgumentParser(
+        prog="python -m microbench.planner.auto_quality",
+        description=main.__doc__,
+        epilog="example: python -m microbench.planner.auto_quality --pairs 100 --seed 7 --jobs 4",
+    )
+    parser.add_argument("--pairs", type=int, default=500, help="number of random pairs (500)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the pairs (0)")
+    parser.add_argument(
+        "--most-ranks", type=int, default=MAX_RANKS, help=f"most ranks of both meshes together ({MAX_RANKS})"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="worker processes (1)")
+    parser.add_argument("--only", type=int, action="append", help="run only the pair of this number; may be repeated")
+    parser.add_argument("--no-rivals", action="store_true", help="only time the planning of auto")
+    parser.add_argument("--worst", type=int, default=10, help="number of worst pairs to print (10)")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args()
     numbers = options.only or list(range(options.pairs))
     rows = []
@@ -241,25 +251,25 @@ def main() -> int:
 
 
 def report(rows: list[dict[str, Any]], worst: int) -> int:
-    """Print the distribution and the worst pairs."""
+    """Print the distribution of ratios and the worst pairs; returns 1 if a pair was lost."""
     ratios = sorted(map(ratio_of, rows))
     lost = sum(ratio > 1 + MARGIN for ratio in ratios)
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    print(f"auto over the best known strategy: worst {ratios[-1]:.4f}, geometric mean {mean:.5f}")
+    print(f"makespan of auto / makespan of the best strategy: worst {ratios[-1]:.4f}, geometric mean {mean:.5f}")
     for part in (0.5, 0.9, 0.95, 0.99):
         print(f"  {part:.0%} of pairs within {ratios[math.ceil(part * len(ratios)) - 1]:.4f}")
     print(f"{lost} pairs on which another strategy is faster by more than {MARGIN:.0%}")
-    print(f"{'':28} {'chosen':>7} {'best':>7} {'alone best by 1 %':>18} {'CPU s to plan':>14} {'to simulate':>12}")
-    for name in KNOWN:
-        times = {rival: [found[rival][0] for found in rows] for rival in KNOWN}
-        others = [min(times[rival][i] for rival in KNOWN if rival != name) for i in range(len(rows))]
+    print(f"{'':28} {'chosen':>7} {'best':>7} {'best by over 1 %':>18} {'CPU s to plan':>14} {'to simulate':>12}")
+    for name in CANDIDATES:
+        times = {rival: [found[rival][0] for found in rows] for rival in CANDIDATES}
+        others = [min(times[rival][i] for rival in CANDIDATES if rival != name) for i in range(len(rows))]
         best = sum(a <= b for a, b in zip(times[name], others, strict=True))
         alone = sum(a * (1 + MARGIN) < b for a, b in zip(times[name], others, strict=True))
         chosen = sum(found["chosen"] == name for found in rows)
         spent = [sum(found[name][at] for found in rows if len(found[name]) > 3) for at in (2, 3)]
         print(f"{name:28} {chosen:7} {best:7} {alone:18} {spent[0]:14.2f} {spent[1]:12.2f}")
     for found in sorted(rows, key=ratio_of, reverse=True)[:worst]:
-        best = min(KNOWN, key=lambda name: found[name][0])
+        best = min(CANDIDATES, key=lambda name: found[name][0])
         print(
             f"{ratio_of(found):.4f}  pair {found['number']}: {found['chosen']} {1e6 * found[AUTO][0]:.1f} us, {best} "
             f"{1e6 * found[best][0]:.1f} us; {found['network']}, {found['title']}"

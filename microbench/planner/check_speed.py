@@ -1,7 +1,7 @@
-"""Time of :func:`reshard.check_plan` against the number of messages: ``python -m microbench.planner.check_speed``.
+"""Time :func:`reshard.check_plan` by number of messages: ``python -m microbench.planner.check_speed``.
 
-Processor time, the least of several turns. Each case is made and checked in a process of its own, so that the memory is
-its own too. ``--reference`` times the checker that the tests compare with, which replays messages one by one.
+It reports the least CPU time of several repetitions. Each case runs in a separate process, so that peak memory belongs
+to the case. ``--reference`` times the reference checker of the tests, which replays messages one by one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STAGING_BYTES = 2**20
 
 
 def _few_ranks(strategy: str) -> Callable[[int], Plan]:
-    """From two ranks of one host to two replicas on each of two others, in many chunks."""
+    """From two ranks on one host to two replicas on each of two other hosts, in many chunks."""
 
     def make(messages: int) -> Plan:
         src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(4, first_rank=2))
@@ -49,10 +49,10 @@ def _few_ranks(strategy: str) -> Callable[[int], Plan]:
 
 
 def _relays(messages: int) -> Plan:
-    """Rows to columns between two hosts of four ranks and three NICs: what leaves by a neighbour's is staged there."""
+    """Rows to columns between two hosts of four ranks and three NICs; some data is staged on a rank of another NIC."""
     src, dst = Layout(Mesh.of(4), "S0 R"), Layout(Mesh.of(4, first_rank=4), "R S0")
     host = {"count": 1, "devices": 4, "nics": ["10 Gbit/s"] * 3}
-    rows = min(max(1, messages // 20), 54_000)  # with more, its chunks are too many to plan at once
+    rows = min(max(1, messages // 20), 54_000)  # more rows would exceed the planner's chunk limit
     spec = TensorSpec((rows, 2**19), "bfloat16", src, dst)
     return plan_tensors(
         [spec], strategy="multicast", topology=topology_from_json({"hosts": [host, host]}), staging_bytes=STAGING_BYTES
@@ -60,7 +60,7 @@ def _relays(messages: int) -> Plan:
 
 
 def _small_boxes(messages: int) -> Plan:
-    """Two ranks to two others, rows scheduled in turn against columns scheduled in turn: boxes of one element."""
+    """Two ranks to two others, cyclic rows to cyclic columns: every box has one element."""
     side = 2 * max(1, math.isqrt(messages) // 2)
     src = Layout(Mesh.of(2, axes=["a"]), ((Strided("a", side // 2),),))
     dst = Layout(Mesh.of(2, first_rank=2, axes=["a"]), ((), (Strided("a", side // 2),)))
@@ -68,7 +68,7 @@ def _small_boxes(messages: int) -> Plan:
 
 
 def _many_ranks(messages: int) -> Plan:
-    """Rows to columns, each rank to each."""
+    """Rows to columns: every source rank sends to every destination rank."""
     ranks = math.isqrt(messages)
     src, dst = Layout(Mesh.of(ranks), "S0 R"), Layout(Mesh.of(ranks, first_rank=ranks), "R S0")
     topology = Topology.uniform([rank // 8 for rank in range(2 * ranks)])
@@ -76,7 +76,7 @@ def _many_ranks(messages: int) -> Plan:
 
 
 def _many_tensors(messages: int) -> Plan:
-    """Weights of sixteen shapes, each from eight ranks to eight others."""
+    """Weights of sixteen shapes, each from eight ranks to eight other ranks."""
     src, dst = Layout(Mesh.of(8), "S0 R"), Layout(Mesh.of(8, first_rank=8), "R S0")
     topology = Topology.uniform([rank // 8 for rank in range(16)])
     tensors = [TensorSpec((64 + 8 * (i % 16), 64), "int32", src, dst, f"w{i}") for i in range(max(1, messages // 64))]
@@ -84,21 +84,21 @@ def _many_tensors(messages: int) -> Plan:
 
 
 def _regions(messages: int) -> Plan:
-    """Explicit regions, a wall of bricks, to two ranks that need all of it in rows."""
+    """Explicit regions laid out like bricks in a wall, to four ranks that need rows of it."""
     rows = 4 * max(1, math.isqrt(messages) // 4)
     bricks = [
         [(row, row + 1), (max(0, 2 * i - row % 2), min(2 * rows, 2 * i + 2 - row % 2))]
         for row in range(rows)
         for i in range(rows + row % 2)
     ]
-    # the boxes of one rank must be joined along dim 1, so all have one row
+    # a rank's boxes are joined along dim 1, so every box has one row
     src = RegionLayout({rank: bricks[rank::2] for rank in range(2)}, join_dim=1)
     dst = Layout(Mesh.of(4, first_rank=2, axes=["a"]), ("a",))
     return plan_tensors([TensorSpec((rows, 2 * rows), "int32", src, dst)], strategy="send_recv")
 
 
 def _by_hand(start: np.ndarray, stop: np.ndarray, edges: list[tuple[int, int]], shape: tuple[int, ...]) -> Plan:
-    """Rank 0 holds a tensor that 2 needs; each box travels by itself along the edges."""
+    """A hand-made plan: rank 0 holds a tensor that rank 2 needs, and each box is one transfer along the edges."""
     num = len(start)
     transfers = Transfers(
         box_at=np.arange(num + 1),
@@ -111,27 +111,27 @@ def _by_hand(start: np.ndarray, stop: np.ndarray, edges: list[tuple[int, int]], 
         splits=np.ones((num, len(shape))),
         window=np.full(num, 4),
     )
-    # rank 1 is in the layout, though nothing of it
+    # rank 1 is in the layout with an empty shard, so that it may relay
     dst = RegionLayout({1: [], 2: [[(0, size) for size in shape]]}, ndim=len(shape))
     spec = TensorSpec(shape, "int8", Layout(Mesh.of(1)), dst)
     return Plan((spec,), Topology((0, 0, 0)), "by_hand", transfers)
 
 
 def _overlapping(messages: int) -> Plan:
-    """Wrong: every box has the middle of the tensor in it."""
+    """An invalid plan: all boxes contain the middle of the tensor."""
     reach = np.arange(1, messages + 1)
     start, stop = np.stack([messages - reach, messages - reach[::-1]], axis=1), np.full((messages, 2), 2 * messages)
     return _by_hand(start, np.minimum(stop, messages + reach[:, None]), [(0, 2)], (2 * messages, 2 * messages))
 
 
 def _staged_overlapping(messages: int) -> Plan:
-    """Wrong: the same, staged on a rank that needs nothing."""
+    """The invalid plan of :func:`_overlapping`, relayed by a rank that needs nothing."""
     plan = _overlapping(messages // 2)
     return _by_hand(plan.transfers.box_start, plan.transfers.box_stop, [(0, 1), (1, 2)], plan.tensors[0].shape)
 
 
 def _spiral(messages: int) -> Plan:
-    """Right: rings around rings, in which four sides interlock, staged on a rank that needs nothing."""
+    """A valid plan: concentric rings of four interlocking boxes, relayed by a rank that needs nothing."""
     num = max(1, messages // 8)
     side = 2 * num
     rings = np.arange(num)
@@ -166,31 +166,35 @@ CASES: dict[str, Callable[[int], Plan]] = {
 
 
 def check_case(name: str, messages: int, repeats: int, reference: str) -> tuple[float, int, int, str]:
-    """Seconds of processor time, messages of the plan, most MiB of the process, and what the checker said."""
+    """CPU seconds, messages of the plan, peak MiB of the process, and ``"valid"`` or the checker's error."""
     plan = CASES[name](messages)
     check: Callable[[Plan], None] = check_plan
     if reference:
         sys.path.insert(0, reference)
         from tests.support.reference_check import check_plan as check  # type: ignore[import-not-found, no-redef]
-    seconds, said = math.inf, "right"
+    seconds, outcome = math.inf, "valid"
     for _ in range(repeats):
         fresh = dataclasses.replace(plan, tensors=tuple(dataclasses.replace(spec) for spec in plan.tensors))
         begun = time.process_time()
         try:
             check(fresh)
         except PlanError as error:
-            said = str(error)
+            outcome = str(error)
         seconds = min(seconds, time.process_time() - begun)
-    return seconds, plan.num_messages, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, said
+    return seconds, plan.num_messages, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, outcome
 
 
 def main() -> int:
-    """Print a table of seconds, messages and memory."""
-    parser = argparse.ArgumentParser(prog="python -m microbench.planner.check_speed", description=main.__doc__)
-    parser.add_argument("--messages", type=int, nargs="+", default=[50_000], help="about so many (50000)")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--case", action="append", help="only cases whose name contains this; may be repeated")
-    parser.add_argument("--reference", action="store_true", help="time tests/support/reference_check.py in its place")
+    """Print CPU seconds and peak memory of check_plan for plans of several kinds and sizes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m microbench.planner.check_speed",
+        description=main.__doc__,
+        epilog="example: python -m microbench.planner.check_speed --messages 10000 100000 --case multicast",
+    )
+    parser.add_argument("--messages", type=int, nargs="+", default=[50_000], help="approximate messages (50000)")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions, of which the fastest counts (3)")
+    parser.add_argument("--case", action="append", help="run only cases with this text in the name; may be repeated")
+    parser.add_argument("--reference", action="store_true", help="time tests/support/reference_check.py instead")
     options = parser.parse_args()
     reference = str(Path(__file__).parents[2]) if options.reference else ""
     for name in CASES:
@@ -199,8 +203,8 @@ def main() -> int:
         for messages in options.messages:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 found = pool.submit(check_case, name, messages, options.repeats, reference).result()
-            seconds, count, memory, said = found
-            print(f"{name:34} {count:9,} messages {seconds:9.3f} s {memory:6} MiB  {said[:120]}", flush=True)
+            seconds, count, memory, outcome = found
+            print(f"{name:34} {count:9,} messages {seconds:9.3f} s {memory:6} MiB  {outcome[:120]}", flush=True)
     return 0
 
 

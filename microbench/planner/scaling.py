@@ -1,6 +1,6 @@
-"""How long planning takes, against the number of ranks: ``python -m microbench.planner.scaling``.
+"""Planning time and memory by number of ranks: ``python -m microbench.planner.scaling``.
 
-Each case is planned in a process of its own, so that the memory is its own too.
+Each case runs in a separate process, so that peak memory belongs to the case.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from reshard.topology.model import Topology
 
 DEVICES = 8
 _RANKS = (16, 32, 64, 128, 256, 512, 1024)
-#: What moves: rows to columns between hosts, within them, replicas to shards and back.
+#: Layout pairs: rows to columns, identity, replicated to sharded and back, all mesh axes on one dim.
 PAIRS = (("S0 R", "R S1"), ("S01 R", "S01 R"), ("R R", "S0 R"), ("S0 R", "R R"), ("S01 R", "R S0"))
 
 
 @dataclass(frozen=True)
 class Case:
-    """``count`` tensors from ``src_ranks`` to as many others on hosts of ``devices``."""
+    """``count`` tensors from ``src_ranks`` to ``dst_ranks`` other ranks, on hosts with ``devices`` ranks each."""
 
     src_ranks: int
     dst_ranks: int
@@ -45,7 +45,7 @@ class Case:
         return f"{many}{self.src_ranks} -> {self.dst_ranks} ranks, {self.src} -> {self.dst}"
 
 
-#: Beside the pairs: hosts of four, and lists of weights from a trainer's layout to that of a server.
+#: Additional cases: hosts with four devices, and lists of weights from a training layout to an inference layout.
 OTHERS = (
     Case(128, 128, "S0 R", "R S1", devices=4),
     Case(128, 128, "R R", "S0 R", devices=4),
@@ -57,12 +57,12 @@ OTHERS = (
 
 
 def plan_case(case: Case, repeats: int) -> tuple[float, int, int]:
-    """Plan a case a few times: the median of seconds, the messages, and the most memory of the process in MiB."""
+    """Plan a case ``repeats`` times: median seconds, messages of the plan, and peak MiB of the process."""
     src = Mesh.of((case.src_ranks // case.devices, case.devices))
     dst = Mesh.of((case.dst_ranks // case.devices, case.devices), first_rank=case.src_ranks)
     topology = Topology.uniform([rank // case.devices for rank in range(case.src_ranks + case.dst_ranks)])
     taken = []
-    for _ in range(repeats + 1):  # the first one imports
+    for _ in range(repeats + 1):  # the first repetition warms up imports
         tensors = [
             TensorSpec(case.shape, "bfloat16", Layout(src, case.src), Layout(dst, case.dst), f"w{number}")
             for number in range(case.count)
@@ -75,13 +75,13 @@ def plan_case(case: Case, repeats: int) -> tuple[float, int, int]:
 
 
 def time_case(case: Case, repeats: int) -> tuple[float, int, int]:
-    """As :func:`plan_case`, in a fresh process."""
+    """Run :func:`plan_case` in a new process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(plan_case, case, repeats).result()
 
 
 def growth(ranks: Sequence[int], seconds: Sequence[float]) -> float:
-    """The exponent of the time in the number of ranks, by least squares over the logarithms."""
+    """The exponent b of ``seconds ~ ranks ** b``, by least squares on the logarithms."""
     x, y = [math.log(n) for n in ranks], [math.log(t) for t in seconds]
     mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
     above = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
@@ -89,10 +89,14 @@ def growth(ranks: Sequence[int], seconds: Sequence[float]) -> float:
 
 
 def main() -> int:
-    """Print a table of seconds, messages and memory, and how time grows with ranks."""
-    parser = argparse.ArgumentParser(prog="python -m microbench.planner.scaling", description=main.__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--most", type=int, default=_RANKS[-1], help="ranks a side, at most")
+    """Print planning time, messages and peak memory by number of ranks, and the exponent of the growth."""
+    parser = argparse.ArgumentParser(
+        prog="python -m microbench.planner.scaling",
+        description=main.__doc__,
+        epilog="example: python -m microbench.planner.scaling --most 256 --repeats 5",
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions, of which the median counts (3)")
+    parser.add_argument("--most", type=int, default=_RANKS[-1], help=f"most ranks of a mesh ({_RANKS[-1]})")
     options = parser.parse_args()
     ranks = [n for n in _RANKS if n <= options.most]
     for src, dst in PAIRS:
@@ -101,16 +105,16 @@ def main() -> int:
             case = Case(n, n, src, dst)
             found = time_case(case, options.repeats)
             taken.append(found[0])
-            _show(case, found)
+            _print_case(case, found)
         if len(ranks) > 1:
-            print(f"{src} -> {dst}: time grows with ranks to the power of {growth(ranks, taken):.2f}", flush=True)
+            print(f"{src} -> {dst}: time ~ ranks^{growth(ranks, taken):.2f}", flush=True)
     for case in OTHERS:
         if max(case.src_ranks, case.dst_ranks) <= options.most:
-            _show(case, time_case(case, options.repeats))
+            _print_case(case, time_case(case, options.repeats))
     return 0
 
 
-def _show(case: Case, found: tuple[float, int, int]) -> None:
+def _print_case(case: Case, found: tuple[float, int, int]) -> None:
     seconds, messages, memory = found
     print(f"{case!s:60} {1e3 * seconds:8.1f} ms  {messages:9,} messages  {memory:5} MiB", flush=True)
 

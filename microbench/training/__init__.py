@@ -1,1 +1,1 @@
-"""Training over pipeline stages on emulated hosts, every schedule side by side."""
+"""Benchmarks of pipeline training on emulated hosts."""

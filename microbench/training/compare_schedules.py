@@ -1,8 +1,8 @@
-"""Training on emulated hosts, all methods in turns: ``python -m microbench.training.compare_schedules gpt``.
+"""Compare pipeline schedules on emulated hosts: ``python -m microbench.training.compare_schedules gpt``.
 
-Small models with the study's layouts, stage graphs and communication-to-compute ratios; 64 microbatches. With real
-computation two stages of one device each; with timed computation, where a device sleeps for as long as it would
-compute, two and four stages of several devices.
+The models are small, with the layouts, stage graphs and communication-to-compute ratios of the 2023 study, and 64
+microbatches. Settings with real computation have two stages of one device each. In settings with timed computation a
+device sleeps instead of computing, so they have two or four stages of several devices. All methods run in turns.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from microbench.emulation.cluster import Cluster, ClusterError
 from microbench.emulation.links import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
 from microbench.harness.steal_time import merge_laps
-from microbench.harness.suite import MOST_DEVIATION, describe_machine, stderr
-from microbench.training.worker import MOST_TRIES, Method, Training, measure_stages, train_alone, train_in_turns
+from microbench.harness.suite import MAX_DEVIATION, describe_machine, stderr
+from microbench.training.worker import MAX_TRIES, Method, Training, measure_stages, train_alone, train_in_turns
 from reshard.scheduler import (
     Edge,
     Pipeline,
@@ -46,8 +46,8 @@ from reshard.topology.model import Topology
 NUM_MICROBATCHES = 64
 _BALANCING_STEPS = 8
 OURS, SIGNAL, PREDECESSOR = "ours", "signal only", "predecessor"
-#: Seconds that the busiest link is busy with one microbatch's forward, over those of a stage's forward. Where stages
-#: skip others, that is also what crosses between one half of the stages and the other.
+#: Communication-to-compute ratio: time of one microbatch's forward transfers on the busiest link, over the forward time
+#: of a stage. With skip connections, the busiest link carries all traffic between the two halves of the stages.
 RATIOS = {"gpt": 0.3, "u_transformer": 1.5}
 
 Build = Callable[[Pipeline, int], Schedule]
@@ -55,7 +55,7 @@ Build = Callable[[Pipeline, int], Schedule]
 
 @dataclass(frozen=True)
 class Setting:
-    """One table: a model, how many stages of how many devices, and whether they compute or sleep."""
+    """The setting of one table: a model on stages, with real or timed computation."""
 
     model: str
     config: Any
@@ -65,14 +65,14 @@ class Setting:
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Title of the table."""
         kind = "timed computation" if self.is_timed else "real computation"
         devices = len(self.config.meshes()[0].ranks)
         return f"{self.model}, {self.config.pp} stages of {devices} devices, {kind}"
 
 
 def settings(model: str) -> dict[str, Setting]:
-    """Of a model, by name."""
+    """The settings of a model, by name."""
     ratio = RATIOS[model]
     timed: Any
     real: Any
@@ -94,7 +94,7 @@ def settings(model: str) -> dict[str, Setting]:
 
 
 def make_topology(setting: Setting, rate: float | str) -> Topology:
-    """A host per stage, with as many devices as that has."""
+    """One host per stage, with the devices of the stage and one NIC."""
     meshes = setting.config.meshes()
     hosts = [{"devices": len(mesh.ranks), "nics": [rate]} for mesh in meshes]
     return topology_from_json({"hosts": hosts})
@@ -108,9 +108,12 @@ def make_pipeline(
     links: Topology,
     message_seconds: float = 0.0,
 ) -> Pipeline:
-    """With the costs of stages as given and those of edges as planned for a topology and timed on links.
+    """The pipeline of a setting.
 
-    Each transfer takes ``message_seconds`` more: what starting it costs, and waking those who wait for it.
+    Args:
+        costs: forward, input-gradient and weight-gradient seconds of each stage, and optionally whole-backward seconds.
+        topology: what edges are planned for. strategy: of the plans. links: what the plans are simulated on.
+        message_seconds: added to each transfer for starting it and for waking the waiting processes.
     """
     meshes = setting.config.meshes()
     stages = tuple(
@@ -126,7 +129,7 @@ def make_pipeline(
 
 
 def with_transfers(pipeline: Pipeline, seconds: float) -> Pipeline:
-    """The same with edges that take so long each, and share nothing."""
+    """The pipeline with ``seconds`` per transfer and without shared links."""
     edges = [
         replace(e, forward_seconds=seconds, backward_seconds=seconds, forward_loads=(), backward_loads=())
         for e in pipeline.edges
@@ -135,7 +138,7 @@ def with_transfers(pipeline: Pipeline, seconds: float) -> Pipeline:
 
 
 def busiest_seconds(edges: list[Edge]) -> float:
-    """Of one microbatch's forward on the busiest link."""
+    """Time that one microbatch's forward transfers take on the busiest link."""
     busy: dict[str, float] = {}
     for edge in edges:
         for link, seconds in edge.forward_loads:
@@ -144,13 +147,17 @@ def busiest_seconds(edges: list[Edge]) -> float:
 
 
 @dataclass(frozen=True)
-class ChannelMover:
-    """How a method moves tensors and orders actions."""
+class MethodSpec:
+    """A method to compare: its plan strategy and its schedule builder.
+
+    Attributes:
+        strategy: None for the default. is_blocking: whether both ends of a transfer wait for it.
+    """
 
     name: str
     strategy: str | None
     build: Build
-    blocks: bool = False
+    is_blocking: bool = False
 
 
 def _blocking(pipeline: Pipeline, num: int) -> Schedule:
@@ -162,7 +169,7 @@ def _at_consumer(pipeline: Pipeline, num: int) -> Schedule:
 
 
 def _in_memory_of(other: Build) -> Build:
-    """Ours in the memory that a device has to have for another."""
+    """A builder of our schedule that may use the peak memory of another builder's schedule."""
 
     def build(pipeline: Pipeline, num: int) -> Schedule:
         return auto_schedule(pipeline, num, memory_limit_bytes=max(other(pipeline, num).peak_bytes(pipeline)))
@@ -170,54 +177,56 @@ def _in_memory_of(other: Build) -> Build:
     return build
 
 
-WAYS = (
-    ChannelMover("send/recv, blocking 1F1B", "send_recv", _blocking, blocks=True),
-    ChannelMover(PREDECESSOR, "local_all_gather", _at_consumer),
-    ChannelMover("broadcast, blocking 1F1B", "broadcast_greedy", _blocking, blocks=True),
-    ChannelMover("broadcast, overlapped 1F1B", "broadcast_greedy", one_f_one_b),
-    ChannelMover("eager-1F1B", "broadcast_greedy", eager_1f1b),
-    ChannelMover("ours, memory of 1F1B", None, _in_memory_of(one_f_one_b)),
-    ChannelMover(OURS, None, _in_memory_of(eager_1f1b)),
+METHODS = (
+    MethodSpec("send/recv, blocking 1F1B", "send_recv", _blocking, is_blocking=True),
+    MethodSpec(PREDECESSOR, "local_all_gather", _at_consumer),
+    MethodSpec("broadcast, blocking 1F1B", "broadcast_greedy", _blocking, is_blocking=True),
+    MethodSpec("broadcast, overlapped 1F1B", "broadcast_greedy", one_f_one_b),
+    MethodSpec("eager-1F1B", "broadcast_greedy", eager_1f1b),
+    MethodSpec("ours, memory of 1F1B", None, _in_memory_of(one_f_one_b)),
+    MethodSpec(OURS, None, _in_memory_of(eager_1f1b)),
 )
 
 
-def run_setting(setting: Setting, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure all methods of a setting in turns; the record of it."""
-    balance = _balance(setting, say)
-    rate, costs = balance.rate, balance.costs
-    message = {way.name: balance.blocked if way.blocks else balance.message for way in WAYS}
-    message[SIGNAL] = balance.message
+def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> dict[str, Any]:
+    """Measure all methods of a setting in turns and return the record."""
+    calibration = _calibrate(setting, log)
+    rate, costs = calibration.rate, calibration.costs
+    message = {spec.name: calibration.blocked if spec.is_blocking else calibration.message for spec in METHODS}
+    message[SIGNAL] = calibration.message
     shaped = make_topology(setting, rate)
     plain = nominal(shaped)
-    pipelines = {way.name: make_pipeline(setting, costs, plain, way.strategy, plain, message[way.name]) for way in WAYS}
-    schedules = {way.name: way.build(pipelines[way.name], NUM_MICROBATCHES) for way in WAYS}
-    methods = [Method(way.name, schedules[way.name], way.strategy) for way in WAYS]
+    pipelines = {
+        spec.name: make_pipeline(setting, costs, plain, spec.strategy, plain, message[spec.name]) for spec in METHODS
+    }
+    schedules = {spec.name: spec.build(pipelines[spec.name], NUM_MICROBATCHES) for spec in METHODS}
+    methods = [Method(spec.name, schedules[spec.name], spec.strategy) for spec in METHODS]
     methods.append(Method(SIGNAL, schedules[OURS], None, signal_only=True))
     expected = {
         method.name: simulate(method.schedule, pipelines.get(method.name, pipelines[OURS])).makespan_seconds
         for method in methods
     }
-    say(f"{setting.title}: about {sum(expected.values()) * (repeats + 1):.0f} s")
-    told = make_pipeline(setting, balance.told, plain, None, plain)
-    training = Training(told, tuple(methods), plain, None if setting.is_timed else setting.config, repeats)
+    log(f"{setting.title}: about {sum(expected.values()) * (repeats + 1):.0f} s")
+    nominal_pipeline = make_pipeline(setting, calibration.nominal_costs, plain, None, plain)
+    training = Training(nominal_pipeline, tuple(methods), plain, None if setting.is_timed else setting.config, repeats)
     with Cluster(shaped) as cluster:
         before = measure_cluster(cluster, plain)
         results = cluster.run(
             train_in_turns,
             training,
-            timeout_seconds=600 + 4 * sum(expected.values()) * (MOST_TRIES * repeats + 1),
-            on_report=lambda rank, said: say(f"  {said[0]}: {said[1].seconds:.2f} s"),
+            timeout_seconds=600 + 4 * sum(expected.values()) * (MAX_TRIES * repeats + 1),
+            on_report=lambda rank, report: log(f"  {report[0]}: {report[1].seconds:.2f} s"),
         )
         after = measure_cluster(cluster, plain)
-    links = replace(mean_topology(before, after), start_seconds=0.0)  # the engine's own is measured with its stages
+    links = replace(mean_topology(before, after), start_seconds=0.0)  # the message costs include the engine's start-up
     moved = max(map(abs, deviations(after, before).values()))
     rows, predicted = [], {}
     alone = None if setting.is_timed else train_alone(setting.config, repeats)
     for method in methods:
-        way = next((way for way in WAYS if way.name == method.name), None)
-        pipeline = make_pipeline(setting, costs, plain, way.strategy if way else None, links, message[method.name])
+        spec = next((spec for spec in METHODS if spec.name == method.name), None)
+        pipeline = make_pipeline(setting, costs, plain, spec.strategy if spec else None, links, message[method.name])
         if method.signal_only:
-            pipeline = with_transfers(pipeline, balance.message)
+            pipeline = with_transfers(pipeline, calibration.message)
         predicted[method.name] = simulate(method.schedule, pipeline)
         laps = merge_laps([result["laps"][method.name] for result in results])
         seconds = [lap.seconds for lap in laps.kept()]
@@ -227,63 +236,66 @@ def run_setting(setting: Setting, repeats: int, say: Callable[[str], None]) -> d
                 "seconds": seconds,
                 "median_seconds": statistics.median(seconds),
                 "disturbed": sum(lap.is_disturbed for lap in laps.kept()),
-                "stolen": statistics.median(lap.stolen for lap in laps.kept()),
+                "stolen": statistics.median(lap.steal_share for lap in laps.kept()),
                 "repeated": len(laps.done) - len(seconds),
                 "predicted_seconds": predicted[method.name].makespan_seconds,
                 "busy": statistics.median(lap.busy for lap in laps.kept()),
                 "in_flight": list(method.schedule.in_flight),
-                "off": None if alone is None or method.signal_only else _distance(alone, results, method.name),
+                "off": None if alone is None or method.signal_only else _relative_error(alone, results, method.name),
             }
         )
     return {
         "kind": "setting",
         "title": setting.title,
         "stage_seconds": costs,
-        "message_seconds": balance.message,
-        "blocked_seconds": balance.blocked,
+        "message_seconds": calibration.message,
+        "blocked_seconds": calibration.blocked,
         "transfer_seconds": {f"{e.src}->{e.dst}": e.forward_seconds for e in pipelines[OURS].edges},
         "rate": rate,
         "moved": moved,
-        "valid": moved <= MOST_DEVIATION,
+        "valid": moved <= MAX_DEVIATION,
         "rows": rows,
         "timelines": {name: (measured, predicted[name]) for name, measured in results[0]["timelines"].items()},
     }
 
 
-def _distance(alone: tuple[float, float], results: list[dict[str, Any]], name: str) -> float:
-    """How far loss and size of all gradients are from those of one process, relatively; the larger of both."""
+def _relative_error(alone: tuple[float, float], results: list[dict[str, Any]], name: str) -> float:
+    """Relative error of the loss or of the gradient norm to single-process training, whichever is larger."""
     loss = next(result["losses"][name] for result in results if result["losses"][name] is not None)
     squares = sum(result["squares"][name] for result in results)
     return max(abs(loss / alone[0] - 1), abs(math.sqrt(squares / alone[1]) - 1))
 
 
 @dataclass(frozen=True)
-class _Balance:
-    """The link's rate, what stages are told to take, what they do take, and what a message costs, in seconds.
+class _Calibration:
+    """Link rate and measured costs of a setting, in seconds.
 
-    ``blocked`` is what it costs where both ends wait for it: who waits is not woken in the middle of something.
+    Attributes:
+        rate: of each link. nominal_costs: what timed stages sleep. costs: what stages were measured to take.
+        message: cost of a message that overlaps with computation. blocked: cost of a message that both ends wait for;
+            it differs because the receiver is not busy with other work when the message arrives.
     """
 
     rate: float | str
-    told: list[tuple[float, ...]]
+    nominal_costs: list[tuple[float, ...]]
     costs: list[tuple[float, ...]]
     message: float
     blocked: float
 
 
-def _balance(setting: Setting, say: Callable[[str], None]) -> _Balance:
-    """Measure the stages without communication, and choose what makes the ratio of both that of the model."""
+def _calibrate(setting: Setting, log: Callable[[str], None]) -> _Calibration:
+    """Measure the stages without communication; choose sleep times or link rate to match the setting's ratio."""
     meshes = setting.config.meshes()
 
     def transfer(rate: float | str) -> float:
         topology = nominal(make_topology(setting, rate))
         return busiest_seconds([price_edge(edge, topology) for edge in setting.config.edges(meshes)])
 
-    say(f"{setting.title}: measuring stages")
+    log(f"{setting.title}: measuring stages")
     forward = transfer(setting.rate) / setting.ratio if setting.is_timed else 1.0
-    told: list[tuple[float, ...]] = [(forward, forward, forward)] * setting.config.pp
+    nominal_costs: list[tuple[float, ...]] = [(forward, forward, forward)] * setting.config.pp
     topology = make_topology(setting, setting.rate)
-    pipeline = make_pipeline(setting, told, topology, None, topology)
+    pipeline = make_pipeline(setting, nominal_costs, topology, None, topology)
     training = Training(pipeline, (), topology, None if setting.is_timed else setting.config, 1)
     with Cluster(topology) as cluster:
         found = cluster.run(measure_stages, training, NUM_MICROBATCHES // 2, timeout_seconds=600.0)
@@ -294,23 +306,27 @@ def _balance(setting: Setting, say: Callable[[str], None]) -> _Balance:
     rate: float | str = setting.rate
     if not setting.is_timed:
         rate = 1.25e8
-        for _ in range(_BALANCING_STEPS):  # what passes as a burst does not grow with the rate
+        for _ in range(_BALANCING_STEPS):  # iterate: the burst at the start of a transfer does not scale with the rate
             rate *= transfer(rate) / (setting.ratio * max(cost[0] for cost in costs))
-    return _Balance(rate, told, costs, found[0]["transfer"], found[0]["blocked"])
+    return _Calibration(rate, nominal_costs, costs, found[0]["transfer"], found[0]["blocked"])
 
 
 def format_setting(record: dict[str, Any]) -> str:
-    """A table: seconds, gain over the predecessor, part of signal-only, predicted over measured."""
+    """A text table of a setting's record.
+
+    Columns: seconds; measured and predicted speed-up over the predecessor; fraction of the signal-only throughput;
+    predicted over measured seconds; CPU use; steal time; error of loss and gradients; microbatches in flight per stage.
+    """
     rows = {row["method"]: row for row in record["rows"]}
     before, signal = rows[PREDECESSOR], rows[SIGNAL]
     costs = ", ".join("/".join(f"{1e3 * s:.1f}" for s in stage) for stage in record["stage_seconds"])
     transfers = ", ".join(f"{edge} {1e3 * s:.1f}" for edge, s in record["transfer_seconds"].items())
     lines = [
         f"{record['title']}",
-        f"ms of a microbatch: forward/input/weights/whole backward {costs}; forward transfers {transfers}, "
-        f"of which a message {1e3 * record['message_seconds']:.1f} ({1e3 * record['blocked_seconds']:.1f} blocking)",
+        f"ms per microbatch: forward/input grad/weight grad/whole backward {costs}; forward transfers {transfers}, "
+        f"including {1e3 * record['message_seconds']:.1f} per message ({1e3 * record['blocked_seconds']:.1f} blocking)",
         f"{'method':28}{'median s':>10}{'min':>9}{'max':>9}{'gain':>7}{'predicted':>10}{'of signal':>10}"
-        f"{'pred/meas':>10}{'busy':>6}{'taken':>6}{'off by':>9}  in flight",
+        f"{'pred/meas':>10}{'busy':>6}{'steal':>6}{'error':>9}  in flight",
     ]
     for row in record["rows"]:
         median = row["median_seconds"]
@@ -327,16 +343,15 @@ def format_setting(record: dict[str, Any]) -> str:
         for count in zip(*((len(r["seconds"]), r["disturbed"], r["repeated"]) for r in record["rows"]), strict=True)
     )
     lines.append(
-        f"{kept} iterations, {disturbed} of them disturbed; {repeated} more were repeated because the machine was "
-        "taken away while they ran"
+        f"{kept} iterations, of which {disturbed} were disturbed by steal time; {repeated} more were discarded for it"
     )
     if not record["valid"]:
-        lines.append("NOT VALID: the links moved")
+        lines.append("NOT VALID: link rates changed during the run")
     return "\n".join(lines)
 
 
 def write_traces(folder: Path, name: str, timelines: dict[str, tuple[Any, Any]]) -> None:
-    """Two files for each method."""
+    """Write the measured and the predicted timeline of each method as Chrome traces."""
     folder.mkdir(parents=True, exist_ok=True)
     for method, both in timelines.items():
         for kind, timeline in zip(("measured", "predicted"), both, strict=True):
@@ -345,18 +360,22 @@ def write_traces(folder: Path, name: str, timelines: dict[str, tuple[Any, Any]])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the settings of a model and print a table of each."""
-    parser = argparse.ArgumentParser(prog="python -m microbench.training.compare_schedules", description=__doc__)
-    parser.add_argument("model", choices=sorted(RATIOS))
-    parser.add_argument("--setting", action="append", help="timed 2, timed 4 or real 2; all by default")
-    parser.add_argument("--repeats", type=int, default=5, help="iterations of each method, after one more (5)")
-    parser.add_argument("--out", type=Path, help="write records as JSON lines")
-    parser.add_argument("--trace", type=Path, help="write Chrome traces there, measured and predicted")
+    """Run the settings of a model and print a table for each."""
+    parser = argparse.ArgumentParser(
+        prog="python -m microbench.training.compare_schedules",
+        description=__doc__,
+        epilog="example: python -m microbench.training.compare_schedules gpt --setting 'timed 2' --trace build/traces",
+    )
+    parser.add_argument("model", choices=sorted(RATIOS), help="model to train")
+    parser.add_argument("--setting", action="append", help="timed 2, timed 4 or real 2 (all); may be repeated")
+    parser.add_argument("--repeats", type=int, default=5, help="timed iterations of each method, after one warm-up (5)")
+    parser.add_argument("--out", type=Path, help="write JSON lines to this file")
+    parser.add_argument("--trace", type=Path, help="write measured and predicted Chrome traces to this folder")
     options = parser.parse_args(arguments)
     known = settings(options.model)
     wanted = options.setting or list(known)
     if not set(wanted) <= set(known) or not 1 <= options.repeats <= 1000:
-        parser.error(f"settings are {', '.join(known)}; --repeats is 1 to 1000")
+        parser.error(f"--setting must be one of {', '.join(known)}; --repeats must be 1 to 1000")
     records: list[dict[str, Any]] = [describe_machine(sys.argv[1:])]
     try:
         for name in wanted:
@@ -368,7 +387,7 @@ def main(arguments: list[str] | None = None) -> int:
             records.append(record)
             print(format_setting(record) + "\n", flush=True)
     except (ClusterError, reshard.ReshardError) as error:
-        stderr(f"end_to_end: {error}")
+        stderr(f"compare_schedules: {error}")
         return 2
     if options.out:
         options.out.write_text("".join(json.dumps(record) + "\n" for record in records))

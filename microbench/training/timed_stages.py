@@ -1,4 +1,4 @@
-"""Stages that take a given time: they sleep in place of computing, and give tensors of the right shape."""
+"""Pipeline stages that sleep instead of computing and return tensors of the right shape."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import torch.distributed as dist
 from reshard.runtime.cpu.weight_grad_store import later_tasks
 from reshard.scheduler import Pipeline
 
-_LATE_SECONDS = 3e-4
+#: Largest oversleep of ``time.sleep``; usual values are 0.1 to 0.3 ms.
+_OVERSLEEP_SECONDS = 3e-4
 
 
 class TimedStage(torch.nn.Module):
-    """A stage that sleeps for what its pipeline says it computes; what its tensors hold means nothing.
+    """A stage that sleeps for the costs given by its pipeline. The values of its tensors are meaningless.
 
-    The devices of a stage wait for each other before each forward and backward, as the collectives of tensor
-    parallelism or of sharded data parallelism make them.
+    The devices of a stage wait for each other before each forward and backward, as in the collectives of tensor or
+    sharded data parallelism.
 
     Args:
-        pipeline: with tensors on its edges. stage: which. rank: whose shards it gives. group: the ranks of the stage.
+        pipeline: the pipeline, with tensors on its edges. stage: index of this stage.
+        rank: the rank whose shards the stage returns. group: process group of the stage's ranks.
     """
 
     def __init__(self, pipeline: Pipeline, stage: int, rank: int, group: Any) -> None:
@@ -40,11 +42,11 @@ class TimedStage(torch.nn.Module):
             self.outputs = {"loss": torch.zeros(())}
 
     def forward(self, **inputs: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Sleep for the forward's seconds."""
+        """Sleep for ``forward_seconds`` and return the outputs."""
         made = _Timed.apply(self, self.weight, *inputs.values())
         return dict(zip(self.outputs, made, strict=True))
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the other devices of the stage."""
         dist.all_reduce(torch.zeros(1), group=self.group)
 
@@ -53,7 +55,7 @@ class _Timed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stage: TimedStage, weight: torch.Tensor, *inputs: torch.Tensor) -> Any:
         ctx.stage, ctx.tasks = stage, later_tasks()
-        stage.meet()
+        stage.synchronize()
         ctx.inputs = [torch.empty_like(array, device="meta") for array in inputs]
         sleep_exactly(stage.costs.forward_seconds)
         return tuple(array.detach() for array in stage.outputs.values())
@@ -61,18 +63,18 @@ class _Timed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         costs = ctx.stage.costs
-        ctx.stage.meet()
+        ctx.stage.synchronize()
         sleep_exactly(costs.input_grad_seconds)
         if ctx.tasks is None:
             sleep_exactly(costs.weight_grad_seconds)
         else:
             ctx.tasks.append(lambda: sleep_exactly(costs.weight_grad_seconds))
-        # not zeros: filling megabytes takes time that no computation of this stage accounts for
+        # empty, not zeros: filling megabytes would take time that is not part of the stage's costs
         return None, None, *(torch.empty(array.shape, dtype=array.dtype) for array in ctx.inputs)
 
 
 def sleep_exactly(seconds: float) -> None:
-    """Sleep, and wake in time: a sleep is late by 0.1 to 0.3 ms, so the last of it is spent looking at the clock."""
+    """Sleep until shortly before the deadline, then poll the clock, because ``time.sleep`` returns late."""
     until = time.perf_counter() + seconds
     while (left := until - time.perf_counter()) > 0:
-        time.sleep(max(0.0, left - _LATE_SECONDS))
+        time.sleep(max(0.0, left - _OVERSLEEP_SECONDS))

@@ -1,4 +1,4 @@
-"""What every rank of an end-to-end run does: one engine per method, iterations in turns."""
+"""The program of one rank when comparing schedules: one engine per method, iterations in turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microbench.harness.steal_time import Laps, Patience
+from microbench.harness.steal_time import Laps, RetryBudget
 from microbench.harness.worker import Stopwatch
 from microbench.training.timed_stages import TimedStage
 from reshard.scheduler import Kind, Pipeline, PipelineTimeline, Schedule, block_transfers, one_f_one_b, zb_h1
@@ -21,16 +21,16 @@ from reshard.scheduler.training.train import make_stages
 from reshard.topology.model import Topology
 
 Modules = dict[int, torch.nn.Module]
-#: Steps without bytes from which the costs of stages are taken.
+#: Signal-only steps from which the costs of stages are measured.
 MEASURED_STEPS = 3
-#: Iterations that were disturbed are repeated until a method has had this many times its turns.
-MOST_TRIES = 2
-PATIENCE_SECONDS = 300.0
+#: A method runs at most this many times its wanted number of iterations.
+MAX_TRIES = 2
+RETRY_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train: a schedule, and how tensors move."""
+    """A schedule, and the strategy that plans its transfers; ``signal_only`` sends messages without tensor data."""
 
     name: str
     schedule: Schedule
@@ -40,11 +40,11 @@ class Method:
 
 @dataclass(frozen=True)
 class Training:
-    """What ranks do.
+    """The task of all ranks.
 
     Attributes:
-        pipeline: with tensors, meshes and costs. config: whose ``make_stage`` and ``feed`` are used; None for stages
-            that sleep for what the pipeline says. topology: what plans are made for.
+        pipeline: stages and edges with tensors, meshes and costs. topology: what transfers are planned for.
+        config: the model, with ``make_stage`` and ``feed``; None for stages that sleep for the pipeline's costs.
     """
 
     pipeline: Pipeline
@@ -56,11 +56,11 @@ class Training:
 
 
 def train_in_turns(rank: int, report: Callable[[Any], None], training: Training) -> dict[str, Any]:
-    """One iteration of each method in turns, after a warm-up.
+    """Run iterations of all methods in turns, after one warm-up.
 
     Returns:
-        The laps of each, the timeline of its least disturbed iteration (on rank 0), and of iteration ``repeats`` the
-        loss and the sum of squares of the gradients of this rank's stage.
+        Per method: ``"laps"``; ``"timelines"`` of the least disturbed iteration, on rank 0 only; ``"losses"`` and
+        ``"squares"``, the loss and the sum of squared gradients of this rank's stages in iteration ``repeats``.
     """
     import warnings
 
@@ -70,12 +70,12 @@ def train_in_turns(rank: int, report: Callable[[Any], None], training: Training)
     stopwatch = Stopwatch()
     groups = [dist.new_group(stage.mesh.ranks) for stage in training.pipeline.stages if stage.mesh is not None]
     engines = {method.name: _make_engine(rank, training, method, groups) for method in training.methods}
-    laps = {method.name: Laps(training.repeats, MOST_TRIES) for method in training.methods}
-    patience = Patience(PATIENCE_SECONDS)
+    laps = {method.name: Laps(training.repeats, MAX_TRIES) for method in training.methods}
+    retries = RetryBudget(RETRY_SECONDS)
     timelines: dict[str, PipelineTimeline] = {}
     losses: dict[str, float | None] = {}
     squares: dict[str, float] = {}
-    for number in range(MOST_TRIES * training.repeats + 1):
+    for number in range(MAX_TRIES * training.repeats + 1):
         feed = _local_feed(rank, training, number)
         for method in training.methods:
             if not laps[method.name].needs_more():
@@ -88,12 +88,12 @@ def train_in_turns(rank: int, report: Callable[[Any], None], training: Training)
             took = stopwatch.stop()
             if number:
                 laps[method.name].done.append(took)
-                if took == min(laps[method.name].done, key=lambda lap: lap.stolen):
+                if took == min(laps[method.name].done, key=lambda lap: lap.steal_share):
                     timelines[method.name] = engine.timeline()
             if number == training.repeats:
                 losses[method.name], squares[method.name] = step.loss, sum_squares(modules.values())
             if took.is_disturbed and rank == 0:
-                patience.rest()
+                retries.wait_until_quiet()
             report_first((method.name, took))
     for engine, _ in engines.values():
         engine.close()
@@ -106,13 +106,13 @@ def train_in_turns(rank: int, report: Callable[[Any], None], training: Training)
 
 
 def sum_squares(modules: Iterable[torch.nn.Module]) -> float:
-    """Of all gradients."""
+    """Sum of squares of all gradients."""
     gradients = (p.grad for module in modules for p in module.parameters() if p.grad is not None)
     return float(sum(gradient.double().square().sum() for gradient in gradients))
 
 
 def train_alone(config: Any, step: int) -> tuple[float, float]:
-    """What one process gets: the loss of a step, and the sum of squares of all gradients."""
+    """Loss and sum of squared gradients of one step in a single process."""
     stages = make_stages(config)
     feed, total = config.feed(step), 0.0
     for microbatch in range(config.num_microbatches):
@@ -128,11 +128,11 @@ def train_alone(config: Any, step: int) -> tuple[float, float]:
 
 
 def measure_stages(rank: int, report: Callable[[Any], None], training: Training, times: int) -> dict[str, Any]:
-    """What steps without bytes show.
+    """Measure stage and message costs in signal-only steps.
 
     Returns:
-        ``"stage"``: seconds of this rank's forwards, of both halves of its backwards and of whole ones; ``"transfer"``:
-        those of one message; ``"blocked"``: the same where both ends wait for it.
+        ``"stage"``: seconds of this rank's forward, input-gradient, weight-gradient and whole backward pass;
+        ``"transfer"``: seconds of one message; ``"blocked"``: seconds of one message that both ends wait for.
     """
     pin(rank, training)
     groups = [dist.new_group(stage.mesh.ranks) for stage in training.pipeline.stages if stage.mesh is not None]
@@ -140,13 +140,13 @@ def measure_stages(rank: int, report: Callable[[Any], None], training: Training,
     pipeline = training.pipeline
     plain = one_f_one_b(pipeline, times)
     schedules = zb_h1(pipeline, times), plain, block_transfers(plain, pipeline)
-    halves, whole, blocked = (
+    split, whole, blocked = (
         _make_engine(rank, training, Method("", schedule, None, signal_only=True), groups) for schedule in schedules
     )
     messages: dict[bool, list[float]] = {False: [], True: []}
-    with halves[0], whole[0], blocked[0]:
-        for number in range(MEASURED_STEPS + 1):  # in turns, as machines change their pace
-            for engine, _ in (halves, whole, blocked):
+    with split[0], whole[0], blocked[0]:
+        for number in range(MEASURED_STEPS + 1):  # in turns, so that a change of machine speed affects all engines
+            for engine, _ in (split, whole, blocked):
                 dist.barrier()
                 feed = _local_feed(rank, training, number)
                 engine.step({stage: rows[:times] for stage, rows in feed.items()})
@@ -165,7 +165,7 @@ def measure_stages(rank: int, report: Callable[[Any], None], training: Training,
 
 
 def pin(rank: int, training: Training) -> None:
-    """With real computation each rank has a core of its own where there are as many."""
+    """With real computation, pin each rank to one core if there are enough cores."""
     cores = sorted(os.sched_getaffinity(0))
     if training.config is not None and dist.get_world_size() <= len(cores):
         os.sched_setaffinity(0, {cores[rank]})
@@ -179,7 +179,7 @@ def _make_engine(rank: int, training: Training, method: Method, groups: Sequence
     else:
         modules = {stage: make_stages(training.config)[stage] for stage in stages}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "ranks of stage .* have shards")  # timed stages learn nothing
+        warnings.filterwarnings("ignore", "ranks of stage .* hold shards")  # timed stages do not train
         engine = Engine(
             method.schedule,
             pipeline,

@@ -1,1 +1,1 @@
-"""Transfers between real processes."""
+"""Benchmarks of transfers between real processes."""

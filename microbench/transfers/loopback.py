@@ -1,15 +1,15 @@
-"""Ours beside hand-written point-to-point and torch's own ways, on processes of this machine over loopback.
+"""Compare reshard with hand-written point-to-point code and with torch, between processes over loopback.
 
-    python -m microbench.transfers.loopback [--repeats 9] [--calls 4] [--mib 64] [--case NAME] [--json FILE]
+    python -m microbench.transfers.loopback --mib 64 --case uneven
 
-Every contender moves the same tensor between the same processes with outputs made beforehand; contenders take
-turns (A B C A B C) of a few calls each, the first turn is dropped, every element is checked at the end. The
-time of a turn runs from the first rank that starts to the last that has its shard, and is divided by its calls.
-The baseline ``point-to-point`` is the exact
-exchange a good engineer would write by hand over the same Gloo calls: every region that is needed is sent once
-per receiver from the least loaded holder, receives are posted first and straight into place where a region is
-contiguous, large strided regions are packed in pieces while earlier pieces travel; both the whole-message and
-the piecewise form run, and the better one counts.
+Every contender moves the same tensor between the same processes into preallocated outputs. Contenders run in turns of
+a few calls each (A B C A B C). The first turn is a warm-up, and every element is checked after the last turn. A turn
+lasts from the start of the first rank to the end of the last rank; its time is divided by its calls.
+
+The baseline ``point-to-point`` is a good hand-written exchange over the same Gloo calls. The least loaded holder sends
+each region once per receiver. Receives are posted first, and go directly into the output where the region is
+contiguous. Large strided regions are packed in pieces, so that packing overlaps with sending. The baseline runs with
+whole messages and with pieces, and the faster form counts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """One pair of layouts on consecutive ranks."""
+    """A tensor shape and a pair of layouts on consecutive ranks."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class Case:
 
 
 def cases(mib: int) -> list[Case]:
-    """The six cases, ``mib`` MiB of float32 each."""
+    """The six cases; each tensor has ``mib`` MiB of float32."""
     rows = mib * 64
     four, grid = Mesh.of("4"), Mesh.of("2x2")
     to_four, to_grid = Mesh.of("4", first_rank=4), Mesh.of("2x2", first_rank=4)
@@ -74,7 +74,7 @@ def cases(mib: int) -> list[Case]:
 
 
 class PointToPoint:
-    """The exact exchange by hand. ``piece_bytes`` None sends each region whole."""
+    """The hand-written exchange. It sends regions in pieces of ``piece_bytes``, or whole if that is None."""
 
     def __init__(self, case: Case, rank: int, source: Any, out: Any, piece_bytes: int | None) -> None:
         self.source, self.out = source, out
@@ -122,7 +122,7 @@ def _buffer(view: torch.Tensor) -> torch.Tensor | None:
 
 
 def _exchange(case: Case) -> list[tuple[int, int, tuple[int, int], tuple[int, int]]]:
-    """``(sender, receiver, rows, columns)`` of each region, rotated so that no receiver is everybody's first."""
+    """``(sender, receiver, rows, columns)`` of each region, rotated so that senders start with different receivers."""
     held = {rank: _bounds(case.src, rank, case.shape) for rank in case.src.ranks}
     holders: dict[Any, list[int]] = {}
     for rank, bounds in held.items():
@@ -143,7 +143,7 @@ def _exchange(case: Case) -> list[tuple[int, int, tuple[int, int], tuple[int, in
 
 
 def _bounds(layout: Layout, rank: int, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The rows and columns of a rank, worked out here by the chunk rule, one axis per dim."""
+    """Rows and columns of a rank's shard: independent of the library, for layouts with one mesh axis per dim."""
     at = dict(zip(layout.mesh.axes, [int(i[0]) for i in (layout.mesh.array == rank).nonzero()], strict=True))
     bounds = []
     for dim, size in enumerate(shape):
@@ -163,7 +163,7 @@ def _local(layout: Layout, rank: int, shape: Sequence[int], rows: tuple[int, int
 
 
 class Checkpoint:
-    """torch's other way: distributed checkpoint, saved to and loaded from shared memory."""
+    """torch's distributed checkpoint, saved to shared memory and loaded from there."""
 
     def __init__(self, case: Case, rank: int, source: Any, out: Any) -> None:
         from torch.distributed.device_mesh import DeviceMesh
@@ -195,10 +195,10 @@ class Checkpoint:
         dist.barrier()
         if self.out is not None:
             dcp.load({"w": self.dst}, checkpoint_id=self.folder, process_group=self.groups[1])
-        dist.barrier()  # the next save overwrites what is being read
+        dist.barrier()  # the next save overwrites these files
 
     def close(self) -> None:
-        """Delete what was saved."""
+        """Delete the checkpoint."""
         dist.barrier()
         if self.rank == 0:
             shutil.rmtree(self.folder)
@@ -207,7 +207,7 @@ class Checkpoint:
 def _run_rank(rank: int, case: Case, repeats: int, calls: int, everything: bool) -> dict[str, Any]:
     import warnings
 
-    warnings.filterwarnings("ignore")  # of the contenders; ours are errors in the tests
+    warnings.filterwarnings("ignore")  # other contenders warn; the tests turn our own warnings into errors
     source = shard_of_positions(case.src, rank, case.shape, "float32")
     expected = shard_of_positions(case.dst, rank, case.shape, "float32")
     out = None if expected is None else torch.zeros_like(expected)
@@ -250,19 +250,19 @@ def _run_rank(rank: int, case: Case, repeats: int, calls: int, everything: bool)
 
 
 def main() -> int:
-    """Run and print the table; returns 1 if an element was wrong."""
+    """Run the cases and print a table; returns 1 if an element was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--calls", type=int, default=4, help="calls of a contender in one turn")
-    parser.add_argument("--mib", type=int, default=64)
-    parser.add_argument("--case", help="only cases whose name contains this")
-    parser.add_argument("--quick", action="store_true", help="leave out torch's own ways")
+    parser.add_argument("--repeats", type=int, default=9, help="timed turns of each contender (9)")
+    parser.add_argument("--calls", type=int, default=4, help="calls of a contender in one turn (4)")
+    parser.add_argument("--mib", type=int, default=64, help="MiB of the tensor (64)")
+    parser.add_argument("--case", help="run only cases with this text in the name")
+    parser.add_argument("--quick", action="store_true", help="skip the contenders of torch")
     parser.add_argument("--json", help="append one JSON line per case to this file")
     options = parser.parse_args()
     print(
         f"{options.mib} MiB float32, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}, "
         f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"medians of {options.repeats} turns of {options.calls} calls, ms a call (min..max)"
+        f"medians of {options.repeats} turns of {options.calls} calls, ms per call (min..max)"
     )
     failed = 0
     for case in cases(options.mib):
@@ -282,7 +282,7 @@ def main() -> int:
                 f"  {name:26} {1000 * medians[name]:8.1f} ({1000 * min(times):.1f}..{1000 * max(times):.1f})"
                 f"  {medians[name] / best:6.2f} x point-to-point  {'ok' if not wrong else f'{wrong} WRONG'}"
             )
-        print(f"  staging per rank: {max(result['staging'] for result in results) / 2**20:.1f} MiB at most")
+        print(f"  staging buffers: at most {max(result['staging'] for result in results) / 2**20:.1f} MiB per rank")
         sys.stdout.flush()
         if options.json:
             with Path(options.json).open("a") as file:

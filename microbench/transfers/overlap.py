@@ -1,7 +1,7 @@
-"""A transfer and a torch computation at once: ``python -m microbench.transfers.overlap``.
+"""Overlap a transfer with a torch computation: ``python -m microbench.transfers.overlap``.
 
-Two hosts of one device on a shaped link. The receiver and the sender each compute (products of matrices) for as long
-as the transfer takes alone; then both at once, with ``mover.start`` before and ``handle.wait`` behind the computation.
+Two emulated hosts with one device each. Sender and receiver multiply matrices for as long as the transfer takes alone.
+The combined run calls ``mover.start`` before the computation and ``handle.wait`` after it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIDE = 256
 
 
 def measure(rank: int, report: Callable[[Any], None], mib: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of the transfer alone, the computation alone, and both, turn by turn, on this rank."""
+    """Seconds of each turn on this rank, for the transfer alone, the computation alone, and both together."""
     src = reshard.Layout(reshard.Mesh.of(1))
     dst = reshard.Layout(reshard.Mesh.of(1, first_rank=1))
     rows = mib * 2**20 // 4096
@@ -66,14 +66,18 @@ def measure(rank: int, report: Callable[[Any], None], mib: int, repeats: int) ->
 
 
 def main() -> int:
-    """Print the three times and how long both took over the longer one."""
-    parser = argparse.ArgumentParser(prog="python -m microbench.transfers.overlap", description=__doc__)
+    """Print the three times, and the combined time over the longer of the other two."""
+    parser = argparse.ArgumentParser(
+        prog="python -m microbench.transfers.overlap",
+        description=__doc__,
+        epilog="example: python -m microbench.transfers.overlap --mib 256 --rate '2 Gbit/s'",
+    )
     parser.add_argument("--mib", type=int, default=64, help="MiB to move (64)")
-    parser.add_argument("--rate", default="1 Gbit/s", help="of the link (1 Gbit/s)")
-    parser.add_argument("--repeats", type=int, default=7, help="turns of each (7)")
+    parser.add_argument("--rate", default="1 Gbit/s", help="rate of the link (1 Gbit/s)")
+    parser.add_argument("--repeats", type=int, default=7, help="timed turns of each measurement (7)")
     options = parser.parse_args()
     if not 1 <= options.mib <= 4096 or not 1 <= options.repeats <= 1000:
-        parser.error("--mib is 1 to 4096, --repeats 1 to 1000")
+        parser.error("--mib must be 1 to 4096, --repeats 1 to 1000")
     try:
         topology = topology_from_json({"hosts": [{"count": 2, "devices": 1, "nics": [options.rate]}]})
         with Cluster(topology) as cluster:
@@ -89,7 +93,7 @@ def main() -> int:
         medians[name] = statistics.median(turns)
         print(f"{name:12} {medians[name]:.4f} s ({min(turns):.4f}..{max(turns):.4f})")
     ratio = medians["both"] / max(medians["transfer"], medians["computation"])
-    print(f"both took {ratio:.3f} times the longer of the two alone")
+    print(f"both / max(transfer, computation): {ratio:.3f}")
     return 0
 
 

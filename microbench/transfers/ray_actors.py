@@ -1,6 +1,7 @@
-"""One actor to three hosts, on a Ray cluster of emulated hosts: ``python -m microbench.transfers.ray_actors``.
+"""Send a tensor from one Ray actor to actors on three hosts: ``python -m microbench.transfers.ray_actors``.
 
-Ours beside the object store, Ray's collectives and Ray's direct transport, in turns; every element checked.
+It compares ``reshard.ray`` with Ray's object store, collectives and direct transport, on a Ray cluster of emulated
+hosts. The methods run in turns, and every received element is checked.
 """
 
 from __future__ import annotations
@@ -21,85 +22,86 @@ import reshard
 from microbench.emulation.cluster import ClusterError
 from microbench.emulation.links import PAYLOAD_SHARE
 from microbench.emulation.ray import ray_cluster
-from microbench.harness.steal_time import Lap, Laps, Patience, idle_seconds, stolen_part, stolen_seconds
+from microbench.harness.steal_time import Lap, Laps, RetryBudget, idle_seconds, steal_seconds, steal_share
 from microbench.harness.suite import describe_machine, stderr
 from reshard.topology.files import parse_rate
 
-PATIENCE_SECONDS = 60.0
+RETRY_SECONDS = 60.0
 COLLECTIVE = "receivers and sender"
 
 
-def _parts_of(rows: int) -> Callable[[tuple[slice, ...]], torch.Tensor]:
-    def part(index: tuple[slice, ...]) -> torch.Tensor:
+def _region_reader(rows: int) -> Callable[[tuple[slice, ...]], torch.Tensor]:
+    def read(index: tuple[slice, ...]) -> torch.Tensor:
         return torch.arange(rows * 1024, dtype=torch.float32).reshape(rows, 1024)[index]
 
-    return part
+    return read
 
 
 class _Holder:
-    """An actor of a plain Ray program: it holds the tensor, or takes it in one of Ray's ways."""
+    """An actor without reshard. It holds the tensor, and sends or receives it by a method of Ray."""
 
     def __init__(self, rows: int) -> None:
-        self.tensor = _parts_of(rows)((slice(None), slice(None)))
-        self.taken: Any = None
+        self.tensor = _region_reader(rows)((slice(None), slice(None)))
+        self.received: Any = None
 
     def ready(self) -> None:
-        """Started."""
+        """Return when the actor has started."""
 
     def put(self) -> list[Any]:
-        """A reference to the tensor, new in the object store."""
+        """Put the tensor into the object store and return the reference."""
         import ray
 
         return [ray.put(self.tensor.numpy())]
 
     def get(self, references: list[Any]) -> None:
-        """Fetch from the object store."""
+        """Fetch the tensor from the object store."""
         import ray
 
-        self.taken = torch.from_numpy(ray.get(references[0]).copy())
+        self.received = torch.from_numpy(ray.get(references[0]).copy())
 
     def broadcast(self, root: int, rank: int) -> None:
-        """Ray's collective."""
+        """Take part in a broadcast of ``ray.util.collective``."""
         from ray.util import collective
 
-        if self.taken is None:
-            self.taken = torch.empty_like(self.tensor)
-        collective.broadcast(self.tensor if rank == root else self.taken, root, COLLECTIVE)
+        if self.received is None:
+            self.received = torch.empty_like(self.tensor)
+        collective.broadcast(self.tensor if rank == root else self.received, root, COLLECTIVE)
 
-    def give(self) -> torch.Tensor:
-        """For Ray's direct transport."""
+    def send(self) -> torch.Tensor:
+        """Return the tensor by Ray's direct transport."""
         return self.tensor
 
-    def take(self, tensor: torch.Tensor) -> None:
-        """What another actor gave."""
-        self.taken = tensor
+    def receive(self, tensor: torch.Tensor) -> None:
+        """Receive the tensor by Ray's direct transport."""
+        self.received = tensor
 
     def count_wrong(self) -> int:
-        """Elements that are not as they should be; forgets what was taken."""
-        wrong = int((self.taken != self.tensor).sum())
-        self.taken.zero_()
+        """Number of wrong elements; clears the received tensor."""
+        wrong = int((self.received != self.tensor).sum())
+        self.received.zero_()
         return wrong
 
 
 def measure(num_receivers: int, mib: int, repeats: int) -> dict[str, dict[str, Any]]:
-    """In a driver: seconds of each way, in turns.
+    """Run all methods in turns, from a Ray driver.
 
     Returns:
-        ``{way: {"laps", "first_use_seconds", "wrong"}}``.
+        ``{method: {"laps", "first_use_seconds", "wrong"}}``.
     """
     rows = mib * 2**20 // 4096
-    ways = _theirs(num_receivers, rows)  # first: one of its actors on each host leaves room for one of ours
-    ways["reshard.ray"] = _ours(num_receivers, rows)
+    # Ray's methods place one actor per host first; each host then has one CPU left for an actor of reshard
+    methods = _ray_methods(num_receivers, rows)
+    methods["reshard.ray"] = _reshard_method(num_receivers, rows)
     found: dict[str, dict[str, Any]] = {}
-    patience = Patience(PATIENCE_SECONDS)
+    retries = RetryBudget(RETRY_SECONDS)
     for number in range(3 * repeats + 1):
-        for name, (move, count_wrong) in ways.items():
+        for name, (move, count_wrong) in methods.items():
             if number and not found[name]["laps"].needs_more():
                 continue
-            begun, idle, stolen = time.monotonic(), idle_seconds(), stolen_seconds()
+            begun, idle, stolen = time.monotonic(), idle_seconds(), steal_seconds()
             move()
             seconds = time.monotonic() - begun
-            part = stolen_part(stolen_seconds() - stolen, seconds)
+            part = steal_share(steal_seconds() - stolen, seconds)
             busy = 1 - (idle_seconds() - idle) / (seconds * (os.cpu_count() or 1))
             if number:
                 found[name]["laps"].done.append(Lap(seconds, busy, part))
@@ -107,20 +109,21 @@ def measure(num_receivers: int, mib: int, repeats: int) -> dict[str, dict[str, A
                 found[name] = {"laps": Laps(repeats), "first_use_seconds": seconds, "wrong": 0}
             found[name]["wrong"] += count_wrong()
             if part:
-                patience.rest()
+                retries.wait_until_quiet()
     return found
 
 
-Way = tuple[Callable[[], None], Callable[[], int]]
+#: ``(move, count_wrong)``: one transfer, and the number of wrong elements after it.
+Method = tuple[Callable[[], None], Callable[[], int]]
 
 
-def _ours(num_receivers: int, rows: int) -> Way:
+def _reshard_method(num_receivers: int, rows: int) -> Method:
     import reshard.ray
 
     src = reshard.ray.ActorMesh(1, name="sender")
     dst = reshard.ray.ActorMesh(num_receivers, num_hosts=num_receivers, name="receiver")
-    held = src.make((rows, 1024), "float32", None, _parts_of(rows))
-    wanted = _parts_of(rows)((slice(None), slice(None)))
+    held = src.make((rows, 1024), "float32", None, _region_reader(rows))
+    wanted = _region_reader(rows)((slice(None), slice(None)))
     moved: list[Any] = []
 
     def move() -> None:
@@ -132,8 +135,8 @@ def _ours(num_receivers: int, rows: int) -> Way:
     return move, count_wrong
 
 
-def _theirs(num_receivers: int, rows: int) -> dict[str, Way]:
-    """One actor and receivers on hosts of their own, as the meshes' actors are."""
+def _ray_methods(num_receivers: int, rows: int) -> dict[str, Method]:
+    """Ray's methods, with one sender and the receivers on different hosts, like the actors of the meshes."""
     import ray
     from ray.experimental.collective import create_collective_group
     from ray.util.placement_group import placement_group
@@ -161,22 +164,22 @@ def _theirs(num_receivers: int, rows: int) -> dict[str, Way]:
     def by_collective() -> None:
         ray.get([actor.broadcast.remote(0, rank) for rank, actor in enumerate(actors)])
 
-    ways = {
+    methods = {
         "object store": (by_object_store, count_wrong),
         "ray.util.collective broadcast": (by_collective, count_wrong),
     }
 
     def by_direct_transport() -> None:
-        given = sender.give.options(tensor_transport="gloo").remote()
-        ray.get([actor.take.remote(given) for actor in receivers])
+        sent = sender.send.options(tensor_transport="gloo").remote()
+        ray.get([actor.receive.remote(sent) for actor in receivers])
 
-    ways["direct transport (gloo)"] = by_direct_transport, count_wrong
-    return ways
+    methods["direct transport (gloo)"] = by_direct_transport, count_wrong
+    return methods
 
 
-def format_ways(found: dict[str, dict[str, Any]], bound: float) -> str:
-    """A table: median, min and max seconds, and over the bound."""
-    lines = [f"{'way':32}{'median s':>10}{'min':>8}{'max':>8}{'x bound':>9}{'first s':>9}  elements"]
+def format_methods(found: dict[str, dict[str, Any]], bound: float) -> str:
+    """A text table: median, min and max seconds, and median over the lower bound."""
+    lines = [f"{'method':32}{'median s':>10}{'min':>8}{'max':>8}{'x bound':>9}{'first s':>9}  elements"]
     for name, one in found.items():
         seconds = [lap.seconds for lap in one["laps"].kept()]
         median = statistics.median(seconds)
@@ -189,15 +192,19 @@ def format_ways(found: dict[str, dict[str, Any]], bound: float) -> str:
 
 def main() -> int:
     """Print the table; returns 1 if an element was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m microbench.transfers.ray_actors", description=__doc__)
-    parser.add_argument("--receivers", type=int, default=3, help="hosts with one receiving actor each (3)")
+    parser = argparse.ArgumentParser(
+        prog="python -m microbench.transfers.ray_actors",
+        description=__doc__,
+        epilog="example: python -m microbench.transfers.ray_actors --receivers 2 --mib 16",
+    )
+    parser.add_argument("--receivers", type=int, default=3, help="receiving hosts, each with one actor (3)")
     parser.add_argument("--mib", type=int, default=64, help="MiB to move (64)")
-    parser.add_argument("--rate", default="1 Gbit/s", help="of each host's link (1 Gbit/s)")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each (5)")
-    parser.add_argument("--out", type=Path, help="write JSON lines here")
+    parser.add_argument("--rate", default="1 Gbit/s", help="rate of each host's link (1 Gbit/s)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed turns of each method (5)")
+    parser.add_argument("--out", type=Path, help="write JSON lines to this file")
     options = parser.parse_args()
     if not 1 <= options.receivers <= 16 or not 1 <= options.mib <= 4096 or not 1 <= options.repeats <= 1000:
-        parser.error("--receivers is 1 to 16, --mib 1 to 4096, --repeats 1 to 1000")
+        parser.error("--receivers must be 1 to 16, --mib 1 to 4096, --repeats 1 to 1000")
     try:
         with ray_cluster(options.receivers + 1, options.rate, num_cpus=2) as drive:
             found = drive(measure, options.receivers, options.mib, options.repeats)
@@ -206,7 +213,7 @@ def main() -> int:
         return 2
     bound = options.mib * 2**20 / (parse_rate(options.rate) * PAYLOAD_SHARE)
     print(f"1 actor to {options.receivers} hosts, {options.mib} MiB, {options.rate}: bound {bound:.4f} s")
-    print(format_ways(found, bound))
+    print(format_methods(found, bound))
     if options.out:
         records = [describe_machine(sys.argv[1:])]
         records += [

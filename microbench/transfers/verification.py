@@ -1,8 +1,8 @@
-"""What ``verify=True`` costs: ``python -m microbench.transfers.verification``, on shaped links and over loopback.
+"""Measure the cost of ``verify=True``: ``python -m microbench.transfers.verification``.
 
-The same transfers with and without it, in turns, by Movers that were made once: sources and destinations of four
-devices on two hosts each. Time runs from the first rank that starts to the last that has its shard and knows that it is
-right.
+It runs on emulated links and over loopback.
+Movers with and without verification run the same transfers in turns, between two meshes of four devices on two hosts
+each. A turn ends when the last rank has its shard and, with ``verify=True``, has checked it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COLUMNS = 1024
 def measure(
     rank: int, report: Callable[[Any], None] | None, topology: Topology, mib: int, repeats: int
 ) -> list[dict[bool, list[float]]]:
-    """Of each pair of layouts the seconds of each turn on this rank, without and with digests."""
+    """Seconds of each turn on this rank: one dict per layout pair, keyed by ``verify``."""
     shape = (mib * 2**20 // (4 * COLUMNS), COLUMNS)
     stopwatch, found = Stopwatch(), []
     for src_spec, dst_spec in PAIRS:
@@ -55,28 +55,32 @@ def measure(
 
 
 def main() -> int:
-    """Print both times per pair of layouts, and what verifying adds."""
-    parser = argparse.ArgumentParser(prog="python -m microbench.transfers.verification", description=__doc__)
+    """Print a Markdown table with the median times without and with verification, and their ratio."""
+    parser = argparse.ArgumentParser(
+        prog="python -m microbench.transfers.verification",
+        description=__doc__,
+        epilog="example: python -m microbench.transfers.verification --mib 16 --repeats 5",
+    )
     parser.add_argument("--mib", type=int, default=64, help="MiB of the tensor (64)")
-    parser.add_argument("--rate", default="1 Gbit/s", help="of each link (1 Gbit/s)")
-    parser.add_argument("--repeats", type=int, default=9, help="turns of each (9)")
+    parser.add_argument("--rate", default="1 Gbit/s", help="rate of each link (1 Gbit/s)")
+    parser.add_argument("--repeats", type=int, default=9, help="timed turns of each Mover (9)")
     options = parser.parse_args()
     if not 1 <= options.mib <= 4096 or not 1 <= options.repeats <= 1000:
-        parser.error("--mib is 1 to 4096, --repeats 1 to 1000")
+        parser.error("--mib must be 1 to 4096, --repeats 1 to 1000")
     run = describe_machine([])
     print(f"{options.mib} MiB, {run['machine']}, torch {torch.__version__}, {run['date']}\n")
-    print("| links | pair | without, s | with, s | with / without |\n|---|---|---|---|---|")
+    print("| links | layouts | plain, s | verified, s | verified / plain |\n|---|---|---|---|---|")
     for links in (options.rate, "loopback"):
         try:
             topology = topology_from_json({"hosts": [{"count": 4, "devices": 2, "nics": [options.rate]}]})
-            asked = nominal(topology), options.mib, options.repeats
+            arguments = nominal(topology), options.mib, options.repeats
             if links == "loopback":
-                results = run_processes(measure, 8, None, *asked, timeout_seconds=600.0)
+                results = run_processes(measure, 8, None, *arguments, timeout_seconds=600.0)
             else:
                 with Cluster(topology) as cluster:
-                    results = cluster.run(measure, *asked, timeout_seconds=600.0)
+                    results = cluster.run(measure, *arguments, timeout_seconds=600.0)
         except (ClusterError, reshard.ReshardError) as error:
-            stderr(f"verifying: {error}")
+            stderr(f"verification: {error}")
             return 2
         for number, pair in enumerate(PAIRS):
             medians = {}

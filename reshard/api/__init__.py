@@ -1,4 +1,4 @@
-"""The calls that users make, with tensors. Users import them from :mod:`reshard`.
+"""The calls that users make with tensors; users import them from :mod:`reshard`.
 
-Imports every package but :mod:`reshard.testing` and the front ends.
+May import every package except :mod:`reshard.testing` and the front ends.
 """

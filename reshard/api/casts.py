@@ -1,7 +1,7 @@
-"""Results of another dtype: elements are cast where that lets fewer bytes travel.
+"""Casts to another dtype, on the side of the transfer where they save bytes on the wire.
 
-Nothing is cast beside the shards: a source is cast message by message as it is packed, and what is to become wider
-lands in the destination's own memory.
+A cast never allocates a second shard. A narrowing cast happens on the sender, message by message as it packs. For a
+widening cast, the receiver stores the narrow elements in the destination's memory and casts them in place.
 """
 
 from __future__ import annotations
@@ -14,39 +14,43 @@ from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError
 from reshard.runtime.cpu.staging import CastSource
 
-#: Scratch memory for casts in place.
+#: Scratch memory for in-place casts, in bytes.
 CAST_BYTES = 2**20
 
 
-def travelling_dtype(src: str, dst: str | None) -> str:
-    """The dtype that elements have under way: the destination's, unless the source's is narrower."""
+def wire_dtype(src: str, dst: str | None) -> str:
+    """The dtype on the wire: the destination's, or the source's if that is narrower."""
     return src if dst is None or ITEMSIZE[dst] > ITEMSIZE[src] else dst
 
 
 def check_cast(src: str, dst: str, what: str) -> None:
-    """Raise ArgumentError unless torch casts one dtype to the other, and that keeps what numbers are.
+    """Raise ArgumentError unless torch can cast ``src`` to ``dst`` and the cast loses at most precision.
 
-    Between floating point dtypes, and between complex ones, any width will do; else only what torch promotes to.
+    Floating-point dtypes cast to floating-point dtypes of any width, and complex to complex. Any other cast must be a
+    type promotion in torch.
+
+    Args:
+        what: name of the tensor in the error.
     """
     if src == dst:
         return
     a, b = getattr(torch, src), getattr(torch, dst)
-    is_alike = (a.is_floating_point and b.is_floating_point) or (a.is_complex and b.is_complex)
+    is_same_kind = (a.is_floating_point and b.is_floating_point) or (a.is_complex and b.is_complex)
     try:
-        if not is_alike and not _promotes(a, b):
-            raise ArgumentError(f"{what}: {src} cannot become {dst} without loss of more than precision")
+        if not is_same_kind and not _promotes(a, b):
+            raise ArgumentError(f"{what}: cannot cast {src} to {dst}: values could change by more than rounding")
         torch.zeros(1, dtype=a).to(b)
         negative = torch.tensor([-1.0])
         if b.is_floating_point and float(negative.to(b).float()) > 0 and not float(negative.to(a).float()) > 0:
-            raise ArgumentError(f"{what}: {src} cannot become {dst}, which has no sign")
+            raise ArgumentError(f"{what}: cannot cast {src} to {dst}, which has no negative values")
     except (RuntimeError, TypeError) as error:
         text = str(error).splitlines()[0]
-        said = "" if "INTERNAL ASSERT" in text else f": {text}"  # of dtypes that have no arithmetic at all
-        raise ArgumentError(f"{what}: torch cannot cast {src} to {dst}{said}") from error
+        reason = "" if "INTERNAL ASSERT" in text else f": {text}"  # torch asserts on dtypes without arithmetic
+        raise ArgumentError(f"{what}: torch cannot cast {src} to {dst}{reason}") from error
 
 
 def _promotes(a: torch.dtype, b: torch.dtype) -> bool:
-    """Whether every number of one is one of the other; torch does not promote unsigned integers of several bytes."""
+    """Whether torch promotes ``a`` to ``b``. Integers compare by range, as torch has no rules for uint16 to uint64."""
     integers = [not (one.is_floating_point or one.is_complex or one is torch.bool) for one in (a, b)]
     if all(integers):
         return torch.iinfo(b).min <= torch.iinfo(a).min and torch.iinfo(a).max <= torch.iinfo(b).max
@@ -54,17 +58,17 @@ def _promotes(a: torch.dtype, b: torch.dtype) -> bool:
 
 
 def cast_source(array: torch.Tensor | None, dtype: str) -> torch.Tensor | CastSource | None:
-    """What is sent of a source: itself if it has this dtype, else what casts it message by message."""
+    """The source itself if it has this dtype, else a wrapper that casts it message by message."""
     if array is None or array.dtype == getattr(torch, dtype):
         return array
     return CastSource(array, getattr(torch, dtype))
 
 
-def landing_of(target: torch.Tensor | None, dtype: str) -> torch.Tensor | None:
-    """Where elements of a dtype no wider than the target's land: in the target's own memory.
+def receive_view(target: torch.Tensor | None, dtype: str) -> torch.Tensor | None:
+    """A view of the target's memory that receives elements of ``dtype``, which must not be wider than the target's.
 
-    A dense target takes them in its last bytes, in its own order of elements; any other takes each element in the first
-    bytes of its place. :func:`cast_landed` then casts them where they are.
+    In a dense target, the view covers the last bytes and keeps the element order. In any other target, each element
+    is received in the first bytes of its slot. :func:`cast_received` then casts them in place.
     """
     if target is None or target.dtype == getattr(torch, dtype):
         return target
@@ -82,17 +86,17 @@ def landing_of(target: torch.Tensor | None, dtype: str) -> torch.Tensor | None:
     return _bytes_of_storage(target).view(narrow).as_strided(target.shape, strides, first)
 
 
-def cast_landed(landed: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]) -> None:
-    """Cast elements that landed as :func:`landing_of` says; scratch memory is at most :data:`CAST_BYTES`."""
-    for array, target in zip(landed, targets, strict=True):
+def cast_received(received: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]) -> None:
+    """Cast the views of :func:`receive_view` to their targets in place, with at most :data:`CAST_BYTES` of scratch."""
+    for array, target in zip(received, targets, strict=True):
         if array is None or target is None or array is target or not target.numel():
             continue
-        wide = target.detach()  # of a parameter, whose gradient is no affair of this
+        wide = target.detach()  # the target may be a parameter that requires grad
         if not _is_dense(wide):
-            for piece, place in zip(_pieces(array), _pieces(wide), strict=True):
-                place.copy_(piece.clone())
+            for narrow_piece, wide_piece in zip(_pieces(array), _pieces(wide), strict=True):
+                wide_piece.copy_(narrow_piece.clone())
             continue
-        # From the first element on: what is written ends before the elements that are still to be read.
+        # In ascending order, each write ends before the narrow elements that are still to be read.
         narrow_row, wide_row = (one.as_strided((one.numel(),), (1,)) for one in (array, wide))
         step = max(1, CAST_BYTES // wide.element_size())
         for at in range(0, wide.numel(), step):
@@ -100,7 +104,7 @@ def cast_landed(landed: Sequence[torch.Tensor | None], targets: Sequence[torch.T
 
 
 def _is_dense(array: torch.Tensor) -> bool:
-    """Whether its elements fill one run of memory, in any order of dims."""
+    """Whether the elements fill one contiguous memory range, in any order of dims."""
     span = 1
     for stride, size in sorted(zip(array.stride(), array.shape, strict=True)):
         if size > 1:
@@ -115,7 +119,7 @@ def _bytes_of_storage(array: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(array: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of an array, in row-major order, of at most :data:`CAST_BYTES` at 16 bytes an element."""
+    """Views of an array in row-major order, each of at most ``CAST_BYTES // 16`` elements."""
     most = CAST_BYTES // 16
     if array.numel() <= most or not array.ndim:
         yield array

@@ -1,4 +1,4 @@
-"""What a DTensor says of itself. Arguments beside it may repeat that, and never overrule it."""
+"""Layouts of DTensors. A DTensor's own mesh, spec and shape are authoritative: other arguments may only repeat them."""
 
 from __future__ import annotations
 
@@ -25,26 +25,30 @@ def is_device_mesh(value: Any) -> bool:
 
 
 def mesh_of(device_mesh: Any, group: Group) -> Mesh:
-    """A DeviceMesh, whose ranks are ranks of the world, as a mesh of ranks of a group."""
+    """A DeviceMesh as a mesh of the group's ranks; ranks of a DeviceMesh are world ranks."""
     mesh = Mesh.from_device_mesh(device_mesh)
     return mesh.with_ranks({rank: group.translate(rank) for rank in mesh.ranks})
 
 
 def layout_of(dtensor: Any, group: Group) -> Layout:
-    """The layout of a DTensor in ranks of a group.
+    """The layout of a DTensor over the group's ranks.
 
     Raises:
-        PartialError: it has a pending reduction. ArgumentError: a rank of its mesh is outside the group.
+        PartialError: the DTensor has a pending reduction.
+        ArgumentError: a rank of its mesh is outside the group.
     """
     return Layout(mesh_of(dtensor.device_mesh, group), list(dtensor.placements))
 
 
 def check_same_layout(own: Layout, given: AnyLayout, shape: Sequence[int], rank: int, what: str, source: str) -> None:
-    """Raise ArgumentError unless two layouts give a rank the same elements in the same places.
+    """Raise ArgumentError unless two layouts give a rank the same elements at the same local offsets.
 
     Args:
-        own: of the DTensor. given: what the caller or a plan says. shape: the global shape.
-        what: names the DTensor; source: what says ``given``.
+        own: the DTensor's layout.
+        given: the layout from the caller's arguments or from a plan.
+        shape: the global shape.
+        what: name of the DTensor in the error.
+        source: name of the argument or plan that ``given`` comes from, in the error.
     """
     if own == given:
         return
@@ -52,16 +56,16 @@ def check_same_layout(own: Layout, given: AnyLayout, shape: Sequence[int], rank:
         ours, theirs = (cut_shards(layout, shape) for layout in (own, given))
         if rank not in own.ranks or (
             ours.local_shape(rank) == theirs.local_shape(rank)
-            and _share_all(ours.pieces_of(rank), theirs.pieces_of(rank))
+            and _same_elements(ours.pieces_of(rank), theirs.pieces_of(rank))
         ):
             return
-    raise ArgumentError(f"{what} is sharded as {own}, but {source} says {given}; both must be the same")
+    raise ArgumentError(f"{what} is sharded as {own}, but {source} says {given}; they must match")
 
 
-def _share_all(ours: tuple[np.ndarray, ...], theirs: tuple[np.ndarray, ...]) -> bool:
-    """Whether two lists of pieces, ``start``, ``stop`` and place in the local array, hold the same elements alike."""
+def _same_elements(ours: tuple[np.ndarray, ...], theirs: tuple[np.ndarray, ...]) -> bool:
+    """Whether two lists of pieces (``start``, ``stop``, local offset) put the same elements at the same offsets."""
     a, b = find_overlaps(*ours[:2], *theirs[:2])
     start, stop = np.maximum(ours[0][a], theirs[0][b]), np.minimum(ours[1][a], theirs[1][b])
-    alike = (ours[2][a] - ours[0][a] == theirs[2][b] - theirs[0][b]).all(axis=1)
-    shared = int((stop - start)[alike].prod(axis=1, dtype=np.int64).sum())
+    same_offset = (ours[2][a] - ours[0][a] == theirs[2][b] - theirs[0][b]).all(axis=1)
+    shared = int((stop - start)[same_offset].prod(axis=1, dtype=np.int64).sum())
     return all(shared == int((side[1] - side[0]).prod(axis=1, dtype=np.int64).sum()) for side in (ours, theirs))

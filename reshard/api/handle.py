@@ -1,4 +1,4 @@
-"""Transfers under way, as who started them sees them."""
+"""Handles of transfers in progress."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from reshard.coordination.communicator import Channel
 from reshard.coordination.liveness.heartbeat import Monitor, call_at_exit
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.forks import call_in_child
-from reshard.formatting import say_ranks
+from reshard.formatting import describe_ranks
 from reshard.runtime.cpu.executor import Tally
 from reshard.runtime.cuda.stream import Mark, StreamTransfers
-from reshard.timeouts import check_patience
+from reshard.timeouts import check_wait_timeout
 
-#: How long the end of the process waits for a transfer under way.
+#: How long process exit waits for a transfer in progress.
 EXIT_SECONDS = 5.0
-#: How often a processor that waits for a device looks.
+#: Polling interval of :meth:`StreamHandle.synchronize`.
 SYNCHRONIZE_SECONDS = 0.0002
 
 
 class Handle:
-    """A transfer under way. It progresses whether or not anybody waits."""
+    """A transfer in progress. It progresses without a call to :meth:`wait`.
+
+    Attributes:
+        begun_at, ended_at: ``time.monotonic()`` at which this rank's part began and ended; None before.
+        tally: progress of this rank's part.
+        describe: returns the progress as text, for a note on the error; set when the transfer begins.
+    """
 
     def __init__(self, channel: Channel, generation: int, finish: Callable[[], Any]) -> None:
         self._channel, self._generation, self._finish = channel, generation, finish
@@ -34,16 +40,14 @@ class Handle:
         self._done = threading.Event()
         self._error: ReshardError | None = None
         self._result: Any = None
-        #: ``time.monotonic()`` at which this rank's part began and ended; None before.
         self.begun_at: float | None = None
         self.ended_at: float | None = None
-        #: How far this rank came, and the same in words, for a note on the error; set by who runs the transfer.
         self.tally = Tally()
         self.describe: Callable[[], str] | None = None
 
     def __repr__(self) -> str:
-        state = "under way" if not self.done() else "done" if self._error is None else type(self._error).__name__
-        return f"Handle(transfer {self._generation} of {say_ranks(self.members)}: {state})"
+        state = "in progress" if not self.done() else "done" if self._error is None else type(self._error).__name__
+        return f"Handle(transfer {self._generation} of {describe_ranks(self.members)}: {state})"
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -51,77 +55,81 @@ class Handle:
         return self._channel.members
 
     def done(self) -> bool:
-        """True once :meth:`wait` will not block."""
+        """Whether the transfer has ended, so that :meth:`wait` does not block."""
         return self._done.is_set()
 
     def wait(self, timeout_seconds: float | None = None) -> Any:
-        """The result; blocks until the transfer is over.
+        """Block until the transfer has ended and return its result.
+
+        Args:
+            timeout_seconds: limit of this wait; None waits without limit.
 
         Returns:
             This rank's destination shard (or ``{name: shard}``), None outside the destination.
 
         Raises:
-            TransferTimeoutError: not over within ``timeout_seconds``; the transfer goes on, and ``wait`` may be
-                called again. ArgumentError: in a child that was forked meanwhile. Otherwise the error that ended the
-                transfer, the same on every rank.
+            TransferTimeoutError: the transfer has not ended within ``timeout_seconds``. It continues, and ``wait``
+                may be called again.
+            ArgumentError: this process was forked from the one that started the transfer.
+            ReshardError: the error that ended the transfer, the same on every rank.
         """
         self.check_process()
-        if not self._done.wait(check_patience(timeout_seconds)):
-            raise TransferTimeoutError(f"the transfer is not over after {timeout_seconds:g} s; it goes on")
+        if not self._done.wait(check_wait_timeout(timeout_seconds)):
+            raise TransferTimeoutError(f"the transfer has not ended after {timeout_seconds:g} s; it continues")
         self.check()
-        return self._take()
+        return self._take_result()
 
     def check_process(self) -> None:
-        """Raise ArgumentError in a forked child, which has no thread that would end the transfer."""
+        """Raise ArgumentError in a forked child, which does not have the thread that runs the transfer."""
         if self._pid != os.getpid():
             raise ArgumentError(
-                f"this transfer is one of process {self._pid}; process {os.getpid()} cannot wait for it"
+                f"this transfer belongs to process {self._pid}; its fork {os.getpid()} cannot wait for it"
             )
 
-    def _take(self) -> Any:
+    def _take_result(self) -> Any:
         if self._finish is not None:
             self._result, self._finish = self._finish(), None  # type: ignore[assignment]
         return self._result
 
     def reported_error(self) -> ReshardError | None:
-        """An error that another rank told of."""
+        """The error of this transfer that another rank published, or None."""
         return self._channel.reported_error(self._generation)
 
     def stop(self, error: ReshardError) -> None:
-        """End with an error; whoever waits is released."""
+        """End the transfer with an error and wake all waiting threads."""
         if not self._done.is_set():
-            self._error = self._channel.take_error(self._generation, error)
+            self._error = self._channel.record_error(self._generation, error)
             self._done.set()
 
     def check(self) -> None:
-        """Raise the error that ended this transfer, if one did."""
+        """Raise the error that ended this transfer, if there is one."""
         if self._error is not None:
-            error = copy.copy(self._error)  # the error is that of all transfers under way, the note is of this one
+            error = copy.copy(self._error)  # all transfers of the channel share the error; the note is this one's
             error.__notes__ = [] if self.describe is None else [self.describe()]
             raise error
 
     def synchronize(self, timeout_seconds: float | None = None) -> Any:
-        """As :meth:`wait`, but on a GPU too block until the transfer is over."""
+        """As :meth:`wait`, but also block the CPU until a transfer on a GPU has ended."""
         return self.wait(timeout_seconds)
 
     def look(self) -> bool:
-        """Whether it is over, where nobody else finds out; here a thread does."""
+        """Poll for the end of the transfer. Always False here: the progress thread ends it."""
         return False
 
     def begin(self) -> None:
-        """Note that the part of this rank begins."""
+        """Record that this rank's part begins."""
         self.begun_at = time.monotonic()
 
     def succeed(self) -> None:
-        """The transfer is over."""
+        """Mark the transfer as done."""
         self.ended_at = time.monotonic()
         self._done.set()
 
 
 class StreamHandle(Handle):
-    """A transfer on a GPU: :meth:`wait` makes the current stream wait, not the processor.
+    """A transfer on a GPU: :meth:`wait` makes the current stream wait, not the CPU.
 
-    It is made, and watched, before anything is put on a stream; :meth:`begin_at` follows.
+    The handle is created, and monitored, before any work is enqueued on a stream; :meth:`begin_at` follows.
     """
 
     def __init__(
@@ -138,14 +146,14 @@ class StreamHandle(Handle):
         self._mark: Mark | None = None
 
     def begin_at(self, mark: Mark | None) -> None:
-        """It is put on a stream, where ``mark`` is its end; None if a graph captures it, which has no end yet."""
+        """Record that the transfer is enqueued and ends at ``mark``; None if a CUDA graph captures it."""
         self.begin()
         self._mark = mark
         if mark is None:
             self.succeed()
             return
-        _on_streams.add(self)
-        self._group.held.add_user(self)
+        _unfinished.add(self)
+        self._group.resources.add_user(self)
         call_at_exit(_finish_streams, priority=20)
 
     def succeed(self) -> None:
@@ -154,14 +162,14 @@ class StreamHandle(Handle):
         Monitor.of(self._group).forget(self)
 
     def done(self) -> bool:
-        """True once the device is done with it, or it has failed."""
+        """Whether the device has finished the transfer, or it has failed."""
         return self.look()
 
     def wait(self, timeout_seconds: float | None = None) -> Any:
-        """The result; what the caller puts on its current stream from here on finds it there. Does not block.
+        """The result, without blocking the CPU; later work on the current stream waits for the transfer.
 
         Raises:
-            ReshardError: what ended the transfer, if that is known by now; see :meth:`synchronize`.
+            ReshardError: the transfer has already failed. :meth:`synchronize` also raises later errors.
         """
         self.check_process()
         self.check()
@@ -169,35 +177,35 @@ class StreamHandle(Handle):
             self._transfers.streams.join()
         else:
             self._mark.wait()
-        return self._take()
+        return self._take_result()
 
     def synchronize(self, timeout_seconds: float | None = None) -> Any:
-        """The result, once the device is done with it; raises the error that ended the transfer, alike on all ranks."""
+        """Block until the device has finished the transfer and return its result; raises as :meth:`Handle.wait`."""
         self.check_process()
-        check_patience(timeout_seconds)
+        check_wait_timeout(timeout_seconds)
         limit = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not self.look():
             if limit is not None and time.monotonic() >= limit:
-                raise TransferTimeoutError(f"the transfer is not over after {timeout_seconds:g} s; it goes on")
+                raise TransferTimeoutError(f"the transfer has not ended after {timeout_seconds:g} s; it continues")
             time.sleep(SYNCHRONIZE_SECONDS)
         self.check()
         return self.wait()
 
     def finish(self, timeout_seconds: float | None) -> None:
-        """Wait until the device is done with it."""
+        """Block until the device has finished the transfer; errors are ignored."""
         with contextlib.suppress(ReshardError):
             self.synchronize(timeout_seconds)
 
     def release(self) -> None:
-        """What it uses goes with it."""
+        """Called when the group closes. The transfer keeps what it uses until the handle is dropped."""
 
     def look(self) -> bool:
-        """Whether it is over; ends it where its time is up, or the device or a connection failed."""
+        """Poll for the end of the transfer. Ends it at its deadline, or if the device or a connection failed."""
         try:
             if self._done.is_set():
-                pass  # another rank told of an error
+                pass  # stopped by an error that another rank published
             elif (failed := self._channel.find_failure(self._generation)) is not None:
-                self.stop(failed)  # the device may be done with what was aborted, which moved nothing
+                self.stop(failed)  # check before the mark: aborted work also completes on the device
             elif self._mark is not None and self._mark.query():
                 self.succeed()
             elif time.monotonic() >= self._deadline:
@@ -208,16 +216,16 @@ class StreamHandle(Handle):
         except RuntimeError as error:
             self.stop(self._channel.fail(self._generation, error))
         if self._done.is_set():
-            _on_streams.discard(self)
+            _unfinished.discard(self)
         return self._done.is_set()
 
 
-#: Transfers that a device is not done with, and what they use, whoever else has forgotten them.
-_on_streams: set[StreamHandle] = set()
-call_in_child(_on_streams.clear)
+#: Keeps handles, and the buffers they use, alive until the device has finished the transfer.
+_unfinished: set[StreamHandle] = set()
+call_in_child(_unfinished.clear)
 
 
 def _finish_streams() -> None:
-    """At the end of the process: others would miss what this rank has yet to send."""
-    for handle in list(_on_streams):
+    """At process exit, finish sending what other ranks wait for."""
+    for handle in list(_unfinished):
         handle.finish(EXIT_SECONDS)

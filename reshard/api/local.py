@@ -1,4 +1,4 @@
-"""All ranks in one process: the definition that every other backend is tested against."""
+"""Resharding with the shards of all ranks in one process: the reference for every other backend."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ Array = Any
 
 
 def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
-    """Replay a plan in its order on the shards of all ranks, held in this process.
+    """Execute a plan's messages in order on the shards of all ranks, held in this process.
 
     Args:
-        plan: what to do.
-        shards: per tensor of the plan ``{source rank: local array}``, NumPy or torch, alike within a tensor.
+        plan: the plan. Checked once, as by :func:`reshard.check_plan`, unless :func:`reshard.make_plan` made it in
+            this process.
+        shards: per tensor of the plan ``{source rank: local array}``; all NumPy or all torch within a tensor.
 
     Returns:
         Per tensor ``{destination rank: local array}``, new arrays of the same kind.
 
     Raises:
-        ArgumentError: a shard is missing, or has the wrong shape or dtype. PlanError: the plan does not deliver; it is
-            checked unless :func:`reshard.make_plan` made it in this process, once per object.
+        ArgumentError: a shard is missing or has the wrong shape or dtype.
+        PlanError: the plan does not deliver every element.
     """
     ensure_checked(plan)
     out: list[dict[int, Array]] = []
@@ -43,7 +44,7 @@ def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dic
         _check_shards(spec.src_shards, spec.dtype, arrays, spec.name)
         like = next(iter(arrays.values()))
         out.append({rank: _empty_like(like, spec.dst_shards.local_shape(rank)) for rank in spec.dst.ranks})
-    staging: dict[tuple[int, int], Array] = {}  # (message id, rank) -> what a relay was sent
+    staging: dict[tuple[int, int], Array] = {}  # (message id, relay rank) -> received data
     for message in expand_messages(plan):
         for i, (tensor, start, stop) in enumerate(message.boxes):
             spec = plan.tensors[tensor]
@@ -80,17 +81,19 @@ def reshard_local(
 
     Args:
         shards: ``{source rank: local array}``, NumPy or torch.
-        src, dst: a layout, or a mesh with ``src_spec`` or ``dst_spec`` beside it; without a spec each rank of the mesh
-            holds the whole tensor.
+        src, dst: a layout or a mesh.
+        src_spec, dst_spec: how the mesh shards the tensor. Default: every rank of the mesh holds the whole tensor.
         shape: the global shape.
-        dst_dtype: the dtype of the result; omitted, that of the source.
+        dst_dtype: dtype of the result. Default: the source's.
+        strategy: a name in ``reshard.planner.registry.STRATEGIES``, or a function of that form.
+        topology: hosts and links of the ranks.
 
     Returns:
         ``{destination rank: local array}``, new arrays.
 
     Raises:
         ArgumentError: a shard is missing, has the wrong shape or dtype, or cannot be cast to ``dst_dtype``.
-        DisagreementError: there is no ``src_spec``, and shards differ.
+        DisagreementError: ``src`` is a mesh without ``src_spec``, and the shards differ.
 
     >>> import numpy as np
     >>> from reshard import Layout, Mesh, reshard_local
@@ -106,25 +109,25 @@ def reshard_local(
         if not isinstance(layout, (Layout, RegionLayout)):
             raise ArgumentError(f"{what} must be a Mesh, a Layout or a RegionLayout, not {type(layout).__name__}")
     if not isinstance(shards, Mapping) or not shards:
-        raise ArgumentError(f"give shards as {{source rank: local array}}, not {type(shards).__name__}")
+        raise ArgumentError(f"pass shards as {{source rank: local array}}, not {type(shards).__name__}")
     for rank, array in shards.items():
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
             raise ArgumentError(f"rank {rank} holds {type(array).__name__}, not a NumPy array or a torch tensor")
         if rank not in src_layout.ranks:
             raise ArgumentError(f"rank {rank} has a shard, but is not in the source layout")
     dtype = dtype_name(next(iter(shards.values())).dtype)
-    travelling = dtype
+    on_wire = dtype
     if dst_dtype is not None:
-        from reshard.api.casts import check_cast, travelling_dtype  # imports torch
+        from reshard.api.casts import check_cast, wire_dtype  # imports torch
 
         dst_dtype = dtype_name(dst_dtype)
         check_cast(dtype, dst_dtype, "the tensor")
-        travelling = travelling_dtype(dtype, dst_dtype)
-    plan = make_plan(src_layout, dst_layout, shape, travelling, strategy=strategy, topology=topology)
+        on_wire = wire_dtype(dtype, dst_dtype)
+    plan = make_plan(src_layout, dst_layout, shape, on_wire, strategy=strategy, topology=topology)
     _check_shards(plan.tensors[0].src_shards, dtype, shards, None)
     if isinstance(src, Mesh) and src_spec is None:
-        _check_equal({rank: shards[rank] for rank in src.ranks})
-    moved = execute_local(plan, [{rank: _cast(array, travelling) for rank, array in shards.items()}])[0]
+        _check_replicas({rank: shards[rank] for rank in src.ranks})
+    moved = execute_local(plan, [{rank: _cast(array, on_wire) for rank, array in shards.items()}])[0]
     return moved if dst_dtype is None else {rank: _cast(array, dst_dtype) for rank, array in moved.items()}
 
 
@@ -141,12 +144,12 @@ def _cast(array: Array, dtype: str) -> Array:
         raise ArgumentError(f"NumPy has no dtype {dtype}; pass torch tensors") from None
 
 
-def _check_equal(shards: Mapping[int, Array]) -> None:
-    """Raise where shards that are taken for replicas differ in a byte."""
-    digest = {rank: xxhash.xxh3_64(_bytes_of(array)).intdigest() for rank, array in shards.items()}
-    first = next(iter(digest))
-    for rank, found in digest.items():
-        if found != digest[first]:
+def _check_replicas(shards: Mapping[int, Array]) -> None:
+    """Raise DisagreementError if shards that should be replicas differ in a byte."""
+    digests = {rank: xxhash.xxh3_64(_bytes_of(array)).intdigest() for rank, array in shards.items()}
+    first = next(iter(digests))
+    for rank, digest in digests.items():
+        if digest != digests[first]:
             raise DisagreementError(
                 f"rank {rank} holds other elements than rank {first}, but without src_spec every source rank holds the "
                 "whole tensor; pass src_spec= if it is sharded"
@@ -175,14 +178,14 @@ def _check_shards(shards: Shards, dtype: str, arrays: Mapping[int, Array], name:
         if tuple(arrays[rank].shape) != shards.local_shape(rank):
             raise ArgumentError(
                 f"{what}: rank {rank} holds shape {list(arrays[rank].shape)}, "
-                f"but its layout says {list(shards.local_shape(rank))}"
+                f"but its shard is {list(shards.local_shape(rank))}"
             )
         if dtype_name(arrays[rank].dtype) != dtype:
             raise ArgumentError(f"{what}: rank {rank} holds {dtype_name(arrays[rank].dtype)}, not {dtype}")
 
 
 def _view(shards: Shards, rank: int, array: Array, start: Sequence[int], stop: Sequence[int]) -> Array | None:
-    """The part of a rank's local array that holds the box, None if it has no tile with all of it."""
+    """The view of a rank's local array that holds the box; None if no tile of the rank contains all of it."""
     for box, local in shards.boxes_of(rank):
         if all(lo <= a and b <= hi for (lo, hi), a, b in zip(box, start, stop, strict=True)):
             at = [

@@ -1,8 +1,9 @@
-"""Transfers that bear the loss of ranks: those that are left find out who is, and move what is missing.
+"""Fault-tolerant transfers: the surviving ranks find out which ranks are lost, and move the missing data.
 
-When its part of a transfer is over, well or badly, every rank says so in a round that goes on without those that are
-dead or silent. If anybody failed and somebody is lost, the others plan anew for what is missing (see
-:mod:`reshard.planner.recovery`), move that, and meet again; a rank that is lost while they do is one more turn.
+When its part of a transfer has ended, with or without an error, every rank reports its outcome in an agreement round.
+The round excludes ranks that are dead or do not respond. If a rank failed and ranks are lost, the surviving ranks make
+a plan for the missing data (see :mod:`reshard.planner.recovery`), execute it and hold another round. This repeats
+until no rank fails.
 """
 
 from __future__ import annotations
@@ -20,28 +21,33 @@ import torch
 from reshard.api.handle import Handle
 from reshard.api.mover import Mover
 from reshard.coordination.communicator import Channel, find_channel
-from reshard.coordination.decide import Decision, Request, describe_error, gather_said, rebuild_error
+from reshard.coordination.decide import gather_reports
 from reshard.coordination.liveness.call_sequence import calling
+from reshard.coordination.messages import Decision, Request, describe_error, rebuild_error
 from reshard.coordination.process_group import Group
 from reshard.errors import RankLostError, ReshardError, TransferTimeoutError
-from reshard.formatting import format_ranks, say_ranks
+from reshard.formatting import describe_ranks, format_ranks
 from reshard.plan.model import Plan
 from reshard.planner.recovery import Arrived, find_missing, plan_remainder, view_pieces, whole_tensors
 from reshard.runtime.cpu.executor import Tally
-from reshard.timeouts import check_patience
+from reshard.timeouts import check_wait_timeout
 
-#: How much longer than the transfer itself ranks wait for each other behind it.
-PATIENCE_SECONDS = 0.5
+#: Time that ranks wait for each other's outcome beyond the time limit of the transfer.
+OUTCOME_SECONDS = 0.5
 
 
-class Survivors:
-    """One transfer that is fault tolerant, as one rank sees it.
+class Recovery:
+    """One rank's view of a fault-tolerant transfer and of the attempts to complete it.
 
     Args:
-        channel: of the transfer. plan: of it; src, dst: this rank's arrays. lost: ranks that were lost before it began.
-        strategy: by name, for what is left.
-        timeout_seconds: of each turn. verify: of the call; what landed in a transfer that failed then counts for
-        nothing. recovers: without asking.
+        channel: the channel of the transfer.
+        plan: the original plan.
+        src, dst: this rank's arrays, one per tensor of the plan.
+        lost: ranks that were lost before the transfer began.
+        strategy: name of the strategy for recovery plans; None for the automatic choice.
+        timeout_seconds: time limit of each attempt.
+        verify: verify each attempt, and resend all data of a failed one, because it was not verified.
+        is_automatic: recover without being asked (``on_loss="recover"``).
     """
 
     def __init__(
@@ -55,102 +61,105 @@ class Survivors:
         strategy: str | None,
         timeout_seconds: float,
         verify: bool,
-        recovers: bool,
+        is_automatic: bool,
     ) -> None:
         self._group: Group = channel.group
         self._lost = set(lost)
         self._members = tuple(rank for rank in channel.members if rank not in self._lost)
-        self._dealt_with: set[int] = set()  # of those that are lost
-        self._first, self._src, self._dst = plan, src, dst
+        self._handled_losses: set[int] = set()  # lost ranks that the current plan already excludes
+        self._original, self._src, self._dst = plan, src, dst
         self._strategy, self.timeout_seconds = strategy, timeout_seconds
-        self._verify, self._recovers = verify, recovers
-        self._plan, self._pieces = plan, whole_tensors(plan)  # of the turn under way
+        self._verify, self._is_automatic = verify, is_automatic
+        self._plan, self._pieces = plan, whole_tensors(plan)  # of the current attempt
         channel.transfers += 1
         self._name = f"transfer {channel.transfers} of ranks {format_ranks(channel.members)}"
-        self._turn = 0
+        self._attempt = 0
 
-    def settle(self, error: ReshardError | None, tally: Tally, deadline: float) -> None:
-        """Return once every rank that is left has all that it needs.
+    def complete(self, error: ReshardError | None, tally: Tally, deadline: float) -> None:
+        """Exchange outcomes and recover, until every surviving rank has its data.
 
         Args:
-            error: what ended this rank's part. tally: how far it came.
-            deadline: ``time.monotonic()`` at which whoever has said nothing counts as lost.
+            error: the error that ended this rank's part of the transfer, or None.
+            tally: progress of this rank's part.
+            deadline: ``time.monotonic()`` after which a rank without a report counts as lost.
 
         Raises:
-            RankLostError: ranks are lost, and with them what others need, or nobody may recover without being asked.
-            Otherwise the error of the transfer, if nobody is lost.
+            RankLostError: ranks are lost, and either no surviving rank holds some of the missing data, or recovery
+                is not automatic.
+            ReshardError: the error of the transfer, if it failed and no rank is lost.
         """
         with calling(self._group):
-            self._settle(error, tally, deadline)
+            self._complete(error, tally, deadline)
 
-    def _settle(self, error: ReshardError | None, tally: Tally, deadline: float) -> None:
+    def _complete(self, error: ReshardError | None, tally: Tally, deadline: float) -> None:
         while True:
-            said = self._meet(error, tally, deadline)
-            failed = [one["failed"] for one in said.values() if one["failed"]]
+            outcomes = self._exchange_outcomes(error, tally, deadline)
+            failed = [outcome["failed"] for outcome in outcomes.values() if outcome["failed"]]
             if not failed:
                 return
-            if self._lost == self._dealt_with:
+            if self._lost == self._handled_losses:
                 raise rebuild_error(*failed[0])
-            self._dealt_with = set(self._lost)
-            self._find_remainder(said)
+            self._handled_losses = set(self._lost)
+            self._plan_remainder(outcomes)
             if not self._pieces:
                 return
-            if not self._recovers:
+            if not self._is_automatic:
                 raise self._offer()
-            error, tally, deadline = self._move()
+            error, tally, deadline = self._run_attempt()
 
     def _offer(self) -> RankLostError:
         lost = sorted(self._lost)
         missing = sum(math.prod(spec.shape) * spec.itemsize * len(spec.dst.ranks) for spec in self._plan.tensors)
         return RankLostError(
-            f"{say_ranks(lost)} {'were' if len(lost) > 1 else 'was'} lost in a "
-            f"transfer; {missing} bytes are missing, which ranks {format_ranks(self._plan.ranks)} can move among "
-            "themselves: call recover() of this error on every rank that is left",
+            f"{describe_ranks(lost)} {'were' if len(lost) > 1 else 'was'} lost in a "
+            f"transfer; ranks {format_ranks(self._plan.ranks)} can move the {missing} missing bytes among "
+            "themselves: call recover() of this error on every surviving rank",
             lost,
             plan=self._plan,
             recover=self._accept,
         )
 
     def _accept(self) -> None:
-        self._recovers = True
+        self._is_automatic = True
         with calling(self._group):
-            self._settle(*self._move())
+            self._complete(*self._run_attempt())
 
-    def _meet(self, error: ReshardError | None, tally: Tally, deadline: float) -> dict[int, Any]:
-        """What each rank that is left says of its part; finds out who that is."""
-        said = asdict(tally) | {"failed": None if error is None else describe_error(error)}
-        self._turn += 1
+    def _exchange_outcomes(self, error: ReshardError | None, tally: Tally, deadline: float) -> dict[int, Any]:
+        """The outcome of each surviving rank. Updates the lost and the surviving ranks."""
+        outcome = asdict(tally) | {"failed": None if error is None else describe_error(error)}
+        self._attempt += 1
         while True:
             channel = find_channel(self._group, self._members)
-            place = f"waits for {self._name}{f', turn {self._turn}' if self._turn > 1 else ''}"
-            request = Request(self._group.rank, said=said, place=place)
-            decide = functools.partial(_gather_said, channel)
-            left = max(deadline - time.monotonic(), PATIENCE_SECONDS)
-            _, decision = channel.agree(request, decide, left, fault_tolerant=True)
+            place = f"waits for {self._name}{f', attempt {self._attempt}' if self._attempt > 1 else ''}"
+            request = Request(self._group.rank, said=outcome, place=place)
+            decide = functools.partial(_gather_outcomes, channel)
+            seconds = max(deadline - time.monotonic(), OUTCOME_SECONDS)
+            _, decision = channel.agree(request, decide, seconds, fault_tolerant=True)
             if not decision.lost:
                 return decision.said
             self._lost |= set(decision.lost)
             self._members = tuple(rank for rank in self._members if rank not in self._lost)
 
-    def _find_remainder(self, said: dict[int, Any]) -> None:
-        """The plan of the next turn, the same on every rank that is left."""
-        arrived = {rank: Arrived(one["copied"], one["received"]) for rank, one in said.items()}
+    def _plan_remainder(self, outcomes: dict[int, Any]) -> None:
+        """Make the plan of the next attempt, the same on every surviving rank."""
+        arrived = {rank: Arrived(outcome["copied"], outcome["received"]) for rank, outcome in outcomes.items()}
         if self._verify:
             arrived = {}
         self._pieces = find_missing(self._plan, self._pieces, arrived, self._members)
         if self._pieces:
             self._plan, self._pieces = plan_remainder(
-                self._pieces, self._first, self._members, self._lost, self._strategy
+                self._pieces, self._original, self._members, self._lost, self._strategy
             )
 
-    def _move(self) -> tuple[ReshardError | None, Tally, float]:
-        """Do this rank's part of a turn; how that ended, how far it came, and when all must be done."""
-        deadline = time.monotonic() + 2 * self.timeout_seconds + PATIENCE_SECONDS  # to agree, and to move
+    def _run_attempt(self) -> tuple[ReshardError | None, Tally, float]:
+        """Execute this rank's part of the current plan; returns its error, its progress and the outcome deadline."""
+        # One timeout for the agreement of the Mover, one for its transfer.
+        deadline = time.monotonic() + 2 * self.timeout_seconds + OUTCOME_SECONDS
         tally = Tally()
         if self._group.rank not in self._plan.ranks:
             return None, tally, deadline
         try:
-            views = view_pieces(self._plan, self._pieces, self._first, self._group.rank, self._src, self._dst)
+            views = view_pieces(self._plan, self._pieces, self._original, self._group.rank, self._src, self._dst)
             limit, verify = self.timeout_seconds, self._verify
             with Mover(self._plan, self._group, timeout_seconds=limit, verify=verify, fault_tolerant=True) as mover:
                 handle = mover.start_checked(*views, lambda: None)
@@ -161,49 +170,49 @@ class Survivors:
         return None, tally, deadline
 
 
-def _gather_said(channel: Channel, requests: list[Request]) -> Decision:
-    return gather_said(requests, channel.members, channel.rendezvous.find_dead())
+def _gather_outcomes(channel: Channel, requests: list[Request]) -> Decision:
+    return gather_reports(requests, channel.members, channel.rendezvous.find_dead())
 
 
-class SurvivingHandle(Handle):
-    """A transfer that is fault tolerant. Every rank must wait for it: what is left to do is done there."""
+class FaultTolerantHandle(Handle):
+    """A fault-tolerant transfer. Every rank must call :meth:`wait`, which exchanges the outcomes and recovers."""
 
-    def __init__(self, inner: Handle, survivors: Survivors, finish: Callable[[], Any]) -> None:
+    def __init__(self, inner: Handle, recovery: Recovery, finish: Callable[[], Any]) -> None:
         super().__init__(inner._channel, inner._generation, finish)
-        self._inner, self._survivors = inner, survivors
-        self._deadline = time.monotonic() + survivors.timeout_seconds + PATIENCE_SECONDS
-        self._settling = threading.Lock()
-        self._outcome: ReshardError | None = None
-        self._is_settled = False
+        self._inner, self._recovery = inner, recovery
+        self._deadline = time.monotonic() + recovery.timeout_seconds + OUTCOME_SECONDS
+        self._completing = threading.Lock()
+        self._final_error: ReshardError | None = None
+        self._is_complete = False
 
     def done(self) -> bool:
-        """True once the transfer itself is over."""
+        """Whether this rank's part of the original transfer has ended; :meth:`wait` may still block."""
         return self._inner.done()
 
     def wait(self, timeout_seconds: float | None = None) -> Any:
-        """As of any handle; then wait for the other ranks, and do what losses left to do.
+        """As :meth:`Handle.wait`; then exchange outcomes with the other ranks, and recover if ranks are lost.
 
         Raises:
             RankLostError: see ``on_loss`` of :func:`reshard.reshard`.
         """
         self.check_process()
-        if not self._inner._done.wait(check_patience(timeout_seconds)):
-            raise TransferTimeoutError(f"the transfer is not over after {timeout_seconds:g} s; it goes on")
-        with self._settling:
-            if not self._is_settled:
-                self._outcome, self._is_settled = self._settle(), True
-        if self._outcome is not None:
-            raise self._outcome
-        return self._take()
+        if not self._inner._done.wait(check_wait_timeout(timeout_seconds)):
+            raise TransferTimeoutError(f"the transfer has not ended after {timeout_seconds:g} s; it continues")
+        with self._completing:
+            if not self._is_complete:
+                self._final_error, self._is_complete = self._complete(), True
+        if self._final_error is not None:
+            raise self._final_error
+        return self._take_result()
 
-    def _settle(self) -> ReshardError | None:
+    def _complete(self) -> ReshardError | None:
         error: ReshardError | None = None
         try:
             self._inner.check()
         except ReshardError as failed:
             error = failed
         try:
-            self._survivors.settle(error, self._inner.tally, self._deadline)
+            self._recovery.complete(error, self._inner.tally, self._deadline)
         except RankLostError as lost:
             recover = lost._recover
             if recover is not None:
@@ -216,7 +225,7 @@ class SurvivingHandle(Handle):
         return None
 
     def _recover(self, recover: Callable[[], Any]) -> Any:
-        """What ``recover`` of an error does: the result, as :meth:`wait` would have given it."""
+        """Run :meth:`RankLostError.recover` and return the result of the transfer."""
         recover()
-        self._outcome = None
-        return self._take()
+        self._final_error = None
+        return self._take_result()

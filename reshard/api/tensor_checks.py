@@ -1,4 +1,4 @@
-"""Which arrays a transfer takes: what fits its layout, and lies apart in memory."""
+"""Checks of the arrays of a transfer: kind, shape, dtype, device and memory overlap."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 
-#: Types of devices between which arrays travel; those of one transfer are all of one type.
+#: Supported device types; all arrays of one transfer are on one type.
 DEVICE_TYPES = ("cpu", "cuda")
 
-#: Of NumPy's search for a common byte, which may take time without bound for odd strides.
-_MOST_WORK = 100_000
+#: ``max_work`` of ``np.shares_memory``, whose exact search is exponential for unusual strides.
+_MAX_WORK = 100_000
 
 
 def check_array(
@@ -27,10 +27,15 @@ def check_array(
     rank: int,
     device_type: str = "cpu",
 ) -> torch.Tensor | None:
-    """The array if it is what the layout gives this rank, on a device of the type that all use.
+    """Return the array if it matches this rank's shard.
+
+    Args:
+        shape: shape of the shard; None if the rank has none and must pass None.
+        role: ``"the source"`` or ``"the destination"``, for the error.
+        name: name of the tensor; None if the plan has one unnamed tensor.
 
     Raises:
-        ArgumentError: it is missing, given where none belongs, or of the wrong kind, shape or dtype.
+        ArgumentError: the array is missing, not expected on this rank, or has the wrong kind, shape, dtype or device.
     """
     what = f"tensor {name!r}" if name is not None else "the tensor"
     if role == "the destination":
@@ -49,35 +54,37 @@ def check_array(
         )
     if array.device.type != device_type:
         raise ArgumentError(
-            f"{what}: rank {rank} passes a tensor on {array.device}, but this moves {device_type} tensors"
+            f"{what}: rank {rank} passes a tensor on {array.device}, but this transfer moves {device_type} tensors"
         )
     return array
 
 
-def as_plain(source: torch.Tensor | None) -> torch.Tensor | None:
-    """A source as plain memory, without autograd; a lazily conjugated or negated one is copied.
+def detach_source(source: torch.Tensor | None) -> torch.Tensor | None:
+    """A source without autograd; a lazily conjugated or negated tensor is copied.
 
-    Only after :func:`check_apart`, which must see the memory that the caller passed.
+    Call it after :func:`check_no_aliasing`, which must see the caller's own memory.
     """
     return None if source is None else source.detach().resolve_conj().resolve_neg()
 
 
-def waited_for(array: Any) -> Any:
-    """An array as it is; of the ``AsyncCollectiveTensor`` that tensor parallelism gives, what the collective gave."""
+def wait_for_collective(array: Any) -> Any:
+    """The result of an ``AsyncCollectiveTensor``, as tensor parallelism returns; any other array unchanged."""
     return array.trigger_wait() if hasattr(array, "trigger_wait") else array
 
 
 def check_movable(array: Any, what: str, rank: int) -> None:
-    """Raise ArgumentError unless the array is a dense tensor whose elements travel as bytes."""
+    """Raise ArgumentError unless the array is a dense torch tensor with storage on a supported, current device."""
     if not isinstance(array, torch.Tensor):
         raise ArgumentError(f"{what}: rank {rank} passes {type(array).__name__}, not a torch tensor")
     if array.layout is not torch.strided or array.is_quantized:
-        raise ArgumentError(f"{what}: rank {rank} passes a sparse or quantized tensor; only dense ones can travel")
+        raise ArgumentError(
+            f"{what}: rank {rank} passes a sparse or quantized tensor; only dense tensors are supported"
+        )
     if getattr(array, "is_nested", False):
-        raise ArgumentError(f"{what}: rank {rank} passes a nested tensor; only dense ones can travel")
+        raise ArgumentError(f"{what}: rank {rank} passes a nested tensor; only dense tensors are supported")
     if array.device.type not in DEVICE_TYPES:
         kinds = " and ".join(DEVICE_TYPES)
-        raise ArgumentError(f"{what}: rank {rank} passes a tensor on {array.device}; {kinds} tensors can travel")
+        raise ArgumentError(f"{what}: rank {rank} passes a tensor on {array.device}; only {kinds} are supported")
     if array.device.type == "cuda" and array.device.index != torch.cuda.current_device():
         raise ArgumentError(
             f"{what}: rank {rank} passes a tensor on {array.device}, but its current device is "
@@ -85,57 +92,58 @@ def check_movable(array: Any, what: str, rank: int) -> None:
         )
     storage = array.untyped_storage()
     if array.numel() and (storage.device.type == "meta" or storage.data_ptr() == 0):
-        raise ArgumentError(f"{what}: rank {rank} passes a {type(array).__name__} that has no memory of its own")
+        raise ArgumentError(f"{what}: rank {rank} passes a {type(array).__name__} that has no storage")
 
 
-def check_apart(
+def check_no_aliasing(
     src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], names: Sequence[str | None]
 ) -> None:
-    """Raise ArgumentError if a destination shares storage with a source, or its elements with another or itself.
+    """Raise ArgumentError if a destination overlaps a source, another destination or itself in memory.
 
     Args:
-        names: of the tensors, None or "" where there is one.
+        names: names of the tensors; None or "" for a single unnamed tensor.
     """
     filled = [array for array in src if array is not None and array.numel()]
-    sources = {array.untyped_storage().data_ptr() for array in filled}
-    reaches = [_reach(array) for array in filled]
-    outs: list[tuple[int, int, torch.Tensor, str]] = []
+    src_storages = {array.untyped_storage().data_ptr() for array in filled}
+    src_ranges = [_address_range(array) for array in filled]
+    outs: list[tuple[int, int, torch.Tensor, str]] = []  # start address, end address, array, name in the error
     for array, name in zip(dst, names, strict=True):
         if array is None or not array.numel():
             continue
         what = f"out of {name!r}" if name else "out"
-        if array.untyped_storage().data_ptr() in sources:
-            raise ArgumentError(f"{what} shares storage with a source; they must be apart")
-        start, stop = _reach(array)
-        if any(start < last and first < stop for first, last in reaches):
-            raise ArgumentError(f"{what} shares memory with a source; they must be apart")
-        if shares_with_itself(array):
+        if array.untyped_storage().data_ptr() in src_storages:
+            raise ArgumentError(f"{what} shares storage with a source; pass separate storage")
+        start, stop = _address_range(array)
+        if any(start < last and first < stop for first, last in src_ranges):
+            raise ArgumentError(f"{what} shares memory with a source; pass separate memory")
+        if has_overlapping_elements(array):
             raise ArgumentError(f"{what} has overlapping elements: its strides are {array.stride()}")
         if array.is_conj() or array.is_neg():
             raise ArgumentError(f"{what} is a conjugated or negated view; pass out.resolve_conj().resolve_neg()")
         outs.append((start, stop, array, what))
     outs.sort(key=lambda one: one[:2])
-    reaching: list[tuple[int, int, torch.Tensor, str]] = []  # of those before, what may share memory with the next
+    active: list[tuple[int, int, torch.Tensor, str]] = []  # earlier outs whose address range reaches the next one
     for out in outs:
-        reaching = [other for other in reaching if other[1] > out[0]]
-        for other in reaching:
-            if _share(other[2], out[2]):
+        active = [other for other in active if other[1] > out[0]]
+        for other in active:
+            if _may_share_memory(other[2], out[2]):
                 raise ArgumentError(
-                    f"{other[3]} and {out[3]} share memory, as tied tensors do; move one of them, or give each its own"
+                    f"{other[3]} and {out[3]} share memory, as tied tensors do; move one of them, or pass separate "
+                    "memory for each"
                 )
-        reaching.append(out)
+        active.append(out)
 
 
-def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two arrays have a byte in common; what is too hard to tell counts as such."""
+def _may_share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two arrays have a byte in common; True if NumPy cannot decide within its work limit."""
     try:
-        return np.shares_memory(_Memory(a), _Memory(b), max_work=_MOST_WORK)  # type: ignore[arg-type,call-overload]
+        return np.shares_memory(_Strided(a), _Strided(b), max_work=_MAX_WORK)  # type: ignore[arg-type,call-overload]
     except np.exceptions.TooHardError:
         return True
 
 
-class _Memory:
-    """Where the elements of an array lie, for NumPy, which does not touch them."""
+class _Strided:
+    """Address and strides of a tensor as a NumPy array interface; NumPy never reads the elements."""
 
     def __init__(self, array: torch.Tensor) -> None:
         size = array.element_size()
@@ -148,14 +156,14 @@ class _Memory:
         }
 
 
-def _reach(array: torch.Tensor) -> tuple[int, int]:
-    """The addresses from the first byte of an array to behind its last."""
+def _address_range(array: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of an array and of the byte after its last."""
     last = sum((size - 1) * stride for size, stride in zip(array.shape, array.stride(), strict=True))
     return array.data_ptr(), array.data_ptr() + (last + 1) * array.element_size()
 
 
-def shares_with_itself(array: torch.Tensor) -> bool:
-    """Whether two elements may be one place in memory: a stride does not step over what smaller strides span."""
+def has_overlapping_elements(array: torch.Tensor) -> bool:
+    """Whether two elements may share memory: a stride is not larger than the span of all smaller strides."""
     span = 0
     for stride, size in sorted(zip(array.stride(), array.shape, strict=True)):
         if size > 1:

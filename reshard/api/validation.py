@@ -1,15 +1,16 @@
-"""What one rank of a call says of what it was given."""
+"""Checks one rank's arguments and builds the request that it brings to the agreement."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from reshard.api.casts import check_cast
 from reshard.api.inputs import Item
 from reshard.api.options import check_on_loss, check_verify
-from reshard.api.tensor_checks import as_plain, check_apart, check_movable, waited_for
-from reshard.coordination.decide import Request, TensorRequest
+from reshard.api.tensor_checks import check_movable, check_no_aliasing, detach_source, wait_for_collective
+from reshard.coordination.messages import Request, TensorRequest
 from reshard.coordination.process_group import Group, check_inside
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError
@@ -23,7 +24,7 @@ from reshard.version import __version__
 
 
 class Options(NamedTuple):
-    """How a call is made, as it was given: not checked yet."""
+    """Keyword arguments of a call, not checked yet."""
 
     strategy: str | Strategy | None
     topology: Topology | None
@@ -33,60 +34,76 @@ class Options(NamedTuple):
 
     @property
     def fault_tolerant(self) -> bool:
-        """Whether ranks go on without those that are lost; what else ``on_loss`` may be is told in the round."""
+        """Whether surviving ranks continue without lost ones. An invalid ``on_loss`` is reported in the agreement."""
         return isinstance(self.on_loss, str) and self.on_loss != "raise"
 
 
-def make_request(group: Group, items: Sequence[Item], members: Sequence[int], options: Options) -> Request:
-    """What a rank says when it calls, with its local error if it has one.
+def make_request(
+    group: Group, items: Sequence[Item], members: Sequence[int], options: Options, place: str
+) -> tuple[Request, list[Item]]:
+    """Check the arguments of this rank.
 
     Args:
-        items: what it was given of each tensor; their tensors are made plain. members: who takes part.
+        items: one per tensor. members: the ranks of the call. place: of the request.
+
+    Returns:
+        The request, with the local error if the arguments are wrong, and the items with detached source tensors and
+        dtypes by name.
     """
-    request = Request(group.rank, hostname=group.hostname)
-    for item in items:
-        request.tensors[item.name] = TensorRequest()
+    arguments: list[tuple[str, str]] = []
+    tensors = {item.name: TensorRequest() for item in items}
+    checked, error = list(items), None
     try:
-        _check_local(request, group, items, members, options)
-    except ReshardError as error:
-        request.error = (type(error).__name__, str(error))
-    except Exception as error:  # whatever a wrong argument does here, the other ranks must hear of it
-        request.error = ("ArgumentError", f"{type(error).__name__}: {error}")
-    return request
+        checked = _check_local(arguments, tensors, group, items, members, options)
+    except ReshardError as known:
+        error = (type(known).__name__, str(known))
+    except Exception as other:  # a wrong argument may raise anything; the other ranks must receive it
+        error = ("ArgumentError", f"{type(other).__name__}: {other}")
+    return Request(group.rank, arguments, tensors, group.hostname, error=error, place=place), checked
 
 
 def _check_local(
-    request: Request, group: Group, items: Sequence[Item], members: Sequence[int], options: Options
-) -> None:
-    said = request.arguments
-    said.append(("the version of reshard", __version__))
-    said.append(("the size of the group", str(group.size)))
-    said.append(("the tensors", ", ".join(repr(item.name) for item in items)))
-    said.append(("strategy", find_strategy(options.strategy)[0]))
-    said.append(("staging_bytes", str(options.staging_bytes)))
-    said.append(("verify", str(options.verify)))
-    said.append(("on_loss", str(options.on_loss)))
+    arguments: list[tuple[str, str]],
+    tensors: dict[str, TensorRequest],
+    group: Group,
+    items: Sequence[Item],
+    members: Sequence[int],
+    options: Options,
+) -> list[Item]:
+    """Fill ``arguments`` and ``tensors``, as far as the arguments are right; returns the items to move."""
+    arguments.append(("the version of reshard", __version__))
+    arguments.append(("the size of the group", str(group.size)))
+    arguments.append(("the tensors", ", ".join(repr(item.name) for item in items)))
+    arguments.append(("strategy", find_strategy(options.strategy)[0]))
+    arguments.append(("staging_bytes", str(options.staging_bytes)))
+    arguments.append(("verify", str(options.verify)))
+    arguments.append(("on_loss", str(options.on_loss)))
     if options.topology is not None and not isinstance(options.topology, Topology):
         raise ArgumentError(f"topology must be a Topology, not {type(options.topology).__name__}")
     _check_device("cpu", options)
-    said.append(("topology", "None" if options.topology is None else str(topology_to_json(options.topology))))
+    arguments.append(("topology", "None" if options.topology is None else str(topology_to_json(options.topology))))
     for item in items:
         of = f" of {item.name!r}" if item.name else ""
-        said.append((f"the source layout{of}", str(item.src)))
-        said.append((f"the destination layout{of}", str(item.dst)))
+        arguments.append((f"the source layout{of}", str(item.src)))
+        arguments.append((f"the destination layout{of}", str(item.dst)))
     check_inside(group, members)
     if options.topology is not None:
         options.topology.check_covers(members)
+    checked = []
     for item in items:
         if item.spec_error is not None:
             raise item.spec_error
-        _check_item(request.tensors[item.name], item, group.rank, options)
-        said.append((f"the destination dtype{f' of {item.name!r}' if item.name else ''}", str(item.dst_dtype)))
-    check_apart([item.tensor for item in items], [item.out for item in items], [item.name for item in items])
-    for item in items:
-        item.tensor = as_plain(item.tensor)
+        tensors[item.name], one = _check_item(item, group.rank, options)
+        checked.append(one)
+        arguments.append((f"the destination dtype{f' of {one.name!r}' if one.name else ''}", str(one.dst_dtype)))
+    check_no_aliasing(
+        [item.tensor for item in checked], [item.out for item in checked], [item.name for item in checked]
+    )
+    checked = [replace(item, tensor=detach_source(item.tensor)) for item in checked]
+    for item in checked:
         if item.is_assumed_replicated and item.tensor is not None and len(item.src.ranks) > 1:
-            request.tensors[item.name].digest = digest_array(item.tensor)
+            tensors[item.name] = replace(tensors[item.name], digest=digest_array(item.tensor))
+    return checked
 
 
 def _check_device(device_type: str, options: Options) -> None:
@@ -94,35 +111,38 @@ def _check_device(device_type: str, options: Options) -> None:
     check_on_loss(options.on_loss, device_type)
 
 
-def _check_item(request: TensorRequest, item: Item, rank: int, options: Options) -> None:
-    request.is_dtensor, item.tensor = item.like is not None, waited_for(item.tensor)
+def _check_item(item: Item, rank: int, options: Options) -> tuple[TensorRequest, Item]:
     what = f"tensor {item.name!r}" if item.name else "the tensor"
+    tensor, dst_dtype = wait_for_collective(item.tensor), item.dst_dtype
+    shape = local = out = None
+    devices = []
     if item.shape is not None:
-        request.shape = list(check_shape(item.shape))
-        if any(size < 0 for size in request.shape):
-            raise ArgumentError(f"{what}: shape {request.shape} has a negative size")
-        for dtensor, role in ((item.like, "the source DTensor"), (item.out_like, "the out DTensor")):
-            if dtensor is not None and list(dtensor.shape) != request.shape:
-                raise ArgumentError(f"{what}: {role} has shape {list(dtensor.shape)}, but shape is {request.shape}")
-    if item.dtype is not None:
-        request.dtype = dtype_name(item.dtype)
-    if item.dst_dtype is not None:
-        request.dst_dtype = item.dst_dtype = dtype_name(item.dst_dtype)
+        shape = list(check_shape(item.shape))
+        if any(size < 0 for size in shape):
+            raise ArgumentError(f"{what}: shape {shape} has a negative size")
+        for dtensor, role in ((item.src_dtensor, "the source DTensor"), (item.out_dtensor, "the out DTensor")):
+            if dtensor is not None and list(dtensor.shape) != shape:
+                raise ArgumentError(f"{what}: {role} has shape {list(dtensor.shape)}, but shape is {shape}")
+    dtype = None if item.dtype is None else dtype_name(item.dtype)
+    if dst_dtype is not None:
+        dst_dtype = dtype_name(dst_dtype)
     if rank in item.src.ranks:
-        if item.tensor is None:
+        if tensor is None:
             raise ArgumentError(f"{what}: rank {rank} is in the source layout, but passes None")
-        check_movable(item.tensor, what, rank)
-        request.local = (list(item.tensor.shape), dtype_name(item.tensor.dtype))
-        request.devices.append(item.tensor.device.type)
-        _check_device(item.tensor.device.type, options)
-        if item.dst_dtype is not None:
-            check_cast(request.local[1], item.dst_dtype, what)
-    elif item.tensor is not None:
-        if item.like is None:
+        check_movable(tensor, what, rank)
+        local = (list(tensor.shape), dtype_name(tensor.dtype))
+        devices.append(tensor.device.type)
+        _check_device(tensor.device.type, options)
+        if dst_dtype is not None:
+            check_cast(local[1], dst_dtype, what)
+    elif tensor is not None:
+        if item.src_dtensor is None:
             raise ArgumentError(f"{what}: rank {rank} is not in the source layout and must pass None")
-        item.tensor = None
+        tensor = None
     if item.out is not None:
         check_movable(item.out, what, rank)
-        request.out = (list(item.out.shape), dtype_name(item.out.dtype))
-        request.devices.append(item.out.device.type)
+        out = (list(item.out.shape), dtype_name(item.out.dtype))
+        devices.append(item.out.device.type)
         _check_device(item.out.device.type, options)
+    request = TensorRequest(shape, dtype, dst_dtype, item.src_dtensor is not None, local, out, devices)
+    return request, replace(item, tensor=tensor, dst_dtype=dst_dtype)

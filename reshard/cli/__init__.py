@@ -1,1 +1,1 @@
-"""The command ``reshard``."""
+"""The ``reshard`` command: plans, reports, demo and doctor."""

@@ -1,4 +1,4 @@
-"""``reshard demo``: real tensors between real processes, every element checked."""
+"""``reshard demo``: moves real tensors between processes and checks every element."""
 
 from __future__ import annotations
 
@@ -26,18 +26,23 @@ REPEATS = 3
 _MIB = 2**20
 
 _HEADER = """\
-Each case moves one tensor from one mesh of processes to another, three times, in three ways: as is done by
-default (auto), by plain sends, and by fetching parts and gathering them. The planner is told that every {devices}
-ranks share a host with one link of 10 Gbit/s. "between" and "inside" are the MiB that the plan sends between
-hosts and inside hosts, "x bound" what it would take on such hosts, over the least time that any plan could (-:
-less than a message costs; *: more than {notable} of it is latency, which that least time does not count). Here all
-processes are on this machine and no link is slow, so "ms", the median time until the last rank had its shard, says
-what the software costs. "elements" is how many were compared with what they must be, on every rank.
+Each case moves one tensor from one mesh of processes to another, three times with each of three strategies:
+the default (auto), plain sends, and fetching parts followed by an all-gather. Plans assume that every {devices} ranks
+share a host with one link of 10 Gbit/s.
+
+  between, inside  MiB that the plan sends between hosts and inside hosts
+  x bound          predicted time on such hosts, divided by the lower bound of any plan
+                   (-: the bound is less than the latency of one message; *: over {notable} is latency, which the
+                   bound ignores)
+  ms               median time until the last rank had its shard; all processes run on this machine, where no link
+                   is slow, so this is the cost of the software
+  elements         elements compared with their expected values, on all ranks
+
 """
 
 
 def run_demo(divide: int = 4, rows: int = 512) -> int:
-    """Run all cases and print a row for each; returns 0 if every element was right."""
+    """Run all cases with all strategies and print a row for each; returns 0 if every element was correct."""
     cases = study_cases(divide) + hard_cases(rows)
     print(_HEADER.format(devices=cases[0].devices_per_host, notable=f"{100 * NOTABLE_LATENCY:.0f} %"))
     print(_row("case", "from -> to", "strategy", "between", "inside", "x bound", "ms", "elements", "ok"))
@@ -48,7 +53,7 @@ def run_demo(divide: int = 4, rows: int = 512) -> int:
     failed = results[0]
     runs = len(cases) * len(STRATEGIES)
     print("-" * 138)
-    print(f"{runs - failed} of {runs} runs moved every element right, in {time.perf_counter() - begun:.0f} s.")
+    print(f"{runs - failed} of {runs} runs moved every element correctly, in {time.perf_counter() - begun:.0f} s.")
     return 1 if failed else 0
 
 
@@ -62,18 +67,18 @@ def _run_rank(rank: int, cases: Sequence[Case]) -> int:
     for case in cases:
         for strategy in STRATEGIES:
             seconds, checked, wrong = _run_case(rank, case, strategy)
-            told: list[Any] = [None] * dist.get_world_size() if rank == 0 else []
-            dist.gather_object((seconds, checked, wrong), told if rank == 0 else None)
+            results: list[Any] = [None] * dist.get_world_size() if rank == 0 else []
+            dist.gather_object((seconds, checked, wrong), results if rank == 0 else None)
             if rank == 0:
-                ok = not any(entry[2] for entry in told)
+                ok = not any(result[2] for result in results)
                 failed += not ok
-                medians = sorted(max(entry[0][i] for entry in told) for i in range(REPEATS))
-                _print_row(case, strategy, 1000 * medians[REPEATS // 2], sum(entry[1] for entry in told), ok)
+                slowest = sorted(max(result[0][i] for result in results) for i in range(REPEATS))
+                _print_row(case, strategy, 1000 * slowest[REPEATS // 2], sum(result[1] for result in results), ok)
     return failed
 
 
 def _run_case(rank: int, case: Case, strategy: str) -> tuple[list[float], int, int]:
-    """Seconds of each repeat, and how many elements were compared and how many were wrong, on this rank."""
+    """``(seconds of each repeat, elements compared, elements wrong)`` on this rank."""
     if rank not in case.src.ranks + case.dst.ranks:
         return [0.0] * REPEATS, 0, 0
     topology = _topology(case)
@@ -117,7 +122,7 @@ def _topology(case: Case) -> Topology:
 def shard_of_positions(layout: AnyLayout, rank: int, shape: Sequence[int], dtype: str) -> torch.Tensor | None:
     """A rank's shard of a tensor whose elements encode their global position; None outside the layout.
 
-    Made from coordinates alone, piece by piece, so that no rank needs the whole tensor.
+    Each box is computed from its coordinates, so no rank needs the whole tensor.
     """
     if rank not in layout.ranks:
         return None
@@ -139,7 +144,7 @@ def shard_of_positions(layout: AnyLayout, rank: int, shape: Sequence[int], dtype
 
 
 def count_unlike(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Elements that differ in a byte."""
+    """Number of elements that differ in any byte; all of them if shapes or dtypes differ."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return max(a.numel(), b.numel(), 1)
     if not a.numel():

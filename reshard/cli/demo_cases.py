@@ -1,4 +1,4 @@
-"""The layout pairs that readers of the 2023 study look for first, and some that its systems could not do."""
+"""Layout pairs for the demo: those of the 2023 resharding study, and some that the systems it compared cannot do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from reshard.sharding.spec import Strided
 
 @dataclass(frozen=True)
 class Case:
-    """One pair of layouts. ``title`` is for people; ``devices_per_host`` says which ranks share a host."""
+    """One pair of layouts.
+
+    Attributes:
+        title: for people. devices_per_host: each host has this many consecutive ranks.
+    """
 
     name: str
     title: str
@@ -23,14 +27,14 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the case needs, counted from rank 0."""
+        """Number of ranks that the case needs, counted from rank 0."""
         return 1 + max(self.src.ranks + self.dst.ranks)
 
 
 def study_cases(divide: int = 1) -> list[Case]:
-    """The nine n-to-m cases of the 2023 cross-mesh resharding study (arXiv 2211.05322), each dim over ``divide``.
+    """The nine n-to-m cases of the 2023 cross-mesh resharding study (arXiv 2211.05322), each dim divided by ``divide``.
 
-    Case 8 is identical to case 7 in the study's artefact; here it is S0 R R -> R S1 R.
+    In the study's artifact, case 8 is the same as case 7. Here it is S0 R R -> R S1 R.
     """
     table = [
         ("1", "2x4", "S0 R R", "2x4", "S0 R R"),
@@ -55,7 +59,7 @@ def study_cases(divide: int = 1) -> list[Case]:
 
 
 def hard_cases(rows: int = 512) -> list[Case]:
-    """Uneven, in place, overlapping, empty and irregular layouts; ``rows`` scales the larger ones."""
+    """Uneven, in-place, overlapping, empty and irregular layouts. ``rows`` scales the larger ones."""
     grid, four, three = Mesh.of("2x2"), Mesh.of("4"), Mesh.of("3")
     heads = 4 * (rows // 4)
     fused = RegionLayout(

@@ -1,6 +1,7 @@
-"""What is missing before ranks can reshard: ``torchrun ... -m reshard doctor``.
+"""``torchrun ... -m reshard doctor``: finds what keeps the ranks of a job from resharding.
 
-Every rank says what it has, and one rank of each host tries to reach every other host. Rank 0 prints what it found.
+Every rank publishes its versions, interfaces and limits. The first rank of each host tries to connect to every other
+host. Rank 0 prints the problems.
 """
 
 from __future__ import annotations
@@ -23,66 +24,71 @@ import torch.distributed as dist
 from reshard.coordination.addresses import own_address
 from reshard.coordination.process_group import serve_store
 from reshard.errors import ArgumentError, TransferTimeoutError
-from reshard.formatting import format_ranks, say_ranks
+from reshard.formatting import describe_ranks, format_ranks
 from reshard.timeouts import check_timeout
 
 CONNECT_SECONDS = 3.0
-#: What a process opens for each rank that it is connected to, over all groups.
+#: Files that a process opens for each rank that it is connected to, over all groups.
 FILES_PER_RANK = 16
 
 Facts = dict[str, Any]
 
 
 def examine(timeout_seconds: float = 60.0) -> tuple[list[str], list[str]]:
-    """Ask all ranks of a torchrun job; every rank calls.
+    """Examine all ranks of a torchrun job. Every rank calls this.
 
     Returns:
-        ``(lines, problems)`` for people: what there is, and what is wrong; alike on all ranks.
+        ``(lines, problems)``: a description of the hosts, and what is wrong; the same on all ranks.
 
     Raises:
-        ArgumentError: this process was not started by torchrun. TransferTimeoutError: ranks are missing.
+        ArgumentError: torchrun did not start this process, or its variables are wrong. TransferTimeoutError: ranks or
+            the store did not respond.
     """
     timeout_seconds = check_timeout(timeout_seconds)
-    store, rank, size = _meet(timeout_seconds)
+    store, rank, size = _connect(timeout_seconds)
     with _listen(store) as listener:
         facts = find_facts(store)
         facts["port"] = listener.getsockname()[1]
-        everyone = _share(store, "facts", facts, rank, size, timeout_seconds)
-        reached = _reach(everyone, rank)
-        found = _share(store, "reached", reached, rank, size, timeout_seconds)
+        facts_by_rank = _all_gather(store, "facts", facts, rank, size, timeout_seconds)
+        unreached = _find_unreachable(facts_by_rank, rank)
+        unreached_by_rank = _all_gather(store, "reached", unreached, rank, size, timeout_seconds)
     if rank:
         store.set(f"read/{rank}", "true")
-    else:  # whose process may keep the store
-        _share(store, "read", True, rank, size, timeout_seconds)
-    return describe(everyone), find_problems(everyone, [one for row in found for one in row])
+    else:  # rank 0 may serve the store, so it leaves last
+        _all_gather(store, "read", True, rank, size, timeout_seconds)
+    return describe(facts_by_rank), find_problems(facts_by_rank, [one for row in unreached_by_rank for one in row])
 
 
-def _meet(timeout_seconds: float) -> tuple[dist.Store, int, int]:
-    """The store of a torchrun job, this rank and how many there are.
+def _connect(timeout_seconds: float) -> tuple[dist.Store, int, int]:
+    """``(store, rank, number of ranks)`` of a torchrun job.
 
-    Not by torch's rendezvous, which waits for all ranks and does not say for whom.
+    It does not use torch's rendezvous, which waits for all ranks and does not name the missing ones.
     """
     absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if absent:
-        raise ArgumentError(f"{', '.join(absent)} not set: start it as torchrun --nnodes ... -m reshard doctor")
+        raise ArgumentError(
+            f"{', '.join(absent)} not set: start the doctor with torchrun --nnodes ... -m reshard doctor"
+        )
     numbers = {}
     for name, least in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 1)):
         text = os.environ[name]
         if not (text.isascii() and text.isdigit()) or int(text) < least:
-            raise ArgumentError(f"{name} is {text!r}; it must be a whole number from {least} on")
+            raise ArgumentError(f"{name} is {text!r}; it must be an integer of at least {least}")
         numbers[name] = int(text)
     rank, size, port = numbers["RANK"], numbers["WORLD_SIZE"], numbers["MASTER_PORT"]
-    if rank >= size or port > 65535:
-        raise ArgumentError(f"RANK is {rank} of a WORLD_SIZE of {size}, MASTER_PORT {port}; that cannot be")
+    if rank >= size:
+        raise ArgumentError(f"RANK is {rank}; it must be less than WORLD_SIZE, which is {size}")
+    if port > 65535:
+        raise ArgumentError(f"MASTER_PORT is {port}; it must be at most 65535")
     host = os.environ["MASTER_ADDR"]
     try:
-        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ArgumentError(f"MASTER_ADDR is {host!r}, which this host cannot look up: {error}") from None
+        raise ArgumentError(f"MASTER_ADDR is {host!r}, which this host cannot resolve: {error}") from None
     store: dist.Store
     try:
         if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            store = serve_store(socket.create_server(place[:2], family=family, backlog=size + 8))
+            store = serve_store(socket.create_server(address[:2], family=family, backlog=size + 8))
         else:
             store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
     except OSError as error:
@@ -96,7 +102,7 @@ def _meet(timeout_seconds: float) -> tuple[dist.Store, int, int]:
 
 
 def find_facts(store: dist.Store) -> Facts:
-    """What this rank has."""
+    """The versions, devices, interfaces and limits of this rank."""
     versions = {"python": platform.python_version()}
     for package in ("reshard", "torch", "numpy"):
         versions[package] = importlib.metadata.version(package)
@@ -115,7 +121,7 @@ def find_facts(store: dist.Store) -> Facts:
 
 
 def _setting(name: str) -> str | None:
-    """A setting of the kernel; None where there is none."""
+    """A kernel setting; None if it does not exist."""
     try:
         return Path("/proc/sys", name).read_text().strip()
     except OSError:
@@ -126,30 +132,35 @@ def _listen(store: dist.Store) -> socket.socket:
     return socket.create_server((own_address(store), 0), backlog=256)
 
 
-def _share(store: dist.Store, what: str, value: Any, rank: int, size: int, timeout_seconds: float) -> list[Any]:
-    """What each rank says, in rank order."""
+def _all_gather(store: dist.Store, what: str, value: Any, rank: int, size: int, timeout_seconds: float) -> list[Any]:
+    """The values of all ranks, in rank order."""
     store.set(f"{what}/{rank}", json.dumps(value))
     deadline = time.monotonic() + timeout_seconds
     missing = set(range(size))
     while missing:
         missing -= {one for one in missing if store.check([f"{what}/{one}"])}
         if missing and time.monotonic() >= deadline:
-            raise TransferTimeoutError(f"{say_ranks(sorted(missing))} did not say anything in {timeout_seconds:g} s")
+            raise TransferTimeoutError(
+                f"{describe_ranks(sorted(missing))} did not respond within {timeout_seconds:g} s"
+            )
         time.sleep(0.05 if missing else 0.0)
     return [json.loads(store.get(f"{what}/{one}")) for one in range(size)]
 
 
-def _first_ranks(everyone: Sequence[Facts]) -> dict[str, int]:
+def _first_ranks(facts_by_rank: Sequence[Facts]) -> dict[str, int]:
     """The first rank of each host."""
     found: dict[str, int] = {}
-    for rank, facts in enumerate(everyone):
+    for rank, facts in enumerate(facts_by_rank):
         found.setdefault(facts["host"], rank)
     return found
 
 
-def _reach(everyone: Sequence[Facts], rank: int) -> list[tuple[int, int, str]]:
-    """As the first rank of a host: ``(from, to, why not)`` of each other host's first rank that cannot be reached."""
-    firsts = _first_ranks(everyone)
+def _find_unreachable(facts_by_rank: Sequence[Facts], rank: int) -> list[tuple[int, int, str]]:
+    """``(rank, other rank, reason)`` for each host whose first rank this one cannot connect to.
+
+    Empty unless this is the first rank of its own host.
+    """
+    firsts = _first_ranks(facts_by_rank)
     if rank not in firsts.values():
         return []
     failed = []
@@ -157,38 +168,42 @@ def _reach(everyone: Sequence[Facts], rank: int) -> list[tuple[int, int, str]]:
         if other == rank:
             continue
         try:
-            place = everyone[other]["address"], everyone[other]["port"]
-            socket.create_connection(place, timeout=CONNECT_SECONDS).close()
+            address = facts_by_rank[other]["address"], facts_by_rank[other]["port"]
+            socket.create_connection(address, timeout=CONNECT_SECONDS).close()
         except OSError as error:
             failed.append((rank, other, str(error)))
     return failed
 
 
-def describe(everyone: Sequence[Facts]) -> list[str]:
-    """A line for each host, and advice."""
+def describe(facts_by_rank: Sequence[Facts]) -> list[str]:
+    """A line for each host, then advice."""
     lines = []
-    for host, first in _first_ranks(everyone).items():
-        ranks = [rank for rank, facts in enumerate(everyone) if facts["host"] == host]
-        facts = everyone[first]
+    for host, first in _first_ranks(facts_by_rank).items():
+        ranks = [rank for rank, facts in enumerate(facts_by_rank) if facts["host"] == host]
+        facts = facts_by_rank[first]
         lines.append(
             f"{host}: ranks {format_ranks(ranks)} at {facts['address']}"
             f"{' on ' + facts['interface'] if facts['interface'] else ''}, {facts['gpus']} GPUs, "
             + ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
         )
-    slow = [host for host, first in _first_ranks(everyone).items() if everyone[first]["slow_start"]]
-    if len(_first_ranks(everyone)) > 1 and slow:
+    slow = [host for host, first in _first_ranks(facts_by_rank).items() if facts_by_rank[first]["slow_start"]]
+    if len(_first_ranks(facts_by_rank)) > 1 and slow:
         lines.append(
-            f"advice for {', '.join(slow)}: net.ipv4.tcp_slow_start_after_idle is 1, so connections start slowly again "
-            "behind every pause, as between training steps; with 0 they do not"
+            f"advice for {', '.join(slow)}: net.ipv4.tcp_slow_start_after_idle is 1, so connections slow down after "
+            "every pause, such as between training steps; set it to 0"
         )
     return lines
 
 
-def find_problems(everyone: Sequence[Facts], unreached: Sequence[tuple[int, int, str]]) -> list[str]:
-    """What would keep these ranks from resharding, each with what to do."""
+def find_problems(facts_by_rank: Sequence[Facts], unreached: Sequence[tuple[int, int, str]]) -> list[str]:
+    """What would keep these ranks from resharding, each with a remedy.
+
+    Args:
+        facts_by_rank: what :func:`find_facts` returned on each rank. unreached: ``(rank, other rank, reason)``.
+    """
     problems = []
-    hosts = _first_ranks(everyone)
-    for rank, facts in enumerate(everyone):
+    hosts = _first_ranks(facts_by_rank)
+    for rank, facts in enumerate(facts_by_rank):
         for name in filter(None, facts["interface"].split(",")):
             if name not in facts["interfaces"]:
                 problems.append(
@@ -197,24 +212,24 @@ def find_problems(everyone: Sequence[Facts], unreached: Sequence[tuple[int, int,
                 )
         if len(hosts) > 1 and facts["address"].startswith("127."):
             problems.append(
-                f"rank {rank}: {facts['host']} would be reached at {facts['address']}, which is itself; set "
-                "GLOO_SOCKET_IFNAME to an interface that all hosts reach"
+                f"rank {rank}: the address of {facts['host']} is {facts['address']}, which other hosts cannot reach; "
+                "set GLOO_SOCKET_IFNAME to an interface that all hosts can reach"
             )
-        if facts["files"] < FILES_PER_RANK * len(everyone):
+        if facts["files"] < FILES_PER_RANK * len(facts_by_rank):
             problems.append(
-                f"rank {rank}: may open {facts['files']} files, {len(everyone)} ranks need about "
-                f"{FILES_PER_RANK * len(everyone)}; raise it with ulimit -n"
+                f"rank {rank}: the limit of open files is {facts['files']}, but {len(facts_by_rank)} ranks need about "
+                f"{FILES_PER_RANK * len(facts_by_rank)}; raise it with ulimit -n"
             )
     for source, target, why in unreached:
-        there = everyone[target]
+        there = facts_by_rank[target]
         problems.append(
-            f"rank {source} ({everyone[source]['host']}) cannot reach {there['host']} at {there['address']}: {why}; "
-            "hosts must let each other's processes connect on any port"
+            f"rank {source} ({facts_by_rank[source]['host']}) cannot reach {there['host']} at {there['address']}: "
+            f"{why}; allow connections between the hosts on any port"
         )
-    problems += _differences([facts["versions"] for facts in everyone])
-    if len({facts["gpus"] > 0 for facts in everyone}) > 1:
-        without = [rank for rank, facts in enumerate(everyone) if not facts["gpus"]]
-        problems.append(f"ranks {format_ranks(without)} see no GPU, the others do")
+    problems += _differences([facts["versions"] for facts in facts_by_rank])
+    if len({facts["gpus"] > 0 for facts in facts_by_rank}) > 1:
+        without = [rank for rank, facts in enumerate(facts_by_rank) if not facts["gpus"]]
+        problems.append(f"ranks {format_ranks(without)} have no GPU, but the others have")
     return problems
 
 
@@ -226,13 +241,13 @@ def _differences(versions: Sequence[Mapping[str, str]]) -> list[str]:
             if name in one:
                 by_version.setdefault(one[name], []).append(rank)
         if len(by_version) > 1:
-            said = "; ".join(f"ranks {format_ranks(ranks)} {version}" for version, ranks in by_version.items())
-            found.append(f"{name} is not of one version: {said}")
+            listed = "; ".join(f"ranks {format_ranks(ranks)} {version}" for version, ranks in by_version.items())
+            found.append(f"{name} has different versions: {listed}; install the same one everywhere")
     return found
 
 
 def run_doctor(timeout_seconds: float = 60.0) -> int:
-    """Print what was found, on rank 0; 1 if something is wrong."""
+    """Print the result on rank 0; returns 1 if there are problems."""
     lines, problems = examine(timeout_seconds)
     if os.environ["RANK"] == "0":
         for line in lines:
@@ -240,5 +255,5 @@ def run_doctor(timeout_seconds: float = 60.0) -> int:
         for problem in problems:
             print(f"PROBLEM {problem}")
         if not problems:
-            print("nothing is missing")
+            print("no problems found")
     return 1 if problems else 0

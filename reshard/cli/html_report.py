@@ -1,4 +1,4 @@
-"""A plan as one HTML page: who sends what to whom along which trees, when, and what binds."""
+"""A plan as an HTML page: bytes between hosts, port loads, broadcast trees, and a timeline of each host."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from reshard.plan.model import Plan
 
 Tree = tuple[tuple[int, int], ...]
 
-MOST_TREES = 24
-#: Hosts, or groups of neighbouring hosts where there are more, that a page shows apart.
+#: Trees that a page draws, largest first.
+MAX_TREES = 24
+#: Rows of a page. If there are more hosts, each row is a group of consecutive hosts.
 MAX_GROUPS = 32
 #: Ports in the table, busiest first.
 MAX_PORTS = 2 * MAX_GROUPS
-#: Messages of one pair of hosts that follow each other within this part of the whole are drawn as one.
+#: Messages of one pair of hosts are drawn as one if the gap between them is at most this fraction of the makespan.
 _GAP = 0.002
 _WIDTH, _LANE, _ROW, _LEFT, _TICKS = 1000, 14, 10, 110, 5
 _STYLE = """
@@ -41,7 +42,7 @@ svg text { font: 11px system-ui, sans-serif; } .trees { display: flex; flex-wrap
 
 @dataclass(frozen=True)
 class _Groups:
-    """The hosts of a plan, in groups of neighbours where there are too many to show each."""
+    """The hosts of a plan, in groups of ``size`` consecutive hosts."""
 
     num_hosts: int
     size: int
@@ -59,9 +60,10 @@ class _Groups:
 
 
 def format_html(plan: Plan) -> str:
-    """The page. It needs nothing beside it.
+    """A self-contained HTML page.
 
-    Many hosts are shown in groups. A plan that is too large to simulate is drawn without times.
+    A page for more than :data:`MAX_GROUPS` hosts shows groups of hosts. A plan that is too large to simulate is drawn
+    without times.
     """
     groups = _Groups.of(plan)
     timeline = None if CostReport(plan).predicted_seconds is None else simulate(plan)
@@ -72,22 +74,22 @@ def format_html(plan: Plan) -> str:
     if len(plan.tensors) > 1:
         parts.append(f"<p>and {len(plan.tensors) - 1} more tensors</p>")
     parts.append(f"<pre>{escape(describe_plan(plan, max_lines=0).split('...')[0].strip())}</pre>")
-    parts.append("<h2>Links</h2><p>Bytes from the host of the row to that of the column.</p>")
+    parts.append("<h2>Links</h2><p>Bytes from the host of the row to the host of the column.</p>")
     parts.append(_links(plan, groups))
-    parts.append("<h2>Ports</h2><p>What each has to pass, and for how long that keeps it busy.</p>")
+    parts.append("<h2>Ports</h2><p>The bytes through each port, and the time that they take.</p>")
     parts.append(_ports(plan, find_bound(plan).seconds if timeline is None else timeline.makespan_seconds))
     if groups.size == 1:
-        parts.append("<h2>Trees</h2><p>The hosts that regions pass, and the bytes of all regions that pass them.</p>")
+        parts.append("<h2>Trees</h2><p>The paths of regions between hosts, and the bytes of all regions on each.</p>")
         parts.append(_trees(plan))
     if timeline is None:
         parts.append(f"<p>Times are not drawn: {plan.num_messages:,} messages are too many to simulate.</p>")
     else:
         parts.append(
-            "<h2>Times</h2><p>What leaves and enters each host when, as simulated; the colour is that of the other "
-            "host, and the dashed line the lower bound.</p>"
+            "<h2>Times</h2><p>Simulated times of the messages that leave and enter each host. The colour is that of "
+            "the other host; the dashed line is the lower bound.</p>"
         )
         parts.append(_legend(plan, groups))
-        parts.append(_times(plan, timeline, groups))
+        parts.append(_timeline_of_hosts(plan, timeline, groups))
     parts.append("</body></html>")
     return "\n".join(parts) + "\n"
 
@@ -97,16 +99,16 @@ def _colour(host: int) -> str:
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
-def _crossing(plan: Plan, groups: _Groups) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of each edge between hosts: its transfer, the groups of both hosts, and its bytes."""
+def _inter_host_edges(plan: Plan, groups: _Groups) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The transfer, source group, destination group and bytes of each edge between hosts: ``(edges,)`` each."""
     hosts, transfers = plan.topology.host_by_rank, plan.transfers
     edges = np.flatnonzero(hosts[transfers.sender] != hosts[transfers.receiver])
-    of, group = transfers.transfer_of_edge[edges], groups.by_rank(plan)
-    return of, group[transfers.sender[edges]], group[transfers.receiver[edges]], plan.message_bytes[of]
+    transfer, group = transfers.transfer_of_edge[edges], groups.by_rank(plan)
+    return transfer, group[transfers.sender[edges]], group[transfers.receiver[edges]], plan.message_bytes[transfer]
 
 
 def _links(plan: Plan, groups: _Groups) -> str:
-    _, a, b, nbytes = _crossing(plan, groups)
+    _, a, b, nbytes = _inter_host_edges(plan, groups)
     if not len(a):
         return "<p>Nothing crosses hosts.</p>"
     total: dict[tuple[int, int], int] = {}
@@ -144,12 +146,12 @@ def _ports(plan: Plan, seconds: float) -> str:
             f"<tr><th>{load.port}</th><td>{format_bytes(load.nbytes)}</td><td>{format_rate(load.bytes_per_second)}</td>"
             f"<td>{load.seconds:.4g}</td><td{shade}>{part:.1%}</td></tr>"
         )
-    more = f"<p>and {len(loads) - MAX_PORTS} ports that are less busy</p>" if len(loads) > MAX_PORTS else ""
+    more = f"<p>and {len(loads) - MAX_PORTS} less busy ports</p>" if len(loads) > MAX_PORTS else ""
     return "\n".join([*lines, "</table>", more])
 
 
 def _legend(plan: Plan, groups: _Groups) -> str:
-    _, a, b, _ = _crossing(plan, groups)
+    _, a, b, _ = _inter_host_edges(plan, groups)
     hosts = sorted({*a.tolist(), *b.tolist()})
     return (
         "<p>"
@@ -162,14 +164,14 @@ def _legend(plan: Plan, groups: _Groups) -> str:
 
 
 def _find_trees(plan: Plan) -> list[tuple[Tree, int]]:
-    """The trees of hosts that regions pass, and the bytes of each region that does, most first."""
+    """``(tree, bytes of the regions that take it)``, most bytes first. A tree is the set of host pairs of a region."""
     transfers = plan.transfers
-    of, a, b, nbytes = _crossing(plan, _Groups(plan.topology.num_hosts, 1))
+    transfer_of, a, b, nbytes = _inter_host_edges(plan, _Groups(plan.topology.num_hosts, 1))
     first = transfers.first_box
     key = np.concatenate([transfers.box_tensor[first, None], transfers.box_start[first]], axis=1)
     edges: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     size: dict[tuple[int, ...], int] = {}
-    for transfer, x, y, n in zip(of.tolist(), a.tolist(), b.tolist(), nbytes.tolist(), strict=True):
+    for transfer, x, y, n in zip(transfer_of.tolist(), a.tolist(), b.tolist(), nbytes.tolist(), strict=True):
         region = tuple(key[transfer].tolist())
         edges.setdefault(region, []).append((x, y))
         size[region] = n
@@ -183,16 +185,16 @@ def _find_trees(plan: Plan) -> list[tuple[Tree, int]]:
 def _trees(plan: Plan) -> str:
     found = _find_trees(plan)
     lines = ["<div class='trees'>"]
-    for tree, nbytes in found[:MOST_TREES]:
+    for tree, nbytes in found[:MAX_TREES]:
         lines.append(f"<figure>{_draw_tree(tree)}<figcaption>{format_bytes(nbytes)}</figcaption></figure>")
     lines.append("</div>")
-    if len(found) > MOST_TREES:
-        lines.append(f"<p>and {len(found) - MOST_TREES} more trees</p>")
+    if len(found) > MAX_TREES:
+        lines.append(f"<p>and {len(found) - MAX_TREES} more trees</p>")
     return "\n".join(lines)
 
 
 def _draw_tree(tree: Tree) -> str:
-    """Hosts in columns by how far from a source they are."""
+    """An SVG with the hosts in columns, by their distance from a source."""
     entered = {host for _, host in tree}
     depth = {host: 0 for host, _ in tree if host not in entered}
     while True:
@@ -217,22 +219,22 @@ def _draw_tree(tree: Tree) -> str:
     return "".join(lines)
 
 
-def _times(plan: Plan, timeline: Timeline, groups: _Groups) -> str:
+def _timeline_of_hosts(plan: Plan, timeline: Timeline, groups: _Groups) -> str:
     hosts, group = plan.topology.host_by_rank, groups.by_rank(plan)
     messages = timeline.messages
     a, b = group[messages.sender], group[messages.receiver]
-    crossing = np.flatnonzero(hosts[messages.sender] != hosts[messages.receiver])
-    if not len(crossing):
+    between = np.flatnonzero(hosts[messages.sender] != hosts[messages.receiver])
+    if not len(between):
         return "<p>Nothing crosses hosts.</p>"
     end = max(timeline.makespan_seconds, find_bound(plan).seconds)
     scale = (_WIDTH - _LEFT - 40) / end
     lines: list[str] = []
     top = 4
-    for host in sorted({*a[crossing].tolist(), *b[crossing].tolist()}):
+    for host in sorted({*a[between].tolist(), *b[between].tolist()}):
         for side, (mine, other) in enumerate(((a, b), (b, a))):
-            which = crossing[mine[crossing] == host]
+            which = between[mine[between] == host]
             spans = sorted(_join(which, other, timeline, _GAP * end), key=lambda span: span[1:])
-            rows: list[float] = [0.0]  # where the last span of each row ends; what is there at once is drawn apart
+            rows: list[float] = [0.0]  # end of the last span of each row; overlapping spans get different rows
             name = f"{groups.label(host)} {('out', 'in')[side]}"
             lines.append(f"<text x='{_LEFT - 6}' y='{top + 10}' text-anchor='end'>{name}</text>")
             for peer, start, stop in spans:
@@ -258,7 +260,7 @@ def _times(plan: Plan, timeline: Timeline, groups: _Groups) -> str:
 
 
 def _join(which: np.ndarray, other: np.ndarray, timeline: Timeline, gap: float) -> Iterator[tuple[int, float, float]]:
-    """``(peer, start, stop)`` of messages, those that follow each other as one."""
+    """``(peer, start, stop)`` of messages, merging those of one peer with gaps of at most ``gap`` seconds."""
     order: Sequence[int] = which[np.argsort(timeline.start[which], kind="stable")].tolist()
     open_: dict[int, tuple[float, float]] = {}
     for message in order:

@@ -1,4 +1,4 @@
-"""The command line."""
+"""The ``reshard`` command line: plan, demo, info and doctor."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError, ReshardError, TopologyError
+from reshard.formatting import format_ranks
 from reshard.sharding.layout import Layout
 from reshard.sharding.mesh import Mesh
 from reshard.topology.files import read_topology
@@ -22,25 +23,25 @@ from reshard.version import __version__
 if TYPE_CHECKING:
     from reshard.plan.model import Plan
 
-#: Plans with more messages are printed one rank at a time.
+#: ``--format json`` refuses to print more messages than this.
 MAX_PRINTED_MESSAGES = 1_000_000
-_LONGEST_ERROR = 2000
+_MAX_ERROR_CHARS = 2000
 
 _INTRO = """\
 Move a sharded tensor from one device mesh and layout to another.
 
 A mesh is a grid of ranks: 2x4 is 2 hosts of 4 devices (the last axis counts the devices of a host).
-A layout says, for each tensor dim, which mesh axes shard it: R none, S0 axis 0, S1 axis 1, S01 both, axis 0 major.
+A layout lists, for each tensor dim, the mesh axes that shard it: R none, S0 axis 0, S1 axis 1, S01 both, axis 0 major.
 Axes may have names: the mesh dp=2,tp=4 and the layout "(dp, -, tp)".
 
   reshard plan --shape 1024,1024,512 --dtype float32 --src-mesh 2x4 --src "S0 R R" --dst-mesh 3x4 --dst "S0 R R"
-      who sends what to whom, in which order, and the least time that the network allows
+      print all messages in order, and the lower bound of the time that the network needs
   reshard demo
-      real tensors between real processes on this machine, every element checked
+      move real tensors between processes on this machine and check every element
   reshard info
-      versions, and which backends this installation can use
+      print versions and the available backends
   torchrun --nnodes ... -m reshard doctor
-      what keeps the ranks of a job from reaching each other: interfaces, ports, versions
+      find what keeps the ranks of a job from reaching each other: interfaces, ports, versions
 """
 
 
@@ -51,12 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"reshard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="{plan,demo,info,doctor}")
-    _add_plan(commands.add_parser("plan", help="print who sends what to whom", description=_plan.__doc__))
-    demo = commands.add_parser("demo", help="move real tensors between real processes")
-    demo.add_argument("--divide", type=int, default=4, help="divide each dim of the study's tensors by this (4)")
-    commands.add_parser("info", help="versions and backends")
-    doctor = commands.add_parser("doctor", help="under torchrun: what keeps ranks from reaching each other")
-    doctor.add_argument("--timeout", type=float, default=60.0, help="seconds that ranks may take to answer (60)")
+    _add_plan(commands.add_parser("plan", help="print the messages of a plan", description=_plan.__doc__))
+    demo = commands.add_parser("demo", help="move real tensors between processes")
+    demo.add_argument(
+        "--divide", type=int, default=4, help="divide each dim of the study's tensors by this (default: 4)"
+    )
+    commands.add_parser("info", help="print versions and backends")
+    doctor = commands.add_parser("doctor", help="under torchrun: find what keeps ranks from reaching each other")
+    doctor.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for all ranks (default: 60)")
     options = parser.parse_args(arguments)
     try:
         if options.command == "plan":
@@ -71,11 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_doctor(options.timeout)
     except ReshardError as error:
         text = str(error)
-        if len(text) > _LONGEST_ERROR:
-            text = f"{text[:_LONGEST_ERROR]} ..."
+        if len(text) > _MAX_ERROR_CHARS:
+            text = f"{text[:_MAX_ERROR_CHARS]} ..."
         print(f"reshard: {type(error).__name__}: {text}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError:  # the reader, such as head, closed the pipe
         sys.stderr.close()
         return 0
     parser.print_help()
@@ -84,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", required=True, help="global shape, for example 1024,1024,512; empty for a scalar")
-    parser.add_argument("--dtype", default="float32", help="element type (float32)")
+    parser.add_argument("--dtype", default="float32", help="element type (default: float32)")
     parser.add_argument("--src-mesh", required=True, help="source mesh, for example 2x4 or dp=2,tp=4")
     parser.add_argument(
         "--src", default="", help="source layout, for example 'S0 R R' or '(dp, -, -)'; empty: replicated"
@@ -94,7 +97,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dst-first-rank",
         type=int,
-        help="first destination rank; default: behind the source's, without --topology on other hosts",
+        help="first destination rank (default: the first after the source ranks; without --topology, on other hosts)",
     )
     parser.add_argument(
         "--strategy",
@@ -104,16 +107,16 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--topology",
         help=f"{', '.join(MACHINES)}, or a JSON or YAML file: "
-        '{"hosts": [{"devices": 4, "nics": ["25 Gbit/s"]}, ...]}; pods, rates: docs/concepts.md. It says on which '
-        "hosts ranks are, presets fill theirs in order. Default: the last axis of each mesh counts the devices of a "
-        "host, one NIC of 10 Gbit/s each, and a message costs 100 us between hosts, 50 us inside",
+        '{"hosts": [{"devices": 4, "nics": ["25 Gbit/s"]}, ...]}; for pods and rates see docs/concepts.md. A file '
+        "assigns ranks to hosts; a preset fills its hosts in rank order. Default: the last axis of each mesh counts "
+        "the devices of a host, each host has a 10 Gbit/s NIC, a message takes 100 us between hosts, 50 us inside",
     )
-    parser.add_argument("--rank", type=int, help="only the messages of this rank")
+    parser.add_argument("--rank", type=int, help="print only the messages of this rank")
     parser.add_argument("--format", choices=("text", "summary", "json", "html"), default="text")
 
 
 def _plan(options: argparse.Namespace) -> int:
-    """Print a plan and the least time that the network allows."""
+    """Print a plan, and the lower bound of the time that the network needs."""
     from reshard.cli.html_report import format_html
     from reshard.cli.report import describe_plan
     from reshard.plan.messages import expand_messages
@@ -136,29 +139,30 @@ def _plan(options: argparse.Namespace) -> int:
 
     if options.strategy == "all":
         if options.rank is not None or options.format != "text":
-            raise ArgumentError("--strategy all prints a table; leave --rank and --format away")
+            raise ArgumentError("--strategy all prints a table; omit --rank and --format")
         return _compare(plan_with)
     plan = plan_with(options.strategy)
     if options.rank is not None and options.rank not in plan.ranks:
-        raise ArgumentError(f"rank {options.rank} takes no part; the ranks are {plan.ranks[0]} to {plan.ranks[-1]}")
+        raise ArgumentError(f"rank {options.rank} is not in the plan, whose ranks are {format_ranks(plan.ranks)}")
     if options.format == "json":
         if options.rank is None and plan.num_messages > MAX_PRINTED_MESSAGES:
-            raise ArgumentError(f"the plan has {plan.num_messages} messages; name one rank with --rank")
+            raise ArgumentError(f"the plan has {plan.num_messages} messages; select one rank with --rank")
         if options.rank is not None and plan.count_messages(options.rank) > MAX_PRINTED_MESSAGES:
             raise ArgumentError(
-                f"rank {options.rank} has {plan.count_messages(options.rank)} messages, too many to print"
+                f"rank {options.rank} has {plan.count_messages(options.rank)} messages; at most {MAX_PRINTED_MESSAGES} "
+                "can be printed"
             )
-        sys.stdout.write(json.dumps(_to_json(plan, options.rank)))  # written at once by C, not piece by piece
+        sys.stdout.write(json.dumps(_to_json(plan, options.rank)))  # dumps is faster than dump: it encodes in C
         print()
         return 0
     if options.format == "html":
         if options.rank is not None:
-            raise ArgumentError("--format html draws the whole plan; leave --rank away")
+            raise ArgumentError("--format html draws the whole plan; omit --rank")
         print(format_html(plan), end="")
         return 0
     if options.format == "summary":
         if options.rank is not None:
-            raise ArgumentError("--format summary is of the whole plan; leave --rank away")
+            raise ArgumentError("--format summary covers the whole plan; omit --rank")
         print(describe_plan(plan, max_lines=0).split("\n\n")[0])
         return 0
     if options.rank is None:
@@ -176,7 +180,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _to_json(plan: Plan, rank: int | None) -> dict[str, Any]:
-    """The plan's JSON, and its cost beside it."""
+    """The plan's JSON together with its cost."""
     from reshard.cost.report import CostReport
     from reshard.plan.json import plan_to_json
 
@@ -190,7 +194,7 @@ def _to_json(plan: Plan, rank: int | None) -> dict[str, Any]:
 
 
 def _compare(plan_with: Callable[[str | None], Plan]) -> int:
-    """Every strategy on one line."""
+    """Print a table of all strategies."""
     from reshard.cost.lower_bound import find_bound
     from reshard.cost.report import CostReport
     from reshard.planner.registry import AUTO, STRATEGIES
@@ -205,17 +209,15 @@ def _compare(plan_with: Callable[[str | None], Plan]) -> int:
         across, inside, _ = plan.bytes_moved()
         report = CostReport(plan)
         seconds = report.predicted_seconds
-        said = [
+        cells = [
             "-" if seconds is None else f"{seconds:.6g}",
             "-" if seconds is None or not bound else f"{seconds / bound:.3f}",
             "-" if seconds is None else f"{100 * report.latency_fraction:.0f} %",
         ]
         title = f"{name} ({plan.strategy})" if plan.strategy != name else name
-        sizes = f"{across / 2**20:.1f}", f"{inside / 2**20:.1f}"
-        print(
-            f"{title:20} {plan.num_messages:>10} {sizes[0]:>18} {sizes[1]:>11} {said[0]:>13} {said[1]:>8} {said[2]:>8}"
-        )
-    print("latency: how much of the predicted time it is; the bound counts none")
+        sizes = f"{across / 2**20:>18.1f} {inside / 2**20:>11.1f}"
+        print(f"{title:20} {plan.num_messages:>10} {sizes} {cells[0]:>13} {cells[1]:>8} {cells[2]:>8}")
+    print("latency: its share of the predicted time; the bound ignores latency")
     return 0
 
 
@@ -230,7 +232,7 @@ def _parse_shape(text: str) -> list[int]:
 
 
 def _topology(given: str | None, src: Mesh, dst: Mesh) -> Topology:
-    """A file, or the name of a preset."""
+    """The topology of a file, of a preset name, or the default."""
     if given is None:
         return default_topology(src, dst)
     if given in MACHINES:
@@ -244,9 +246,9 @@ def _topology(given: str | None, src: Mesh, dst: Mesh) -> Topology:
 
 
 def default_topology(src: Mesh, dst: Mesh) -> Topology:
-    """Hosts as the grids say: the last axis counts the devices of a host, 10 Gbit/s each way per host.
+    """One host per row of each mesh: the last axis counts the devices of a host. 10 Gbit/s each way per host.
 
-    A rank of both meshes is on its source host, and takes the rest of its row of the destination along.
+    If a destination row contains source ranks, its other ranks are on the host of the first such rank.
     """
     host_of: dict[int, int] = {}
     count = 0

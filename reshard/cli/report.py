@@ -1,4 +1,4 @@
-"""A plan for a person: what moves, what it costs, and its first transfers."""
+"""A plan as text for people: what it moves, its cost, and its first transfers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from reshard.plan.text_writer import format_plan
 
 
 def describe_plan(plan: Plan, max_lines: int = 40) -> str:
-    """The facts of a plan, its cost, and at most ``max_lines`` of its transfers."""
+    """A summary of a plan, its cost, and at most ``max_lines`` of its transfers."""
     across, inside, copied = plan.bytes_moved()
     text = format_plan(plan).splitlines()
     body = text[: 2 + len(plan.tensors) + max_lines]
     if len(text) > len(body):
         body.append(f"... {len(text) - len(body)} more transfers; all of them with --format json")
-    facts = [
+    summary = [
         f"hash         {plan.plan_hash}",
         f"ranks        {format_ranks(plan.ranks)}",
         f"messages     {plan.num_messages} in {len(plan.transfers)} transfers",
@@ -23,4 +23,4 @@ def describe_plan(plan: Plan, max_lines: int = 40) -> str:
         str(CostReport(plan)),
         "",
     ]
-    return "\n".join(facts + body)
+    return "\n".join(summary + body)

@@ -1,4 +1,4 @@
-"""How ranks find each other, agree on a call, and learn that one of them failed.
+"""How ranks find each other, agree on each call, and detect failures.
 
-Imports :mod:`reshard.runtime` and what that imports.
+Imports :mod:`reshard.runtime` and the packages below it.
 """

@@ -1,4 +1,4 @@
-"""The addresses at which hosts reach each other."""
+"""Addresses at which ranks reach each other."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch.distributed as dist
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address means each host itself."""
+    """Whether an address is local to each host."""
     return address.startswith("127.") or address in ("::1", "localhost")
 
 
 def own_address(store: dist.Store) -> str:
-    """The address on which other ranks reach this process.
+    """The address at which other ranks reach this process.
 
-    That of the interface GLOO_SOCKET_IFNAME names; else the one from which this host reaches the store, which
-    the user named; else the loopback or what this host's name means.
+    It is the first of these that can be determined: the address of the interface named by GLOO_SOCKET_IFNAME, the local
+    address of the route to the store, the address of this host's name, 127.0.0.1.
     """
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     lookups: list[Callable[[], str]] = []
@@ -47,7 +47,7 @@ def _address_of_interface(name: str) -> str:
 
 
 def _address_towards(host: str) -> str:
-    """The local address of a route; a datagram socket that is connected sends nothing."""
+    """The local address of the route to a host. Connecting a datagram socket sends nothing."""
     family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)

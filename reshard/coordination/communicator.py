@@ -1,7 +1,7 @@
-"""What the ranks of one call share: agreement rounds, errors told to all, and the transport between them.
+"""State shared by the ranks of one call: agreement rounds, error reports, and transports.
 
-Only the ranks of the call take part. They agree in rounds (see :mod:`reshard.coordination.rendezvous`). The
-first error of a transfer is told to all in the store, under ``u/<members>/error/<generation>``.
+Only the ranks of the call take part. They agree in rounds (see :mod:`reshard.coordination.rendezvous`). The first
+error of a transfer is published in the store, under ``u/<members>/error/<generation>``.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from reshard.coordination.connections import Connections, GlooTransport
-from reshard.coordination.decide import Decision, Request, describe_error, name_rank, rebuild_error
-from reshard.coordination.liveness.call_sequence import note_skipped
+from reshard.coordination.liveness.call_sequence import record_skipped
 from reshard.coordination.liveness.heartbeat import Monitor
+from reshard.coordination.messages import Decision, Request, describe_error, name_rank, rebuild_error
 from reshard.coordination.process_group import Group, check_inside
 from reshard.coordination.rendezvous import Rendezvous
 from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError, TransferTimeoutError
@@ -32,14 +33,16 @@ from reshard.runtime.cuda.nccl_exchange import NcclExchange
 from reshard.runtime.rounds.schedule import Round
 from reshard.runtime.transport import BrokenConnectionError
 
-TELLING_SECONDS = 1.0  # how long an error may take to be told
-#: How long a rank whose connection broke waits for who knows why: that another rank has died, say.
-SAY_SECONDS = 0.6
+#: Timeout for publishing an error.
+REPORT_SECONDS = 1.0
+#: Grace period after a broken connection for another rank to report the root cause.
+ROOT_CAUSE_SECONDS = 0.6
+#: Maximum number of cached plans per channel.
 MAX_CACHED = 32
 
 
 class Channel:
-    """The ranks of one call, ascending; made once per group and set of ranks."""
+    """The ranks of one call, ascending; one per group and set of ranks."""
 
     def __init__(self, group: Group, members: tuple[int, ...]) -> None:
         self._group, self.members = weakref.ref(group), members
@@ -48,20 +51,20 @@ class Channel:
         self._store = group.store.under(f"u/{digest}")
         self._lock = threading.RLock()
         self.rendezvous = Rendezvous(group, members, self._store)
-        self.transfers = 0  # of those that are fault tolerant
+        self.transfers = 0  # number of fault-tolerant transfers
         self.generation = 0
         self.broken: ReshardError | None = None
-        self.idle_staging: Any = None  # of the last call, for the next one of the same plan
-        self.idle_runner: Any = None  # the same between devices
-        self._connections: tuple[int, Connections] | None = None  # of a generation
+        self.idle_staging: Any = None  # staging buffer of the last call, reused by the next call with the same plan
+        self.idle_runner: Any = None  # the same for transfers between devices
+        self._connections: tuple[int, Connections] | None = None  # with their generation
         self.cache: OrderedDict[Any, Any] = OrderedDict()
 
     @property
     def group(self) -> Group:
-        """Whose ranks these are. Whoever moves something keeps it; a channel does not, so that it may be dropped."""
+        """The group of these ranks. The channel holds only a weak reference, so that the group can be collected."""
         group = self._group()
         if group is None:
-            raise ArgumentError("nothing refers any more to the group of this transfer")
+            raise ArgumentError("the group of this transfer was garbage-collected: keep a reference to it")
         return group
 
     def agree(
@@ -74,11 +77,11 @@ class Channel:
         """One round, see :meth:`reshard.coordination.rendezvous.Rendezvous.hold`.
 
         Returns:
-            The number of the round and the decision, which holds no error.
+            The round number and the decision, which holds no error.
         """
         self.group.check_usable()
         with self._lock:
-            request.generation = self.generation + (self.broken is not None)
+            request = replace(request, generation=self.generation + (self.broken is not None))
             decision = self.rendezvous.hold(request, decide, timeout_seconds, fault_tolerant)
             if decision.generation != self.generation:
                 self.generation, self.broken = decision.generation, None
@@ -87,7 +90,7 @@ class Channel:
     # Transfers
 
     def close(self) -> None:
-        """Say goodbye to the other ranks and let go of all connections; the channel is not usable after."""
+        """Say goodbye to the other ranks and close all connections; the channel cannot be used afterwards."""
         self.rendezvous.links.close()
         if self._connections is not None:
             self._connections[1].close()
@@ -97,35 +100,39 @@ class Channel:
         self.cache.clear()
 
     def transport(self, generation: int, is_two_way: bool, timeout_seconds: float) -> GlooTransport | None:
-        """A transport of this generation, made by all members together; None for one rank."""
+        """The transport of this generation, which all members create together; None for a single rank."""
         if len(self.members) == 1:
             return None
-        look = functools.partial(self.check_reported, generation)
-        return self._connect(generation, lambda made: made.transport(is_two_way, timeout_seconds, look))
+        check_error = functools.partial(self.check_reported, generation)
+        return self._connect(generation, lambda made: made.transport(is_two_way, timeout_seconds, check_error))
 
     def exchange(
         self, generation: int, device: torch.device, number: int, rounds: Sequence[Round], timeout_seconds: float
     ) -> NcclExchange | None:
-        """As :meth:`transport`, between devices, on the communicator with a number; connects the ranks of rounds."""
+        """As :meth:`transport`, between devices.
+
+        Args:
+            number: which communicator to use. rounds: the ranks that exchange messages in them are connected.
+        """
         if len(self.members) == 1:
             return None
-        look = functools.partial(self.check_reported, generation)
+        check_error = functools.partial(self.check_reported, generation)
 
-        def ask(made: Connections) -> NcclExchange:
-            exchange = made.exchange(device, number, timeout_seconds, look)
-            exchange.connect(self.group.rank, rounds, timeout_seconds, look)
+        def connect(made: Connections) -> NcclExchange:
+            exchange = made.exchange(device, number, timeout_seconds, check_error)
+            exchange.connect(self.group.rank, rounds, timeout_seconds, check_error)
             return exchange
 
-        return self._connect(generation, ask)
+        return self._connect(generation, connect)
 
     def collectives(self, generation: int, device: torch.device, timeout_seconds: float) -> Any:
-        """As :meth:`transport`, a backend of ``torch.distributed`` for collectives of all members."""
+        """As :meth:`transport`, but a ``torch.distributed`` backend for collectives of all members."""
         if len(self.members) == 1:
             return None
-        look = functools.partial(self.check_reported, generation)
-        return self._connect(generation, lambda made: made.collectives(device, timeout_seconds, look))
+        check_error = functools.partial(self.check_reported, generation)
+        return self._connect(generation, lambda made: made.collectives(device, timeout_seconds, check_error))
 
-    def _connect(self, generation: int, ask: Callable[[Connections], Any]) -> Any:
+    def _connect(self, generation: int, connect: Callable[[Connections], Any]) -> Any:
         self.group.check_usable()
         with self._lock:
             if self._connections is None or self._connections[0] != generation:
@@ -135,39 +142,40 @@ class Channel:
                 store = dist.PrefixStore(f"gloo/{generation}", self._store.raw)
                 self._connections = generation, Connections(store, self.group.rank, self.members)
             try:
-                return ask(self._connections[1])
+                return connect(self._connections[1])
             except ResourceError as error:
                 raise self.fail(generation, error) from None
             except ReshardError:
                 raise
             except TimeoutError as error:
                 raise self.fail(generation, TransferTimeoutError(f"cannot connect: {error}")) from error
-            except Exception as error:  # whatever it is, the other ranks wait for this one
+            except Exception as error:  # the other ranks wait for this one, whatever went wrong
                 raise self.fail(generation, ConnectionError(f"cannot connect: {error}")) from error
 
     def fail(self, generation: int, error: BaseException) -> ReshardError:
-        """Tell all members that a transfer failed; returns the error that they all take, the first one told."""
+        """Publish that a transfer failed; returns the first published error, which all members raise."""
         name, text = describe_error(error)
-        said: str | bytes = json.dumps([name, name_rank(self.group.rank, text)])
-        with contextlib.suppress(RuntimeError):  # the store may be gone
-            said = self._store.compare_set(f"error/{generation}", "", str(said), TELLING_SECONDS)
-        return self.take_error(generation, rebuild_error(*json.loads(said)))
+        first: str | bytes = json.dumps([name, name_rank(self.group.rank, text)])
+        with contextlib.suppress(RuntimeError):  # the store may be lost
+            first = self._store.compare_set(f"error/{generation}", "", str(first), REPORT_SECONDS)
+        return self.record_error(generation, rebuild_error(*json.loads(first)))
 
-    def explain(
+    def find_root_cause(
         self, generation: int, error: BrokenConnectionError, wait: Callable[[float], bool]
     ) -> ReshardError | BrokenConnectionError:
-        """Why a connection broke, once others had the time to tell.
+        """The root cause of a broken connection, after a grace period for another rank to report it.
 
-        A rank that loses one closes its others too. So who lost whom leads to the rank that lost none, and is gone.
+        A rank that loses a connection closes its others too. So following which rank lost which leads to the one rank
+        that lost none, which is the dead one.
 
         Args:
-            wait: for so many seconds; true as soon as somebody has told.
+            wait: waits for a number of seconds; returns true early if an error is reported.
         """
         loser, lost = self.group.rank, error.peer
         losers = {loser}
-        with contextlib.suppress(RuntimeError):  # the store may be gone
+        with contextlib.suppress(RuntimeError):  # the store may be lost
             self._store.set(f"broken/{generation}/{loser}", str(lost))
-        if wait(SAY_SECONDS):
+        if wait(ROOT_CAUSE_SECONDS):
             return error
         with contextlib.suppress(RuntimeError):
             while lost not in losers and self._store.check([f"broken/{generation}/{lost}"]):
@@ -178,23 +186,25 @@ class Channel:
         return RemoteError(f"rank {loser} lost its connection to rank {lost}")
 
     def reported_error(self, generation: int) -> ReshardError | None:
-        """The error that a member told of, if any."""
+        """The error that a member reported, if any."""
         key = f"error/{generation}"
         if not self._store.check([key]):
-            lost = self.rendezvous.links.find_ended()
+            lost = self.rendezvous.links.find_lost()
             if lost is None:
                 return None
-            return self.fail(generation, RemoteError(f"rank {lost} is gone: it closed its connection in a transfer"))
-        return self.take_error(generation, rebuild_error(*json.loads(self._store.get(key))))
+            return self.fail(
+                generation, RemoteError(f"rank {lost} is gone: it closed its connection during a transfer")
+            )
+        return self.record_error(generation, rebuild_error(*json.loads(self._store.get(key))))
 
     def check_reported(self, generation: int) -> None:
-        """Raise the error that a member told of, if any."""
+        """Raise the error that a member reported, if any."""
         error = self.reported_error(generation)
         if error is not None:
             raise error
 
-    def take_error(self, generation: int, error: ReshardError) -> ReshardError:
-        """Mark a transport as finished; the next agreement makes a new one. Returns its first error."""
+    def record_error(self, generation: int, error: ReshardError) -> ReshardError:
+        """Mark the transport of a generation as failed; the next agreement makes a new one. Returns its first error."""
         if generation != self.generation or self._pid != os.getpid():
             return error
         if self.broken is None:
@@ -204,11 +214,11 @@ class Channel:
         return self.broken
 
     def find_failure(self, generation: int) -> ReshardError | None:
-        """What ended the transport of a generation, if it is the current one."""
+        """The error that ended the transport of a generation, if that is the current one."""
         return self.broken if generation == self.generation else None
 
     def check_usable(self, generation: int) -> None:
-        """Raise unless the transport of this generation is the current one and works."""
+        """Raise unless the transport of this generation is current and has not failed."""
         if generation != self.generation:
             raise RemoteError("an earlier error closed the connections of this Mover; make a new one")
         if self.broken is not None:
@@ -216,17 +226,17 @@ class Channel:
 
 
 def find_channel(group: Group, members: tuple[int, ...]) -> Channel:
-    """The channel of these ranks, ascending, made on first use.
+    """The channel of these ranks, ascending; created on first use.
 
     Raises:
-        ArgumentError: a rank is outside the group, or this rank is not among them.
+        ArgumentError: a rank is outside the group, or this rank is not a member.
     """
     group.check_usable()
     check_inside(group, members)
     if group.rank not in members:
-        note_skipped(group, members)
+        record_skipped(group, members)
         raise ArgumentError(
-            f"rank {group.rank} calls, but is in neither layout; only ranks {format_ranks(members)} take part"
+            f"rank {group.rank} calls but is in neither layout; only ranks {format_ranks(members)} take part"
         )
     with group.lock:
         if members not in group.channels:

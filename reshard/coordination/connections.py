@@ -1,4 +1,4 @@
-"""Messages between ranks over Gloo, and the groups and communicators that ranks of a call share."""
+"""Gloo transports, and the process groups and NCCL communicators that the ranks of a call share."""
 
 from __future__ import annotations
 
@@ -15,110 +15,110 @@ import torch
 import torch.distributed as dist
 
 from reshard.coordination.descriptors import check_room
-from reshard.coordination.store import LOOK_SECONDS, in_time
+from reshard.coordination.store import POLL_SECONDS, run_with_timeout
 from reshard.forks import keep_in_child
 from reshard.formatting import format_ranks
 from reshard.runtime.cuda.nccl import Communicator
 from reshard.runtime.cuda.nccl_exchange import NCCL_DEVICES, NcclCollectives, NcclExchange, make_communicator
 from reshard.runtime.transport import BrokenConnectionError, Work
 
-#: A tag that no transfer uses: those count rounds.
+#: A tag that no transfer uses: transfer tags are round numbers.
 ABORT_TAG = 2**31 - 1
-#: How much longer than its own time-out making a group may take before nobody waits for it.
+#: How long to wait for the creation of a group after its own timeout has passed.
 GRACE_SECONDS = 5.0
-
-
-#: What a Gloo group opens beside a connection to each other rank: two for its event loop, one to listen, one spare.
+#: File descriptors of a Gloo group besides its connections: two for the event loop, one to listen, one spare.
 GROUP_DESCRIPTORS = 4
 
 
 class Connections:
-    """Gloo groups of the same ranks, each with a connection between each two of them, made when first needed."""
+    """Gloo process groups and NCCL communicators of one set of ranks, created on first use."""
 
     def __init__(self, store: dist.Store, rank: int, members: Sequence[int]) -> None:
         self._store, self._rank = store, rank
         self._own = members.index(rank)
         self._position = {member: position for position, member in enumerate(members)}
         self._groups: list[Any] = []
-        self._stores: list[dist.Store] = []  # which the groups use, and do not keep
+        self._stores: list[dist.Store] = []  # used by the groups, which hold no reference
         self._exchanges: dict[int, NcclExchange] = {}
         self._collectives: Any = None
 
-    def transport(self, is_two_way: bool, timeout_seconds: float, look: Callable[[], None]) -> GlooTransport:
-        """A transport; all ranks must ask for the same one.
+    def transport(self, is_two_way: bool, timeout_seconds: float, check_error: Callable[[], None]) -> GlooTransport:
+        """A transport; all ranks must request the same kind.
 
-        Gloo has a receiver say to the sender that it waits, on their connection, behind all that it sends to it itself.
-        With traffic both ways a sender would wait for the end of a message in the other direction after each of its own
-        (an exchange in place took 1.25 times the bound): a two-way transport has a connection for each direction.
+        A Gloo receiver notifies the sender over their shared connection, after all data that it sends to that rank
+        itself. With
+        traffic in both directions a sender would wait for the end of an opposite message after each of its own: an
+        in-place exchange took 1.25 times the bound. So a two-way transport has one connection per direction.
 
         Args:
-            look: called now and then while connections are made; raises when there is no use in waiting.
+            check_error: called periodically while ranks connect; raises if waiting is pointless.
 
         Raises:
-            RuntimeError: not all ranks came in time. ResourceError: this rank has no descriptors left for it.
+            RuntimeError: not all ranks connected in time.
+            ResourceError: this rank has too few free file descriptors.
         """
         while len(self._groups) < 1 + is_two_way:
-            self._groups.append(self._make_in_time(str(len(self._groups)), timeout_seconds, look))
+            self._groups.append(self._make_group_with_timeout(str(len(self._groups)), timeout_seconds, check_error))
         return GlooTransport(self._groups[0], self._groups[is_two_way], self._own, self._position)
 
-    def collectives(self, device: torch.device, timeout_seconds: float, look: Callable[[], None]) -> Any:
-        """A ``torch.distributed`` backend for collectives of tensors on a type of device, one for all that ask.
+    def collectives(self, device: torch.device, timeout_seconds: float, check_error: Callable[[], None]) -> Any:
+        """The ``torch.distributed`` backend for collectives on one type of device, shared by all callers.
 
         Raises:
-            RuntimeError: not all ranks came in time.
+            RuntimeError: not all ranks connected in time.
         """
         if self._collectives is None:
             if device.type in NCCL_DEVICES:
-                made = self._communicate("collectives", device, timeout_seconds, look)
+                made = self._make_communicator("collectives", device, timeout_seconds, check_error)
                 self._collectives = NcclCollectives(made, device)
             else:
-                self._collectives = self._make_in_time("collectives", timeout_seconds, look)
+                self._collectives = self._make_group_with_timeout("collectives", timeout_seconds, check_error)
         return self._collectives
 
-    def _communicate(
-        self, name: str, device: torch.device, timeout_seconds: float, look: Callable[[], None]
+    def _make_communicator(
+        self, name: str, device: torch.device, timeout_seconds: float, check_error: Callable[[], None]
     ) -> Communicator:
-        store = _PolledStore(dist.PrefixStore(f"{device.type}/{name}", self._store), look)
-        return make_communicator(store, self._own, len(self._position), device, timeout_seconds, look)
+        store = _PolledStore(dist.PrefixStore(f"{device.type}/{name}", self._store), check_error)
+        return make_communicator(store, self._own, len(self._position), device, timeout_seconds, check_error)
 
-    def _make_in_time(self, name: str, timeout_seconds: float, look: Callable[[], None]) -> Any:
-        make = functools.partial(self._make_group, name, timedelta(seconds=timeout_seconds), look)
-        return in_time(make, timeout_seconds + GRACE_SECONDS)
+    def _make_group_with_timeout(self, name: str, timeout_seconds: float, check_error: Callable[[], None]) -> Any:
+        make = functools.partial(self._make_group, name, timedelta(seconds=timeout_seconds), check_error)
+        return run_with_timeout(make, timeout_seconds + GRACE_SECONDS)
 
-    def _make_group(self, name: str, limit: timedelta, look: Callable[[], None]) -> Any:
+    def _make_group(self, name: str, limit: timedelta, check_error: Callable[[], None]) -> Any:
         ranks = sorted(self._position)
         check_room(self._rank, len(ranks) - 1 + GROUP_DESCRIPTORS, f"connecting ranks {format_ranks(ranks)}")
-        store = _PolledStore(dist.PrefixStore(name, self._store), look)
+        store = _PolledStore(dist.PrefixStore(name, self._store), check_error)
         self._stores.append(store)
         group = keep_in_child(dist.ProcessGroupGloo(store, self._own, len(ranks), limit))
-        # who has nothing to do might end its process while others still connect, which fails for them then
+        # Without a barrier an idle rank could exit while others still connect to it, and they would fail.
         group.barrier().wait(limit)
         store.settle()
         return group
 
     def exchange(
-        self, device: torch.device, number: int, timeout_seconds: float, look: Callable[[], None]
+        self, device: torch.device, number: int, timeout_seconds: float, check_error: Callable[[], None]
     ) -> NcclExchange:
-        """How groups of messages travel between devices; all ranks must ask for the same one.
+        """The NCCL exchange with this number; all ranks must request the same one.
 
-        Each number has a communicator of its own: what is put on one runs in that order.
+        Each number has its own communicator, which runs its operations in the order of posting.
 
         Raises:
-            RuntimeError, TimeoutError: not all ranks came in time.
+            RuntimeError, TimeoutError: not all ranks connected in time.
         """
         if number and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             warnings.warn(
-                "CUDA_DEVICE_MAX_CONNECTIONS is 1: transfers both ways at once can wait for each other for ever; "
-                "unset it, or do not use both_ways",
+                "CUDA_DEVICE_MAX_CONNECTIONS is 1: simultaneous transfers in both directions can deadlock; "
+                "unset it, or omit both_ways",
                 stacklevel=6,
             )
         if number not in self._exchanges:
-            made = self._communicate(str(number), device, timeout_seconds, look)
+            made = self._make_communicator(str(number), device, timeout_seconds, check_error)
             self._exchanges[number] = NcclExchange(made, self._position, device)
         return self._exchanges[number]
 
     def close(self) -> None:
-        """Let go of all groups; one that nobody else holds ends its threads and closes its connections."""
+        """Drop all groups. A group without other references ends its threads and closes its connections."""
         for exchange in self._exchanges.values():
             exchange.close()
         if self._collectives is not None and not isinstance(self._collectives, dist.ProcessGroupGloo):
@@ -130,7 +130,7 @@ class Connections:
         self._stores.clear()
 
     def abort(self) -> None:
-        """End every wait of any transport, here and soon at the other ranks."""
+        """End all waits on every transport, on this rank and soon on the other ranks."""
         for group in self._groups:
             abort_group(group)
         for exchange in self._exchanges.values():
@@ -142,48 +142,48 @@ class Connections:
 
 
 class _PolledStore(dist.Store):
-    """A store that asks again where a ``TCPStore`` would wait, holding up its other users, for minutes if need be."""
+    """A store that polls where a ``TCPStore`` would block its other users, possibly for minutes."""
 
-    def __init__(self, raw: dist.Store, look: Callable[[], None]) -> None:
+    def __init__(self, raw: dist.Store, check_error: Callable[[], None]) -> None:
         super().__init__()
-        self._raw, self._look = raw, look
+        self._raw, self._check_error = raw, check_error
 
     def settle(self) -> None:
-        """Connections are made: stop looking around, and forget who did."""
-        self._look = _look_nowhere
+        """Stop calling ``check_error``, after all connections are made, and drop the reference to it."""
+        self._check_error = _ignore_errors
 
     def set(self, key: str, value: Any) -> None:
         """Write a value."""
         self._raw.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """A value, once it is there."""
+        """The value of a key; waits until it exists."""
         self.wait([key])
         return bytes(self._raw.get(key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return once all keys are there.
+        """Wait until all keys exist.
 
         Raises:
-            RuntimeError: they are not in time, or what ``look`` raised.
+            RuntimeError: they do not exist in time. Also any exception of ``check_error``.
         """
-        begun = looked = now = time.monotonic()
+        begun = last_check = now = time.monotonic()
         while not self._raw.check(keys):
             if timeout is not None and now - begun > timeout.total_seconds():
-                raise RuntimeError(f"{keys[0]} is not there after {timeout.total_seconds():g} s")
+                raise RuntimeError(f"the store has no key {keys[0]} after {timeout.total_seconds():g} s")
             time.sleep(min(0.02, max(0.0005, 0.1 * (now - begun))))
             now = time.monotonic()
-            if now - looked > LOOK_SECONDS:
-                looked = now
-                self._look()
+            if now - last_check > POLL_SECONDS:
+                last_check = now
+                self._check_error()
 
 
-def _look_nowhere() -> None:
+def _ignore_errors() -> None:
     pass
 
 
 class GlooTransport:
-    """Messages to ranks of later positions go over one group, those to earlier ones over another, or the same."""
+    """Messages to later ranks of the set go over one Gloo group, messages to earlier ones over another or the same."""
 
     def __init__(self, later: Any, earlier: Any, own: int, position: dict[int, int]) -> None:
         self._later, self._earlier, self._own, self._position = later, earlier, own, position
@@ -191,34 +191,34 @@ class GlooTransport:
     def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
         """Start sending a flat buffer."""
         to = self._position[rank]
-        with _naming(rank, f"a message to rank {rank}"):
+        with _name_peer(rank, f"a message to rank {rank}"):
             return (self._later if to > self._own else self._earlier).send([buffer], to, tag)
 
     def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
         """Start receiving into a flat buffer."""
         sender = self._position[rank]
-        with _naming(rank, f"a message from rank {rank}"):
+        with _name_peer(rank, f"a message from rank {rank}"):
             return (self._later if sender < self._own else self._earlier).recv([buffer], sender, tag)
 
     def abort(self) -> None:
-        """End every wait on this transport, here and soon at the other ranks."""
+        """End all waits on this transport, on this rank and soon on the other ranks."""
         for group in {self._later, self._earlier}:
             abort_group(group)
 
 
 @contextlib.contextmanager
-def _naming(rank: int, what: str) -> Iterator[None]:
-    """Gloo's error on a connection that is closed already does not say whose it is."""
+def _name_peer(rank: int, message: str) -> Iterator[None]:
+    """Add the peer's rank to Gloo's error about a closed connection."""
     try:
         yield
     except RuntimeError as error:
-        raise BrokenConnectionError(rank, f"{what} cannot be posted: {error}") from error
+        raise BrokenConnectionError(rank, f"cannot post {message}: {error}") from error
 
 
 def abort_group(group: Any) -> None:
     """Close all connections of a group.
 
-    Gloo has no abort that does this from Python, but a wait that times out closes all connections of its group.
+    Gloo's Python API has no abort, but a wait that times out closes all connections of its group.
     """
     with contextlib.suppress(RuntimeError):
         never = group.recv([torch.empty(1, dtype=torch.uint8)], int(group.rank() == 0), ABORT_TAG)

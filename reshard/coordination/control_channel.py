@@ -1,7 +1,8 @@
-"""Small messages between the ranks of a channel: everyone to the first rank, and its answer to everyone.
+"""Small messages between the ranks of a channel, in a star: every rank sends to the first rank, which answers all.
 
-The first rank (the hub) listens on one address and publishes it, with a secret, in the store; the others connect.
-Frames are a length and JSON. Waiting is done in slices, so that a rank can look around between them.
+The first rank, called the hub, listens on a socket and publishes its address and a secret in the store. The other
+ranks, called spokes, connect to it. A frame is a length and JSON. Waiting is split into short slices so that a rank can
+check for errors in between.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ _HEADER = struct.Struct("!I")
 MAX_FRAME_BYTES = 2**28
 MAX_HELLO_BYTES = 1024
 CONNECT_SECONDS = 5.0
-#: How long a frame may take to leave: the other side may be stopped, and its buffers full.
+#: Timeout for sending a frame: the receiver may be stopped with full buffers.
 SEND_SECONDS = 5.0
 
 
 class DeadlineError(Exception):
-    """A deadline of a round passed. Not a TimeoutError, which a caller's signal handler may raise."""
+    """The deadline of a round passed. Not a TimeoutError, which a caller's signal handler may raise."""
 
 
 class _Peer:
-    """One connection, and what was read of its next frame."""
+    """One connection and the bytes read so far of its next frame."""
 
     def __init__(self, connection: socket.socket) -> None:
         close_in_child(connection)
@@ -46,7 +47,7 @@ class _Peer:
         self._buffer = bytearray()
 
     def send(self, value: Any, seconds: float = SEND_SECONDS) -> None:
-        """Send a frame; raises OSError, TimeoutError among them, where not all of it could be, and nothing more can."""
+        """Send a frame; after an OSError, such as TimeoutError, it may be partly sent; the connection is unusable."""
         body = json.dumps(value).encode()
         self.connection.settimeout(max(seconds, 0.001))
         try:
@@ -55,7 +56,7 @@ class _Peer:
             self.connection.settimeout(SEND_SECONDS)
 
     def read(self) -> None:
-        """Read once; raises EOFError when the other side is gone."""
+        """Read once; raises EOFError if the connection has ended."""
         try:
             data = self.connection.recv(2**18)
         except OSError as error:
@@ -65,7 +66,7 @@ class _Peer:
         self._buffer += data
 
     def frame(self, limit: int = MAX_FRAME_BYTES) -> Any:
-        """The next complete frame, None if there is none yet; raises EOFError if it is too large or not JSON."""
+        """The next complete frame, or None; raises EOFError if the frame is too large or not JSON."""
         if len(self._buffer) < _HEADER.size:
             return None
         (size,) = _HEADER.unpack_from(self._buffer)
@@ -81,14 +82,14 @@ class _Peer:
             raise EOFError(f"a frame is not JSON: {error}") from None
 
     def say_goodbye(self) -> None:
-        """Leave a last frame, by which the other side tells an orderly end from a death."""
+        """Send a last frame that distinguishes a regular end from a death."""
         with contextlib.suppress(OSError):
             self.send({"bye": True})
 
     def is_closed(self) -> bool:
-        """True if the other side has closed and nothing is left to read, not even a goodbye; reads nothing.
+        """Whether the other side has closed the connection and nothing is left to read, not even a goodbye.
 
-        Never waits: Python's ``recv`` on a socket with a time-out would, whatever its flags.
+        Reads nothing and never blocks. Python's ``recv`` on a socket with a timeout would block, whatever its flags.
         """
         try:
             poller = select.poll()
@@ -104,7 +105,7 @@ class _Peer:
 
 
 class Hub:
-    """The side of the first rank."""
+    """The first rank's side of the star."""
 
     def __init__(self, store: Store, others: tuple[int, ...], seconds: float) -> None:
         self._others = others
@@ -114,45 +115,48 @@ class Hub:
         self._listener = close_in_child(socket.create_server((address, 0), family=family, backlog=len(others) + 8))
         self._listener.setblocking(False)
         self._peers: dict[int, _Peer] = {}
-        self._strangers: list[_Peer] = []
-        #: What each rank said last and was not answered yet, with its number.
+        self._unverified: list[_Peer] = []
+        #: Rank -> (number, request) of each unanswered request.
         self.pending: dict[int, tuple[int, Any]] = {}
-        self.gone: dict[int, str] = {}
-        self.waits = False  # whether this rank is in a round
-        self.hurried: set[int] = set()  # ranks that wait and whose time is up
-        self._left: set[int] = set()  # ranks that said goodbye
+        self.gone: dict[int, str] = {}  # rank -> reason, for each connection that ended
+        self.in_round = False  # whether this rank is in a round
+        self.timed_out: set[int] = set()  # ranks with a pending request whose deadline has passed
+        self._departed: set[int] = set()  # ranks that said goodbye
         store.set("hub", json.dumps([address, self._listener.getsockname()[1], self._secret]), seconds)
 
     @classmethod
     def listen(cls, store: Store, rank: int, others: tuple[int, ...], seconds: float) -> Hub:
-        """Listen for the other ranks.
+        """Listen for connections of the other ranks.
 
         Raises:
-            RemoteError: this host cannot listen where they reach it. ResourceError: no file descriptor is left.
+            RemoteError: this host cannot listen at an address that they reach.
+            ResourceError: no file descriptor is free.
         """
         try:
             return cls(store, others, seconds)
         except OSError as error:
             if is_shortage(error):
-                raise out_of_descriptors(rank, f"meeting ranks {format_ranks(sorted((rank, *others)))}") from error
+                raise out_of_descriptors(
+                    rank, f"the rendezvous of ranks {format_ranks(sorted((rank, *others)))}"
+                ) from error
             raise RemoteError(
-                f"rank {rank} cannot listen for the others: {error}; GLOO_SOCKET_IFNAME must name an interface of its "
-                "host that they reach"
+                f"rank {rank} cannot listen for the other ranks: {error}; set GLOO_SOCKET_IFNAME on its host to an "
+                "interface that they can reach"
             ) from error
 
     def pump(self, seconds: float) -> bool:
-        """Read some of what has come, waiting at most ``seconds`` for the first of it; returns whether there was.
+        """Wait at most ``seconds`` for input and read some of it; returns whether there was any.
 
         Raises:
-            OSError: a rank cannot be let in, as this process may open no more file descriptors.
+            OSError: no file descriptor is free to accept a connection.
         """
         poller = select.poll()
         readers: dict[int, int | _Peer] = {}
         poller.register(self._listener, select.POLLIN)
         for rank, peer in self._peers.items():
             readers[peer.connection.fileno()] = rank
-        for stranger in self._strangers:
-            readers[stranger.connection.fileno()] = stranger
+        for peer in self._unverified:
+            readers[peer.connection.fileno()] = peer
         for descriptor in readers:
             poller.register(descriptor, select.POLLIN)
         ready = poller.poll(max(0.0, 1000 * seconds))
@@ -163,128 +167,129 @@ class Hub:
             elif isinstance(reader, int):
                 self._read(reader)
             else:
-                self._greet(reader)
+                self._read_hello(reader)
         return bool(ready)
 
     def drain(self) -> None:
-        """Read all that has come."""
+        """Read all available input."""
         while self.pump(0.0):
             pass
 
     def answer(self, decision: Any) -> None:
-        """Answer every rank that waits; a rank that comes later takes part in the next round."""
+        """Answer all pending requests; a request that arrives later belongs to the next round."""
         for rank, (number, _) in self.pending.items():
             if rank in self._peers:
                 try:
                     self._peers[rank].send({"number": number, "decision": decision})
                 except OSError as error:
-                    self._lose(rank, str(error))
+                    self._disconnect(rank, str(error))
         self.pending.clear()
-        self.hurried.clear()
+        self.timed_out.clear()
 
-    def has(self, rank: int) -> bool:
+    def is_connected(self, rank: int) -> bool:
         """Whether a rank is connected."""
         return rank in self._peers
 
-    def reaches(self, rank: int) -> bool:
-        """Whether a rank is connected, and its end open."""
+    def is_alive(self, rank: int) -> bool:
+        """Whether a rank is connected and has not closed its end."""
         return rank in self._peers and not self._peers[rank].is_closed()
 
-    def lost(self) -> int | None:
-        """A rank whose connection is closed although it did not say goodbye, if there is one."""
+    def find_lost(self) -> int | None:
+        """A rank whose connection closed without a goodbye, if any."""
         for rank, peer in list(self._peers.items()):
-            if rank not in self._left and peer.is_closed():
+            if rank not in self._departed and peer.is_closed():
                 return rank
-        return next((rank for rank in list(self.gone) if rank not in self._left), None)
+        return next((rank for rank in list(self.gone) if rank not in self._departed), None)
 
-    def left(self) -> int | None:
-        """A rank that said goodbye, if there is one."""
-        return min(self._left, default=None)
+    def find_left(self) -> int | None:
+        """The lowest rank that said goodbye, if any."""
+        return min(self._departed, default=None)
 
     def close(self) -> None:
         """Say goodbye and close all connections."""
         for peer in self._peers.values():
             peer.say_goodbye()
-        for peer in (*self._peers.values(), *self._strangers):
+        for peer in (*self._peers.values(), *self._unverified):
             peer.close()
         self._listener.close()
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-            self._strangers.append(_Peer(connection))
+            self._unverified.append(_Peer(connection))
         except OSError as error:
             if is_shortage(error):
                 raise
 
-    def _greet(self, stranger: _Peer) -> None:
-        """Take the first frame of a connection, which must know the secret and name a rank of ours."""
+    def _read_hello(self, peer: _Peer) -> None:
+        """Read the first frame of a connection, and close it unless the frame has the secret and names a new member."""
         try:
-            stranger.read()
-            hello = stranger.frame(MAX_HELLO_BYTES)
+            peer.read()
+            hello = peer.frame(MAX_HELLO_BYTES)
         except EOFError:
             hello = []
         if hello is None:
             return
-        self._strangers.remove(stranger)
-        known = isinstance(hello, list) and len(hello) == 2
-        if not known or not hmac.compare_digest(str(hello[0]).encode(), self._secret.encode()):
-            stranger.close()
+        self._unverified.remove(peer)
+        well_formed = isinstance(hello, list) and len(hello) == 2
+        if not well_formed or not hmac.compare_digest(str(hello[0]).encode(), self._secret.encode()):
+            peer.close()
         elif hello[1] in self._others and hello[1] not in self._peers:
-            self._peers[hello[1]] = stranger
-            self._take(hello[1])
+            self._peers[hello[1]] = peer
+            self._handle_frames(hello[1])
         else:
-            stranger.close()
+            peer.close()
 
     def _read(self, rank: int) -> None:
         try:
             self._peers[rank].read()
         except EOFError as error:
-            self._lose(rank, str(error))
+            self._disconnect(rank, str(error))
         else:
-            self._take(rank)
+            self._handle_frames(rank)
 
-    def _take(self, rank: int) -> None:
+    def _handle_frames(self, rank: int) -> None:
         try:
             while (frame := self._peers[rank].frame()) is not None:
                 if "bye" in frame:
-                    self._left.add(rank)
+                    self._departed.add(rank)
                     continue
                 number = int(frame["number"])
                 if "hurry" in frame:
                     if self.pending.get(rank, (None,))[0] == number:
-                        self.hurried.add(rank)
+                        self.timed_out.add(rank)
                 elif not frame["leaves"]:
                     self.pending[rank] = number, frame["request"]
                 elif self.pending.get(rank, (None,))[0] == number:
-                    if self.waits and frame["request"] is not None:
-                        self.pending[rank] = number, frame["request"]  # with its error, for all who wait with it
+                    if self.in_round and frame["request"] is not None:
+                        self.pending[rank] = number, frame["request"]  # carries its error to all members
                     else:
-                        del self.pending[rank]  # nobody waits with it
-                        self.hurried.discard(rank)
+                        del self.pending[rank]  # no round is waiting for it
+                        self.timed_out.discard(rank)
         except EOFError as error:
-            self._lose(rank, str(error))
+            self._disconnect(rank, str(error))
 
-    def _lose(self, rank: int, why: str) -> None:
+    def _disconnect(self, rank: int, reason: str) -> None:
         self._peers.pop(rank).close()
-        self.gone[rank] = why
+        self.gone[rank] = reason
 
 
 class Spoke:
-    """The side of every other rank."""
+    """Any other rank's side of the star."""
 
     def __init__(self, peer: _Peer) -> None:
         self._peer = peer
-        self.said = -1  # the number of the last request
+        self.number = -1  # number of the last request
         self.answer: Any = None
         self.has_left = False  # whether the hub said goodbye
 
     @classmethod
     def connect(cls, store: Store, rank: int, hub: int, seconds: float) -> Spoke:
-        """Connect to the address that the hub published, which the store has ``seconds`` to tell.
+        """Connect to the hub, whose address must appear in the store within ``seconds``.
 
         Raises:
-            RemoteError: the hub has left, or cannot be reached. ResourceError: no file descriptor is left.
+            RemoteError: the hub has left or cannot be reached.
+            ResourceError: no file descriptor is free.
         """
         address, port, secret = json.loads(store.get("hub", seconds))
         begun = time.monotonic()
@@ -293,41 +298,42 @@ class Spoke:
                 peer = _Peer(socket.create_connection((address, port), timeout=CONNECT_SECONDS))
                 peer.send([secret, rank])
                 return cls(peer)
-            except ConnectionRefusedError:  # the hub listened there before it published the address
+            except ConnectionRefusedError:  # final, since the hub listened before it published the address
                 advice = "; if it runs on another host, set GLOO_SOCKET_IFNAME there" if is_loopback(address) else ""
                 raise RemoteError(
-                    f"rank {hub} has left: nothing listens at its address {address} port {port} any more, so its "
-                    f"process has ended or its group is closed{advice}"
+                    f"rank {hub} has left: nothing listens at {address} port {port} any more, so its process has "
+                    f"ended or its group is closed{advice}"
                 ) from None
             except OSError as error:
                 if is_shortage(error):
-                    raise out_of_descriptors(rank, f"meeting rank {hub}") from None
+                    raise out_of_descriptors(rank, f"the rendezvous with rank {hub}") from None
                 if time.monotonic() - begun > CONNECT_SECONDS:
                     raise RemoteError(
                         f"rank {rank} cannot reach rank {hub} at {address} port {port}: {error}; "
-                        "set GLOO_SOCKET_IFNAME to an interface that all hosts reach"
+                        "set GLOO_SOCKET_IFNAME to an interface that all hosts can reach"
                     ) from None
                 time.sleep(0.1)
 
-    def say(self, request: Any, seconds: float) -> None:
-        """Send this rank's request of a round.
+    def send_request(self, request: Any, seconds: float) -> None:
+        """Send this rank's request for a round.
 
         Raises:
-            EOFError: the hub is gone. DeadlineError: it did not take all of it within ``seconds``.
+            EOFError: the hub closed the connection.
+            DeadlineError: the request was not sent completely within ``seconds``.
         """
-        self.said, self.answer = self.said + 1, None
-        self._send({"number": self.said, "request": request, "leaves": False}, seconds)
+        self.number, self.answer = self.number + 1, None
+        self._send({"number": self.number, "request": request, "leaves": False}, seconds)
 
-    def hurry(self) -> None:
-        """Say that this rank's time is up; raises EOFError when the hub is gone."""
-        self._send({"number": self.said, "hurry": True})
+    def report_timeout(self) -> None:
+        """Notify the hub that this rank's deadline has passed; raises EOFError if the hub closed the connection."""
+        self._send({"number": self.number, "hurry": True})
 
-    def leave(self, request: Any) -> None:
-        """Withdraw the last request. ``request``, if given, tells the ranks that wait with this one why."""
-        self._send({"number": self.said, "request": request, "leaves": True})
+    def withdraw(self, request: Any) -> None:
+        """Withdraw the last request, or replace it by ``request``, which carries an error to the other ranks."""
+        self._send({"number": self.number, "request": request, "leaves": True})
 
     def take_answer(self) -> Any:
-        """The answer to the last request."""
+        """Remove and return the answer to the last request."""
         answer, self.answer = self.answer, None
         return answer
 
@@ -335,24 +341,24 @@ class Spoke:
         try:
             self._peer.send(frame, seconds)
         except TimeoutError as error:
-            self._peer.close()  # part of it is sent
+            self._peer.close()  # the frame is partly sent
             raise DeadlineError(str(error)) from None
         except OSError as error:
             raise EOFError(str(error)) from None
 
     def pump(self, seconds: float) -> None:
-        """Read what has come, waiting at most ``seconds``; raises EOFError when the hub is gone."""
+        """Wait at most ``seconds`` for input and read it; raises EOFError if the hub closed the connection."""
         poller = select.poll()
         poller.register(self._peer.connection, select.POLLIN)
         if poller.poll(max(0.0, 1000 * seconds)):
             self._peer.read()
             while (frame := self._peer.frame()) is not None:
                 self.has_left |= "bye" in frame
-                if frame.get("number") == self.said:
+                if frame.get("number") == self.number:
                     self.answer = frame["decision"]
 
     def is_lost(self) -> bool:
-        """True if the hub has closed the connection without a goodbye."""
+        """Whether the hub closed the connection without a goodbye."""
         return not self.has_left and self._peer.is_closed()
 
     def close(self) -> None:

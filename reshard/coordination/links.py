@@ -1,4 +1,4 @@
-"""The connections of one set of ranks: the first rank has one to each of the others, which have one to it alone."""
+"""Control connections of one set of ranks: a star with the first member as the hub."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from reshard.coordination.liveness.heartbeat import call_at_exit
 
 
 class Links:
-    """The connections of this rank. ``hub`` is set on the first member only, ``spoke`` on the others only.
+    """Control connections of one rank: ``hub`` on the first member only, ``spoke`` on all others only.
 
-    Both are None until the first round that this rank takes part in.
+    Both are None before the rank's first round.
     """
 
     def __init__(self, members: tuple[int, ...]) -> None:
@@ -21,25 +21,25 @@ class Links:
         self.spoke: Spoke | None = None
 
     def reaches(self, rank: int) -> bool:
-        """Whether a connection to ``rank`` is open, so that its process is alive."""
+        """Whether this rank has an open connection to ``rank``, which shows that its process is alive."""
         if self.hub is not None:
-            return self.hub.reaches(rank)
+            return self.hub.is_alive(rank)
         return self.spoke is not None and rank == self.members[0] and not self.spoke.is_lost()
 
-    def find_ended(self) -> int | None:
-        """A member whose process has ended, if this rank's connections show one."""
+    def find_lost(self) -> int | None:
+        """A member whose connection closed without a goodbye, if any."""
         if self.hub is not None:
-            return self.hub.lost()
+            return self.hub.find_lost()
         if self.spoke is not None and self.spoke.is_lost():
             return self.members[0]
         return None
 
     def find_left(self) -> int | None:
-        """A member that closed its connection in order, if this rank's connections show one."""
+        """A member that closed its connection with a goodbye, if any."""
         if self.hub is not None:
             with contextlib.suppress(OSError):
                 self.hub.drain()
-            return self.hub.left()
+            return self.hub.find_left()
         if self.spoke is not None:
             with contextlib.suppress(EOFError):
                 self.spoke.pump(0.0)
@@ -47,13 +47,13 @@ class Links:
         return None
 
     def close(self) -> None:
-        """Close in order, so that the other ranks know that this one left on purpose."""
+        """Say goodbye and close, so that the other ranks know that this rank left on purpose."""
         for end in (self.hub, self.spoke):
             if end is not None:
                 end.close()
 
     def close_at_exit(self) -> None:
-        """Close in order when the process ends."""
+        """Say goodbye and close when the process ends."""
         _open.add(self)
         call_at_exit(_close_all, priority=10)
 

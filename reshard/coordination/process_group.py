@@ -1,4 +1,4 @@
-"""The ranks that can reshard among themselves, and the store they meet at."""
+"""Groups of ranks that can reshard among themselves, and the store that they share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from reshard.coordination.descriptors import has_room
+from reshard.coordination.messages import RankStatus
 from reshard.coordination.store import Store
 from reshard.errors import ArgumentError
-from reshard.forks import call_in_child, find_maker, keep_in_child
-from reshard.formatting import say_ranks
+from reshard.forks import call_in_child, find_creator_pid, keep_in_child
+from reshard.formatting import describe_ranks
 
-#: How long closing a group waits for its threads, which have been told to end.
+#: How long closing a group waits for each of its threads to end.
 END_SECONDS = 2.0
 
 _lock = threading.Lock()
@@ -27,60 +28,47 @@ _groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 _all: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
-def new_status() -> dict[str, Any]:
-    """What a rank that has done nothing yet leaves in the store, see :mod:`reshard.coordination.liveness.status`."""
-    return {
-        "waiting": None,
-        "skipped": {},
-        "errors": 0,
-        "given": {},
-        "error": None,
-        "many": False,
-        "lost": [],
-        "out_of_sync": {},
-    }
-
-
 def known_groups(given: Any = None) -> list[Group]:
-    """The groups in which other ranks may wait for a call that names no usable group but ``given``."""
+    """The usable groups in which ranks may wait for a call of this rank that names no usable group, ``given``."""
     if isinstance(given, Group) or (isinstance(given, dist.ProcessGroup) and not is_alive(given)):
-        return []  # its ranks know, or wait in vain; those of other groups do not wait
+        return []  # only the ranks of that group wait, and it cannot be used to notify them
     return [group for group in list(_all) if group.is_usable()]
 
 
-class User(Protocol):
-    """What moves things over the connections of a group."""
+class ConnectionUser(Protocol):
+    """An object that moves data over the connections of a group."""
 
     def finish(self, timeout_seconds: float | None) -> None:
-        """Wait for what is under way; None: for as long as it takes."""
+        """Wait for operations in progress; None: without a timeout."""
 
     def release(self) -> None:
-        """Let go of connections as soon as nothing is under way; takes no lock and does not wait."""
+        """Drop connections once no operation is in progress. Takes no lock and does not wait."""
 
 
-class Held:
-    """What a group holds until it is closed, dropped or destroyed. It does not know the group, which may be dropped."""
+class GroupResources:
+    """What a group releases when it is closed, collected or destroyed. Holds no reference to the group."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.channels: dict[tuple[int, ...], Any] = {}
-        self._users: set[weakref.ref[User]] = set()  # a WeakSet cannot be read while another thread adds to it
+        # Not a WeakSet, which cannot be iterated while another thread adds to it.
+        self._users: set[weakref.ref[ConnectionUser]] = set()
         self.monitor: Any = None
         self.is_released = False
         self._pid = os.getpid()
 
-    def add_user(self, user: User) -> None:
-        """Have a user finish and let go of its connections when the group closes."""
+    def add_user(self, user: ConnectionUser) -> None:
+        """Register a user, which finishes and drops its connections when the group closes."""
         self._users.add(weakref.ref(user, self._users.discard))
 
-    def users(self) -> list[User]:
-        """Those that are still there."""
+    def users(self) -> list[ConnectionUser]:
+        """The users that still exist."""
         return [user for each in tuple(self._users) if (user := each()) is not None]
 
     def release(self) -> None:
-        """Give all of it back, once; not in a forked child, whose parent uses it.
+        """Release everything, once. Does nothing in a forked child, because the parent still uses the connections.
 
-        Takes no lock and does not wait, since objects are collected anywhere.
+        Takes no lock and does not wait, since the garbage collector may call it at any point.
         """
         if self.is_released or self._pid != os.getpid():
             return
@@ -104,9 +92,9 @@ class Held:
 class Group:
     """A set of ranks 0..size-1 that share a store.
 
-    Made by :func:`join`, or from a process group by :func:`find_group`. Connections and threads are made when ranks
-    first need them, and kept until the group is closed: by :meth:`close`, at the end of a ``with`` block, when a joined
-    group is no longer referenced, or when its process group is destroyed.
+    Created by :func:`join`, or from a process group by :func:`find_group`. Connections and threads are created on first
+    use. They are kept until the group is closed: by :meth:`close`, at the end of a ``with`` block, when nothing refers
+    to a joined group any more, or when its process group is destroyed.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, process_group: Any = None) -> None:
@@ -118,63 +106,63 @@ class Group:
         _all.add(self)
         self.hostname = socket.gethostname()
         self.store = Store(store)
-        self.held = Held(self.store)
-        self.channels = self.held.channels
+        self.resources = GroupResources(self.store)
+        self.channels = self.resources.channels
         self.lock = threading.Lock()
-        self.attempts = 0  # rounds that this rank began, on any channel
-        self.status = new_status()
-        self.forgiven: dict[str, int] = {}  # calls that others skipped, see reshard.coordination.liveness.call_sequence
-        self.calls: dict[tuple[int, ...], int] = {}  # that this rank made, by who takes part
-        self.gave_up = False  # the call that it makes, because another rank had left it
-        self.last_members: tuple[int, ...] = ()  # of the last round
+        self.attempts = 0  # rounds that this rank has started, on any channel
+        self.status = RankStatus()
+        self.acknowledged: dict[str, int] = {}  # skipped calls, see reshard.coordination.liveness.call_sequence
+        self.calls: dict[tuple[int, ...], int] = {}  # number of calls of this rank, by members
+        self.abandoned_call = False  # whether this rank ends its call because another rank has left it
+        self.last_members: tuple[int, ...] = ()  # members of the last round
         self._caller: int | None = None  # the thread that is in a call
-        self.callers: list[threading.Thread] = []  # live threads that have called, the last one last
-        self.callers_alternate = False  # whether one of them called again after another one
+        self.callers: list[threading.Thread] = []  # live threads that have called, latest last
+        self.callers_alternate = False  # whether a thread has called again after another one
         self._is_closed = False
-        self._release = weakref.finalize(self, self.held.release)
+        self._release = weakref.finalize(self, self.resources.release)
         self._release.atexit = False
 
     @property
     def process_group(self) -> Any:
-        """The process group of torch; None for a joined group."""
+        """The torch process group; None for a joined group."""
         return None if self._process_group is None else self._process_group()
 
     def is_destroyed(self) -> bool:
-        """Whether this is the group of a process group that torch has destroyed."""
+        """Whether torch has destroyed the process group of this group."""
         return self._process_group is not None and not is_alive(self._process_group())
 
     def is_usable(self) -> bool:
         """Whether :meth:`check_usable` passes."""
-        return self.pid == os.getpid() and not self._is_closed and not self.held.is_released
+        return self.pid == os.getpid() and not self._is_closed and not self.resources.is_released
 
     def check_usable(self) -> None:
-        """Raise ArgumentError if the group is closed, or was made in another process."""
+        """Raise ArgumentError if the group is closed or belongs to another process."""
         if self.pid != os.getpid():
             raise ArgumentError(_describe_fork(str(self), self.pid))
         if not self.is_usable():
             raise ArgumentError(f"this {self} is closed: make a new one (reshard.join, torch.distributed.new_group)")
 
     def close(self) -> None:
-        """End the threads and close the connections of this rank, once transfers under way are over.
+        """Wait for transfers in progress, then end the threads and close the connections of this rank.
 
-        The group and its Movers cannot be used any more. Ranks that still wait for this one get an error. Closing a
-        group twice does nothing, nor does closing it in a forked child.
+        The group and its Movers cannot be used afterwards. Ranks that still wait for this one get an error. Closing a
+        group twice, or in a forked child, does nothing.
 
         Raises:
             ArgumentError: another thread is in a call on the group.
         """
-        if self.held.is_released or self.pid != os.getpid():
+        if self.resources.is_released or self.pid != os.getpid():
             return
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(self.calling())
             except ArgumentError:
-                raise ArgumentError(f"another thread is in a call on this {self}, which cannot be closed yet") from None
+                raise ArgumentError(f"cannot close this {self}: another thread is in a call on it") from None
             self._is_closed = True
-            for user in self.held.users():
+            for user in self.resources.users():
                 user.finish(None)
             self._release()
-        self.held.join()
+        self.resources.join()
 
     def __enter__(self) -> Group:
         return self
@@ -184,22 +172,23 @@ class Group:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """While this thread agrees with other ranks, no other one may: they would mix up each other's answers.
+        """Reserve the group for this thread while it agrees with other ranks; two threads would mix up their answers.
 
         Raises:
             ArgumentError: another thread is in a call.
         """
-        thread = threading.get_ident()
+        thread_id = threading.get_ident()
         with self.lock:
             is_first = self._caller is None
-            if self._caller not in (None, thread):
+            if self._caller not in (None, thread_id):
                 raise ArgumentError(
-                    f"rank {self.rank}: two threads call on one {self} at once; ranks match calls by order, which two "
-                    "threads do not have: give each thread its own group (torch.distributed.new_group or reshard.join)"
+                    f"rank {self.rank}: two threads call on one {self} at once; ranks match calls by order, and two "
+                    "threads have no common order: give each thread its own group (torch.distributed.new_group or "
+                    "reshard.join)"
                 )
-            self._caller = thread
+            self._caller = thread_id
             current = threading.current_thread()
-            earlier = [one for one in self.callers if one is not current and one.is_alive()]
+            earlier = [thread for thread in self.callers if thread is not current and thread.is_alive()]
             self.callers_alternate |= current in self.callers[:-1] and bool(earlier)
             self.callers = [*earlier, current]
         try:
@@ -209,13 +198,13 @@ class Group:
                 self._caller = None
 
     def translate(self, world_rank: int) -> int:
-        """The rank in this group of a rank of this process's world, as a DeviceMesh names it.
+        """The group rank of a world rank, as a DeviceMesh names it.
 
-        In a joined group the ranks of one world have consecutive ranks in world order. Ranks for which that is not so
-        derive different layouts here, which they find when they compare them.
+        In a joined group the ranks of one world must have consecutive group ranks in world order. If they do not, ranks
+        derive different layouts, and the comparison of layouts reports that.
 
         Raises:
-            ArgumentError: it is not in the group.
+            ArgumentError: the rank is not in the group.
         """
         if self._process_group is None:
             rank = world_rank + self.rank - dist.get_rank()
@@ -223,7 +212,7 @@ class Group:
                 raise ArgumentError(
                     f"rank {world_rank} of the DeviceMesh would be rank {rank} of the {self}: this process, rank "
                     f"{dist.get_rank()} of its world, joined as rank {self.rank}; join in the order of world ranks, "
-                    "or give a reshard Mesh of joined ranks"
+                    "or pass a reshard Mesh of joined ranks"
                 )
             return rank
         if self.process_group is dist.group.WORLD:
@@ -241,22 +230,22 @@ def check_inside(group: Group, members: Sequence[int]) -> None:
     """Raise ArgumentError if a rank is outside the group."""
     outside = [rank for rank in members if rank >= group.size]
     if outside:
-        raise ArgumentError(f"layouts name {say_ranks(outside)}, but the {group} has ranks 0..{group.size - 1}")
+        raise ArgumentError(f"layouts name {describe_ranks(outside)}, but the {group} has ranks 0..{group.size - 1}")
 
 
 def serve_store(listener: socket.socket) -> dist.TCPStore:
-    """A ``TCPStore`` that serves on a socket which listens, and takes it over.
+    """A ``TCPStore`` server on a listening socket, which it takes over.
 
-    A store that binds by itself listens on every address of its host, whatever address it is given.
+    A ``TCPStore`` that binds its own socket listens on every address of its host, whatever address it is given.
     """
     address, port = listener.getsockname()[:2]
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def own_client(store: dist.Store) -> dist.Store:
-    """A connection of our own to a store, so that waiting on it holds up nobody else's."""
+    """A separate connection to a store, so that waiting on it does not block other users of the store."""
     keep_in_child(store)
-    if not has_room(1):  # torch would try for minutes; the first call of the group says what is wrong
+    if not has_room(1):  # torch would retry for minutes; the first call of the group reports the shortage
         return store
     try:
         return keep_in_child(store.clone())
@@ -265,16 +254,16 @@ def own_client(store: dist.Store) -> dist.Store:
 
 
 def is_alive(process_group: Any) -> bool:
-    """Whether torch knows this process group, and has not destroyed it."""
+    """Whether torch knows this process group and has not destroyed it."""
     return process_group is not None and process_group in c10d._world.pg_map
 
 
 def find_group(group: Any) -> Group:
-    """Our group for a ``torch.distributed`` process group (None: the world) or for a joined one.
+    """The Group of a ``torch.distributed`` process group (None: the world) or of a joined group.
 
     Raises:
-        ArgumentError: torch.distributed is not initialised, this process is not in the group or was forked from the one
-            that made it, or the group is closed or destroyed.
+        ArgumentError: torch.distributed is not initialised, this process is not in the group or is a forked child of
+            its creator, or the group is closed or destroyed.
     """
     found = _find_group(group)
     found.check_usable()
@@ -292,7 +281,7 @@ def _find_group(group: Any) -> Group:
     process_group = dist.group.WORLD if group is None else group
     if not isinstance(process_group, dist.ProcessGroup):
         raise ArgumentError(f"group must be a process group or come from reshard.join, not {type(group).__name__}")
-    maker = find_maker(process_group)
+    maker = find_creator_pid(process_group)
     if maker is not None:
         raise ArgumentError(_describe_fork("process group", maker))
     if not is_alive(process_group):
@@ -301,29 +290,29 @@ def _find_group(group: Any) -> Group:
         if process_group not in _groups:
             for other in list(_groups.values()):
                 if other.is_destroyed():
-                    other.held.release()
+                    other.resources.release()
             rank = dist.get_rank(process_group)
             if rank < 0:
-                raise ArgumentError("this process is not in the group that it passes")
+                raise ArgumentError("this process is not a member of the process group that it passes")
             store = c10d._get_process_group_store(process_group)
             prefixed = dist.PrefixStore(f"reshard/{process_group.group_name}", own_client(store))
             found = Group(prefixed, rank, dist.get_world_size(process_group), process_group)
             _groups[process_group] = found
-            # torch holds this object until it destroys the process group, which others may hold for longer
-            weakref.finalize(store, found.held.release).atexit = False
+            # torch drops this store when it destroys the process group; the group object itself may live longer
+            weakref.finalize(store, found.resources.release).atexit = False
         return _groups[process_group]
 
 
 def close_group(group: Any = None) -> None:
-    """Close what this rank holds for a process group, or a joined group; see :meth:`Group.close`.
+    """Close what this rank holds for a process group or a joined group; see :meth:`Group.close`.
 
-    The process group itself stays, but cannot be passed to this package any more.
+    The process group itself stays open, but this package accepts it no more.
 
     Args:
-        group: a process group (omitted: the world), or what :func:`join` returned.
+        group: a process group or the result of :func:`join`; None for the world.
 
     Raises:
-        ArgumentError: another thread is in a call on the group, or it is none.
+        ArgumentError: another thread is in a call on the group, or ``group`` is not a group.
     """
     if isinstance(group, dist.ProcessGroup) and not is_alive(group):
         return  # closed when it was destroyed
@@ -332,31 +321,32 @@ def close_group(group: Any = None) -> None:
 
 def _describe_fork(what: str, pid: int) -> str:
     return (
-        f"this {what} was made in process {pid}, and process {os.getpid()} is a child of it: after fork make a new "
-        "group (torch.distributed.init_process_group, or reshard.join)"
+        f"this {what} was created in process {pid}, and process {os.getpid()} is its forked child: create a new group "
+        "after fork (torch.distributed.init_process_group or reshard.join)"
     )
 
 
-call_in_child(_lock._at_fork_reinit)  # type: ignore[attr-defined]  # another thread of the parent may have held it
+call_in_child(_lock._at_fork_reinit)  # type: ignore[attr-defined]  # another thread may have held it during fork
 
 
 def join(store: Any, rank: int, world_size: int) -> Group:
-    """One group out of processes of several jobs, for example a trainer and a server.
+    """One group of processes from several jobs, for example a trainer and a server.
 
-    Every process passes the same store (for example ``torch.distributed.TCPStore``) and a rank of its own
-    from 0 to ``world_size - 1``. Nothing is exchanged yet: ranks meet when they first reshard. A group leaves keys
-    in the store; for another group (a restart, say) pass a ``PrefixStore`` with another prefix.
+    Every process passes the same store (for example ``torch.distributed.TCPStore``) and its own rank. No data is
+    exchanged yet: ranks connect in their first call. A group leaves keys in the store. For another group, for example
+    after a restart, pass a ``PrefixStore`` with another prefix.
 
     Args:
         store: a ``torch.distributed`` store that all processes reach.
-        rank: this process's rank in the new group. world_size: how many ranks it has.
+        rank: this process's rank in the new group, 0 to ``world_size - 1``.
+        world_size: number of ranks.
 
     Returns:
-        A group to pass as ``group=``; layouts then name its ranks. Its threads and connections end with
-        ``group.close()``, with a ``with`` block, or when nothing refers to it any more.
+        A group to pass as ``group=``; layouts then use its ranks. Its threads and connections end with
+        ``group.close()``, at the end of a ``with`` block, or when nothing refers to it any more.
 
     Raises:
-        ArgumentError: the rank is outside the group, or the store is not a store.
+        ArgumentError: the rank is outside the group, or ``store`` is not a store.
     """
     if not isinstance(store, dist.Store):
         raise ArgumentError(f"store must be a torch.distributed store, not {type(store).__name__}")

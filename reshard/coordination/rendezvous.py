@@ -1,10 +1,10 @@
-"""Rounds in which the ranks of a call say what they have, one of them decides, and all hear the same.
+"""Rendezvous: every rank of a call sends a request to the first member, which decides and answers all.
 
-Every member says its request to the first one, which decides and answers (see
-:mod:`reshard.coordination.control_channel`).
+The messages travel over the connections of :mod:`reshard.coordination.control_channel`.
 
-The first member waits no longer than anybody's time-out: a rank whose time is up says so, and leaves only if that is
-not answered. Whoever leaves alone marks the ranks as out of sync (see :mod:`reshard.coordination.liveness.membership`).
+The first member waits no longer than the shortest timeout of any member: a rank whose deadline has passed reports that,
+and leaves only if it gets no answer. A rank that leaves alone marks the members as out of sync (see
+:mod:`reshard.coordination.liveness.membership`).
 """
 
 from __future__ import annotations
@@ -18,49 +18,48 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.coordination.control_channel import DeadlineError, Hub, Spoke
-from reshard.coordination.decide import Decision, Request, describe_error, missing_error, rebuild_error
+from reshard.coordination.decide import missing_error
 from reshard.coordination.descriptors import check_room, is_shortage, out_of_descriptors
 from reshard.coordination.links import Links
 from reshard.coordination.liveness.call_sequence import (
-    HasLeftError,
-    LeavingError,
-    count_calls,
+    CallLeftError,
+    RoundEndedError,
+    acknowledge_skipped,
+    add_call_counts,
     find_behind,
-    forgive,
-    give_up,
+    record_abandoned_call,
     report_error,
 )  # fmt: skip
-from reshard.coordination.liveness.failure_detector import explain_loss, find_elsewhere
+from reshard.coordination.liveness.failure_detector import check_rank_status, explain_loss
 from reshard.coordination.liveness.membership import (
-    MembershipError,
-    check_together,
-    find_mixed,
-    go_on_without,
+    ExcludedError,
+    check_membership,
+    find_round_mismatch,
     mark_out_of_sync,
+    record_lost,
 )
-from reshard.coordination.liveness.status import Pulses, is_blamed, publish_status
+from reshard.coordination.liveness.status import HeartbeatReader, is_reported_dead, publish_status
+from reshard.coordination.messages import Decision, RankStatus, Request, describe_error, rebuild_error
 from reshard.coordination.process_group import Group
 from reshard.coordination.store import Store, StoreSilentError
 from reshard.errors import RemoteError, ReshardError, ResourceError
 from reshard.formatting import format_ranks
 
-#: After this long in a round, a rank says what it waits for and looks at what the others wait for.
-PATIENCE_SECONDS = 0.2
-#: How long a rank whose time is up waits for the first one to say so to all; less where it goes on without that one.
-ANSWER_SECONDS, BORNE_ANSWER_SECONDS = 1.5, 1.0
+#: Interval at which a waiting rank publishes what it waits for and reads the status of absent ranks.
+CHECK_SECONDS = 0.2
+#: How long a rank waits for the first member's answer after its own deadline; less if it can continue without it.
+ANSWER_SECONDS, FAULT_TOLERANT_ANSWER_SECONDS = 1.5, 1.0
 
 
-@dataclass
-class _Round:
-    """What one rank brings to a round; see :meth:`Rendezvous.hold`."""
+@dataclass(frozen=True)
+class _RoundArgs:
+    """Arguments of one rank for a round; see :meth:`Rendezvous.hold`."""
 
     request: Request
     decide: Callable[[list[Request]], Decision]
     timeout_seconds: float
     fault_tolerant: bool
-
-    def __post_init__(self) -> None:
-        self.deadline = time.monotonic() + self.timeout_seconds
+    deadline: float
 
 
 class Rendezvous:
@@ -69,16 +68,16 @@ class Rendezvous:
     def __init__(self, group: Group, members: tuple[int, ...], store: Store) -> None:
         self._group, self.members = weakref.ref(group), members
         self._store = store
-        self.rounds = 0  # in which this rank took part
-        self.answered: dict[int, int] = {}  # of each member the last attempt that was answered
-        self._number = 0  # of the last round that this rank decided
-        self._blamed: set[int] = set()  # ranks that are gone as far as the store tells
-        self._pulses = Pulses(group.store)
+        self.rounds = 0  # number of rounds of this rank
+        self.answered: dict[int, int] = {}  # rank -> its last attempt that was answered
+        self._number = 0  # number of the last round that this rank decided
+        self._dead: set[int] = set()  # ranks that are dead according to the store
+        self._heartbeats = HeartbeatReader(group.store)
         self.links = Links(members)
 
     @property
     def group(self) -> Group:
-        """Whose ranks these are; who calls keeps it."""
+        """The group of these ranks. The caller keeps it alive."""
         group = self._group()
         assert group is not None
         return group
@@ -90,91 +89,89 @@ class Rendezvous:
         timeout_seconds: float,
         fault_tolerant: bool,
     ) -> Decision:
-        """One round: every member says its request, and all take the same decision.
+        """One round: every member sends its request, and all take the same decision.
 
         Args:
-            request: what this rank says. decide: what follows from all requests; run on the first member.
-            fault_tolerant: go on without members that die or do not come in time; the decision says who is lost.
+            request: this rank's request.
+            decide: computes the decision from all requests; runs on the first member.
+            timeout_seconds: how long to wait for all members.
+            fault_tolerant: continue without members that die or miss the deadline; ``Decision.lost`` lists them.
 
         Raises:
-            The error of the decision, alike on all ranks; TransferTimeoutError if members are missing.
+            ReshardError: the error of the decision, the same on all ranks; TransferTimeoutError if members are missing.
         """
-        check_together(self.group, self.members, fault_tolerant)
+        check_membership(self.group, self.members, fault_tolerant)
         self._check_room()
         self.rounds += 1
-        brought = _Round(request, decide, timeout_seconds, fault_tolerant)
+        args = _RoundArgs(request, decide, timeout_seconds, fault_tolerant, time.monotonic() + timeout_seconds)
         try:
-            decision = self._meet(brought)
-            while decision.behind and self.group.rank not in decision.behind:  # those have left their call now
-                decision = self._meet(brought)
+            decision = self._run_round(args)
+            # Ranks that are behind end their call now; this rank waits for their next one.
+            while decision.behind and self.group.rank not in decision.behind:
+                decision = self._run_round(args)
         except ReshardError:
             raise
-        except BaseException as error:  # an interrupt, say: the others are still in this round
-            self._leave(request, f"rank {self.group.rank} left a call: {type(error).__name__}")
+        except BaseException as error:  # such as an interrupt; the others are still in this round
+            self._abandon(request, f"rank {self.group.rank} left a call: {type(error).__name__}")
             raise
-        decision.lost = [int(rank) for rank in decision.lost]
-        decision.said = {int(rank): one for rank, one in decision.said.items()}
-        decision.hostnames = {int(rank): name for rank, name in decision.hostnames.items()}
-        self.answered.update({int(rank): attempt for rank, attempt in decision.attempts.items()})
-        forgive(self.group, decision.skipped)
-        go_on_without(self.group, decision.lost)
+        self.answered.update(decision.attempts)
+        acknowledge_skipped(self.group, decision.skipped)
+        record_lost(self.group, decision.lost)
         if decision.behind:
-            self.group.gave_up = True
-            give_up(self.group, self.members, decision)
+            self.group.abandoned_call = True
+            record_abandoned_call(self.group, self.members, decision)
         if decision.out_of_sync:
             mark_out_of_sync(self.group, self.members, decision.out_of_sync)
         decision.raise_error()
         return decision
 
     def _check_room(self) -> None:
-        """Raise ResourceError, of which the others hear, if this rank may not open the connections of its rounds."""
+        """Raise ResourceError, and publish it, if this rank has too few descriptors for its connections."""
         is_hub = self.group.rank == self.members[0]
         if len(self.members) == 1 or (self.links.hub if is_hub else self.links.spoke) is not None:
             return
         try:
             needed = len(self.members) if is_hub else 1
-            check_room(self.group.rank, needed, f"meeting ranks {format_ranks(self.members)}")
+            check_room(self.group.rank, needed, f"the rendezvous of ranks {format_ranks(self.members)}")
         except ResourceError as error:
             report_error(self.group, error)
-            self.group.gave_up = True  # as those that hear of it do
+            self.group.abandoned_call = True  # as on the ranks that read the error
             raise
 
-    def _leave(self, request: Request, why: str) -> None:
-        """Leave a round that the others are in, or may come to."""
+    def _abandon(self, request: Request, why: str) -> None:
+        """Leave a round in which the other members wait or will wait."""
         mark_out_of_sync(self.group, self.members, why)
         if self.links.spoke is not None:
             with contextlib.suppress(EOFError, DeadlineError):
-                self.links.spoke.leave(replace(request, error=("RemoteError", why)).to_json())
+                self.links.spoke.withdraw(replace(request, error=("RemoteError", why)).to_json())
         if self.links.hub is not None:
-            self.links.hub.waits = False
+            self.links.hub.in_round = False
             self.links.hub.answer(Decision(error=("RemoteError", why), out_of_sync=why).__dict__)
 
-    def _meet(self, brought: _Round) -> Decision:
-        """What all take from one round."""
+    def _run_round(self, args: _RoundArgs) -> Decision:
+        """The decision of one round."""
         self.group.attempts += 1
         self.group.last_members = self.members
-        brought.request.attempt = self.group.attempts
-        count_calls(brought.request, self.group, self.members)
+        request = replace(args.request, attempt=self.group.attempts)
+        args = replace(args, request=add_call_counts(request, self.group, self.members))
         try:
-            return self._gather(brought) if self.group.rank == self.members[0] else self._ask(brought)
+            return self._run_as_hub(args) if self.group.rank == self.members[0] else self._run_as_spoke(args)
         except RuntimeError as error:
             if isinstance(error, ReshardError):
                 raise
             raise RemoteError(f"rank {self.group.rank}: the store is lost: {error}") from error
         finally:
-            self._say(None)
+            self._publish_waiting(None)
 
-    def _gather(self, brought: _Round) -> Decision:
-        """The first member: wait for all requests, decide, answer."""
-        request, fault_tolerant = brought.request, brought.fault_tolerant
+    def _run_as_hub(self, args: _RoundArgs) -> Decision:
+        """On the first member: wait for all requests, decide, answer."""
+        request, fault_tolerant = args.request, args.fault_tolerant
         others = self.members[1:]
         if not others:
-            decision = brought.decide([request])
-            decision.attempts = {request.rank: request.attempt}
-            return decision
+            return replace(args.decide([request]), attempts={request.rank: request.attempt})
         if self.links.hub is None:
             try:
-                self.links.hub = Hub.listen(self._store, self.group.rank, others, brought.timeout_seconds)
+                self.links.hub = Hub.listen(self._store, self.group.rank, others, args.timeout_seconds)
             except ReshardError as error:
                 mark_out_of_sync(self.group, self.members, str(error))
                 raise
@@ -187,177 +184,178 @@ class Rendezvous:
 
         def pump(seconds: float) -> None:
             hub.pump(seconds)
-            if hub.hurried and missing():
+            if hub.timed_out and missing():
                 raise DeadlineError
 
         try:
-            hub.drain()  # who left before this round began does not take part in it
-            hub.waits = True
+            hub.drain()  # drops requests that were withdrawn before this round
+            hub.in_round = True
             try:
-                self._wait(brought, pump, lambda: not missing(), missing, brought.deadline)
+                self._wait(args, pump, lambda: not missing(), missing, args.deadline)
             except DeadlineError:
                 if not fault_tolerant:
                     raise
-            hub.drain()  # somebody may have given up while the last one came
-            came = {rank: Request.from_json(hub.pending[rank][1]) for rank in others if rank in hub.pending}
-            came[request.rank] = request
-            requests = [came[rank] for rank in self.members if rank in came]
-            decision = find_behind(requests, self.members) or find_mixed(requests) or brought.decide(requests)
-            decision.attempts = {said.rank: said.attempt for said in requests}
+            hub.drain()  # a rank may have withdrawn while the last request arrived
+            received = {rank: Request.from_json(hub.pending[rank][1]) for rank in others if rank in hub.pending}
+            received[request.rank] = request
+            requests = [received[rank] for rank in self.members if rank in received]
+            decision = find_behind(requests, self.members) or find_round_mismatch(requests) or args.decide(requests)
+            decision = replace(decision, attempts={each.rank: each.attempt for each in requests})
         except DeadlineError:
-            decision = self._miss(missing(), brought.timeout_seconds)
-        except HasLeftError as error:
-            decision = error.decision
-            decision.behind = [
+            decision = self._decide_missing(missing(), args.timeout_seconds)
+        except CallLeftError as error:
+            behind = [
                 rank
                 for rank, left in zip(self.members, request.left, strict=True)
                 if rank == request.rank or (rank in hub.pending and hub.pending[rank][1]["left"][0] <= left)
             ]
-        except MembershipError as error:
+            decision = replace(error.decision, behind=behind)
+        except ExcludedError as error:
             decision = error.decision
-            if fault_tolerant:  # those who wait here have yet to hear that this rank is lost
-                hub.waits = False
+            if fault_tolerant:  # ranks that wait here have not learned yet that this rank is lost
+                hub.in_round = False
                 hub.answer(Decision(lost=[request.rank], generation=request.generation).__dict__)
-        except LeavingError as error:
-            decision = error.decision
-            decision.generation = max(decision.generation, request.generation)
-        except OSError as error:  # those that this rank cannot let in find it in the store
+        except RoundEndedError as error:
+            generation = max(error.decision.generation, request.generation)
+            decision = replace(error.decision, generation=generation)
+        except OSError as error:  # ranks that this rank cannot accept read the error in its status
             if not is_shortage(error):
                 raise
-            known = out_of_descriptors(request.rank, f"meeting ranks {format_ranks(self.members)}")
+            known = out_of_descriptors(request.rank, f"the rendezvous of ranks {format_ranks(self.members)}")
             decision = Decision(error=describe_error(known), out_of_sync=str(known))
         except ReshardError as error:
             decision = Decision(error=describe_error(error))
         self._number += 1
-        decision.round = self._number
-        hub.waits = False
+        decision = replace(decision, round=self._number)
+        hub.in_round = False
         hub.answer(decision.__dict__)
         return decision
 
-    def _ask(self, brought: _Round) -> Decision:
-        """Any other member: say the request, wait for the answer."""
-        request, fault_tolerant = brought.request, brought.fault_tolerant
+    def _run_as_spoke(self, args: _RoundArgs) -> Decision:
+        """On any other member: send the request, wait for the answer."""
+        request, fault_tolerant = args.request, args.fault_tolerant
         hub = self.members[0]
-        said = False
-        last = brought.deadline + (BORNE_ANSWER_SECONDS if fault_tolerant else ANSWER_SECONDS)
+        is_sent = False
+        answer_deadline = args.deadline + (FAULT_TOLERANT_ANSWER_SECONDS if fault_tolerant else ANSWER_SECONDS)
         try:
             if self.links.spoke is None:
-                self._wait(brought, time.sleep, lambda: self._store.shows("hub"), lambda: [hub], last)
+                self._wait(args, time.sleep, lambda: self._store.has_key("hub"), lambda: [hub], answer_deadline)
                 try:
-                    self.links.spoke = Spoke.connect(self._store, self.group.rank, hub, last - time.monotonic())
+                    self.links.spoke = Spoke.connect(
+                        self._store, self.group.rank, hub, answer_deadline - time.monotonic()
+                    )
                 except ResourceError as error:
                     mark_out_of_sync(self.group, self.members, str(error))
                     raise
                 except RemoteError as error:
                     if fault_tolerant:
                         raise EOFError(str(error)) from None
-                    self._look_for(hub, fault_tolerant)  # it may have published why it left
+                    self._check_absent(hub, fault_tolerant)  # it may have published why it left
                     raise
                 self.links.close_at_exit()
             spoke = self.links.spoke
-            spoke.say(request.to_json(), last - time.monotonic())
-            said = True
+            spoke.send_request(request.to_json(), answer_deadline - time.monotonic())
+            is_sent = True
             try:
-                self._wait(brought, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], brought.deadline)
+                self._wait(args, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], args.deadline)
             except DeadlineError:
-                spoke.hurry()
-                self._wait(brought, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], last)
-            return Decision(**spoke.take_answer())
+                spoke.report_timeout()
+                self._wait(args, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], answer_deadline)
+            return Decision.from_json(spoke.take_answer())
         except EOFError as error:
             if fault_tolerant:
                 return Decision(lost=[hub], generation=request.generation)
             text = f"rank {self.group.rank} lost its connection to rank {hub}: {error}"
-            return explain_loss(lambda: self._look_for(hub, fault_tolerant=False), text)
+            return explain_loss(lambda: self._check_absent(hub, fault_tolerant=False), text)
         except DeadlineError:
-            if (
-                fault_tolerant and self.links.spoke is None and not self._store.answers()
-            ):  # nor will anybody else be found
-                text = f"rank {self.group.rank} hears neither rank {hub} nor the store; its host may be cut off"
+            # Without the store no other member can be found either.
+            if fault_tolerant and self.links.spoke is None and not self._store.responds():
+                text = f"rank {self.group.rank} cannot reach rank {hub} or the store; its host may be partitioned"
                 decision = Decision(error=("RemoteError", text))
             elif fault_tolerant:
                 decision = Decision(lost=[hub], generation=request.generation)
             else:
-                decision = self._miss([hub], brought.timeout_seconds)
-        except LeavingError as error:
-            decision = error.decision
-            decision.generation = max(decision.generation, request.generation)
+                decision = self._decide_missing([hub], args.timeout_seconds)
+        except RoundEndedError as error:
+            generation = max(error.decision.generation, request.generation)
+            decision = replace(error.decision, generation=generation)
         except ReshardError as error:
             decision = Decision(error=describe_error(error))
-        if said and self.links.spoke is not None:  # so that the first member does not go on without this rank
-            told = replace(request, error=decision.error)
+        if is_sent and self.links.spoke is not None:  # the first member must not count this rank as present any more
+            withdrawn = replace(request, error=decision.error)
             with contextlib.suppress(EOFError, DeadlineError):
-                self.links.spoke.leave(None if decision.behind or decision.lost else told.to_json())
+                self.links.spoke.withdraw(None if decision.behind or decision.lost else withdrawn.to_json())
         return decision
 
-    def _miss(self, missing: list[int], timeout_seconds: float) -> Decision:
+    def _decide_missing(self, missing: list[int], timeout_seconds: float) -> Decision:
         error = missing_error(missing, self.members, timeout_seconds)
         return Decision(error=error, out_of_sync=error[1])
 
     def _wait(
         self,
-        brought: _Round,
+        args: _RoundArgs,
         pump: Callable[[float], None],
-        come: Callable[[], bool],
-        absent: Callable[[], list[int]],
+        is_done: Callable[[], bool],
+        find_absent: Callable[[], list[int]],
         deadline: float,
     ) -> None:
-        """Pump until ``come()``, now and then looking around for those who are absent.
+        """Pump until ``is_done()``; periodically publish this rank's status and check that of the absent ranks.
 
         Raises:
-            DeadlineError: the deadline passed. ReshardError, LeavingError: what is waited for cannot come.
+            DeadlineError: the deadline passed.
+            ReshardError, RoundEndedError: the absent ranks will not come.
         """
-        begun = looked = time.monotonic()
-        while not come():
+        start = last_check = time.monotonic()
+        while not is_done():
             if (now := time.monotonic()) >= deadline:
                 raise DeadlineError
-            if now - looked >= PATIENCE_SECONDS:
-                looked = now
-                self._say({"members": list(self.members), "attempt": brought.request.attempt})
-                with contextlib.suppress(StoreSilentError):  # look again later
-                    self._hear(brought)
-                    for rank in absent():
-                        self._look_for(rank, brought.fault_tolerant)
-            pump(min(PATIENCE_SECONDS, deadline - now, max(0.0005, 0.1 * (now - begun)) if pump is time.sleep else 1.0))
+            if now - last_check >= CHECK_SECONDS:
+                last_check = now
+                self._publish_waiting({"members": list(self.members), "attempt": args.request.attempt})
+                with contextlib.suppress(StoreSilentError):  # retried at the next check
+                    self._check_reported(args)
+                    for rank in find_absent():
+                        self._check_absent(rank, args.fault_tolerant)
+            pump(min(CHECK_SECONDS, deadline - now, max(0.0005, 0.1 * (now - start)) if pump is time.sleep else 1.0))
 
-    # What ranks find in the store when they wait in vain
-
-    def _say(self, waiting: dict[str, Any] | None) -> None:
-        if self.group.status["waiting"] != waiting:
-            self.group.status["waiting"] = waiting
+    def _publish_waiting(self, waiting: dict[str, Any] | None) -> None:
+        if self.group.status.waiting != waiting:
+            self.group.status.waiting = waiting
             publish_status(self.group)
 
-    def _hear(self, brought: _Round) -> None:
-        """Raise what another rank left for this attempt, or that a connection is lost."""
-        key = f"told/{self.group.rank}/{brought.request.attempt}"
+    def _check_reported(self, args: _RoundArgs) -> None:
+        """Raise an error that another rank reported for this attempt, or the loss of a connection."""
+        key = f"told/{self.group.rank}/{args.request.attempt}"
         if self.group.store.check([key]):
             raise rebuild_error(*json.loads(self.group.store.get(key)))
-        if self.links.hub is not None and self.links.hub.gone and not brought.fault_tolerant:
+        if self.links.hub is not None and self.links.hub.gone and not args.fault_tolerant:
             rank, why = next(iter(self.links.hub.gone.items()))
-            self._look_for(rank, fault_tolerant=False)  # it may have published why it left
+            self._check_absent(rank, fault_tolerant=False)  # it may have published why it left
             raise RemoteError(f"rank {rank} is gone: {why}")
 
-    def _look_for(self, rank: int, fault_tolerant: bool) -> None:
-        """Raise if ``rank`` waits for us elsewhere, gave up in the same call, or will not come any more."""
+    def _check_absent(self, rank: int, fault_tolerant: bool) -> None:
+        """Raise if ``rank`` waits for this rank elsewhere, has left this call, or is dead."""
         key = f"status/{rank}"
-        status = json.loads(self.group.store.get(key)) if self.group.store.check([key]) else None
-        if fault_tolerant and self._is_gone(rank, status):
-            self._blamed.add(rank)
+        status = RankStatus.from_json(self.group.store.get(key)) if self.group.store.check([key]) else None
+        if fault_tolerant and self._is_dead(rank, status):
+            self._dead.add(rank)
             if rank == self.members[0]:
                 raise EOFError(f"rank {rank} is gone")
             return
         if status is not None:
-            find_elsewhere(self.group, self.members, rank, status, fault_tolerant)
+            check_rank_status(self.group, self.members, rank, status, fault_tolerant)
 
-    def _is_gone(self, rank: int, status: dict[str, Any] | None) -> bool:
-        """Whether a rank that does not come never will: somebody said so, or it has no connection and no pulse."""
-        if status is not None and is_blamed(status):
+    def _is_dead(self, rank: int, status: RankStatus | None) -> bool:
+        """Whether an absent rank is dead: reported dead, or without both connection and heartbeat."""
+        if status is not None and is_reported_dead(status):
             return True
+        # A spoke's own loss of the hub shows as EOFError.
         if self.links.spoke is not None or any(
-            each.rendezvous.links.reaches(rank) for each in [*self.group.channels.values()]
+            channel.rendezvous.links.reaches(rank) for channel in list(self.group.channels.values())
         ):
             return False
-        return self._pulses.is_silent(rank)
+        return self._heartbeats.is_silent(rank)
 
     def find_dead(self) -> list[int]:
-        """Ranks that are gone according to the connections of the first member, or to the store."""
-        return sorted(self._blamed | set(() if self.links.hub is None else self.links.hub.gone))
+        """Ranks that are dead according to the connections of the first member or to the store."""
+        return sorted(self._dead | set(() if self.links.hub is None else self.links.hub.gone))

@@ -1,4 +1,4 @@
-"""Which ranks share a host, as far as names tell."""
+"""Derives a topology from host names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.coordination.communicator import find_channel
-from reshard.coordination.decide import Request, describe_error, resolve
+from reshard.coordination.decide import resolve
+from reshard.coordination.messages import Request, describe_error
 from reshard.coordination.process_group import find_group
 from reshard.errors import ArgumentError
 from reshard.plan.model import Plan
@@ -16,42 +17,43 @@ from reshard.topology.model import Topology
 
 
 def topology_of_names(hostnames: Mapping[int, str], num_ranks: int) -> Topology:
-    """Ranks with one name share a host; those that nobody named are on that of the first."""
+    """Ranks with the same host name share a host. Ranks without a name are on the host of the lowest named rank."""
     first = hostnames[min(hostnames)]
     return Topology.from_hostnames([hostnames.get(rank, first) for rank in range(num_ranks)])
 
 
 def find_topology(group: Any = None, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Topology:
-    """The topology that :func:`reshard.reshard` plans with where it is given none, for :func:`reshard.make_plan`.
+    """The topology that :func:`reshard.reshard` uses by default; pass it to :func:`reshard.make_plan`.
 
-    Every rank of the group calls it; hosts are told apart by their names, all links are alike.
+    Every rank of the group calls it. Hosts are distinguished by host name, and all links are equal.
 
     Args:
-        group: a process group or what :func:`reshard.join` returned; the default group if None.
+        group: a process group or the result of :func:`reshard.join`; None for the default group.
         timeout_seconds: how long to wait for the other ranks.
 
     Raises:
-        ArgumentError, TransferTimeoutError, RemoteError: on every rank alike.
+        ArgumentError, TransferTimeoutError, RemoteError: the same error on every rank.
     """
-    ours = find_group(group)
-    everybody = tuple(range(ours.size))
-    request = Request(ours.rank, arguments=[("what to do", "find_topology")], hostname=ours.hostname)
+    found = find_group(group)
+    members = tuple(range(found.size))
+    failure = None
     try:
         seconds = check_timeout(timeout_seconds)
     except ArgumentError as error:
-        request.error, seconds = describe_error(error), DEFAULT_TIMEOUT_SECONDS
-    with ours.calling():
-        channel = find_channel(ours, everybody)
+        failure, seconds = describe_error(error), DEFAULT_TIMEOUT_SECONDS
+    request = Request(found.rank, [("what to do", "find_topology")], hostname=found.hostname, error=failure)
+    with found.calling():
+        channel = find_channel(found, members)
         _, decision = channel.agree(request, lambda requests: resolve(requests, {}), seconds)
-    return topology_of_names(decision.hostnames, ours.size)
+    return topology_of_names(decision.hostnames, found.size)
 
 
 def warn_of_hosts(plan: Plan, hostnames: Mapping[int, str]) -> None:
-    """Warn where a plan was made without a topology, and its ranks turn out to be on several hosts."""
+    """Warn if a plan was made without a topology and its ranks are on several hosts."""
     hosts = len(set(hostnames.values()))
     if hosts > 1 and plan.topology == Topology((0,) * len(plan.topology.host_of_rank)):
         warnings.warn(
-            f"this plan takes all ranks as being on one host, but they are on {hosts}, so that data may cross between "
-            "those more than once: make it with topology=reshard.find_topology()",
+            f"this plan assumes that all ranks are on one host, but they are on {hosts}, so data may cross between "
+            "hosts more than once: make it with topology=reshard.find_topology()",
             stacklevel=4,
         )

@@ -1,4 +1,4 @@
-"""How long a plan takes: the lower bound of a problem, the simulator of plans, and the load of each port.
+"""The time of a plan: the lower bound of its problem, its simulation, and the load of each port.
 
-Imports :mod:`reshard.plan.model` and what that imports.
+Imports :mod:`reshard.plan` and the layers below it.
 """

@@ -1,4 +1,4 @@
-"""Messages that share ports like fluids: the loop of the simulator."""
+"""The fluid model of the simulator: messages flow at rates that share ports."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ from reshard import _native
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """Messages, the queues they start in, the streams they flow in, and the ports those pass. All int64 or float64.
+    """Messages, their queues, streams and receivers, and the ports that streams pass. Arrays are int64 or float64.
 
-    A message starts when it is the first of its queue that has not, all messages it comes after have finished (and
-    those before them into the same receivers, which take them in order), it is less than ``window`` behind the first
-    unfinished one of its queue, and its place among those of its receiver is less than ``ahead`` behind the first
-    unfinished one. Messages of one stream flow one after the other; the foremost of each stream share their ports as
-    :func:`~tests.reference.proportional_fairness.share_ports` says. A message first
-    holds ``hold_port`` of its stream as its ``hold_work`` bytes would, then its own bytes pass all ports of the stream.
-    For the window of its queue a message is finished once all that its stream has still to pass, up to and with it,
-    fits ``buffer``.
+    A queue holds messages of one sender, which start in order. A stream is a pair of sender and receiver. A message
+    starts when all of these hold:
 
-    A port is a token bucket: it saves up to ``burst`` bytes of what it could have passed and did not, full at the
-    start, and passes those at once.
+    * It is the first message of its queue that has not started.
+    * Each message in its ``after`` has finished, and so have all earlier messages to that message's receiver, because
+      a receiver completes messages in order.
+    * It is fewer than ``window`` messages after the first unfinished message of its queue.
+    * It is fewer than ``ahead`` messages after the first unfinished message to its receiver.
+
+    Messages of one stream flow one at a time. The flowing messages of all streams share their ports by proportional
+    fairness (see ``native/proportional_fairness.h``). A message first occupies the ``hold_port`` of its stream, for the
+    time that ``hold_work`` bytes take there; then its own bytes pass all ports of the stream. For the window of its
+    queue, a message is already finished once its unsent bytes, and those before it in its stream, fit in ``buffer``.
+
+    A port is a token bucket, full at the start: it saves up to ``burst`` bytes of unused capacity, which later pass at
+    once.
 
     Attributes:
         queue, stream, receiver, window, ahead: ``(messages,)``. nbytes, hold_work: ``(messages,)`` float64.
-        after_at, after: message i comes after messages ``after[after_at[i]:after_at[i + 1]]``, all before i.
-        port_at, port: stream s passes ports ``port[port_at[s]:port_at[s + 1]]``, at least one.
-        hold_port, buffer: ``(streams,)``; the last float64.
-        rate, burst: ``(ports,)`` float64, bytes per second and bytes.
+        after_at, after: message i starts after messages ``after[after_at[i]:after_at[i + 1]]``, all smaller than i.
+        port_at, port: stream s passes ports ``port[port_at[s]:port_at[s + 1]]``, one or more.
+        hold_port, buffer: ``(streams,)``; buffer is float64, in bytes.
+        rate, burst: ``(ports,)`` float64, in bytes per second and in bytes.
     """
 
     queue: np.ndarray
@@ -51,7 +56,7 @@ class Network:
 
 
 def flow(network: Network) -> tuple[np.ndarray, np.ndarray]:
-    """``(start, finish)`` of each message in seconds; start is when it begins to flow.
+    """``(start, finish)`` of each message in seconds; a message starts when it begins to flow.
 
     Raises:
         ValueError: some messages can never start.

@@ -1,4 +1,4 @@
-"""The least time in which the links between hosts can do the job, and which of them say so."""
+"""The lower bound on the time of a plan that the links between hosts set, and the links that set it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.model import Port, Topology
 
 HostSet = tuple[int, ...]
-#: Bytes of regions by the places that hold them and the places that need and do not hold them.
+#: Bytes of regions by ``(holders, destinations)``: the places that hold a region, and those that need it and do not
+#: hold it. A place is a host or a pod.
 Classes = dict[tuple[HostSet, HostSet], int]
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A time below which no plan without relays can be, and in words which links take it."""
+    """A time that no plan without relays can beat, and the links that set it, in words."""
 
     seconds: float
     reason: str
@@ -32,25 +33,28 @@ NOTHING = Bound(0.0, "nothing crosses hosts")
 
 
 def find_bound(problem: Plan | Sequence[TensorSpec], topology: Topology | None = None) -> Bound:
-    """The time below which no plan without relays can be, and why.
+    """The time that no plan without relays can beat, and the links that set it.
 
     Args:
-        problem: a plan, or its tensors. topology: omitted, that of the plan.
+        problem: a plan, or its tensors. topology: omitted, the plan's own.
 
-    The host-NIC model: a host sends at most what its NICs send together (those that a rank of either layout uses),
-    receives at most what they receive, and what moves inside a host costs nothing. With pods the same holds for each
-    pod and its uplink, and for both at once (see :func:`~reshard.cost.pod_lower_bound.bound_in_pods`); the
-    largest counts. It is the optimum of this linear program, in which x[k, h] are the bytes of class k (the regions
-    with the same holders A and destinations R) that leave host h::
+    The model counts links between hosts; traffic inside a host is free. A host sends at most the total rate of its NICs
+    and receives at most their total rate, counting NICs that a rank of either layout uses. With pods the same holds for
+    each pod and its uplink, and for hosts and pods together (see :func:`~reshard.cost.pod_lower_bound.bound_in_pods`);
+    the largest of these bounds counts. Each is the optimum of a linear program. For hosts, x[k, h] is the number of
+    bytes of class k (the regions with the same holders A and destinations R) that leave host h::
 
         minimise T    with    sum of x[k, h] over h in A        >= bytes[k]
                               sum of x[k, h] over h in A and R  =  bytes[k] * |R|
                               sum of x[k, h] over k             <= egress[h] * T
                               bytes that host h needs           <= ingress[h] * T
 
-    reached in the limit by schedules without relays. Where sources and destinations share no host and no receiver
-    sends slower than it receives, it is the larger of the largest arrival and the least possible largest share of the
-    senders, which is computed exactly.
+    Schedules without relays reach the bound in the limit. If sources and destinations share no host and no receiver
+    sends slower than it receives, the bound is the larger of two values that are computed exactly: the longest arrival,
+    and the shortest possible time of the busiest sender.
+
+    Raises:
+        ArgumentError: tensors without a topology.
     """
     if isinstance(problem, Plan):
         return _find_bound(problem.tensors, topology or problem.topology)
@@ -81,32 +85,34 @@ def _find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
         hosts = {host: nics_of(host) for host in used}
         pods = {host: topology.host(host).pod or 0 for host in used}
         seconds, busy = bound_in_pods(of_hosts, hosts, pods, topology.pods)
-        of_both = Bound(seconds, _say_busy(seconds, busy, hosts, topology.pods))
+        of_both = Bound(seconds, _format_busy_links(seconds, busy, hosts, topology.pods))
         bound = max(bound, of_pods, of_both, key=lambda found: round(found.seconds, 12))
     return bound
 
 
-def _say_busy(seconds: float, busy: Sequence[tuple[str, int]], hosts: Mapping[int, Port], pods: Sequence[Port]) -> str:
-    """As ``what host 1 sends and what enters pod 1 is 4 MiB at least, and can be 3.75 GB/s together``."""
+def _format_busy_links(
+    seconds: float, busy: Sequence[tuple[str, int]], hosts: Mapping[int, Port], pods: Sequence[Port]
+) -> str:
+    """For example ``what host 1 sends and what enters pod 1 is 4 MiB at least, and can be 3.75 GB/s together``."""
     words: list[str] = []
     rate = 0.0
-    for what in ("host", "up", "down"):
-        places = [place for kind, place in busy if kind == what]
-        if what == "host":
-            words += [f"what {_name('host', places)} send{'s' * (len(places) == 1)}"] * bool(places)
+    for link in ("host", "up", "down"):
+        places = [place for kind, place in busy if kind == link]
+        if link == "host":
+            words += [f"what {_format_places('host', places)} send{'s' * (len(places) == 1)}"] * bool(places)
             rate += sum(hosts[place].egress_bytes_per_second for place in places)
         elif places:
-            words.append(f"what {'leaves' if what == 'up' else 'enters'} {_name('pod', places)}")
+            words.append(f"what {'leaves' if link == 'up' else 'enters'} {_format_places('pod', places)}")
             ports = [pods[place] for place in places]
             rate += sum(
-                port.egress_bytes_per_second if what == "up" else port.ingress_bytes_per_second for port in ports
+                port.egress_bytes_per_second if link == "up" else port.ingress_bytes_per_second for port in ports
             )
     together = " together" if len(busy) > 1 else ""
     return f"{' and '.join(words)} is {format_bytes(seconds * rate)} at least, and can be {format_rate(rate)}{together}"
 
 
 def _classes(tensors: Sequence[TensorSpec], place_of: Callable[[int], int]) -> Classes:
-    """Bytes by holders and destinations, of the regions that somebody needs who does not hold them."""
+    """Bytes by holders and destinations, of the regions that some place needs and does not hold."""
     classes: Classes = {}
     for spec in tensors:
         tasks = spec.tasks
@@ -125,7 +131,7 @@ def _classes(tensors: Sequence[TensorSpec], place_of: Callable[[int], int]) -> C
 
 
 def _place_sets(ranks: np.ndarray, place_of: Callable[[int], int]) -> tuple[list[HostSet], np.ndarray]:
-    """The different sets of places of the tiles, and which of them each tile has."""
+    """The distinct sets of places that hold tiles, and the index of each tile's set."""
     number: dict[HostSet, int] = {}
     which = [
         number.setdefault(tuple(sorted({place_of(rank) for rank in row if rank != NO_RANK})), len(number))
@@ -134,8 +140,8 @@ def _place_sets(ranks: np.ndarray, place_of: Callable[[int], int]) -> tuple[list
     return list(number), np.array(which, dtype=np.int64)
 
 
-def _name(kind: str, places: Sequence[int]) -> str:
-    """As ``host 3`` or ``hosts 0, 1 and 2``; nothing for none."""
+def _format_places(kind: str, places: Sequence[int]) -> str:
+    """``host 3`` or ``hosts 0, 1 and 2``; empty for no places."""
     numbers = [str(place) for place in sorted(places)]
     if len(numbers) < 2:
         return f"{kind} {numbers[0]}" if numbers else ""
@@ -145,9 +151,12 @@ def _name(kind: str, places: Sequence[int]) -> str:
 def _bound_of_places(
     classes: Classes, port_of: Callable[[int], Port], kind: str, partly: Collection[int] = ()
 ) -> Bound:
-    """The largest arrival or departure; of places in ``partly`` not all NICs are in use, which the words say."""
+    """The larger of the longest arrival and the longest departure.
 
-    def by_some(places: Sequence[int]) -> str:
+    The reason mentions if a place is in ``partly``, whose ranks do not use all NICs.
+    """
+
+    def nic_note(places: Sequence[int]) -> str:
         return " by the NICs that its ranks here use" if not set(partly).isdisjoint(places) else ""
 
     arrives: dict[int, int] = {}
@@ -163,8 +172,8 @@ def _bound_of_places(
     rate = port_of(last).ingress_bytes_per_second
     arrival = Bound(
         times[last],
-        f"{_name(kind, [last])} must receive {format_bytes(arrives[last])} and can receive {format_rate(rate)}"
-        f"{by_some([last])}",
+        f"{_format_places(kind, [last])} must receive {format_bytes(arrives[last])} and can receive {format_rate(rate)}"
+        f"{nic_note([last])}",
     )
     sources = {place for holders in held for place in holders}
     egress = {place: port_of(place).egress_bytes_per_second for place in sources | set(arrives)}
@@ -173,21 +182,20 @@ def _bound_of_places(
         seconds, places = _find_share(held, egress)
         alone = sum(total for key, total in held.items() if set(places).issuperset(key))
         verb = "holds" if len(places) == 1 else "hold"
-        words = f"{_name(kind, places)} {verb} {format_bytes(alone)} that no other {kind} has and can send "
+        words = f"{_format_places(kind, places)} {verb} {format_bytes(alone)} that no other {kind} has and can send "
     else:
         seconds, places = _least_egress(classes, egress)
         total = seconds * sum(egress[place] for place in places)
-        words = f"{_name(kind, places)} must send {format_bytes(total)} and can send "
+        words = f"{_format_places(kind, places)} must send {format_bytes(total)} and can send "
     together = " together" if len(places) > 1 else ""
-    leaving = Bound(seconds, words + format_rate(sum(egress[place] for place in places)) + together + by_some(places))
+    leaving = Bound(seconds, words + format_rate(sum(egress[place] for place in places)) + together + nic_note(places))
     return leaving if leaving.seconds > arrival.seconds * (1 + 1e-9) else arrival
 
 
 def least_largest_share(held: dict[HostSet, int], egress: Mapping[int, float]) -> float:
-    """The least possible time of the slowest place when the bytes of each key are divided among the places in it.
+    """The least possible time of the slowest place if the bytes of each key are divided among its places.
 
-    Solved as a linear program; its dual names the set of places that binds, from which the value is
-    recomputed exactly.
+    Solved as a linear program. Its dual gives the set of places that binds, from which the value is recomputed exactly.
     """
     return _find_share(held, egress)[0]
 
@@ -215,13 +223,13 @@ def _find_share(held: dict[HostSet, int], egress: Mapping[int, float]) -> tuple[
 
 
 def _binding(places: Sequence[int], duals: Sequence[float]) -> list[int]:
-    """The places whose load row has a dual."""
+    """The places whose load constraint has a nonzero dual."""
     least = 1e-9 * max(map(abs, duals))
     return [place for place, dual in zip(places, duals, strict=True) if dual < -least]
 
 
 def _least_egress(classes: Classes, egress: Mapping[int, float]) -> tuple[float, list[int]]:
-    """The least time in which all that must leave some place can, where receivers pass on; the places that bind."""
+    """The least time for all departures if receivers may pass data on, and the places that bind."""
     places = sorted({place for holders, destinations in classes for place in (*holders, *destinations)})
     share: list[tuple[int, int]] = []
     from_holders: list[int] = []
@@ -241,10 +249,10 @@ def _solve(
     wholes: Sequence[tuple[Sequence[int], str]],
     columns_of: Sequence[Sequence[int]],
 ) -> tuple[float, list[float]]:
-    """Minimise the slowest place's time; ``share[i]`` is ``(class, place)`` of variable i.
+    """Minimise the time of the slowest place. Variable i is the bytes of a class at a place, ``share[i]``.
 
-    Row set j asks that the variables ``columns_of[j]`` of each class add up to ``wholes[j]``.
-    Returns the time and the dual of each place.
+    Constraint set j: for each class, the variables ``columns_of[j]`` sum to ``wholes[j]`` (values and sign).
+    Returns the time and the dual of each place's load.
     """
     from scipy.optimize import linprog
     from scipy.sparse import coo_matrix, csr_matrix, vstack
@@ -286,6 +294,6 @@ def _solve(
         b_eq=np.concatenate(equal_values),
         method="highs",
     )
-    if solved.fun is None:  # rates a billion times apart are beyond the solver; the other bounds still hold
+    if solved.fun is None:  # the solver fails on rates a billion times apart; other bounds still hold
         return 0.0, [0.0] * len(places)
     return float(solved.fun) * scale / fastest, solved.ineqlin.marginals[: len(places)].tolist()

@@ -1,4 +1,4 @@
-"""The least time of a job where pods of hosts stand behind uplinks, by hosts and pods at once."""
+"""The lower bound on a topology with pods, by host NICs and pod uplinks together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reshard.topology.model import Port
 
 
 class _Rows:
-    """Rows of a linear program: ``sum of coefficients * variables`` and their right side."""
+    """Rows of a linear program in coordinate form, and their right-hand sides."""
 
     def __init__(self) -> None:
         self.row: list[int] = []
@@ -21,7 +21,7 @@ class _Rows:
     def add(
         self, columns: Sequence[int], right: float, sign: float = 1.0, extra: tuple[int, float] | None = None
     ) -> None:
-        """One row: the sum of some variables, times ``sign``, and another one with its coefficient."""
+        """Add a row: ``sign`` times the sum of variables ``columns``, plus ``extra`` as ``(variable, coefficient)``."""
         number = len(self.right)
         self.row.extend([number] * len(columns))
         self.column.extend(columns)
@@ -39,17 +39,18 @@ def bound_in_pods(
     pod_of: Mapping[int, int],
     pods: Sequence[Port],
 ) -> tuple[float, list[tuple[str, int]]]:
-    """Seconds below which no plan without relays can be, and the links that are busy all the time.
+    """Seconds that no plan without relays can beat, and the links that are busy all that time.
 
-    Those are ``("host", h)``, what host h sends, and ``("up", p)`` or ``("down", p)``, what leaves or enters pod p.
+    Links are ``("host", h)`` for the egress of host h, and ``("up", p)`` or ``("down", p)`` for the uplink of pod p.
 
-    The optimum of a linear program in which x[k, h, q] are the bytes of class k (holders A, destinations R) that leave
-    host h for destinations in pod q::
+    The seconds are the optimum T of a linear program. x[k, h, q] is the number of bytes of class k (holders A,
+    destinations R) that leave host h for destinations in pod q::
 
         sum of x[k, h, q] over h                    =  bytes[k] * (destinations in q)
-        sum of x[k, h, q] over h outside q          >= bytes[k]                   where q holds none and needs some
+        sum of x[k, h, q] over h outside q          >= bytes[k]                   if q has destinations and no holder
         sum of x[k, h, q] over h in A, q            >= bytes[k]
-        sum of x[k, h, q] over h in p, q not p, k   <= up[p] * T,   and into q alike
+        sum of x[k, h, q] over h in p, q not p, k   <= up[p] * T
+        sum of x[k, h, q] over h not in q, k        <= down[q] * T
         sum of x[k, h, q] over k, q                 <= egress[h] * T
     """
     from scipy.optimize import linprog
@@ -104,7 +105,7 @@ def bound_in_pods(
         return coo_matrix((rows.value, (rows.row, rows.column)), shape=(len(rows.right), count + 1))
 
     solved = linprog(cost, A_ub=matrix(least), b_ub=least.right, A_eq=matrix(equal), b_eq=equal.right, method="highs")
-    if solved.fun is None:  # rates a billion times apart are beyond the solver; other bounds still hold
+    if solved.fun is None:  # the solver fails on rates a billion times apart; other bounds still hold
         return 0.0, []
     duals = solved.ineqlin.marginals[first_load:]
     busy = duals < -1e-9 * max(abs(duals).max(), 1e-300)

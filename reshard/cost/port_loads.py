@@ -1,4 +1,4 @@
-"""What each port of the network has to pass in a plan."""
+"""The bytes that each port of the network passes in a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard.topology.model import MAX_NICS, Topology
 
 @dataclass(frozen=True)
 class Load:
-    """Bytes through one direction of a NIC or of a pod's uplink, and the seconds that they take at its rate."""
+    """Bytes through one direction of a NIC or a pod uplink, and its rate."""
 
     port: str
     nbytes: int
@@ -20,15 +20,15 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """How long the port is busy at least."""
+        """The least time that the port is busy."""
         return self.nbytes / self.bytes_per_second
 
 
 def find_loads(plan: Plan, topology: Topology | None = None) -> list[Load]:
-    """The loads of all ports that anything passes: out and in of hosts, NIC by NIC, then the uplinks of pods.
+    """The loads of all ports in use: first the NICs of each host, out and in, then the uplinks of pods.
 
     Args:
-        topology: with other rates than the plan's own, such as measured ones.
+        plan: the plan. topology: other rates than the plan's own, such as measured ones.
     """
     topology, transfers = topology or plan.topology, plan.transfers
     host, nic = topology.host_by_rank, np.array(topology.nic_of_rank, dtype=np.int64)

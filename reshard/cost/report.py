@@ -1,4 +1,4 @@
-"""What a plan costs, in one report: its lower bound, its simulated time, and the load of each port."""
+"""A report on the cost of a plan: its lower bound, its simulated time, and the load of each port."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CostReport:
 
     @property
     def lower_bound_seconds(self) -> float:
-        """No plan without relays is faster on this topology."""
+        """The time that no plan without relays can beat on this topology."""
         return self.bound.seconds
 
     @cached_property
@@ -72,12 +72,12 @@ class CostReport:
     def _format_prediction(self) -> str:
         seconds, bound = self.predicted_seconds, self.lower_bound_seconds
         if seconds is None:
-            return f"not simulated: {self.plan.num_messages} messages among {len(self.plan.ranks)} ranks are many"
+            return f"not simulated: {self.plan.num_messages} messages among {len(self.plan.ranks)} ranks are too many"
         if not bound:
             return f"{seconds:.6g} s"
         text = f"{seconds:.6g} s, {seconds / bound:.3f} times the bound"
         if not self.plan.topology.latency_seconds:
-            return f"{text}; messages between hosts cost nothing, as latency_seconds is 0"
+            return f"{text}; latency_seconds is 0, so messages between hosts have no latency"
         if self.latency_fraction > NOTABLE_LATENCY:
             percent = f"{100 * self.latency_fraction:.0f} %"
             text += f", which counts no latency (latency is {percent} of the prediction)"
@@ -90,5 +90,5 @@ class CostReport:
         return f"{text}, {busiest.seconds:.6g} s" + (f"; {ties} more as busy" if ties else "")
 
 
-#: Messages times ranks up to which a plan is simulated without being asked for: a few seconds.
+#: Limit on messages times ranks for the simulation in a report; at the limit it takes a few seconds.
 MAX_SIMULATED = 2 * 10**7

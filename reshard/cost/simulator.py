@@ -1,4 +1,4 @@
-"""When each message of a plan starts and ends on a network of shared ports."""
+"""Simulates when each message of a plan starts and finishes on a network of shared ports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNLIMITED = 1e18
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When messages flow. ``start`` and ``finish`` are in seconds, one entry per row of ``messages``.
+    """The start and finish of each message in seconds, one entry per row of ``messages``.
 
     A copy within a rank takes no time.
     """
@@ -35,34 +35,38 @@ class Timeline:
 
     @cached_property
     def makespan_seconds(self) -> float:
-        """When the last message has arrived."""
+        """The arrival of the last message, in seconds."""
         return float(self.finish.max(initial=0.0))
 
 
 def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
-    """The time each message of a plan starts and ends, on this model.
+    """The start and finish of each message of a plan.
 
-    * Order: each rank starts its messages across hosts, and those inside its host, in the plan's order; a message
-      starts when what it comes ``after`` has arrived, fewer than ``window`` of its kind are unfinished at its sender,
-      and it is close enough behind the first message that its receiver has not got yet (see
+    The model:
+
+    * Order: each rank starts its messages across hosts, and those inside its host, in the plan's order. A message
+      starts when all messages in its ``after`` have arrived, fewer than ``window`` messages of its kind are unfinished
+      at its sender, and it is close enough to the first unfinished message of its receiver (see
       :func:`~reshard.plan.model.recvs_ahead`).
-    * Links: messages of the same two ranks flow one after the other; others share NICs, uplinks of pods and links
-      inside hosts by proportional fairness (:mod:`tests.reference.proportional_fairness`).
-    * Buffers: a message stops counting for its sender's window once all but ``send_buffer_bytes`` of it has left.
-    * Bursts: NICs and uplinks are token buckets of ``burst_bytes``, full at the start: what they could have passed
-      while idle they pass at once later.
-    * Latency: a message first holds its sender's port for the latency, then its bytes flow. One that enters its host
-      only when another rank's message has ended holds it ``turn_seconds`` longer, while the sender learns of that.
+    * Links: messages between the same two ranks flow one at a time. All others share NICs, pod uplinks and links
+      inside hosts by proportional fairness.
+    * Buffers: a message leaves its sender's window once all but ``send_buffer_bytes`` of it are sent.
+    * Bursts: NICs and uplinks are token buckets of ``burst_bytes``, full at the start. They save unused capacity while
+      idle, and pass it at once later.
+    * Latency: a message first holds its sender's port for the latency, then its bytes flow. If it may enter its host
+      only after another rank's message has ended, it holds the port for another ``turn_seconds``, in which its sender
+      learns of that end.
     * Start: nothing flows before ``start_seconds``.
 
     Args:
-        plan: what to time. topology: rates and latencies, and who is where; omitted, those of the plan.
+        plan: the plan to simulate. topology: hosts, rates and latencies; omitted, those of the plan.
 
     Returns:
-        A timeline; its makespan is what the plan takes on this topology.
+        A timeline; its makespan is the time of the plan on this topology.
 
     Raises:
-        TopologyError: the topology does not cover the plan's ranks, or is none. PlanError: it is no plan.
+        TopologyError: ``topology`` is not a Topology, or does not cover the plan's ranks.
+        PlanError: ``plan`` is not a Plan, or some of its messages can never start.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"simulate needs a Plan, not {type(plan).__name__}")
@@ -84,7 +88,7 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
 
 
 def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: Topology) -> Network:
-    """The rows ``moves`` of a plan's messages, none of them a copy, as messages on the ports of a topology."""
+    """The fluid model of the messages ``moves`` of a plan (rows of ``messages``, none a copy) on a topology."""
     sender, receiver = messages.sender[moves], messages.receiver[moves]
     host = topology.host_by_rank
     inside = (host[sender] == host[receiver]).astype(np.int64)
@@ -95,7 +99,7 @@ def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: 
     row_of[moves] = np.arange(len(moves))
     num_after = np.diff(messages.after_at)[moves]
     after = row_of[messages.after[ranges(messages.after_at[moves], num_after)]]
-    later = np.repeat(np.arange(len(moves)), num_after)[after >= 0]  # what comes after a copy need not wait
+    later = np.repeat(np.arange(len(moves)), num_after)[after >= 0]  # copies take no time
     ports = _Ports.of(topology, pairs // len(host), pairs % len(host))
     hold = np.where(inside, topology.inside_latency_seconds, topology.latency_seconds)
     if topology.turn_seconds:
@@ -110,7 +114,7 @@ def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: 
         nbytes=messages.nbytes[moves].astype(np.float64),
         after_at=np.concatenate([[0], np.cumsum(np.bincount(later, minlength=len(moves)))]).astype(np.int64),
         after=after[after >= 0],
-        ahead=_ahead(messages.window[moves]),
+        ahead=_find_ahead(messages.window[moves]),
         port_at=ports.port_at,
         port=ports.port,
         hold_port=hold_port,
@@ -121,7 +125,7 @@ def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: 
     )
 
 
-def _ahead(window: np.ndarray) -> np.ndarray:
+def _find_ahead(window: np.ndarray) -> np.ndarray:
     found, inverse = np.unique(window, return_inverse=True)
     return np.array([recvs_ahead(int(w)) for w in found], dtype=np.int64)[inverse.ravel()]
 
@@ -131,10 +135,10 @@ _OUT, _IN, _EGRESS, _UP, _DOWN, _INGRESS = range(6)
 
 @dataclass(frozen=True, eq=False)
 class _Ports:
-    """The ports that streams pass: both directions of NICs, uplinks, and of ranks inside their host.
+    """The ports that streams pass: each direction of NICs, of uplinks, and of ranks inside their host.
 
-    Stream s passes ``port[port_at[s]:port_at[s + 1]]``, the sender's own first. Ports are numbered as streams first
-    pass them; ``rate`` and ``are_inside`` have one entry each.
+    Stream s passes ``port[port_at[s]:port_at[s + 1]]``, its sender's port first. Ports are numbered in the order in
+    which streams first pass them; ``rate`` and ``are_inside`` have one entry per port.
     """
 
     port_at: np.ndarray
@@ -144,7 +148,7 @@ class _Ports:
 
     @classmethod
     def of(cls, topology: Topology, sender: np.ndarray, receiver: np.ndarray) -> _Ports:
-        """Those of streams from one rank to another."""
+        """The ports of streams from ``sender[s]`` to ``receiver[s]``."""
         host, nic = topology.host_by_rank, np.array(topology.nic_of_rank, dtype=np.int64)
         a, b = host[sender], host[receiver]
         inside = a == b

@@ -1,13 +1,13 @@
-"""CuPy arrays over a communicator of ``cupy.cuda.nccl``, for programs without torch.
+"""Moves CuPy arrays over a communicator of ``cupy.cuda.nccl``, for programs without torch.
 
 ::
 
-    comm = cupy.cuda.nccl.NcclCommunicator(size, unique_id, rank)  # however the ranks found each other
+    comm = cupy.cuda.nccl.NcclCommunicator(size, unique_id, rank)  # the program shares unique_id
     mover = reshard.cupy.Mover(plan, comm)
-    shard = mover(source)  # behind what is on the current stream, before what is put there next
+    shard = mover(source)  # ordered with the work on the current stream
 
-There is no store and no connection but NCCL's, so what those are for is missing here: a rank that dies, or raises
-before it has begun its part, leaves the others waiting; abort their communicators, as in any NCCL program.
+There is no failure detection: the only connection is NCCL's. If a rank exits, or raises before it starts its part, the
+other ranks block until the program aborts their communicators, as in any NCCL program.
 """
 
 from reshard.cupy.transfer import Handle, Mover

@@ -1,4 +1,4 @@
-"""Moves CuPy arrays along a plan, in rounds of NCCL messages."""
+"""Executes a plan on CuPy arrays, in rounds of NCCL messages."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from reshard.runtime.rounds.schedule import find_rounds
 from reshard.sharding.tensor_spec import TensorSpec
 
 Array = Any
-#: In what CuPy holds the bits of dtypes that it lacks.
+#: The CuPy dtypes that hold the bits of dtypes that CuPy lacks.
 UNSIGNED = {
     name: f"uint{8 * size}" for name, size in ITEMSIZE.items() if name == "bfloat16" or name.startswith("float8")
 }
 
 
 class Handle:
-    """A transfer under way, on the Mover's stream."""
+    """A transfer on the Mover's stream."""
 
     def __init__(self, cupy: Any, end: Any, result: Callable[[], Any]) -> None:
         self._cupy, self._end, self._result = cupy, end, result
 
     def wait(self) -> Any:
-        """The result; what is put on the current stream from here on finds it there. Does not block.
+        """Let later work on the current stream wait for the transfer. Does not block the host.
 
         Returns:
             This rank's destination shard (or ``{name: shard}``), None outside the destination.
@@ -44,28 +44,28 @@ class Handle:
         return self._result()
 
     def done(self) -> bool:
-        """True once the device is done with it."""
+        """True once the device has finished it."""
         return bool(self._end.done)
 
     def synchronize(self) -> Any:
-        """As :meth:`wait`, but block until the transfer is over."""
+        """Like :meth:`wait`, but block the host until the transfer is finished."""
         self._end.synchronize()
         return self.wait()
 
 
 class Mover:
-    """Moves arrays by one plan, any number of times, on a stream of its own.
+    """Executes one plan any number of times, on a separate stream.
 
-    Every rank of the communicator makes one, also those that the plan does not name; those have nothing to move.
+    Every rank of the communicator must create one, even if the plan does not name it.
 
     Args:
-        plan: what to do; its ranks are those of the communicator. comm: a ``cupy.cuda.nccl.NcclCommunicator``, whose
-            device is the current one. Calls on it by others must come in the same order on all ranks.
+        plan: its ranks are ranks of the communicator. comm: a ``cupy.cuda.nccl.NcclCommunicator`` on the current
+            device. All ranks must order its other uses the same way relative to the Mover's transfers.
 
     Raises:
         ArgumentError: the plan names ranks that the communicator lacks. DisagreementError: ranks have different plans.
-        PlanError: the plan does not deliver (see :func:`reshard.check_plan`), or a rank cannot do its part, or not
-            within the plan's ``staging_bytes``; on all ranks.
+        PlanError: the plan is wrong (see :func:`reshard.check_plan`), or exceeds its ``staging_bytes`` on a rank. All
+            ranks raise an error if one does.
     """
 
     def __init__(self, plan: Plan, comm: Any) -> None:
@@ -81,7 +81,7 @@ class Mover:
         self._rank, size = comm.rank_id(), comm.size()
         self._stream: Any = cupy.cuda.Stream(non_blocking=True)
         self._runner: RoundRunner | None = None
-        self._under_way: deque[tuple[Any, Any]] = deque()  # the end of each transfer, and the arrays that it uses
+        self._under_way: deque[tuple[Any, Any]] = deque()  # (end of a transfer, its arrays)
         error: Exception | None = None
         try:
             if plan.ranks[-1] >= size:
@@ -94,42 +94,44 @@ class Mover:
         self._agree(error, size)
 
     def _agree(self, error: Exception | None, size: int) -> None:
-        """Compare plans; whatever is wrong on one rank is an error on all."""
+        """Compare the plans of all ranks. An error on one rank is raised on all."""
         cupy = self._cupy
-        said = bytes([error is not None]) + hashlib.sha256(self.plan.plan_hash.encode()).digest()
+        message = bytes([error is not None]) + hashlib.sha256(self.plan.plan_hash.encode()).digest()
         with self._stream:
-            mine = cupy.asarray(np.frombuffer(said, dtype=np.uint8))
-            every = cupy.empty(size * len(said), dtype=cupy.uint8)
-            self._comm.allGather(_address(mine), _address(every), len(said), self._nccl.NCCL_UINT8, self._stream.ptr)
-            rows = [bytes(row) for row in cupy.asnumpy(every).reshape(size, len(said))]
+            mine = cupy.asarray(np.frombuffer(message, dtype=np.uint8))
+            every = cupy.empty(size * len(message), dtype=cupy.uint8)
+            self._comm.allGather(_address(mine), _address(every), len(message), self._nccl.NCCL_UINT8, self._stream.ptr)
+            rows = [bytes(row) for row in cupy.asnumpy(every).reshape(size, len(message))]
         if error is not None:
             raise error
         failed = [rank for rank, row in enumerate(rows) if row[0]]
         if failed:
-            raise PlanError(f"ranks {format_ranks(failed)} cannot do their part of this plan; they say why")
+            raise PlanError(f"ranks {format_ranks(failed)} cannot execute this plan; their own errors give the reason")
         other = [rank for rank, row in enumerate(rows) if row != rows[0]]
         if other:
-            raise DisagreementError(f"ranks disagree on the plan: rank 0 has another than ranks {format_ranks(other)}")
+            raise DisagreementError(
+                f"the plan of ranks {format_ranks(other)} differs from that of rank 0; pass the same plan on all ranks"
+            )
 
     @property
     def staging_allocated_bytes(self) -> int:
-        """Bytes held beyond source and destination shards; at most the plan's ``staging_bytes``."""
+        """Bytes allocated for staging; at most the plan's ``staging_bytes``."""
         return 0 if self._runner is None else self._runner.allocated_bytes
 
     def __call__(self, tensor: Any = None, *, out: Any = None) -> Any:
-        """Move, and let the current stream wait for it; see :meth:`start`."""
+        """Start a transfer and let the current stream wait for it; see :meth:`start`."""
         return self.start(tensor, out=out).wait()
 
     def start(self, tensor: Any = None, *, out: Any = None) -> Handle:
-        """Put one transfer on the Mover's stream, behind what is on the current one.
+        """Enqueue one transfer on the Mover's stream, after the work that the current stream already has.
 
         Args:
             tensor: this rank's source shard, or ``{name: shard}`` for a plan of named tensors; None outside the source.
-                It must not change until the transfer is over.
-            out: where to put the destination shard, or ``{name: array}``; allocated if omitted.
+                It must not change until the transfer is finished.
+            out: the array to receive the destination shard, or ``{name: array}``; allocated if omitted.
 
         Raises:
-            ArgumentError: an array does not fit the plan. The other ranks do not hear of it.
+            ArgumentError: an array does not fit the plan. The other ranks are not notified and wait for this one.
         """
         cupy, plan = self._cupy, self.plan
         program = None if self._runner is None else self._runner.program
@@ -141,9 +143,9 @@ class Mover:
             for given, shape, spec in zip(plan.by_tensor(out), shapes, plan.tensors, strict=True)
         ]
         dst = self._check(outs, shapes, "destination")
-        for given in plan.by_tensor(out):  # what was allocated here shares nothing
+        for given in plan.by_tensor(out):  # arrays allocated above share no memory
             if given is not None and any(one is not None and cupy.may_share_memory(given, one) for one in src):
-                raise ArgumentError("out shares memory with a source; they must be apart")
+                raise ArgumentError("out shares memory with a source; pass a separate array")
         self._stream.wait_event(cupy.cuda.get_current_stream().record())
         with self._stream:
             if self._runner is not None:
@@ -151,9 +153,8 @@ class Mover:
             end = self._stream.record()
         while self._under_way and self._under_way[0][0].done:
             self._under_way.popleft()
-        self._under_way.append(
-            (end, (src, dst))
-        )  # their memory belongs to other streams, which do not know of this one
+        # Keep the arrays alive: CuPy's memory pool does not know that this stream uses them.
+        self._under_way.append((end, (src, dst)))
         is_named = plan.tensors[0].name is not None
         names = [spec.name for spec in plan.tensors]
         return Handle(cupy, end, lambda: dict(zip(names, dst, strict=True)) if is_named else dst[0])
@@ -190,7 +191,7 @@ class Mover:
             )
 
     def _exchange(self, recvs: Sequence[Posted], sends: Sequence[Posted]) -> None:
-        """One round as one group."""
+        """Post one round as one group."""
         kind, stream = self._nccl.NCCL_UINT8, self._stream.ptr
         self._nccl.groupStart()
         try:
@@ -199,7 +200,7 @@ class Mover:
             for buffer, peer in sends:
                 self._comm.send(_address(buffer), buffer.size, kind, peer, stream)
         except BaseException:
-            with contextlib.suppress(Exception):  # what went wrong first says more
+            with contextlib.suppress(Exception):  # the first error is the cause
                 self._nccl.groupEnd()
             raise
         self._nccl.groupEnd()
@@ -220,7 +221,7 @@ def _address(array: Array) -> int:
 
 
 class _CupyMemory:
-    """CuPy arrays on the current device, see :class:`~reshard.runtime.rounds.memory.Memory`; copied box by box."""
+    """Implements :class:`~reshard.runtime.rounds.memory.Memory` for CuPy arrays on the current device."""
 
     device = None
 
@@ -258,7 +259,7 @@ class _CupyMemory:
 
 
 def _parts(views: Sequence[Array], buffer: Array) -> list[tuple[Array, Array]]:
-    """Each view with its part of a buffer, in its shape and dtype."""
+    """Pairs each view with its part of the buffer, in the view's shape and dtype."""
     parts, at = [], 0
     for view in views:
         parts.append((view, buffer[at : at + view.nbytes].view(view.dtype).reshape(view.shape)))

@@ -1,4 +1,4 @@
-"""A plan as a value: transfers, messages, their order; its checker and its text and JSON formats.
+"""A plan as a value: its transfers, messages and their order; its checker; its text and JSON formats.
 
-Imports the root, :mod:`reshard.sharding` and :mod:`reshard.topology.model`. It solves and simulates nothing.
+Imports the root, :mod:`reshard.sharding` and :mod:`reshard.topology.model`. It neither solves nor simulates.
 """

@@ -1,4 +1,4 @@
-"""Does a plan deliver? Replays it on arrays of all its messages, knowing nothing of what made it."""
+"""The plan checker: replays all messages of a plan on arrays, independently of the strategy that chose them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from reshard.errors import PlanError
 from reshard.plan.check_boxes import Parts, Sides, boxes_of
 from reshard.plan.check_owners import Marks, add_by, describe_pieces
 from reshard.plan.check_staging import check_staging
-from reshard.plan.model import Plan, is_sound, vouch_for
-from reshard.ragged import mix_rows
+from reshard.plan.model import Plan, is_sound, mark_sound
+from reshard.ragged import hash_rows
 from reshard.sharding.box_search import find_overlapping
 
-#: Messages of a plan that is checked; with more, the arrays would take gigabytes.
+#: Limit on the messages of a plan; the arrays of a larger one would take gigabytes.
 MAX_CHECKED = 2**24
-#: Boxes that a rank stages more than once, and not as the same box each time. They are replayed one by one.
+#: Limit on staged boxes that overlap other, different boxes staged by the same rank. They are replayed one by one.
 MAX_REPLAYED = 2**13
 _MOST_BYTES = 2**62
 
@@ -25,20 +25,20 @@ def ensure_checked(plan: Plan) -> None:
     """Check a plan on its first use, unless :func:`reshard.make_plan` made it in this process.
 
     Raises:
-        PlanError: as :func:`check_plan`.
+        PlanError: see :func:`check_plan`.
     """
     if not is_sound(plan):
         check_plan(plan)
 
 
 def check_ranks(plan: Plan) -> None:
-    """Raise unless every rank that sends or receives is in a layout and on a host, and messages are of one itemsize."""
+    """Raise unless each sender and receiver is in a layout and on a host, and each message has one itemsize."""
     plan.topology.check_covers(plan.ranks)
     transfers = plan.transfers
     ends = np.concatenate([transfers.sender, transfers.receiver])
-    strangers = ends[~np.isin(ends, plan.ranks)]
-    if len(strangers):
-        raise PlanError(f"rank {strangers.min()} takes part in a transfer, but is in neither layout")
+    outside = ends[~np.isin(ends, plan.ranks)]
+    if len(outside):
+        raise PlanError(f"rank {outside.min()} takes part in a transfer, but is in neither layout")
     itemsize = np.array([spec.itemsize for spec in plan.tensors], dtype=np.int64)[transfers.box_tensor]
     if len(transfers):
         unlike = np.flatnonzero(
@@ -50,15 +50,18 @@ def check_ranks(plan: Plan) -> None:
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise PlanError unless the plan, replayed in its order, delivers.
+    """Raise PlanError unless the plan, replayed in its order, delivers every element correctly.
 
-    Checked: every destination element on every rank that needs it, exactly once; each message sent by a rank
-    that has all of it by then, as a source or through messages named in its ``after``; regions inside their
-    tensors; bytes that a rank neither holds nor needs never above ``staging_bytes``, counted from their arrival
-    to the last message that passes them on. What a rank only stages it may get anew, for later messages.
+    Checked:
 
-    The time is that of sorting the messages. That every element arrives exactly once is seen from sums of random
-    numbers, which miss a fault with a probability below 2**-80; everything else is exact.
+    * Each rank receives every element that it needs exactly once.
+    * The sender of a message has all of its data at that point, as a source or from messages in its ``after``.
+    * Regions lie inside their tensors.
+    * Data that a rank neither holds nor needs never exceeds ``staging_bytes``, counted from arrival to the last message
+      that passes it on. A rank may receive such data again for later messages.
+
+    The cost is that of sorting the messages. Exactly-once delivery is checked by sums of random numbers, which miss a
+    fault with a probability below 2**-80; all other checks are exact.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"check_plan needs a Plan, not {type(plan).__name__}")
@@ -67,11 +70,11 @@ def check_plan(plan: Plan) -> None:
     parts = Parts.of(plan)
     _check_bounds(parts)
     _Replay(parts).check()
-    vouch_for(plan)
+    mark_sound(plan)
 
 
 def _check_form(plan: Plan) -> None:
-    """Raise unless the arrays of the transfers fit together."""
+    """Raise PlanError unless the arrays of the transfers are consistent."""
     transfers = plan.transfers
     num, num_boxes, num_regions = len(transfers), len(transfers.box_tensor), len(transfers.box_at) - 1
     shape = transfers.box_start.shape
@@ -89,7 +92,7 @@ def _check_form(plan: Plan) -> None:
     ):
         at = getattr(transfers, name)
         if at.shape != (count + 1,) or at[0] != 0 or at[-1] != total or (np.diff(at) < fewest).any():
-            raise PlanError(f"{name} must be {count + 1} numbers that rise from 0 to {total} by at least {fewest}")
+            raise PlanError(f"{name} must rise from 0 to {total} in {count} steps of at least {fewest}")
     for name, count, first, end in (
         ("region", num, 0, num_regions),
         ("box_tensor", num_boxes, 0, len(plan.tensors)),
@@ -102,11 +105,11 @@ def _check_form(plan: Plan) -> None:
             raise PlanError(f"{name} must be {count} numbers from {first} to {end - 1}")
     several = (transfers.num_boxes > 1) & (transfers.splits != 1).any(axis=1)
     if several.any():
-        raise PlanError(f"transfer {several.argmax()} has several boxes, so it travels in one chunk: its splits are 1")
+        raise PlanError(f"transfer {several.argmax()} has several boxes, so its splits must all be 1")
     ndim = np.array([spec.ndim for spec in plan.tensors], dtype=np.int64)[transfers.box_tensor]
     beyond = np.arange(shape[1]) >= ndim[:, None]
     if (beyond & ((transfers.box_start != 0) | (transfers.box_stop != 1))).any():
-        raise PlanError("a box must be 0:1 in dims that its tensor lacks")
+        raise PlanError("a box must be 0:1 in dims past those of its tensor")
     per_edge = transfers.num_boxes * transfers.splits.prod(axis=1, dtype=np.float64)
     num_messages = float((per_edge * np.maximum(np.diff(transfers.edge_at), 1)).sum())
     if num_messages > MAX_CHECKED:
@@ -126,33 +129,33 @@ def _check_bounds(parts: Parts) -> None:
     itemsize = np.array([spec.itemsize for spec in parts.plan.tensors], dtype=np.float64)
     total = float((parts.numel.astype(np.float64) * itemsize[parts.tensor])[parts.piece].sum())
     if total >= _MOST_BYTES:
-        raise PlanError(f"the messages have {total:.0f} bytes together; at most {_MOST_BYTES} can be checked")
+        raise PlanError(f"the messages have {total:.0f} bytes in total; at most {_MOST_BYTES} can be checked")
 
 
 class _Replay:
-    """What each message brings and takes. A row's fault is kept until all kinds are looked for; the first row wins.
+    """One replay of a plan. Faults are collected from all checks; the one in the first row is raised.
 
-    ``wanted`` are rows that bring their receiver what it needs; the others it stages. ``given_up`` is the row that
-    brings again what a row has staged, the number of rows if none does.
+    ``_wanted`` marks rows whose receiver needs their box; it stages the boxes of other rows. ``_replaced_at`` is the
+    later row that brings the receiver a staged box again, or the number of rows.
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._plan = parts, parts.plan
         self._src, self._dst = Sides(parts.plan, "src"), Sides(parts.plan, "dst")
         self._wanted = np.zeros(len(parts), dtype=bool)
-        self._place = np.full(len(parts), -1, dtype=np.int64)  # of the receiver among the owners
-        self._given_up = np.full(len(parts), len(parts), dtype=np.int64)
+        self._owner = np.full(len(parts), -1, dtype=np.int64)  # index of the receiver in Owners.ranks
+        self._replaced_at = np.full(len(parts), len(parts), dtype=np.int64)
         self._faults: list[tuple[int, str]] = []
 
     def check(self) -> None:
         """Raise PlanError at the first fault."""
         self._find_wanted()
         staged = np.flatnonzero(~self._wanted)
-        self._follow_staged(staged)
+        self._find_replaced(staged)
         self._check_senders()
         parts = self._parts
         for row in staged[parts.sender[staged] == parts.receiver[staged]][:1].tolist():
-            self._fault(row, f"copies on rank {parts.receiver[row]} what it does not need")
+            self._fault(row, f"copies data on rank {parts.receiver[row]} that the rank does not need")
         if self._faults:
             raise PlanError(min(self._faults)[1])
         self._check_cover()
@@ -169,70 +172,70 @@ class _Replay:
             start, stop = boxes_of(parts, rows, self._plan.tensors[tensors[0]].ndim)
             place = owners.places_of(parts.receiver[rows])
             inside = owners.inside(place, start, stop)
-            self._place[rows], self._wanted[rows] = place, inside
+            self._owner[rows], self._wanted[rows] = place, inside
             rest = np.flatnonzero(~inside & (place >= 0))
             if len(rest) and owners.is_grid:
-                met = owners.meets(place[rest], start[rest], stop[rest])
-                for row in rows[rest[met]][:1].tolist():
-                    self._fault_place(row)
+                hit = owners.meets(place[rest], start[rest], stop[rest])
+                for row in rows[rest[hit]][:1].tolist():
+                    self._fault_outside(row)
 
-    def _fault_place(self, row: int) -> None:
+    def _fault_outside(self, row: int) -> None:
         parts, rank = self._parts, int(self._parts.receiver[row])
         tensor, start, stop = parts.box_of(row)
         count, shared = describe_pieces(self._plan.tensors[tensor].dst_shards, rank, start, stop)
         numel = parts.numel[parts.piece[row]]
         self._fault(
             row,
-            f"is no part of one piece of what rank {rank} needs: it meets {count} pieces in {shared} of its "
+            f"is not inside one tile that rank {rank} needs: it overlaps {count} such tiles in {shared} of its "
             f"{numel} elements",
         )
 
-    def _follow_staged(self, rows: np.ndarray) -> None:
-        """Find what is staged anew, and boxes that meet what their rank stages, or needs, in part."""
+    def _find_replaced(self, rows: np.ndarray) -> None:
+        """Find boxes that are staged again, and boxes that partly overlap others that their rank stages or needs."""
         if not len(rows):
             return
         parts = self._parts
         piece = parts.piece[rows]
         where = parts.receiver[rows] * len(self._plan.tensors) + parts.tensor[piece]
         columns = np.concatenate([where[:, None], parts.start[piece], parts.stop[piece]], axis=1)
-        first, second = (mix_rows(columns, secrets.randbits(63)) for _ in range(2))
-        order = np.lexsort((second, first))  # rows of one box at one rank stand together, in the plan's order
+        first, second = (hash_rows(columns, secrets.randbits(63)) for _ in range(2))
+        order = np.lexsort((second, first))  # groups rows of the same box at the same rank, in the plan's order
         again = (first[order[1:]] == first[order[:-1]]) & (second[order[1:]] == second[order[:-1]])
-        self._given_up[rows[order[:-1][again]]] = rows[order[1:][again]]
+        self._replaced_at[rows[order[:-1][again]]] = rows[order[1:][again]]
         begins = np.concatenate([[True], ~again])
         one = order[begins]
         names, groups = np.unique(where, return_inverse=True)
         group, start, stop = groups[one], parts.start[piece[one]], parts.stop[piece[one]]
-        needed = self._needs_beside(rows, names)
+        needed = self._needed_boxes(rows, names)
         try:
             found = find_overlapping(*map(np.concatenate, zip((group, start, stop), needed, strict=True)))
         except PlanError as error:
-            raise PlanError(f"boxes that {len(rows)} messages bring for others: {error}") from None
-        meets_need = np.flatnonzero(found[len(one) :])
-        if len(meets_need):
-            group_of, need_start, need_stop = (column[meets_need[0]] for column in needed)
-            meets = (groups == group_of) & (parts.start[piece] < need_stop).all(axis=1)
-            self._fault_place(int(rows[meets & (need_start < parts.stop[piece]).all(axis=1)][0]))
+            raise PlanError(f"staged boxes of {len(rows)} messages: {error}") from None
+        hit = np.flatnonzero(found[len(one) :])
+        if len(hit):
+            group_of, need_start, need_stop = (column[hit[0]] for column in needed)
+            overlaps = (groups == group_of) & (parts.start[piece] < need_stop).all(axis=1)
+            self._fault_outside(int(rows[overlaps & (need_start < parts.stop[piece]).all(axis=1)][0]))
         elif found.any():
-            box_of_row = np.empty(len(rows), dtype=np.int64)
-            box_of_row[order] = np.cumsum(begins) - 1
-            self._replay_staged(rows[found[box_of_row]], where[found[box_of_row]])
+            box_of_staged = np.empty(len(rows), dtype=np.int64)
+            box_of_staged[order] = np.cumsum(begins) - 1
+            self._replay_staged(rows[found[box_of_staged]], where[found[box_of_staged]])
 
-    def _needs_beside(self, rows: np.ndarray, names: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Pieces that ranks need where they stage rows of the same tensor, unless they are a grid: there it was seen.
+    def _needed_boxes(self, rows: np.ndarray, names: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Boxes that ranks need of tensors of which they also stage rows. No grids: see ``_find_wanted``.
 
-        ``names`` are the ranks and tensors, as the caller numbers them; returns the place there, starts and stops.
+        ``names`` are numbers of (rank, tensor), ascending. Returns the index in ``names``, start and stop of each box.
         """
         parts, num_tensors, ndim = self._parts, len(self._plan.tensors), self._parts.start.shape[1]
         found = [(np.zeros(0, dtype=np.int64), parts.start[:0], parts.stop[:0])]
-        members = rows[self._place[rows] >= 0]
+        members = rows[self._owner[rows] >= 0]
         for owners, _, mine in self._dst.split(parts, members):
             if owners.is_grid or not len(mine):
                 continue
             for tensor in np.unique(parts.tensor[parts.piece[mine]]).tolist():
                 shards = self._plan.tensors[tensor].dst_shards
                 own = mine[parts.tensor[parts.piece[mine]] == tensor]
-                tile, place = owners.tiles_of(np.unique(self._place[own]))
+                tile, place = owners.tiles_of(np.unique(self._owner[own]))
                 start, stop = (np.full((len(tile), ndim), at, dtype=np.int64) for at in (0, 1))
                 start[:, : len(shards.shape)], stop[:, : len(shards.shape)] = shards.start[tile], shards.stop[tile]
                 found.append((np.searchsorted(names, owners.ranks[place] * num_tensors + tensor), start, stop))
@@ -240,25 +243,25 @@ class _Replay:
         return group, start, stop
 
     def _replay_staged(self, rows: np.ndarray, where: np.ndarray) -> None:
-        """Replay what ranks stage where boxes overlap: one that lies inside another takes its place."""
+        """Replay staged rows that overlap. A box that lies inside a staged one replaces it."""
         parts = self._parts
         if len(rows) > MAX_REPLAYED:
             raise PlanError(
-                f"ranks stage {len(rows)} boxes that overlap others which they stage; at most {MAX_REPLAYED} such "
-                "boxes can be checked"
+                f"ranks stage {len(rows)} boxes that overlap other staged boxes; at most {MAX_REPLAYED} such boxes "
+                "can be checked"
             )
-        self._given_up[rows] = len(parts)
+        self._replaced_at[rows] = len(parts)
         for name in np.unique(where).tolist():
             own = rows[where == name]
             is_there = np.zeros(len(own), dtype=bool)
             for i, row in enumerate(own.tolist()):
                 shared = np.where(is_there, parts.shared(own, row), 0)
-                met = np.flatnonzero(shared)
-                if len(met) > 1 or shared.sum() not in (0, parts.numel[parts.piece[row]]):
-                    self._fault(row, f"brings rank {parts.receiver[row]} {shared.sum()} elements a second time")
+                hit = np.flatnonzero(shared)
+                if len(hit) > 1 or shared.sum() not in (0, parts.numel[parts.piece[row]]):
+                    self._fault(row, f"delivers {shared.sum()} elements to rank {parts.receiver[row]} a second time")
                     return
-                is_there[met] = False
-                self._given_up[own[met]] = row
+                is_there[hit] = False
+                self._replaced_at[own[hit]] = row
                 is_there[i] = True
 
     def _check_senders(self) -> None:
@@ -282,7 +285,7 @@ class _Replay:
             | (num_boxes[parts.message[fed]] != num_boxes[parts.message[source]])
             | (parts.receiver[source] != parts.sender[fed])
             | (parts.sender[source] == parts.receiver[source])
-            | (self._given_up[source] < fed)
+            | (self._replaced_at[source] < fed)
         )
         if bad.any():
             self._fault_sender(int(bad.argmax()))
@@ -292,25 +295,25 @@ class _Replay:
         tensor, start, stop = parts.box_of(row)
         numel = int(parts.numel[parts.piece[row]])
         if source < 0 and describe_pieces(self._plan.tensors[tensor].src_shards, rank, start, stop)[1] == numel:
-            self._faults.append((row, f"{parts.name(row)} is no part of one piece of what rank {rank} holds"))
+            self._faults.append((row, f"{parts.name(row)} is not inside one tile that rank {rank} holds"))
             return
-        came = parts.rows_to(rank, tensor)
-        came = came[(came < row) & (self._given_up[came] >= row)]
-        shared = parts.shared(came, row)
-        others = came[(shared > 0) & (came != source)]
+        earlier = parts.rows_to(rank, tensor)
+        earlier = earlier[(earlier < row) & (self._replaced_at[earlier] >= row)]
+        shared = parts.shared(earlier, row)
+        others = earlier[(shared > 0) & (earlier != source)]
         brought = int(parts.messages.id[parts.message[source]])
         if shared.sum() != numel:
-            text = f"rank {rank} sends {numel} elements, but has {shared.sum()} by then"
+            text = f"rank {rank} sends {numel} elements, but has only {shared.sum()} at that point"
         elif len(others):
-            text = f"rank {rank} gets it from message {others[0]}, which is not in `after`"
+            text = f"rank {rank} receives it with message {others[0]}, which is not in `after`"
         elif parts.sender[source] == parts.receiver[source]:
-            text = f"message {brought} is a copy on rank {rank}; nothing is passed on of it"
+            text = f"message {brought} is a copy on rank {rank}, and copies cannot be passed on"
         else:
             text = f"rank {rank} passes on other boxes than message {brought} brings"
         self._faults.append((row, f"{parts.name(row)}: {text}"))
 
     def _check_cover(self) -> None:
-        """Compare the marks of what each rank is sent with those of what it needs."""
+        """Compare the marks of the boxes that each rank receives with those of the boxes that it needs."""
         parts, marks = self._parts, Marks()
         ndim = np.array([spec.ndim for spec in self._plan.tensors], dtype=np.int64)
         of_piece = marks.of_boxes(parts.start, parts.stop, ndim[parts.tensor])
@@ -318,7 +321,7 @@ class _Replay:
         for owners, tensors, rows in self._dst.split(parts, np.flatnonzero(self._wanted)):
             nth[tensors] = np.arange(len(tensors))
             piece = parts.piece[rows]
-            group = nth[parts.tensor[piece]] * len(owners.ranks) + self._place[rows]
+            group = nth[parts.tensor[piece]] * len(owners.ranks) + self._owner[rows]
             sent = add_by(group, of_piece[piece], len(tensors) * len(owners.ranks))
             needed = owners.sum_marks(marks)
             unlike = (sent.reshape(len(tensors), len(owners.ranks), 2) != needed).any(axis=2)
@@ -335,14 +338,14 @@ class _Replay:
             found = find_overlapping(np.zeros(len(rows), dtype=np.int64), parts.start[piece], parts.stop[piece])
         except PlanError as error:
             raise PlanError(
-                f"rank {rank} is not sent each element once; boxes that {len(rows)} messages bring it: {error}"
+                f"rank {rank} does not receive each element once; the boxes of its {len(rows)} messages: {error}"
             ) from None
         twice = rows[found]
         if len(twice):
-            rendezvous = twice[parts.shared(twice, int(twice[0])) > 0]
-            row = int(rendezvous[rendezvous > twice[0]][0])
+            overlapping = twice[parts.shared(twice, int(twice[0])) > 0]
+            row = int(overlapping[overlapping > twice[0]][0])
             again = parts.shared(rows[rows < row], row).sum()
-            raise PlanError(f"{parts.name(row)} brings rank {rank} {again} elements a second time")
+            raise PlanError(f"{parts.name(row)} delivers {again} elements to rank {rank} a second time")
         start, stop, _ = spec.dst_shards.pieces_of(rank)
         needed = (stop - start).prod(axis=1, dtype=np.int64).sum()
         name = f" of {spec.name}" if spec.name is not None else ""

@@ -1,4 +1,4 @@
-"""Every box of every message of a plan as one row, for what looks at all of them at once."""
+"""All boxes of all messages of a plan as rows of arrays, for the plan checker."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from reshard.sharding.tiles import Shards
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """One row per box of a message, in the plan's total order, so that a row's number is the id of the box.
+    """One row per box of a message, in the plan's total order; the row number is the id of the box.
 
-    A piece is a box of a region, or a chunk of one; all rows that carry it along a tree share it.
+    A piece is a box of a region, or a chunk of one. All rows that carry it along a tree share the piece.
 
     Attributes:
-        tensor, start, stop: of each piece. numel: its elements.
-        piece, message: of each row; ``message`` is a row of ``messages``. sender, receiver: its ranks.
+        tensor, start, stop, numel: tensor, bounds and number of elements of each piece.
+        piece, message: for each row, its piece and its row in ``messages``. sender, receiver: the ranks of each row.
         source: the row that brings the data to the sender, -1 if the sender holds it.
     """
 
@@ -40,7 +40,7 @@ class Parts:
 
     @classmethod
     def of(cls, plan: Plan) -> Parts:
-        """All rows of a plan."""
+        """The rows of a plan."""
         transfers, messages = plan.transfers, tabulate_messages(plan)
         counts = transfers.num_chunks * transfers.num_boxes
         transfer = np.repeat(np.arange(len(transfers)), counts)
@@ -53,7 +53,7 @@ class Parts:
         within = np.arange(len(message)) - messages.id[message]
         source = messages.source[message]
         fed = source >= 0
-        # a message whose source has fewer boxes is refused; until then its last boxes name the last one there
+        # A source with fewer boxes is a fault that the checker reports later; until then, clamp to its last box.
         last = num_boxes[source[fed]] - 1
         source[fed] = messages.id[source[fed]] + np.minimum(within[fed], last)
         return cls(
@@ -86,19 +86,19 @@ class Parts:
         return f"message {row}: {format_box([*zip(start, stop, strict=True)])}"
 
     def rows_to(self, rank: int, tensor: int) -> np.ndarray:
-        """Rows that bring a rank boxes of a tensor."""
+        """Rows that bring boxes of one tensor to a rank."""
         rows = np.flatnonzero(self.receiver == rank)
         return rows[self.tensor[self.piece[rows]] == tensor]
 
     def shared(self, rows: np.ndarray, row: int) -> np.ndarray:
-        """How many elements each of some rows shares with one row, all of one tensor."""
+        """``(rows,)`` elements that each of ``rows`` shares with ``row``; all are of one tensor."""
         a, b = self.piece[rows], self.piece[row]
         size = np.minimum(self.stop[a], self.stop[b]) - np.maximum(self.start[a], self.start[b])
         return np.maximum(size, 0).prod(axis=1, dtype=np.int64)
 
 
 class Sides:
-    """The owners of one side of all tensors; tensors of one shape and layout share them."""
+    """The :class:`Owners` of all tensors on one side, ``"src"`` or ``"dst"``; equal shapes and layouts share one."""
 
     def __init__(self, plan: Plan, side: str) -> None:
         number: dict[object, int] = {}
@@ -117,7 +117,7 @@ class Sides:
         self._kinds = kinds
 
     def split(self, parts: Parts, rows: np.ndarray) -> Iterator[tuple[Owners, Sequence[int], np.ndarray]]:
-        """Owners, which tensors are theirs, and those of the rows that are of these tensors, in their order."""
+        """Each Owners with the tensors that it covers, and those of ``rows`` that belong to them, in order."""
         kinds = self._kinds[parts.tensor[parts.piece[rows]]]
         order = np.argsort(kinds, kind="stable")
         ends = np.cumsum(np.bincount(kinds, minlength=len(self.owners)))
@@ -127,6 +127,6 @@ class Sides:
 
 
 def boxes_of(parts: Parts, rows: np.ndarray, ndim: int) -> tuple[np.ndarray, np.ndarray]:
-    """``(rows, ndim)`` starts and stops."""
+    """``(start, stop)`` of rows, each ``(rows, ndim)``."""
     piece = parts.piece[rows]
     return parts.start[piece, :ndim], parts.stop[piece, :ndim]

@@ -1,4 +1,4 @@
-"""Which ranks own which boxes of a tensor, for many boxes at once; and marks by which sums of boxes are compared."""
+"""Which ranks own which boxes of a tensor, for many boxes at once; and random marks that compare sets of boxes."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _U64 = np.uint64
 
 
 class Marks:
-    """Marks of boxes whose sums are equal where the boxes cover the same elements equally often.
+    """Random marks of boxes. Two sets of boxes have equal sums if they cover each element equally often.
 
-    The mark of a box is the product over its dims of ``noise(stop) - noise(start)``, where noise gives each coordinate
-    of a dim a random number of 64 bits. Multiplied out, that is a sum over the corners of the box with signs. Boxes
-    cover every element as often as other boxes do exactly if the signed corners of both are the same; sums over other
-    corners are equal by chance only. There are two marks per box, and the noise is drawn anew for each check, so that
-    chance is less than 2**-80, whoever wrote the plan.
+    The mark of a box is the product over its dims of ``noise(stop) - noise(start)``, where noise maps each coordinate
+    of a dim to a random 64-bit number. Expanded, it is a signed sum over the corners of the box. Two sets of boxes
+    cover each element equally often if and only if their signed corners are the same; otherwise their sums are equal
+    only by chance. Each box has two marks, and each check draws new noise, so the probability is below 2**-80 even for
+    a plan made to deceive the checker.
     """
 
     def __init__(self) -> None:
         self._seeds = [[secrets.randbits(64) for _ in range(2)] for _ in range(2 * 8)]
 
     def of_side(self, start: np.ndarray, stop: np.ndarray, dim: int) -> np.ndarray:
-        """``(sides, 2)`` what a side from ``start`` to ``stop`` in one dim gives to the mark of its box."""
+        """``(sides, 2)`` factors that sides from ``start`` to ``stop`` in one dim contribute to the marks of boxes."""
         return np.stack([self._noise(stop, dim, i) - self._noise(start, dim, i) for i in range(2)], axis=1)
 
     def of_boxes(self, start: np.ndarray, stop: np.ndarray, ndim: np.ndarray | None = None) -> np.ndarray:
-        """``(boxes, 2)`` their marks; of a box only the first ``ndim`` dims count, if given."""
+        """``(boxes, 2)`` marks of boxes; only the first ``ndim`` dims of each box count, if given."""
         marks = np.ones((len(start), 2), dtype=_U64)
         for dim in range(start.shape[1]):
             side = self.of_side(start[:, dim], stop[:, dim], dim)
@@ -51,14 +51,14 @@ class Marks:
 
 
 class Owners:
-    """Who owns which boxes of one side of a tensor. Ranks are named by their place in ``ranks``, which ascend."""
+    """The ranks that own boxes of one side of a tensor. A place is an index into ``ranks``, which are ascending."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
         self.ranks = np.array(sorted(shards.layout.ranks), dtype=np.int64)
 
     def places_of(self, ranks: np.ndarray) -> np.ndarray:
-        """The place of each rank, -1 for those that are not of the layout."""
+        """The place of each rank, -1 for ranks outside the layout."""
         at = np.minimum(np.searchsorted(self.ranks, ranks), len(self.ranks) - 1)
         return np.where(self.ranks[at] == ranks, at, -1)
 
@@ -68,7 +68,7 @@ class Owners:
         return self._shards.cuts is not None
 
     def inside(self, place: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """``(boxes,)`` whether each box lies inside one tile of its rank; places of -1 own nothing."""
+        """``(boxes,)`` bool: whether each box lies inside one tile of the rank at ``place``; -1 owns nothing."""
         shards, found = self._shards, place >= 0
         if shards.cuts is None:
             tile = locate_points(start, shards.start, shards.stop)
@@ -84,7 +84,7 @@ class Owners:
         return found
 
     def meets(self, place: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """``(boxes,)`` whether each box shares an element with what its rank owns; of grids only."""
+        """``(boxes,)`` bool: whether each box overlaps a tile of the rank at ``place``; only for grids."""
         assert self._shards.cuts is not None
         found = place >= 0
         for dim, cut in enumerate(self._shards.cuts):
@@ -96,13 +96,13 @@ class Owners:
         return found
 
     def tiles_of(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each tile that one of these owns, once per owner: its number, and the owner's place."""
+        """``(tile, place)`` of each tile that one of ``places`` owns, once per owner."""
         tile, place = np.divmod(self._owned_tiles, len(self.ranks))
         mine = np.isin(place, places)
         return tile[mine], place[mine]
 
     def sum_marks(self, marks: Marks) -> np.ndarray:
-        """``(ranks, 2)`` the sum of the marks of all that each rank owns."""
+        """``(ranks, 2)`` the sum of the marks of all tiles of each rank."""
         if self._shards.cuts is None:
             tile, place = np.divmod(self._owned_tiles, len(self.ranks))
             return add_by(place, marks.of_boxes(self._shards.start, self._shards.stop)[tile], len(self.ranks))
@@ -114,7 +114,7 @@ class Owners:
 
     @cached_property
     def _parts(self) -> np.ndarray:
-        """``(ranks, ndim)`` which part of each dim of a grid a rank owns."""
+        """``(ranks, ndim)`` the part of each dim that each rank owns; only for grids."""
         layout, cuts = self._shards.layout, self._shards.cuts
         assert isinstance(layout, Layout) and cuts is not None
         mesh = layout.mesh
@@ -128,13 +128,13 @@ class Owners:
 
     @cached_property
     def _owned_tiles(self) -> np.ndarray:
-        """``tile * ranks + place`` for each tile and each rank that owns it, ascending."""
+        """``tile * len(ranks) + place`` for each tile and each of its owners, ascending."""
         tile, replica = np.nonzero(self._shards.ranks != NO_RANK)
         return np.sort(tile * len(self.ranks) + self.places_of(self._shards.ranks[tile, replica]))
 
 
 def add_by(group: np.ndarray, values: np.ndarray, num_groups: int) -> np.ndarray:
-    """``(groups, columns)`` the sum of the rows of each group, modulo 2**64."""
+    """``(groups, columns)`` sums of the rows of each group, modulo 2**64."""
     total = np.zeros((num_groups, values.shape[1]), dtype=_U64)
     for column in range(values.shape[1]):
         np.add.at(total[:, column], group, np.ascontiguousarray(values[:, column]))
@@ -142,7 +142,7 @@ def add_by(group: np.ndarray, values: np.ndarray, num_groups: int) -> np.ndarray
 
 
 def describe_pieces(shards: Shards, rank: int, start: Sequence[int], stop: Sequence[int]) -> tuple[int, int]:
-    """How many tiles of a rank a box meets, and in how many elements."""
+    """The number of tiles of a rank that a box overlaps, and the number of elements that they share."""
     tile_start, tile_stop, _ = shards.pieces_of(rank)
     size = np.minimum(tile_stop, np.array(stop)) - np.maximum(tile_start, np.array(start))
     shared = np.maximum(size, 0).prod(axis=1, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What ranks hold for others while a plan runs: each relay keeps what it stages until its last use."""
+"""Staging limits: the data that ranks hold for others while a plan runs, each box from arrival to its last use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from reshard.plan.model import RECVS_AHEAD
 
 
 def check_staging(parts: Parts, staged: np.ndarray) -> None:
-    """Raise PlanError where a rank stages what nobody asks for, or more than its window holds.
+    """Raise PlanError if a rank stages data that it does not pass on, or more than its window or ``staging_bytes``.
 
     Args:
-        parts: of a plan in which each rank has what it sends. staged: ``(rows,)`` what its receiver does not need.
+        parts: of a plan in which each sender has its data. staged: ``(rows,)`` bool, rows that their receiver does not
+            need itself.
     """
     if not staged.any():
         return
@@ -27,7 +28,8 @@ def check_staging(parts: Parts, staged: np.ndarray) -> None:
     if len(unused):
         row = int(unused[0])
         raise PlanError(
-            f"message {row} brings rank {parts.receiver[row]} {nbytes[row]} bytes that it neither needs nor passes on"
+            f"message {row} brings {nbytes[row]} bytes to rank {parts.receiver[row]}, "
+            "which neither needs nor passes on the data"
         )
     is_relayed = np.logical_or.reduceat(staged, messages.id)
     relayed = np.flatnonzero(is_relayed)
@@ -35,7 +37,7 @@ def check_staging(parts: Parts, staged: np.ndarray) -> None:
     staging_bytes = min(plan.staging_bytes, 2**62)
     message_bytes = np.add.reduceat(nbytes, messages.id)
 
-    # Arrivals come at even times; what a message was the last to use is given back right behind it.
+    # Message i arrives at time 2 * i. A staged message is released at 2 * j + 1, where j is its last use.
     stages = np.zeros(1 + int(parts.receiver.max()), dtype=bool)
     stages[messages.receiver[relayed]] = True
     arriving = np.flatnonzero(stages[messages.receiver] & (messages.sender != messages.receiver))
@@ -47,7 +49,7 @@ def check_staging(parts: Parts, staged: np.ndarray) -> None:
     order = np.lexsort((time, rank))
     num_more = np.concatenate([is_relayed[arriving].astype(np.int64), np.full(len(relayed), -1)])[order]
     bytes_more = np.concatenate([message_bytes[arriving], -message_bytes[relayed]])[order]
-    num_held, bytes_held = np.cumsum(num_more), np.cumsum(bytes_more)  # at the end of each rank nothing is held
+    num_held, bytes_held = np.cumsum(num_more), np.cumsum(bytes_more)  # each rank ends at 0
     rank, time, arrives = rank[order], time[order], time[order] % 2 == 0
     full = arrives & (num_held - num_more >= window[rank])
     over = arrives & (bytes_held > staging_bytes)
@@ -58,7 +60,7 @@ def check_staging(parts: Parts, staged: np.ndarray) -> None:
     ident = messages.id[time[at] // 2]
     if full[at]:
         raise PlanError(
-            f"message {ident}: rank {rank[at]} must receive it while it stages {num_held[at] - num_more[at]} messages "
+            f"message {ident}: rank {rank[at]} must receive it while staging {num_held[at] - num_more[at]} messages "
             f"for others, but its window is {window[rank[at]]} messages of {largest[rank[at]]} bytes"
         )
     raise PlanError(

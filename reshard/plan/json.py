@@ -1,4 +1,4 @@
-"""Plans as JSON, and back; the contract is described in ``docs/plan-json.md``."""
+"""Conversion of plans to and from JSON; ``docs/plan-json.md`` describes the format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reshard.topology.files import topology_to_json
 
 
 def plan_to_json(plan: Plan, rank: int | None = None) -> dict[str, Any]:
-    """The plan as plain values, all messages expanded; with ``rank`` only the messages of that rank."""
+    """The plan as plain values with all messages expanded; with ``rank``, only the messages of that rank."""
     return {
         "tensors": [_tensor_to_json(spec) for spec in plan.tensors],
         "host_of_rank": list(plan.topology.host_of_rank),
@@ -44,7 +44,7 @@ def _list_messages(plan: Plan, rank: int | None = None) -> Iterator[dict[str, An
                 "start": list(start),
                 "stop": list(stop),
                 "after": [*([] if message.source is None else [message.source + i]), *message.after],
-                # boxes that travel in one message are listed one by one, so the window counts them so
+                # each box of a message is listed on its own, so the window counts boxes
                 "window": message.window * len(message.boxes),
             }
 
@@ -78,10 +78,10 @@ def layout_from_json(data: Any) -> AnyLayout:
     """The inverse of :func:`layout_to_json`.
 
     Raises:
-        PlanError, LayoutError, MeshError: the values are not a layout.
+        PlanError, LayoutError, MeshError: ``data`` is not a layout.
     """
     if not isinstance(data, Mapping):
-        raise PlanError(f"a layout is an object, not {type(data).__name__}")
+        raise PlanError(f"a layout must be an object, not {type(data).__name__}")
     if "regions" in data:
         if not isinstance(data["regions"], Mapping):
             raise PlanError("regions must be an object {rank: boxes}")
@@ -101,7 +101,7 @@ def layout_from_json(data: Any) -> AnyLayout:
     try:
         array = np.array(ranks, dtype=np.int64) if not isinstance(ranks, int) else ranks
     except (ValueError, OverflowError) as error:
-        raise PlanError(f"ranks must be an array of integers, all rows alike: {error}") from None
+        raise PlanError(f"ranks must be an array of integers with rows of equal length: {error}") from None
     mesh = Mesh.from_array(array, axes)
     spec = data["spec"]
     return Layout(mesh, read_spec(mesh, spec))
@@ -123,23 +123,23 @@ def _integer(data: Mapping[str, Any], key: str) -> int:
 
 
 def plan_from_json(data: Any) -> Plan:
-    """The plan that :func:`plan_to_json` wrote (without ``rank``), checked against its own hash and its messages.
+    """The plan written by :func:`plan_to_json` (without ``rank``), checked against its hash and its messages.
 
-    Whether it delivers is checked on its first use, or by :func:`reshard.check_plan`.
+    The first use of the plan, or :func:`reshard.check_plan`, checks that it delivers.
 
     Raises:
-        PlanError: the values are not a plan, do not have the hash that they name, list other messages than the
-            transfers make, or move nothing though a rank needs something.
+        PlanError: ``data`` is not a plan, ``plan_hash`` or ``messages`` do not match the transfers, or there are no
+            transfers although a rank needs data.
     """
     try:
         if isinstance(data, str):
             raise PlanError("give the parsed object, json.loads(text), not the text")
         if not isinstance(data, Mapping) or not isinstance(data.get("tensors"), list):
-            raise PlanError("a plan is an object with tensors")
+            raise PlanError("a plan must be an object with tensors")
         tensors = []
         for entry in data["tensors"]:
             if not isinstance(entry, Mapping) or not isinstance(entry.get("shape"), list):
-                raise PlanError("a tensor is an object with shape, dtype, src and dst")
+                raise PlanError("a tensor must be an object with shape, dtype, src and dst")
             if not all(isinstance(size, int) and not isinstance(size, bool) for size in entry["shape"]):
                 raise PlanError("shape must be a list of integers")
             name = entry.get("name")
@@ -162,26 +162,25 @@ def plan_from_json(data: Any) -> Plan:
         raise PlanError(f"not a plan: {error}") from None
     if "plan_hash" in data and data["plan_hash"] != plan.plan_hash:
         raise PlanError(
-            f"the plan says it has hash {data['plan_hash']}, but its hash is {plan.plan_hash}; leave plan_hash out of "
-            "a plan that was edited"
+            f"plan_hash is {data['plan_hash']}, but the hash of the plan is {plan.plan_hash}; omit plan_hash from an "
+            "edited plan"
         )
     if "messages" in data:
-        _check_listed(data["messages"], plan)
+        _check_messages(data["messages"], plan)
     return plan
 
 
-def _check_listed(listed: Any, plan: Plan) -> None:
-    """Raise PlanError unless a list of messages is that of the plan: who edits it means the transfers."""
+def _check_messages(listed: Any, plan: Plan) -> None:
+    """Raise PlanError unless the listed messages are those of the plan, so that edits to them are not ignored."""
     if not isinstance(listed, list) or len(listed) != plan.num_messages:
-        said = f"lists {len(listed)}" if isinstance(listed, list) else "is no list"
+        found = f"lists {len(listed)}" if isinstance(listed, list) else "is not a list"
         raise PlanError(
-            f"messages {said}, but the transfers make {plan.num_messages} messages: list all, or leave out the key"
+            f"messages {found}, but the transfers make {plan.num_messages} messages: list all, or omit the key"
         )
     for given, made in zip(listed, _list_messages(plan), strict=True):
         if given != made:
             raise PlanError(
-                f"messages lists {str(given)[:200]}, but the transfers make {made}: edit transfers and leave out "
-                "messages"
+                f"messages lists {str(given)[:200]}, but the transfers make {made}: edit transfers and omit messages"
             )
 
 

@@ -1,4 +1,4 @@
-"""All messages of a plan as arrays, for what looks at the whole plan at once."""
+"""The messages of a plan: all of them as arrays, or those of one rank one by one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from reshard.ragged import ranges
 
 @dataclass(frozen=True, eq=False)
 class MessageTable:
-    """One row per message in the plan's total order; boxes that travel together are one row. All int64.
+    """One row per message in the plan's total order; boxes of one message share its row. All arrays are int64.
 
     Attributes:
-        id: the id of its (first) box. transfer, chunk: which part of the plan it is.
-        sender, receiver: ranks; equal for a copy. nbytes: its size.
-        source: the row of the message that brings the data to the sender, -1 if it holds the data.
-        after_at, after: message i starts when those of rows ``after[after_at[i]:after_at[i + 1]]`` have finished.
-        window: how many messages of its sender may be unfinished when it starts.
+        id: id of the message, which is that of its first box. transfer, chunk: the transfer and chunk that it moves.
+        sender, receiver: ranks, equal for a local copy. nbytes: size in bytes.
+        source: row of the message that brings the data to the sender, -1 if the sender holds it.
+        after_at, after: message i starts after messages ``after[after_at[i]:after_at[i + 1]]`` (rows) have finished.
+        window: limit on unfinished messages of the sender, this one included.
     """
 
     id: np.ndarray
@@ -40,7 +40,7 @@ class MessageTable:
 
 
 def tabulate_messages(plan: Plan) -> MessageTable:
-    """Every message of a plan."""
+    """The table of all messages of a plan."""
     transfers = plan.transfers
     num_edges = np.diff(transfers.edge_at)
     num_boxes = transfers.num_boxes
@@ -81,7 +81,7 @@ def tabulate_messages(plan: Plan) -> MessageTable:
 
 
 def _parent_edges(plan: Plan) -> np.ndarray:
-    """For each edge the position in its transfer of the edge that brings the data to its sender, or -1."""
+    """For each edge, the position in its transfer of the edge that last brings the data to its sender, or -1."""
     transfers = plan.transfers
     sender, receiver, edge_at = transfers.sender, transfers.receiver, transfers.edge_at
     edge = np.arange(len(sender))
@@ -91,33 +91,33 @@ def _parent_edges(plan: Plan) -> np.ndarray:
     chained = np.zeros(len(sender), dtype=bool)
     chained[1:] = (position[1:] > 0) & brings[:-1] & (receiver[:-1] == sender[1:])
     parents[chained] = position[chained] - 1
-    asking = edge[(position > 0) & ~chained]
-    if not len(asking):
+    unresolved = edge[(position > 0) & ~chained]
+    if not len(unresolved):
         return parents
-    bringing = edge[brings & (np.diff(edge_at)[transfers.transfer_of_edge] > 1)]
+    sources = edge[brings & (np.diff(edge_at)[transfers.transfer_of_edge] > 1)]
     width = 1 + max(int(sender.max()), int(receiver.max()))
     _, name = np.unique(
         np.concatenate(
             [
                 transfers.transfer_of_edge[part] * width + end[part]
-                for part, end in ((bringing, receiver), (asking, sender))
+                for part, end in ((sources, receiver), (unresolved, sender))
             ]
         ),
         return_inverse=True,
     )
-    keys = np.sort(name[: len(bringing)] * len(sender) + bringing)
-    wanted = name[len(bringing) :]
-    at = np.searchsorted(keys, wanted * len(sender) + asking) - 1
+    keys = np.sort(name[: len(sources)] * len(sender) + sources)
+    wanted = name[len(sources) :]
+    at = np.searchsorted(keys, wanted * len(sender) + unresolved) - 1
     key = keys[np.maximum(at, 0)] if len(keys) else np.full(len(at), -1)
     known = (at >= 0) & (key // len(sender) == wanted)
-    parents[asking[known]] = position[key[known] % len(sender)]
+    parents[unresolved[known]] = position[key[known] % len(sender)]
     return parents
 
 
 def cut_chunks(
     transfers: Transfers, transfer: np.ndarray, chunk: np.ndarray, box: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``(start, stop)`` of chunks of boxes, as :meth:`Transfers.chunk_box` cuts one."""
+    """``(start, stop)`` of chunks of boxes, cut as by :meth:`Transfers.chunk_box`."""
     start, stop = transfers.box_start[box], transfers.box_stop[box]
     cut = np.flatnonzero(transfers.num_chunks[transfer] > 1)
     rest = chunk[cut]
@@ -142,13 +142,14 @@ def _chunk_bytes(plan: Plan, transfer: np.ndarray, chunk: np.ndarray) -> np.ndar
 
 @dataclass(frozen=True)
 class Message:
-    """What passes from one rank to another at once: one chunk, or several small boxes together.
+    """One message between two ranks: one chunk of a box, or several small boxes.
 
     Attributes:
-        id: the id of its first box; box ``i`` of it has id ``id + i``.
+        id: id of the first box; box ``i`` has id ``id + i``.
         boxes: ``(tensor, start, stop)`` of each box, in elements.
-        source: the id of the message that brings the same boxes to the sender, None if it holds them.
-        after: the ids of further messages, by their last box, that must have completed.
+        source: id of the message that brings the same boxes to the sender, None if the sender holds them.
+        after: ids of further messages that must have finished, each given by its last box.
+        window: limit on unfinished messages of the sender, this one included.
     """
 
     id: int
@@ -163,9 +164,9 @@ class Message:
 
 
 def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
-    """The messages of a plan in its total order; with ``rank``, only those it sends or receives.
+    """The messages of a plan in its total order; with ``rank``, only those that it sends or receives.
 
-    Only the transfers that the rank takes part in are looked at.
+    With ``rank``, the cost depends only on the transfers of that rank.
     """
     transfers = plan.transfers
     if rank is None:
@@ -184,10 +185,10 @@ def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
                 brought_by[receiver] = edge
         first_box, num_boxes = int(transfers.first_box[transfer]), int(transfers.num_boxes[transfer])
         base, window = int(transfers.first_message[transfer]), int(transfers.window[transfer])
-        fed_by = int(transfers.source[transfer])
-        source = int(transfers.first_message[fed_by]) if fed_by >= 0 else None
+        source_transfer = int(transfers.source[transfer])
+        source = int(transfers.first_message[source_transfer]) if source_transfer >= 0 else None
         order = transfers.after[transfers.after_at[transfer] : transfers.after_at[transfer + 1]]
-        after = tuple((transfers.first_message[order[order != fed_by] + 1] - 1).tolist())
+        after = tuple((transfers.first_message[order[order != source_transfer] + 1] - 1).tolist())
         for chunk in range(int(transfers.num_chunks[transfer])):
             if num_boxes == 1:
                 bounds = [transfers.chunk_box(transfer, chunk)]

@@ -1,4 +1,4 @@
-"""The whole choice of how tensors travel, as one frozen value that is the same on every rank."""
+"""A plan: all messages that move tensors, as one frozen value that is the same on every rank."""
 
 from __future__ import annotations
 
@@ -15,43 +15,45 @@ from reshard.errors import ArgumentError
 from reshard.formatting import compare_names
 from reshard.plan.text_writer import format_plan
 from reshard.plan.transfers import Transfers
-from reshard.ragged import mix_rows
+from reshard.ragged import hash_rows
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.files import topology_to_json
 from reshard.topology.model import Topology
 
-#: Bytes that a rank may hold beyond its source and destination shards.
+#: Default limit on the bytes that a rank holds beyond its source and destination shards.
 DEFAULT_STAGING_BYTES = 64 * 2**20
-#: How many receives a rank posts ahead of the first unfinished one, at most.
+#: Limit on the receives that a rank posts at once, from its first unfinished one on.
 RECVS_AHEAD = 8
 
 
 def recvs_ahead(window: int) -> int:
-    """How close behind a rank's first unfinished receive a message of this window must be to be let in.
+    """How many receives a rank posts from its first unfinished one on, up to messages of this window.
 
-    A sender starts when its receiver has posted the receive, so this is what keeps the senders into one receiver in
-    the plan's order. Messages that pass from host to host come with window 2 and are let in two at a time: with eight,
-    a broadcast from four senders of one host took 1.15 times the bound in place of 1.07 on emulated hosts, as later
-    chains take the link from earlier ones.
+    A sender starts when its receiver has posted the receive, so this limit keeps the senders to one receiver in the
+    plan's order. Messages between hosts have window 2 and are admitted two at a time. With eight, later chains take
+    bandwidth from earlier ones: on emulated hosts, a broadcast from four senders of one host took 1.15 times the lower
+    bound instead of 1.07.
     """
     return min(RECVS_AHEAD, window if window <= 2 else 2 * window)
 
 
 def num_recv_slots(staging_bytes: int, largest_nbytes: int) -> int:
-    """How many messages a rank can stage on their way in: half of its staging, cut by its largest message."""
+    """How many incoming messages a rank can stage: half of its staging divided by its largest message, 1 to 8."""
     return max(1, min(RECVS_AHEAD, staging_bytes // 2 // max(largest_nbytes, 1)))
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Which messages move tensors from their source to their destination layouts, in one total order.
+    """The messages that move tensors from their source to their destination layouts, in one total order.
 
-    The order is that of the transfers, then of chunks, then of edges: chunk 0 passes along the whole tree,
-    then chunk 1. Message ids count in it. Plans are equal when their :attr:`plan_hash` is.
+    Messages are ordered and numbered by transfer, then chunk, then edge: chunk 0 passes along the whole tree of its
+    transfer, then chunk 1. Plans are equal if their :attr:`plan_hash` is.
 
     Attributes:
-        tensors: what moves. topology: who is where. strategy: what chose it.
-        transfers: how it moves. staging_bytes: what a rank may hold beyond its shards.
+        tensors: the tensors to move. topology: the hosts of ranks, and links. strategy: name of the strategy that chose
+            the transfers.
+        transfers: regions and the trees that they travel along.
+        staging_bytes: limit on the bytes that a rank holds beyond its shards.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -67,7 +69,7 @@ class Plan:
 
     @cached_property
     def is_two_way(self) -> bool:
-        """Whether two ranks of different hosts both send to each other."""
+        """Whether some two ranks of different hosts send to each other."""
         host = self.topology.host_by_rank
         edges = np.unique(np.stack([self.transfers.sender, self.transfers.receiver], axis=1), axis=0)
         across = set(map(tuple, edges[host[edges[:, 0]] != host[edges[:, 1]]].tolist()))
@@ -75,7 +77,7 @@ class Plan:
 
     @cached_property
     def plan_hash(self) -> str:
-        """sha256 of everything the plan says, 64 hex digits."""
+        """SHA-256 of the content of the plan, 64 hex digits."""
         digest = hashlib.sha256()
         topology = {name: value for name, value in topology_to_json(self.topology).items() if value != 0}
         header = [[str(spec) for spec in self.tensors], topology, self.strategy, self.staging_bytes]
@@ -90,7 +92,7 @@ class Plan:
         return digest.hexdigest()
 
     def _region_marks(self) -> np.ndarray:
-        """``(regions, 2)`` numbers, 128 bits, that stand for the boxes of each region wherever it is stored."""
+        """``(regions, 2)`` 128-bit hash of the boxes of each region, independent of the region's index."""
         transfers = self.transfers
         if not len(transfers.box_tensor):
             return np.zeros((0, 2), dtype=np.uint64)
@@ -98,13 +100,13 @@ class Plan:
         counts = np.diff(transfers.box_at)
         place = np.arange(len(transfers.box_tensor)) - np.repeat(transfers.box_at[:-1], counts)
         rows = np.concatenate([*columns, place[:, None], np.repeat(counts, counts)[:, None]], axis=1)
-        return np.stack([np.add.reduceat(mix_rows(rows, seed), transfers.box_at[:-1]) for seed in (1, 2)], axis=1)
+        return np.stack([np.add.reduceat(hash_rows(rows, seed), transfers.box_at[:-1]) for seed in (1, 2)], axis=1)
 
     def by_tensor(self, value: Any) -> list[Any]:
-        """What a caller gives for the tensors, one each: ``{name: value}``, or the value where there is one tensor.
+        """A caller's values as a list in tensor order, from ``{name: value}`` or, with one tensor, from its value.
 
         Raises:
-            ArgumentError: the names are not those of the plan, or are missing.
+            ArgumentError: the names differ from those of the plan, or are missing.
         """
         if isinstance(value, Mapping):
             if self.tensors[0].name is None:
@@ -119,11 +121,11 @@ class Plan:
 
     @property
     def num_messages(self) -> int:
-        """How many messages the plan has, copies included."""
+        """The number of messages, copies included; each box of a message counts."""
         return int(self.transfers.first_message[-1])
 
     def count_messages(self, rank: int) -> int:
-        """How many messages one rank sends or receives, boxes that travel together counted one by one."""
+        """The number of messages that one rank sends or receives; each box of a message counts."""
         transfers = self.transfers
         mine = (transfers.sender == rank) | (transfers.receiver == rank)
         per_edge = transfers.num_boxes * transfers.num_chunks
@@ -151,7 +153,9 @@ class Plan:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}  # a copy is not known to be sound
+        return {
+            name: getattr(self, name) for name in self.__dataclass_fields__
+        }  # without _is_sound: a copy must be checked
 
     def __eq__(self, other: object) -> bool:
         return self.plan_hash == other.plan_hash if isinstance(other, Plan) else NotImplemented
@@ -168,16 +172,15 @@ class Plan:
         )
 
 
-def vouch_for(plan: Plan) -> Plan:
-    """Mark a plan as sound: the planner made it in this process, or the checker passed it.
+def mark_sound(plan: Plan) -> Plan:
+    """Mark a plan as sound: the planner made it in this process, or the checker accepted it.
 
-    The mark is on this one object. It is no part of its value: plans that are replaced, copied, unpickled or parsed
-    have none.
+    The mark belongs to this object, not to its value. Plans that are copied, replaced, unpickled or parsed lack it.
     """
     object.__setattr__(plan, "_is_sound", True)
     return plan
 
 
 def is_sound(plan: Plan) -> bool:
-    """Whether somebody vouched for this plan in this process."""
+    """Whether :func:`mark_sound` was called for this plan object."""
     return vars(plan).get("_is_sound", False) is True

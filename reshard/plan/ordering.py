@@ -1,4 +1,4 @@
-"""The order that a plan asks for across ranks, beyond what each rank keeps by itself."""
+"""The order between messages of different ranks that a plan requires; each rank orders its own messages itself."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from reshard.plan.model import Plan
 
 @dataclass(frozen=True, eq=False)
 class Waits:
-    """Who waits for what: transfer ``later`` starts when ``earlier`` is over, and ``waiter`` sees to it.
+    """Order constraints between transfers that ranks enforce. All arrays have one entry per constraint.
 
-    The waiter is an end of ``later``. ``actor`` is a rank of its host, or itself, that knows when ``earlier`` is over:
-    its sender, who is done with it (``is_sent``), or its receiver, who has it. Transfers of the same two ranks are not
-    here: they pass one connection, one after the other. Nor are copies inside a rank, which take no link, nor what
-    neither end of a transfer can learn on its own host: such order is kept by the times that the plan expects, not by
-    force.
+    Some constraints are left out. Transfers between the same two ranks share a connection, which keeps their order.
+    Copies inside a rank use no link. If no rank on either host of ``later`` observes the end of ``earlier``, nothing
+    enforces the constraint; the plan relies on its expected times.
+
+    Attributes:
+        later, earlier: transfer ``later`` starts after transfer ``earlier`` has ended.
+        waiter: the end of ``later`` that waits, its sender or its receiver.
+        actor: the rank that observes the end of ``earlier``; it is on the waiter's host and may be the waiter itself.
+        is_sent: bool, True if the actor is the sender of ``earlier``, which has finished its send; False if it is the
+            receiver, which has the data.
     """
 
     later: np.ndarray
@@ -28,7 +33,7 @@ class Waits:
 
 
 def find_turns(plan: Plan) -> np.ndarray:
-    """``(transfers,)`` True where a transfer enters its host only when one from another rank has ended."""
+    """``(transfers,)`` bool: whether the receiver of a transfer waits until a transfer of another rank has ended."""
     waits = find_waits(plan)
     receiver = plan.transfers.receiver[plan.transfers.edge_at[:-1]]
     found = np.zeros(len(plan.transfers), dtype=bool)
@@ -37,11 +42,11 @@ def find_turns(plan: Plan) -> np.ndarray:
 
 
 def find_waits(plan: Plan) -> Waits:
-    """All waits of a plan."""
+    """The order constraints of a plan that ranks enforce."""
     transfers = plan.transfers
     later = np.repeat(np.arange(len(transfers)), np.diff(transfers.after_at))
     earlier = transfers.after
-    order = earlier != transfers.source[later]  # what brings the data is waited for anyway
+    order = earlier != transfers.source[later]  # a receive of the data is waited for anyway
     later, earlier = later[order], earlier[order]
     first = transfers.edge_at[:-1]
     host = plan.topology.host_by_rank

@@ -1,4 +1,4 @@
-"""Reads the text of a plan back, see :mod:`reshard.plan.text_writer`."""
+"""Parser of plan texts; :mod:`reshard.plan.text_writer` describes the format."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ _BOX = re.compile(rf"t({_INT}) \[([0-9:, ]*)\]")
 
 
 def parse_plan(text: str) -> Plan:
-    """The plan that a text from :func:`format_plan` describes; equal to the one that was printed.
+    """The plan described by a text from ``str(plan)``; equal to the plan that was printed.
 
     Raises:
-        PlanError: the text is not a plan; says which line.
+        PlanError: the text is not a plan; the error names the line.
     """
     if not isinstance(text, str):
-        raise PlanError(f"a plan is read from a str, not from {type(text).__name__}")
+        raise PlanError(f"parse_plan needs a str, not {type(text).__name__}")
     if len(text) > MAX_TEXT_BYTES:
-        raise PlanError(f"a text of {len(text)} characters is too long for a plan; at most {MAX_TEXT_BYTES}")
+        raise PlanError(f"the text has {len(text)} characters; a plan has at most {MAX_TEXT_BYTES}")
     lines = [line.strip() for line in text.splitlines()]
     numbered = [(i + 1, line) for i, line in enumerate(lines) if line and not line.startswith("#")]
     at = 0
@@ -59,7 +59,7 @@ def parse_plan(text: str) -> Plan:
         while at < len(numbered) and numbered[at][1].startswith("tensor "):
             match = _expect(_TENSOR, numbered, at)
             if int(match[1]) != len(tensors):
-                raise PlanError(f"tensor {match[1]} stands where tensor {len(tensors)} should")
+                raise PlanError(f"expected tensor {len(tensors)}, found tensor {match[1]}")
             src, middle, dst = match[5].partition(") to ")
             if not middle:
                 raise PlanError("a tensor needs 'from LAYOUT to LAYOUT'")
@@ -94,7 +94,7 @@ def parse_plan(text: str) -> Plan:
 
 
 def _check_moves(plan: Plan) -> None:
-    """Raise PlanError if a plan has no transfers though a rank needs something."""
+    """Raise PlanError if a plan has no transfers although a rank needs data."""
     if len(plan.transfers):
         return
     for spec in plan.tensors:
@@ -110,14 +110,13 @@ def _expect(pattern: re.Pattern[str], lines: list[tuple[int, str]], at: int) -> 
     match = pattern.fullmatch(lines[at][1]) if at < len(lines) else None
     if match is None:
         word = pattern.pattern.split()[0].lstrip("(")
-        raise PlanError(
-            f"expected a line such as {word!r}, found {lines[at][1][:80]!r}" if at < len(lines) else "the text ends"
-        )
+        found = repr(lines[at][1][:80]) if at < len(lines) else "the end of the text"
+        raise PlanError(f"expected a line such as {word!r}, found {found}")
     return match
 
 
 def read_plan_topology(data: Any) -> Topology:
-    """As :meth:`topology_from_json`; plans of versions that left out what is 0 keep their meaning."""
+    """As :func:`topology_from_json`, but omitted latencies are 0: earlier versions omitted latencies of 0."""
     return topology_from_json({**dict.fromkeys(LATENCIES, 0), **data} if isinstance(data, dict) else data)
 
 
@@ -135,7 +134,7 @@ def _parse_topology(match: re.Match[str]) -> Topology:
 
 
 class TransferRow:
-    """One transfer, before it is put into arrays."""
+    """One parsed transfer. ``source`` and ``after`` are ids of first messages of other transfers."""
 
     def __init__(
         self,
@@ -149,7 +148,7 @@ class TransferRow:
     ) -> None:
         self.first_message, self.boxes, self.edges = first_message, boxes, edges
         self.splits, self.window = splits, window
-        self.source, self.after = source, after  # first messages of other transfers
+        self.source, self.after = source, after
 
 
 def _parse_transfer(match: re.Match[str], tensors: Sequence[TensorSpec]) -> TransferRow:
@@ -185,10 +184,10 @@ def _parse_transfer(match: re.Match[str], tensors: Sequence[TensorSpec]) -> Tran
 
 
 def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
-    """Arrays from rows.
+    """Transfers as arrays; ``ndim`` is the largest number of dims of any tensor.
 
     Raises:
-        PlanError: splits that do not fit, a window below 1, or messages that begin no transfer before.
+        PlanError: splits that do not fit, a window below 1, or ``source`` or ``after`` name no earlier transfer.
     """
     boxes = [box for row in rows for box in row.boxes]
     start = np.zeros((len(boxes), ndim), dtype=np.int64)
@@ -203,7 +202,7 @@ def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
         if len(given) != ndim or any(not 1 <= n <= size for n, size in zip(given, sizes, strict=True)):
             raise PlanError(f"splits {'x'.join(map(str, row.splits))} do not fit a box of {sizes}")
         if len(row.boxes) > 1 and any(n != 1 for n in given):
-            raise PlanError("a transfer of several boxes travels in one chunk, so its splits are all 1")
+            raise PlanError("the splits of a transfer of several boxes must all be 1")
         if row.window < 1:
             raise PlanError(f"window {row.window} must be at least 1")
         splits[i] = given
@@ -214,7 +213,7 @@ def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
         named = [*([] if row.source is None else [row.source]), *row.after]
         for ident in named:
             if ident not in number:
-                raise PlanError(f"message {ident} begins no transfer before message {row.first_message}")
+                raise PlanError(f"message {ident} is not the first of a transfer before message {row.first_message}")
         after.append([number[ident] for ident in named])
         number[row.first_message] = i
     return Transfers(
@@ -247,7 +246,7 @@ def parse_mesh(text: str) -> Mesh:
     for pair in match[1].split(", ") if match[1] else []:
         axis, equals, size = pair.partition("=")
         if not equals or axis in sizes or not re.fullmatch("[0-9]{1,18}", size):
-            raise PlanError(f"{pair[:80]!r} is not an axis such as dp=2, or stands twice")
+            raise PlanError(f"{pair[:80]!r} is not an axis such as dp=2, or is repeated")
         sizes[axis] = int(size)
     return Mesh(parse_ranks(match[2]), sizes)
 
@@ -264,7 +263,7 @@ def parse_layout(text: str) -> AnyLayout:
     for row in match[3].split("; "):
         rank, colon, boxes = row.partition(": ")
         if not colon or not re.fullmatch("[0-9]+", rank) or int(rank) in regions:
-            raise PlanError(f"{row[:80]!r} is not 'rank: [0:4, 0:8] ...', or its rank stands twice")
+            raise PlanError(f"{row[:80]!r} is not 'rank: [0:4, 0:8] ...', or its rank is repeated")
         regions[int(rank)] = list(_parse_boxes(boxes))
     return RegionLayout(regions, join_dim=int(match[2]), ndim=int(match[1]))
 

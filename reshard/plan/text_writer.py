@@ -1,4 +1,4 @@
-"""Plans as text that a person can check, and back.
+"""The text form of plans, which people can read and :func:`reshard.parse_plan` reads back.
 
 ::
 
@@ -8,10 +8,10 @@
     0: t0 [0:4, 0:4] 0 -> 2 splits 1x1 window 4
     1: t0 [4:8, 0:4] + t0 [4:8, 4:8] 1 -> 2 -> 3 splits 1x1 window 2
 
-A transfer's line gives the id of its first message, its boxes, its tree (``0 -> 2 -> 3, 2 -> 4``: edges in
-order, a path for as long as one follows from the other), into how many parts each dim is cut, and the window; where it
-has them, ``from 12`` for the message that brings its data, and ``after 7,9`` for others that must have finished. Lines
-that begin with # are for people.
+The line of a transfer has the id of its first message, its boxes, its tree, the number of parts that each dim is cut
+into (splits), and the window. The tree lists edges in order; consecutive edges that form a path are written as one:
+``0 -> 2 -> 3, 2 -> 4``. Two parts are optional: ``from 12`` is the message that brings the data to the first sender,
+``after 7,9`` are other messages that must have finished. Lines that begin with # are comments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reshard.topology.model import Topology
 if TYPE_CHECKING:
     from reshard.plan.model import Plan
 
-#: Latencies of a topology that the text of a plan states unless they are 0.
+#: Latencies of a topology that the text of a plan includes unless they are 0.
 LATENCIES = ("latency_seconds", "inside_latency_seconds")
 
 
@@ -94,5 +94,5 @@ def _format_topology(topology: Topology) -> str:
     numbers = {name: getattr(topology, name) for name in LATENCIES}
     if topology != replace(Topology.uniform(topology.host_of_rank, rate), **numbers):
         return f"topology {json.dumps(topology_to_json(topology))}"
-    said = "".join(f"{name}={number!r} " for name, number in numbers.items() if number)
-    return f"topology nic_bytes_per_second={rate!r} {said}hosts {hosts}"
+    latencies = "".join(f"{name}={number!r} " for name, number in numbers.items() if number)
+    return f"topology nic_bytes_per_second={rate!r} {latencies}hosts {hosts}"

@@ -1,4 +1,4 @@
-"""Regions and the trees they travel along: the part of a plan that strategies choose."""
+"""Transfers: regions and the trees that they travel along, which strategies choose."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from reshard.errors import PlanError
 
 @dataclass(frozen=True, eq=False)
 class Transfers:
-    """Regions and the trees they travel along, in order. All arrays are int64.
+    """Regions and the trees that they travel along, in order. All arrays are int64.
 
-    Transfer ``i`` moves region ``r = region[i]``, boxes ``box_at[r]:box_at[r + 1]``, along edges
-    ``edge_at[i]:edge_at[i + 1]``. Several transfers may move one region. Edges stand
-    in an order in which each sender holds the data or stands before as a receiver; an edge from a rank to
-    itself is a copy. A transfer of one box travels in ``prod(splits[i])`` chunks, one of several small boxes in
-    one chunk, all boxes in one message. A transfer may come after others of one message each: where those bring its
-    data to its sender, and where the plan asks for more order than each rank keeps by itself.
+    Transfer ``i`` moves region ``r = region[i]``, which is boxes ``box_at[r]:box_at[r + 1]``, along edges
+    ``edge_at[i]:edge_at[i + 1]``. Several transfers may move one region. Each edge follows the edge that brings the
+    data to its sender, unless the sender holds it; an edge from a rank to itself is a copy. A transfer of one box is
+    sent in ``prod(splits[i])`` chunks; all boxes of a transfer of several small boxes are one message. A transfer may
+    start after other transfers of one message each: those that bring its data to its sender, and those that the plan
+    orders before it.
 
     Attributes:
-        box_tensor: ``(boxes,)``. box_start, box_stop: ``(boxes, ndim)``, dims that a tensor lacks are ``0:1``.
-        sender, receiver: ``(edges,)``. splits: ``(transfers, ndim)`` into how many parts each dim is cut.
-        window: ``(transfers,)`` how many messages a sender may have unfinished when one of these starts.
-        after_at, after: transfer i starts when transfers ``after[after_at[i]:after_at[i + 1]]`` have finished.
-        region: ``(transfers,)``; omitted, each transfer has its own.
-        source: ``(transfers,)`` which of those brings the data to the first sender, -1 where it holds the data.
+        box_at: ``(regions + 1,)``. box_tensor: ``(boxes,)`` the tensor of each box.
+        box_start, box_stop: ``(boxes, ndim)`` bounds; ``0:1`` in dims past those of the tensor.
+        edge_at: ``(transfers + 1,)``. sender, receiver: ``(edges,)`` ranks.
+        splits: ``(transfers, ndim)`` the number of parts that each dim is cut into.
+        window: ``(transfers,)`` limit on the unfinished messages of a sender when it starts one of these, included.
+        after_at, after: transfer i starts after transfers ``after[after_at[i]:after_at[i + 1]]`` have finished.
+        source: ``(transfers,)`` the transfer in ``after`` that brings the data to the first sender, -1 if the sender
+            holds it.
+        region: ``(transfers,)``; omitted, each transfer has its own region.
 
     Raises:
-        PlanError: a transfer comes after one that is not before it or has several messages, or its source is none of
-            those.
+        PlanError: a transfer starts after one that is not earlier or has several messages, or its source is not in its
+            ``after``.
     """
 
     box_at: np.ndarray
@@ -68,8 +71,8 @@ class Transfers:
         wrong = np.flatnonzero((self.after < 0) | (self.after >= later) | ~single[np.minimum(self.after, later)])
         if len(wrong):
             raise PlanError(
-                f"transfer {later[wrong[0]]} comes after transfer {self.after[wrong[0]]}, which is not an earlier one "
-                "of a single message"
+                f"transfer {later[wrong[0]]} comes after transfer {self.after[wrong[0]]}, which is not an earlier "
+                "transfer of a single message"
             )
         fed = np.flatnonzero(self.source >= 0)
         named = np.zeros(len(self), dtype=bool)
@@ -79,7 +82,7 @@ class Transfers:
             raise PlanError(f"transfer {lost} gets data from transfer {self.source[lost]}, but does not come after it")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # through the constructor, so that what was unpickled is checked and cannot be written either
+        # through the constructor, which checks unpickled arrays and makes them read-only
         return type(self), tuple(getattr(self, name) for name in self.__dataclass_fields__)
 
     def __len__(self) -> int:
@@ -87,32 +90,32 @@ class Transfers:
 
     @cached_property
     def first_box(self) -> np.ndarray:
-        """``(transfers,)`` the first box of each transfer."""
+        """``(transfers,)`` index of the first box of each transfer."""
         return self.box_at[self.region]
 
     @cached_property
     def num_boxes(self) -> np.ndarray:
-        """``(transfers,)`` boxes of each transfer."""
+        """``(transfers,)`` number of boxes of each transfer."""
         return self.box_at[self.region + 1] - self.first_box
 
     @cached_property
     def num_chunks(self) -> np.ndarray:
-        """``(transfers,)`` chunks of each transfer."""
+        """``(transfers,)`` number of chunks of each transfer."""
         return self.splits.prod(axis=1, dtype=np.int64)
 
     @cached_property
     def first_message(self) -> np.ndarray:
-        """``(transfers + 1,)`` the id of each transfer's first message; the last entry counts all messages."""
+        """``(transfers + 1,)`` id of each transfer's first message; the last entry is the number of messages."""
         counts = self.num_boxes * self.num_chunks * np.diff(self.edge_at)
         return np.concatenate([[0], np.cumsum(counts)])
 
     @cached_property
     def transfer_of_edge(self) -> np.ndarray:
-        """``(edges,)`` the transfer that each edge belongs to."""
+        """``(edges,)`` transfer of each edge."""
         return np.repeat(np.arange(len(self)), np.diff(self.edge_at))
 
     def chunk_box(self, transfer: int, chunk: int) -> tuple[list[int], list[int]]:
-        """``(start, stop)`` of one chunk of a transfer of one box."""
+        """``(start, stop)`` of one chunk of a single-box transfer."""
         box = int(self.first_box[transfer])
         start, stop = self.box_start[box].tolist(), self.box_stop[box].tolist()
         lo, hi = list(start), list(stop)

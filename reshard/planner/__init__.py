@@ -1,4 +1,4 @@
-"""Who sends what to whom, and when: strategies, the choice among them, and recovery plans.
+"""Planning: strategies, the choice among them, and recovery plans.
 
-Imports :mod:`reshard.cost` and what that imports.
+May import :mod:`reshard.cost` and the layers below it.
 """

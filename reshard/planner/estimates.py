@@ -1,4 +1,4 @@
-"""What plans take at least, found without simulating them."""
+"""Floors: lower bounds on simulated makespans, computed without simulating."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from reshard.plan.transfers import Transfers
 from reshard.planner.multicast.classes import Classes
-from reshard.planner.multicast.host_classes import HostClasses, least_seconds
+from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
 from reshard.planner.strategies.problem import DIRECT_CHUNK_BYTES, TREE_CHUNK_BYTES, Problem
 from reshard.ragged import NO_RANK
 from reshard.topology.model import MAX_NICS, Topology
@@ -17,23 +17,26 @@ from reshard.topology.model import MAX_NICS, Topology
 
 @dataclass(frozen=True, eq=False)
 class Floors:
-    """Times below which no plan of a kind can be by :func:`~reshard.cost.simulator.simulate`, before there is one."""
+    """Lower bounds, in seconds, on what :func:`~reshard.cost.simulator.simulate` gives for any plan of a strategy.
+
+    They are known before a plan is made.
+    """
 
     problem: Problem
 
     @cached_property
     def host_classes(self) -> HostClasses:
-        """The problem's classes by hosts."""
+        """The problem's classes, grouped by hosts."""
         return HostClasses.of(Classes.of(self.problem), self.problem.topology)
 
     @cached_property
     def of_all(self) -> float:
-        """Of every strategy that is known here: bytes through ports, and messages that no strategy can do without."""
-        return self._with_start(max(self._bytes, self._alone))
+        """Floor of every strategy: the bytes through the busiest port, and the messages of regions with one holder."""
+        return self._add_start(max(self._port_seconds, self._single_holder_seconds))
 
     @cached_property
     def of_trees(self) -> float:
-        """Of strategies that send each class of regions by itself, once to each host that lacks it."""
+        """Floor of strategies that send each class of regions separately, once to each host that lacks it."""
         topology, host_classes = self.problem.topology, self.host_classes
         if not host_classes.moves.any():
             return self.of_all
@@ -41,13 +44,14 @@ class Floors:
         rates = [nic.egress_bytes_per_second for h in hosts for nic in topology.host(h).nics]
         arrivals = np.diff(host_classes.destinations[0])[host_classes.host_class]
         work = float((arrivals * (host_classes.classes.nbytes + topology.latency_seconds * min(rates))).sum())
-        return max(self.of_all, self._with_start(work / sum(rates)))
+        return max(self.of_all, self._add_start(work / sum(rates)))
 
     @cached_property
     def of_broadcasts(self) -> float:
-        """As :attr:`of_trees`, of those along a chain of hosts: a holder sends to the first, each other comes from one.
+        """Floor of strategies that send along chains of hosts.
 
-        What goes further than one hop has chunks of at most 1 MiB.
+        A holder sends to the first host, and each host sends to the next. Chunks that travel more than one hop have at
+        most 1 MiB.
         """
         topology, host_classes = self.problem.topology, self.host_classes
         if not host_classes.moves.any():
@@ -55,29 +59,33 @@ class Floors:
         classes, hosts = host_classes.classes, np.diff(host_classes.destinations[0])[host_classes.host_class]
         is_chain = (classes.receivers != NO_RANK).sum(axis=1) > 1
         chunks = -(-classes.nbytes // np.where(is_chain, TREE_CHUNK_BYTES, DIRECT_CHUNK_BYTES))
-        goes = hosts > 0
+        leaves_host = hosts > 0
         seconds = [float(hosts.max()) * topology.latency_seconds]
         for members, times in (
-            (host_classes.holders[1], goes),
+            (host_classes.holders[1], leaves_host),
             (host_classes.destinations[1], np.maximum(hosts - 1, 0)),
         ):
             rates = [nic.egress_bytes_per_second for h in np.unique(members).tolist() for nic in topology.host(h).nics]
             work = times * (classes.nbytes + chunks * topology.latency_seconds * min(rates))
             seconds.append(float(work.sum()) / sum(rates))
-        return max(self.of_trees, self._with_start(max(seconds)))
+        return max(self.of_trees, self._add_start(max(seconds)))
 
     def of_gathers(self, num_receivers: np.ndarray) -> float:
-        """Of strategies in which each receiver of a region passes parts on to or for all others, by regions."""
+        """Floor of the all-gathers: each receiver of a region forwards one message for each other receiver.
+
+        Args:
+            num_receivers: ``(tasks,)`` receivers of each region.
+        """
         problem, topology = self.problem, self.problem.topology
-        passes = np.where(self._has_near_holder, 0, np.maximum(num_receivers - 1, 0))
+        forwards = np.where(self._has_near_holder, 0, np.maximum(num_receivers - 1, 0))
         task, replica = np.nonzero(problem.receivers != NO_RANK)
-        count = np.bincount(problem.receivers[task, replica], weights=passes[task])
-        of_one = min(topology.latency_seconds, topology.inside_latency_seconds)
-        return max(self.of_all, self._with_start(float(count.max(initial=0.0)) * of_one))
+        count = np.bincount(problem.receivers[task, replica], weights=forwards[task])
+        latency = min(topology.latency_seconds, topology.inside_latency_seconds)
+        return max(self.of_all, self._add_start(float(count.max(initial=0.0)) * latency))
 
     @cached_property
     def _has_near_holder(self) -> np.ndarray:
-        """``(tasks,)`` whether a holder shares a host with a receiver."""
+        """``(tasks,)`` whether a holder and a receiver are on the same host."""
         problem, host = self.problem, self.problem.topology.host_by_rank
         found = np.zeros(len(problem), dtype=bool)
         receivers = np.where(problem.receivers == NO_RANK, -1, host[problem.receivers])
@@ -85,57 +93,57 @@ class Floors:
             found |= ((receivers == host[column][:, None]) & (column != NO_RANK)[:, None]).any(axis=1)
         return found
 
-    def _with_start(self, seconds: float) -> float:
+    def _add_start(self, seconds: float) -> float:
         topology = self.problem.topology
-        return max(seconds - _saved(topology), 0.0) + topology.start_seconds
+        return max(seconds - _burst_seconds(topology), 0.0) + topology.start_seconds
 
     @property
-    def _bytes(self) -> float:
-        """Nothing flows before one latency."""
+    def _port_seconds(self) -> float:
+        """Time of the busiest port, plus one latency before the first byte flows."""
         if not self.host_classes.moves.any():
             return 0.0
-        return least_seconds(self.problem.topology, self.host_classes) + self.problem.topology.latency_seconds
+        return busiest_port_seconds(self.problem.topology, self.host_classes) + self.problem.topology.latency_seconds
 
     @property
-    def _alone(self) -> float:
-        """What one rank alone holds leaves its host, or where nothing does leaves that rank.
+    def _single_holder_seconds(self) -> float:
+        """Time to send the regions that have a single holder: from its host, or from its rank if nothing leaves a host.
 
-        Boxes travel together only from one rank to the same receivers, so there is a message at least for each rank
-        that is the last of such receivers.
+        Regions share a message only if they have the same sender and receivers. So each holder sends at least one
+        message for each different last receiver of its regions.
         """
         topology, classes = self.problem.topology, self.host_classes.classes
-        alone = np.flatnonzero((classes.holders != NO_RANK).sum(axis=1) == 1)
-        if not len(alone):
+        single = np.flatnonzero((classes.holders != NO_RANK).sum(axis=1) == 1)
+        if not len(single):
             return 0.0
         host = topology.host_by_rank
-        holder, receivers = classes.holders[alone].max(axis=1), classes.receivers[alone]
+        holder, receivers = classes.holders[single].max(axis=1), classes.receivers[single]
         if self.host_classes.moves.any():
             receivers = np.where(host[receivers] != host[holder][:, None], receivers, NO_RANK)
             hosts = [topology.host(h) for h in range(topology.num_hosts)]
-            place, latency = host, topology.latency_seconds
+            sender_of, latency = host, topology.latency_seconds
             rate = np.array([h.egress_bytes_per_second for h in hosts])
-            of_one = np.array([min(nic.egress_bytes_per_second for nic in h.nics) for h in hosts]) / rate
+            port_part = np.array([min(nic.egress_bytes_per_second for nic in h.nics) for h in hosts]) / rate
         else:
-            place, latency = np.arange(len(host)), topology.inside_latency_seconds
+            sender_of, latency = np.arange(len(host)), topology.inside_latency_seconds
             rate = np.full(len(host), topology.inside_bytes_per_second or np.inf)
-            of_one = np.ones(len(host))
+            port_part = np.ones(len(host))
         last = receivers.max(axis=1)
-        goes = last != NO_RANK
-        nbytes = np.bincount(place[holder[goes]], weights=classes.nbytes[alone][goes], minlength=len(rate))
-        pairs = np.unique(holder[goes] * len(host) + last[goes])
-        count = np.bincount(place[pairs // len(host)], minlength=len(rate))
-        return float((nbytes / rate + count * latency * of_one).max())
+        is_sent = last != NO_RANK
+        nbytes = np.bincount(sender_of[holder[is_sent]], weights=classes.nbytes[single][is_sent], minlength=len(rate))
+        pairs = np.unique(holder[is_sent] * len(host) + last[is_sent])
+        count = np.bincount(sender_of[pairs // len(host)], minlength=len(rate))
+        return float((nbytes / rate + count * latency * port_part).max())
 
 
-def _saved(topology: Topology) -> float:
-    """Seconds that bursts can save: what a port passes at once."""
+def _burst_seconds(topology: Topology) -> float:
+    """The most seconds that bursts can save: ``burst_bytes`` over the slowest port."""
     return topology.burst_bytes / min(_rates_of_ports(topology)) if topology.burst_bytes else 0.0
 
 
-def least_seconds_of(problem: Problem, transfers: Transfers) -> float:
-    """Below which :func:`~reshard.cost.simulator.simulate` of these transfers cannot be: the busiest port.
+def floor_of_transfers(problem: Problem, transfers: Transfers) -> float:
+    """Floor of the simulated makespan of these transfers, in seconds: the time of the busiest port.
 
-    A message holds its sender's port for its latency and then for its bytes. Nothing arrives before one latency.
+    A message occupies its sender's port for its latency and then for its bytes. Nothing arrives before one latency.
     """
     topology = problem.topology
     host, nic = topology.host_by_rank, np.array(topology.nic_of_rank, dtype=np.int64)
@@ -144,29 +152,29 @@ def least_seconds_of(problem: Problem, transfers: Transfers) -> float:
     ends = np.concatenate([[0], np.cumsum(box_bytes)])[transfers.box_at]
     of = transfers.transfer_of_edge
     nbytes = np.diff(ends)[transfers.region][of].astype(np.float64)
-    count = transfers.num_chunks[of].astype(np.float64)  # boxes that travel together are one message
+    count = transfers.num_chunks[of].astype(np.float64)  # all boxes of a chunk form one message
     a, b = host[transfers.sender], host[transfers.receiver]
     crosses = a != b
     inside = ~crosses & (transfers.sender != transfers.receiver)
     seconds = [0.0]
     if crosses.any():
-        out, into, latency = _rates(topology)
+        egress, ingress, latency = _rates(topology)
         x, y, part = a[crosses] * MAX_NICS, b[crosses] * MAX_NICS, nbytes[crosses]
         x, y = x + nic[transfers.sender[crosses]], y + nic[transfers.receiver[crosses]]
         size = topology.num_hosts * MAX_NICS
-        sent = np.bincount(x, weights=part, minlength=size) / out
+        sent = np.bincount(x, weights=part, minlength=size) / egress
         held = np.bincount(x, weights=count[crosses], minlength=size) * latency
-        got = np.bincount(y, weights=part, minlength=size) / into
-        seconds += [float((sent + held).max()), float(got.max()) + latency]
+        received = np.bincount(y, weights=part, minlength=size) / ingress
+        seconds += [float((sent + held).max()), float(received.max()) + latency]
         if topology.pods:
             pod = np.array([topology.host(h).pod for h in range(topology.num_hosts)], dtype=np.int64)
             p, q = pod[a[crosses]], pod[b[crosses]]
             apart = p != q
-            for place, rates in (
+            for pods, rates in (
                 (p, [port.egress_bytes_per_second for port in topology.pods]),
                 (q, [port.ingress_bytes_per_second for port in topology.pods]),
             ):
-                passed = np.bincount(place[apart], weights=part[apart], minlength=len(rates)) / np.array(rates)
+                passed = np.bincount(pods[apart], weights=part[apart], minlength=len(rates)) / np.array(rates)
                 seconds.append(float(passed.max()) + latency * bool(apart.any()))
     if inside.any():
         rate, latency = topology.inside_bytes_per_second or np.inf, topology.inside_latency_seconds
@@ -174,21 +182,24 @@ def least_seconds_of(problem: Problem, transfers: Transfers) -> float:
         left = np.bincount(transfers.sender[inside], weights=work + count[inside] * latency)
         came = np.bincount(transfers.receiver[inside], weights=work)
         seconds += [float(left.max()), float(came.max()) + latency]
-    return max(max(seconds) - _saved(topology), 0.0) + topology.start_seconds
+    return max(max(seconds) - _burst_seconds(topology), 0.0) + topology.start_seconds
 
 
 def _rates(topology: Topology) -> tuple[np.ndarray, np.ndarray, float]:
-    """Of each NIC, numbered by host and place, out and in; and the latency between hosts."""
-    out, into = (np.full(topology.num_hosts * MAX_NICS, np.inf) for _ in range(2))
+    """Egress and ingress rates of all NICs, indexed ``host * MAX_NICS + nic``, and the latency between hosts."""
+    egress, ingress = (np.full(topology.num_hosts * MAX_NICS, np.inf) for _ in range(2))
     if len(topology.hosts) == 1:
         for number, nic in enumerate(topology.hosts[0].nics):
-            out[number::MAX_NICS], into[number::MAX_NICS] = nic.egress_bytes_per_second, nic.ingress_bytes_per_second
+            egress[number::MAX_NICS], ingress[number::MAX_NICS] = (
+                nic.egress_bytes_per_second,
+                nic.ingress_bytes_per_second,
+            )
     else:
         for h in range(topology.num_hosts):
             for number, nic in enumerate(topology.host(h).nics):
                 at = h * MAX_NICS + number
-                out[at], into[at] = nic.egress_bytes_per_second, nic.ingress_bytes_per_second
-    return out, into, topology.latency_seconds
+                egress[at], ingress[at] = nic.egress_bytes_per_second, nic.ingress_bytes_per_second
+    return egress, ingress, topology.latency_seconds
 
 
 def _rates_of_ports(topology: Topology) -> list[float]:

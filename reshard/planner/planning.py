@@ -1,4 +1,4 @@
-"""The road from layouts to a checked plan."""
+"""Make a checked plan from layouts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from reshard.errors import ArgumentError
 from reshard.formatting import compare_names
-from reshard.plan.model import DEFAULT_STAGING_BYTES, Plan, vouch_for
+from reshard.plan.model import DEFAULT_STAGING_BYTES, Plan, mark_sound
 from reshard.plan.transfers import Transfers
 from reshard.planner.auto import choose_fastest
 from reshard.planner.registry import STRATEGIES, find_strategy
@@ -17,8 +17,8 @@ from reshard.sharding.layout import AnyLayout
 from reshard.sharding.tensor_spec import TensorSpec, check_tensors
 from reshard.topology.model import Topology
 
-#: Regions, each with all ranks that hold or all that need it: with more, a plan would take more than four gigabytes.
-MOST_HOLDINGS = 10_000_000
+#: Limit on (region, rank that holds or needs it) pairs; a plan with more takes more than 4 GB.
+MAX_HOLDINGS = 10_000_000
 
 
 def make_plan(
@@ -31,38 +31,38 @@ def make_plan(
     topology: Topology | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
 ) -> Plan:
-    """Plan how one tensor, or several, move from source to destination layouts.
+    """Plan how one or more tensors move from source to destination layouts.
 
     Args:
         src, dst: the layouts; for several tensors ``{name: layout}``, or one layout for all of them.
         shape: the global shape; for several tensors ``{name: shape}``.
         dtype: the dtype (string, torch or NumPy); for several tensors one for all, or ``{name: dtype}``.
-        strategy: a name in :data:`reshard.planner.registry.STRATEGIES` or a function of that form. Omitted, or
-            "auto": the one that is predicted to be fastest, as a rule "multicast"; the plan says which.
-        topology: where ranks are; omitted, all ranks are on one host.
-        staging_bytes: what a rank may hold beyond its shards, 64 MiB by default.
+        strategy: a name in :data:`reshard.planner.registry.STRATEGIES` or a strategy function. None or "auto" picks
+            the one predicted to be fastest, usually "multicast"; ``plan.strategy`` names it.
+        topology: the hosts, links and pods of the ranks; None puts all ranks on one host.
+        staging_bytes: staging memory of each rank in bytes, beyond its shards; 64 MiB by default.
 
     Returns:
-        The same plan on every rank that asks with the same arguments.
+        The plan. Equal arguments give equal plans on every rank.
 
     Raises:
-        LayoutError, ArgumentError, TopologyError: the arguments do not fit together, or are too many to plan at once.
+        LayoutError, ArgumentError, TopologyError: the arguments contradict each other, or the plan is too large.
     """
     if isinstance(shape, Mapping):
         names = list(shape)
         tensors = [
             TensorSpec(
                 check_shape(shape[name]),
-                _of(dtype, name, names, "dtype"),
-                _of(src, name, names, "src"),
-                _of(dst, name, names, "dst"),
+                _value_for(dtype, name, names, "dtype"),
+                _value_for(src, name, names, "src"),
+                _value_for(dst, name, names, "dst"),
                 name,
             )
             for name in names
         ]
     else:
         if isinstance(src, Mapping) or isinstance(dst, Mapping):
-            raise ArgumentError("layouts are given by name, so shape must be too: {name: shape}")
+            raise ArgumentError("layouts are given by name, so shape must also be given by name: {name: shape}")
         tensors = [TensorSpec(check_shape(shape), dtype, src, dst)]
     return plan_tensors(tensors, strategy=strategy, topology=topology, staging_bytes=staging_bytes)
 
@@ -74,7 +74,7 @@ def plan_tensors(
     topology: Topology | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
 ) -> Plan:
-    """As :func:`make_plan`, for tensors that are described already."""
+    """Like :func:`make_plan`, but takes :class:`TensorSpec` objects."""
     check_tensors(tensors)
     if topology is not None and not isinstance(topology, Topology):
         raise ArgumentError(f"topology must be a Topology, not {type(topology).__name__}")
@@ -86,16 +86,16 @@ def plan_tensors(
         topology = Topology((0,) * count)
     topology = topology.first(count)
     holdings = sum(spec.num_holdings for spec in tensors)
-    if holdings > MOST_HOLDINGS:
+    if holdings > MAX_HOLDINGS:
         num_src, num_dst = (max(len(getattr(spec, side).ranks) for spec in tensors) for side in ("src", "dst"))
         raise ArgumentError(
-            f"{len(tensors)} tensor{'s' * (len(tensors) > 1)} from up to {num_src:,} to {num_dst:,} ranks: their parts "
-            f"are held or needed {holdings:,} times; at most {MOST_HOLDINGS:,} are planned at once, so move them in "
-            "several calls"
+            f"{len(tensors)} tensor{'s' * (len(tensors) > 1)} from up to {num_src:,} to {num_dst:,} ranks: their "
+            f"regions are held or needed {holdings:,} times; at most {MAX_HOLDINGS:,} fit in one plan; move the "
+            "tensors in several calls"
         )
-    taking_part = sorted({rank for spec in tensors for rank in (*spec.src.ranks, *spec.dst.ranks)})
-    topology.check_covers(taking_part)
-    problem = Problem.of(tensors, topology.only(taking_part), staging_bytes)
+    participants = sorted({rank for spec in tensors for rank in (*spec.src.ranks, *spec.dst.ranks)})
+    topology.check_covers(participants)
+    problem = Problem.of(tensors, topology.only(participants), staging_bytes)
     if function is None:
         name, transfers = choose_fastest(problem)
     else:
@@ -104,16 +104,16 @@ def plan_tensors(
             raise ArgumentError(f"strategy {name} must return Routes, not {type(chosen).__name__}")
         transfers = complete(problem, chosen)
     plan = Plan(tuple(tensors), topology, name, transfers, staging_bytes)
-    is_ours = function is None or function in STRATEGIES.values()
-    return vouch_for(plan) if is_ours else plan  # what a caller's function chose is checked before it runs
+    is_builtin = function is None or function in STRATEGIES.values()
+    return mark_sound(plan) if is_builtin else plan  # a plan from a custom strategy is checked before it runs
 
 
-def _of(value: Any, name: str, names: list[str], what: str) -> Any:
-    """The entry of one tensor in an argument that is given by name, or once for all."""
+def _value_for(value: Any, name: str, names: list[str], argument: str) -> Any:
+    """One tensor's value of an argument that is either a dict by name or one value for all tensors."""
     if not isinstance(value, Mapping):
         return value
     if set(value) != set(names):
         raise ArgumentError(
-            f"{what}, given by name, {compare_names(value, names)}; the shape names {len(names)} tensors"
+            f"{argument}, given by name, {compare_names(value, names)}; the shape names {len(names)} tensors"
         )
     return value[name]

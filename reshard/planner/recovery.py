@@ -1,6 +1,6 @@
-"""What is left of a transfer when ranks are lost in it: who misses what, who holds it, and a plan that brings it.
+"""Recovery plans: what the surviving ranks still miss after ranks are lost, and a plan that delivers it.
 
-Pure functions, no communication: every rank that is left works out the same from how far each of them came.
+Pure functions without communication: all survivors derive the same plan from the progress of each of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from reshard.errors import RankLostError
-from reshard.formatting import say_ranks
+from reshard.formatting import describe_ranks
 from reshard.plan.messages import expand_messages
 from reshard.plan.model import Plan
 from reshard.planner.planning import plan_tensors
@@ -21,13 +21,13 @@ from reshard.sharding.mesh import Mesh
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.sharding.tiles import Shards, find_overlaps
 
-#: So many lost regions are named in an error.
-_MOST_NAMED = 3
+#: An error names at most this many lost regions.
+_MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """How far one rank came: whether it made its own copies, and how many of its receives, in order, have landed."""
+    """Progress of one rank: whether its local copies are done, and how many of its receives, in order, completed."""
 
     copied: bool = False
     received: int = 0
@@ -35,7 +35,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of one tensor, in elements of the whole, and the ranks that need it and do not have it."""
+    """A box of one tensor, in global indices, and the ranks that need it and do not have it."""
 
     tensor: int
     start: tuple[int, ...]
@@ -44,42 +44,44 @@ class Piece:
 
 
 def whole_tensors(plan: Plan) -> list[Piece]:
-    """The tensors of a plan as pieces of themselves."""
+    """One piece per tensor of a plan, which covers the whole tensor."""
     return [Piece(i, (0,) * spec.ndim, spec.shape) for i, spec in enumerate(plan.tensors)]
 
 
 def find_missing(
     plan: Plan, pieces: Sequence[Piece], arrived: Mapping[int, Arrived], ranks: Iterable[int]
 ) -> list[Piece]:
-    """What ``ranks`` still miss of a plan that was broken off.
+    """The pieces that ``ranks`` still miss of an interrupted plan.
 
     Args:
-        plan: what was under way. pieces: which part of which tensor each tensor of the plan is.
-        arrived: how far each rank came; those that are not named have nothing. ranks: those that are left.
+        plan: the interrupted plan.
+        pieces: the piece that each tensor of ``plan`` stands for.
+        arrived: progress by rank; a rank without an entry has received nothing.
+        ranks: the surviving ranks.
 
     Returns:
-        Pieces that some rank misses; chunks of one region that are missing alike are one piece.
+        The missing pieces. Neighbouring chunks of a region that the same ranks miss form one piece.
     """
     missing: dict[tuple[int, tuple[int, ...], tuple[int, ...]], set[int]] = {}
-    region_of: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, int, int]] = {}
+    place_of: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, int, int]] = {}
     for rank in sorted(ranks):
-        came, received = arrived.get(rank, Arrived()), 0
+        progress, received = arrived.get(rank, Arrived()), 0
         boxes = []
         for message in expand_messages(plan, rank):
             if message.receiver != rank:
                 continue
             is_copy = message.sender == rank
-            has = came.copied if is_copy else received < came.received
+            has = progress.copied if is_copy else received < progress.received
             received += not is_copy
             if not has:
                 boxes += [((message.transfer, i, message.chunk), box) for i, box in enumerate(message.boxes)]
-        for (region, box), is_needed in zip(boxes, _needed(plan, rank, [box for _, box in boxes]), strict=True):
+        for (place, box), is_needed in zip(boxes, _needed(plan, rank, [box for _, box in boxes]), strict=True):
             if is_needed:
                 missing.setdefault(box, set()).add(rank)
-                region_of[box] = min(region, region_of.get(box, region))
+                place_of[box] = min(place, place_of.get(box, place))
     found: list[Piece] = []
-    last: tuple[int, int] | None = None
-    for box in sorted(missing, key=region_of.__getitem__):
+    last_region: tuple[int, int] | None = None
+    for box in sorted(missing, key=place_of.__getitem__):
         tensor, start, stop = box
         origin = pieces[tensor]
         piece = Piece(
@@ -88,46 +90,49 @@ def find_missing(
             tuple(a + b for a, b in zip(origin.start, stop, strict=True)),
             frozenset(missing[box]),
         )
-        of = region_of[box][:2]
-        joined = _join(found[-1], piece) if found and of == last else None
+        region = place_of[box][:2]
+        joined = _join(found[-1], piece) if found and region == last_region else None
         if joined is None:
             found.append(piece)
         else:
             found[-1] = joined
-        last = of
+        last_region = region
     return found
 
 
 def plan_remainder(
     pieces: Sequence[Piece], plan: Plan, ranks: Iterable[int], lost: Iterable[int], strategy: str | None = None
 ) -> tuple[Plan, list[Piece]]:
-    """A plan over the ranks that are left that brings each piece to those that miss it, one tensor per piece.
+    """A plan over the surviving ranks that sends each piece to the ranks that miss it, one tensor per piece.
 
     Args:
-        pieces: all that is missing, at least one. plan: the first one, whose layouts say which ranks hold what.
-        ranks: those that are left; lost: those that are not. strategy: by name.
+        pieces: all missing pieces, at least one.
+        plan: the original plan, whose layouts define which ranks hold what.
+        ranks: the surviving ranks.
+        lost: the lost ranks.
+        strategy: the name of a strategy; None is "auto".
 
     Returns:
-        The plan, and the piece that each of its tensors is; a piece of which different ranks hold different parts was
-        cut.
+        The plan, and the piece that each of its tensors stands for. A piece that no single rank holds is cut into
+        smaller ones.
 
     Raises:
-        RankLostError: no rank that is left holds some of it; says which regions.
+        RankLostError: no surviving rank holds some of the pieces; the error names their regions.
     """
-    left, cut = sorted(ranks), list(pieces)
+    survivors, cut = sorted(ranks), list(pieces)
     while True:
-        holders = _find_holders(cut, plan, left, pieces)
-        finer = [
+        holders = _find_holders(cut, plan, survivors, pieces)
+        smaller = [
             part
             for piece, held_by in zip(cut, holders, strict=True)
             for part in ([piece] if held_by else _cut(piece, pieces))
         ]
-        if len(finer) == len(cut):
+        if len(smaller) == len(cut):
             break
-        cut = finer
-    nowhere = [piece for piece, held_by in zip(cut, holders, strict=True) if not held_by]
-    if nowhere:
-        raise RankLostError(_lost_text(nowhere, plan, lost), tuple(sorted(lost)), tuple(map(_region, nowhere)))
+        cut = smaller
+    unheld = [piece for piece, held_by in zip(cut, holders, strict=True) if not held_by]
+    if unheld:
+        raise RankLostError(_format_loss(unheld, plan, lost), tuple(sorted(lost)), tuple(map(_region, unheld)))
     tensors = [
         TensorSpec(
             tuple(hi - lo for lo, hi in zip(piece.start, piece.stop, strict=True)),
@@ -138,22 +143,24 @@ def plan_remainder(
         )
         for number, (piece, held_by) in enumerate(zip(cut, holders, strict=True))
     ]
-    made = plan_tensors(tensors, strategy=strategy, topology=plan.topology, staging_bytes=plan.staging_bytes)
-    return made, cut
+    recovery = plan_tensors(tensors, strategy=strategy, topology=plan.topology, staging_bytes=plan.staging_bytes)
+    return recovery, cut
 
 
 def view_pieces(
-    made: Plan,
+    remainder: Plan,
     pieces: Sequence[Piece],
     plan: Plan,
     rank: int,
     src: Sequence[torch.Tensor | None],
     dst: Sequence[torch.Tensor | None],
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-    """Where each piece lies at one rank: where it is sent from, and where it must come; None where neither.
+    """Views of one rank's arrays: the source and the destination of each piece, or None.
 
     Args:
-        made, pieces: what :func:`plan_remainder` gave. plan: the first one. src, dst: the rank's arrays of its tensors.
+        remainder, pieces: the result of :func:`plan_remainder`.
+        plan: the original plan.
+        src, dst: the rank's source and destination array of each tensor of ``plan``, or None.
     """
     sources: list[torch.Tensor | None] = [None] * len(pieces)
     targets: list[torch.Tensor | None] = [None] * len(pieces)
@@ -166,7 +173,7 @@ def view_pieces(
                 None if array is None or at is None else array[at]
                 for array, at in zip((src[tensor], dst[tensor]), held, strict=True)
             ]
-            if rank in made.tensors[i].src.ranks:
+            if rank in remainder.tensors[i].src.ranks:
                 sources[i] = views[0] if views[0] is not None else views[1]
             if rank in pieces[i].missing:
                 assert views[1] is not None
@@ -177,7 +184,7 @@ def view_pieces(
 def find_boxes(
     shards: Shards, rank: int, boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> list[tuple[slice, ...] | None]:
-    """Of each ``(start, stop)`` the slices of the rank's local array; None where it does not hold all of it."""
+    """Slices of the rank's local array for each box ``(start, stop)``; None if it does not hold all of the box."""
     ndim = len(shards.shape)
     if rank not in shards.layout.ranks:
         return [None] * len(boxes)
@@ -186,7 +193,7 @@ def find_boxes(
 
 
 def _needed(plan: Plan, rank: int, boxes: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> list[bool]:
-    """Which boxes belong to the destination shard of a rank; the others it only passes on."""
+    """Whether each box belongs to the destination shard of the rank; it only forwards the others."""
     needed = [False] * len(boxes)
     for tensor in {box[0] for box in boxes}:
         own = [i for i, box in enumerate(boxes) if box[0] == tensor]
@@ -197,19 +204,19 @@ def _needed(plan: Plan, rank: int, boxes: Sequence[tuple[int, tuple[int, ...], t
 
 
 def _join(first: Piece, second: Piece) -> Piece | None:
-    """Both as one, if the same ranks miss them and they are one box."""
+    """The union of two pieces if it is one box and the same ranks miss both; else None."""
     if (first.tensor, first.missing) != (second.tensor, second.missing):
         return None
-    unlike = [
+    different = [
         d for d in range(len(first.start)) if (first.start[d], first.stop[d]) != (second.start[d], second.stop[d])
     ]
-    if len(unlike) != 1 or first.stop[unlike[0]] != second.start[unlike[0]]:
+    if len(different) != 1 or first.stop[different[0]] != second.start[different[0]]:
         return None
     return replace(first, stop=second.stop)
 
 
 def _by_tensor(pieces: Sequence[Piece]) -> dict[int, list[int]]:
-    """The numbers of the pieces of each tensor."""
+    """Indices of the pieces of each tensor."""
     found: dict[int, list[int]] = {}
     for number, piece in enumerate(pieces):
         found.setdefault(piece.tensor, []).append(number)
@@ -217,16 +224,16 @@ def _by_tensor(pieces: Sequence[Piece]) -> dict[int, list[int]]:
 
 
 def _ends(pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
-    """``(pieces, ndim)`` starts and stops of pieces of one tensor, at least one."""
+    """``(pieces, ndim)`` starts and stops of at least one piece, all of the same tensor."""
     shape = len(pieces), len(pieces[0].start)
     start, stop = ([getattr(piece, name) for piece in pieces] for name in ("start", "stop"))
     return np.array(start, dtype=np.int64).reshape(shape), np.array(stop, dtype=np.int64).reshape(shape)
 
 
-def _find_holders(cut: Sequence[Piece], plan: Plan, left: Sequence[int], missing: Sequence[Piece]) -> list[list[int]]:
-    """Of each piece the ranks that hold all of it: in their source shard, or in their destination shard if they miss
-    nothing of it.
-    """
+def _find_holders(
+    cut: Sequence[Piece], plan: Plan, survivors: Sequence[int], missing: Sequence[Piece]
+) -> list[list[int]]:
+    """The ranks that hold all of each piece: in the source shard, or in the destination shard if they miss no part."""
     holders: list[list[int]] = [[] for _ in cut]
     missing_of = _by_tensor(missing)
     for tensor, numbers in _by_tensor(cut).items():
@@ -236,15 +243,15 @@ def _find_holders(cut: Sequence[Piece], plan: Plan, left: Sequence[int], missing
         for i, j in zip(*(side.tolist() for side in find_overlaps(*_ends(own), *_ends(lacking))), strict=True):
             lack[i] |= lacking[j].missing
         spec, boxes = plan.tensors[tensor], [(piece.start, piece.stop) for piece in own]
-        for rank in left:
+        for rank in survivors:
             in_src, in_dst = (find_boxes(shards, rank, boxes) for shards in (spec.src_shards, spec.dst_shards))
-            for number, a, b, without in zip(numbers, in_src, in_dst, lack, strict=True):
-                if a is not None or (b is not None and rank not in without):
+            for number, a, b, missing_ranks in zip(numbers, in_src, in_dst, lack, strict=True):
+                if a is not None or (b is not None and rank not in missing_ranks):
                     holders[number].append(rank)
     return holders
 
 
-def _meet(a: Piece, b: Piece) -> bool:
+def _overlap(a: Piece, b: Piece) -> bool:
     """Whether two pieces share an element."""
     return a.tensor == b.tensor and all(
         max(a.start[d], b.start[d]) < min(a.stop[d], b.stop[d]) for d in range(len(a.start))
@@ -252,9 +259,9 @@ def _meet(a: Piece, b: Piece) -> bool:
 
 
 def _cut(piece: Piece, missing: Sequence[Piece]) -> list[Piece]:
-    """A piece in two, where another one that is missing begins or ends inside it; else as it is."""
+    """The piece cut in two at a start or stop of a missing piece that lies inside it, or the whole piece."""
     for other in missing:
-        if _meet(piece, other):
+        if _overlap(piece, other):
             for d, (start, stop) in enumerate(zip(piece.start, piece.stop, strict=True)):
                 for at in (other.start[d], other.stop[d]):
                     if start < at < stop:
@@ -273,15 +280,14 @@ def _name(piece: Piece, plan: Plan) -> str:
     return f"{f'{name!r} ' if name else ''}{_region(piece)}"
 
 
-def _lost_text(nowhere: Sequence[Piece], plan: Plan, lost: Iterable[int]) -> str:
+def _format_loss(unheld: Sequence[Piece], plan: Plan, lost: Iterable[int]) -> str:
     ranks = sorted(lost)
-    named = ", ".join(_name(piece, plan) for piece in nowhere[:_MOST_NAMED])
-    num_more = len(nowhere) - _MOST_NAMED
+    regions = ", ".join(_name(piece, plan) for piece in unheld[:_MAX_NAMED])
+    num_more = len(unheld) - _MAX_NAMED
     more = f" and {num_more} more region{'s' * (num_more > 1)}" if num_more > 0 else ""
-    needed = sorted({rank for piece in nowhere for rank in piece.missing})
+    needed = sorted({rank for piece in unheld for rank in piece.missing})
     return (
-        f"{say_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} lost, and with "
-        f"{'them' if len(ranks) > 1 else 'it'} {named}{more}: "
-        f"{say_ranks(needed)} still need{'s' * (len(needed) == 1)} it and no rank "
-        "that is left holds it"
+        f"{describe_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} lost, and with "
+        f"{'them' if len(ranks) > 1 else 'it'} {regions}{more}: "
+        f"{describe_ranks(needed)} still need{'s' * (len(needed) == 1)} it and no surviving rank holds it"
     )

@@ -1,8 +1,9 @@
-"""Strategies: who sends what to whom, and in which order.
+"""All strategies by name.
 
-Each is a function from a ``Problem`` to ``Routes``, see :mod:`reshard.planner.strategies.problem`. Steps and bytes on
-the wire of each are in its docstring; B bytes are what the destination needs and does not hold, counted once per
-destination host (unique) or once per receiving rank (total).
+A strategy is a function from a ``Problem`` to ``Routes`` or ``Transfers``; it decides which rank sends what to which
+rank, and in which order. See :mod:`reshard.planner.strategies.problem`. Each docstring gives the steps and the bytes on
+the wire. Bytes count what the destination needs and does not hold, once per destination host ("unique") or once per
+receiving rank ("total").
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from reshard.planner.strategies.broadcast import broadcast_greedy, broadcast_nai
 from reshard.planner.strategies.direct import global_all_gather, local_all_gather, send_recv
 from reshard.planner.strategies.problem import Strategy
 
-#: Strategies by name. A caller may pass any function of the same form instead of a name.
+#: Strategies by name. Callers may pass any function with the same signature instead of a name.
 STRATEGIES: dict[str, Strategy] = {
     "send_recv": send_recv,
     "local_all_gather": local_all_gather,
@@ -26,17 +27,17 @@ STRATEGIES: dict[str, Strategy] = {
     "multicast": multicast,
 }
 
-#: The name of what is used where no strategy is given: :func:`reshard.planner.auto.choose_fastest`.
+#: The default strategy: :func:`reshard.planner.auto.choose_fastest`.
 AUTO = "auto"
 
 
 def find_strategy(strategy: str | Strategy | None) -> tuple[str, Strategy | None]:
-    """The name and the function of a strategy given as either.
+    """The name and the function of a strategy given as a name or a function.
 
-    None is "auto", which has no function of its own; "broadcast" is "broadcast_greedy".
+    None means "auto", whose function is None. "broadcast" means "broadcast_greedy".
 
     Raises:
-        ArgumentError: no strategy of that name.
+        ArgumentError: the name is unknown, or ``strategy`` is neither a name nor a function.
     """
     if strategy is None:
         strategy = AUTO
@@ -47,8 +48,8 @@ def find_strategy(strategy: str | Strategy | None) -> tuple[str, Strategy | None
         raise ArgumentError(f"strategy must be a name or a function, not {type(strategy).__name__}")
     if strategy == AUTO:
         return AUTO, None
-    if strategy == "broadcast":  # in its best order
+    if strategy == "broadcast":  # the broadcast with the best order
         strategy = "broadcast_greedy"
     if strategy not in STRATEGIES:
-        raise ArgumentError(f"no strategy {strategy!r}; there are {AUTO}, {', '.join(STRATEGIES)}")
+        raise ArgumentError(f"no strategy {strategy!r}; choose one of {AUTO}, {', '.join(STRATEGIES)}")
     return strategy, STRATEGIES[strategy]

@@ -1,4 +1,4 @@
-"""Sharded arrays on actors of a Ray cluster, moved between meshes of actors by one driver.
+"""Sharded arrays on Ray actors. One driver moves them between meshes of actors.
 
 ::
 
@@ -7,8 +7,8 @@
     weights = trainer.put(array, "S0 R")
     served = reshard.ray.reshard(weights, trainer, server, dst_spec="R S0")
 
-Bytes go between actors over Gloo, never through the driver or the object store, except what ``put`` and ``gather`` are
-asked to carry. The driver may be anywhere that ``ray.init`` connects from.
+Actors exchange data over Gloo. Only ``put``, ``shards`` and ``gather`` send arrays through the driver and the object
+store. The driver may run on any machine from which ``ray.init`` can connect.
 """
 
 from reshard.ray.actor_mesh import ActorMesh, ShardedArray

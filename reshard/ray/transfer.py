@@ -1,4 +1,4 @@
-"""The calls of a driver: move arrays between meshes of actors, and run a function on their actors."""
+"""The driver's calls: move arrays between meshes of actors, and run a function on actors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from reshard.formatting import compare_names
 from reshard.plan.model import DEFAULT_STAGING_BYTES
 from reshard.planner.strategies.problem import Strategy
 from reshard.ray.actor_mesh import ActorMesh, ShardedArray, join_meshes
-from reshard.ray.driver import GRACE_SECONDS, Answers, Asked, check_open, keeper_place, order_lock
-from reshard.ray.worker import Held, replace_each
+from reshard.ray.driver import GRACE_SECONDS, ActorCall, PendingCalls, check_open, order_lock, store_address
+from reshard.ray.worker import ShardRef, replace_each
 from reshard.sharding.layout import Layout
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology.model import Topology
@@ -33,31 +33,31 @@ def reshard(
     verify: bool = False,
     on_loss: str = "raise",
 ) -> Any:
-    """Move a sharded array from one mesh of actors to another, or to another layout of the same.
+    """Move a sharded array from one mesh of actors to another, or to another layout on the same mesh.
 
     Args:
-        array: what the actors of ``src_mesh`` hold, or ``{name: array}`` for several in one plan.
-        dst_mesh: the actors that shall hold it; ``src_mesh`` itself for a new layout in place.
-        dst_spec: how they shard it, in any notation of :class:`~reshard.Layout`, or ``{name: ...}``; omitted, each
-            holds all of it.
-        dst_dtype: of the result, see :func:`reshard.reshard`; omitted, that of the source. Or ``{name: ...}``.
-        strategy, staging_bytes, verify: as for :func:`reshard.reshard`. timeout_seconds: for ranks to meet, and to
-            finish.
-        on_loss: ``"raise"``, or ``"recover"``: when actors die, the others move what is missing among themselves; what
-            is returned then says in ``lost`` which ranks it lacks. An actor that is silent until the time-out is lost
-            too.
-        topology: of ranks; those of ``src_mesh`` come first, those of ``dst_mesh`` behind them. Omitted, by nodes.
+        array: an array on ``src_mesh``, or ``{name: array}`` for several arrays in one plan.
+        dst_mesh: the mesh of the result; may be ``src_mesh``.
+        dst_spec: how ``dst_mesh`` shards the result, in any notation of :class:`~reshard.Layout`, or ``{name: ...}``;
+            replicated if omitted.
+        dst_dtype: dtype of the result, see :func:`reshard.reshard`, or ``{name: ...}``; that of the source if omitted.
+        strategy, staging_bytes, verify: as for :func:`reshard.reshard`.
+        timeout_seconds: limit for the rendezvous of the ranks, and for the transfer.
+        on_loss: ``"raise"``, or ``"recover"``: if actors die, the others complete the transfer among themselves, and
+            ``lost`` of the result names the ranks whose shards it lacks. An actor that does not respond within the
+            timeout counts as dead.
+        topology: hosts of the ranks, first those of ``src_mesh``, then those of ``dst_mesh``; by node if omitted.
 
     Returns:
         A new :class:`ShardedArray`, or ``{name: ...}``; the source is unchanged.
 
     Raises:
-        ReshardError: what the ranks raise; RemoteError with the name of an actor that died; with ``"recover"``
-            RankLostError where nobody holds what it held.
+        ReshardError: an error of a rank. RemoteError: an actor died; the text names it. RankLostError: with
+            ``"recover"``, no other actor holds the data of one that died.
     """
     timeout_seconds = check_timeout(timeout_seconds)
     if on_loss not in ("raise", "recover"):
-        raise ArgumentError(f"on_loss is {on_loss!r}; a driver can ask for 'raise' or 'recover'")
+        raise ArgumentError(f"on_loss is {on_loss!r}; it must be 'raise' or 'recover'")
     fault_tolerant = on_loss == "recover"
     arrays: dict[Any, ShardedArray] = {**array} if isinstance(array, Mapping) else {None: array}
     for name, one in arrays.items():
@@ -71,13 +71,13 @@ def reshard(
     specs, dtypes = _by_name(dst_spec, arrays, "dst_spec"), _by_name(dst_dtype, arrays, "dst_dtype")
     dtypes = {name: None if dtype is None else dtype_name(dtype) for name, dtype in dtypes.items()}
     first = 0 if dst_mesh is src_mesh else src_mesh.mesh.size
-    moved = {
+    results = {
         name: ShardedArray(dst_mesh, Layout(dst_mesh.mesh, specs[name]), one.shape, dtypes[name] or one.dtype)
         for name, one in arrays.items()
     }
-    there = {rank: rank + first for rank in dst_mesh.mesh.ranks}
-    told = {
-        name: (one.layout, moved[name].layout.with_ranks(there), one.shape, one.dtype, dtypes[name])
+    rank_in_group = {rank: rank + first for rank in dst_mesh.mesh.ranks}
+    specs_by_name = {
+        name: (one.layout, results[name].layout.with_ranks(rank_in_group), one.shape, one.dtype, dtypes[name])
         for name, one in arrays.items()
     }
     options = {
@@ -91,25 +91,25 @@ def reshard(
     meshes = [src_mesh] if first == 0 else [src_mesh, dst_mesh]
     with order_lock:
         key = join_meshes(meshes)
-        asked = []
+        calls = []
         for mesh in meshes:
-            names = {
+            keys = {
                 name: (
                     one.key if mesh is src_mesh else None,
-                    moved[name].key if mesh is dst_mesh else None,
+                    results[name].key if mesh is dst_mesh else None,
                 )
                 for name, one in arrays.items()
             }
-            asked += [(mesh, rank, "move", (key, names, told, options)) for rank in mesh.mesh.ranks]
-        answers = Answers(asked, meshes, key, fault_tolerant)
-    answers.take((6 if fault_tolerant else 2) * timeout_seconds + GRACE_SECONDS)
-    for one in moved.values():
+            calls += [(mesh, rank, "move", (key, keys, specs_by_name, options)) for rank in mesh.mesh.ranks]
+        pending = PendingCalls(calls, meshes, key, fault_tolerant)
+    pending.take((6 if fault_tolerant else 2) * timeout_seconds + GRACE_SECONDS)
+    for one in results.values():
         one.lost = frozenset(dst_mesh.dead)
-    return moved if isinstance(array, Mapping) else moved[None]
+    return results if isinstance(array, Mapping) else results[None]
 
 
 def _by_name(given: Any, arrays: Mapping[Any, ShardedArray], what: str) -> dict[Any, Any]:
-    """One for all arrays, or one each."""
+    """A value for each array, from one value for all or from ``{name: value}``."""
     named = {**given} if isinstance(given, Mapping) else dict.fromkeys(arrays, given)
     if set(named) != set(arrays):
         raise ArgumentError(f"{what} {compare_names(named, arrays)}; there are {len(arrays)} arrays")
@@ -119,37 +119,38 @@ def _by_name(given: Any, arrays: Mapping[Any, ShardedArray], what: str) -> dict[
 def run(
     meshes: Sequence[ActorMesh], function: Callable[..., Any], *args: Any, timeout_seconds: float = 3600.0
 ) -> list[Any]:
-    """Call ``function(rank, *args)`` on every actor, with a world group (Gloo) of all of them up.
+    """Call ``function(rank, *args)`` on every actor, inside a ``torch.distributed`` world (Gloo) of all actors.
 
-    How the pipeline engine starts on Ray: a mesh per stage, and the function makes an :class:`Engine`.
+    This starts the pipeline engine on Ray: use one mesh per stage and create an :class:`Engine` in the function.
 
     Args:
-        meshes: ranks of the first come first. function: what it returns must pickle. timeout_seconds: for all.
-        args: a :class:`ShardedArray`, also in a dict or a list, becomes each actor's own shard, not a copy; None where
-            an actor has none.
+        meshes: ranks are numbered over the meshes in this order. function: its result must be picklable.
+        args: a :class:`ShardedArray`, also inside a dict, list or tuple, is replaced by the actor's own shard (not a
+            copy), or by None on an actor without one.
+        timeout_seconds: limit for all actors to return.
 
     Returns:
         The results in rank order.
 
     Raises:
-        ReshardError: what a rank raised; RemoteError with the name of an actor that died.
+        ReshardError: an error of a rank. RemoteError: the function raised, or an actor died; the text names it.
     """
     check_timeout(timeout_seconds)
     if isinstance(meshes, ActorMesh) or not all(isinstance(mesh, ActorMesh) for mesh in meshes) or not meshes:
         raise ArgumentError("run needs a list of ActorMeshes")
     if len({id(mesh) for mesh in meshes}) < len(meshes):
-        raise ArgumentError("run needs each mesh once: an actor is one rank")
+        raise ArgumentError("run needs different meshes: each actor is one rank")
     if not callable(function):
         raise ArgumentError(f"run needs a function, not {type(function).__name__}")
     check_open(meshes)
-    address, port = keeper_place()
-    args = replace_each(args, ShardedArray, lambda array: Held(array.key))
+    address, port = store_address()
+    args = replace_each(args, ShardedArray, lambda array: ShardRef(array.key))
     world, size = uuid.uuid4().hex, sum(mesh.mesh.size for mesh in meshes)
-    asked: list[Asked] = []
+    calls: list[ActorCall] = []
     with order_lock:
         for mesh in meshes:
             for rank in mesh.mesh.ranks:
-                place = (world, address, port, len(asked), size)
-                asked.append((mesh, rank, "run", (place, function, args, timeout_seconds)))
-        answers = Answers(asked, meshes, None)
-    return answers.take(timeout_seconds + GRACE_SECONDS)
+                membership = (world, address, port, len(calls), size)
+                calls.append((mesh, rank, "run", (membership, function, args, timeout_seconds)))
+        pending = PendingCalls(calls, meshes, None)
+    return pending.take(timeout_seconds + GRACE_SECONDS)

@@ -1,8 +1,12 @@
-"""What one actor of a Ray cluster does: it holds shards, and takes part in transfers and runs as one rank.
+"""The actor of one rank: it holds shards, and takes part in transfers and runs.
 
-Answers go to the driver as ``("result", value)`` or ``("error", class, text)``, so that it raises what ranks raise.
-What is no error of ours comes with its traceback: as a ``"fault"``, or as a ``"doubt"`` where another actor's death may
-explain it.
+Methods return one of these to the driver, which raises the error again:
+
+- ``("result", value)``,
+- ``("error", class name, text)`` for an error of this package; RankLostError adds ranks and regions,
+- ``("exception", class name, text, traceback)`` for any other exception,
+- ``("possible_consequence", class name, text, traceback)`` for an exception that the death of another actor may have
+  caused.
 """
 
 from __future__ import annotations
@@ -25,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from reshard.api.call import reshard
-from reshard.coordination.decide import describe_error
-from reshard.coordination.liveness.status import blame
+from reshard.coordination.liveness.status import report_dead
+from reshard.coordination.messages import describe_error
 from reshard.coordination.process_group import Group, join, serve_store
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
@@ -39,21 +43,21 @@ CONNECT_SECONDS = 60.0
 
 
 def pack_array(array: torch.Tensor) -> Packed:
-    """Dtype, shape and bytes; Ray hands NumPy arrays over without a copy, and NumPy has no bfloat16."""
+    """``(dtype, shape, bytes)`` of a tensor. Ray passes NumPy arrays without a copy, but NumPy has no bfloat16."""
     plain = array.detach().contiguous()
     return dtype_name(plain.dtype), tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy()
 
 
 def unpack_array(packed: Packed) -> torch.Tensor:
-    """A tensor of its own memory from what :func:`pack_array` made."""
+    """The inverse of :func:`pack_array`; copies, because Ray's memory is read-only."""
     dtype, shape, data = packed
     if not data.size:
         return torch.empty(shape, dtype=getattr(torch, dtype))
     return torch.from_numpy(data.copy()).view(getattr(torch, dtype)).reshape(shape)
 
 
-def answered(method: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """Errors as values: the driver shall see the class that a rank raised."""
+def returns_errors(method: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    """Decorator: return errors as values, so that the driver sees the class that a rank raised."""
 
     @functools.wraps(method)
     def answer(*args: Any, **keywords: Any) -> tuple[Any, ...]:
@@ -64,21 +68,21 @@ def answered(method: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         except ReshardError as error:
             return ("error", *describe_error(error))
         except (Exception, SystemExit) as error:
-            kind = "doubt" if isinstance(error, (RuntimeError, OSError)) else "fault"
+            kind = "possible_consequence" if isinstance(error, (RuntimeError, OSError)) else "exception"
             return (kind, *describe_error(error), "".join(traceback.format_exception(error)))
 
     return answer
 
 
 @dataclass(frozen=True)
-class Held:
-    """Stands for an actor's shard of a sharded array among what a function is given."""
+class ShardRef:
+    """A placeholder in the arguments of a function for the actor's own shard of an array."""
 
     key: str
 
 
-class StoreKeeper:
-    """The actor at whose store ranks meet; it serves as long as the driver lives."""
+class StoreServer:
+    """The actor that serves the rendezvous store, for the lifetime of the driver."""
 
     def __init__(self) -> None:
         self.address = ray.util.get_node_ip_address()
@@ -88,14 +92,14 @@ class StoreKeeper:
         """Address and port of the store."""
         return self.address, self._store.port
 
-    @answered
+    @returns_errors
     def blame(self, key: str, rank: int, text: str) -> None:
-        """Let ranks of a group that wait for one of them know why it does not come."""
-        blame(dist.PrefixStore("reshard/join", dist.PrefixStore(key, self._store)), rank, text)
+        """Publish why a rank of a group failed, for the ranks that wait for it."""
+        report_dead(dist.PrefixStore("reshard/join", dist.PrefixStore(key, self._store)), rank, text)
 
 
 class Device:
-    """One rank."""
+    """The actor of one rank."""
 
     def __init__(self) -> None:
         if "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -106,30 +110,30 @@ class Device:
         self._shards: dict[str, torch.Tensor] = {}
 
     def where(self) -> tuple[str, int]:
-        """Address of the node, and process id."""
+        """The node's address, and the process id."""
         return ray.util.get_node_ip_address(), os.getpid()
 
-    @answered
+    @returns_errors
     def join(self, key: str, address: str, port: int, rank: int, size: int) -> None:
-        """Become a rank of a group."""
+        """Join a group as a rank."""
         self._groups[key] = join(dist.PrefixStore(key, _connect(address, port)), rank, size)
 
-    @answered
+    @returns_errors
     def leave(self, key: str) -> None:
-        """Give a group's connections back."""
+        """Close a group's connections."""
         if key in self._groups:
             self._groups.pop(key).close()
 
-    @answered
+    @returns_errors
     def put(self, key: str, packed: Packed) -> None:
-        """Keep a shard."""
+        """Store a shard."""
         self._shards[key] = unpack_array(packed)
 
-    @answered
+    @returns_errors
     def make(
         self, key: str, layout: AnyLayout, rank: int, shape: Sequence[int], dtype: str, function: Callable[..., Any]
     ) -> None:
-        """Make a shard of what ``function(index)`` returns for each of its boxes."""
+        """Store a shard that consists of ``function(index)`` for each of its boxes."""
         shards = cut_shards(layout, shape)
         array = torch.empty(shards.local_shape(rank), dtype=getattr(torch, dtype))
         for box, local in shards.boxes_of(rank):
@@ -138,48 +142,51 @@ class Device:
             block = torch.as_tensor(np.require(made, requirements=["C", "W"]) if isinstance(made, np.ndarray) else made)
             if tuple(block.shape) != wanted or block.dtype != array.dtype:
                 raise ArgumentError(
-                    f"the function gave {dtype_name(block.dtype)} {list(block.shape)} for {list(map(list, box))}, "
-                    f"not {dtype} {list(wanted)}"
+                    f"the function returned {dtype_name(block.dtype)} {list(block.shape)} for {list(map(list, box))}; "
+                    f"it must return {dtype} {list(wanted)}"
                 )
             array[(..., *(slice(at, at + size) for at, size in zip(local, wanted, strict=True)))] = block
         self._shards[key] = array
 
-    @answered
+    @returns_errors
     def get(self, key: str) -> Packed:
-        """A shard, for the driver."""
+        """A shard, packed for the driver."""
         return pack_array(self._shards[key])
 
     def drop(self, key: str) -> None:
-        """Forget a shard."""
+        """Free a shard."""
         self._shards.pop(key, None)
 
-    @answered
+    @returns_errors
     def move(
         self,
         group: str,
-        names: Mapping[str | None, tuple[str | None, str | None]],
+        keys: Mapping[str | None, tuple[str | None, str | None]],
         specs: Mapping[str | None, tuple[AnyLayout, AnyLayout, Sequence[int], str, str | None]],
         options: Mapping[str, Any],
     ) -> list[int]:
-        """Take part in a transfer: of each tensor the key of the source shard and that of the new one.
+        """Take part in a transfer.
+
+        Args:
+            group: its key. keys: by tensor name, the keys of the source shard and of the new shard; None if this actor
+                has none. specs: by tensor name, source layout, destination layout, shape, dtype and result dtype.
+            options: keyword arguments of :func:`reshard.reshard`.
 
         Returns:
-            The ranks that are lost to this one, and with which it makes no call any more.
+            The ranks that this rank has excluded.
         """
-        tensors = {name: None if src is None else self._shards[src] for name, (src, _) in names.items()}
+        tensors = {name: None if src is None else self._shards[src] for name, (src, _) in keys.items()}
         columns: list[dict[Any, Any]] = [{name: spec[i] for name, spec in specs.items()} for i in range(5)]
-        given: list[Any] = (
-            [tensors, *columns] if None not in names else [column[None] for column in (tensors, *columns)]
-        )
+        given: list[Any] = [tensors, *columns] if None not in keys else [column[None] for column in (tensors, *columns)]
         tensor, src, dst, shape, dtype, dst_dtype = given
-        group_of_it = self._groups[group]
-        moved = reshard(tensor, src, dst, shape=shape, dtype=dtype, dst_dtype=dst_dtype, group=group_of_it, **options)
-        for name, (_, key) in names.items():
+        ranks = self._groups[group]
+        moved = reshard(tensor, src, dst, shape=shape, dtype=dtype, dst_dtype=dst_dtype, group=ranks, **options)
+        for name, (_, key) in keys.items():
             if key is not None:
                 self._shards[key] = moved if name is None else moved[name]
-        return list(group_of_it.status["lost"])
+        return list(ranks.status.lost)
 
-    @answered
+    @returns_errors
     def run(
         self,
         world: tuple[str, str, int, int, int],
@@ -187,7 +194,11 @@ class Device:
         args: Sequence[Any],
         timeout_seconds: float,
     ) -> Any:
-        """Call a function with the world group up, and with this actor's shards in place of sharded arrays."""
+        """Call a function inside a ``torch.distributed`` world, with this actor's shards in place of references.
+
+        Args:
+            world: its key, address and port of the store, this rank, and the number of ranks.
+        """
         key, address, port, rank, size = world
         store = dist.PrefixStore(f"world/{key}", _connect(address, port))
         try:
@@ -195,16 +206,16 @@ class Device:
                 join_world(store, rank, size, timedelta(seconds=timeout_seconds))
             except dist.DistStoreError as error:
                 raise TransferTimeoutError(
-                    f"not all {size} actors began within {timeout_seconds:g} s; is one busy in an earlier run?"
+                    f"not all {size} actors started within {timeout_seconds:g} s; one may be busy with another run"
                 ) from error
-            return function(rank, *replace_each(args, Held, lambda held: self._shards.get(held.key)))
+            return function(rank, *replace_each(args, ShardRef, lambda ref: self._shards.get(ref.key)))
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
 
 def replace_each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """What a value is where each instance of a class in it is changed; looks into dicts, lists and tuples."""
+    """A copy of a value in which ``change`` replaces each instance of ``kind``, also inside dicts, lists and tuples."""
     if isinstance(value, kind):
         return change(value)
     if type(value) is dict:
@@ -219,12 +230,12 @@ def _connect(address: str, port: int) -> dist.Store:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of this host's interface with an address; Gloo would take that of the host's name."""
+    """The name of this host's interface with an address. By default Gloo uses the address of the host name."""
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
+            with contextlib.suppress(OSError):  # the interface has no address
                 found = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
@@ -232,7 +243,7 @@ def interface_of(address: str) -> str | None:
 
 
 def shard_of(whole: torch.Tensor, layout: AnyLayout, rank: int) -> torch.Tensor:
-    """What a rank holds of a tensor; a view where it is one box."""
+    """A rank's shard of a tensor; a view if the shard is one box."""
     shards = cut_shards(layout, tuple(whole.shape))
     boxes = list(shards.boxes_of(rank))
     shape = shards.local_shape(rank)
@@ -246,7 +257,7 @@ def shard_of(whole: torch.Tensor, layout: AnyLayout, rank: int) -> torch.Tensor:
 
 
 def whole_of(shards_by_rank: Mapping[int, torch.Tensor], layout: AnyLayout, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor from the shards of all ranks that hold a part of it."""
+    """The whole tensor, assembled from shards."""
     shards = cut_shards(layout, shape)
     whole = next(iter(shards_by_rank.values())).new_empty(tuple(shape))
     for rank, array in shards_by_rank.items():

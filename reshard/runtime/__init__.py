@@ -1,4 +1,5 @@
-"""One rank's part of a plan, and what runs it: on the CPU, on a GPU, or in rounds of grouped messages.
+"""One rank's program, and the executors that run it: on the CPU, on a GPU, or in rounds of grouped messages.
 
-Imports :mod:`reshard.plan.model` and what that imports. Modules in this folder do not import torch.
+May import :mod:`reshard.plan` and the packages below it. Modules directly in this folder do not import torch, except
+:mod:`~reshard.runtime.transport`.
 """

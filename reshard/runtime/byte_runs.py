@@ -1,4 +1,4 @@
-"""Many short copies at once: the boxes of one message as byte runs of contiguous arrays."""
+"""Boxes of contiguous arrays as byte runs, and many short copies in one call."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from reshard import _native
 
 
 def box_runs(shape: Sequence[int], itemsize: int, boxes: Sequence[Sequence[slice]]) -> tuple[np.ndarray, np.ndarray]:
-    """The contiguous byte runs of boxes of a contiguous array, box by box, each in row-major order.
+    """The byte runs of boxes of a contiguous array, box by box, each in row-major order.
 
     Returns:
-        ``(at, length)`` in bytes, int64, one entry per run.
+        ``(at, length)`` in bytes, both ``(runs,)`` int64.
     """
     starts, lengths = [], []
     strides = [itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     for box in boxes:
-        inner = len(shape)  # dims from here on are whole, so that their elements lie together
+        inner = len(shape)  # the box spans all dims from here on, so their elements are contiguous
         while inner > 0 and box[inner - 1].stop - box[inner - 1].start == shape[inner - 1]:
             inner -= 1
         first = max(inner - 1, 0)
@@ -34,8 +34,8 @@ def box_runs(shape: Sequence[int], itemsize: int, boxes: Sequence[Sequence[slice
 
 
 def box_span(shape: Sequence[int], itemsize: int, box: Sequence[slice]) -> tuple[int, int] | None:
-    """First byte and end of a box of a contiguous array if it is one run, else None."""
-    at, stride, inner = 0, itemsize, True  # inner: the dims so far are whole, or the box has one row of them
+    """``(start, stop)`` bytes of a box of a contiguous array; None if the box is not one run."""
+    at, stride, inner = 0, itemsize, True  # inner: the box spans every dim so far
     nbytes = itemsize
     for size, cut in zip(reversed(shape), reversed(box), strict=True):
         length = cut.stop - cut.start
@@ -49,9 +49,12 @@ def box_span(shape: Sequence[int], itemsize: int, box: Sequence[slice]) -> tuple
 
 
 def copy_runs(src: Any, dst: Any, src_at: np.ndarray, dst_at: np.ndarray, length: np.ndarray) -> None:
-    """Copy ``length[i]`` bytes from ``src[src_at[i]]`` to ``dst[dst_at[i]]``, for every i; flat uint8 arrays.
+    """Copy ``length[i]`` bytes from ``src[src_at[i]]`` to ``dst[dst_at[i]]``, for every i.
+
+    Args:
+        src, dst: flat uint8 arrays. src_at, dst_at, length: ``(runs,)`` int64.
 
     Raises:
-        ValueError: the index arrays differ in size. IndexError: a run lies outside its array; nothing was copied.
+        ValueError: the index arrays differ in size. IndexError: a run is outside its array; nothing was copied.
     """
     _native.copy_runs(src, dst, src_at, dst_at, length)

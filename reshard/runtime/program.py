@@ -1,4 +1,4 @@
-"""One rank's part of a plan: what it copies, receives and sends, and where that lies in its local arrays."""
+"""One rank's program: what it copies, receives and sends, and where each box lies in its local arrays."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one box lies: which tensor, and the slices of the rank's local array; None where it has none."""
+class LocalBox:
+    """A box of tensor number ``tensor``, as slices of the rank's source and destination arrays.
+
+    A side is None if the rank's array there does not contain the box.
+    """
 
     tensor: int
     src: Slices | None
@@ -30,26 +33,29 @@ class Place:
 
 @dataclass(frozen=True)
 class Copy:
-    """A box that stays on its rank."""
+    """A box that a rank copies from its own source array to its own destination array."""
 
     id: int
-    place: Place
+    box: LocalBox
 
 
-#: That a message is over, as its sender (True) or its receiver (False) sees it.
+#: A finished message: ``(message id, True)`` at its sender, ``(message id, False)`` at its receiver.
 Event = tuple[int, bool]
 
 
 @dataclass(frozen=True)
 class Recv:
-    """One message in. ``num_forwards`` sends pass it on from where it was staged; a relay keeps none of it.
+    """One received message.
 
-    It may be posted when all of ``waits`` have come and fewer than ``ahead`` receives are under way.
+    Attributes:
+        num_forwards: sends that forward it from its staging slot.
+        ahead: it is posted only while fewer receives than this are under way.
+        waits: events that must happen before it is posted.
     """
 
     id: int
     sender: int
-    places: tuple[Place, ...]
+    boxes: tuple[LocalBox, ...]
     nbytes: int
     num_forwards: int
     ahead: int
@@ -57,20 +63,23 @@ class Recv:
 
     @property
     def is_relay(self) -> bool:
-        """True if the rank needs none of it."""
-        return self.places[0].dst is None
+        """True if the rank only forwards the message and needs no element of it."""
+        return self.boxes[0].dst is None
 
 
 @dataclass(frozen=True)
 class Send:
-    """One message out. ``forwards`` is the index of the receive that brings the data, None for a holder.
+    """One sent message.
 
-    It may be posted when all of ``waits`` have come and fewer than ``window`` sends of its queue are under way.
+    Attributes:
+        forwards: index of the receive that brings the data; None if the rank holds it in its source array.
+        window: it is posted only while fewer sends of its queue than this are under way.
+        waits: events that must happen before it is posted.
     """
 
     id: int
     receiver: int
-    places: tuple[Place, ...]
+    boxes: tuple[LocalBox, ...]
     nbytes: int
     forwards: int | None
     window: int
@@ -79,11 +88,14 @@ class Send:
 
 @dataclass(frozen=True)
 class Program:
-    """All that one rank does, each list in the plan's total order.
+    """All operations of one rank, each list in the plan's total order.
 
-    Sends that cross hosts and sends that stay inside are two queues, as their windows are. ``awaited`` are events of
-    other ranks that this one waits for, each with the rank that tells of it; ``told`` says whom to tell of own events,
-    in the same order, that of events, for what tells of them is alike.
+    Attributes:
+        sends_across, sends_inside: sends to other hosts and sends inside the host; two queues with separate windows.
+        src_shapes, dst_shapes: shape of each tensor's local array; None where the rank has none.
+        awaited: events of other ranks that this rank waits for, each with the rank that sends the notification.
+        notify: maps each event of this rank to the ranks to notify. Notifications carry no id, so both ends use event
+            order.
     """
 
     rank: int
@@ -94,15 +106,15 @@ class Program:
     src_shapes: tuple[tuple[int, ...] | None, ...] = field(default=())
     dst_shapes: tuple[tuple[int, ...] | None, ...] = field(default=())
     awaited: tuple[tuple[Event, int], ...] = field(default=())
-    told: Mapping[Event, tuple[int, ...]] = field(default_factory=dict)
+    notify: Mapping[Event, tuple[int, ...]] = field(default_factory=dict)
 
 
 def build_program(plan: Plan, rank: int) -> Program:
-    """The part of ``rank``, from its own messages alone.
+    """The program of ``rank``, built from its own messages only.
 
     Raises:
-        PlanError: a message that the rank cannot serve; :func:`~reshard.plan.check.check_plan` says why. TopologyError:
-            a rank of the plan is on no host.
+        PlanError: the rank cannot carry out a message, or does not receive all that it needs. TopologyError: a rank of
+            the plan is on no host.
     """
     check_ranks(plan)
     messages = list(expand_messages(plan, rank))
@@ -116,28 +128,30 @@ def build_program(plan: Plan, rank: int) -> Program:
         if message.sender == rank and message.source is not None:
             num_forwards[message.source] = num_forwards.get(message.source, 0) + 1
     hosts = plan.topology.host_of_rank
-    waits, awaited, told = _waits_of(plan, rank)
+    waits, awaited, notify = _find_events(plan, rank)
     for message in messages:
         nbytes = message_nbytes(plan, message)
         if message.sender == message.receiver:
             for i, (tensor, start, stop) in enumerate(message.boxes):
-                place = Place(tensor, src.find(message.id + i), dst.find(message.id + i))
-                if place.src is None or place.dst is None:
+                box = LocalBox(tensor, src.find(message.id + i), dst.find(message.id + i))
+                if box.src is None or box.dst is None:
                     raise PlanError(
                         f"message {message.id + i}: rank {rank} cannot copy "
-                        f"{format_box([*zip(start, stop, strict=True)])}"
+                        f"{format_box([*zip(start, stop, strict=True)])}: its source or destination lacks it"
                     )
-                copies.append(Copy(message.id + i, place))
+                copies.append(Copy(message.id + i, box))
         elif message.receiver == rank:
-            places = tuple(Place(box[0], None, dst.find(message.id + i)) for i, box in enumerate(message.boxes))
-            if len({place.dst is None for place in places}) > 1:
+            boxes = tuple(
+                LocalBox(tensor, None, dst.find(message.id + i)) for i, (tensor, _, _) in enumerate(message.boxes)
+            )
+            if len({box.dst is None for box in boxes}) > 1:
                 raise PlanError(f"message {message.id}: rank {rank} needs some of its boxes only")
             received[message.id] = len(recvs), message
             recvs.append(
                 Recv(
                     message.id,
                     message.sender,
-                    places,
+                    boxes,
                     nbytes,
                     num_forwards.get(message.id, 0),
                     recvs_ahead(message.window),
@@ -147,39 +161,44 @@ def build_program(plan: Plan, rank: int) -> Program:
         else:
             forwards = None
             if message.source is not None:
-                passes_on = f"message {message.id}: rank {rank} passes on"
+                prefix = f"message {message.id}: rank {rank} passes on"
                 if message.source not in received:
-                    raise PlanError(f"{passes_on} message {message.source}, which it has not received")
-                forwards, brought = received[message.source]
-                if brought.boxes != message.boxes:
-                    raise PlanError(f"{passes_on} other boxes than message {message.source} brings")
-            places = tuple(
-                Place(box[0], src.find(message.id + i) if forwards is None else None, dst.find(message.id + i))
-                for i, box in enumerate(message.boxes)
+                    raise PlanError(f"{prefix} message {message.source}, which it has not received")
+                forwards, original = received[message.source]
+                if original.boxes != message.boxes:
+                    raise PlanError(f"{prefix} other boxes than message {message.source} brings")
+            boxes = tuple(
+                LocalBox(tensor, src.find(message.id + i) if forwards is None else None, dst.find(message.id + i))
+                for i, (tensor, _, _) in enumerate(message.boxes)
             )
-            if forwards is None and any(place.src is None for place in places):
-                raise PlanError(f"message {message.id}: rank {rank} sends what it does not hold")
+            if forwards is None and any(box.src is None for box in boxes):
+                raise PlanError(f"message {message.id}: rank {rank} sends elements that it does not hold")
             queue = queues[hosts[rank] == hosts[message.receiver]]
-            before = waits.get(message.transfer, ())
-            queue.append(Send(message.id, message.receiver, places, nbytes, forwards, message.window, before))
+            events = waits.get(message.transfer, ())
+            queue.append(Send(message.id, message.receiver, boxes, nbytes, forwards, message.window, events))
     _check_complete(plan, rank, copies, recvs)
     return Program(
         rank=rank,
         copies=tuple(copies),
-        recvs=tuple(_keep_staged(recvs, queues)),
+        recvs=tuple(_count_staged_forwards(recvs, queues)),
         sends_across=tuple(queues[False]),
         sends_inside=tuple(queues[True]),
         src_shapes=tuple(s.src_shards.local_shape(rank) if rank in s.src.ranks else None for s in plan.tensors),
         dst_shapes=tuple(s.dst_shards.local_shape(rank) if rank in s.dst.ranks else None for s in plan.tensors),
         awaited=awaited,
-        told=told,
+        notify=notify,
     )
 
 
-def _waits_of(
+def _find_events(
     plan: Plan, rank: int
 ) -> tuple[dict[int, tuple[Event, ...]], tuple[tuple[Event, int], ...], dict[Event, tuple[int, ...]]]:
-    """Of each transfer of a rank the events that it waits for; those of other ranks; and whom to tell of its own."""
+    """The events of a rank's program.
+
+    Returns:
+        ``(waits, awaited, notify)``: the events that each transfer of the rank waits for, then
+        :attr:`Program.awaited` and :attr:`Program.notify`.
+    """
     found, ids = find_waits(plan), plan.transfers.first_message
     waits: dict[int, tuple[Event, ...]] = {}
     awaited: dict[Event, int] = {}
@@ -191,57 +210,60 @@ def _waits_of(
         waits[later] = (*waits.get(later, ()), event)
         if actor != rank:
             awaited[event] = actor
-    told: dict[Event, tuple[int, ...]] = {}
+    notify: dict[Event, tuple[int, ...]] = {}
     others = np.flatnonzero((found.actor == rank) & (found.waiter != rank))
     for earlier, waiter, is_sent in zip(
         *(column[others].tolist() for column in (found.earlier, found.waiter, found.is_sent)), strict=True
     ):
         event = (int(ids[earlier]), is_sent)
-        if waiter not in told.get(event, ()):
-            told[event] = (*told.get(event, ()), waiter)
-    return waits, tuple(sorted(awaited.items())), dict(sorted(told.items()))
+        if waiter not in notify.get(event, ()):
+            notify[event] = (*notify.get(event, ()), waiter)
+    return waits, tuple(sorted(awaited.items())), dict(sorted(notify.items()))
 
 
 def _check_complete(plan: Plan, rank: int, copies: Sequence[Copy], recvs: Sequence[Recv]) -> None:
-    """Raise PlanError unless what lands on the rank is as much as it needs, and relays pass everything on.
+    """Raise PlanError unless the rank receives as many elements as it needs, and forwards every relayed message.
 
-    Cheap, and from the rank's own messages alone; :func:`~reshard.plan.check.check_plan` looks at every element.
+    Cheap: it counts the elements of the rank's own messages. :func:`~reshard.plan.check.check_plan` checks every
+    element.
     """
-    landed = [0] * len(plan.tensors)
-    for place in [copy.place for copy in copies] + [place for recv in recvs for place in recv.places]:
-        if place.dst is not None:
-            landed[place.tensor] += math.prod(cut.stop - cut.start for cut in place.dst)
+    received = [0] * len(plan.tensors)
+    for box in [copy.box for copy in copies] + [box for recv in recvs for box in recv.boxes]:
+        if box.dst is not None:
+            received[box.tensor] += math.prod(cut.stop - cut.start for cut in box.dst)
     for tensor, spec in enumerate(plan.tensors):
         needed = math.prod(spec.dst_shards.local_shape(rank)) if rank in spec.dst.ranks else 0
-        if landed[tensor] != needed:
-            raise PlanError(f"rank {rank} needs {needed} elements of tensor {tensor}, but {landed[tensor]} land there")
+        if received[tensor] != needed:
+            raise PlanError(
+                f"rank {rank} needs {needed} elements of tensor {tensor}, but receives or copies {received[tensor]}"
+            )
     for recv in recvs:
         if recv.is_relay and not recv.num_forwards:
             raise PlanError(f"message {recv.id}: rank {rank} neither needs it nor passes it on")
 
 
-def _keep_staged(recvs: Sequence[Recv], queues: tuple[list[Send], list[Send]]) -> list[Recv]:
-    """Receives, with forwards from staging only where those come before the next receive.
+def _count_staged_forwards(recvs: Sequence[Recv], queues: tuple[list[Send], list[Send]]) -> list[Recv]:
+    """The receives, with ``num_forwards`` set to 0 where a forward comes after the next receive.
 
-    A buffer that was kept for a later forward would be given back later in the order than it is needed; such a
-    forward reads the destination shard instead. A relay has none, and :func:`~reshard.plan.check.check_plan` sees to it
-    that its buffer is free in time.
+    A staging slot kept for such a forward would be released later in the plan's order than the next receive needs it;
+    the forward reads the destination shard instead. A relay has no destination shard, so it keeps its slot;
+    :func:`~reshard.plan.check.check_plan` checks that the slot is released in time.
     """
     last_forward: dict[int, int] = {}
     for queue in queues:
         for send in queue:
             if send.forwards is not None:
                 last_forward[send.forwards] = max(last_forward.get(send.forwards, 0), send.id)
-    kept = []
+    counted = []
     for index, recv in enumerate(recvs):
-        until = recvs[index + 1].id if index + 1 < len(recvs) else None
-        soon = until is None or last_forward.get(index, 0) < until
-        kept.append(recv if soon or recv.is_relay else replace(recv, num_forwards=0))
-    return kept
+        following = recvs[index + 1].id if index + 1 < len(recvs) else None
+        stays_staged = following is None or last_forward.get(index, 0) < following
+        counted.append(recv if stays_staged or recv.is_relay else replace(recv, num_forwards=0))
+    return counted
 
 
 class _Locator:
-    """Finds the boxes of a rank's messages in its local arrays, all at once."""
+    """Slices of a rank's message boxes in its local arrays of one side, computed together per tensor."""
 
     def __init__(self, plan: Plan, rank: int, messages: Sequence[Message], side: str) -> None:
         self._slices: dict[int, Slices] = {}
@@ -263,5 +285,5 @@ class _Locator:
             if found is not None:
                 self._slices[box[0]] = found
 
-    def find(self, ident: int) -> Slices | None:
-        return self._slices.get(ident)
+    def find(self, message_id: int) -> Slices | None:
+        return self._slices.get(message_id)

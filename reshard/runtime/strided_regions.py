@@ -1,4 +1,4 @@
-"""Boxes of arrays as strided byte regions beside a flat buffer, in tables that one kernel launch can follow."""
+"""Tables of strided regions. One kernel launch copies all regions of a table between arrays and a flat buffer."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Outer dims of a region; boxes with more are cut into several.
+#: Outer dims of a region. A box with more is split into several regions.
 MAX_OUTER = 3
-#: Columns of a table of regions, all in words but for the first: tensor, offset in its array, offset in the buffer,
-#: row length, sizes of three outer dims and their strides.
+#: Columns of a table: tensor number, offset in its array, offset in the buffer, row length, sizes and then strides of
+#: the three outer dims. Offsets, row lengths and strides are in words.
 TENSOR, IN_ARRAY, IN_BUFFER, ROW, SIZE, STRIDE = 0, 1, 2, 3, 4, 7
 COLUMNS = 10
-#: Largest unit and word of a table, in bytes: pairs of words of 8 are loaded together.
+#: Largest unit and largest word of a table, in bytes. With a unit of 16, words of 8 are loaded in pairs.
 MAX_UNIT, MAX_WORD = 16, 8
-#: Rows and words of a row that one program of a launch copies; a table uses one of them.
+#: Tile shapes ``(rows, words of each row)`` that one program of a launch copies. A table uses one of them.
 TILES = ((64, 16), (16, 64), (4, 256), (1, 1024))
 
 
 @dataclass(frozen=True, eq=False)
 class RegionTable:
-    """Regions of one kind, which one launch copies.
+    """Regions of one unit and tile shape, which one launch copies.
 
     Attributes:
-        rows: ``(regions, COLUMNS)`` int64, in words. unit: bytes of which every size, offset and address is a multiple:
-            16, 8, 4, 2 or 1. A word has as many, 8 at most.
-        programs: ``(programs, 3)`` int32: region, first row of a tile, first word of it. tile: rows and words of one.
+        rows: ``(regions, COLUMNS)`` int64.
+        unit: every row length, offset, stride and address is a multiple of this many bytes: 16, 8, 4, 2 or 1.
+        programs: ``(programs, 3)`` int32: region, first row and first word of the program's tile.
+        tile: rows and words of a tile.
     """
 
     rows: np.ndarray
@@ -38,24 +39,24 @@ class RegionTable:
 
     @property
     def word_bytes(self) -> int:
-        """Bytes of one word."""
+        """Bytes per word: the unit, but at most :data:`MAX_WORD`."""
         return min(self.unit, MAX_WORD)
 
     @property
     def copied_bytes(self) -> int:
-        """What one copy of all regions moves."""
+        """Bytes that one launch copies."""
         return int((self.rows[:, ROW] * self.rows[:, SIZE : SIZE + MAX_OUTER].prod(axis=1)).sum()) * self.word_bytes
 
     @property
     def nbytes(self) -> int:
-        """Memory of the table itself."""
+        """Bytes of the table itself."""
         return self.rows.nbytes + self.programs.nbytes
 
 
 def box_regions(
     tensor: int, shape: Sequence[int], itemsize: int, box: Sequence[slice], in_buffer: int
 ) -> list[tuple[int, ...]]:
-    """One box of a contiguous array as regions, in bytes, in row-major order; the buffer holds it without gaps."""
+    """One box of a contiguous array as regions in bytes, packed in row-major order from offset ``in_buffer``."""
     lengths = [cut.stop - cut.start for cut in box]
     if not math.prod(lengths):
         return []
@@ -76,27 +77,28 @@ def box_regions(
     kept += [(1, 0)] * (MAX_OUTER - len(kept))
     size = row * math.prod(length for length, _ in kept)
     sizes, steps = zip(*reversed(kept), strict=True)
-    places = itertools.product(*(range(length) for length, _ in reversed(cut)))
+    indices = itertools.product(*(range(length) for length, _ in reversed(cut)))
     return [
         (
             tensor,
-            at + sum(i * stride for i, (_, stride) in zip(place, reversed(cut), strict=True)),
+            at + sum(i * stride for i, (_, stride) in zip(index, reversed(cut), strict=True)),
             in_buffer + number * size,
             row,
             *sizes,
             *steps,
         )
-        for number, place in enumerate(places)
+        for number, index in enumerate(indices)
     ]
 
 
 def make_tables(regions: Sequence[tuple[int, ...]], alignments: Sequence[int]) -> list[RegionTable]:
-    """Tables of regions given in bytes, one for each unit and tile that fit some of them.
+    """Group regions by unit and tile shape, one table for each group.
 
-    So a region at an odd address, or one of short rows, slows down no other.
+    Separate tables keep a region at an odd address, or one with short rows, from slowing down the others.
 
     Args:
-        alignments: of each array by its number in the regions, a power of two that divides its address.
+        regions: as :func:`box_regions` makes them, in bytes.
+        alignments: for each array, a power of two that divides its address.
     """
     rows = np.array(regions, dtype=np.int64).reshape(-1, COLUMNS)
     in_bytes = [IN_ARRAY, IN_BUFFER, ROW, *range(STRIDE, STRIDE + MAX_OUTER)]
@@ -105,7 +107,7 @@ def make_tables(regions: Sequence[tuple[int, ...]], alignments: Sequence[int]) -
     words = np.minimum(units, MAX_WORD)
     rows[:, in_bytes] //= words[:, None]
     widths = np.array([tile[1] for tile in TILES[:-1]])
-    tiles = np.searchsorted(widths, rows[:, ROW])  # the first that is as wide as a row, else the widest
+    tiles = np.searchsorted(widths, rows[:, ROW])  # the first tile as wide as a row, else the widest
     tables = []
     for unit in sorted(set(units.tolist()), reverse=True):
         for tile in range(len(TILES)):
@@ -116,7 +118,7 @@ def make_tables(regions: Sequence[tuple[int, ...]], alignments: Sequence[int]) -
 
 
 def _programs(rows: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
-    """Which program copies what: tiles of each region's rows, one after the other."""
+    """The tiles of all regions, one program each: see :attr:`RegionTable.programs`."""
     num_rows = rows[:, SIZE : SIZE + MAX_OUTER].prod(axis=1)
     down, across = -(-num_rows // tile[0]), -(-rows[:, ROW] // tile[1])
     counts = down * across
@@ -130,7 +132,7 @@ def _programs(rows: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
 def copy_regions_python(
     table: RegionTable, arrays: Sequence[np.ndarray | None], buffer: np.ndarray, to_buffer: bool
 ) -> None:
-    """What the kernel does, on flat uint8 arrays in memory: between arrays and the buffer, program by program."""
+    """Reference of the kernel for flat uint8 arrays in host memory: copies a table's regions, program by program."""
     words = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}[table.word_bytes]
     flats = [None if array is None else _in_words(array, words) for array in arrays]
     flat = _in_words(buffer, words)

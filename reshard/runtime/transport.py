@@ -1,4 +1,4 @@
-"""Messages under way: what a transport gives, and waiting for it."""
+"""The interface of a transport, and waiting for its operations."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 
 from reshard.errors import TransferTimeoutError
 
-#: How much earlier than asked a wait may run out, which counts whole milliseconds.
+#: A wait may time out this much before its deadline, because transports count whole milliseconds.
 ROUNDING_SECONDS = 0.02
 
 
 class Work(Protocol):
-    """An operation under way."""
+    """An operation that was posted."""
 
     def wait(self, timeout: timedelta) -> Any:
-        """Block until done; raise if it failed or ``timeout`` passed."""
+        """Block until it is finished; raise if it failed or ``timeout`` passed."""
 
 
 class Transport(Protocol):
-    """Moves flat byte buffers between ranks; messages of one pair and tag arrive in the order of sending."""
+    """Moves flat uint8 buffers between ranks. Messages of one pair of ranks and one tag arrive in the order sent."""
 
     def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
-        """Start sending a buffer, which must not change until the work is done."""
+        """Start sending a buffer, which must not change until the work is finished."""
         ...
 
     def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
@@ -43,10 +43,15 @@ class BrokenConnectionError(ConnectionError):
 
 
 def wait_for(work: Work, deadline: float, check: Callable[[], None], rank: int, peer: int, what: str) -> None:
-    """Wait on ``rank`` for a work that ``peer`` has the other side of; ``what`` names it.
+    """Wait for an operation.
+
+    Args:
+        deadline: a value of ``time.monotonic()``. check: called before the wait and when it fails; raises an error that
+            another rank reported.
+        rank, peer: this rank and the other end. what: names the operation in errors.
 
     Raises:
-        TransferTimeoutError: the deadline passed. BrokenConnectionError: the transport failed. What ``check`` raises.
+        TransferTimeoutError: the deadline passed. BrokenConnectionError: the transport failed. Or as ``check``.
     """
     check()
     try:

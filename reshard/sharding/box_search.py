@@ -1,7 +1,8 @@
-"""Which boxes share elements, and which box a point lies in, without looking at pairs of boxes.
+"""Find boxes that overlap, and the box that contains a point, without comparing all pairs.
 
-Boxes start in one bin per group. Each bin is cut where no box of it is in the way, along one dim after the other, until
-it holds few boxes. Grids come apart in one pass. Bins whose boxes interlock are halved; a box on the cut becomes two.
+Boxes start in one bin per group. A sweep along each dim in turn splits every bin wherever no box straddles the cut,
+until bins hold few boxes. Grids separate in one pass. Bins whose boxes interlock are halved at the median side, and a
+box that straddles the cut becomes two.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ import numpy as np
 
 from reshard.errors import PlanError
 
-#: Boxes of so many a bin are compared pair by pair.
-_FEW = 16
-#: Passes over all dims before bins are halved: boxes can lie so that a pass takes only one of them away.
+#: Bins of at most this many boxes are compared pair by pair.
+_MAX_PAIRWISE = 16
+#: Passes over all dims before bins are halved. In the worst arrangement a pass separates a single box.
 _PASSES = 3
-#: Pairs that are compared at once.
-_AT_ONCE = 2**21
+#: Pairs compared in one batch, which limits memory.
+_PAIRS_PER_BATCH = 2**21
 
 
 def find_overlapping(group: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """``(boxes,)`` True for each box that shares an element with another box of its group.
+    """``(boxes,)`` bool: whether each box shares an element with another box of its group.
 
     Args:
-        group: ``(boxes,)`` any integers. start, stop: ``(boxes, ndim)``, no box empty.
+        group: ``(boxes,)`` integers. start, stop: ``(boxes, ndim)``, no box empty.
 
     Raises:
-        PlanError: the boxes overlap or interlock so much that cutting them apart takes too many parts.
+        PlanError: the boxes overlap or interlock so much that separating them takes too many parts.
     """
     found = np.zeros(len(group), dtype=bool)
     if len(group) < 2:
@@ -42,10 +43,10 @@ def find_overlapping(group: np.ndarray, start: np.ndarray, stop: np.ndarray) -> 
             hit = ((bins.start[a] < bins.stop[b]) & (bins.start[b] < bins.stop[a])).all(axis=1)
             found[bins.box[a[hit]]] = True
             found[bins.box[b[hit]]] = True
-        bins.keep(bins.size > _FEW)
+        bins.keep(bins.size > _MAX_PAIRWISE)
         if not len(bins.box):
             return found
-        if idle == num_dims:  # what is left in a bin fills it
+        if idle == num_dims:  # no dim has a side inside a bin: every box fills its bin
             found[bins.box] = True
             return found
         idle = 0 if bins.halve(dim) else idle + 1
@@ -53,13 +54,13 @@ def find_overlapping(group: np.ndarray, start: np.ndarray, stop: np.ndarray) -> 
 
 
 def locate_points(point: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """``(points,)`` the number of the box that each point lies in, -1 where it lies in none.
+    """``(points,)`` the index of the box that contains each point, -1 for points outside all boxes.
 
     Args:
-        point: ``(points, ndim)``. start, stop: ``(boxes, ndim)``; no box is empty, no two share an element.
+        point: ``(points, ndim)``. start, stop: ``(boxes, ndim)``; no box is empty, no two overlap.
 
     Raises:
-        PlanError: the boxes interlock so much that cutting them apart takes too many parts.
+        PlanError: the boxes interlock so much that separating them takes too many parts.
     """
     found = np.full(len(point), -1, dtype=np.int64)
     if not len(start) or not len(point):
@@ -71,7 +72,7 @@ def locate_points(point: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.
         for at, box in _pairs(bins.bin_of_point, bins.first, bins.size):
             hit = ((bins.start[box] <= bins.point[at]) & (bins.point[at] < bins.stop[box])).all(axis=1)
             found[bins.point_id[at[hit]]] = bins.box[box[hit]]
-        bins.keep(bins.size > _FEW)
+        bins.keep(bins.size > _MAX_PAIRWISE)
         if not len(bins.box) or not len(bins.point):
             return found
         bins.halve(dim)
@@ -79,25 +80,25 @@ def locate_points(point: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.
 
 
 def _pairs(bin_of: np.ndarray, first: np.ndarray, size: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Each entry with each box of its bin, for bins of few boxes, so many pairs at a time."""
-    rows = np.flatnonzero(size[bin_of] <= _FEW)
-    for part in np.array_split(rows, max(1, len(rows) * _FEW // _AT_ONCE)):
+    """Batches of ``(entry, box)`` pairs: each entry with each box of its bin, for bins of few boxes."""
+    rows = np.flatnonzero(size[bin_of] <= _MAX_PAIRWISE)
+    for part in np.array_split(rows, max(1, len(rows) * _MAX_PAIRWISE // _PAIRS_PER_BATCH)):
         counts = size[bin_of[part]]
-        behind = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        yield np.repeat(part, counts), np.repeat(first[bin_of[part]], counts) + behind
+        offset = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        yield np.repeat(part, counts), np.repeat(first[bin_of[part]], counts) + offset
 
 
 class _Bins:
-    """Boxes and points in bins; only what is in one bin can meet. Boxes stand in the order of their bins.
+    """Boxes and points sorted into bins. Only entries of the same bin can overlap. Boxes are stored in bin order.
 
-    ``box`` and ``point_id`` say which box or point an entry is, or is a part of.
+    ``box`` and ``point_id`` map each entry to the original box or point; a box that was cut has several entries.
     """
 
     def __init__(self, group: np.ndarray, start: np.ndarray, stop: np.ndarray, point: np.ndarray) -> None:
         order = np.argsort(group, kind="stable")
         self.box = order
         self._limit = 4 * len(group) + 2**16
-        columns = [self._small(start[:, d], stop[:, d], point[:, d]) for d in range(start.shape[1])]
+        columns = [self._compress(start[:, d], stop[:, d], point[:, d]) for d in range(start.shape[1])]
         self.start, self.stop, self.point = (
             np.stack([column[i] for column in columns], axis=1) if columns else given
             for i, given in enumerate((start, stop, point))
@@ -106,10 +107,10 @@ class _Bins:
         self._span = [int(column[1].max()) + 1 for column in columns]
         self.point_id = np.arange(len(point))
         self.bin_of_point = np.zeros(len(point), dtype=np.int64)
-        self._number(group[order])
+        self._renumber(group[order])
 
-    def _small(self, *columns: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Coordinates of one dim, so small that the number of a bin fits beside them."""
+    def _compress(self, *columns: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Coordinates of one dim, shifted or ranked so that ``bin * span + coordinate`` fits int64."""
         least = columns[0].min()
         columns = (columns[0] - least, columns[1] - least, np.maximum(columns[2] - least, -1))
         if (int(columns[1].max()) + 2) * self._limit < 2**62:
@@ -119,8 +120,8 @@ class _Bins:
         points = np.minimum(np.searchsorted(cuts, columns[2], side="right") - 1, ends)
         return np.searchsorted(cuts, columns[0]), np.searchsorted(cuts, columns[1]), points
 
-    def _number(self, bins: np.ndarray) -> None:
-        """Count bins from 0; ``bins`` ascends."""
+    def _renumber(self, bins: np.ndarray) -> None:
+        """Number bins from 0; ``bins`` is ascending."""
         begins = np.ones(len(bins), dtype=bool)
         begins[1:] = bins[1:] != bins[:-1]
         self.bin = np.cumsum(begins) - 1
@@ -128,7 +129,7 @@ class _Bins:
         self.size = np.diff(np.append(self.first, len(bins)))
 
     def keep(self, kept: np.ndarray) -> None:
-        """Drop all other bins."""
+        """Keep the bins where ``kept`` is True."""
         if kept.all():
             return
         number = np.cumsum(kept) - 1
@@ -136,10 +137,10 @@ class _Bins:
         self.box, self.start, self.stop = self.box[boxes], self.start[boxes], self.stop[boxes]
         self.point_id, self.point = self.point_id[points], self.point[points]
         self.bin_of_point = number[self.bin_of_point[points]]
-        self._number(number[self.bin[boxes]])
+        self._renumber(number[self.bin[boxes]])
 
     def separate(self, least: int) -> None:
-        """Cut bins where no box is in the way; then drop those of fewer boxes than ``least``, or that need no cut."""
+        """Split bins wherever no box straddles the cut, and drop bins of fewer than ``least`` boxes."""
         for _ in range(_PASSES):
             before = len(self.box), len(self.size)
             for dim in range(self.start.shape[1]):
@@ -149,10 +150,11 @@ class _Bins:
                 return
 
     def _cut(self, dim: int) -> None:
+        """Start a new bin at each box that begins where all earlier boxes of its bin have ended."""
         span = self._span[dim]
         order = np.argsort(self.bin * span + self.start[:, dim], kind="stable")
         self.box, self.start, self.stop = self.box[order], self.start[order], self.stop[order]
-        base = self.bin * span  # bins stand in order already
+        base = self.bin * span  # bins are already in order
         low = base + self.start[:, dim]
         reach = np.maximum.accumulate(base + self.stop[:, dim])
         begins = np.ones(len(low), dtype=bool)
@@ -162,10 +164,10 @@ class _Bins:
             at = np.searchsorted(low, self.bin_of_point * span + self.point[:, dim], side="right") - 1
             inside = (at >= 0) & (old[np.maximum(at, 0)] == self.bin_of_point)
             self.point_id, self.point, self.bin_of_point = self.point_id[inside], self.point[inside], bins[at[inside]]
-        self._number(bins)
+        self._renumber(bins)
 
     def halve(self, dim: int) -> bool:
-        """Cut each bin at the median of the sides of its boxes that lie inside it; False if no bin has any."""
+        """Cut each bin at the median of the box sides strictly inside it; False if no bin has such a side."""
         low, high = self.start[:, dim], self.stop[:, dim]
         inner_low = low > np.minimum.reduceat(low, self.first)[self.bin]
         inner_high = high < np.maximum.reduceat(high, self.first)[self.bin]
@@ -181,7 +183,7 @@ class _Bins:
         left, right = low < cut, high > cut
         if left.sum() + right.sum() > self._limit:
             raise PlanError(
-                f"boxes overlap or interlock in more than {self._limit} parts, which are too many to compare"
+                f"boxes overlap or interlock so much that separating them takes more than {self._limit} parts"
             )
         bins = np.concatenate([2 * self.bin[left], 2 * self.bin[right] + 1])
         start = np.concatenate([self.start[left], self.start[right]])
@@ -193,9 +195,9 @@ class _Bins:
         self.start, self.stop = start[order], stop[order]
         if len(self.point):
             wanted = 2 * self.bin_of_point + (self.point[:, dim] >= at[self.bin_of_point])
-            number = np.unique(bins)  # a half that holds no box is no bin
+            number = np.unique(bins)  # a half without boxes is dropped
             place = np.minimum(np.searchsorted(number, wanted), len(number) - 1)
             known = number[place] == wanted
             self.point_id, self.point, self.bin_of_point = self.point_id[known], self.point[known], place[known]
-        self._number(bins[order])
+        self._renumber(bins[order])
         return True

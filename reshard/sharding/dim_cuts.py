@@ -1,4 +1,4 @@
-"""One tensor dim cut over mesh axes. The only place that knows the chunk rule."""
+"""Cuts of one tensor dim over mesh axes. Only this module implements the chunk rule."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ MAX_NDIM = 8
 
 @dataclass(frozen=True, eq=False)
 class DimCuts:
-    """One tensor dim cut into intervals that do not overlap, ascending; empty ones are left out.
+    """One tensor dim cut into disjoint intervals, ascending, without empty ones.
 
-    ``coord`` says which part of the dim (counted major first over its axes) an interval belongs to, and
-    ``local`` where it lies in that part; ``local_size`` is the size of each part.
+    Attributes:
+        lo, hi: ``(intervals,)`` half-open bounds. coord: the part that each interval belongs to, counted major first
+            over the dim's mesh axes. local: where the interval starts in that part.
+        local_size: ``(parts,)`` elements of each part.
     """
 
     lo: np.ndarray
@@ -32,7 +34,7 @@ class DimCuts:
 
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape as a tuple of integers; raises LayoutError if it is none."""
+    """The shape as a tuple of integers; raises LayoutError if it is not a sequence of integers."""
     try:
         if isinstance(shape, str):
             raise TypeError
@@ -42,7 +44,7 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_sizes(shape: Sequence[int]) -> tuple[int, ...]:
-    """As :func:`check_shape`; raises LayoutError also if the sizes cannot be those of a tensor."""
+    """As :func:`check_shape`; also raises LayoutError for too many dims, negative sizes or too many elements."""
     shape = check_shape(shape)
     if len(shape) > MAX_NDIM:
         raise LayoutError(f"shape {list(shape)} has {len(shape)} dims; at most {MAX_NDIM} are supported")
@@ -52,7 +54,7 @@ def check_sizes(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def chunk_rule(size: np.ndarray, num_chunks: int) -> tuple[np.ndarray, np.ndarray]:
-    """torch.chunk: ``ceil(size / num_chunks)`` elements to each chunk until none are left.
+    """The rule of ``torch.chunk``: each chunk gets ``ceil(size / num_chunks)`` elements until none are left.
 
     Returns ``(start, stop)`` of shape ``size.shape + (num_chunks,)``.
     """
@@ -63,7 +65,11 @@ def chunk_rule(size: np.ndarray, num_chunks: int) -> tuple[np.ndarray, np.ndarra
 
 
 def cut_dim(size: int, steps: Sequence[Step], axis_sizes: Sequence[int]) -> DimCuts:
-    """Cut a dim of ``size`` elements, step after step; ``axis_sizes`` are of the steps' mesh axes."""
+    """Cut a dim of ``size`` elements by ``steps`` in order; ``axis_sizes`` has the mesh axis size of each step.
+
+    Raises:
+        LayoutError: the steps cut the dim into too many pieces.
+    """
     if all(split_factor_of(step) == 1 for step in steps):
         lo, length = np.zeros(1, dtype=np.int64), np.array([size], dtype=np.int64)
         for axis_size in axis_sizes:
@@ -90,7 +96,7 @@ def cut_dim(size: int, steps: Sequence[Step], axis_sizes: Sequence[int]) -> DimC
 
 
 def _cut_strided(part: list[tuple[int, int]], split_factor: int, num_parts: int) -> list[list[tuple[int, int]]]:
-    """Cut the elements of ``part``, taken in order, into ``split_factor`` chunks and each over ``num_parts``."""
+    """Cut the elements of ``part``, in order, into ``split_factor`` chunks, and each chunk over ``num_parts``."""
     total = sum(hi - lo for lo, hi in part)
     split_factor = min(split_factor, max(total, 1))
     if min(split_factor, total) * num_parts > MAX_PIECES:

@@ -26,18 +26,17 @@ class Layout:
 
     Args:
         mesh: the ranks.
-        spec: per tensor dim the mesh axes that shard it, major first; a mesh axis named nowhere holds
-            replicas, and dims past the end of the spec are not sharded. Any notation of
-            :mod:`reshard.sharding.spec` is read: ``("dp", None)``, ``"S0 R"``, ``[Shard(0)]``, ``PartitionSpec("dp")``.
-            Omitted: every rank of the mesh holds the whole tensor.
-        ndim: the number of tensor dims, needed only for placements that count from the last, such as ``Shard(-1)``.
+        spec: the mesh axes that shard each tensor dim, major first. Axes that are not named hold replicas, and dims
+            past the end of the spec are not sharded. Any notation of :mod:`reshard.sharding.spec` is accepted:
+            ``("dp", None)``, ``"S0 R"``, ``[Shard(0)]``, ``PartitionSpec("dp")``. Omitted: every rank of the mesh
+            holds the whole tensor.
+        ndim: the number of tensor dims, needed only for placements that count from the end, such as ``Shard(-1)``.
 
-    A layout has no shape. Sizes that do not divide follow torch's chunk rule, nested as DTensor nests it: a
-    dim of n elements over k ranks gives ``ceil(n / k)`` to each until none are left, and the next axis cuts
-    what the one before it left.
+    A layout has no shape. Uneven sizes follow the rule of ``torch.chunk``: of n elements over k ranks, each rank gets
+    ``ceil(n / k)`` until none are left. The next axis of the dim cuts each of these chunks in turn, as in DTensor.
 
     Raises:
-        LayoutError: an unknown or doubled axis, or a malformed spec. PartialError: a pending reduction.
+        LayoutError: an unknown or repeated axis, or a malformed spec. PartialError: a pending reduction.
     """
 
     mesh: Mesh
@@ -51,23 +50,23 @@ class Layout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that take part, in mesh order."""
+        """The ranks of the mesh, in mesh order."""
         return self.mesh.ranks
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """The shape of a rank's shard of a tensor of a global shape.
+        """The shape of a rank's shard of a tensor of global ``shape``.
 
         Raises:
-            LayoutError: the shape does not fit the layout, or the rank is outside it.
+            LayoutError: the shape does not fit the layout, or the rank is not in it.
         """
         cuts = self.cut_dims(check_sizes(shape))
         parts = self.parts_of(rank, len(cuts))
         return tuple(int(cut.local_size[part]) for cut, part in zip(cuts, parts, strict=True))
 
     def regions(self, shape: Sequence[int], rank: int) -> list[Box]:
-        """The boxes of the global tensor that a rank holds, in the order of its shard; none of them is empty.
+        """The boxes of the global tensor that a rank holds, in the order of its shard, without empty ones.
 
-        There are several only with :class:`~reshard.sharding.spec.Strided` steps. Raises as :meth:`local_shape`.
+        Only :class:`~reshard.sharding.spec.Strided` steps give several boxes. Raises as :meth:`local_shape`.
         """
         cuts = self.cut_dims(check_sizes(shape))
         intervals = []
@@ -78,7 +77,7 @@ class Layout:
         return list(itertools.product(*intervals))
 
     def parts_of(self, rank: int, ndim: int) -> tuple[int, ...]:
-        """Which part of each tensor dim a rank holds, counted major first over the dim's axes."""
+        """The index of a rank's part of each tensor dim, counted major first over the dim's axes."""
         if rank not in self.mesh.ranks:
             raise LayoutError(f"rank {rank} is not in {self}")
         coords = np.unravel_index(self.mesh.ranks.index(rank), self.mesh.sizes) if self.mesh.sizes else ()
@@ -92,7 +91,7 @@ class Layout:
         return tuple(parts)
 
     def cut_dims(self, shape: tuple[int, ...]) -> tuple[DimCuts, ...]:
-        """How each dim of a tensor is cut."""
+        """The cuts of each dim of a tensor of ``shape``."""
         if len(self.spec) > len(shape):
             raise LayoutError(
                 f"layout {self} shards dim {len(self.spec) - 1}, but the tensor of shape {list(shape)} has "
@@ -105,11 +104,11 @@ class Layout:
         )
 
     def with_ranks(self, rank_of: Mapping[int, int]) -> Layout:
-        """The same layout with each rank replaced."""
+        """The same layout with each rank ``r`` replaced by ``rank_of[r]``."""
         return Layout(self.mesh.with_ranks(rank_of), self.spec)
 
     def to_2023(self, ndim: int | None = None) -> str:
-        """The spec as the 2023 study writes it, for example ``S01 R R``."""
+        """The spec in the notation of the 2023 study, for example ``S01 R R``."""
         return write_2023(self.mesh, self.spec, ndim)
 
     def to_placements(self) -> list[Any]:
@@ -126,21 +125,21 @@ class Layout:
 
 @dataclass(frozen=True)
 class RegionLayout:
-    """Which regions of a tensor each rank holds, for what no spec can say.
+    """The regions of a tensor that each rank holds, for shardings that no spec can express.
 
     Args:
         regions: ``{rank: [box, ...]}``; a box is a ``(start, stop)`` pair per tensor dim. A rank's local array
-            is its boxes joined along ``join_dim`` in the order given, so they must agree in every other size.
-            A rank may hold no box: its local array is then empty.
+            is its boxes joined along ``join_dim`` in the given order, so their sizes must agree in every other dim.
+            The local array of a rank without boxes is empty.
         join_dim: the dim along which a rank's boxes are joined, 0 by default.
-        ndim: the number of tensor dims; needed only where no rank holds a box.
+        ndim: the number of tensor dims; needed only if no rank holds a box.
 
-    Boxes of one rank must not overlap; boxes of different ranks may, and are then replicas of what they share.
+    Boxes of one rank must not overlap. Boxes of different ranks may; the elements that they share are replicated.
 
     >>> qkv = RegionLayout({0: [[(0, 4), (0, 8)], [(8, 12), (0, 8)]], 1: [[(4, 8), (0, 8)], [(12, 16), (0, 8)]]})
 
     Raises:
-        LayoutError: a malformed box, boxes of a rank that overlap or cannot be joined, a rank given twice.
+        LayoutError: a malformed box, a bad rank, or boxes of one rank that cannot be joined.
     """
 
     boxes: tuple[tuple[int, tuple[Box, ...]], ...]
@@ -155,9 +154,9 @@ class RegionLayout:
         ndim: int | None = None,
     ) -> None:
         rows: list[tuple[int, tuple[Box, ...]]] = []
-        for what, value in (("join_dim", join_dim), ("ndim", 0 if ndim is None else ndim)):
+        for name, value in (("join_dim", join_dim), ("ndim", 0 if ndim is None else ndim)):
             if isinstance(value, bool) or not isinstance(value, int):
-                raise LayoutError(f"{what} must be an integer, not {value!r}")
+                raise LayoutError(f"{name} must be an integer, not {value!r}")
         if not isinstance(regions, Mapping) or not regions:
             raise LayoutError("regions must be a mapping {rank: [box, ...]} with at least one rank")
         for rank, boxes in regions.items():
@@ -199,14 +198,14 @@ class RegionLayout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that take part, ascending."""
+        """The ranks of the layout, ascending."""
         return tuple(rank for rank, _ in self.boxes)
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """The shape of a rank's shard of a tensor of a global shape.
+        """The shape of a rank's shard of a tensor of global ``shape``.
 
         Raises:
-            LayoutError: a region reaches past the shape, or the rank is outside the layout.
+            LayoutError: a region reaches past the shape, or the rank is not in the layout.
         """
         self.check_fits(check_sizes(shape))
         return self.joined_shape(rank)
@@ -223,7 +222,7 @@ class RegionLayout:
         raise LayoutError(f"rank {rank} is not in the layout, whose ranks are {format_ranks(self.ranks)}")
 
     def joined_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's boxes, joined."""
+        """The shape of a rank's local array: its boxes joined along ``join_dim``."""
         boxes = self._boxes_of(rank)
         if not boxes:
             return (0,) * self.ndim
@@ -233,7 +232,7 @@ class RegionLayout:
         return tuple(shape)
 
     def check_fits(self, shape: tuple[int, ...]) -> None:
-        """Raise LayoutError unless all regions are inside a global shape."""
+        """Raise LayoutError unless all regions lie inside the global ``shape``."""
         if self.ndim != len(shape):
             raise LayoutError(f"regions have {self.ndim} dims, but the tensor of shape {list(shape)} has {len(shape)}")
         for rank, row in self.boxes:
@@ -243,7 +242,7 @@ class RegionLayout:
                         raise LayoutError(f"rank {rank}: region {format_box(box)} reaches past shape {list(shape)}")
 
     def with_ranks(self, rank_of: Mapping[int, int]) -> RegionLayout:
-        """The same layout with each rank replaced."""
+        """The same layout with each rank ``r`` replaced by ``rank_of[r]``."""
         return RegionLayout({rank_of[rank]: row for rank, row in self.boxes}, join_dim=self.join_dim, ndim=self.ndim)
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ from reshard.errors import MeshError
 from reshard.formatting import format_ranks
 
 _AXIS = re.compile(r"[A-Za-z0-9_.]+\Z")
-#: Tables by rank stay small.
+#: Keeps arrays that are indexed by rank small.
 MAX_RANK = 2**22 - 1
 MAX_MESH_RANKS = 2**20
 MAX_AXES = 16
@@ -28,17 +28,17 @@ class Mesh:
 
     Args:
         ranks: the ranks in row-major order, as one list or a nested one such as ``[[0, 1], [2, 3]]``.
-        axis_sizes: ``{axis name: size}`` in axis order; the sizes multiply to the number of ranks. Omitted: the axes of
-            the nested list, named "0", "1", ...
+        axis_sizes: ``{axis name: size}`` in axis order; the product of the sizes is the number of ranks. Omitted: the
+            axes of the nested list, named "0", "1", ...
 
-    Any set of ranks will do: not contiguous, in any order, shared with another mesh. Ranks are those of
-    the group that a call names, the world by default. Two meshes are equal when sizes, names and ranks are.
+    Ranks may have gaps and any order, and several meshes may share ranks. They are ranks of the group that is passed
+    to a call, by default the world. Two meshes are equal if their sizes, axis names and ranks are.
 
     >>> print(Mesh.of("2x4", first_rank=8))
     Mesh(0=2, 1=4; ranks 8-15)
 
     Raises:
-        MeshError: a repeated or negative rank, a repeated or badly spelt axis, sizes that do not multiply up.
+        MeshError: a repeated or negative rank, an invalid axis name, or sizes whose product is not the number of ranks.
     """
 
     ranks: tuple[int, ...]
@@ -88,7 +88,7 @@ class Mesh:
     def of(cls, grid: str | int | Sequence[int], *, first_rank: int = 0, axes: Sequence[str] | None = None) -> Mesh:
         """A mesh of consecutive ranks: ``"2x4"``, ``(2, 4)`` or ``8``; axes are named ``0, 1, ...`` unless given.
 
-        A text may name them: ``"dp=2,tp=4"``.
+        A string may also name the axes: ``"dp=2,tp=4"``.
         """
         if isinstance(grid, str) and axes is None and "=" in grid:
             words = [word.strip().partition("=") for word in grid.split(",")]
@@ -120,7 +120,7 @@ class Mesh:
 
     @classmethod
     def from_device_mesh(cls, device_mesh: Any) -> Mesh:
-        """A mesh from a ``torch.distributed.DeviceMesh``: its ranks are ranks of the world."""
+        """A mesh from a ``torch.distributed.DeviceMesh``, whose ranks are global ranks."""
         if not hasattr(device_mesh, "mesh_dim_names"):
             raise MeshError(f"{type(device_mesh).__name__} is not a DeviceMesh")
         names = device_mesh.mesh_dim_names
@@ -128,7 +128,7 @@ class Mesh:
 
     @classmethod
     def from_jax(cls, jax_mesh: Any) -> Mesh:
-        """A mesh from a ``jax.sharding.Mesh``: a device's rank is its ``id``."""
+        """A mesh from a ``jax.sharding.Mesh``; the rank of a device is its ``id``."""
         devices = np.asarray(jax_mesh.devices)
         ids = np.array([device.id for device in devices.ravel()], dtype=np.int64).reshape(devices.shape)
         return cls.from_array(ids, list(jax_mesh.axis_names))
@@ -142,7 +142,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many ranks the mesh holds."""
+        """The number of ranks."""
         return len(self.ranks)
 
     def axis_size(self, axis: str) -> int:
@@ -152,7 +152,7 @@ class Mesh:
         return self.sizes[self.axes.index(axis)]
 
     def with_ranks(self, rank_of: Mapping[int, int]) -> Mesh:
-        """The same grid with each rank replaced."""
+        """The same grid with each rank ``r`` replaced by ``rank_of[r]``."""
         missing = [rank for rank in self.ranks if rank not in rank_of]
         if missing:
             raise MeshError(f"no new rank is given for rank {missing[0]}")
@@ -202,7 +202,7 @@ def parse_ranks(text: str) -> list[int]:
     """The inverse of :func:`format_ranks`.
 
     Raises:
-        MeshError: the text is not of that form, or names more than 2**20 ranks.
+        MeshError: the text has another form, or names more than 2**20 ranks.
     """
     ranks: list[int] = []
     for run in text.split(","):

@@ -1,17 +1,17 @@
-"""Specs read from and written in the notations of the field.
+"""Reads and writes specs in the common notations.
 
 ============  ==========================================  =============================================
 notation      example on ``Mesh(dp=2, tp=4)``             meaning
 ============  ==========================================  =============================================
-ours          ``("dp", None, ("dp", "tp"))``              per tensor dim the axes that shard it, major first
-ours as text  ``"(dp, -, dp+tp)"``                        the same, as plans are printed
-2023 study    ``"S0 R S01"``                              per tensor dim, digits are axis positions
-torch         ``[Shard(0), Replicate()]``                 per mesh axis the tensor dim it shards
+ours          ``("dp", None, ("dp", "tp"))``              for each tensor dim, its axes, major first
+ours as text  ``"(dp, -, dp+tp)"``                        the same, as printed in plans
+2023 study    ``"S0 R S01"``                              for each tensor dim; digits are axis positions
+torch         ``[Shard(0), Replicate()]``                 for each mesh axis, the dim that it shards
 JAX           ``PartitionSpec("dp", None, ("dp", "tp"))``  as ours
 ============  ==========================================  =============================================
 
-All of them become one form: a tuple per tensor dim of the steps that cut it, in the order in which they
-cut. A step is an axis name, or :class:`Strided` for torch's ``_StridedShard``.
+All are converted to one form: for each tensor dim, a tuple of the steps that cut it, in order. A step is an axis
+name, or :class:`Strided` for torch's ``_StridedShard``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _SPEC_2023 = re.compile(r"R|S([0-9]+)")
 
 @dataclass(frozen=True)
 class Strided:
-    """One cut as torch's ``_StridedShard`` makes it.
+    """One cut as made by torch's ``_StridedShard``.
 
-    What is there is first cut into ``split_factor`` chunks; each of those is cut over ``axis``, and a rank
-    keeps its piece of every one, in order.
+    The elements are first cut into ``split_factor`` chunks. Each chunk is cut over ``axis``, and a rank keeps its
+    piece of every chunk, in order.
     """
 
     axis: str
@@ -47,36 +47,36 @@ Spec = tuple[tuple[Step, ...], ...]
 
 
 def axis_of(step: Step) -> str:
-    """The mesh axis that a step cuts over."""
+    """The mesh axis of a step."""
     return step if isinstance(step, str) else step.axis
 
 
 def split_factor_of(step: Step) -> int:
-    """How many chunks are made before a step cuts: 1 for a plain axis."""
+    """The split factor of a step, 1 for a plain axis."""
     return 1 if isinstance(step, str) else step.split_factor
 
 
 def read_spec(mesh: Mesh, spec: Any, ndim: int | None = None) -> Spec:
-    """The normal form of a spec in any of the notations; trailing unsharded dims are dropped.
+    """The normal form of a spec in any notation; trailing unsharded dims are dropped.
 
     Args:
-        ndim: the number of tensor dims, which placements such as ``Shard(-1)`` count from.
+        ndim: the number of tensor dims, which resolves placements such as ``Shard(-1)``.
 
     Raises:
-        LayoutError: the text is malformed, or names an unknown axis, or an axis twice.
+        LayoutError: the spec is malformed, or names an unknown axis or an axis twice.
         PartialError: a placement has a pending reduction.
     """
     if spec is None:
         steps: list[tuple[Step, ...]] = []
     elif isinstance(spec, str):
         steps = list(parse_ours(spec)) if spec.lstrip().startswith("(") else _read_2023(mesh, spec)
-    elif type(spec).__name__ == "PartitionSpec" or hasattr(spec, "UNCONSTRAINED"):  # jax calls its class P now
+    elif type(spec).__name__ == "PartitionSpec" or hasattr(spec, "UNCONSTRAINED"):  # newer JAX names it P
         if getattr(spec, "unreduced", None):
             raise PartialError(_partial_text(f"unreduced axes {sorted(spec.unreduced)}"))
         steps = _read_ours(mesh, list(spec))
     elif not isinstance(spec, Sequence):
         raise LayoutError(
-            f"spec {spec!r} is none of: a text such as 'S0 R' or '(dp, -)', a tuple of axis names, placements"
+            f"spec {spec!r} is none of: a string such as 'S0 R' or '(dp, -)', a tuple of axis names, placements"
         )
     elif any(_is_placement(entry) for entry in spec):
         steps = _read_placements(mesh, list(spec), ndim)
@@ -105,7 +105,7 @@ def _read_2023(mesh: Mesh, text: str) -> list[tuple[Step, ...]]:
         if not match:
             raise LayoutError(
                 f"{word!r} in spec {text!r} is neither R nor S followed by axis digits; "
-                "names of axes are written as in '(dp, -, tp)'"
+                "write axis names as in '(dp, -, tp)'"
             )
         for digit in match[1] or "":
             if int(digit) >= len(mesh.axes):
@@ -140,7 +140,7 @@ def _is_placement(entry: Any) -> bool:
 
 def _partial_text(what: str) -> str:
     return (
-        f"{what}: a pending reduction cannot be moved yet; reduce it first, for example with "
+        f"{what}: a pending reduction is not supported; reduce it first, for example with "
         "dtensor.redistribute(placements=[Replicate()]) or Shard(dim) on its own mesh"
     )
 
@@ -158,7 +158,7 @@ def _read_placements(mesh: Mesh, placements: list[Any], ndim: int | None) -> lis
             continue
         dim = getattr(placement, "dim", None)
         if not isinstance(dim, int):
-            raise LayoutError(f"placement {placement!r} for axis {axis!r} shards no tensor dim")
+            raise LayoutError(f"placement {placement!r} for axis {axis!r} has no tensor dim")
         if dim < 0:
             if ndim is None:
                 raise LayoutError(
@@ -177,13 +177,13 @@ def write_2023(mesh: Mesh, spec: Spec, ndim: int | None = None) -> str:
     """The 2023 notation, padded with ``R`` to ``ndim`` tensor dims.
 
     Raises:
-        LayoutError: the spec has a :class:`Strided` step or an axis past the tenth, which it cannot say.
+        LayoutError: the spec has a :class:`Strided` step or an axis past the tenth, which the notation lacks.
     """
     words = []
     for dim in spec:
         for step in dim:
             if not isinstance(step, str) or mesh.axes.index(step) > 9:
-                raise LayoutError(f"the 2023 notation cannot say {step}")
+                raise LayoutError(f"the 2023 notation cannot express {step}")
         words.append("S" + "".join(str(mesh.axes.index(axis_of(step))) for step in dim) if dim else "R")
     return " ".join(words + ["R"] * ((ndim or 0) - len(words)))
 
@@ -191,12 +191,12 @@ def write_2023(mesh: Mesh, spec: Spec, ndim: int | None = None) -> str:
 def write_placements(mesh: Mesh, spec: Spec) -> list[Any]:
     """Torch placements, one per mesh axis.
 
-    Axes that cut a dim out of mesh order become ``_StridedShard`` as torch writes a shard order: the split
-    factor is the product of the axes that cut before but stand later in the mesh. The two agree where sizes
-    divide; elsewhere torch's rule for strided shards differs from nested chunks.
+    An axis that cuts a dim after a later axis of the mesh becomes a ``_StridedShard``. Its split factor is the product
+    of the later axes that cut before it, as torch encodes a shard order. Spec and placements agree if sizes divide
+    evenly; otherwise torch's rule for strided shards differs from nested chunks.
 
     Raises:
-        LayoutError: a :class:`Strided` step stands out of mesh order.
+        LayoutError: a :class:`Strided` step is out of mesh order.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -206,7 +206,7 @@ def write_placements(mesh: Mesh, spec: Spec) -> list[Any]:
         positions = [mesh.axes.index(axis_of(step)) for step in steps]
         strided = any(not isinstance(step, str) for step in steps)
         if strided and positions != sorted(positions):
-            raise LayoutError(f"torch placements cannot say {' '.join(map(str, steps))} on dim {dim}")
+            raise LayoutError(f"torch placements cannot express {' '.join(map(str, steps))} on dim {dim}")
         for nth, (step, position) in enumerate(zip(steps, positions, strict=True)):
             factor = split_factor_of(step)
             for earlier in positions[:nth]:
@@ -227,12 +227,12 @@ def write_jax(spec: Spec) -> Any:
     for dim in spec:
         for step in dim:
             if not isinstance(step, str):
-                raise LayoutError(f"a PartitionSpec cannot say {step}")
+                raise LayoutError(f"a PartitionSpec cannot express {step}")
     return PartitionSpec(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in spec))
 
 
 def write_ours(spec: Spec) -> str:
-    """Our own notation as text: ``(dp, -, tp+pp)``."""
+    """The notation of this package as text: ``(dp, -, tp+pp)``."""
     return "(" + ", ".join("+".join(map(str, dim)) or "-" for dim in spec) + ")"
 
 

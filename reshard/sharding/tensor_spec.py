@@ -18,10 +18,10 @@ from reshard.sharding.unit_tasks import UnitTasks, count_unit_tasks, cut_unit_ta
 class TensorSpec:
     """One tensor to move: its global shape and dtype, and both layouts.
 
-    ``name`` tells tensors of one plan apart in messages to people; it is None for a single tensor.
+    ``name`` identifies a tensor among several of one plan; it is None for a single tensor.
 
     Raises:
-        LayoutError, ArgumentError: the shape, dtype or a layout does not fit.
+        LayoutError: the shape cannot be that of a tensor. ArgumentError: a bad dtype, layout or name.
     """
 
     shape: tuple[int, ...]
@@ -51,22 +51,22 @@ class TensorSpec:
 
     @cached_property
     def src_shards(self) -> Shards:
-        """Who holds what."""
+        """The tiles of the source layout and their holders."""
         return cut_shards(self.src, self.shape)
 
     @cached_property
     def dst_shards(self) -> Shards:
-        """Who needs what."""
+        """The tiles of the destination layout and the ranks that need them."""
         return cut_shards(self.dst, self.shape)
 
     @cached_property
     def tasks(self) -> UnitTasks:
-        """The unit tasks between the two."""
+        """The unit tasks from the source to the destination layout."""
         return cut_unit_tasks(self.src_shards, self.dst_shards)
 
     @property
     def num_holdings(self) -> int:
-        """How many entries the larger of the holders and the destinations of its tasks has, padding included."""
+        """Size of the larger of two ``(tasks, replicas)`` arrays, holders and destinations, padding included."""
         count = count_unit_tasks(self.src_shards, self.dst_shards)
         replicas = max(self.src_shards.ranks.shape[1], self.dst_shards.ranks.shape[1])
         return (len(self.tasks) if count is None else count) * replicas
@@ -77,7 +77,7 @@ class TensorSpec:
 
 
 def check_tensors(tensors: Sequence[TensorSpec]) -> None:
-    """Raise PlanError unless names tell several tensors apart."""
+    """Raise PlanError unless there is one tensor, or several with different names."""
     if not tensors:
         raise PlanError("a plan needs at least one tensor")
     names = [spec.name for spec in tensors]

@@ -1,6 +1,6 @@
-"""Where a layout puts each element of a tensor of a given shape.
+"""The tiles of a sharded tensor: which region each rank holds, and where it lies in the local array.
 
-Everything is arrays: a layout of a million tiles is three of them.
+Tiles are rows of arrays, so that a layout of a million tiles needs no objects.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from reshard.sharding.dim_cuts import MAX_PIECES, DimCuts, check_sizes
 from reshard.sharding.layout import AnyLayout, Box, Layout, RegionLayout, format_box
 from reshard.sharding.spec import axis_of
 
-#: Cells into which regions that overlap in part may be cut.
+#: Limit on the cells that partly overlapping regions are cut into.
 MAX_CELLS = 2**17
 
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """The tiles of a sharded tensor: boxes that do not overlap, and who holds each.
+    """The tiles of a sharded tensor: disjoint boxes, and the ranks that hold each.
 
     Attributes:
-        layout, shape: what was cut.
+        layout, shape: the layout and the global shape that were cut.
         start, stop: ``(tiles, ndim)`` half-open boxes, none of them empty.
         ranks: ``(tiles, replicas)`` the holders of each tile, padded with :data:`NO_RANK`.
         local: ``(tiles, replicas, ndim)`` where the tile starts in the local array of each holder.
-        cuts: per dim the intervals whose product the tiles are (row-major); None for explicit regions.
+        cuts: the cuts of each dim, whose row-major product the tiles are; None for explicit regions.
     """
 
     layout: AnyLayout
@@ -57,12 +57,12 @@ class Shards:
         return tuple(int(cut.local_size[part]) for cut, part in zip(self.cuts, parts, strict=True))
 
     def pieces_of(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The tiles of one rank: their ``start``, ``stop`` and where each starts in its local array."""
+        """``(start, stop, local)`` of the tiles of one rank; ``local`` is where each starts in the local array."""
         tile, replica = np.nonzero(self.ranks == rank)
         return self.start[tile], self.stop[tile], self.local[tile, replica]
 
     def find(self, rank: int, start: np.ndarray, stop: np.ndarray) -> list[tuple[slice, ...] | None]:
-        """Where boxes lie in the local array of a rank; None for one that does not lie in a single tile of it.
+        """Slices of boxes in the local array of a rank; None for a box that does not lie inside one of its tiles.
 
         Args:
             start, stop: ``(boxes, ndim)``, none of them empty.
@@ -79,16 +79,17 @@ class Shards:
         return found
 
     def boxes_of(self, rank: int) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """The tiles of one rank as ``(box, where it starts in the local array)``."""
+        """``(box, local start)`` of each tile of one rank."""
         for start, stop, local in zip(*self.pieces_of(rank), strict=True):
             yield tuple(zip(start.tolist(), stop.tolist(), strict=True)), tuple(local.tolist())
 
 
 def cut_shards(layout: AnyLayout, shape: Sequence[int]) -> Shards:
-    """Cut a tensor of ``shape`` as ``layout`` says.
+    """Cut a tensor of ``shape`` into the tiles of ``layout``.
 
     Raises:
-        LayoutError: the layout has more dims than the shape, or a region reaches past it.
+        LayoutError: the layout has more dims than the shape, a region reaches past it or overlaps another one of its
+            rank, or there are too many tiles.
     """
     shape = check_sizes(shape)
     if isinstance(layout, RegionLayout):
@@ -123,7 +124,7 @@ def _cut_grid(layout: Layout, shape: tuple[int, ...]) -> Shards:
 
 
 def combine(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """The product of one array per dim, row-major: shape ``(product of lengths, number of dims)``."""
+    """The Cartesian product of one array per dim, row-major: shape ``(product of lengths, number of dims)``."""
     total = math.prod(len(column) for column in columns)
     out = np.empty((total, len(columns)), dtype=np.int64)
     inner = total
@@ -160,7 +161,10 @@ _Holders = dict[Box, list[tuple[int, tuple[int, ...]]]]
 
 
 def _refine(holders: _Holders, ndim: int) -> _Holders:
-    """Split boxes that overlap in part into cells, so that any two boxes are the same or apart."""
+    """Split partly overlapping boxes into cells, so that any two boxes are equal or disjoint.
+
+    Boxes that overlap, directly or through others, form a group; each group is cut at all its coordinates.
+    """
     boxes = sorted(holders)
     for box in boxes:
         ranks = [rank for rank, _ in holders[box]]
@@ -169,14 +173,14 @@ def _refine(holders: _Holders, ndim: int) -> _Holders:
             raise LayoutError(f"rank {rank} holds region {format_box(box)} twice")
     bounds = np.array(boxes, dtype=np.int64).reshape(len(boxes), ndim, 2)
     try:
-        mixed = np.flatnonzero(find_overlapping(np.zeros(len(boxes)), bounds[:, :, 0], bounds[:, :, 1]))
-    except PlanError:  # they overlap so much that they are soon too many cells
-        mixed = np.arange(len(boxes))
-    if not len(mixed):
+        overlapping = np.flatnonzero(find_overlapping(np.zeros(len(boxes)), bounds[:, :, 0], bounds[:, :, 1]))
+    except PlanError:  # heavy overlap: treat all boxes as overlapping; the limit on cells applies
+        overlapping = np.arange(len(boxes))
+    if not len(overlapping):
         return holders
-    start, stop = bounds[mixed, :, 0], bounds[mixed, :, 1]
+    start, stop = bounds[overlapping, :, 0], bounds[overlapping, :, 1]
     first, second = find_overlaps(start, stop, start, stop)
-    first, second = mixed[first[first < second]], mixed[second[first < second]]
+    first, second = overlapping[first[first < second]], overlapping[second[first < second]]
     group = list(range(len(boxes)))
 
     def root(i: int) -> int:
@@ -199,12 +203,12 @@ def _refine(holders: _Holders, ndim: int) -> _Holders:
         if len(group_boxes) == 1:
             refined[group_boxes[0]] = holders[group_boxes[0]]
             continue
-        marks = [sorted({edge for box in group_boxes for edge in box[dim]}) for dim in range(len(group_boxes[0]))]
+        edges = [sorted({edge for box in group_boxes for edge in box[dim]}) for dim in range(len(group_boxes[0]))]
         for box in group_boxes:
-            inside = [[m for m in marks[dim] if lo <= m <= hi] for dim, (lo, hi) in enumerate(box)]
+            inside = [[m for m in edges[dim] if lo <= m <= hi] for dim, (lo, hi) in enumerate(box)]
             num_cells += math.prod(len(m) - 1 for m in inside)
             if num_cells > MAX_CELLS:
-                raise LayoutError(f"regions that overlap in part would be cut into more than {MAX_CELLS} cells")
+                raise LayoutError(f"partly overlapping regions would be cut into more than {MAX_CELLS} cells")
             columns = [np.arange(len(m) - 1) for m in inside]
             for cell in combine(columns).tolist():
                 piece = tuple((inside[dim][i], inside[dim][i + 1]) for dim, i in enumerate(cell))
@@ -220,7 +224,7 @@ def find_overlaps(
 ) -> tuple[np.ndarray, np.ndarray]:
     """All pairs ``(i, j)`` of boxes ``a[i]`` and ``b[j]`` that share an element, sorted.
 
-    Boxes are not empty. Candidates come from a sweep along the dim with the most distinct cuts.
+    No box may be empty. Candidates come from a sweep along the dim with the most distinct coordinates.
     """
     num_a, num_b, ndim = len(start_a), len(start_b), start_a.shape[1]
     if not num_a or not num_b:

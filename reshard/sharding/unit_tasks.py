@@ -1,4 +1,4 @@
-"""Unit tasks: which region, who holds it, who needs it. Facts, no choices."""
+"""Unit tasks: regions with the ranks that hold and that need them. They imply no choice of senders or routes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class UnitTasks:
     """Every pair of a source tile and a destination tile that share elements.
 
     Attributes:
-        src, dst: the shards on both sides.
-        start, stop: ``(tasks, ndim)`` the shared boxes; they cover each destination tile exactly once.
+        src, dst: the shards of the source and the destination layout.
+        start, stop: ``(tasks, ndim)`` the shared boxes, which cover each destination tile exactly once.
         src_tile, dst_tile: ``(tasks,)`` indices into the tiles of ``src`` and ``dst``.
     """
 
@@ -37,16 +37,16 @@ class UnitTasks:
 
     @cached_property
     def numel(self) -> np.ndarray:
-        """Elements of each task."""
+        """``(tasks,)`` elements of each box."""
         return (self.stop - self.start).prod(axis=1, dtype=np.int64)
 
     @cached_property
     def is_strided(self) -> np.ndarray:
-        """``(tasks,)`` True where the box does not lie in one piece in its source or its destination tile."""
+        """``(tasks,)`` bool: whether the box is not contiguous in its source or its destination tile."""
         strided = np.zeros(len(self), dtype=bool)
         for shards, tile in ((self.src, self.src_tile), (self.dst, self.dst_tile)):
             size, whole = self.stop - self.start, (shards.stop - shards.start)[tile]
-            is_outer = np.ones(len(self), dtype=bool)  # every dim before this one is one element wide
+            is_outer = np.ones(len(self), dtype=bool)  # whether all dims before this one have size 1
             for dim in range(size.shape[1]):
                 strided |= ~is_outer & (size[:, dim] != whole[:, dim])
                 is_outer &= size[:, dim] == 1
@@ -54,22 +54,23 @@ class UnitTasks:
 
     @property
     def holders(self) -> np.ndarray:
-        """``(tasks, replicas)`` ranks that hold each region, padded with -1."""
+        """``(tasks, replicas)`` ranks that hold each box, padded with -1."""
         return self.src.ranks[self.src_tile]
 
     @property
     def destinations(self) -> np.ndarray:
-        """``(tasks, replicas)`` ranks that need each region, padded with -1."""
+        """``(tasks, replicas)`` ranks that need each box, padded with -1."""
         return self.dst.ranks[self.dst_tile]
 
 
 def cut_unit_tasks(src: Shards, dst: Shards) -> UnitTasks:
     """The unit tasks between two shardings of one tensor.
 
-    Each tensor dim is cut on its own and the cuts are combined, so the work is in the output, not in pairs.
+    Two grids are intersected dim by dim and the intersections combined, so the work is proportional to the output,
+    not to the number of tile pairs.
 
     Raises:
-        LayoutError: the shapes differ, or the source holds no copy of a region that the destination needs.
+        LayoutError: the shapes differ, or no source rank holds a region that the destination needs.
     """
     if src.shape != dst.shape:
         raise LayoutError(f"source shape {list(src.shape)} and destination shape {list(dst.shape)} differ")
@@ -98,14 +99,14 @@ def cut_unit_tasks(src: Shards, dst: Shards) -> UnitTasks:
 
 
 def count_unit_tasks(src: Shards, dst: Shards) -> int | None:
-    """How many unit tasks there will be, without making them; None where a side is no grid."""
+    """The number of unit tasks, without building them; None if a side is not a grid."""
     if src.cuts is None or dst.cuts is None:
         return None
-    return math.prod(int(_find_rendezvous(a, b)[1].sum()) for a, b in zip(src.cuts, dst.cuts, strict=True))
+    return math.prod(int(_overlap_ranges(a, b)[1].sum()) for a, b in zip(src.cuts, dst.cuts, strict=True))
 
 
-def _find_rendezvous(a: DimCuts, b: DimCuts) -> tuple[np.ndarray, np.ndarray]:
-    """For each interval of ``a`` the first of ``b`` that it shares something with, and how many there are."""
+def _overlap_ranges(a: DimCuts, b: DimCuts) -> tuple[np.ndarray, np.ndarray]:
+    """For each interval of ``a``, the first interval of ``b`` that overlaps it, and how many do."""
     first = np.searchsorted(b.hi, a.lo, side="right")
     return first, np.searchsorted(b.lo, a.hi, side="left") - first
 
@@ -113,7 +114,7 @@ def _find_rendezvous(a: DimCuts, b: DimCuts) -> tuple[np.ndarray, np.ndarray]:
 def _from_grids(src: Shards, dst: Shards, src_cuts: tuple[DimCuts, ...], dst_cuts: tuple[DimCuts, ...]) -> UnitTasks:
     columns: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
     for a, b in zip(src_cuts, dst_cuts, strict=True):
-        first, counts = _find_rendezvous(a, b)
+        first, counts = _overlap_ranges(a, b)
         i, j = np.repeat(np.arange(len(a.lo)), counts), ranges(first, counts)
         columns.append((i, j, np.maximum(a.lo[i], b.lo[j]), np.minimum(a.hi[i], b.hi[j])))
     i_of = combine([column[0] for column in columns])

@@ -1,4 +1,4 @@
-"""Tools for tests and examples: several ranks on one machine."""
+"""Tools for tests and examples: run several ranks on one machine."""
 
 from reshard.testing.processes import LaunchError, run_processes
 

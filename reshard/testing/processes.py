@@ -1,4 +1,4 @@
-"""Several ranks on this machine: forked processes with a Gloo group, for the demo, tests and benchmarks."""
+"""Run several ranks on this machine, as forked processes with a Gloo group."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from reshard.coordination.process_group import serve_store
 from reshard.errors import ArgumentError, ReshardError
 from reshard.timeouts import check_timeout
 
-#: After one rank failed, how long the others may take to finish by themselves.
+#: After the first failure, how long the other ranks may run before they are killed.
 GRACE_SECONDS = 5.0
 
 
 @dataclass
 class RankFailure:
-    """How one rank ended: its error and traceback, or its exit code if it said nothing."""
+    """How one rank failed: its error and traceback, or its exit code if it sent no result."""
 
     rank: int
     error: BaseException | None
@@ -39,14 +39,19 @@ class RankFailure:
 
 
 class LaunchError(ReshardError, RuntimeError):
-    """Some ranks failed; ``failures`` says how, ``results`` holds what the others returned."""
+    """Ranks failed.
+
+    Attributes:
+        failures: one per failed rank, ascending.
+        results: ``{rank: return value}`` of the other ranks.
+    """
 
     def __init__(self, failures: list[RankFailure], results: dict[int, Any]) -> None:
         self.failures, self.results = failures, results
         super().__init__("\n".join(f"rank {failure.rank}: {failure.text}" for failure in failures))
 
     def __reduce__(self) -> Any:
-        """Pickled with both."""
+        """Pickle both attributes."""
         return LaunchError, (self.failures, self.results)
 
 
@@ -58,29 +63,29 @@ def run_processes(
     grace_seconds: float = GRACE_SECONDS,
     init_group: bool = True,
 ) -> list[Any]:
-    """Run ``function(rank, *args)`` in ``num_ranks`` forked processes and return what each returned.
+    """Run ``function(rank, *args)`` in ``num_ranks`` forked processes and return their results.
 
     Args:
-        function: what each rank does; its result must pickle. With ``init_group`` the world group is up.
-        num_ranks: how many processes.
-        timeout_seconds: all processes are ended after this long.
-        grace_seconds: once one has failed, the others are ended after this long.
-        init_group: make the world group (Gloo over loopback, the store in this process). If false,
-            ``function`` is called as ``function(rank, port, *args)`` with the port of the store.
+        function: runs on each rank; its result must pickle.
+        num_ranks: number of processes.
+        timeout_seconds: all processes are killed after this time.
+        grace_seconds: after the first failure, the other processes are killed after this time.
+        init_group: create the world group before the call (Gloo over loopback). If false, call
+            ``function(rank, port, *args)`` with the port of the store.
 
     Returns:
         The results in rank order.
 
     Raises:
-        LaunchError: a rank raised, ended without a word, or did not end in time.
-        ArgumentError: the function cannot be called, or there is no rank to call it.
+        LaunchError: a rank raised, exited without a result, or did not finish in time.
+        ArgumentError: ``function`` is not callable, or ``num_ranks`` is not a positive integer.
     """
     if not callable(function):
         raise ArgumentError(f"run_processes needs a function, not {type(function).__name__}")
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ArgumentError(f"num_ranks is {num_ranks!r}; it must be an integer from 1 on")
+        raise ArgumentError(f"num_ranks is {num_ranks!r}; it must be a positive integer")
     check_timeout(timeout_seconds)
-    for module in ("reshard.api.call", "numpy.ma"):  # which each process would load for itself
+    for module in ("reshard.api.call", "numpy.ma"):  # import once here, not in each child
         importlib.import_module(module)
     context = multiprocessing.get_context("fork")
     pipes: list[Connection] = []
@@ -90,35 +95,35 @@ def run_processes(
     for rank in range(num_ranks):
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_main, args=(function, rank, num_ranks, args, theirs, init_group), name=f"rank-{rank}"
+            target=_run_rank, args=(function, rank, num_ranks, args, theirs, init_group), name=f"rank-{rank}"
         )
         process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-    # The store's server is a thread, and a lock that a thread holds while its process forks stays locked in the
-    # child; so it lives in a process of its own, and this one can fork again later.
+    # The store's server is a thread. A lock that it holds during a fork would stay locked in the child, so it runs in
+    # a separate process and this process can fork again.
     server_pipe, theirs = context.Pipe()
     listener = socket.create_server(("127.0.0.1", 0), backlog=num_ranks + 8)
-    server = context.Process(target=_serve_until, args=(listener, theirs, server_pipe), name="store")
+    server = context.Process(target=_serve_store, args=(listener, theirs, server_pipe), name="store")
     server.start()
     theirs.close()
     for pipe in pipes:
         pipe.send(listener.getsockname()[1])
     listener.close()
 
-    def how_it_ended(rank: int) -> str:
+    def describe_exit(rank: int) -> str:
         processes[rank].join(1.0)
         return f"exit code {processes[rank].exitcode}"
 
-    patience = 0.2
+    join_seconds = 0.2
     try:
-        results = collect_results(dict(enumerate(pipes)), timeout_seconds, grace_seconds, how_it_ended)
-        patience = 1.0
+        results = collect_results(dict(enumerate(pipes)), timeout_seconds, grace_seconds, describe_exit)
+        join_seconds = 1.0
         return results
     finally:
         for process in processes:
-            process.join(patience)
+            process.join(join_seconds)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -134,20 +139,26 @@ def collect_results(
     pipes: Mapping[int, Connection],
     timeout_seconds: float,
     grace_seconds: float,
-    how_it_ended: Callable[[int], str],
+    describe_exit: Callable[[int], str],
     on_report: Callable[[int, Any], None] | None = None,
 ) -> list[Any]:
-    """What each rank says over its pipe, once: ``(kind, value, text)`` with a kind of "result" or "error".
+    """Receive the result or the error of each rank over its pipe.
+
+    A message is ``(kind, value, text)``. A rank sends any number of kind ``"report"``, then one of kind ``"result"``
+    or ``"error"``.
 
     Args:
-        pipes: of each rank. timeout_seconds: for all of them; grace_seconds: for the others once one has failed.
-        how_it_ended: of a rank that ended without a word. on_report: takes what ranks say before, of kind "report".
+        pipes: ``{rank: pipe}``.
+        timeout_seconds: limit for all ranks.
+        grace_seconds: limit for the other ranks after the first failure.
+        describe_exit: describes how a rank exited that sent no result.
+        on_report: called as ``on_report(rank, value)`` for each report.
 
     Returns:
         The results in rank order.
 
     Raises:
-        LaunchError: a rank failed, ended without a word, or said nothing in time.
+        LaunchError: a rank failed, exited without a result, or sent none in time.
     """
     results: dict[int, Any] = {}
     failures: dict[int, RankFailure] = {}
@@ -157,16 +168,20 @@ def collect_results(
         ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0.0))
         if not ready:
             for rank in waiting.values():
-                failures[rank] = RankFailure(rank, None, "did not end in time")
+                failures[rank] = RankFailure(rank, None, "did not finish in time")
             break
         for readable in ready:
             rank = waiting[readable]
             try:
                 kind, value, text = pipes[rank].recv()
             except (EOFError, OSError):
-                kind, value, text = "error", None, f"ended with {how_it_ended(rank)}"
-            except Exception as error:  # what it raised or returned does not unpickle here
-                kind, value, text = "error", None, f"said what cannot be read: {type(error).__name__}: {error}"
+                kind, value, text = "error", None, f"ended with {describe_exit(rank)}"
+            except Exception as error:  # unpickling may raise anything
+                kind, value, text = (
+                    "error",
+                    None,
+                    f"sent a message that does not unpickle: {type(error).__name__}: {error}",
+                )
             if kind == "report":
                 if on_report is not None:
                     on_report(rank, value)
@@ -180,8 +195,8 @@ def collect_results(
     return [results[rank] for rank in sorted(results)]
 
 
-def _serve_until(listener: socket.socket, pipe: Connection, launchers_end: Connection) -> None:
-    """Serve until the launcher closes its end of the pipe, or ends."""
+def _serve_store(listener: socket.socket, pipe: Connection, launchers_end: Connection) -> None:
+    """Serve the store until the launcher closes its end of the pipe, or exits."""
     launchers_end.close()
     store = serve_store(listener)
     with contextlib.suppress(EOFError, OSError):
@@ -191,12 +206,12 @@ def _serve_until(listener: socket.socket, pipe: Connection, launchers_end: Conne
 
 
 def join_world(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> None:
-    """Make the default group over Gloo, and wait until every rank has it.
+    """Create the default group over Gloo and wait until every rank has it.
 
-    A process that ends sooner closes connections that others are still making, and they fail for it.
+    Without the wait, a rank that exits early closes connections that other ranks are still opening, and those fail.
 
     Raises:
-        RuntimeError: of torch, not all ranks came in time.
+        RuntimeError: from torch, if not all ranks joined in time.
     """
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     if store.add("joined", 1) == num_ranks:
@@ -204,7 +219,7 @@ def join_world(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta)
     store.wait(["all joined"], timeout)
 
 
-def _main(
+def _run_rank(
     function: Callable[..., Any],
     rank: int,
     num_ranks: int,
@@ -226,12 +241,12 @@ def _main(
     except BaseException as error:
         message = ("error", error, traceback.format_exc())
     try:
-        # plain pickle: multiprocessing's own would hand over tensors as shared memory, which ends with this process
+        # Plain pickle: multiprocessing's pickler would pass tensors as shared memory, which ends with this process.
         pipe.send_bytes(pickle.dumps(message))
-    except Exception as error:  # a result or an error that does not pickle
+    except Exception as error:  # the result or the error does not pickle
         pipe.send(("error", None, f"{message[2]}{type(error).__name__}: {error}"))
     pipe.close()
-    multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # as any child of multiprocessing: transfers end, connections say goodbye
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # run finalizers: transfers finish, connections close
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if message[0] == "result" else 1)

@@ -1,4 +1,4 @@
-"""What the network is: hosts, their NICs and pods, how fast links are, and presets of common machines.
+"""The network topology: hosts, NICs, pods and link rates; topology files; presets of common machines.
 
 Imports the root and :mod:`reshard.sharding`.
 """

@@ -1,4 +1,4 @@
-"""Topologies as JSON, as people write them and as plans carry them."""
+"""Topologies as JSON or YAML, in files and inside plans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NUMBERS = (
 
 
 def read_topology(path: str | Path) -> Topology:
-    """From a JSON file, or a YAML file (``.yaml`` or ``.yml``) of the same form.
+    """The topology in a JSON file, or in a YAML file (``.yaml`` or ``.yml``) of the same structure.
 
     Raises:
         TopologyError: the file cannot be read, or does not describe a topology.
@@ -36,19 +36,19 @@ def read_topology(path: str | Path) -> Topology:
         with Path(path).open("rb") as file:
             data = file.read(MAX_TOPOLOGY_BYTES + 1)
         if len(data) > MAX_TOPOLOGY_BYTES:
-            raise TopologyError(f"it is larger than {MAX_TOPOLOGY_BYTES} bytes")
+            raise TopologyError(f"the file is larger than {MAX_TOPOLOGY_BYTES} bytes")
         text = data.decode("utf-8-sig")
         if Path(path).suffix in (".yaml", ".yml"):
             return topology_from_json(_load_yaml(text))
-        return topology_from_json(json.loads(text, object_pairs_hook=_take_once))
+        return topology_from_json(json.loads(text, object_pairs_hook=_reject_duplicates))
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ReshardError):
             raise TopologyError(f"{path}: {error}") from None
         raise TopologyError(f"cannot read {path}: {error}") from None
 
 
-def _take_once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """A JSON object none of whose names comes twice."""
+def _reject_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The pairs as a dict; raises TopologyError if a name repeats."""
     found: dict[Any, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -60,7 +60,7 @@ def _take_once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 def _load_yaml(text: str) -> Any:
     if len(text) > MAX_YAML_CHARACTERS:
         raise TopologyError(
-            f"YAML of more than {MAX_YAML_CHARACTERS:,} characters takes long to read; write it as JSON"
+            f"a YAML file of more than {MAX_YAML_CHARACTERS:,} characters is slow to parse; write it as JSON"
         )
     try:
         import yaml
@@ -69,27 +69,29 @@ def _load_yaml(text: str) -> Any:
 
     class Loader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):  # a few of them can stand for more than fits any memory
-                raise yaml.YAMLError("aliases such as *name are not taken; write it out")
+            if self.check_event(yaml.AliasEvent):  # nested aliases can expand without limit
+                raise yaml.YAMLError("aliases such as *name are not supported; repeat the value")
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            return _take_once([(self.construct_object(k, True), self.construct_object(v, True)) for k, v in node.value])
+            return _reject_duplicates(
+                [(self.construct_object(k, True), self.construct_object(v, True)) for k, v in node.value]
+            )
 
         def construct_number(self, node: Any) -> int:
             value = str(self.construct_scalar(node))
-            if not _INTEGER.fullmatch(value):  # 010 would be 8, and 1:30 would be 90
+            if not _INTEGER.fullmatch(value):  # YAML 1.1 reads 010 as 8 and 1:30 as 90
                 raise yaml.YAMLError(f"{value} is not a plain whole number")
             return int(value)
 
     Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_number)
-    # PyYAML alone takes 1e-5 and 2e9 for words
+    # By default PyYAML reads 1e-5 and 2e9 as strings.
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
     try:
         return yaml.load(text, Loader=Loader)
     except (RecursionError, TopologyError):
         raise
-    except Exception as error:  # tags such as !!timestamp end in errors of all kinds
+    except Exception as error:  # bad tags such as !!timestamp raise many types
         raise TopologyError(f"not YAML: {' '.join(str(error).split())[:300]}") from None
 
 
@@ -104,18 +106,21 @@ def topology_from_json(data: Any) -> Topology:
          "inside": "400 Gbit/s", "latency_seconds": 2e-5, "inside_latency_seconds": 5e-6,
          "send_buffer_bytes": 0, "burst_bytes": 0}
 
-    ``count`` hosts of that kind; ranks are dealt out to the hosts in order, unless each has ``"ranks": [...]``
-    in place of devices. ``"nic_of_device": [0, 0, 1, 1]`` says which NIC each device of a host uses.
+    ``count`` repeats a host. Hosts get consecutive ranks in order, unless every host lists its ``"ranks": [...]``
+    in place of ``"devices"``. ``"nic_of_device": [0, 0, 1, 1]`` is the NIC of each device of a host.
+
+    Raises:
+        TopologyError: the object does not describe a topology.
     """
     if not isinstance(data, dict):
-        raise TopologyError("a topology is a JSON object")
+        raise TopologyError("a topology must be a JSON object")
     if "host_of_rank" in data:
-        _refuse_unknown(data, {"host_of_rank", "nic_bytes_per_second", *_NUMBERS}, "topology")
+        _check_keys(data, {"host_of_rank", "nic_bytes_per_second", *_NUMBERS}, "topology")
         if not isinstance(data["host_of_rank"], list):
             raise TopologyError("host_of_rank must be a list")
         topology = Topology.uniform(data["host_of_rank"], parse_rate(data.get("nic_bytes_per_second", TEN_GBIT)))
         return replace(topology, **_numbers(data))
-    _refuse_unknown(data, {"hosts", "pods", "inside", *_NUMBERS}, "topology")
+    _check_keys(data, {"hosts", "pods", "inside", *_NUMBERS}, "topology")
     hosts, ranks_of, nics_of = _read_hosts(data.get("hosts"))
     host_of_rank, nic_of_rank = _place_ranks(ranks_of, nics_of, [len(host.nics) for host in hosts])
     pods = data.get("pods", [])
@@ -139,7 +144,7 @@ def _numbers(data: dict[str, Any]) -> dict[str, Any]:
 def topology_to_json(topology: Topology) -> dict[str, Any]:
     """The inverse of :func:`topology_from_json`, rates in bytes per second.
 
-    Both latencies are always written, as what is omitted is not 0.
+    Both latencies are always written, because an omitted latency means the default, not 0.
     """
     numbers = {name: getattr(topology, name) for name in _NUMBERS if name in _LATENCIES or getattr(topology, name) != 0}
     first = topology.hosts[0]
@@ -172,7 +177,7 @@ def _read_port(data: Any) -> Port:
         return Port.of(parse_rate(data))
     if set(data) != {"egress", "ingress"}:
         raise TopologyError(
-            f'a port is a rate or {{"egress": rate, "ingress": rate}}, not one with {sorted(map(str, data))}'
+            f'a port must be a rate or {{"egress": rate, "ingress": rate}}, not keys {sorted(map(str, data))}'
         )
     return Port(parse_rate(data["egress"]), parse_rate(data["ingress"]))
 
@@ -188,31 +193,31 @@ _PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def parse_rate(value: Any) -> float:
-    """Bytes per second from a number of them, or from text such as ``"25 Gbit/s"`` or ``"450 GB/s"``.
+    """Bytes per second from a number, or from text such as ``"25 Gbit/s"`` or ``"450 GB/s"``.
 
     Raises:
-        TopologyError: it is neither.
+        TopologyError: the value is neither, or not positive and finite.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return check_rate(value, "a rate")
     match = _RATE.fullmatch(value) if isinstance(value, str) and len(value) < 60 else None
     if match is None:
         raise TopologyError(
-            f"a rate is a positive number of bytes per second or text such as '25 Gbit/s', not {brief(value)}"
+            f"a rate must be a positive number of bytes per second or text such as '25 Gbit/s', not {brief(value)}"
         )
     return check_rate(float(match[1]) * _PREFIX[match[2]] / (8 if match[3] == "bit" else 1), "a rate")
 
 
-def _refuse_unknown(data: dict[Any, Any], known: set[str], what: str) -> None:
+def _check_keys(data: dict[Any, Any], known: set[str], what: str) -> None:
     unknown = sorted(map(str, set(data) - known))
     if unknown:
         raise TopologyError(f"unknown keys in {what}: {', '.join(map(brief, unknown[:8]))}")
 
 
 def _read_hosts(rows: Any) -> tuple[tuple[Host, ...], list[int | list[int]], list[list[int] | None]]:
-    """Hosts, and of each its number of devices or its ranks, and the NICs of its devices."""
+    """Hosts; for each host, its number of devices or its ranks; and, if given, the NIC of each device."""
     if not isinstance(rows, list) or not rows:
-        raise TopologyError('a topology is {"hosts": [...]} with at least one host, or {"host_of_rank": [...]}')
+        raise TopologyError('a topology must be {"hosts": [...]} with at least one host, or {"host_of_rank": [...]}')
     hosts: list[Host] = []
     ranks: list[int | list[int]] = []
     nics: list[list[int] | None] = []
@@ -230,13 +235,13 @@ def _read_hosts(rows: Any) -> tuple[tuple[Host, ...], list[int | list[int]], lis
 
 
 def _read_host(row: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
-    """A host, how many there are of it, its number of devices or its ranks, and the NICs of its devices."""
+    """A host, its count, its number of devices or its ranks, and, if given, the NIC of each device."""
     if not isinstance(row, dict):
-        raise TopologyError(f"a host is an object, not {brief(row)}")
+        raise TopologyError(f"a host must be an object, not {brief(row)}")
     known = ("devices", "ranks", "nics", "nic_of_device", "pod", "count")
-    _refuse_unknown(row, set(known), f"a host, which has {', '.join(known)}")
+    _check_keys(row, set(known), f"a host, which has {', '.join(known)}")
     if ("devices" in row) == ("ranks" in row):
-        raise TopologyError("a host has either devices, a number, or ranks, a list")
+        raise TopologyError("a host must have either devices (a number) or ranks (a list)")
     count = row.get("count", 1)
     ports = row.get("nics", [TEN_GBIT])
     if not isinstance(ports, list):
@@ -247,7 +252,7 @@ def _read_host(row: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
     devices: int | list[int]
     if "ranks" in row:
         if count > 1 or not isinstance(row["ranks"], list):
-            raise TopologyError("ranks are a list, of one host: count must be 1")
+            raise TopologyError("ranks must be a list and needs count 1")
         devices = list(check_indices(row["ranks"], "ranks"))
     else:
         devices = row["devices"]
@@ -262,9 +267,9 @@ def _read_host(row: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
 def _place_ranks(
     ranks_of: list[int | list[int]], nics_of: list[list[int] | None], num_nics: list[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The host and, where hosts say so, the NIC of each rank."""
+    """The host of each rank, and its NIC if some host has ``nic_of_device`` (else empty)."""
     if len({isinstance(ranks, int) for ranks in ranks_of}) > 1:
-        raise TopologyError("either every host has devices, or every host has ranks")
+        raise TopologyError("hosts mix devices and ranks: either every host has devices, or every host has ranks")
     placed: dict[int, tuple[int, int]] = {}
     next_rank = 0
     for host, (ranks, nics) in enumerate(zip(ranks_of, nics_of, strict=True)):
@@ -273,12 +278,12 @@ def _place_ranks(
         if next_rank > MAX_RANK:
             raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks")
         if nics is not None and len(nics) != len(numbers):
-            raise TopologyError(f"host {host} has {len(numbers)} devices, but NICs for {len(nics)}")
+            raise TopologyError(f"host {host} has {len(numbers)} devices, but nic_of_device has NICs for {len(nics)}")
         for position, rank in enumerate(numbers):
             if rank in placed:
                 raise TopologyError(f"rank {rank} is on hosts {placed[rank][0]} and {host}")
-            dealt = position * num_nics[host] // len(numbers)
-            placed[rank] = (host, dealt if nics is None else nics[position])
+            block = position * num_nics[host] // len(numbers)
+            placed[rank] = (host, block if nics is None else nics[position])
     missing = next((rank for rank in range(len(placed)) if rank not in placed), None)
     if missing is not None:
         raise TopologyError(f"rank {missing} has no host: ranks must be 0 to {len(placed) - 1}")

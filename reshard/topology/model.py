@@ -1,4 +1,4 @@
-"""Which host each rank is on, and how fast the links between hosts are."""
+"""Topologies: the host and NIC of each rank, and the rates and latencies of links."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ import numpy as np
 from reshard.errors import TopologyError
 from reshard.sharding.mesh import MAX_RANK
 
-#: One 10 Gbit/s interface, in bytes per second each way.
+#: Bytes per second of a 10 Gbit/s NIC, in each direction.
 TEN_GBIT = 1.25e9
-#: What a message between hosts costs where a topology does not say: TCP, and the work at both ends. Measured over Gloo
-#: between emulated hosts, half a round trip of one byte: 60 to 80 us, without a switch.
+#: Default latency between hosts: TCP and the work at both ends. Measured with Gloo between emulated hosts without a
+#: switch: half a round trip of one byte takes 60 to 80 us.
 MESSAGE_SECONDS = 1e-4
-#: The same inside a host. Measured over Gloo's loopback: 44 to 74 us.
+#: Default latency inside a host. Measured with Gloo over loopback: 44 to 74 us.
 INSIDE_MESSAGE_SECONDS = 5e-5
-#: Bytes per second. Beyond, quotients of rates and sizes could be no numbers.
+#: Bytes per second. The limits keep quotients of rates and sizes finite.
 MIN_RATE, MAX_RATE = 1e-6, 1e18
 MAX_NICS = 128
-#: Of hosts that are not all alike with one NIC.
+#: Limit on the hosts of a topology, unless all are equal and have one NIC.
 MAX_HOSTS = 2**16
 
 
 def brief(value: Any) -> str:
-    """A value in a message: short, whatever it is."""
+    """A short text of any value, for error messages."""
     try:
-        return reprlib.repr(value)[:60]  # repr() itself would write out all of what aliases repeat
+        return reprlib.repr(value)[:60]  # plain repr() would expand repeated aliases in full
     except ValueError:  # an integer of thousands of digits
         return "a huge number"
 
 
 def check_rate(value: Any, name: str) -> float:
-    """A positive finite number, or TopologyError."""
+    """``value`` as a float; raises TopologyError unless it is positive and finite."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -49,7 +49,7 @@ def check_rate(value: Any, name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A full-duplex place where bytes leave and enter: the interface of a host, or the uplink of a pod.
+    """A full-duplex link end: the NIC of a host, or the uplink of a pod.
 
     Raises:
         TopologyError: a rate that is not positive and finite.
@@ -64,13 +64,13 @@ class Port:
 
     @classmethod
     def of(cls, bytes_per_second: float) -> Port:
-        """The same rate both ways."""
+        """A port with the same rate in both directions."""
         return cls(bytes_per_second, bytes_per_second)
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The interfaces of one host, and which pod it is in (None where there are no pods)."""
+    """The NICs of one host, and the index of its pod (None in a topology without pods)."""
 
     nics: tuple[Port, ...] = (Port(TEN_GBIT, TEN_GBIT),)
     pod: int | None = None
@@ -86,40 +86,42 @@ class Host:
 
     @property
     def egress_bytes_per_second(self) -> float:
-        """What all its NICs can send together."""
+        """The total egress rate of all NICs."""
         return sum(nic.egress_bytes_per_second for nic in self.nics)
 
     @property
     def ingress_bytes_per_second(self) -> float:
-        """What all its NICs can receive together."""
+        """The total ingress rate of all NICs."""
         return sum(nic.ingress_bytes_per_second for nic in self.nics)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Hosts, their network interfaces, and pods of hosts behind an uplink.
+    """Hosts, their NICs, and pods of hosts that share an uplink.
 
-    Bytes between two hosts pass the sender's NIC, where the hosts are in different pods both pods' uplinks, and
-    the receiver's NIC. Bytes inside a host pass none of these.
+    Bytes between two hosts pass the sender's NIC, the uplinks of both pods if the hosts are in different pods, and the
+    receiver's NIC. Bytes inside a host pass none of these.
 
     Args:
-        host_of_rank: the host of rank 0, 1, ..., as integers from 0.
-        hosts: one entry per host, or a single one for all of them.
-        nic_of_rank: which NIC of its host each rank uses; omitted, the ranks of a host are dealt out to its NICs in
-            blocks, in rank order.
+        host_of_rank: the host index of each rank, counted from 0.
+        hosts: one entry per host, or a single entry for all hosts.
+        nic_of_rank: the NIC index of each rank on its host. Omitted: the ranks of a host are divided among its NICs in
+            contiguous blocks, in rank order.
         pods: the uplink of each pod.
-        inside_bytes_per_second: what a rank can send, and at the same time receive, inside its host; None: no limit.
-        latency_seconds, inside_latency_seconds: from sending the first byte of a message to its arrival, between
-            hosts and inside them; it holds the sender's port. Omitted, they are those of TCP: 100 us and 50 us.
-        turn_seconds: from the end of a message to the first byte of the next at the same receiving port, where that
-            one comes from another rank and has to wait for it.
-        start_seconds: from a call to the first byte of its transfer; it is added to what all messages take.
-        send_buffer_bytes: of each two ranks' connection; a sender is done with what lies in it.
-        burst_bytes: what each NIC and uplink saves while it is idle and passes at once later, where links are shaped
-            by token buckets.
+        inside_bytes_per_second: rate at which a rank can send, and at the same time receive, inside its host; None: no
+            limit.
+        latency_seconds, inside_latency_seconds: time from sending the first byte of a message to its arrival, between
+            hosts and inside a host. The sender's port is occupied during that time. Omitted: 100 us and 50 us, as over
+            TCP.
+        turn_seconds: extra delay of a message that waits for a message of another rank to end at the same receiving
+            port, from that end to its own first byte.
+        start_seconds: time from a call to the first byte of its transfer; delays all messages.
+        send_buffer_bytes: size of the send buffer of each connection; a sender need not wait for bytes that fit in it.
+        burst_bytes: token bucket size of each NIC and uplink: unused bytes that an idle port saves and later passes at
+            once.
 
     Raises:
-        TopologyError: a negative or missing host, NIC or pod, or a rate or latency that cannot be.
+        TopologyError: a negative or missing host, NIC or pod, or an impossible rate or latency.
     """
 
     host_of_rank: tuple[int, ...]
@@ -147,10 +149,10 @@ class Topology:
                 f"a topology describes at least one host and at most {MAX_HOSTS}, not {len(self.hosts)}"
             )
         if len(set(self.hosts)) == 1:
-            set_(self, "hosts", self.hosts[:1])  # one form for what is the same
+            set_(self, "hosts", self.hosts[:1])  # equal topologies have one form
         most = max(self.host_of_rank, default=0)
         if (len(self.hosts) > 1 or len(self.hosts[0].nics) > 1 or self.pods) and most >= MAX_HOSTS:
-            raise TopologyError(f"a topology of hosts that are not alike has at most {MAX_HOSTS}, not {most + 1}")
+            raise TopologyError(f"a topology of unequal hosts has at most {MAX_HOSTS} hosts, not {most + 1}")
         if len(self.hosts) > 1 and most >= len(self.hosts):
             raise TopologyError(f"a rank is on host {most}, but only {len(self.hosts)} hosts are described")
         for number, host in enumerate(self.hosts):
@@ -160,12 +162,14 @@ class Topology:
         if self.nic_of_rank != ():
             set_(self, "nic_of_rank", check_indices(self.nic_of_rank, "NICs"))
             if len(self.nic_of_rank) != len(self.host_of_rank):
-                raise TopologyError(f"{len(self.host_of_rank)} ranks have a host, {len(self.nic_of_rank)} a NIC")
+                raise TopologyError(
+                    f"host_of_rank has {len(self.host_of_rank)} ranks, but nic_of_rank has {len(self.nic_of_rank)}"
+                )
             for rank, nic in enumerate(self.nic_of_rank):
                 if nic >= len(self.host(self.host_of_rank[rank]).nics):
                     raise TopologyError(f"rank {rank} uses NIC {nic}, which host {self.host_of_rank[rank]} lacks")
         else:
-            set_(self, "nic_of_rank", self._deal_nics())
+            set_(self, "nic_of_rank", self._assign_nics())
         if self.inside_bytes_per_second is not None:
             set_(
                 self,
@@ -173,22 +177,22 @@ class Topology:
                 check_rate(self.inside_bytes_per_second, "inside_bytes_per_second"),
             )
         for name in ("latency_seconds", "inside_latency_seconds", "turn_seconds", "start_seconds"):
-            set_(self, name, _latency(getattr(self, name), name))
+            set_(self, name, _check_latency(getattr(self, name), name))
         for name in ("send_buffer_bytes", "burst_bytes"):
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < 2**63:
                 raise TopologyError(f"{name} is {brief(size)}; it must be a number of bytes")
 
-    def _deal_nics(self) -> tuple[int, ...]:
+    def _assign_nics(self) -> tuple[int, ...]:
         if all(len(host.nics) == 1 for host in self.hosts):
             return (0,) * len(self.host_of_rank)
         num_ranks: dict[int, int] = {}
         for host in self.host_of_rank:
             num_ranks[host] = num_ranks.get(host, 0) + 1
-        dealt: dict[int, int] = {}
+        last_position: dict[int, int] = {}
         nics = []
         for host in self.host_of_rank:
-            position = dealt[host] = dealt.get(host, -1) + 1
+            position = last_position[host] = last_position.get(host, -1) + 1
             nics.append(position * len(self.host(host).nics) // num_ranks[host])
         return tuple(nics)
 
@@ -199,9 +203,9 @@ class Topology:
 
     @classmethod
     def from_hostnames(cls, hostnames: Sequence[str]) -> Topology:
-        """Number hosts in the order in which their names first appear; one 10 Gbit/s NIC each.
+        """Hosts with one 10 Gbit/s NIC each, numbered by the first appearance of their names.
 
-        A message costs 100 us between hosts and 50 us inside them, and 200 us more where it waits for its turn.
+        A message takes 100 us between hosts, 50 us inside a host, and 200 us more if it waits for its turn.
         """
         number: dict[str, int] = {}
         host_of_rank = tuple(number.setdefault(name, len(number)) for name in hostnames)
@@ -209,11 +213,11 @@ class Topology:
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts there are, counted to the last one that a rank is on."""
+        """Number of hosts, up to the last one that has a rank."""
         return 1 + max(self.host_of_rank, default=-1)
 
     def host(self, number: int) -> Host:
-        """What host ``number`` has."""
+        """The description of host ``number``."""
         return self.hosts[0] if len(self.hosts) == 1 else self.hosts[number]
 
     def nic(self, rank: int) -> Port:
@@ -221,7 +225,7 @@ class Topology:
         return self.host(self.host_of_rank[rank]).nics[self.nic_of_rank[rank]]
 
     def ranks_of_host(self, number: int) -> list[int]:
-        """Its ranks, ascending."""
+        """The ranks of host ``number``, ascending."""
         return np.flatnonzero(self.host_by_rank == number).tolist()
 
     @cached_property
@@ -230,11 +234,11 @@ class Topology:
         return np.array(self.host_of_rank, dtype=np.int64)
 
     def without_latency(self) -> Topology:
-        """The same where messages cost nothing but the time of their bytes."""
+        """The same topology with all latencies 0."""
         return replace(self, latency_seconds=0.0, inside_latency_seconds=0.0, turn_seconds=0.0, start_seconds=0.0)
 
     def first(self, count: int) -> Topology:
-        """The topology of the first ``count`` ranks; what a plan does not touch does not enter its hash."""
+        """The topology of the first ``count`` ranks. Plans use it so that unused hosts do not change their hash."""
         if len(self.host_of_rank) <= count:
             return self
         host_of_rank = self.host_of_rank[:count]
@@ -246,7 +250,7 @@ class Topology:
         )
 
     def only(self, ranks: Iterable[int]) -> Topology:
-        """The same with the hosts of some ranks alone, numbered from 0; other ranks count for nothing."""
+        """The same topology with only the hosts of ``ranks``, renumbered from 0. Other ranks move to host 0."""
         kept = sorted({self.host_of_rank[rank] for rank in ranks})
         if kept == list(range(self.num_hosts)):
             return self
@@ -269,20 +273,20 @@ class Topology:
             )
 
 
-def _latency(value: Any, name: str) -> float:
+def _check_latency(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise TopologyError(f"{name} is {brief(value)}; it must be from 0 to 1 s")
+        raise TopologyError(f"{name} is {brief(value)}; it must be a number of seconds from 0 to 1")
     return float(value)
 
 
-def check_indices(values: Iterable[Any], what: str) -> tuple[int, ...]:
-    """Integers from 0 on, or TopologyError."""
+def check_indices(values: Iterable[Any], name: str) -> tuple[int, ...]:
+    """``values`` as a tuple of integers; raises TopologyError unless all are from 0 to MAX_RANK."""
     try:
         numbers = tuple(index(value) for value in values)
     except TypeError as error:
-        raise TopologyError(f"{what} must be integers: {error}") from None
+        raise TopologyError(f"{name} must be integers: {error}") from None
     if len(numbers) > MAX_RANK + 1:
         raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks, not {len(numbers)}")
     if any(not 0 <= number <= MAX_RANK for number in numbers):
-        raise TopologyError(f"{what} are counted from 0; a negative or huge one was given")
+        raise TopologyError(f"{name} are counted from 0 and are at most {MAX_RANK}; got a negative or larger one")
     return numbers

@@ -1,4 +1,4 @@
-"""Topologies of machines that many have, by name. Rates are what data sheets say, in one direction."""
+"""Topologies of common machines, by name. Rates are those of data sheets, in one direction."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ _GBIT = 1e9 / 8
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of host: how many devices, its NICs, and what a device sends to others inside it.
+    """A kind of host.
 
-    ``nic_gbit`` is of each NIC, in Gbit/s; ``inside_bytes_per_second`` of each device. Latencies are of one message,
-    software included.
+    Attributes:
+        devices, nics: numbers of devices and NICs. nic_gbit: rate of each NIC, Gbit/s.
+        inside_bytes_per_second: rate of each device to other devices of the host.
+        latency_seconds, inside_latency_seconds: per message, including software, between hosts and inside a host.
+        about: a description for users.
     """
 
     devices: int
@@ -55,13 +58,13 @@ MACHINES: dict[str, Machine] = {
 
 
 def load_preset(name: str, num_ranks: int) -> Topology:
-    """As many machines of one kind as ``num_ranks`` consecutive ranks fill.
+    """A topology of equal machines for ``num_ranks`` consecutive ranks, one rank per device.
 
     Raises:
-        TopologyError: there is no machine of that name.
+        TopologyError: an unknown machine, or ``num_ranks`` is not a positive integer.
     """
     if name not in MACHINES:
-        raise TopologyError(f"no preset {name!r}; there are {', '.join(MACHINES)}")
+        raise TopologyError(f"no preset {name!r}; choose one of {', '.join(MACHINES)}")
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or not 0 < num_ranks <= MAX_RANK:
         raise TopologyError(f"num_ranks is {num_ranks!r:.40}; it must be a number of ranks from 1 to {MAX_RANK:,}")
     machine = MACHINES[name]

@@ -1,1 +1,1 @@
-"""Schedules as values: their actions, their text, and the check that one is complete and ends."""
+"""Schedules as values: actions, text formats, and where transfers are placed."""

@@ -1,4 +1,7 @@
-"""Schedules as values: what each row of devices does, in order."""
+"""Schedules as values.
+
+A schedule has one row of actions per pipeline rank. A row computes one stage or several, on the same devices.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,15 @@ from ..graph import Pipeline, check_pipeline
 
 
 class Kind(enum.StrEnum):
-    """What an action does. ``B`` is a whole backward, ``I`` and ``W`` are its halves."""
+    """What an action does.
+
+    ``F`` is a forward and ``B`` a whole backward. A split backward is an input-gradient pass ``I`` and, later, a
+    weight-gradient pass ``W``. The others are one end of a transfer.
+    """
 
     F = "F"
     B = "B"
-    I = "I"  # noqa: E741 the field's name for it
+    I = "I"  # noqa: E741 its name in zero-bubble schedules
     W = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
@@ -26,7 +33,7 @@ class Kind(enum.StrEnum):
 
     @property
     def is_transfer(self) -> bool:
-        """Whether it moves something between stages."""
+        """Whether it is one end of a transfer."""
         return self in _TRANSFERS
 
     @property
@@ -35,22 +42,23 @@ class Kind(enum.StrEnum):
         return self in (Kind.SEND_F, Kind.SEND_B)
 
 
-#: More actions than this are not read or made.
+#: Most actions of a schedule. Parsers and builders refuse more.
 MOST_ACTIONS = 1_000_000
 MOST_NAME = 100
 _TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
-#: By how much an action changes what is kept: microbatches begun and not finished.
-_KEPT = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
+#: Change in the number of microbatches in flight, that is, begun and not finished.
+_IN_FLIGHT_CHANGE = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a row does: compute for a microbatch of a stage, or start one end of a transfer.
+    """One action of a row: compute one microbatch of a stage, or start one end of a transfer.
 
-    ``other`` is the stage at the other end. A transfer goes on by itself: a send is never waited for, a receive by the
-    computation that needs it. One that ``blocks`` is waited for at once, and starts only when both ends have come.
+    ``other`` is the stage at the other end of a transfer. Transfers run in the background: a row never waits for a
+    send, and waits for a receive at the computation that needs it. If ``blocks`` is set, the row waits for the transfer
+    at once; it starts when both ends are posted.
 
-    Printed as ``0F3``, ``0SEND_F3>1``, ``1RECV_F3<0``, with a ``!`` behind those that block.
+    Printed as ``0F3``, ``0SEND_F3>1`` or ``1RECV_F3<0``, followed by ``!`` if it blocks.
     """
 
     kind: Kind
@@ -67,27 +75,27 @@ class Action:
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, Kind):
-            raise ScheduleError(f"the kind of an action is a Kind, not {self.kind!r}")
+            raise ScheduleError(f"the kind of an action must be a Kind, not {self.kind!r}")
         for what, number in (("stage", self.stage), ("microbatch", self.microbatch), ("other stage", self.other)):
             if type(number) is not int and not (number is None and what == "other stage"):
-                raise ScheduleError(f"the {what} of an action is an integer, not {number!r}")
+                raise ScheduleError(f"the {what} of an action must be an integer, not {number!r}")
 
     @property
     def channel(self) -> Channel:
-        """The transfers that it stands in line with.
+        """The channel that carries this transfer.
 
         Raises:
-            ScheduleError: it is no transfer.
+            ScheduleError: the action is not a transfer.
         """
         if self.other is None:
-            raise ScheduleError(f"{self} is no transfer with another stage")
+            raise ScheduleError(f"{self} names no stage at its other end, so it has no channel")
         ends = (self.stage, self.other) if self.kind.is_send else (self.other, self.stage)
         return Channel(*ends, self.kind in (Kind.SEND_F, Kind.RECV_F))
 
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """All transfers of one edge in one direction; they pass one after the other, in the order of both ends."""
+    """One direction of an edge. Its transfers run one after the other, in the order in which both ends post them."""
 
     sender: int
     receiver: int
@@ -96,14 +104,16 @@ class Channel:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each row of devices does, in order; a row computes one stage or several.
+    """The actions of each row, in order.
 
     Attributes:
-        name: of the builder and passes that made it. rows: the actions of each row. row_of_stage: who computes what.
-        num_microbatches: of each stage.
+        name: names of the builder and the passes that made the schedule.
+        rows: actions of each row.
+        row_of_stage: row that computes each stage.
+        num_microbatches: microbatches per iteration.
 
     Raises:
-        ScheduleError: a name that its text could not hold.
+        ScheduleError: a field has the wrong type, or the text form cannot hold the name.
     """
 
     name: str
@@ -114,28 +124,28 @@ class Schedule:
     def __post_init__(self) -> None:
         is_whole = isinstance(self.rows, tuple) and isinstance(self.row_of_stage, tuple)
         if not is_whole or not all(isinstance(row, tuple) for row in self.rows):
-            raise ScheduleError("rows of a schedule are a tuple of tuples of Actions, row_of_stage is one of integers")
+            raise ScheduleError("rows must be a tuple of tuples of Actions, and row_of_stage a tuple of integers")
         numbers = (*self.row_of_stage, self.num_microbatches)
         if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
-            raise ScheduleError("row_of_stage and num_microbatches of a schedule are integers")
+            raise ScheduleError("row_of_stage and num_microbatches of a schedule must be integers")
         for row in self.rows:
             for action in row:
                 if not isinstance(action, Action):
-                    raise ScheduleError(f"a schedule is made of Actions, not of {type(action).__name__}")
+                    raise ScheduleError(f"rows of a schedule must hold Actions, not {type(action).__name__}")
         if not isinstance(self.name, str):
-            raise ScheduleError(f"a schedule's name is a text, not {self.name!r}")
+            raise ScheduleError(f"the name of a schedule must be a string, not {self.name!r}")
         if not 0 < len(self.name) <= MOST_NAME or self.name != self.name.strip() or {":", "\n"} & set(self.name):
             raise ScheduleError(
-                f"a schedule's name is up to {MOST_NAME} characters on one line without a colon, not {self.name!r}"
+                f"a schedule's name must be up to {MOST_NAME} characters on one line without a colon, not {self.name!r}"
             )
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline."""
+        """Number of stages of the pipeline."""
         return len(self.row_of_stage)
 
     def renamed(self, suffix: str) -> str:
-        """A name for what a pass makes of it: this one, shortened if need be, and a suffix."""
+        """The name with a suffix, shortened to at most 100 characters."""
         return self.name[: MOST_NAME - len(suffix)].rstrip() + suffix
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
@@ -145,44 +155,44 @@ class Schedule:
 
     @cached_property
     def named_stages(self) -> tuple[int, int]:
-        """The lowest and the highest stage that actions name.
+        """The lowest and the highest stage that any action names.
 
         Raises:
-            ScheduleError: a transfer without another stage.
+            ScheduleError: a transfer names no stage at its other end.
         """
         low, high = 0, 0
         for row, action in self:
             if action.kind.is_transfer and action.other is None:
-                raise ScheduleError(f"{action} on row {row} is a transfer without a stage at its other end")
+                raise ScheduleError(f"{action} on row {row} is a transfer, but names no stage at its other end")
             ends = (action.stage, action.stage if action.other is None else action.other)
             low, high = min(low, *ends), max(high, *ends)
         return low, high
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """Of each stage the most microbatches that it has begun and not finished.
+        """For each stage, the most microbatches in flight at once.
 
         Raises:
-            ScheduleError: an action of a stage that there is not.
+            ScheduleError: an action names a stage that does not exist.
         """
         _check_stages(self)
         now, most = [0] * self.num_stages, [0] * self.num_stages
         for _, action in self:
-            now[action.stage] += _KEPT.get(action.kind, 0)
+            now[action.stage] += _IN_FLIGHT_CHANGE.get(action.kind, 0)
             most[action.stage] = max(most[action.stage], now[action.stage])
         return tuple(most)
 
     def peak_bytes(self, pipeline: Pipeline) -> tuple[int, ...]:
-        """Of each row the most activations that a device keeps at once."""
+        """For each row, the most bytes of activations that a device keeps at once."""
         check_fits(self, pipeline)
         now, most = [0] * len(self.rows), [0] * len(self.rows)
         for row, action in self:
-            now[row] += _KEPT.get(action.kind, 0) * pipeline.stages[action.stage].activation_bytes
+            now[row] += _IN_FLIGHT_CHANGE.get(action.kind, 0) * pipeline.stages[action.stage].activation_bytes
             most[row] = max(most[row], now[row])
         return tuple(most)
 
     def __str__(self) -> str:
-        """A header and one row per line; :func:`~reshard.scheduler.parse_schedule` reads it."""
+        """A header line and one line per row; :func:`~reshard.scheduler.parse_schedule` reads it."""
         rows = " ".join(map(str, self.row_of_stage))
         lines = [f"{self.name}: {self.num_microbatches} microbatches, stages on rows {rows}"]
         lines += [f"{row}: {' '.join(map(str, actions))}".rstrip() for row, actions in enumerate(self.rows)]
@@ -190,10 +200,11 @@ class Schedule:
 
 
 def check_fits(schedule: object, pipeline: object) -> None:
-    """Raise unless a schedule is one, and of no more stages than the pipeline has.
+    """Raise unless the schedule has the stages of the pipeline.
 
     Raises:
-        ArgumentError: something else was given. ScheduleError: it was made for another pipeline.
+        ArgumentError: an argument has the wrong type.
+        ScheduleError: the schedule was made for a pipeline with other stages.
     """
     check_pipeline(pipeline)
     if not isinstance(schedule, Schedule):
@@ -201,7 +212,7 @@ def check_fits(schedule: object, pipeline: object) -> None:
     assert isinstance(pipeline, Pipeline)
     num = len(pipeline.stages)
     if schedule.num_stages != num:
-        raise ScheduleError(f"the schedule has {schedule.num_stages} stages, the pipeline {num}")
+        raise ScheduleError(f"the schedule has {schedule.num_stages} stages, but the pipeline has {num}")
     _check_stages(schedule)
 
 

@@ -1,1 +1,1 @@
-"""Functions from schedule to schedule."""
+"""Passes: functions from a schedule to a schedule."""

@@ -1,4 +1,4 @@
-"""From schedule to schedule: where transfers stand, and whether they block. None changes its input."""
+"""Passes that move transfers within a schedule, or make them block. They return a new schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Pass = Callable[[Schedule, Pipeline], Schedule]
 
 @dataclass(frozen=True)
 class Report:
-    """What a pass did: how many actions stand elsewhere or wait otherwise, and the makespans before and after."""
+    """What a pass changed: the number of transfers moved or made to block, and the makespans before and after."""
 
     name: str
     num_moved: int
@@ -33,7 +33,7 @@ class Report:
 
 
 def overlap_transfers(schedule: Schedule, pipeline: Pipeline) -> Schedule:
-    """Every send right behind its producer, every receive ahead of its consumer, none waited for before it must be."""
+    """Post every send right after its producer and every receive ahead of its consumer. No transfer blocks."""
     check_fits(schedule, pipeline)
     return add_transfers(
         schedule.name, compute_rows(schedule), pipeline, schedule.row_of_stage, schedule.num_microbatches
@@ -41,10 +41,10 @@ def overlap_transfers(schedule: Schedule, pipeline: Pipeline) -> Schedule:
 
 
 def block_transfers(schedule: Schedule, pipeline: Pipeline) -> Schedule:
-    """Every send is waited for at once, on the row's own time, as a plain engine does it.
+    """Make every send block its row, as an engine without overlap does.
 
-    A receive is posted ahead of the send before its consumer, since otherwise two neighbours that send to each other
-    would wait for ever; as far ahead as it takes.
+    Receives are posted as far ahead as it takes to avoid deadlock: two neighbours that send to each other must both
+    have posted their receives.
     """
     check_fits(schedule, pipeline)
     recvs_ahead = RECVS_AHEAD
@@ -62,12 +62,12 @@ def block_transfers(schedule: Schedule, pipeline: Pipeline) -> Schedule:
             for row in ahead.rows
         ]
         blocking = replace(ahead, rows=tuple(rows))
-        if recvs_ahead >= schedule.num_microbatches or _ends(blocking, pipeline):
+        if recvs_ahead >= schedule.num_microbatches or _completes(blocking, pipeline):
             return blocking
         recvs_ahead *= 2
 
 
-def _ends(schedule: Schedule, pipeline: Pipeline) -> bool:
+def _completes(schedule: Schedule, pipeline: Pipeline) -> bool:
     try:
         simulate(schedule, pipeline)
     except ScheduleError:
@@ -76,9 +76,9 @@ def _ends(schedule: Schedule, pipeline: Pipeline) -> bool:
 
 
 def defer_recvs(schedule: Schedule, pipeline: Pipeline) -> Schedule:
-    """Every transfer starts when the row that needs it comes to it, and that row waits: a known predecessor's way.
+    """Post every receive right before its consumer and make it block. A baseline: the receiver overlaps no transfer.
 
-    The sender's end is posted behind its producer but does not flow before the receiver has come.
+    A send is still posted right after its producer, but its transfer starts only when the receive is posted.
     """
     check_fits(schedule, pipeline)
     ahead = add_transfers(
@@ -96,11 +96,11 @@ def defer_recvs(schedule: Schedule, pipeline: Pipeline) -> Schedule:
 
 
 def apply_passes(schedule: Schedule, pipeline: Pipeline, passes: Sequence[Pass]) -> tuple[Schedule, tuple[Report, ...]]:
-    """One pass after the other, and what each did."""
+    """Apply passes in order. Returns the last schedule and a report for each pass."""
     check_fits(schedule, pipeline)
     reports = []
     if not isinstance(passes, Sequence) or not all(map(callable, passes)):
-        raise ArgumentError(f"passes are a list of functions such as overlap_transfers, not {passes!r}")
+        raise ArgumentError(f"passes must be a list of functions such as overlap_transfers, not {passes!r}")
     for one in passes:
         changed = one(schedule, pipeline)
         if not isinstance(changed, Schedule):
@@ -118,18 +118,18 @@ def apply_passes(schedule: Schedule, pipeline: Pipeline, passes: Sequence[Pass])
 
 
 def _count_moved(before: Schedule, after: Schedule) -> int:
-    """Transfers that stand behind another computation than before, or wait otherwise."""
+    """Number of transfers that follow another computation than before, or whose ``blocks`` changed."""
 
-    def places(schedule: Schedule) -> dict[tuple[object, ...], tuple[int, bool]]:
+    def positions(schedule: Schedule) -> dict[tuple[object, ...], tuple[int, bool]]:
         found: dict[tuple[object, ...], tuple[int, bool]] = {}
         for row in schedule.rows:
-            behind = 0
+            num_computed = 0
             for action in row:
                 if action.kind.is_transfer:
-                    found[action.kind, action.stage, action.microbatch, action.other] = behind, action.blocks
+                    found[action.kind, action.stage, action.microbatch, action.other] = num_computed, action.blocks
                 else:
-                    behind += 1
+                    num_computed += 1
         return found
 
-    old, new = places(before), places(after)
+    old, new = positions(before), positions(after)
     return sum(new[key] != old.get(key) for key in new)

@@ -1,11 +1,9 @@
-"""What torch's data parallelism needs around a pipeline's backwards: no sum per microbatch, one for all at the end.
+"""DDP and FSDP in a pipeline: sum gradients once per step instead of once per microbatch.
 
-Gradients are those of the total loss, so replicas of a stage that see different data *add* theirs, whatever wrapper
-joins them: stages may have different numbers of replicas, and a mean over each stage's own would weigh them
-differently.
+Gradients are those of the total loss, so replicas of a stage that see different data *add* theirs, under DDP and FSDP.
+A mean over the replicas of each stage would scale stages with different numbers of replicas differently.
 
-What replicas under DDP do with each other is in :mod:`.replicas`; here is what a module's wrapper must be told, and
-what cannot be run.
+This module configures the wrappers and refuses those that cannot run. :mod:`.grad_sync` sums gradients under DDP.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from ..graph import Pipeline
 
 
 def check_module(stage: int, module: Any, is_split: bool) -> None:
-    """Raise ArgumentError unless a stage's module can be run as its schedule says."""
+    """Raise ArgumentError unless the module can run as its schedule requires."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"stage {stage} needs a torch.nn.Module, not {type(module).__name__}")
     for name, each in module.named_modules():
@@ -38,33 +36,39 @@ def check_module(stage: int, module: Any, is_split: bool) -> None:
         is_replicate = hasattr(each, "set_requires_gradient_sync") and not hasattr(each, "set_gradient_divide_factor")
         if is_replicate or type(each).__name__ == "FullyShardedDataParallel":
             wrapper = "replicate()" if is_replicate else "FullyShardedDataParallel"
-            raise ArgumentError(f"{inside} is wrapped by {wrapper}; use DistributedDataParallel, or fully_shard")
+            raise ArgumentError(
+                f"{inside} is wrapped by {wrapper}, which is not supported; use DistributedDataParallel or fully_shard"
+            )
     if isinstance(module, DistributedDataParallel) and module.static_graph:
-        raise ArgumentError(f"stage {stage} is wrapped by DDP with static_graph=True, which cannot leave out its sums")
+        raise ArgumentError(
+            f"stage {stage} is wrapped by DDP with static_graph=True, which cannot skip gradient sums in a backward"
+        )
     if isinstance(module, DistributedDataParallel) and module._comm_hooks:
         raise ArgumentError(
             f"stage {stage} is wrapped by DDP with a communication hook, which would not be called: replicas add their "
-            "gradients once per step, behind the last backward"
+            "gradients once per step, after the last backward"
         )
-    if any(getattr(each, _SPOILT, False) for each in _fsdp_modules(module)):
+    if any(getattr(each, _FAILED, False) for each in _fsdp_modules(module)):
         raise ArgumentError(
-            f"stage {stage} is sharded by FSDP, and was in a step that failed: FSDP keeps gradients of it that nothing "
-            "can reach, and its group may be out of sync; make both anew, the module from a checkpoint say"
+            f"stage {stage} is sharded by FSDP, and was in a step that failed: FSDP holds partial gradients "
+            "that cannot be cleared, and its process group may be out of sync; make a new group and a new module, for "
+            "example from a checkpoint"
         )
     if is_split and _fsdp_modules(module):
         raise ArgumentError(
-            f"stage {stage} is sharded by FSDP, which frees its weights with the first half of a backward; give it "
-            "whole backwards, as auto_schedule(..., can_split=False) does"
+            f"stage {stage} is sharded by FSDP, which frees its weights after the input-gradient pass; use whole "
+            "backwards, for example auto_schedule(..., can_split=False)"
         )
 
 
-_SPOILT = "_was_in_a_step_that_failed"
+#: Attribute of an FSDP module after a step failed.
+_FAILED = "_was_in_a_step_that_failed"
 
 
-def spoil(module: Any) -> None:
-    """Note that a step of the module failed."""
+def mark_failed(module: Any) -> None:
+    """Mark the FSDP modules inside, so that no later engine uses them."""
     for each in _fsdp_modules(module):
-        setattr(each, _SPOILT, True)
+        setattr(each, _FAILED, True)
 
 
 def without_ddp(module: torch.nn.Module) -> torch.nn.Module:
@@ -74,62 +78,62 @@ def without_ddp(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def is_sharded(pipeline: Pipeline, stage: int) -> bool:
-    """Whether ranks of a stage have parts of what crosses its edges."""
+    """Whether a tensor on an edge of the stage is sharded over the ranks of the stage."""
     sides = [spec.dst_shards for edge in pipeline.edges if edge.dst == stage for spec in edge.tensors]
     sides += [spec.src_shards for edge in pipeline.edges if edge.src == stage for spec in edge.tensors]
     return any(shards.local_shape(rank) != shards.shape for shards in sides for rank in shards.layout.ranks)
 
 
 def warn_of_drift(pipeline: Pipeline, stage: int, module: torch.nn.Module) -> None:
-    """Warn where ranks of a stage see different data, and nothing adds the gradients that each of them has."""
+    """Warn if ranks of a stage see different data and nothing sums their gradients: their parameters would diverge."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     plain = [each for each in parameters if not hasattr(each, "to_local")]
-    # of tensor parallel modules the plain ones are alike on all ranks
+    # plain parameters of a tensor-parallel module are the same on all ranks
     is_joined = isinstance(module, DistributedDataParallel) or (
         len(plain) < len(parameters) and not _fsdp_modules(module)
     )
     if plain and not is_joined and is_sharded(pipeline, stage):
         warnings.warn(
-            f"ranks of stage {stage} have shards of what crosses its edges, and {len(plain)} parameters of its module "
-            "are plain ones: each rank keeps the gradients of its own part. Wrap the whole module by "
-            "DistributedDataParallel or fully_shard, or add them yourself (then filter this warning)",
+            f"ranks of stage {stage} hold shards of the tensors on its edges, but nothing sums the gradients of "
+            f"{len(plain)} parameters over them. Wrap the whole module in DistributedDataParallel or fully_shard, or "
+            "sum these gradients yourself and filter this warning",
             stacklevel=3,
         )
 
 
-#: How many replicas of the stages that give a loss see different data: of all of them, or of each.
+#: Number of replicas that see different data: one for all stages with a loss, or ``{stage: number}``.
 LossShards = int | Mapping[int, int]
 
 
 def loss_shards_of(stage: int, given: LossShards) -> int:
-    """Over how many replicas of a stage the total is the mean of the loss that it gives."""
+    """Number of replicas of a stage that the total loss averages over."""
     return given.get(stage, 1) if isinstance(given, Mapping) else given
 
 
 def check_loss_shards(given: Any, pipeline: Pipeline) -> None:
-    """Raise ArgumentError unless these are numbers of replicas that stages can have."""
+    """Raise ArgumentError unless ``num_loss_shards`` fits the numbers of ranks of the stages."""
     ranks = {stage: len(each.mesh.ranks) for stage, each in enumerate(pipeline.stages) if each.mesh is not None}
     wanted: list[tuple[str, Any, int]] = [("num_loss_shards is", given, max(ranks.values()))]
     if isinstance(given, Mapping):
         unknown = [stage for stage in given if stage not in ranks]
         if unknown:
-            raise ArgumentError(f"num_loss_shards names stage {unknown[0]!r}; there are 0 to {max(ranks)}")
+            raise ArgumentError(f"num_loss_shards names stage {unknown[0]!r}; there are stages 0 to {max(ranks)}")
         wanted = [(f"num_loss_shards of stage {stage} is", number, ranks[stage]) for stage, number in given.items()]
     for what, number, most in wanted:
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
             raise ArgumentError(
-                f"{what} {number!r}; it must be an integer from 1 to {most}, the ranks of "
+                f"{what} {number!r}; it must be an integer from 1 to {most}, the number of ranks of "
                 f"{'that' if isinstance(given, Mapping) else 'the largest'} stage"
             )
 
 
 def check_loss_replicas(stage: int, module: Any, given: LossShards, num_ranks: int) -> None:
-    """Raise ArgumentError if a stage that gives a loss has other replicas than the total is said to be the mean of."""
+    """Raise ArgumentError if ``num_loss_shards`` does not fit the replicas of a stage that returns a loss."""
     number = loss_shards_of(stage, given)
     if number > num_ranks:
         raise ArgumentError(
             f"stage {stage} gives a loss on {num_ranks} rank{'s' * (num_ranks > 1)}, but num_loss_shards is {number}; "
-            "where stages with a loss differ, name each: num_loss_shards={stage: number, ...}"
+            "if stages with a loss differ, pass num_loss_shards={stage: number, ...}"
         )
     if isinstance(module, DistributedDataParallel):
         wrapper, replicas = "DDP", dist.get_world_size(module.process_group)
@@ -138,30 +142,30 @@ def check_loss_replicas(stage: int, module: Any, given: LossShards, num_ranks: i
     if replicas not in (0, number):
         raise ArgumentError(
             f"stage {stage} gives a loss on {replicas} replicas under {wrapper}, which see different data, but "
-            f"num_loss_shards is {number}; replicas that see the same data need no {wrapper}, and stages that differ "
-            "are named, {stage: number, ...}"
+            f"num_loss_shards is {number}; if stages with a loss differ, pass {{stage: number, ...}}; if replicas see "
+            f"the same data, do not use {wrapper}"
         )
 
 
-def quiet(module: Any) -> contextlib.AbstractContextManager[Any]:
-    """Within it no copy of the module hears of the others."""
+def no_grad_sync(module: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which DDP does not communicate."""
     return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
 
 
-def announce_backward(module: Any, *, is_last: bool) -> None:
-    """Before each backward: FSDP sums gradients with the last one."""
+def prepare_backward(module: Any, *, is_last: bool) -> None:
+    """Before each backward: make FSDP reduce gradients in the last backward of a step only, as sums."""
     for each in _fsdp_modules(module):
         each.set_gradient_divide_factor(1.0)
-        if hasattr(each, "set_force_sum_reduction_for_comms"):  # Gloo has no other reduction that takes a factor
+        if hasattr(each, "set_force_sum_reduction_for_comms"):  # Gloo supports no other reduction with a factor
             each.set_force_sum_reduction_for_comms(True)
         each.set_is_last_backward(is_last)
         each.set_requires_gradient_sync(is_last, recurse=False)
 
 
 def fsdp_ranks(module: Any) -> list[int]:
-    """The ranks of the world over which FSDP shards, and replicates, a module; none if it does not, or does not say."""
+    """World ranks of FSDP's shards and replicas; empty without FSDP, or if torch does not expose them."""
     for each in _fsdp_modules(module):
-        with contextlib.suppress(AttributeError):  # torch has no public name for it
+        with contextlib.suppress(AttributeError):  # torch has no public API for it
             return sorted(each._get_fsdp_state()._fsdp_param_group.mesh_info.mesh.mesh.flatten().tolist())
     return []
 

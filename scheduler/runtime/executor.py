@@ -1,4 +1,4 @@
-"""One iteration of a schedule on this rank: its row's actions, one after the other."""
+"""One iteration of a schedule on one rank: the actions of its row, in order."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from reshard.errors import ArgumentError
 from ..graph import Pipeline
 from ..ir.schedule import Action, Channel, Kind, Schedule
 from .data_parallel import LossShards, check_loss_replicas, loss_shards_of
-from .grad_sync import ReplicaSync, hear, is_of_a_connection, put_back, set_aside
-from .p2p import StageTransfer, StageTransfers
+from .grad_sync import ReplicaSync, is_connection_error, restore_gradients, stash_gradients, wait_for_root_cause
+from .p2p import PendingTransfer, StageTransfers
 from .stage import StageRun, Tensors
 from .tied_params import TiedParameters
-from .timeline_gather import Moment, StepRecord, TransferRecord
+from .timeline_gather import ActionRecord, StepRecord, TransferRecord
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one iteration gave on this rank.
+    """The result of one iteration on one rank.
 
     Attributes:
-        losses: of each microbatch, where a stage of this rank gives one; else empty.
-        loss: their weighted sum, None without them. seconds: from the first action to the last gradient.
-        waited_seconds: what this rank waited for transfers, and for those who had yet to compute what they bring.
+        losses: loss of each microbatch; empty if no stage of this rank returns a loss.
+        loss: weighted sum of ``losses``, or None.
+        seconds: from the first action to the last gradient sum.
+        waited_seconds: time that this rank waited for transfers, including the computation of their data.
     """
 
     losses: tuple[float, ...]
@@ -41,7 +42,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine holds on a rank; of pipelines and transfers the last ones are those of the last microbatch."""
+    """What an engine holds on one rank. The last of ``pipelines`` and ``transfers`` are for the last microbatch."""
 
     schedule: Schedule
     row: int
@@ -57,16 +58,18 @@ class Iteration:
     """One rank's part of a step.
 
     Args:
-        parts: what the engine holds. feed: by stage of this rank. weights: of each microbatch's loss in the total.
+        parts: what the engine holds.
+        feed: ``{stage: [{name: tensor} per microbatch]}``.
+        weights: weight of each microbatch's loss in the total.
     """
 
     def __init__(self, parts: Parts, feed: Mapping[int, Sequence[Mapping[str, Any]]], weights: Sequence[float]) -> None:
         self.parts, self.feed, self.weights = parts, feed, weights
         self.schedule, self.pipeline, self.stages = parts.schedule, parts.pipelines[0], parts.stages
-        self.under_way: dict[tuple[Channel, int], StageTransfer] = {}  # received, or handed on within this row
-        self.sends: deque[StageTransfer] = deque()
+        self.pending: dict[tuple[Channel, int], PendingTransfer] = {}  # receives posted, and outputs not yet sent
+        self.sends: deque[PendingTransfer] = deque()
         self.losses: dict[int, torch.Tensor] = {}
-        self.gives_loss: dict[int, bool] = {}
+        self.has_loss: dict[int, bool] = {}  # by stage
         self.measured = StepRecord(parts.row)
         self.waited = 0.0
         self.doing: Action | None = None
@@ -76,17 +79,17 @@ class Iteration:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """What this rank does, in order."""
+        """Actions of this rank, in order."""
         return self.schedule.rows[self.parts.row]
 
     def run(self) -> Step:
-        """Do all of it."""
+        """Run the iteration."""
         begun = time.monotonic()
         summed = [parameter for replicas in self.parts.replicas for parameter in replicas.parameters()]
-        kept = set_aside([*summed, *self.parts.ties.parameters()])
+        stashed = stash_gradients([*summed, *self.parts.ties.parameters()])
         try:
             for replicas in self.parts.replicas:
-                replicas.begin(self.look)
+                replicas.begin(self.check_errors)
             for action in self.actions:
                 self.doing = action
                 if action.kind.is_transfer:
@@ -98,16 +101,16 @@ class Iteration:
                 transfer.wait()
             already: set[int] = set()
             for replicas in self.parts.replicas:
-                replicas.add_gradients(self.look, already)
+                replicas.add_gradients(self.check_errors, already)
             self.parts.ties.add_gradients()
-            for passage in self.measured.passages:  # on a GPU a transfer that was waited for may still fail
-                passage.transfer.synchronize()
+            for record in self.measured.transfers:  # on a GPU, a transfer can fail after wait() has returned
+                record.transfer.synchronize()
         except Exception as error:
-            if is_of_a_connection(error):
-                hear(self.look)  # raises, if somebody knows better
+            if is_connection_error(error):
+                wait_for_root_cause(self.check_errors)  # raises the root cause, if another rank reports it
             raise
         finally:
-            put_back(kept)
+            restore_gradients(stashed)
             for replicas in self.parts.replicas:
                 replicas.end()
         num = self.schedule.num_microbatches
@@ -115,46 +118,46 @@ class Iteration:
         loss = sum(w * x for w, x in zip(self.weights, losses, strict=True)) if losses else None
         return Step(losses, loss, time.monotonic() - begun, self.waited)
 
-    def look(self) -> None:
-        """Raise what another rank told of."""
+    def check_errors(self) -> None:
+        """Raise an error that another rank reported, if any."""
         for transfers in self.parts.transfers:
-            transfers.look()
+            transfers.check_errors()
         for replicas in self.parts.replicas:
-            replicas.check()
+            replicas.check_errors()
 
     def is_last(self, microbatch: int) -> bool:
-        """Whether it may be smaller than others."""
+        """Whether a microbatch is the last one, which may be smaller."""
         return microbatch == self.schedule.num_microbatches - 1
 
     def transfers(self, microbatch: int) -> StageTransfers:
-        """Those that move it."""
+        """The Movers for a microbatch."""
         return self.parts.transfers[-1 if self.is_last(microbatch) else 0]
 
     def move(self, action: Action) -> None:
-        """Start one end of a transfer; wait for its end if it blocks."""
+        """Start one end of a transfer, and wait for the transfer if the action blocks."""
         begun = time.monotonic()
         channel, microbatch = action.channel, action.microbatch
         if action.kind.is_send:
-            held = self.under_way.pop((channel, microbatch))
-            tensors = held.wait()
-            _check_unchanged(channel, tensors, held.versions)
+            output = self.pending.pop((channel, microbatch))
+            tensors = output.wait()
+            _check_unchanged(channel, tensors, output.versions)
             transfer = self.transfers(microbatch).send(channel, tensors)
-            transfer.made_at = held.made_at
-            transfer.keep(lambda: _check_unchanged(channel, tensors, held.versions))
+            transfer.computed_at = output.computed_at
+            transfer.check_at_end(lambda: _check_unchanged(channel, tensors, output.versions))
             self.sends.append(transfer)
-            while self.sends and self.sends[0].is_over():
+            while self.sends and self.sends[0].is_done():
                 self.sends.popleft().wait()
         else:
             transfer = self.transfers(microbatch).recv(channel)
-            self.under_way[channel, microbatch] = transfer
-        self.measured.passages.append(TransferRecord(channel, microbatch, action.kind.is_send, transfer))
+            self.pending[channel, microbatch] = transfer
+        self.measured.transfers.append(TransferRecord(channel, microbatch, action.kind.is_send, transfer))
         if action.blocks:
             transfer.wait()
             self.waited += time.monotonic() - begun
-            self.measured.moments.append(Moment(action, begun, begun, time.monotonic()))
+            self.measured.actions.append(ActionRecord(action, begun, begun, time.monotonic()))
 
     def compute(self, action: Action) -> None:
-        """Wait for what the computation needs, and do it."""
+        """Wait for the inputs of a computation, and do it."""
         stage, microbatch = action.stage, action.microbatch
         since = time.monotonic()
         if action.kind is Kind.W:
@@ -172,19 +175,19 @@ class Iteration:
             back = self.stages[stage].backward(microbatch, received, weight, is_last=is_last)
             self.hand_on(stage, microbatch, back, is_forward=False)
         self.waited += begun - since
-        self.measured.moments.append(Moment(action, since, begun, time.monotonic()))
+        self.measured.actions.append(ActionRecord(action, since, begun, time.monotonic()))
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensors]) -> None:
-        """One forward, and what follows from it."""
+        """Run one forward, check its outputs, and pass them on."""
         run = self.stages[stage]
         sent = run.forward(microbatch, received, self.feed[stage][microbatch])
         tensors = self.parts.pipelines[-1 if self.is_last(microbatch) else 0]
         expected = {edge.dst: edge.tensors for edge in tensors.edges if edge.src == stage}
         run.check_sizes(microbatch, sent, expected)
         loss = run.loss_of(microbatch)
-        if self.gives_loss.setdefault(stage, loss is not None) != (loss is not None):
+        if self.has_loss.setdefault(stage, loss is not None) != (loss is not None):
             raise ArgumentError(
-                f"stage {stage} gives a loss for some microbatches and none for others; see {microbatch}"
+                f"stage {stage} gives a loss for some microbatches and none for others, see microbatch {microbatch}"
             )
         if loss is not None:
             mesh = self.pipeline.stages[stage].mesh
@@ -194,30 +197,30 @@ class Iteration:
         self.hand_on(stage, microbatch, sent, is_forward=True)
 
     def collect(self, stage: int, microbatch: int, *, is_forward: bool) -> dict[int, Tensors]:
-        """What a computation needs from each other stage."""
+        """Wait for the inputs of a computation, by stage that sends them."""
         others = self.pipeline.inputs[stage] if is_forward else self.pipeline.outputs[stage]
-        return {other: self.under_way.pop((Channel(other, stage, is_forward), microbatch)).wait() for other in others}
+        return {other: self.pending.pop((Channel(other, stage, is_forward), microbatch)).wait() for other in others}
 
     def hand_on(self, stage: int, microbatch: int, sent: Mapping[int, Tensors], *, is_forward: bool) -> None:
-        """Keep what a computation made until it is sent; within a row it goes to the other stage at once."""
+        """Keep the outputs of a computation until they are sent. Within a row, pass them on at once."""
         now = time.monotonic()
         for other, tensors in sent.items():
             channel = Channel(stage, other, is_forward)
             versions = {name: array._version for name, array in tensors.items()}
             if self.schedule.row_of_stage[other] == self.parts.row:
                 transfer = self.transfers(microbatch).send(channel, tensors)
-                transfer.keep(functools.partial(_check_unchanged, channel, tensors, versions))
+                transfer.check_at_end(functools.partial(_check_unchanged, channel, tensors, versions))
             else:
-                transfer = StageTransfer(None, tensors)
+                transfer = PendingTransfer(None, tensors)
                 transfer.versions = versions
-            transfer.made_at = now
-            self.under_way[channel, microbatch] = transfer
+            transfer.computed_at = now
+            self.pending[channel, microbatch] = transfer
 
 
 def _check_unchanged(channel: Channel, tensors: Tensors, versions: Mapping[str, int]) -> None:
     for name, version in versions.items():
         if tensors[name]._version != version:
             raise ArgumentError(
-                f"stage {channel.sender} changed {name!r} in place after it gave it to stage {channel.receiver}, which "
-                "may have got either; return a copy"
+                f"stage {channel.sender} changed {name!r} in place after returning it, so stage {channel.receiver} may "
+                "have received either value; return a copy"
             )

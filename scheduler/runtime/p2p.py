@@ -1,4 +1,4 @@
-"""What a rank moves between stages: one :class:`~reshard.Mover` per edge and direction, made once."""
+"""Transfers between stages: one :class:`~reshard.Mover` per channel, made once."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class ChannelMover:
-    """One direction of an edge: what moves, and the plan; None where nothing moves, or nothing has to."""
+class ChannelPlan:
+    """The tensors and the plan of a channel. The plan is None if there is nothing to move between ranks."""
 
     channel: Channel
     tensors: tuple[TensorSpec, ...]
@@ -37,10 +37,10 @@ class ChannelMover:
 
 
 def find_device_type(modules: Mapping[int, torch.nn.Module]) -> str:
-    """The type of device that the parameters and buffers of a rank's stages are on; the CPU if there are none.
+    """The device type of the parameters and buffers of a rank's stages; "cpu" if there are none.
 
     Raises:
-        ArgumentError: they are on several.
+        ArgumentError: they are on several device types.
     """
     kinds: dict[str, str] = {}
     for stage, module in modules.items():
@@ -51,24 +51,24 @@ def find_device_type(modules: Mapping[int, torch.nn.Module]) -> str:
     return next(iter(kinds), "cpu")
 
 
-def make_channel_movers(
+def plan_channels(
     pipeline: Pipeline,
     row_of_stage: Iterable[int],
     topology: Topology,
     strategy: str | Strategy | None,
     *,
     signal_only: bool = False,
-) -> list[ChannelMover]:
-    """Both directions of all edges, in one order for all ranks."""
+) -> list[ChannelPlan]:
+    """Plans of both channels of every edge, in the same order on all ranks."""
     rows = tuple(row_of_stage)
-    ways = []
+    plans = []
     for edge in pipeline.edges:
         for channel, tensors in _directions(edge):
             moved = [_signal(spec) for spec in tensors] if signal_only else tensors
             stays = rows[edge.src] == rows[edge.dst] and all(spec.src == spec.dst for spec in tensors)
             plan = None if stays or not moved else plan_tensors(moved, strategy=strategy, topology=topology)
-            ways.append(ChannelMover(channel, tensors, plan))
-    return ways
+            plans.append(ChannelPlan(channel, tensors, plan))
+    return plans
 
 
 def _directions(edge: Edge) -> list[tuple[Channel, tuple[TensorSpec, ...]]]:
@@ -79,41 +79,42 @@ def _directions(edge: Edge) -> list[tuple[Channel, tuple[TensorSpec, ...]]]:
 
 
 def _signal(spec: TensorSpec) -> TensorSpec:
-    """One element in place of a tensor, from the first rank that holds it to all that need it."""
+    """A tensor of one element in place of another, on the same ranks and with replicas on all of them."""
     return replace(spec, shape=(1,), src=Layout(Mesh(spec.src.ranks)), dst=Layout(Mesh(spec.dst.ranks)))
 
 
-class StageTransfer:
-    """One transfer under way; on the receiving side with what it brings.
+class PendingTransfer:
+    """One end of a transfer in progress.
 
-    ``made_at`` is when what it moves was computed, by ``time.monotonic()``, where this rank knows; ``versions`` says
-    how often each tensor had been changed in place by then.
+    Attributes:
+        computed_at: when this rank computed the tensors, by ``time.monotonic()``; None on the receiver.
+        versions: in-place version counter of each tensor at that time.
     """
 
     def __init__(self, handle: Handle | None, tensors: Mapping[str, torch.Tensor | None] | None = None) -> None:
         self.handle, self._tensors = handle, tensors
-        self.made_at: float | None = None
+        self.computed_at: float | None = None
         self.versions: dict[str, int] = {}
         self._check: Callable[[], None] | None = None
 
-    def keep(self, check: Callable[[], None]) -> None:
-        """Call this once it is over."""
+    def check_at_end(self, check: Callable[[], None]) -> None:
+        """Call ``check`` when :meth:`wait` finds the transfer done."""
         self._check = check
 
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
         return self.handle is None or self.handle.done()
 
     def wait(self) -> dict[str, Any]:
-        """Block until it is over; returns what this rank received."""
-        brought = None if self.handle is None else self.handle.wait()
+        """Block until the transfer is done. Returns the tensors that this rank received."""
+        received = None if self.handle is None else self.handle.wait()
         if self._check is not None:
             self._check()
             self._check = None
-        return dict(self._tensors if self._tensors is not None else brought or {})
+        return dict(self._tensors if self._tensors is not None else received or {})
 
     def synchronize(self) -> None:
-        """Block until the device is done with it too; raises what ended it."""
+        """Block until the device is done too. Raises the error of the transfer, if any."""
         if self.handle is not None:
             self.handle.synchronize()
 
@@ -122,68 +123,71 @@ class StageTransfers:
     """The Movers of one rank.
 
     Args:
-        ways: of the pipeline, in one order for all ranks; each rank takes part in those that name it.
-        device: the type of device that tensors are on.
-        signal_only: move one element per tensor, and receive zeros; to measure what communication costs.
-        apart: give each channel connections of its own, where rows start transfers of several in different orders.
+        channels: plans of all channels of the pipeline, in the same order on all ranks.
+        group: group whose ranks the plans name.
+        timeout_seconds: limit for one transfer.
+        device: device type of the tensors.
+        signal_only: move one element per tensor and receive zeros, to measure communication costs.
+        separate_connections: use a connection per channel. Needed if two rows post the transfers between them in
+            different orders.
     """
 
     def __init__(
         self,
-        ways: Iterable[ChannelMover],
+        channels: Iterable[ChannelPlan],
         group: Group,
         timeout_seconds: float,
         *,
         device: str = "cpu",
         signal_only: bool = False,
-        apart: bool = False,
+        separate_connections: bool = False,
     ) -> None:
         self._rank, self._signal_only, self._device = group.rank, signal_only, device
-        self._ways: dict[Channel, ChannelMover] = {}
+        self._plans: dict[Channel, ChannelPlan] = {}
         self._movers: dict[Channel, Mover] = {}
         self._zeros: dict[Channel, Tensors] = {}
-        for number, way in enumerate(ways):
-            self._ways[way.channel] = way
-            if way.plan is not None and group.rank in way.plan.ranks:
-                self._movers[way.channel] = Mover(
-                    way.plan,
+        for number, each in enumerate(channels):
+            self._plans[each.channel] = each
+            if each.plan is not None and group.rank in each.plan.ranks:
+                self._movers[each.channel] = Mover(
+                    each.plan,
                     group,
                     timeout_seconds=timeout_seconds,
                     device=device,
                     both_ways=True,
-                    connection=number if apart else 0,
+                    connection=number if separate_connections else 0,
                 )
 
-    def send(self, channel: Channel, tensors: Tensors) -> StageTransfer:
-        """Start the sender's part."""
+    def send(self, channel: Channel, tensors: Tensors) -> PendingTransfer:
+        """Start to send."""
         mover = self._movers.get(channel)
         if mover is None:
-            return StageTransfer(None, tensors)
+            return PendingTransfer(None, tensors)
         if self._signal_only:
             tensors = {name: array.new_ones(1) for name, array in tensors.items()}
-        return StageTransfer(mover.start(tensors))
+        return PendingTransfer(mover.start(tensors))
 
-    def recv(self, channel: Channel) -> StageTransfer:
-        """Start the receiver's part."""
+    def recv(self, channel: Channel) -> PendingTransfer:
+        """Start to receive."""
         mover = self._movers.get(channel)
         if mover is None:
-            return StageTransfer(None)
-        if self._signal_only and channel not in self._zeros:  # made once, as they must cost nothing
+            return PendingTransfer(None)
+        if self._signal_only and channel not in self._zeros:  # made once, so that they take no time later
             self._zeros[channel] = {
                 str(spec.name): torch.zeros(
                     spec.dst_shards.local_shape(self._rank), dtype=getattr(torch, spec.dtype), device=self._device
                 )
-                for spec in self._ways[channel].tensors
+                for spec in self._plans[channel].tensors
             }
-        return StageTransfer(mover.start(), self._zeros.get(channel))
+        return PendingTransfer(mover.start(), self._zeros.get(channel))
 
-    def look(self) -> None:
-        """Raise the first error that a rank told of, if one did."""
+    def check_errors(self) -> None:
+        """Raise the first error that another rank reported, if any."""
         for mover in self._movers.values():
             mover.check()
 
     def fail(self, error: BaseException) -> None:
-        """End all transfers of this rank with an error, here and at the ranks they join."""
+        """End all transfers of this rank with an error, on all ranks that take part in them."""
         for mover in self._movers.values():
             mover.fail(error)
 

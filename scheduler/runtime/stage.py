@@ -1,4 +1,4 @@
-"""One stage on this rank: its module, and the microbatches that it has begun. No communication between stages."""
+"""One stage on this rank: its module and its microbatches in flight. It does not communicate with other stages."""
 
 from __future__ import annotations
 
@@ -10,123 +10,135 @@ from typing import Any
 
 import torch
 
-from reshard.api.tensor_checks import check_movable, waited_for
+from reshard.api.tensor_checks import check_movable, wait_for_collective
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
-from reshard.runtime.cpu.weight_grad_store import PutOff
+from reshard.runtime.cpu.weight_grad_store import WeightGradStore
 from reshard.sharding.layout import Layout
 from reshard.sharding.tensor_spec import TensorSpec
 
 from ..graph import Pipeline
 from .data_parallel import (
-    announce_backward,
     check_module,
-    quiet,
-    spoil,
+    mark_failed,
+    no_grad_sync,
+    prepare_backward,
     without_ddp,
 )
 
-#: The name of the output that a backward starts from.
+#: Name of the output that backward starts from.
 LOSS = "loss"
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass
-class _Live:
-    """A microbatch between its forward and the end of its backward."""
+class _Microbatch:
+    """A microbatch between its forward and the end of its backward.
+
+    Attributes:
+        leaves: inputs from other stages, as leaves of the autograd graph.
+        sent: outputs for each later stage, with their graph.
+        loss: the loss, with its graph.
+        weight_grads: deferred weight-gradient pass.
+    """
 
     leaves: Tensors
-    sent: dict[int, Tensors]  # by the stage that it goes to, with the graph
+    sent: dict[int, Tensors]
     loss: torch.Tensor | None
-    put_off: PutOff = field(default_factory=lambda: PutOff([]))
+    weight_grads: WeightGradStore = field(default_factory=lambda: WeightGradStore([]))
 
 
 class StageRun:
     """One stage on this rank.
 
     Args:
-        stage: which. module: called with named tensors, gives named tensors. halves: microbatches whose backward comes
-            in two.
+        stage: index of the stage.
+        module: takes tensors as keyword arguments and returns ``{name: tensor}``.
+        pipeline: the pipeline, for its edges.
+        rank: this rank.
+        split: microbatches whose backward is split into two passes.
 
     Raises:
-        ArgumentError: the module does not fit.
+        ArgumentError: the module cannot run as the schedule requires.
     """
 
-    def __init__(self, stage: int, module: Any, pipeline: Pipeline, rank: int, halves: Collection[int]) -> None:
-        check_module(stage, module, bool(halves))
-        self.stage, self.module, self._rank, self._halves = stage, module, rank, halves
+    def __init__(self, stage: int, module: Any, pipeline: Pipeline, rank: int, split: Collection[int]) -> None:
+        check_module(stage, module, bool(split))
+        self.stage, self.module, self._rank, self._split = stage, module, rank, split
         self._incoming = [edge for edge in pipeline.edges if edge.dst == stage]
         self._outgoing = [edge for edge in pipeline.edges if edge.src == stage]
-        self._live: dict[int, _Live] = {}
-        self._called_with: set[str] | None = None
+        self._in_flight: dict[int, _Microbatch] = {}
+        self._checked_names: set[str] | None = None
 
     def forward(self, microbatch: int, received: Mapping[int, Tensors], fed: Mapping[str, Any]) -> dict[int, Tensors]:
-        """What goes to each later stage, as local shards.
+        """Run the forward of a microbatch. Returns the local shards to send to each later stage.
 
         Args:
-            received: from each earlier stage. fed: from outside.
+            microbatch: index of the microbatch.
+            received: tensors from each earlier stage.
+            fed: inputs that no edge brings.
 
         Raises:
-            ArgumentError: an output is missing, or not what the edge says.
+            ArgumentError: an output is missing or does not match its edge.
         """
         leaves: Tensors = {}
         for edge in self._incoming:
             with_gradient = {spec.name for spec in edge.gradients}
             for name, array in received[edge.src].items():
                 leaves[name] = array.detach().requires_grad_(name in with_gradient)
-        doubled = leaves.keys() & fed.keys()
-        if doubled:
-            raise ArgumentError(f"stage {self.stage} gets {sorted(doubled)} from another stage and is fed it too")
+        duplicates = leaves.keys() & fed.keys()
+        if duplicates:
+            raise ArgumentError(f"stage {self.stage} receives {sorted(duplicates)} from another stage and from feed")
         self._check_call({*leaves, *fed})
-        live = _Live(leaves, {}, None)
-        put_off = live.put_off if microbatch in self._halves else contextlib.nullcontext()
+        live = _Microbatch(leaves, {}, None)
+        defer = live.weight_grads if microbatch in self._split else contextlib.nullcontext()
         versions = {name: leaf._version for name, leaf in leaves.items()}
-        with quiet(self.module), put_off:
+        with no_grad_sync(self.module), defer:
             outputs = self._name(self.module(**leaves, **fed))
             live.sent = {edge.dst: self._take(outputs, edge.dst, edge.tensors) for edge in self._outgoing}
         for name, leaf in leaves.items():
             if leaf._version != versions[name]:
                 raise ArgumentError(
-                    f"stage {self.stage} changed {name!r} in place, which another stage gave it and may still use; "
+                    f"stage {self.stage} changed its input {name!r} in place, but the sending stage may still use it; "
                     "change a copy"
                 )
         loss = outputs.get(LOSS)
         if loss is not None and not isinstance(loss, torch.Tensor):
             raise ArgumentError(f"stage {self.stage} gives {type(loss).__name__} as loss; it must be a tensor")
-        live.loss = _whole(loss)
+        live.loss = _full_loss(loss)
         self._check_gradients(live, outputs)
-        self._live[microbatch] = live
+        self._in_flight[microbatch] = live
         buffers = [array for array in self.module.buffers() if not _is_dtensor(array)]
-        own = {array.untyped_storage().data_ptr() for array in buffers if array.layout is torch.strided}
+        buffer_storages = {array.untyped_storage().data_ptr() for array in buffers if array.layout is torch.strided}
 
-        def give(array: torch.Tensor) -> torch.Tensor:
-            """What is sent; a copy of a buffer, which the next forward may change."""
+        def to_send(array: torch.Tensor) -> torch.Tensor:
+            """The output without its graph; a copy if it is a buffer, which the next forward may change."""
             plain = array.detach()
-            return plain.clone() if plain.untyped_storage().data_ptr() in own else plain
+            return plain.clone() if plain.untyped_storage().data_ptr() in buffer_storages else plain
 
-        return {dst: {name: give(array) for name, array in sent.items()} for dst, sent in live.sent.items()}
+        return {dst: {name: to_send(array) for name, array in sent.items()} for dst, sent in live.sent.items()}
 
     def _check_call(self, names: set[str]) -> None:
-        """Raise ArgumentError if the module cannot be called with these names."""
-        if names == self._called_with:
+        """Raise ArgumentError if the module does not accept these keyword arguments."""
+        if names == self._checked_names:
             return
-        self._called_with = names
+        self._checked_names = names
         module = without_ddp(self.module)
-        if self.module._forward_pre_hooks or module._forward_pre_hooks:  # which may call it with other names
+        if self.module._forward_pre_hooks or module._forward_pre_hooks:  # hooks may change the names
             return
         try:
             inspect.signature(module.forward).bind(**dict.fromkeys(names))
         except TypeError as error:
             raise ArgumentError(
-                f"stage {self.stage} cannot be called with {sorted(names)}, which edges bring and feed holds: {error}"
+                f"stage {self.stage} cannot be called with {sorted(names)}, the names from its edges and feed: {error}"
             ) from None
 
-    def _check_gradients(self, live: _Live, outputs: Mapping[str, Any]) -> None:
-        """Raise ArgumentError if backward would not reach what should learn."""
+    def _check_gradients(self, live: _Microbatch, outputs: Mapping[str, Any]) -> None:
+        """Raise ArgumentError if a backward would not reach parameters or inputs that need gradients."""
         if not self._outgoing and live.loss is None:
             raise ArgumentError(
-                f"stage {self.stage} gives nothing to another stage and returns {sorted(map(str, outputs))}; it must "
-                f"return a {LOSS!r}, or nothing would learn"
+                f"stage {self.stage} sends nothing to another stage and returns {sorted(map(str, outputs))}; it must "
+                f"return a {LOSS!r}, or it could not be trained"
             )
         if live.loss is not None and live.loss.numel() != 1:
             raise ArgumentError(
@@ -148,19 +160,22 @@ class StageRun:
                     )
 
     def loss_of(self, microbatch: int) -> torch.Tensor | None:
-        """The loss of a microbatch that has not ended, without its graph."""
-        loss = self._live[microbatch].loss
+        """The loss of a microbatch in flight, without its graph."""
+        loss = self._in_flight[microbatch].loss
         return None if loss is None else loss.detach()
 
     def backward(
         self, microbatch: int, gradients: Mapping[int, Tensors], loss_weight: float, *, is_last: bool
     ) -> dict[int, Tensors]:
-        """The gradients that go to each earlier stage; those of weights too, or what puts them off.
+        """Run a whole backward or an input-gradient pass. Returns the gradients to send to each earlier stage.
 
         Args:
-            gradients: from each later stage. loss_weight: of this microbatch's loss in the total.
+            microbatch: index of the microbatch.
+            gradients: gradients from each later stage.
+            loss_weight: weight of this microbatch's loss in the total.
+            is_last: whether this is the last backward of the stage in this step.
         """
-        live = self._live[microbatch]
+        live = self._in_flight[microbatch]
         roots: list[torch.Tensor] = []
         weights: list[torch.Tensor | None] = []
         for dst, sent in live.sent.items():
@@ -171,55 +186,56 @@ class StageRun:
         if live.loss is not None and live.loss.requires_grad:
             roots.append(live.loss)
             weights.append(torch.full_like(live.loss, loss_weight))
-        announce_backward(self.module, is_last=is_last)
+        prepare_backward(self.module, is_last=is_last)
         if roots:
-            with quiet(self.module):
+            with no_grad_sync(self.module):
                 torch.autograd.backward(roots, weights)
-        own: set[int] = set()
-        if live.put_off.held or any(edge.gradients for edge in self._incoming):
-            own = self._keep_apart(live.put_off.held)
-        back = {}
+        in_use: set[int] = set()
+        if live.weight_grads.held or any(edge.gradients for edge in self._incoming):
+            in_use = self._unshare_parameter_gradients(live.weight_grads.held)
+        to_send = {}
         for edge in self._incoming:
-            back[edge.src] = {str(spec.name): _gradient_of(live.leaves[str(spec.name)], own) for spec in edge.gradients}
+            leaves = {str(spec.name): live.leaves[str(spec.name)] for spec in edge.gradients}
+            to_send[edge.src] = {name: _gradient_of(leaf, in_use) for name, leaf in leaves.items()}
         live.leaves, live.sent, live.loss = {}, {}, None
-        if microbatch not in self._halves:
-            del self._live[microbatch]
-        return back
+        if microbatch not in self._split:
+            del self._in_flight[microbatch]
+        return to_send
 
-    def _keep_apart(self, held: Sequence[torch.Tensor]) -> set[int]:
-        """See that no gradient of a parameter, which later backwards add to, is memory that is still read.
+    def _unshare_parameter_gradients(self, held: Sequence[torch.Tensor]) -> set[int]:
+        """Copy gradients of parameters that share memory with ``held``, because later backwards add to them in place.
 
-        Autograd takes a gradient as it is where nobody else seems to have it; one that it got through a view of a
-        parameter may lie in another one's memory.
+        Autograd may keep a gradient without a copy, so ``.grad`` can share memory with a tensor of the backward, or of
+        another parameter's gradient if it came through a view.
 
         Returns:
-            Where gradients of parameters lie.
+            Storage addresses of all gradients of parameters.
         """
-        reads = {_place(each) for each in held}
-        own = set()
+        held_storages = {_storage_address(each) for each in held}
+        in_use = set()
         for parameter in self.module.parameters():
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.strided:
                 continue
-            if _place(gradient) in reads:
+            if _storage_address(gradient) in held_storages:
                 gradient = parameter.grad = gradient.clone()
-            own.add(_place(gradient))
-        return own
+            in_use.add(_storage_address(gradient))
+        return in_use
 
     def finish(self, microbatch: int) -> None:
-        """The second half of a backward: what it put off."""
-        with quiet(self.module):
-            self._live.pop(microbatch).put_off.finish()
+        """Run the deferred weight-gradient pass of a microbatch."""
+        with no_grad_sync(self.module):
+            self._in_flight.pop(microbatch).weight_grads.finish()
 
     def forget(self) -> None:
-        """Drop what a step excluded that did not end."""
-        for live in self._live.values():
-            live.put_off.forget()
-        self._live.clear()
-        spoil(self.module)
+        """Drop the microbatches in flight of a step that failed."""
+        for live in self._in_flight.values():
+            live.weight_grads.forget()
+        self._in_flight.clear()
+        mark_failed(self.module)
 
     def _name(self, outputs: Any) -> Mapping[str, Any]:
-        """A single tensor is what the only edge carries, or the loss."""
+        """Outputs by name. A single tensor is the only output of the edges, or the loss if there are none."""
         if isinstance(outputs, Mapping):
             return outputs
         names = {spec.name for edge in self._outgoing for spec in edge.tensors} or {LOSS}
@@ -245,7 +261,7 @@ class StageRun:
     def check_sizes(
         self, microbatch: int, sent: Mapping[int, Tensors], tensors_of: Mapping[int, tuple[TensorSpec, ...]]
     ) -> None:
-        """Raise ArgumentError unless local shards are what the layouts give this rank."""
+        """Raise ArgumentError unless outputs have the dtypes and local shapes that their layouts give this rank."""
         for dst, tensors in tensors_of.items():
             for spec in tensors:
                 array = sent[dst][str(spec.name)]
@@ -254,24 +270,24 @@ class StageRun:
                     raise ArgumentError(
                         f"stage {self.stage} gives {spec.name!r} as {dtype_name(array.dtype)} {list(array.shape)}; "
                         f"the edge to stage {dst} says {spec.dtype} {expected} on rank {self._rank} (microbatch "
-                        f"{microbatch}; a last one that is smaller needs last_pipeline)"
+                        f"{microbatch}; a smaller last microbatch needs last_pipeline)"
                     )
 
 
-def _gradient_of(leaf: torch.Tensor, taken: Collection[int]) -> torch.Tensor:
-    """Of what came in; a copy where it lies in memory that is taken."""
-    gradient: torch.Tensor = torch.zeros_like(leaf) if leaf.grad is None else waited_for(leaf.grad)
-    return gradient.clone() if _place(gradient) in taken else gradient
+def _gradient_of(leaf: torch.Tensor, in_use: Collection[int]) -> torch.Tensor:
+    """The gradient of an input; a copy if its storage is in use."""
+    gradient: torch.Tensor = torch.zeros_like(leaf) if leaf.grad is None else wait_for_collective(leaf.grad)
+    return gradient.clone() if _storage_address(gradient) in in_use else gradient
 
 
-def _place(array: torch.Tensor) -> int:
-    """Where an array lies; of a DTensor, or of what a collective has yet to fill, where its elements do."""
+def _storage_address(array: torch.Tensor) -> int:
+    """Address of the storage; for a DTensor or the result of an asynchronous collective, of the tensor inside."""
     inner = getattr(array, "_local_tensor", array)
     return int(getattr(inner, "elem", inner).untyped_storage().data_ptr())
 
 
-class _Waited(torch.autograd.Function):
-    """What a collective that is under way gives, as plain memory and with the graph."""
+class _WaitForCollective(torch.autograd.Function):
+    """The result of an asynchronous collective as a plain tensor, with its graph."""
 
     @staticmethod
     def forward(ctx: Any, array: Any) -> Any:
@@ -283,7 +299,10 @@ class _Waited(torch.autograd.Function):
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
-    plain: torch.Tensor = _Waited.apply(value) if hasattr(value, "trigger_wait") else value  # type: ignore[no-untyped-call]
+    """A tensor as it is, or the result of an asynchronous collective once it is there."""
+    if not hasattr(value, "trigger_wait"):
+        return value
+    plain: torch.Tensor = _WaitForCollective.apply(value)  # type: ignore[no-untyped-call]
     return plain
 
 
@@ -292,7 +311,7 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def _localize(value: Any, spec: TensorSpec) -> torch.Tensor:
-    """The shard of this rank; of a DTensor by way of the edge's layout, pending sums reduced."""
+    """The local shard. A DTensor is first redistributed to the layout of the edge, which reduces partial sums."""
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(f"{spec.name!r} is {type(value).__name__}, not a tensor")
     if not _is_dtensor(value):
@@ -304,7 +323,7 @@ def _localize(value: Any, spec: TensorSpec) -> torch.Tensor:
     return _plain(value.redistribute(placements=layout.to_placements()).to_local())
 
 
-def _whole(loss: Any) -> torch.Tensor | None:
+def _full_loss(loss: Any) -> torch.Tensor | None:
     if _is_dtensor(loss):
         return _plain(loss.full_tensor())
     return None if loss is None else _plain(loss)

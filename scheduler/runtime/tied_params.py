@@ -1,4 +1,4 @@
-"""Parameters that several stages have in common, such as an embedding that is the last layer's weight too."""
+"""Parameters that several stages share, such as an embedding that is also the weight of the output layer."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from .data_parallel import is_sharded
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """One parameter of several stages. Their gradients are added after each step, so that all stay alike.
+    """One parameter that several stages share. Its gradients are summed over the stages after each step.
+
+    A stage whose ranks see different data must wrap its module in DDP or FSDP.
 
     Args:
-        names: of each stage that has it, the parameter's name in the stage's module.
-        shape, dtype: of the whole parameter.
-        layouts: how a stage has it, where that is not whole on each of its ranks.
+        names: ``{stage: name of the parameter in the stage's module}``.
+        shape, dtype: of the global parameter.
+        layouts: ``{stage: layout}`` for stages that shard the parameter; default: replicated on all ranks of the stage.
 
     Raises:
-        ArgumentError: fewer than two stages.
+        ArgumentError: there are fewer than two stages, or an argument has the wrong type.
     """
 
     names: Mapping[int, str]
@@ -43,26 +45,35 @@ class TiedParameter:
 
     def __post_init__(self) -> None:
         if not isinstance(self.names, Mapping) or not isinstance(self.layouts, Mapping):
-            raise ArgumentError("names and layouts of a tie are {stage: ...}")
+            raise ArgumentError("names and layouts of a tie must be {stage: name} and {stage: layout}")
         for stage, name in self.names.items():
             if isinstance(stage, bool) or not isinstance(stage, int) or not isinstance(name, str):
-                raise ArgumentError(f"a tie names {name!r} of stage {stage!r}; stages are integers, names are texts")
+                raise ArgumentError(
+                    f"a tie names {name!r} of stage {stage!r}; stages must be integers and names strings"
+                )
         object.__setattr__(self, "shape", check_shape(self.shape))
         if len(self.names) < 2 or not set(self.layouts) <= set(self.names):
-            raise ArgumentError(f"a tie joins two stages or more, not {sorted(self.names)}; layouts are of those")
+            raise ArgumentError(
+                f"a tie needs at least two stages, and layouts of no others; names have stages {sorted(self.names)}, "
+                f"layouts {sorted(self.layouts)}"
+            )
 
     def __str__(self) -> str:
-        places = ", ".join(
+        parameters = ", ".join(
             f"{stage}: {name} {self.layouts.get(stage, '')}" for stage, name in sorted(self.names.items())
         )
-        return f"{self.dtype} {list(self.shape)} of {places}"
+        return f"{self.dtype} {list(self.shape)} of {parameters}"
 
 
 class TiedParameters:
-    """All ties of a pipeline, as one rank sees them.
+    """Synchronizes all tied parameters of one rank.
 
     Args:
-        ties, pipeline, topology, strategy: equal on all ranks. modules: of this rank's stages.
+        ties, pipeline, topology, strategy: the same on all ranks.
+        modules: ``{stage: module}`` for the stages of this rank.
+        group: group of the engine.
+        timeout_seconds: limit for one transfer.
+        device: device type of the modules.
     """
 
     def __init__(
@@ -93,33 +104,34 @@ class TiedParameters:
             self._ties.append((tie, mine, movers))
 
     def parameters(self) -> list[torch.Tensor]:
-        """Those of this rank."""
+        """Tied parameters of this rank."""
         return [parameter for _, mine, _ in self._ties for parameter in mine.values()]
 
     def share_values(self) -> None:
-        """Every stage takes the values of the first one."""
+        """Copy the values of the first stage of each tie to the others."""
         for tie, mine, movers in self._ties:
             first = min(tie.names)
             values = {stage: _local(parameter.detach()) for stage, parameter in mine.items()}
-            for stage, came in _exchange(values, {pair: m for pair, m in movers.items() if pair[0] == first}).items():
-                values[stage].copy_(came[first])
+            from_first = {pair: mover for pair, mover in movers.items() if pair[0] == first}
+            for stage, received in _exchange(values, from_first).items():
+                values[stage].copy_(received[first])
 
     def add_gradients(self) -> None:
-        """Every stage takes the sum of all gradients, added in the order of stages."""
+        """Replace each stage's gradient by the sum over stages, added in the order of stages on every rank."""
         for _, mine, movers in self._ties:
             for parameter in mine.values():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             own = {stage: _local(parameter.grad) for stage, parameter in mine.items()}
-            for stage, came in _exchange(own, movers).items():
-                terms = [own[stage] if other == stage else came[other] for other in sorted({stage, *came})]
+            for stage, received in _exchange(own, movers).items():
+                terms = [own[stage] if other == stage else received[other] for other in sorted({stage, *received})]
                 own[stage].copy_(torch.stack(terms).sum(0))
             for parameter in mine.values():
                 if not parameter.requires_grad:
                     parameter.grad = None
 
     def fail(self, error: BaseException) -> None:
-        """End what other stages wait for here, with an error."""
+        """End all transfers with an error, on all ranks that take part in them."""
         for _, _, movers in self._ties:
             for mover in movers.values():
                 mover.fail(error)
@@ -134,29 +146,29 @@ class TiedParameters:
 def _exchange(
     values: Mapping[int, torch.Tensor], movers: Mapping[tuple[int, int], Mover]
 ) -> dict[int, dict[int, torch.Tensor]]:
-    """Of each stage of this rank what the others sent it."""
+    """``{stage of this rank: {sending stage: tensor}}``."""
     values = {stage: value.clone() for stage, value in values.items()}
     handles = {pair: mover.start(values.get(pair[0])) for pair, mover in movers.items()}
-    came: dict[int, dict[int, torch.Tensor]] = {}
-    for (a, b), handle in handles.items():
-        got = handle.wait()
-        if got is not None:
-            came.setdefault(b, {})[a] = got
-    return came
+    received: dict[int, dict[int, torch.Tensor]] = {}
+    for (src, dst), handle in handles.items():
+        tensor = handle.wait()
+        if tensor is not None:
+            received.setdefault(dst, {})[src] = tensor
+    return received
 
 
 def check_ties(
     ties: Iterable[TiedParameter], pipeline: Pipeline, modules: Mapping[int, torch.nn.Module], rank: int
 ) -> None:
-    """Raise ArgumentError unless this rank has the parameters that ties name, as large as they say, each in one tie."""
+    """Raise ArgumentError unless the ties fit the pipeline and the parameters of this rank, each in one tie."""
     taken: set[tuple[int, str]] = set()
     objects: dict[int, int] = {}
     for tie in ties:
         for stage, name in tie.names.items():
             if stage not in range(len(pipeline.stages)):
-                raise ArgumentError(f"a tie names stage {stage}; there are 0 to {len(pipeline.stages) - 1}")
+                raise ArgumentError(f"a tie names stage {stage}; there are stages 0 to {len(pipeline.stages) - 1}")
             if (stage, name) in taken:
-                raise ArgumentError(f"{name!r} of stage {stage} is in two ties; one tie joins all stages that have it")
+                raise ArgumentError(f"{name!r} of stage {stage} is in two ties; use one tie for all its stages")
             taken.add((stage, name))
             mesh = pipeline.stages[stage].mesh
             if mesh is not None and set(_layout(tie, pipeline, stage).ranks) != set(mesh.ranks):
@@ -169,26 +181,26 @@ def check_ties(
                 raise ArgumentError(f"stage {stage} has no parameter {name!r}, which a tie names") from error
             if _is_plain(modules[stage], name) and is_sharded(pipeline, stage):
                 raise ArgumentError(
-                    f"a tie names {name!r} of stage {stage}, whose ranks get or give shards, so each has a gradient of "
-                    "its own; wrap the module by DistributedDataParallel or fully_shard, which add them"
+                    f"a tie names {name!r} of stage {stage}, whose ranks see different data and so have different "
+                    "gradients; wrap the module in DistributedDataParallel or fully_shard, which sum them"
                 )
             other = objects.setdefault(id(modules[stage].get_parameter(name)), stage)
             if other != stage:
                 raise ArgumentError(
-                    f"{name!r} of stage {stage} is the same Parameter as that of stage {other}: its gradients add up "
-                    "anyhow; a tie is for parameters of their own"
+                    f"{name!r} of stage {stage} is the same Parameter as that of stage {other}: its gradients already "
+                    "add up, so it needs no tie"
                 )
             spec = TensorSpec(tie.shape, tie.dtype, _layout(tie, pipeline, stage), _layout(tie, pipeline, stage))
             expected = spec.src_shards.local_shape(rank)
             if tuple(local.shape) != tuple(expected):
                 raise ArgumentError(
-                    f"parameter {name!r} of stage {stage} is {list(local.shape)}, but of the tie of {list(tie.shape)} "
-                    f"rank {rank} has {list(expected)}"
+                    f"parameter {name!r} of stage {stage} has shape {list(local.shape)}, but rank {rank} has the shard "
+                    f"{list(expected)} of the tie of shape {list(tie.shape)}"
                 )
 
 
 def _is_plain(module: torch.nn.Module, name: str) -> bool:
-    """Whether nothing adds the gradients that replicas of a parameter have."""
+    """Whether no wrapper sums the gradients of the replicas of a parameter."""
     return not isinstance(module, DistributedDataParallel) and not hasattr(module.get_parameter(name), "to_local")
 
 

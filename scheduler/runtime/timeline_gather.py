@@ -1,4 +1,4 @@
-"""What a step really did, on all ranks, as a timeline like that of the simulator."""
+"""Merge the measurements of all ranks into one timeline, of the type that the simulator returns."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from reshard.coordination.communicator import Channel as AgreementChannel
-from reshard.coordination.decide import Decision, Request, resolve
+from reshard.coordination.decide import resolve
+from reshard.coordination.messages import Decision, Request
 
 from ..ir.schedule import Action, Channel, Kind
-from ..simulation.replay import PipelineTimeline, Span, StageTransfer as TimedTransfer
-from .p2p import StageTransfer
+from ..simulation.replay import PipelineTimeline, Span, StageTransfer
+from .p2p import PendingTransfer
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What this rank did, by its own clock; before ``start`` it waited from ``since`` on."""
+class ActionRecord:
+    """Times of an action by this rank's clock. The rank waited from ``since`` to ``start``."""
 
     action: Action
     since: float
@@ -30,64 +31,64 @@ class Moment:
 
 @dataclass(frozen=True)
 class TransferRecord:
-    """One end of a transfer, that of this rank."""
+    """The end of a transfer on this rank."""
 
     channel: Channel
     microbatch: int
     is_send: bool
-    transfer: StageTransfer
+    transfer: PendingTransfer
 
 
 @dataclass
 class StepRecord:
-    """One rank's part of a step."""
+    """Measurements of one step on one rank."""
 
     row: int
-    moments: list[Moment] = field(default_factory=list)
-    passages: list[TransferRecord] = field(default_factory=list)
+    actions: list[ActionRecord] = field(default_factory=list)
+    transfers: list[TransferRecord] = field(default_factory=list)
 
 
-_Times = tuple[Channel, int, bool, float | None, float | None, float | None]
-_Own = tuple[int, list[Moment], list[_Times], str, float]  # row, moments, transfers, the machine, and its clock
+#: channel, microbatch, is send; then when the data was computed, and when this end began and ended
+_TransferTimes = tuple[Channel, int, bool, float | None, float | None, float | None]
+#: row, actions, transfers, boot id of the host, and clock of this rank when all ranks had just met
+_RankTimes = tuple[int, list[ActionRecord], list[_TransferTimes], str, float]
 
 
 def gather(measured: StepRecord, channel: AgreementChannel, timeout_seconds: float) -> PipelineTimeline:
-    """The timeline of all ranks of a channel, each of which calls.
+    """The timeline of a step. Every rank of the channel must call this.
 
-    Ranks of one machine share a clock; between machines clocks are set by meeting, to a millisecond or so. A row is
-    shown by its first rank, a transfer from when both sides had come to when the last receiver had all.
+    Ranks of one host share a clock. Clocks of different hosts are aligned at a rendezvous, to about a millisecond. The
+    first rank represents its row. A transfer lasts from when both ends have begun to when the last receiver is done.
 
     Raises:
         TransferTimeoutError: a rank does not call.
     """
-    passages: list[_Times] = []
-    for passage in measured.passages:
-        handle = passage.transfer.handle
+    transfers: list[_TransferTimes] = []
+    for record in measured.transfers:
+        handle, computed = record.transfer.handle, record.transfer.computed_at
         begun, ended = (None, None) if handle is None else (handle.begun_at, handle.ended_at)
-        passages.append((passage.channel, passage.microbatch, passage.is_send, passage.transfer.made_at, begun, ended))
+        transfers.append((record.channel, record.microbatch, record.is_send, computed, begun, ended))
     rank = channel.group.rank
-    channel.agree(Request(rank), _put_together, timeout_seconds)
-    own = (measured.row, measured.moments, passages, _boot_id(), time.monotonic())
-    _, decision = channel.agree(Request(rank, said=_to_json(own)), _put_together, timeout_seconds)
+    channel.agree(Request(rank), _decide, timeout_seconds)  # a rendezvous: all ranks leave it at about the same time
+    own = (measured.row, measured.actions, transfers, _boot_id(), time.monotonic())
+    _, decision = channel.agree(Request(rank, said=_to_json(own)), _decide, timeout_seconds)
     return _merge([_from_json(decision.said[rank]) for rank in sorted(decision.said)])
 
 
-def _put_together(requests: list[Request]) -> Decision:
-    decision = resolve(requests, {})
-    decision.said = {request.rank: request.said for request in requests}
-    return decision
+def _decide(requests: list[Request]) -> Decision:
+    return dataclasses.replace(resolve(requests, {}), said={request.rank: request.said for request in requests})
 
 
-def _to_json(own: _Own) -> list[Any]:
-    row, moments, passages, boot, now = own
-    done = [[*dataclasses.astuple(one.action), one.since, one.start, one.end] for one in moments]
-    return [row, done, [[*dataclasses.astuple(channel), *rest] for channel, *rest in passages], boot, now]
+def _to_json(own: _RankTimes) -> list[Any]:
+    row, records, transfers, boot, now = own
+    actions = [[*dataclasses.astuple(one.action), one.since, one.start, one.end] for one in records]
+    return [row, actions, [[*dataclasses.astuple(channel), *rest] for channel, *rest in transfers], boot, now]
 
 
-def _from_json(said: Any) -> _Own:
-    row, done, passages, boot, now = said
-    moments = [Moment(Action(Kind(kind), *rest[:4]), *rest[4:]) for kind, *rest in done]
-    return row, moments, [(Channel(*entry[:3]), *entry[3:]) for entry in passages], boot, now
+def _from_json(data: Any) -> _RankTimes:
+    row, actions, transfers, boot, now = data
+    records = [ActionRecord(Action(Kind(kind), *rest[:4]), *rest[4:]) for kind, *rest in actions]
+    return row, records, [(Channel(*entry[:3]), *entry[3:]) for entry in transfers], boot, now
 
 
 def _boot_id() -> str:
@@ -97,7 +98,7 @@ def _boot_id() -> str:
 
 @dataclass
 class _Ends:
-    """When a transfer's data was there on all ranks, when each side first came, and when the last rank had it."""
+    """When the data was computed on all senders, when each end first began, and when the last receiver was done."""
 
     ready: float = 0.0
     begun: dict[bool, float] = field(default_factory=dict)
@@ -105,41 +106,42 @@ class _Ends:
 
     @property
     def start(self) -> float:
-        """When it could flow."""
+        """When both ends had begun."""
         return max(self.begun.values(), default=self.ready)
 
 
-def _merge(everybody: Sequence[Any]) -> PipelineTimeline:
-    one_clock = len({said[3] for said in everybody}) == 1
-    clocks = [0.0 if one_clock else said[4] for said in everybody]
+def _merge(ranks: Sequence[Any]) -> PipelineTimeline:
+    """The timeline of all ranks, each a ``_RankTimes``, in seconds from the first action."""
+    one_clock = len({boot for *_, boot, _ in ranks}) == 1
+    clocks = [0.0 if one_clock else now for *_, now in ranks]
     first = min(
-        moment.since - clock for (_, moments, *_), clock in zip(everybody, clocks, strict=True) for moment in moments
+        record.since - clock for (_, actions, *_), clock in zip(ranks, clocks, strict=True) for record in actions
     )
     ends: dict[tuple[Channel, int], _Ends] = {}
-    for (_, _, passages, *_), clock in zip(everybody, clocks, strict=True):
-        for channel, microbatch, is_send, made, begun, ended in passages:
+    for (_, _, records, *_), clock in zip(ranks, clocks, strict=True):
+        for channel, microbatch, is_send, computed, begun, ended in records:
             at = ends.setdefault((channel, microbatch), _Ends())
-            if made is not None and is_send:
-                at.ready = max(at.ready, made - clock - first)
+            if computed is not None and is_send:
+                at.ready = max(at.ready, computed - clock - first)
             if begun is not None:
                 at.begun[is_send] = min(at.begun.get(is_send, math.inf), begun - clock - first)
             if ended is not None and not is_send:
                 at.end = max(at.end, ended - clock - first)
     ready: dict[tuple[int, int, bool], float] = {}
     for (channel, microbatch), at in ends.items():
-        wanted = channel.receiver, microbatch, channel.is_forward
-        ready[wanted] = max(at.ready, ready.get(wanted, 0.0))
+        consumer = channel.receiver, microbatch, channel.is_forward
+        ready[consumer] = max(at.ready, ready.get(consumer, 0.0))
     spans = []
     shown: set[int] = set()
-    for (row, moments, *_), clock in zip(everybody, clocks, strict=True):
+    for (row, actions, *_), clock in zip(ranks, clocks, strict=True):
         if row in shown:
             continue
         shown.add(row)
-        for moment in moments:
-            since, start, end = (when - clock - first for when in (moment.since, moment.start, moment.end))
-            spans.append(Span(row, moment.action, start, end, _exposed(moment.action, since, start, ready)))
+        for record in actions:
+            since, start, end = (when - clock - first for when in (record.since, record.start, record.end))
+            spans.append(Span(row, record.action, start, end, _exposed(record.action, since, start, ready)))
     transfers = [
-        TimedTransfer(channel, microbatch, at.ready, at.start, max(at.end, at.start))
+        StageTransfer(channel, microbatch, at.ready, at.start, max(at.end, at.start))
         for (channel, microbatch), at in ends.items()
     ]
     return PipelineTimeline(
@@ -149,7 +151,7 @@ def _merge(everybody: Sequence[Any]) -> PipelineTimeline:
 
 
 def _exposed(action: Action, since: float, start: float, ready: Mapping[tuple[int, int, bool], float]) -> float:
-    """How long a computation waited for transfers whose data had been computed."""
+    """How long a computation waited for transfers after their data was computed."""
     if action.kind is Kind.W or action.kind.is_transfer:
         return 0.0
     computed = ready.get((action.stage, action.microbatch, action.kind is Kind.F))

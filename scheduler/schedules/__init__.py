@@ -1,1 +1,1 @@
-"""Functions from a pipeline to a schedule."""
+"""Schedule builders: functions from a pipeline to a schedule."""

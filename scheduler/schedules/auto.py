@@ -1,4 +1,4 @@
-"""Our schedule: as deep as its own communication needs, within a memory limit, backwards split where that gains."""
+"""``auto_schedule``: a search over microbatches in flight and split backwards, within a memory limit."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from .classic import check_microbatches, eager_1f1b, gpipe, interleaved_1f1b, on
 from .list_scheduling import Policy, order_greedily
 
 NAME = "auto_schedule"
-#: What part of the makespan is given up for memory: real computations are slower the more is kept, by more than this.
+#: Share of the makespan given up to save memory. Keeping more activations slows real computations by more than this.
 SLACK = 0.003
-#: Makespans that differ by less are equal, and then memory decides, and then how few actions there are.
+#: Makespans whose relative difference is smaller count as equal. Memory, then the number of actions, breaks the tie.
 _SAME = 1e-9
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Candidate:
     schedule: Schedule
-    policy: Policy | None  # None: one of the known schedules
+    policy: Policy | None  # None for a known schedule
     seconds: float
     peak_bytes: int
     num_actions: int
 
-    def beats(self, other: _Found | None, allowed_seconds: float) -> bool:
-        """Whether it is faster; where both are fast enough, or as fast, whether it keeps less or has fewer actions."""
+    def beats(self, other: _Candidate | None, allowed_seconds: float) -> bool:
+        """Whether it is faster or, if both are fast enough or equally fast, uses less memory or fewer actions."""
         if other is None:
             return True
-        enough = max(self.seconds, other.seconds) <= allowed_seconds
-        if not enough and abs(self.seconds - other.seconds) > _SAME * other.seconds:
+        both_fast_enough = max(self.seconds, other.seconds) <= allowed_seconds
+        if not both_fast_enough and abs(self.seconds - other.seconds) > _SAME * other.seconds:
             return self.seconds < other.seconds
         return (self.peak_bytes, self.num_actions) < (other.peak_bytes, other.num_actions)
 
@@ -49,56 +49,59 @@ def auto_schedule(
     row_of_stage: Sequence[int] | None = None,
     can_split: bool = True,
 ) -> Schedule:
-    """The fastest schedule found for a pipeline by :func:`simulate`, but for 0.3 % that are given up for memory.
+    """Search for the fastest schedule, as predicted by :func:`simulate`. Gives up at most 0.3 % to save memory.
 
-    Each stage needs as many microbatches in flight as fit the time from its forward to its backward, transfers
-    included, at the pace of the slowest stage or link. With that depth, and around it, orders are found by running the
-    pipeline forward in time under a few policies; depths are lowered, and backwards left whole, where nothing is lost.
-    The schedules of :mod:`~reshard.scheduler.schedules.classic` that keep as little are candidates too.
+    To stay busy, a stage needs as many microbatches in flight as the slowest stage or link processes between the
+    stage's forward and its backward, transfers included. The search starts from these depths and runs list scheduling
+    under several policies, with whole and with split backwards. It then lowers depths and joins split backwards where
+    that costs nothing. Schedules of :mod:`~reshard.scheduler.schedules.classic` within the same depths are candidates.
 
     Args:
-        memory_limit_bytes: of the activations that a device keeps at once; omitted, no stage has more microbatches in
-            flight than its communication needs: where that is free, those of 1F1B. row_of_stage: who computes what;
-            omitted, one stage per row. can_split: whether backwards may be done in halves.
+        pipeline, num_microbatches: what to schedule.
+        memory_limit_bytes: limit of the activations that a device keeps at once. Default: a stage keeps no more
+            microbatches in flight than its communication needs; without communication, those of 1F1B.
+        row_of_stage: row that computes each stage; default: one stage per row.
+        can_split: whether a backward may be split into an input-gradient pass and a weight-gradient pass.
 
     Raises:
-        ArgumentError: no microbatch, or rows that are not numbered from 0. ScheduleError: not even one microbatch at a
-            time fits the limit.
+        ArgumentError: an argument is out of range, or rows are not numbered from 0.
+        ScheduleError: a single microbatch in flight exceeds the memory limit.
     """
     check_microbatches(pipeline, num_microbatches)
     if memory_limit_bytes is not None:
         check_limit(memory_limit_bytes)
     if row_of_stage is not None and not isinstance(row_of_stage, Sequence):
-        raise ArgumentError(f"row_of_stage is a list of the rows of all stages, not {row_of_stage!r}")
+        raise ArgumentError(f"row_of_stage must be a list with the row of each stage, not {row_of_stage!r}")
     if not isinstance(can_split, bool):
         raise ArgumentError(f"can_split is {can_split!r}; it must be True or False")
     rows = tuple(range(len(pipeline.stages))) if row_of_stage is None else tuple(row_of_stage)
     if any(isinstance(row, bool) or not isinstance(row, int) for row in rows):
         raise ArgumentError(f"rows {list(rows)} must be integers")
     if len(rows) != len(pipeline.stages) or max(rows) >= len(rows) or set(rows) != set(range(max(rows) + 1)):
-        raise ArgumentError(f"rows {list(rows)}: each of {len(pipeline.stages)} stages needs one, numbered from 0")
+        raise ArgumentError(
+            f"rows {list(rows)}: each of {len(pipeline.stages)} stages needs one, and rows are numbered from 0"
+        )
     depths_tried = [tuple(min(d, num_microbatches) for d in depths) for depths in _depths(pipeline)]
     most = depths_tried[-1] if memory_limit_bytes is None else (num_microbatches,) * len(rows)
     if memory_limit_bytes is not None:
         depths_tried += [tuple(min(d + 1, num_microbatches) for d in depths) for depths in depths_tried] + [most]
     search = _Search(pipeline, num_microbatches, rows, memory_limit_bytes, most)
     for schedule in _known(pipeline, num_microbatches, rows, can_split):
-        search.look_at(schedule, None)
-    if memory_limit_bytes is not None:  # with more room it is never slower than without
-        free = auto_schedule(pipeline, num_microbatches, row_of_stage=row_of_stage, can_split=can_split)
-        search.look_at(free, None)
+        search.consider(schedule, None)
+    if memory_limit_bytes is not None:  # so that a generous limit never gives a slower schedule than no limit
+        default = auto_schedule(pipeline, num_microbatches, row_of_stage=row_of_stage, can_split=can_split)
+        search.consider(default, None)
     for depths in depths_tried:
         for policy in _policies(depths, can_split):
             search.try_policy(policy)
     if search.best is None:
         raise ScheduleError(
             f"no schedule was found that keeps at most {memory_limit_bytes or math.inf:,} bytes of activations; one "
-            "microbatch takes "
-            f"{max(stage.activation_bytes for stage in pipeline.stages):,}"
+            f"microbatch takes {max(stage.activation_bytes for stage in pipeline.stages):,}"
         )
     search.improve()
-    search.spare()
-    search.join_halves()
+    search.trade_time_for_memory()
+    search.join_backwards()
     return replace(search.best.schedule, name=NAME)
 
 
@@ -113,26 +116,26 @@ class _Search:
     ) -> None:
         self.pipeline, self.num, self.rows = pipeline, num_microbatches, rows
         self.limit, self.most = memory_limit_bytes, most_in_flight
-        self.best: _Found | None = None
-        self.tried: dict[Policy, _Found | None] = {}
-        self.known_seconds = math.inf  # of the fastest known schedule that fits
-        self.allowed_seconds = 0.0  # what is fast enough
+        self.best: _Candidate | None = None
+        self.tried: dict[Policy, _Candidate | None] = {}
+        self.known_seconds = math.inf  # makespan of the fastest known schedule that fits
+        self.allowed_seconds = 0.0  # makespans up to this are fast enough
 
-    def look_at(self, schedule: Schedule, policy: Policy | None) -> bool:
-        """Keep it if it is the best so far; returns whether it is."""
+    def consider(self, schedule: Schedule, policy: Policy | None) -> bool:
+        """Keep a schedule if it is the best so far. Returns whether it is."""
         found = self.measure(schedule, policy)
         if found is not None and policy is None:
             self.known_seconds = min(self.known_seconds, found.seconds)
         return self.keep_best(found)
 
-    def keep_best(self, found: _Found | None) -> bool:
+    def keep_best(self, found: _Candidate | None) -> bool:
         if found is None or not found.beats(self.best, self.allowed_seconds):
             return False
         self.best = found
         return True
 
-    def measure(self, schedule: Schedule, policy: Policy | None) -> _Found | None:
-        """None if it keeps too much, or never ends."""
+    def measure(self, schedule: Schedule, policy: Policy | None) -> _Candidate | None:
+        """A candidate, or None if the schedule keeps too much in flight or deadlocks."""
         peaks = schedule.peak_bytes(self.pipeline)
         if self.limit is not None and max(peaks) > self.limit:
             return None
@@ -142,32 +145,32 @@ class _Search:
             seconds = simulate(schedule, self.pipeline).makespan_seconds
         except ScheduleError:
             return None
-        return _Found(schedule, policy, seconds, sum(peaks), sum(map(len, schedule.rows)))
+        return _Candidate(schedule, policy, seconds, sum(peaks), sum(map(len, schedule.rows)))
 
     def try_policy(self, policy: Policy) -> bool:
-        """Keep what it gives if that is the best so far; returns whether it is."""
+        """Keep the schedule of a policy if it is the best so far. Returns whether it is."""
         policy = replace(policy, most_in_flight=self.within_limit(policy.most_in_flight))
         if policy not in self.tried:
             self.tried[policy] = self.run_policy(policy)
         return self.keep_best(self.tried[policy])
 
-    def run_policy(self, policy: Policy) -> _Found | None:
+    def run_policy(self, policy: Policy) -> _Candidate | None:
         if min(policy.most_in_flight) < 1:
             return None
         order = order_greedily(self.pipeline, self.num, self.rows, policy)
         if sum(map(len, order)) != sum(3 if split else 2 for split in policy.splits) * self.num:
-            return None  # it came to a halt: a row was full of what waits for another stage of it
+            return None  # deadlock: a row's microbatches in flight all wait for another stage of the same row
         return self.measure(add_transfers(NAME, order, self.pipeline, self.rows, self.num), policy)
 
     def within_limit(self, depths: tuple[int, ...]) -> tuple[int, ...]:
-        """Depths lowered so that what a row keeps fits; the deepest stage of a row gives way first."""
+        """Depths lowered until the activations of every row fit the limit, starting with the deepest stage of a row."""
         if self.limit is None:
             return depths
         lowered = list(depths)
         for row in set(self.rows):
-            stages = [stage for stage, its in enumerate(self.rows) if its == row]
-            kept = [self.pipeline.stages[stage].activation_bytes for stage in stages]
-            while sum(lowered[s] * k for s, k in zip(stages, kept, strict=True)) > self.limit:
+            stages = [stage for stage, row_of_stage in enumerate(self.rows) if row_of_stage == row]
+            sizes = [self.pipeline.stages[stage].activation_bytes for stage in stages]
+            while sum(lowered[s] * size for s, size in zip(stages, sizes, strict=True)) > self.limit:
                 deepest = max(stages, key=lambda s: lowered[s])
                 if lowered[deepest] < 1:
                     break
@@ -175,40 +178,41 @@ class _Search:
         return tuple(lowered)
 
     def improve(self) -> None:
-        """Lower depths and join backwards again while nothing is lost; deepen where something is gained."""
-        moved = True
-        while moved and self.best is not None and self.best.policy is not None:
-            moved = False
+        """Hill climbing: apply changes of the policy while one gives a better schedule."""
+        improved = True
+        while improved and self.best is not None and self.best.policy is not None:
+            improved = False
             for change in self.changes(self.best.policy):
                 if self.try_policy(change):
-                    moved = True
+                    improved = True
                     break
 
-    def spare(self) -> None:
-        """Give up a little time for memory, but none that a known schedule would win by."""
+    def trade_time_for_memory(self) -> None:
+        """Save memory at the cost of a little time, but stay as fast as the known schedules."""
         assert self.best is not None
         fastest = self.best.seconds
         self.allowed_seconds = max(fastest, min(fastest * (1 + SLACK), self.known_seconds)) * (1 + _SAME)
         self.improve()
 
-    def join_halves(self) -> None:
-        """Where both halves of a backward follow each other, make them one, for as many microbatches as can be."""
+    def join_backwards(self) -> None:
+        """Make split backwards whole where both passes are adjacent: on each row, for as many microbatches as pays."""
         assert self.best is not None
         for row in range(len(self.best.schedule.rows)):
-            most, least_bad = 0, self.num + 1
+            best, worse = 0, self.num + 1  # bisection over the number of microbatches
             tried = self.num
-            while most < tried < least_bad:
+            while best < tried < worse:
                 before = self.best.schedule
                 rows = compute_rows(before)
                 rows[row] = _join(rows[row], tried)
                 joined = add_transfers(NAME, rows, self.pipeline, self.rows, self.num)
-                if joined.rows == before.rows or self.look_at(joined, self.best.policy):
-                    most = tried
+                if joined.rows == before.rows or self.consider(joined, self.best.policy):
+                    best = tried
                 else:
-                    least_bad = tried
-                tried = (most + least_bad) // 2
+                    worse = tried
+                tried = (best + worse) // 2
 
     def changes(self, policy: Policy) -> Iterable[Policy]:
+        """Policies with the depth of one stage changed by one, or its backward not split."""
         for stage in range(len(self.rows)):
             for step in (-1, 1):
                 depths = list(policy.most_in_flight)
@@ -221,12 +225,12 @@ class _Search:
 
 
 def _join(actions: Sequence[Action], num_microbatches: int) -> list[Action]:
-    """Whole backwards in place of both halves in a row, for the first microbatches."""
+    """Replace adjacent input-gradient and weight-gradient passes by whole backwards, for the first microbatches."""
     joined: list[Action] = []
     for action in actions:
         before = joined[-1] if joined else None
-        both = action.kind is Kind.W and before == replace(action, kind=Kind.I)
-        if both and action.microbatch < num_microbatches:
+        is_adjacent = action.kind is Kind.W and before == replace(action, kind=Kind.I)
+        if is_adjacent and action.microbatch < num_microbatches:
             joined[-1] = replace(action, kind=Kind.B)
         else:
             joined.append(action)
@@ -234,15 +238,16 @@ def _join(actions: Sequence[Action], num_microbatches: int) -> list[Action]:
 
 
 def _known(pipeline: Pipeline, num_microbatches: int, rows: tuple[int, ...], can_split: bool) -> Iterable[Schedule]:
+    """Known schedules that suit the assignment of stages to rows."""
     num = len(rows)
-    if sorted(rows) == list(range(num)):  # one stage each, in whatever order
+    if sorted(rows) == list(range(num)):  # one stage per row, in any order
         builders: list[Callable[[Pipeline, int], Schedule]] = [one_f_one_b, eager_1f1b, gpipe]
         for build in [*builders, zb_h1] if can_split else builders:
             made = build(pipeline, num_microbatches)
             yield replace(made, rows=tuple(made.rows[rows.index(row)] for row in range(num)), row_of_stage=rows)
     num_rows = max(rows) + 1
-    deals_out = num > num_rows and rows == tuple(stage % num_rows for stage in range(num))
-    if deals_out and num % num_rows == 0 and num_microbatches % num_rows == 0:
+    is_interleaved = num > num_rows and rows == tuple(stage % num_rows for stage in range(num))
+    if is_interleaved and num % num_rows == 0 and num_microbatches % num_rows == 0:
         yield interleaved_1f1b(pipeline, num_microbatches, num_rows)
 
 
@@ -256,14 +261,14 @@ def _policies(depths: tuple[int, ...], can_split: bool) -> Iterable[Policy]:
 
 
 def _depths(pipeline: Pipeline) -> list[tuple[int, ...]]:
-    """How many microbatches each stage needs in flight: at least, by its round trip, and with some for each boundary.
+    """Microbatches in flight that each stage needs: the least by its round trip, and the number by the rule below.
 
-    The second is the rule: a boundary with k forwards more in flight than the next one hides its transfers if k - 1 of
-    them take the stages as long as the transfers.
+    The rule: an edge hides its transfers if its source has k forwards more in flight than its destination, and the
+    stages need as long for k - 1 microbatches as the two transfers take.
     """
     stages, num = pipeline.stages, len(pipeline.stages)
     pace = max([stage.forward_seconds + stage.backward_seconds for stage in stages] + _link_seconds(pipeline))
-    round_trip = [0.0] * num
+    round_trip = [0.0] * num  # from the start of a stage's forward to the end of its backward
     by_rule = [1] * num
     for s in reversed(range(num)):
         beyond = 0.0
@@ -278,7 +283,7 @@ def _depths(pipeline: Pipeline) -> list[tuple[int, ...]]:
 
 
 def _link_seconds(pipeline: Pipeline) -> list[float]:
-    """What one microbatch takes of each channel and of each link that channels share."""
+    """How long one microbatch keeps each channel and each shared link busy."""
     busy: dict[str, float] = {}
     alone: list[float] = []
     for edge in pipeline.edges:
@@ -287,6 +292,6 @@ def _link_seconds(pipeline: Pipeline) -> list[float]:
             (edge.backward_seconds, edge.backward_loads),
         ):
             alone.append(seconds)
-            for link, part in loads:
-                busy[link] = busy.get(link, 0.0) + part
+            for link, load_seconds in loads:
+                busy[link] = busy.get(link, 0.0) + load_seconds
     return [*alone, *busy.values()]

@@ -1,4 +1,4 @@
-"""The schedules that the field knows, each a function from a pipeline to a :class:`Schedule`."""
+"""Builders of well-known schedules."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..ir.schedule import MOST_ACTIONS, Action, Kind, Schedule
 
 
 def gpipe(pipeline: Pipeline, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards. Peak in flight: all microbatches. Source: GPipe (Huang et al., 2019)."""
+    """All forwards, then all backwards. Most in flight: all microbatches. Source: GPipe (Huang et al., 2019)."""
     check_microbatches(pipeline, num_microbatches)
     return from_warmups("gpipe", pipeline, num_microbatches, [num_microbatches] * len(pipeline.stages))
 
 
 def one_f_one_b(pipeline: Pipeline, num_microbatches: int) -> Schedule:
-    """Stage i of n runs n - i forwards ahead, then one backward and one forward in turn.
+    """1F1B: stage i of n starts with n - i forwards, then alternates backwards and forwards.
 
-    Peak in flight: ``min(m, n - i)``. Source: PipeDream-Flush (Narayanan et al., 2021).
+    Most in flight: ``min(m, n - i)``. Source: PipeDream-Flush (Narayanan et al., 2021).
     """
     check_microbatches(pipeline, num_microbatches)
     num = len(pipeline.stages)
@@ -28,9 +28,10 @@ def one_f_one_b(pipeline: Pipeline, num_microbatches: int) -> Schedule:
 
 
 def eager_1f1b(pipeline: Pipeline, num_microbatches: int) -> Schedule:
-    """As 1F1B, with two forwards ahead for each later stage in place of one, whatever communication costs.
+    """1F1B with two more forwards at the start for each later stage, instead of one. Ignores communication costs.
 
-    Peak in flight: ``min(m, 2 * (n - i) - 1)``. Source: the 2023 study of cross-mesh resharding.
+    Most in flight: ``min(m, 2 * (n - i) - 1)``. Source: "On Optimizing the Communication of Model Parallelism" (Zhuang
+    et al., 2023).
     """
     check_microbatches(pipeline, num_microbatches)
     num = len(pipeline.stages)
@@ -38,12 +39,12 @@ def eager_1f1b(pipeline: Pipeline, num_microbatches: int) -> Schedule:
 
 
 def interleaved_1f1b(pipeline: Pipeline, num_microbatches: int, num_rows: int) -> Schedule:
-    """1F1B where row r computes stages r, r + rows, r + 2 * rows, ...
+    """Interleaved 1F1B: row r computes stages r, r + num_rows, r + 2 * num_rows, ...
 
     Source: Megatron-LM (Narayanan et al., 2021).
 
     Raises:
-        ArgumentError: the rows do not divide the stages, or the microbatches.
+        ArgumentError: ``num_rows`` does not divide the number of stages and the number of microbatches.
     """
     check_microbatches(pipeline, num_microbatches)
     num_stages = len(pipeline.stages)
@@ -53,21 +54,21 @@ def interleaved_1f1b(pipeline: Pipeline, num_microbatches: int, num_rows: int) -
         raise ArgumentError(
             f"interleaved 1F1B: {num_rows} rows must divide {num_stages} stages and {num_microbatches} microbatches"
         )
-    parts = num_stages // num_rows  # stages of a row
-    total = parts * num_microbatches
+    num_chunks = num_stages // num_rows  # stages per row
+    total = num_chunks * num_microbatches
 
     def forward(row: int, nth: int) -> Action:
-        group, within = divmod(nth, num_rows * parts)
+        group, within = divmod(nth, num_rows * num_chunks)
         return Action(Kind.F, within // num_rows * num_rows + row, group * num_rows + within % num_rows)
 
     def backward(row: int, nth: int) -> Action:
-        group, within = divmod(nth, num_rows * parts)
-        part = parts - 1 - within // num_rows
-        return Action(Kind.B, part * num_rows + row, group * num_rows + within % num_rows)
+        group, within = divmod(nth, num_rows * num_chunks)
+        chunk = num_chunks - 1 - within // num_rows
+        return Action(Kind.B, chunk * num_rows + row, group * num_rows + within % num_rows)
 
     rows = []
     for row in range(num_rows):
-        ahead = min(total, 2 * (num_rows - 1 - row) + (parts - 1) * num_rows + 1)
+        ahead = min(total, 2 * (num_rows - 1 - row) + (num_chunks - 1) * num_rows + 1)
         actions = [forward(row, nth) for nth in range(ahead)]
         for nth in range(total):
             actions.append(backward(row, nth))
@@ -79,9 +80,10 @@ def interleaved_1f1b(pipeline: Pipeline, num_microbatches: int, num_rows: int) -
 
 
 def zb_h1(pipeline: Pipeline, num_microbatches: int) -> Schedule:
-    """1F1B with the backward in halves: the weights' half of stage i comes i microbatches later, into the bubble.
+    """1F1B with split backwards: stage i defers weight-gradient passes by i microbatches, which fills its bubbles.
 
-    Peak in flight: that of stage 0 in 1F1B, on every stage. Source: ZB-H1 (Qi et al., 2023).
+    Most in flight: ``min(m, n)`` on every stage. Source: ZB-H1 in "Zero Bubble Pipeline Parallelism" (Qi et
+    al., 2023).
     """
     check_microbatches(pipeline, num_microbatches)
     num = len(pipeline.stages)
@@ -102,24 +104,31 @@ def zb_h1(pipeline: Pipeline, num_microbatches: int) -> Schedule:
 
 
 def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: Sequence[int]) -> Schedule:
-    """One stage per row: so many forwards ahead, then one backward and one forward in turn.
+    """One stage per row: each stage starts with some forwards, then alternates backwards and forwards.
 
     Args:
-        warmups: of each stage the forwards before its first backward, at least one; more than there are counts as all.
+        name: name of the schedule.
+        pipeline, num_microbatches: what to schedule.
+        warmups: for each stage, the number of forwards before its first backward, at least one. Numbers above
+            ``num_microbatches`` mean all of them.
 
     Raises:
-        ArgumentError: no microbatch, a stage without a warm-up, or one that a later stage would wait for in vain.
+        ArgumentError: an argument is out of range, or a stage has fewer warm-up forwards than a later stage that needs
+            its outputs, which would deadlock.
     """
     check_microbatches(pipeline, num_microbatches)
     if not isinstance(warmups, Sequence):
-        raise ArgumentError(f"warm-ups are a list with one of each stage, not {warmups!r}")
+        raise ArgumentError(f"warmups must be a list with a number for each stage, not {warmups!r}")
     if len(warmups) != len(pipeline.stages) or not all(isinstance(depth, int) and depth > 0 for depth in warmups):
-        raise ArgumentError(f"warm-ups {list(warmups)}: each of {len(pipeline.stages)} stages needs one, from 1 on")
+        raise ArgumentError(
+            f"warmups {list(warmups)}: each of {len(pipeline.stages)} stages needs an integer of at least 1"
+        )
     for edge in pipeline.edges:
         a, b = (min(num_microbatches, warmups[stage]) for stage in (edge.src, edge.dst))
         if a < b:
             raise ArgumentError(
-                f"stage {edge.dst} waits for {b} forwards of stage {edge.src}, which makes {a} before it waits for it"
+                f"stage {edge.dst} needs {b} forwards of stage {edge.src} before its first backward, but stage "
+                f"{edge.src} waits for that backward after {a}: raise its warm-up"
             )
     rows = []
     for stage, warmup in enumerate(warmups):
@@ -134,10 +143,10 @@ def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: 
 
 
 def check_microbatches(pipeline: Pipeline, num_microbatches: int) -> None:
-    """Raise ArgumentError unless there is a pipeline, and at least one microbatch."""
+    """Raise ArgumentError unless there is a pipeline and a valid number of microbatches."""
     check_pipeline(pipeline)
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
-        raise ArgumentError(f"num_microbatches is {num_microbatches!r}; it must be an integer from 1 on")
+        raise ArgumentError(f"num_microbatches is {num_microbatches!r}; it must be an integer of at least 1")
     most = MOST_ACTIONS // len(pipeline.stages)
     if num_microbatches > most:
         raise ArgumentError(f"at most {most:,} microbatches can be scheduled on {len(pipeline.stages)} stages")

@@ -1,4 +1,4 @@
-"""Orders computations by running the pipeline forward in time: whoever is free takes what is most pressing."""
+"""List scheduling: run the pipeline forward in time, and let each idle row start its most urgent computation."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..simulation.replay import ChannelState, make_channel_states, share_links
 
 @dataclass(frozen=True)
 class Policy:
-    """How a free row chooses.
+    """How an idle row chooses its next computation.
 
     Attributes:
-        most_in_flight: of each stage the microbatches that may be begun and not finished.
-        splits: whether the backward of each stage is done in halves.
-        forward_first: whether a forward goes before a backward while both could go.
-        weights_first: whether the weights' half goes before a forward.
-        patience: a row rather waits than begin the weights' half, if something more pressing comes within this part
-            of it.
+        most_in_flight: for each stage, the most microbatches begun and not finished.
+        splits: for each stage, whether its backward is split into an input-gradient and a weight-gradient pass.
+        forward_first: whether a forward goes before a backward when both are ready.
+        weights_first: whether a weight-gradient pass goes before a forward.
+        patience: a row stays idle instead of starting a weight-gradient pass if a more urgent input arrives within this
+            fraction of the pass.
     """
 
     most_in_flight: tuple[int, ...]
@@ -34,77 +34,81 @@ class Policy:
 
 @dataclass
 class _Stage:
-    """How far one stage has come: microbatches whose computations have begun, of each kind."""
+    """Progress of one stage: numbers of computations begun, and of microbatches finished and received."""
 
     forwards: int = 0
     backwards: int = 0
     weights: int = 0
     finished: int = 0
-    came: dict[tuple[int, bool], int] = field(default_factory=dict)  # from each neighbour, how many have arrived
+    arrived: dict[tuple[int, bool], int] = field(default_factory=dict)  # (other stage, is forward) -> microbatches
 
 
 def order_greedily(
     pipeline: Pipeline, num_microbatches: int, row_of_stage: Sequence[int], policy: Policy
 ) -> list[list[Action]]:
-    """Computations of each row in the order in which they begin; microbatches of a stage in their order."""
-    return _Greedy(pipeline, num_microbatches, row_of_stage, policy).run()
+    """The computations of each row, by start time. A stage computes its microbatches in order.
+
+    The result is incomplete if the policy deadlocks.
+    """
+    return _ListScheduler(pipeline, num_microbatches, row_of_stage, policy).run()
 
 
-class _Greedy:
+class _ListScheduler:
     def __init__(self, pipeline: Pipeline, num_microbatches: int, row_of_stage: Sequence[int], policy: Policy) -> None:
         self.pipeline, self.num, self.row_of, self.policy = pipeline, num_microbatches, row_of_stage, policy
         self.stages = [_Stage() for _ in pipeline.stages]
-        self.on_row: list[list[int]] = [[] for _ in range(max(row_of_stage) + 1)]
+        self.stages_of_row: list[list[int]] = [[] for _ in range(max(row_of_stage) + 1)]
         for stage, row in enumerate(row_of_stage):
-            self.on_row[row].append(stage)
-        self.lines = make_channel_states(pipeline)
+            self.stages_of_row[row].append(stage)
+        self.channels = make_channel_states(pipeline)
         for stage in range(len(pipeline.stages)):
             for other in pipeline.inputs[stage]:
-                self.stages[stage].came[other, True] = 0
+                self.stages[stage].arrived[other, True] = 0
             for other in pipeline.outputs[stage]:
-                self.stages[stage].came[other, False] = 0
-        self.order: list[list[Action]] = [[] for _ in self.on_row]
-        self.doing: list[Action | None] = [None] * len(self.on_row)
-        self.ends: list[tuple[float, int]] = []  # of computations, with their row
+                self.stages[stage].arrived[other, False] = 0
+        self.order: list[list[Action]] = [[] for _ in self.stages_of_row]
+        self.running: list[Action | None] = [None] * len(self.stages_of_row)
+        self.ends: list[tuple[float, int]] = []  # heap of (end of computation, row)
         self.now = 0.0
 
     def run(self) -> list[list[Action]]:
         while True:
             self.begin_all()
-            flowing = [line for line in self.lines.values() if line.left is not None]
-            share_links(flowing)
+            active = [state for state in self.channels.values() if state.remaining is not None]
+            share_links(active)
             step = min(
-                [line.seconds_left for line in flowing] + [self.ends[0][0] - self.now if self.ends else math.inf]
+                [state.seconds_remaining for state in active] + [self.ends[0][0] - self.now if self.ends else math.inf]
             )
             if step == math.inf:
                 return self.order
             self.now += step
-            for line in flowing:
-                if line.flow(step):
-                    self.arrive(line)
+            for state in active:
+                if state.advance(step):
+                    self.arrive(state)
+                    self.start_next(state)
             while self.ends and self.ends[0][0] <= self.now * (1 + 1e-12):
                 self.end(heapq.heappop(self.ends)[1])
 
     def begin_all(self) -> None:
-        for row, doing in enumerate(self.doing):
-            if doing is None:
+        for row, running in enumerate(self.running):
+            if running is None:
                 action = self.choose(row)
                 if action is not None:
                     self.begin(row, action)
 
     def choose(self, row: int) -> Action | None:
-        """The most pressing computation that can go now, None to wait."""
+        """The most urgent computation that is ready, or None to stay idle."""
         policy = self.policy
         ready: dict[Kind, list[Action]] = {Kind.F: [], Kind.I: [], Kind.W: []}
-        for stage in self.on_row[row]:
+        for stage in self.stages_of_row[row]:
             at = self.stages[stage]
-            if at.backwards < min(at.forwards, self.num) and self.has_come(stage, False, at.backwards):
+            if at.backwards < min(at.forwards, self.num) and self.has_arrived(stage, False, at.backwards):
                 kind = Kind.I if policy.splits[stage] else Kind.B
                 ready[Kind.I].append(Action(kind, stage, at.backwards))
             if (
                 at.forwards < self.num
                 and at.forwards - at.finished < policy.most_in_flight[stage]
-                and self.has_come(stage, True, at.forwards)
+                and self.has_arrived(stage, True, at.forwards)
             ):
                 ready[Kind.F].append(Action(Kind.F, stage, at.forwards))
             if policy.splits[stage] and at.weights < at.backwards:
@@ -113,32 +117,33 @@ class _Greedy:
         order.insert(1 if policy.weights_first else 2, Kind.W)
         for kind in order:
             if ready[kind]:
-                # of several the oldest microbatch, and then the stage that is nearest to the end
+                # the oldest microbatch first, then the stage nearest to the end of the pipeline
                 action = min(ready[kind], key=lambda a: (a.microbatch, -a.stage))
                 return None if kind is Kind.W and self.should_wait(row, action) else action
         return None
 
     def should_wait(self, row: int, action: Action) -> bool:
-        """Whether something more pressing arrives soon."""
+        """Whether an input of a more urgent computation arrives soon."""
         limit = self.policy.patience * self.pipeline.stages[action.stage].weight_grad_seconds
         if not limit:
             return False
-        for stage in self.on_row[row]:
+        for stage in self.stages_of_row[row]:
             at = self.stages[stage]
-            for (other, is_forward), came in at.came.items():
-                line = self.lines[Channel(other, stage, is_forward)]
-                if line.left is None or line.seconds_left >= limit:
+            for (other, is_forward), arrived in at.arrived.items():
+                state = self.channels[Channel(other, stage, is_forward)]
+                if state.remaining is None or state.seconds_remaining >= limit:
                     continue
-                if came == (at.forwards if is_forward else at.backwards) and (
+                if arrived == (at.forwards if is_forward else at.backwards) and (
                     not is_forward or at.forwards - at.finished < self.policy.most_in_flight[stage]
                 ):
                     return True
         return False
 
-    def has_come(self, stage: int, is_forward: bool, microbatch: int) -> bool:
+    def has_arrived(self, stage: int, is_forward: bool, microbatch: int) -> bool:
+        """Whether all inputs of a forward or backward are there."""
         others = self.pipeline.inputs[stage] if is_forward else self.pipeline.outputs[stage]
-        came = self.stages[stage].came
-        return all(came[other, is_forward] > microbatch for other in others)
+        arrived = self.stages[stage].arrived
+        return all(arrived[other, is_forward] > microbatch for other in others)
 
     def begin(self, row: int, action: Action) -> None:
         stage, costs = self.stages[action.stage], self.pipeline.stages[action.stage]
@@ -152,13 +157,13 @@ class _Greedy:
             stage.backwards += 1
             seconds = costs.input_grad_seconds if action.kind is Kind.I else costs.backward_seconds
         self.order[row].append(action)
-        self.doing[row] = action
+        self.running[row] = action
         heapq.heappush(self.ends, (self.now + seconds, row))
 
     def end(self, row: int) -> None:
-        action = self.doing[row]
+        action = self.running[row]
         assert action is not None
-        self.doing[row] = None
+        self.running[row] = None
         stage = action.stage
         if action.kind in (Kind.B, Kind.W):
             self.stages[stage].finished += 1
@@ -167,21 +172,20 @@ class _Greedy:
         is_forward = action.kind is Kind.F
         for other in self.pipeline.outputs[stage] if is_forward else self.pipeline.inputs[stage]:
             if self.row_of[other] == self.row_of[stage]:
-                self.stages[other].came[stage, is_forward] += 1
+                self.stages[other].arrived[stage, is_forward] += 1
                 continue
-            line = self.lines[Channel(stage, other, is_forward)]
-            line.sent.append((action.microbatch, self.now))
-            self.go_on(line)
+            state = self.channels[Channel(stage, other, is_forward)]
+            state.sent.append((action.microbatch, self.now))
+            self.start_next(state)
 
-    def arrive(self, line: ChannelState) -> None:
-        line.end(self.now)
-        self.stages[line.channel.receiver].came[line.channel.sender, line.channel.is_forward] += 1
-        self.go_on(line)
+    def arrive(self, state: ChannelState) -> None:
+        """End the current transfer of a channel."""
+        state.end(self.now)
+        self.stages[state.channel.receiver].arrived[state.channel.sender, state.channel.is_forward] += 1
 
-    def go_on(self, line: ChannelState) -> None:
-        """Let the next transfer of a channel flow."""
-        while line.left is None and line.at < len(line.sent):
-            line.begin(self.now)
-            if line.seconds == 0:
-                line.end(self.now)
-                self.stages[line.channel.receiver].came[line.channel.sender, line.channel.is_forward] += 1
+    def start_next(self, state: ChannelState) -> None:
+        """Start the next transfer of a channel. Transfers that take no time end at once."""
+        while state.remaining is None and state.at < len(state.sent):
+            state.begin(self.now)
+            if state.seconds == 0:
+                self.arrive(state)

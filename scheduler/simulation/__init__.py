@@ -1,1 +1,1 @@
-"""When each action of a schedule starts and ends, and pictures of that."""
+"""Simulation, checking and visualization of schedules."""

@@ -1,4 +1,4 @@
-"""When each action of a schedule starts and ends: rows compute in order, transfers share links."""
+"""Simulate a schedule: rows compute in order, and transfers share links."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from reshard.errors import ArgumentError, ScheduleError
 
 from ..graph import Loads, Pipeline
 from ..ir.schedule import Action, Channel, Kind, Schedule, check_fits
+from .dependencies import describe_cycle
 
-#: Ends closer together than this part of the step happen at once.
-_TOGETHER = 1e-12
+#: Relative tolerance: events closer together than this happen at the same time.
+_TOLERANCE = 1e-12
 
 
 @dataclass(frozen=True)
 class Span:
-    """What a row did, from when to when, in seconds; before that it waited ``exposed_seconds`` for a transfer alone."""
+    """One action of a row, in seconds. ``exposed_seconds`` is how long the row waited before it for transfers alone."""
 
     row: int
     action: Action
@@ -29,7 +30,7 @@ class Span:
 
 @dataclass(frozen=True)
 class StageTransfer:
-    """One transfer: when its data was there, when both ends had come and it flowed, and when it had arrived."""
+    """One transfer, in seconds: ``ready`` when its data was computed, ``start`` when it began, ``end`` on arrival."""
 
     channel: Channel
     microbatch: int
@@ -40,14 +41,19 @@ class StageTransfer:
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """When everything happens. ``spans`` are computations and waits of actions that block, by start."""
+    """Start and end times of a schedule.
+
+    Attributes:
+        spans: computations, and waits of transfers that block, by start time.
+        transfers: transfers, by start time.
+    """
 
     spans: tuple[Span, ...]
     transfers: tuple[StageTransfer, ...]
 
     @cached_property
     def makespan_seconds(self) -> float:
-        """When the last computation has ended."""
+        """End of the last span."""
         return max((span.end for span in self.spans), default=0.0)
 
     def _check_row(self, row: int) -> None:
@@ -56,135 +62,151 @@ class PipelineTimeline:
             raise ArgumentError(f"the timeline has no row {row!r}, only {sorted(rows)}")
 
     def exposed_seconds(self, row: int) -> float:
-        """What a row waited for transfers whose data was there, and had nothing else to do."""
+        """How long a row was idle because transfers of data that was already computed had not arrived."""
         self._check_row(row)
         return sum(span.exposed_seconds for span in self.spans if span.row == row)
 
     def busy_seconds(self, row: int) -> float:
-        """What a row computed."""
+        """How long a row computed."""
         self._check_row(row)
         return sum(span.end - span.start for span in self.spans if span.row == row and not span.action.kind.is_transfer)
 
 
 def simulate(schedule: Schedule, pipeline: Pipeline) -> PipelineTimeline:
-    """The time each action starts and ends.
+    """Predict when each action starts and ends.
 
-    Rows do one computation at a time, in order. A computation waits for the transfers that bring what it needs. A
-    transfer flows once both ends have come and those before it on its channel have ended; transfers that share links
-    get equal parts of them (max-min), as far as they can use them.
+    A row does one computation at a time, in order, and each waits for the transfers of its inputs. A transfer starts
+    once both ends have posted it and earlier transfers of its channel have ended. Transfers on shared links progress at
+    max-min fair rates.
 
     Raises:
-        ScheduleError: the schedule never ends, or its ends of a channel disagree; the text shows where rows stand.
+        ScheduleError: the schedule deadlocks, or both ends of a channel use different orders. The message shows the
+            position of every row.
     """
     check_fits(schedule, pipeline)
-    return _Run(schedule, pipeline).run()
+    return _Replay(schedule, pipeline).run()
 
 
 @dataclass
 class ChannelState:
-    """A channel: transfers in the order in which their ends have come; ``at`` is the first that has not ended."""
+    """The transfers of one channel, in the order in which its ends posted them.
+
+    Attributes:
+        seconds: duration of a transfer alone.
+        sent: (microbatch, time when its data was computed) of each send posted.
+        received: microbatch of each receive posted.
+        at: index of the first transfer that has not ended.
+        remaining: share of the current transfer still to move, from 1 to 0; None between transfers.
+        rate: speed of the current transfer relative to a transfer alone.
+        arrived: microbatch -> arrival time.
+    """
 
     channel: Channel
     seconds: float
     loads: Loads
-    sent: list[tuple[int, float]] = field(default_factory=list)  # microbatch and when its data was there
+    sent: list[tuple[int, float]] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
     at: int = 0
-    left: float | None = None  # of the transfer under way, as a part of it
+    remaining: float | None = None
     started: float = 0.0
     rate: float = 0.0
     arrived: dict[int, float] = field(default_factory=dict)
 
     @cached_property
-    def parts(self) -> dict[str, float]:
-        """What it takes of each link at full rate."""
-        parts: dict[str, float] = {}
+    def link_shares(self) -> dict[str, float]:
+        """Share of each link that a transfer uses at full rate."""
+        link_shares: dict[str, float] = {}
         for link, busy in self.loads:
             if busy:
-                parts[link] = parts.get(link, 0.0) + busy / self.seconds
-        return parts
+                link_shares[link] = link_shares.get(link, 0.0) + busy / self.seconds
+        return link_shares
 
     @property
-    def seconds_left(self) -> float:
-        """Of the transfer under way at its rate of now."""
-        return math.inf if self.left is None or not self.rate else self.left * self.seconds / self.rate
+    def seconds_remaining(self) -> float:
+        """Time to the end of the current transfer at its current rate."""
+        return math.inf if self.remaining is None or not self.rate else self.remaining * self.seconds / self.rate
 
     def begin(self, now: float) -> None:
-        """Let the next transfer flow."""
-        self.left, self.started, self.rate = 1.0, now, 0.0
+        """Start the next transfer."""
+        self.remaining, self.started, self.rate = 1.0, now, 0.0
 
-    def flow(self, step: float) -> bool:
-        """Let time pass; returns whether the transfer is over."""
-        assert self.left is not None
-        self.left -= step * self.rate / self.seconds
-        return self.left <= _TOGETHER
+    def advance(self, step: float) -> bool:
+        """Move the current transfer for ``step`` seconds. Returns whether it is complete."""
+        assert self.remaining is not None
+        self.remaining -= step * self.rate / self.seconds
+        return self.remaining <= _TOLERANCE
 
     def end(self, now: float) -> StageTransfer:
-        """The transfer has arrived."""
+        """End the current transfer."""
         microbatch, ready = self.sent[self.at]
-        self.left = None
+        self.remaining = None
         self.at += 1
         self.arrived[microbatch] = now
         return StageTransfer(self.channel, microbatch, ready, self.started, now)
 
 
 def make_channel_states(pipeline: Pipeline) -> dict[Channel, ChannelState]:
-    """The two channels of every edge, with nothing on them yet."""
-    lines = {}
+    """Empty states of both channels of every edge."""
+    states = {}
     for edge in pipeline.edges:
-        there, back = Channel(edge.src, edge.dst, True), Channel(edge.dst, edge.src, False)
-        lines[there] = ChannelState(there, edge.forward_seconds, edge.forward_loads)
-        lines[back] = ChannelState(back, edge.backward_seconds, edge.backward_loads)
-    return lines
+        forward, backward = Channel(edge.src, edge.dst, True), Channel(edge.dst, edge.src, False)
+        states[forward] = ChannelState(forward, edge.forward_seconds, edge.forward_loads)
+        states[backward] = ChannelState(backward, edge.backward_seconds, edge.backward_loads)
+    return states
 
 
-class _Run:
+class _Replay:
     def __init__(self, schedule: Schedule, pipeline: Pipeline) -> None:
         self.schedule, self.pipeline = schedule, pipeline
         self.at = [0] * len(schedule.rows)
-        self.until: list[float | None] = [None] * len(schedule.rows)  # the end of what each row computes
+        self.until: list[float | None] = [None] * len(schedule.rows)  # end of each row's current computation
         self.idle_since = [0.0] * len(schedule.rows)
-        self.joined = [False] * len(schedule.rows)  # its action that blocks has come to its channel
-        self.done: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, microbatch) -> when
-        self.lines = make_channel_states(pipeline)
+        self.posted = [False] * len(schedule.rows)  # whether the row has posted the blocking transfer it is at
+        self.done: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, microbatch) -> end time
+        self.channels = make_channel_states(pipeline)
         self.spans: list[Span] = []
         self.transfers: list[StageTransfer] = []
         self.now = 0.0
 
     def run(self) -> PipelineTimeline:
         while True:
-            self.settle()
-            flowing = [line for line in self.lines.values() if line.left is not None]
-            share_links(flowing)
+            self.start_all()
+            active = [state for state in self.channels.values() if state.remaining is not None]
+            share_links(active)
             ends = [end for end in self.until if end is not None]
-            step = min([end - self.now for end in ends] + [line.seconds_left for line in flowing], default=math.inf)
+            step = min(
+                [end - self.now for end in ends] + [state.seconds_remaining for state in active], default=math.inf
+            )
             if step == math.inf:
                 break
             self.now += step
-            for line in flowing:
-                if line.flow(step):
-                    self.transfers.append(line.end(self.now))
+            for state in active:
+                if state.advance(step):
+                    self.transfers.append(state.end(self.now))
             for row, end in enumerate(self.until):
-                if end is not None and end <= self.now * (1 + _TOGETHER):
+                if end is not None and end <= self.now * (1 + _TOLERANCE):
                     self.finish(row)
         if any(at < len(row) for at, row in zip(self.at, self.schedule.rows, strict=True)):
-            raise ScheduleError(f"the schedule never ends: no row can do what is in brackets; {self.describe()}")
+            raise ScheduleError(
+                f"the schedule deadlocks: no row can do its action in brackets; {self.describe()}; "
+                f"{describe_cycle(self.schedule, self.pipeline)}"
+            )
         return PipelineTimeline(
             tuple(sorted(self.spans, key=lambda span: (span.start, span.row))),
             tuple(sorted(self.transfers, key=lambda transfer: transfer.start)),
         )
 
     def describe(self) -> str:
-        """Where each row stands."""
+        """The position of each row."""
         rows = []
         for row, (at, actions) in enumerate(zip(self.at, self.schedule.rows, strict=True)):
             before = " ".join(map(str, actions[max(0, at - 4) : at]))
             after = " ".join(map(str, actions[at + 1 : at + 4]))
-            rows.append(f"row {row}: {before} [{actions[at]}] {after}" if at < len(actions) else f"row {row} has ended")
+            rows.append(f"row {row}: {before} [{actions[at]}] {after}" if at < len(actions) else f"row {row} is done")
         return "; ".join(rows)
 
-    def settle(self) -> None:
-        """Let all rows go as far as they can now."""
+    def start_all(self) -> None:
+        """Start everything that can start now."""
         moved = True
         while moved:
             moved = False
@@ -193,22 +215,23 @@ class _Run:
                     self.until[row] is None and self.at[row] < len(actions) and self.advance(row, actions[self.at[row]])
                 ):
                     moved = True
-            for line in self.lines.values():
-                while line.left is None and line.at < min(len(line.sent), len(line.received)):
-                    if line.sent[line.at][0] != line.received[line.at]:
+            for state in self.channels.values():
+                while state.remaining is None and state.at < min(len(state.sent), len(state.received)):
+                    if state.sent[state.at][0] != state.received[state.at]:
                         raise ScheduleError(
-                            f"ends of a channel disagree: microbatch {line.sent[line.at][0]} is sent where "
-                            f"{line.received[line.at]} is received; {self.describe()}"
+                            f"stage {state.channel.sender} sends microbatch {state.sent[state.at][0]} to stage "
+                            f"{state.channel.receiver}, which expects {state.received[state.at]} next; "
+                            f"{self.describe()}"
                         )
-                    line.begin(self.now)
-                    if line.seconds == 0:
-                        self.transfers.append(line.end(self.now))
+                    state.begin(self.now)
+                    if state.seconds == 0:
+                        self.transfers.append(state.end(self.now))
                     moved = True
 
     def advance(self, row: int, action: Action) -> bool:
-        """Do what can be done at once of a row's next action; returns whether something was."""
+        """Start a row's next action, if it can start now. Returns whether anything changed."""
         if action.kind.is_transfer:
-            return self.join(row, action)
+            return self.post(row, action)
         ready = self.find_ready(action)
         if ready is None:
             return False
@@ -217,36 +240,36 @@ class _Run:
         self.spans.append(Span(row, action, self.now, self.until[row] or 0.0, max(0.0, self.now - max(since, ready))))
         return True
 
-    def join(self, row: int, action: Action) -> bool:
-        """Come to a channel; who blocks stays until the transfer has ended."""
-        line = self.lines.get(action.channel)
-        if line is None:
-            raise ScheduleError(f"row {row}: {action} is on no edge of the pipeline")
-        if not self.joined[row]:
+    def post(self, row: int, action: Action) -> bool:
+        """Post one end of a transfer. If it blocks, the row stays at this action until the transfer ends."""
+        state = self.channels.get(action.channel)
+        if state is None:
+            raise ScheduleError(f"row {row}: the pipeline has no edge for {action}")
+        if not self.posted[row]:
             if action.kind.is_send:
                 ready = self.done.get((action.kind is Kind.SEND_F, action.stage, action.microbatch))
                 if ready is None:
-                    raise ScheduleError(f"row {row}: {action} stands before what it sends is computed")
-                line.sent.append((action.microbatch, ready))
+                    raise ScheduleError(f"row {row}: {action} comes before the computation of its data")
+                state.sent.append((action.microbatch, ready))
             else:
-                line.received.append(action.microbatch)
-            self.joined[row] = True
+                state.received.append(action.microbatch)
+            self.posted[row] = True
             if action.blocks:
                 self.idle_since[row] = self.now
                 return True
         if action.blocks:
-            if action.microbatch not in line.arrived:
+            if action.microbatch not in state.arrived:
                 return False
-            sent = dict(line.sent)[action.microbatch]
+            sent = dict(state.sent)[action.microbatch]
             since = self.idle_since[row]
             self.spans.append(Span(row, action, since, self.now, max(0.0, self.now - max(since, sent))))
-        self.joined[row] = False
+        self.posted[row] = False
         self.at[row] += 1
         self.idle_since[row] = self.now
         return True
 
     def find_ready(self, action: Action) -> float | None:
-        """When the last thing that a computation needs was computed, None if something has not come yet."""
+        """When the last input of a computation was computed, or None if one has not arrived."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.W:
             return self.done.get((False, stage, microbatch))
@@ -262,8 +285,8 @@ class _Run:
                 return None
             row_of = self.schedule.row_of_stage
             if row_of[other] != row_of[stage]:
-                line = self.lines[Channel(other, stage, is_forward)]
-                if microbatch not in line.arrived:
+                state = self.channels[Channel(other, stage, is_forward)]
+                if microbatch not in state.arrived:
                     return None
             ready = max(ready, made)
         return ready
@@ -286,28 +309,28 @@ class _Run:
         self.idle_since[row] = self.now
 
 
-def share_links(flowing: Iterable[ChannelState]) -> None:
-    """Set rates, as parts of what each gets alone: max-min over the links that they share."""
-    lines = list(flowing)
-    loads = [line.parts for line in lines]
+def share_links(active: Iterable[ChannelState]) -> None:
+    """Set the rate of each transfer by max-min fairness over shared links. A transfer alone has rate 1."""
+    states = list(active)
+    loads = [state.link_shares for state in states]
     if not any(loads):
-        for line in lines:
-            line.rate = 1.0
+        for state in states:
+            state.rate = 1.0
         return
-    room = {link: 1.0 for load in loads for link in load}
-    rate = [0.0] * len(lines)
-    open_ = set(range(len(lines)))
-    while open_:
-        most = 1.0 - max(rate[i] for i in open_)  # all open lines have the same rate
-        for link, left in room.items():
-            total = sum(loads[i].get(link, 0.0) for i in open_)
+    capacity = {link: 1.0 for load in loads for link in load}
+    rate = [0.0] * len(states)
+    unfrozen = set(range(len(states)))
+    while unfrozen:
+        increase = 1.0 - max(rate[i] for i in unfrozen)  # all unfrozen transfers have the same rate
+        for link, remaining in capacity.items():
+            total = sum(loads[i].get(link, 0.0) for i in unfrozen)
             if total:
-                most = min(most, left / total)
-        for i in open_:
-            rate[i] += most
-            for link, part in loads[i].items():
-                room[link] -= part * most
-        full = {link for link, left in room.items() if left <= 1e-12}
-        open_ = {i for i in open_ if rate[i] < 1 - 1e-12 and not full & loads[i].keys()}
-    for line, each in zip(lines, rate, strict=True):
-        line.rate = each
+                increase = min(increase, remaining / total)
+        for i in unfrozen:
+            rate[i] += increase
+            for link, share in loads[i].items():
+                capacity[link] -= share * increase
+        full = {link for link, remaining in capacity.items() if remaining <= 1e-12}
+        unfrozen = {i for i in unfrozen if rate[i] < 1 - 1e-12 and not full & loads[i].keys()}
+    for state, each in zip(states, rate, strict=True):
+        state.rate = each

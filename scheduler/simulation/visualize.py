@@ -1,4 +1,4 @@
-"""Timelines for people: Chrome's trace format, which Perfetto reads too, and a Gantt picture."""
+"""Timelines as Chrome traces, which Perfetto also reads, and as Gantt charts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDTH, _ROW, _LEFT = 1200, 22, 70
 
 
 def to_chrome_trace(timeline: PipelineTimeline) -> str:
-    """JSON for ``chrome://tracing`` or ui.perfetto.dev: a thread per row, one per channel; times in microseconds."""
+    """JSON for ``chrome://tracing`` or ui.perfetto.dev: one thread per row and per channel, times in microseconds."""
     _check_timeline(timeline)
     events: list[dict[str, object]] = []
     channels = sorted({c.channel for c in timeline.transfers}, key=lambda c: (c.sender, c.receiver, c.is_forward))
@@ -55,7 +55,7 @@ def _event(name: str, pid: int, tid: int, start: float, end: float, **args: floa
 
 
 def to_svg(schedule: Schedule, timeline: PipelineTimeline) -> str:
-    """A Gantt picture: what each row computes, and in grey what it waits for transfers whose data is there."""
+    """A Gantt chart of each row. Grey boxes show exposed communication: waits for data that is already computed."""
     _check_timeline(timeline)
     if not isinstance(schedule, Schedule):
         raise ArgumentError(f"a Schedule is needed, not {type(schedule).__name__}")

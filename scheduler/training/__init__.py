@@ -1,1 +1,1 @@
-"""Models and the command that trains them over pipeline stages."""
+"""Models that are split into pipeline stages, and the command that trains them."""

@@ -1,8 +1,8 @@
-"""GPT-3 over pipeline stages: the study's configurations, and a small one that runs anywhere.
+"""GPT-3 as pipeline stages, in the configurations of the 2023 study and in small ones that run on any machine.
 
-Stages are ordinary modules; inside one, rows of a microbatch go to the data-parallel axis and attention heads and
-hidden units to the tensor-parallel axis, by torch's DTensor. What crosses a boundary is ``(microbatch, sequence,
-hidden)``, its rows sharded over "dp", replicated over "tp".
+Stages are ordinary modules. Inside a stage, the rows of a microbatch are sharded over mesh axis "dp", and attention
+heads and hidden units over "tp" with DTensor. Edges carry tensors of shape ``(microbatch, sequence, hidden)``, sharded
+by rows over "dp" and replicated over "tp".
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .. import Edge
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a model, and how it is spread: ``batch`` rows in ``num_microbatches``, over dp x tp devices a stage."""
+    """Sizes of a model and of its mesh: ``batch`` rows in ``num_microbatches``, on dp x tp devices per stage."""
 
     hidden: int
     num_layers: int
@@ -45,16 +45,16 @@ class GPTConfig:
 
     @property
     def mesh_shape(self) -> dict[str, int]:
-        """Of every stage."""
+        """Sizes of the mesh axes of every stage."""
         return {"dp": self.dp, "tp": self.tp}
 
     def meshes(self) -> list[Mesh]:
-        """Of the stages, on consecutive ranks."""
+        """Meshes of the stages, on consecutive ranks."""
         size = self.dp * self.tp
         return [Mesh(range(stage * size, (stage + 1) * size), self.mesh_shape) for stage in range(self.pp)]
 
     def edges(self, meshes: list[Mesh]) -> list[Edge]:
-        """Between neighbours, without costs."""
+        """Edges between neighbouring stages, without costs."""
         shape = (self.microbatch, self.sequence, self.hidden)
         edges = []
         for stage in range(self.pp - 1):
@@ -63,17 +63,17 @@ class GPTConfig:
         return edges
 
     def layers_of(self, stage: int) -> range:
-        """As many for each stage, the first ones one more where they do not divide."""
-        each, more = divmod(self.num_layers, self.pp)
-        first = stage * each + min(stage, more)
-        return range(first, first + each + (stage < more))
+        """Layers of a stage: an equal share, and one more on the first stages if they do not divide evenly."""
+        share, extra = divmod(self.num_layers, self.pp)
+        first = stage * share + min(stage, extra)
+        return range(first, first + share + (stage < extra))
 
     def make_stage(self, stage: int) -> GPTStage:
-        """Its module, not parallelized."""
+        """The module of a stage, not parallelized."""
         return GPTStage(self, stage)
 
     def feed(self, step: int, seed: int = 0) -> dict[int, list[dict[str, torch.Tensor]]]:
-        """Text for the first stage and what follows for the last, whole microbatches."""
+        """Tokens for the first stage and targets for the last, as whole microbatches."""
         rows = _text(step, self.batch, self.sequence, seed) % self.vocabulary
         tokens = rows[:, :-1].split(self.microbatch)
         targets = rows[:, 1:].split(self.microbatch)
@@ -84,7 +84,8 @@ class GPTConfig:
         return {0: first, self.pp - 1: last}
 
 
-#: The study's: hidden size, layers, heads, batch, microbatches, and the axes; fp16, sequence 1024, vocabulary 51200.
+#: Configurations of the study (fp16, sequence 1024, vocabulary 51200) and small ones.
+#: Hidden size, layers, heads, batch, microbatches, dp, tp, pp.
 GPT_CONFIGS: Mapping[str, GPTConfig] = {
     "1.3B": GPTConfig(2048, 24, 32, 64, 4, 1, 2, 2),
     "2.6B": GPTConfig(2560, 32, 32, 32, 4, 2, 2, 2),
@@ -96,7 +97,7 @@ GPT_CONFIGS: Mapping[str, GPTConfig] = {
 
 
 class Block(nn.Module):
-    """A transformer layer, norms first."""
+    """A pre-norm transformer layer."""
 
     def __init__(self, hidden: int, num_heads: int) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``(batch, sequence, hidden)`` to the same shape."""
+        """Map ``(batch, sequence, hidden)`` to the same shape."""
         y = self.norm1(x)
         q, k, v = (layer(y).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -116,14 +117,14 @@ class Block(nn.Module):
 
 
 class GPTStage(nn.Module):
-    """Some layers; the first stage has the embeddings too, the last one the loss."""
+    """Consecutive layers. The first stage also has the embeddings, the last one the output layer and the loss."""
 
     def __init__(self, config: GPTConfig, stage: int) -> None:
         super().__init__()
         hidden = config.hidden
         self.is_first, self.is_last = stage == 0, stage == config.pp - 1
         if self.is_first:
-            self.embed, self.place = nn.Embedding(config.vocabulary, hidden), nn.Embedding(config.sequence, hidden)
+            self.embed, self.position = nn.Embedding(config.vocabulary, hidden), nn.Embedding(config.sequence, hidden)
         self.blocks = nn.ModuleList(Block(hidden, config.num_heads) for _ in config.layers_of(stage))
         if self.is_last:
             self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, config.vocabulary, bias=False)
@@ -131,21 +132,21 @@ class GPTStage(nn.Module):
     def forward(
         self, x: Any = None, tokens: torch.Tensor | None = None, targets: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Hidden states ``x``, or the loss on the last stage; the first stage reads ``tokens``."""
+        """Return hidden states ``x``, or the loss on the last stage. The first stage takes ``tokens``, not ``x``."""
         if self.is_first:
             assert tokens is not None
-            x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
+            x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         if not self.is_last:
             return {"x": x}
         assert targets is not None
-        scores = self.head(self.norm(x))
-        return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1).float(), targets.flatten())}
+        logits = self.head(self.norm(x))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())}
 
 
 def parallelize(stage: GPTStage, tp_mesh: Any) -> GPTStage:
-    """Shard the layers of a stage over a DeviceMesh of one axis, with torch's tensor parallelism."""
+    """Shard the layers of a stage over a one-dimensional DeviceMesh with torch's tensor parallelism."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     for block in stage.blocks:
@@ -159,8 +160,8 @@ _corpus: torch.Tensor | None = None
 
 
 def _text(step: int, num_rows: int, sequence: int, seed: int) -> torch.Tensor:
-    """``(rows, sequence + 1)`` bytes of the language reference that Python ships, at random places."""
-    global _corpus  # noqa: PLW0603 read once
+    """``(num_rows, sequence + 1)`` bytes at random offsets of the language reference that Python ships."""
+    global _corpus  # noqa: PLW0603 the text is read once per process
     if _corpus is None:
         text = "\n".join(pydoc_data.topics.topics.values())
         _corpus = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

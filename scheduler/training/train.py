@@ -1,8 +1,8 @@
 """Train GPT-3 or U-Transformer over pipeline stages: ``python -m reshard.scheduler.training.train gpt --steps 50``.
 
-Without a launcher it starts local processes, one per device; under ``torchrun`` it takes part in that job. Stages are
-made parallel inside by torch: DistributedDataParallel over data-parallel axes, DTensor over the tensor-parallel one,
-and FSDP2 where both meet.
+Without a launcher it starts one local process per device; under ``torchrun`` it joins that job. Inside a stage, torch
+provides the parallelism: DistributedDataParallel over data-parallel axes, DTensor over tensor-parallel ones, and FSDP2
+for stages with both.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "eager": eager_1f1b,
     "zb_h1": zb_h1,
 }
-#: Of a stage that has not been measured: a forward, and each half of a backward as long.
+#: Assumed duration of a forward, an input-gradient pass and a weight-gradient pass; stages are not measured.
 GUESS_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to train: a configuration, the name of a schedule, steps, and the step size of Adam."""
+    """A training run: a configuration, the name of a schedule, the number of steps, and settings of Adam."""
 
     config: Any
     schedule: str
@@ -61,7 +61,7 @@ class Job:
 
 
 def train(rank: int, job: Job, show: bool = True) -> list[float]:
-    """One rank's part; the loss of each step, on ranks that have one."""
+    """Train on one rank. Returns the loss of each step; empty on ranks without a loss."""
     config = job.config
     meshes = config.meshes()
     stage = next(number for number, mesh in enumerate(meshes) if rank in mesh.ranks)
@@ -89,7 +89,7 @@ def train(rank: int, job: Job, show: bool = True) -> list[float]:
 
 
 def make_module(config: Any, meshes: Sequence[Any], stage: int) -> tuple[torch.nn.Module, bool]:
-    """The stage of this rank, parallel inside, and whether its backward may come in halves. Every rank calls."""
+    """The parallelized module of a stage, and whether its backward can be split. Every rank must call this."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -111,7 +111,7 @@ def make_module(config: Any, meshes: Sequence[Any], stage: int) -> tuple[torch.n
 
 
 def make_schedule(config: Any, meshes: Sequence[Any], name: str, can_split: bool) -> tuple[Schedule, Pipeline]:
-    """A schedule by name, for the transfers of the configuration where every stage is a host with 10 Gbit/s."""
+    """The named schedule and its pipeline, with transfers planned for one host per stage and 10 Gbit/s NICs."""
     hosts = [number for number, mesh in enumerate(meshes) for _ in mesh.ranks]
     topology = Topology(tuple(hosts))
     edges = tuple(price_edge(edge, topology) for edge in config.edges(list(meshes)))
@@ -119,34 +119,34 @@ def make_schedule(config: Any, meshes: Sequence[Any], name: str, can_split: bool
     pipeline = Pipeline(stages, edges)
     options = {"can_split": can_split} if name == "auto" else {}
     if name == "zb_h1" and not can_split:
-        raise SystemExit("zb_h1 halves backwards, which FSDP cannot; take 1f1b, eager or auto_schedule")
+        raise SystemExit("zb_h1 splits backwards, which FSDP does not support; use --schedule 1f1b, eager or auto")
     schedule = SCHEDULES[name](pipeline, config.num_microbatches, **options)
     check_schedule(schedule, pipeline)
     return schedule, pipeline
 
 
 def _num_replicas(config: Any) -> int:
-    """How many replicas of the last stage see different rows."""
+    """Number of replicas of the last stage that see different rows."""
     return config.dp if isinstance(config, GPTConfig) else len(config.meshes()[-1].ranks)
 
 
 def _feeder(config: Any, meshes: Sequence[Any], stage: int, rank: int, seed: int) -> Callable[[int], Any]:
-    """What a stage of this rank is fed at a step: its rows of each microbatch."""
-    replicas = _num_replicas(config)
-    place = meshes[stage].ranks.index(rank)
+    """A function from a step to the feed of this rank: its rows of each microbatch."""
+    num_replicas = _num_replicas(config)
+    replica = meshes[stage].ranks.index(rank)
     if isinstance(config, GPTConfig):
-        place //= config.tp
+        replica //= config.tp
 
     def feed(step: int) -> Any:
         whole = config.feed(step, seed)
-        mine = [{name: each.chunk(replicas)[place] for name, each in row.items()} for row in whole.get(stage, ())]
+        mine = [{name: each.chunk(num_replicas)[replica] for name, each in row.items()} for row in whole.get(stage, ())]
         return {stage: mine} if mine else {}
 
     return feed
 
 
 def _mean(loss: float, group: Any) -> float:
-    """Over the ranks of the last stage; those that see the same rows have the same."""
+    """Mean of the loss over the ranks of the last stage. Ranks that see the same rows have the same loss."""
     total = torch.tensor([loss], dtype=torch.float64)
     dist.all_reduce(total, group=group)
     return float(total) / dist.get_world_size(group)
@@ -154,7 +154,7 @@ def _mean(loss: float, group: Any) -> float:
 
 @contextlib.contextmanager
 def _bar(is_shown: bool, job: Job) -> Any:
-    """A bar with loss, throughput and exposed communication; where there is no terminal, a line per ten steps."""
+    """A progress bar with loss, throughput and exposed communication; without a terminal, a line every ten steps."""
     count = 0
     if not is_shown:
         yield lambda loss, throughput, exposed: None
@@ -182,20 +182,20 @@ def _bar(is_shown: bool, job: Job) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train, and print the first and the last loss."""
+    """Run the command: train, and print the first and the last loss."""
     parser = argparse.ArgumentParser(prog="python -m reshard.scheduler.training.train", description=__doc__)
     parser.add_argument("model", choices=sorted(MODELS))
-    parser.add_argument("--config", default="small", help="of the model, by name (small)")
-    parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="auto")
-    parser.add_argument("--steps", type=int, default=50, help="(50)")
-    parser.add_argument("--microbatches", type=int, help="in place of the configuration's")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="of Adam (0.003)")
+    parser.add_argument("--config", default="small", help="name of a configuration of the model (default: small)")
+    parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="auto", help="schedule (default: auto)")
+    parser.add_argument("--steps", type=int, default=50, help="number of steps (default: 50)")
+    parser.add_argument("--microbatches", type=int, help="number of microbatches (default: that of the configuration)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="learning rate of Adam (default: 0.003)")
     options = parser.parse_args(arguments)
     configs = MODELS[options.model]
     if options.config not in configs:
-        parser.error(f"configurations of {options.model} are {', '.join(configs)}")
+        parser.error(f"{options.model} has no configuration {options.config!r}; it has {', '.join(configs)}")
     if not 1 <= options.steps <= 1_000_000:
-        parser.error("--steps is 1 to 1000000")
+        parser.error("--steps must be from 1 to 1000000")
     config = configs[options.config]
     if options.microbatches is not None:
         if options.microbatches < 1 or config.batch % options.microbatches:
@@ -207,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group("gloo")
             if dist.get_world_size() != size:
-                parser.error(f"{options.config} takes {size} ranks; the job has {dist.get_world_size()}")
+                parser.error(f"{options.config!r} needs {size} ranks; the job has {dist.get_world_size()}")
             losses = train(dist.get_rank(), job)
             dist.destroy_process_group()
         else:
@@ -225,6 +225,6 @@ if __name__ == "__main__":
 
 
 def make_stages(config: Any) -> list[torch.nn.Module]:
-    """All stages, with the same weights wherever they are made."""
+    """Modules of all stages, with the same weights on every rank."""
     torch.manual_seed(0)
     return [config.make_stage(number) for number in range(config.pp)]

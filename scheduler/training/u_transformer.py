@@ -1,8 +1,8 @@
-"""A U-Net with attention over pipeline stages: the study's configurations, and a small one that runs anywhere.
+"""A U-Net with attention as pipeline stages, in the configurations of the 2023 study and in small ones.
 
-Thirteen layers: one for each of four resolutions on the way down, one in the middle, two for each on the way up. What
-each way-down layer, each halving and the first convolution give goes to a layer of the way up, past all stages between.
-All tensors are sharded by images.
+There are thirteen layers: one down layer per resolution (four), a middle layer, and two up layers per resolution. Skip
+connections lead from the first convolution, from each down layer and from each downsampling to an up layer, past the
+stages in between. All tensors are sharded by images.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .. import Edge
 
 LEVELS = 4
 NUM_LAYERS = 3 * LEVELS + 1
-#: Channels of each level over those of the first.
+#: Channels of each level relative to the first.
 _WIDTHS = (1, 2, 4, 4)
 
 
 @dataclass(frozen=True)
 class UTransformerConfig:
-    """Sizes of a model, and how it is spread: layers of each stage, and the devices of each as a mesh."""
+    """Sizes of a model, the number of layers of each stage (``split``) and the mesh of each stage."""
 
     channels: int
     batch: int
@@ -41,7 +41,7 @@ class UTransformerConfig:
 
     @property
     def pp(self) -> int:
-        """Stages."""
+        """Number of stages."""
         return len(self.split)
 
     @property
@@ -50,61 +50,61 @@ class UTransformerConfig:
         return self.batch // self.num_microbatches
 
     def meshes(self) -> list[Mesh]:
-        """Of the stages, on consecutive ranks."""
+        """Meshes of the stages, on consecutive ranks."""
         size = self.mesh[0] * self.mesh[1]
         axes = dict(zip(("a", "b"), self.mesh, strict=True))
         return [Mesh(range(stage * size, (stage + 1) * size), axes) for stage in range(self.pp)]
 
     def stage_of_layer(self) -> list[int]:
-        """Which stage has each layer."""
+        """The stage of each layer."""
         return [stage for stage, count in enumerate(self.split) for _ in range(count)]
 
     def transfers(self) -> dict[tuple[int, int], dict[str, tuple[int, int]]]:
-        """Between stages what passes: name to channels and side."""
+        """``{(src, dst): {tensor name: (channels, side)}}`` for all edges."""
         stages = self.stage_of_layer()
         found: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
         for layer in range(NUM_LAYERS - 1):
             if stages[layer] != stages[layer + 1]:
                 found.setdefault((stages[layer], stages[layer + 1]), {})["x"] = self.output_of(layer)
-        for name, (made, used, size) in self.skips().items():
-            if stages[made] != stages[used]:
-                found.setdefault((stages[made], stages[used]), {})[name] = size
+        for name, (producer, consumer, size) in self.skips().items():
+            if stages[producer] != stages[consumer]:
+                found.setdefault((stages[producer], stages[consumer]), {})[name] = size
         return found
 
     def skips(self) -> dict[str, tuple[int, int, tuple[int, int]]]:
-        """Name to the layer that makes it, the one that uses it, and its channels and side."""
-        made = [("in", 0, (self.width(0), self.side(0)))]
+        """Skip connections: ``{name: (producing layer, consuming layer, (channels, side))}``."""
+        outputs = [("in", 0, (self.width(0), self.side(0)))]
         for level in range(LEVELS):
-            made.append((f"down{level}", level, (self.width(level), self.side(level))))
+            outputs.append((f"down{level}", level, (self.width(level), self.side(level))))
             if level < LEVELS - 1:
-                made.append((f"half{level}", level, (self.width(level), self.side(level + 1))))
-        return {name: (layer, NUM_LAYERS - 1 - nth, size) for nth, (name, layer, size) in enumerate(made)}
+                outputs.append((f"half{level}", level, (self.width(level), self.side(level + 1))))
+        return {name: (layer, NUM_LAYERS - 1 - nth, size) for nth, (name, layer, size) in enumerate(outputs)}
 
     def width(self, level: int) -> int:
         """Channels of a level."""
         return self.channels * _WIDTHS[level]
 
     def side(self, level: int) -> int:
-        """Side of its images."""
+        """Image side of a level."""
         return self.image >> level
 
     def level_of(self, layer: int) -> int:
-        """Down 0 to 3, the middle at 3, up 3 to 0 in pairs."""
+        """Level of a layer: 0 to 3 going down, 3 in the middle, 3 to 0 in pairs going up."""
         if layer <= LEVELS:
             return min(layer, LEVELS - 1)
         return LEVELS - 1 - (layer - LEVELS - 1) // 2
 
     def output_of(self, layer: int) -> tuple[int, int]:
-        """Channels and side of what a layer gives to the next one."""
+        """Channels and side of the output of a layer."""
         level = self.level_of(layer)
-        if layer < LEVELS - 1:  # halved
+        if layer < LEVELS - 1:  # downsampled
             return self.width(level), self.side(level + 1)
-        if layer > LEVELS and (layer - LEVELS) % 2 == 0 and level:  # doubled
+        if layer > LEVELS and (layer - LEVELS) % 2 == 0 and level:  # upsampled
             return self.width(level), self.side(level - 1)
         return self.width(level), self.side(level)
 
     def edges(self, meshes: list[Mesh]) -> list[Edge]:
-        """Without costs, long skips included."""
+        """Edges without costs, including those that skip stages."""
         edges = []
         for (src, dst), tensors in sorted(self.transfers().items()):
             at, to = (Layout(meshes[stage], (("a", "b"), None, None, None)) for stage in (src, dst))
@@ -116,11 +116,11 @@ class UTransformerConfig:
         return edges
 
     def make_stage(self, stage: int) -> UTransformerStage:
-        """Its module."""
+        """The module of a stage."""
         return UTransformerStage(self, stage)
 
     def feed(self, step: int, seed: int = 0) -> dict[int, list[dict[str, torch.Tensor]]]:
-        """Noisy pictures for the first stage, the clean ones for the last, whole microbatches."""
+        """Noisy images for the first stage and clean ones for the last, as whole microbatches."""
         clean, noisy = _pictures(step, self.batch, self.image, seed)
         first = [{"pictures": each} for each in noisy.split(self.microbatch)]
         last = [{"clean": each} for each in clean.split(self.microbatch)]
@@ -129,7 +129,8 @@ class UTransformerConfig:
         return {0: first, self.pp - 1: last}
 
 
-#: The study's, and small ones with its stage graphs: channels, batch, microbatches, layers of each stage, mesh of each.
+#: Configurations of the study, and small ones with the same edges.
+#: Channels, batch, microbatches, layers of each stage, mesh of each stage.
 U_TRANSFORMER_CONFIGS: Mapping[str, UTransformerConfig] = {
     "470M": UTransformerConfig(320, 256, 4, (7, 6), (1, 1)),
     "1B": UTransformerConfig(480, 2048, 32, (8, 5), (1, 2)),
@@ -143,27 +144,27 @@ U_TRANSFORMER_CONFIGS = {
 
 
 class _Residual(nn.Module):
-    """Two convolutions, norms first, past which what comes in is added."""
+    """A residual block of two convolutions with normalization before each."""
 
-    def __init__(self, inside: int, outside: int, groups: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, groups: int) -> None:
         super().__init__()
-        self.norm1, self.conv1 = nn.GroupNorm(groups, inside), nn.Conv2d(inside, outside, 3, padding=1)
-        self.norm2, self.conv2 = nn.GroupNorm(groups, outside), nn.Conv2d(outside, outside, 3, padding=1)
-        self.past = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
+        self.norm1, self.conv1 = nn.GroupNorm(groups, in_channels), nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.norm2, self.conv2 = nn.GroupNorm(groups, out_channels), nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.shortcut = nn.Conv2d(in_channels, out_channels, 1) if in_channels != out_channels else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         silu = nn.functional.silu
         y = self.conv2(silu(self.norm2(self.conv1(silu(self.norm1(x))))))
-        return self.past(x) + y
+        return self.shortcut(x) + y
 
 
 class _Attention(nn.Module):
-    """A transformer layer over the places of an image."""
+    """A transformer layer over the positions of an image."""
 
     def __init__(self, width: int, num_heads: int, groups: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.norm0, self.enter, self.leave = (
+        self.norm0, self.proj_in, self.proj_out = (
             nn.GroupNorm(groups, width),
             nn.Linear(width, width),
             nn.Linear(width, width),
@@ -173,28 +174,28 @@ class _Attention(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.enter(self.norm0(x).flatten(2).transpose(1, 2))
+        y = self.proj_in(self.norm0(x).flatten(2).transpose(1, 2))
         q, k, v = self.qkv(self.norm1(y)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         y = y + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         y = y + self.down(nn.functional.gelu(self.up(self.norm2(y))))
-        return x + self.leave(y).transpose(1, 2).unflatten(2, x.shape[2:])
+        return x + self.proj_out(y).transpose(1, 2).unflatten(2, x.shape[2:])
 
 
 class _Layer(nn.Module):
-    """One of the thirteen."""
+    """One of the thirteen layers."""
 
     def __init__(self, config: UTransformerConfig, layer: int) -> None:
         super().__init__()
         self.layer, level = layer, config.level_of(layer)
         width = config.width(level)
-        inside = width
-        self.used = [name for name, (_, used, _) in config.skips().items() if used == layer]
+        in_channels = width
+        self.skip_inputs = [name for name, (_, consumer, _) in config.skips().items() if consumer == layer]
         if layer == 0:
             self.first = nn.Conv2d(3, width, 3, padding=1)
         elif layer != LEVELS:
-            inside = config.output_of(layer - 1)[0]
-            inside += sum(size[0] for _, used, size in config.skips().values() if used == layer)
-        self.residual = _Residual(inside, width, config.groups)
+            in_channels = config.output_of(layer - 1)[0]
+            in_channels += sum(size[0] for _, consumer, size in config.skips().values() if consumer == layer)
+        self.residual = _Residual(in_channels, width, config.groups)
         self.attention = (
             _Attention(width, config.num_heads, config.groups)
             if level < LEVELS - 1 or layer == LEVELS
@@ -202,31 +203,31 @@ class _Layer(nn.Module):
         )
         if layer == LEVELS:
             self.second = _Residual(width, width, config.groups)
-        self.halves, self.doubles = layer < LEVELS - 1, config.output_of(layer)[1] > config.side(level)
-        if self.halves:
+        self.downsamples, self.upsamples = layer < LEVELS - 1, config.output_of(layer)[1] > config.side(level)
+        if self.downsamples:
             self.resize = nn.Conv2d(width, width, 3, stride=2, padding=1)
-        if self.doubles:
+        if self.upsamples:
             self.resize = nn.Conv2d(width, width, 3, padding=1)
 
     def forward(self, x: torch.Tensor, skips: dict[str, torch.Tensor]) -> torch.Tensor:
         if self.layer == 0:
             x = skips["in"] = self.first(x)
-        for name in self.used:
+        for name in self.skip_inputs:
             x = torch.cat([x, skips.pop(name)], 1)
         x = self.attention(self.residual(x))
         if self.layer == LEVELS:
             x = self.second(x)
         if self.layer < LEVELS:
             skips[f"down{self.layer}"] = x
-        if self.halves:
+        if self.downsamples:
             x = skips[f"half{self.layer}"] = self.resize(x)
-        if self.doubles:
+        if self.upsamples:
             x = self.resize(nn.functional.interpolate(x, scale_factor=2.0))
         return x
 
 
 class UTransformerStage(nn.Module):
-    """Some of the layers; the last stage has the loss too."""
+    """Consecutive layers. The last stage also has the loss."""
 
     def __init__(self, config: UTransformerConfig, stage: int) -> None:
         super().__init__()
@@ -239,24 +240,24 @@ class UTransformerStage(nn.Module):
             self.norm, self.out = nn.GroupNorm(config.groups, width), nn.Conv2d(width, 3, 3, padding=1)
 
     def forward(self, x: Any = None, pictures: Any = None, clean: Any = None, **skips: torch.Tensor) -> Any:
-        """Feature maps and skips for later stages, or the loss; the first stage reads ``pictures``."""
+        """Return features ``x`` and skips for later stages, or the loss. The first stage takes ``pictures`` only."""
         x = pictures if x is None else x
         for layer in self.layers:
             x = layer(x, skips)
         if not self.is_last:
             return {"x": x, **skips}
-        given = self.out(nn.functional.silu(self.norm(x)))
-        return {"loss": nn.functional.mse_loss(given.float(), clean)}
+        denoised = self.out(nn.functional.silu(self.norm(x)))
+        return {"loss": nn.functional.mse_loss(denoised.float(), clean)}
 
 
 def _pictures(step: int, count: int, side: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(count, 3, side, side)`` of coloured discs on slopes, and the same with noise."""
+    """``(count, 3, side, side)`` images of discs on colour gradients, and the same images with noise."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
 
-    def some(*shape: int) -> torch.Tensor:
+    def uniform(*shape: int) -> torch.Tensor:
         return torch.rand(count, *shape, 1, 1, generator=generator)
 
     ys, xs = torch.meshgrid(torch.linspace(0, 1, side), torch.linspace(0, 1, side), indexing="ij")
-    disc = ((xs - some(1)) ** 2 + (ys - some(1)) ** 2 < (0.1 + 0.3 * some(1)) ** 2).float()
-    clean = disc * some(3) + (1 - disc) * (some(3) * xs + some(3) * ys) / 2
+    disc = ((xs - uniform(1)) ** 2 + (ys - uniform(1)) ** 2 < (0.1 + 0.3 * uniform(1)) ** 2).float()
+    clean = disc * uniform(3) + (1 - disc) * (uniform(3) * xs + uniform(3) * ys) / 2
     return clean, clean + 0.3 * torch.randn(clean.shape, generator=generator)

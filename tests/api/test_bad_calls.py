@@ -1,4 +1,4 @@
-"""Bad input: the same clear error on every calling rank, nothing moved, and the next call works."""
+"""Wrong arguments raise the same error on every calling rank, move no data, and leave the group usable."""
 
 from __future__ import annotations
 
@@ -20,118 +20,124 @@ WHOLE = whole_tensor((6, 4), torch.float32)
 
 
 def _cases(rank):
-    """``{name: (arguments of this rank, what every rank's error must say)}``."""
+    """``{case: (arguments of this rank, text that every rank's error must contain)}``."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import Partial, Shard
 
     source = take_shard(ROWS, rank, WHOLE)
     out = torch.full((6, 2), -1.0)
-    holds = source if source is not None else torch.zeros(3, 4)  # only used where the rank is a source
-    give = {"tensor": source, "src_mesh": ROWS, "dst_mesh": COLS}
-    mesh = {"tensor": source, "src_mesh": ROWS.mesh, "dst_mesh": COLS.mesh}
+    shard = source if source is not None else torch.zeros(3, 4)  # only used on source ranks
+    valid = {"tensor": source, "src_mesh": ROWS, "dst_mesh": COLS}
+    by_mesh = {"tensor": source, "src_mesh": ROWS.mesh, "dst_mesh": COLS.mesh}
     gap = RegionLayout({0: [[(0, 2), (0, 4)]], 1: [[(3, 6), (0, 4)]]})
     return {
-        "unknown axis": (mesh | {"src_spec": "S1 R"}, "names axis 1"),
-        "doubled axis": (mesh | {"src_spec": ("0", "0")}, "names axis '0' twice"),
+        "unknown axis": (by_mesh | {"src_spec": "S1 R"}, "names axis 1"),
+        "repeated axis": (by_mesh | {"src_spec": ("0", "0")}, "names axis '0' twice"),
         "unknown axis on one rank": (
-            mesh | {"dst_spec": (None, "x" if rank == 3 else "0"), "src_spec": "S0"},
+            by_mesh | {"dst_spec": (None, "x" if rank == 3 else "0"), "src_spec": "S0"},
             "rank 3: ",
         ),
-        "partial": (mesh | {"src_spec": [Partial()], "dst_spec": [Shard(0)]}, "reduce it first"),
-        "rank outside the group": (give | {"dst_mesh": Layout(Mesh([2, 9], {"x": 2}), "S0")}, "ranks 0..3"),
-        "shape that does not match": (give | {"shape": (8, 4)}, "gives it [4, 4]"),
-        "shape said differently": (give | {"shape": (6, 4 + (rank == 1))}, "disagree on the global shape"),
-        "dtype said differently": (give | {"dtype": "float64"}, "disagree on the dtype"),
-        "dtype of one shard": (
-            give | {"tensor": holds.double() if rank == 1 else source},
+        "partial": (by_mesh | {"src_spec": [Partial()], "dst_spec": [Shard(0)]}, "reduce it first"),
+        "rank outside the group": (valid | {"dst_mesh": Layout(Mesh([2, 9], {"x": 2}), "S0")}, "ranks 0..3"),
+        "shape that does not match": (valid | {"shape": (8, 4)}, "gives it [4, 4]"),
+        "different shapes": (valid | {"shape": (6, 4 + (rank == 1))}, "disagree on the global shape"),
+        "different dtype than the shards": (valid | {"dtype": "float64"}, "disagree on the dtype"),
+        "different dtype of one shard": (
+            valid | {"tensor": shard.double() if rank == 1 else source},
             "rank 0 holds float32, rank 1 holds float64",
         ),
         "shard of the wrong shape": (
-            give | {"tensor": holds[:2] if rank == 0 else source, "shape": (6, 4)},
+            valid | {"tensor": shard[:2] if rank == 0 else source, "shape": (6, 4)},
             "rank 0 passes",
         ),
-        "shard of the wrong ndim": (give | {"tensor": holds[0] if rank == 1 else source}, "rank 1 passes"),
-        "no shard": (give | {"tensor": None}, "is in the source layout, but passes None"),
-        "shard where none belongs": (give | {"tensor": source if rank != 2 else torch.zeros(3, 4)}, "rank 2 is not in"),
-        "not a tensor": (give | {"tensor": [1, 2] if rank == 0 else source}, "passes list"),
-        "sparse": (give | {"tensor": holds.to_sparse() if rank == 0 else source}, "only dense"),
-        "a fake tensor": (
-            give | {"tensor": FakeTensorMode().from_tensor(holds) if rank == 0 else source, "shape": (6, 4)},
-            "rank 0 passes a FakeTensor that has no memory of its own",
+        "shard of the wrong ndim": (valid | {"tensor": shard[0] if rank == 1 else source}, "rank 1 passes"),
+        "missing shard": (valid | {"tensor": None}, "is in the source layout, but passes None"),
+        "shard outside the source": (
+            valid | {"tensor": source if rank != 2 else torch.zeros(3, 4)},
+            "rank 2 is not in",
+        ),
+        "not a tensor": (valid | {"tensor": [1, 2] if rank == 0 else source}, "passes list"),
+        "sparse": (valid | {"tensor": shard.to_sparse() if rank == 0 else source}, "only dense"),
+        "fake tensor": (
+            valid | {"tensor": FakeTensorMode().from_tensor(shard) if rank == 0 else source, "shape": (6, 4)},
+            "rank 0 passes a FakeTensor that has no storage",
         ),
         "out of the wrong shape": (
-            give | {"out": torch.zeros(2, 6) if rank == 3 else None},
-            "rank 3 passes out of float32 [2, 6]",
+            valid | {"out": torch.zeros(2, 6) if rank == 3 else None},
+            "rank 3 passes out= with float32 [2, 6]",
         ),
-        "out of the wrong dtype": (give | {"out": out.int() if rank == 3 else None}, "rank 3 passes out of int32"),
-        "out where none belongs": (give | {"out": torch.zeros(6, 2) if rank == 0 else None}, "rank 0 passes out="),
+        "out of the wrong dtype": (valid | {"out": out.int() if rank == 3 else None}, "rank 3 passes out= with int32"),
+        "out outside the destination": (
+            valid | {"out": torch.zeros(6, 2) if rank == 0 else None},
+            "rank 0 passes out=",
+        ),
         "out on the source's storage": (
-            give | {"out": holds[:, :2] if rank == 0 else None},
+            valid | {"out": shard[:, :2] if rank == 0 else None},
             "out shares storage with a source",
         ),
-        "other layout": (
-            give | {"dst_mesh": COLS if rank else Layout(COLS.mesh)},
+        "different layout": (
+            valid | {"dst_mesh": COLS if rank else Layout(COLS.mesh)},
             "disagree on the destination layout",
         ),
-        "other strategy": (give | {"strategy": "send_recv" if rank == 1 else None}, "disagree on strategy"),
-        "unknown strategy": (give | {"strategy": "teleport"}, "there are auto, send_recv"),
-        "other topology": (give | {"topology": Topology((0, 0, 1, 1)) if rank else None}, "disagree on topology"),
-        "on_loss that is no word": (
-            give | {"on_loss": np.array([1, 2]) if rank == 1 else "raise"},
+        "different strategy": (valid | {"strategy": "send_recv" if rank == 1 else None}, "disagree on strategy"),
+        "unknown strategy": (valid | {"strategy": "teleport"}, "choose one of auto, send_recv"),
+        "different topology": (valid | {"topology": Topology((0, 0, 1, 1)) if rank else None}, "disagree on topology"),
+        "on_loss of the wrong kind on one rank": (
+            valid | {"on_loss": np.array([1, 2]) if rank == 1 else "raise"},
             "on_loss is array([1, 2]); it must be one of",
         ),
-        "topology too small": (give | {"topology": Topology((0, 0))}, "rank 3 has no host"),
-        "other names": (
+        "topology too small": (valid | {"topology": Topology((0, 0))}, "rank 3 has no host"),
+        "different names": (
             {"tensor": {"a" if rank else "b": source}, "src_mesh": ROWS, "dst_mesh": COLS},
             "disagree on the tensors",
         ),
-        "regions that nobody holds": (
-            give | {"src_mesh": gap, "tensor": holds[:2] if rank == 0 else source, "shape": (6, 4)},
+        "regions that no rank holds": (
+            valid | {"src_mesh": gap, "tensor": shard[:2] if rank == 0 else source, "shape": (6, 4)},
             "holds only",
         ),
-        "tiny staging": (give | {"staging_bytes": 10}, "at least 65536"),
+        "staging_bytes too small": (valid | {"staging_bytes": 10}, "at least 65536"),
         "topology of the wrong kind on one rank": (
-            give | {"topology": "x" if rank == 1 else None},
+            valid | {"topology": "x" if rank == 1 else None},
             "must be a Topology",
         ),
         "strategy of the wrong kind on one rank": (
-            give | {"strategy": [] if rank == 2 else None},
+            valid | {"strategy": [] if rank == 2 else None},
             "name or a function",
         ),
         "shape of floats on one rank": (
-            give | {"shape": (6.5, 4) if rank == 3 else None},
+            valid | {"shape": (6.5, 4) if rank == 3 else None},
             "not a sequence of integers",
         ),
-        "out that overlaps itself": (
-            give | {"out": torch.zeros(20).as_strided((6, 2), (1, 1)) if rank == 3 else None},
+        "out with overlapping elements": (
+            valid | {"out": torch.zeros(20).as_strided((6, 2), (1, 1)) if rank == 3 else None},
             "overlapping elements",
         ),
-        "out conjugated": (
-            give | {"out": torch.zeros(6, 2, dtype=torch.complex64).conj() if rank == 3 else None},
+        "conjugated out": (
+            valid | {"out": torch.zeros(6, 2, dtype=torch.complex64).conj() if rank == 3 else None},
             "conjugated",
         ),
-        "no destination": (give | {"dst_mesh": None}, "dst_mesh is missing"),
-        "no time": (give | {"timeout_seconds": float("nan")}, "timeout_seconds is nan"),
-        "no mesh": (give | {"dst_mesh": 7}, "must be a Mesh"),
+        "missing destination": (valid | {"dst_mesh": None}, "dst_mesh is missing"),
+        "timeout that is not a number": (valid | {"timeout_seconds": float("nan")}, "timeout_seconds is nan"),
+        "mesh of the wrong kind": (valid | {"dst_mesh": 7}, "must be a Mesh"),
     }
 
 
 def _bad_calls(rank):
-    said = {}
+    errors = {}
     for name, (arguments, expected) in _cases(rank).items():
         before = None if arguments["tensor"] is None else str(arguments["tensor"])
         try:
             reshard.reshard(**arguments)
-            said[name] = ("nothing was raised", expected)
+            errors[name] = ("nothing was raised", expected)
         except reshard.ReshardError as error:
-            said[name] = (f"{type(error).__name__}: {error}", expected)
+            errors[name] = (f"{type(error).__name__}: {error}", expected)
         assert before is None or str(arguments["tensor"]) == before
     good = reshard.reshard(take_shard(ROWS, rank, WHOLE), ROWS, COLS)
     assert good is None or same_bytes(good, take_shard(COLS, rank, WHOLE))
-    return said
+    return errors
 
 
-def test_bad_input_is_one_error_on_every_rank_and_the_next_call_works():
+def test_wrong_arguments_raise_one_error_on_every_rank_and_the_next_call_works():
     by_rank = run_processes(_bad_calls, 4)
     for name, (text, expected) in by_rank[0].items():
         assert expected in text, (name, text)
@@ -139,8 +145,8 @@ def test_bad_input_is_one_error_on_every_rank_and_the_next_call_works():
             assert by_rank[rank][name][0] == text, name
 
 
-def _who_takes_part(rank):
-    """Rank 3 believes in another destination mesh; in the second call it believes it takes no part."""
+def _different_members(rank):
+    """Rank 3 passes another destination mesh; in the second call, one that does not include rank 3."""
     texts = []
     for mine, theirs in [
         (Layout(Mesh([3, 1], {"x": 2}), "S0"), COLS),
@@ -159,14 +165,14 @@ def _who_takes_part(rank):
     return texts
 
 
-def test_ranks_that_disagree_on_who_takes_part_find_out_soon():
-    first, second = zip(*run_processes(_who_takes_part, 4), strict=True)
+def test_disagreement_on_members_is_reported_before_the_timeout():
+    first, second = zip(*run_processes(_different_members, 4), strict=True)
     assert all("disagree on who takes part" in text or "is in neither layout" in text for text in (*first, *second))
     assert "rank 3 with ranks 0-2" in second[0]
 
 
-def _one_gives_up_early(rank):
-    """Rank 3 cannot even read its meshes; the others are told why instead of waiting for it."""
+def _invalid_mesh(rank):
+    """Rank 3 passes an invalid mesh; the other ranks get its error and do not wait until the timeout."""
     begun = time.monotonic()
     try:
         reshard.reshard(take_shard(ROWS, rank, WHOLE), ROWS, "nonsense" if rank == 3 else COLS, timeout_seconds=30)
@@ -180,8 +186,8 @@ def _one_gives_up_early(rank):
     return text
 
 
-def test_a_rank_that_cannot_read_its_meshes_tells_the_others():
-    texts = run_processes(_one_gives_up_early, 4)
+def test_invalid_mesh_of_one_rank_is_reported_to_the_others():
+    texts = run_processes(_invalid_mesh, 4)
     assert all("dst_mesh must be a Mesh" in text for text in texts), texts
     assert len(set(texts[:3])) == 1
 
@@ -195,14 +201,14 @@ def _different_plans(rank):
         return str(error)
 
 
-def test_movers_of_different_plans_name_the_first_difference():
+def test_movers_with_different_plans_report_the_first_difference():
     texts = run_processes(_different_plans, 4)
     assert len(set(texts)) == 1
     assert "disagree on strategy: ranks 0-1,3 pass multicast, rank 2 passes send_recv" in texts[0]
 
 
-def _one_start_fails(rank):
-    """A Mover is given a wrong array on one rank: all ranks get that error, not a hang."""
+def _wrong_array(rank):
+    """Rank 1 passes a wrong array to a Mover."""
     plan = reshard.make_plan(ROWS, COLS, (6, 4), "float32")
     with reshard.Mover(plan, timeout_seconds=20) as mover:
         source = take_shard(ROWS, rank, WHOLE)
@@ -219,9 +225,9 @@ def _one_start_fails(rank):
     return text
 
 
-def test_a_wrong_array_for_a_mover_ends_the_transfer_everywhere():
-    texts = run_processes(_one_start_fails, 4)
-    # A rank whose own messages were done before may have finished; nobody else may.
+def test_wrong_array_for_a_mover_ends_the_transfer_on_every_rank():
+    texts = run_processes(_wrong_array, 4)
+    # Only a rank whose own messages had already completed may finish without the error.
     assert sum("rank 1 passes float64" in text for text in texts) >= 3, texts
 
 
@@ -239,8 +245,8 @@ except reshard.ReshardError as error:
 """
 
 
-def test_processes_end_normally_after_an_error(tmp_path):
-    """With an interpreter that really shuts down, unlike forked test ranks."""
+def test_processes_exit_normally_after_an_error(tmp_path):
+    """Runs an interpreter that shuts down normally, unlike the forked test ranks."""
     import subprocess
     import sys
 
@@ -251,4 +257,4 @@ def test_processes_end_normally_after_an_error(tmp_path):
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("raised") == 2  # not by lines: ranks print into one pipe
+    assert run.stdout.count("raised") == 2  # do not count lines: the ranks share one pipe

@@ -1,4 +1,4 @@
-"""The public call on real processes: forms, groups, DTensors, several tensors, Movers, asynchrony."""
+"""``reshard`` on real processes: argument forms, groups, DTensors, several tensors, Movers and handles."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _forms(rank):
     )
     check("replicated by default", reshard.reshard(source, ROWS, COLS.mesh), whole if rank > 1 else None)
 
-    # A strided source that records autograd, and conjugated elements: the bits arrive, the source is untouched.
+    # A strided source that requires grad, and a conjugated one.
     if source is not None:
         odd = torch.zeros(8, 3, requires_grad=True) + source.t()
         view = odd.t()
@@ -76,14 +76,14 @@ def _forms(rank):
         want = distribute_tensor(ragged, mesh, after, src_data_rank=None).to_local()
         check(f"dtensor {before} {after}", moved.to_local(), want)
 
-    # A rank outside the source has no DTensor to pass, and gets one all the same.
+    # A rank outside the source passes no DTensor, but still gets one.
     dtensor = distribute_tensor(ragged, a_mesh, [Shard(0)], src_data_rank=None) if rank < 2 else None
     where = {} if rank < 2 else {"src_mesh": a_mesh, "src_spec": [Shard(0)]}
     moved = reshard.reshard(dtensor, dst_mesh=b_mesh, dst_spec=[Shard(1)], **where)
     assert moved is None if rank < 2 else isinstance(moved, DTensor)
     check("dtensor across", None if moved is None else moved.to_local(), take_shard(COLS, rank, ragged))
 
-    # Several tensors of different shapes and dtypes in one plan, the names in another order on every rank.
+    # Several tensors of different shapes and dtypes in one plan; the order of the names differs between ranks.
     fused = RegionLayout({2: [[(0, 2), (0, 3)], [(4, 6), (0, 3)]], 3: [[(2, 4), (0, 3)]]})
     wholes = {"b": whole_tensor((6, 3), torch.uint8), "a": whole, "c": whole_tensor((), torch.float64)}
     dst = {"a": COLS, "b": fused, "c": Layout(COLS.mesh)}
@@ -96,14 +96,14 @@ def _forms(rank):
     return passed
 
 
-def test_every_form_of_the_call():
+def test_every_form_of_arguments():
     passed = run_processes(_forms, 4)
     assert len(passed[0]) == 13
     assert passed.count(passed[0]) == 4 or all(sorted(p) == sorted(passed[0]) for p in passed)
 
 
 def _groups(rank):
-    """Ranks 2 to 5 as a subgroup; ranks of layouts are its ranks, those of DeviceMeshes are the world's."""
+    """Ranks 2-5 form a subgroup; layouts use subgroup ranks, DeviceMeshes world ranks."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard
 
@@ -111,24 +111,24 @@ def _groups(rank):
     meshes = [DeviceMesh("cpu", [2, 3]), DeviceMesh("cpu", [5, 4])]
     store = dist.distributed_c10d._get_default_store()
     if rank not in (2, 3, 4, 5):
-        store.wait([f"rank {mover} has moved" for mover in (2, 3, 4, 5)])  # nobody else takes part
+        store.wait([f"rank {mover} has moved" for mover in (2, 3, 4, 5)])  # ranks outside the group do not call
         return
     whole = whole_tensor((5, 4), torch.int32)
     source = take_shard(ROWS, rank - 2, whole)
     out = reshard.reshard(source, ROWS, COLS, group=group)
     assert out is None or same_bytes(out, take_shard(COLS, rank - 2, whole))
     out = reshard.reshard(source, *meshes, src_spec=[Shard(0)], dst_spec=[Shard(1)], group=group)
-    turned = Layout(Mesh([3, 2], {"0": 2}), "R S0")
-    assert out is None or same_bytes(out, take_shard(turned, rank - 2, whole))
+    reversed_order = Layout(Mesh([3, 2], {"0": 2}), "R S0")
+    assert out is None or same_bytes(out, take_shard(reversed_order, rank - 2, whole))
     store.set(f"rank {rank} has moved", "")
 
 
-def test_subgroups_translate_ranks_and_need_no_other_rank():
+def test_subgroup_translates_ranks_and_needs_no_other_rank():
     run_processes(_groups, 7)
 
 
 def _two_jobs(rank, port):
-    """Ranks 0-1 are a trainer, ranks 2-4 a server; each has a world of its own that starts at 0."""
+    """Ranks 0-1 are a trainer, ranks 2-4 a server; each job has its own world, numbered from 0."""
     ours, size = (rank, 2) if rank < 2 else (rank - 2, 3)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
@@ -139,7 +139,7 @@ def _two_jobs(rank, port):
     src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("3", first_rank=2), "R S0")
     out = reshard.reshard(take_shard(src, rank, whole), src, dst, group=group)
     assert out is None if rank < 2 else same_bytes(out, take_shard(dst, rank, whole))
-    # Each job has DTensors on a DeviceMesh of its own world, and describes the other job's ranks with a Mesh.
+    # Each job passes DTensors on a DeviceMesh of its own world, and a Mesh for the ranks of the other job.
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -151,16 +151,20 @@ def _two_jobs(rank, port):
         given = {"src_mesh": src.mesh, "src_spec": "S0", "dst_mesh": mesh, "dst_spec": [Shard(1)]}
         out = reshard.reshard(**given, group=group)
         assert out.device_mesh == mesh and same_bytes(out.to_local(), take_shard(dst, rank, whole))
-    turned = reshard.join(dist.PrefixStore("turned", store), 4 - rank, 5)  # not in the order of the worlds
+    reversed_order = reshard.join(
+        dist.PrefixStore("reversed_order", store), 4 - rank, 5
+    )  # in the reverse order of the worlds
     try:
-        reshard.reshard(None, src.mesh, mesh, dst_spec=[Shard(0)], shape=(7, 6), group=turned, timeout_seconds=3)
+        reshard.reshard(
+            None, src.mesh, mesh, dst_spec=[Shard(0)], shape=(7, 6), group=reversed_order, timeout_seconds=3
+        )
     except reshard.ReshardError as error:
         return str(error)
 
 
 def test_join_makes_one_group_of_two_jobs():
-    said = run_processes(_two_jobs, 5, init_group=False)
-    assert all(said), said
+    errors = run_processes(_two_jobs, 5, init_group=False)
+    assert all(errors), errors
 
 
 def _movers(rank):
@@ -178,8 +182,8 @@ def _movers(rank):
             returned = back(there)
             assert returned is None or same_bytes(returned, source + turn)
         held = mover.staging_allocated_bytes
-        assert 0 < held <= 2**20 if rank > 1 else held == 0  # whole rows leave, but land as columns
-        # several under way at once, finished in order, and a rank that waits late
+        assert 0 < held <= 2**20 if rank > 1 else held == 0  # rows are sent in place; received columns need staging
+        # Several transfers in progress, which finish in order although every rank waits late.
         handles = [mover.start(None if source is None else source + turn) for turn in range(4)]
         for turn, handle in enumerate(handles):
             got = handle.wait(timeout_seconds=30)
@@ -189,7 +193,7 @@ def _movers(rank):
         assert repr(last).startswith("Handle(transfer ")
         last.wait()
         assert repr(last).endswith(" of ranks 0-3: done)")
-        dist.barrier()  # a wrong call ends what other ranks have not finished
+        dist.barrier()  # the next call fails and would end unfinished transfers of other ranks
         with pytest.raises(ArgumentError, match=r"out of the tensor: rank [23] passes float32 \[3\], but its shard"):
             mover(source, out=None if rank < 2 else torch.zeros(3))
     with pytest.raises(ArgumentError):
@@ -197,12 +201,12 @@ def _movers(rank):
     return True
 
 
-def test_movers_are_used_many_times_within_their_staging():
+def test_movers_repeat_transfers_within_their_staging_bytes():
     assert run_processes(_movers, 4) == [True] * 4
 
 
-def _forwarders_never_wait(rank, strategy):
-    """One holder and three pretended hosts; ranks 1 and 2 start the transfer, pass it on, and do not wait."""
+def _forward_without_wait(rank, strategy):
+    """Rank 0 holds the tensor, each rank is on its own host; ranks 1 and 2 forward data but do not call ``wait``."""
     whole = whole_tensor((1024, 1024), torch.float32)
     src, dst = Layout(Mesh.of("1")), Layout(Mesh.of("3", first_rank=1))
     topology = reshard.Topology((0, 1, 2, 3))
@@ -219,17 +223,17 @@ def _forwarders_never_wait(rank, strategy):
     assert {1, 2} & set(plan.transfers.sender.tolist())
     if rank == 3:
         assert same_bytes(handle.wait(timeout_seconds=30), whole)
-    dist.barrier()  # keeps the forwarders alive, which have not waited
+    dist.barrier()  # keeps the forwarding ranks alive, which did not wait
     return rank in (1, 2) or handle.wait(timeout_seconds=30) is not None or rank == 0
 
 
 @pytest.mark.parametrize("strategy", ["multicast", "broadcast"])
-def test_a_forwarding_rank_that_never_waits_still_forwards(strategy):
-    assert run_processes(_forwarders_never_wait, 4, strategy) == [True] * 4
+def test_rank_that_never_waits_still_forwards(strategy):
+    assert run_processes(_forward_without_wait, 4, strategy) == [True] * 4
 
 
-def _in_flight(rank):
-    """Two transfers at once on the same ranks stay apart, in whatever order they are waited for."""
+def _two_transfers(rank):
+    """Starts two transfers on the same ranks and waits for them in reverse order."""
     one, two = whole_tensor((600, 700), torch.int64), whole_tensor((600, 700), torch.int64) + 10**9
     first = reshard.reshard_async(take_shard(ROWS, rank, one), ROWS, COLS)
     second = reshard.reshard_async(take_shard(ROWS, rank, two), ROWS, COLS)
@@ -237,12 +241,12 @@ def _in_flight(rank):
     return rank < 2 or (same_bytes(a, take_shard(COLS, rank, one)) and same_bytes(b, take_shard(COLS, rank, two)))
 
 
-def test_two_transfers_in_flight_stay_apart():
-    assert run_processes(_in_flight, 4) == [True] * 4
+def test_two_transfers_in_progress_do_not_mix():
+    assert run_processes(_two_transfers, 4) == [True] * 4
 
 
-def _leaves_nothing(rank):
-    """Many calls leave no threads and no file descriptors behind."""
+def _count_leaks(rank):
+    """Counts threads and file descriptors before and after 30 calls."""
     whole = whole_tensor((16, 16))
     source = take_shard(ROWS, rank, whole)
 
@@ -261,26 +265,26 @@ def _leaves_nothing(rank):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to count file descriptors")
-def test_calls_leave_no_threads_or_files_behind():
-    assert run_processes(_leaves_nothing, 4) == [True] * 4
+def test_calls_leak_no_threads_or_file_descriptors():
+    assert run_processes(_count_leaks, 4) == [True] * 4
 
 
 def _two_threads(rank):
-    """While one thread of rank 0 waits for the others, another one calls."""
-    one, said = Layout(Mesh.of(2)), []
+    """While one thread of rank 0 waits for rank 1, another thread calls."""
+    layout, results = Layout(Mesh.of(2)), []
 
     def call(value):
         try:
-            out = reshard.reshard(torch.full((4,), value), one, one, timeout_seconds=20)
-            said.append(bool((out == value).all()) or "values of another call")
+            out = reshard.reshard(torch.full((4,), value), layout, layout, timeout_seconds=20)
+            results.append(bool((out == value).all()) or "values of another call")
         except reshard.ReshardError as error:
-            said.append(f"{type(error).__name__}: {error}")
+            results.append(f"{type(error).__name__}: {error}")
 
     if rank == 1:
         time.sleep(1.0)
         for value in (1.0, 2.0, 3.0):
             call(value)
-        return said
+        return results
     threads = [threading.Thread(target=call, args=(value,)) for value in (1.0, 2.0)]
     for thread in threads:
         thread.start()
@@ -288,15 +292,15 @@ def _two_threads(rank):
     for thread in threads:
         thread.join()
     call(3.0)
-    return said
+    return results
 
 
-def test_two_threads_at_once_are_refused():
-    """The refused call is one that the rank left alone: others fail for it, and calls of different steps never meet."""
+def test_concurrent_calls_of_two_threads_are_refused():
+    """The refused call makes calls of rank 1 fail; calls of different steps never exchange data."""
     (refused, *ours), theirs = run_processes(_two_threads, 2)
     assert refused.startswith("ArgumentError: rank 0: two threads call on one group of 2 ranks at once"), refused
-    assert any("two threads" in str(said) for said in theirs), theirs
-    assert all(said is True or "Error: " in said for said in (*ours, *theirs)), (ours, theirs)
+    assert any("two threads" in str(result) for result in theirs), theirs
+    assert all(result is True or "Error: " in result for result in (*ours, *theirs)), (ours, theirs)
 
 
 def _on_two_hosts(rank):
@@ -307,19 +311,19 @@ def _on_two_hosts(rank):
     found = reshard.find_topology()
     src, dst = Layout(Mesh.of("1")), Layout(Mesh([2, 1, 3], {"x": 3}))
     blind = reshard.make_plan(src, dst, (64,), "float32")
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reshard.Mover(blind).close()
         aware = reshard.make_plan(src, dst, (64,), "float32", topology=found)
         with reshard.Mover(aware) as mover:
             out = mover(torch.arange(64.0) if rank == 0 else None)
-    return found.host_of_rank, [str(one.message) for one in said], rank == 0 or torch.equal(out, torch.arange(64.0))
+    return found.host_of_rank, [str(one.message) for one in caught], rank == 0 or torch.equal(out, torch.arange(64.0))
 
 
-def test_movers_warn_of_plans_that_do_not_know_of_hosts():
-    for hosts, said, is_right in run_processes(_on_two_hosts, 4):
+def test_mover_warns_if_its_plan_ignores_hosts():
+    for hosts, messages, is_right in run_processes(_on_two_hosts, 4):
         assert hosts == (0, 0, 1, 1)
-        assert len(said) == 1
-        assert "on one host, but they are on 2" in said[0]
-        assert "find_topology" in said[0]
+        assert len(messages) == 1
+        assert "on one host, but they are on 2" in messages[0]
+        assert "find_topology" in messages[0]
         assert is_right

@@ -1,4 +1,4 @@
-"""Results of another dtype than the source's."""
+"""Casts: results with a dtype other than the source's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import reshard
 import reshard.api.call
 from reshard import ArgumentError, DisagreementError, Layout, Mesh
-from reshard.api.casts import cast_landed, check_cast, landing_of, travelling_dtype
+from reshard.api.casts import cast_received, check_cast, receive_view, wire_dtype
 from reshard.coordination.process_group import find_group
 from reshard.dtypes import ITEMSIZE
 from reshard.testing.processes import run_processes
@@ -63,7 +63,7 @@ def _move(rank):
     return {(spec.name, spec.dtype) for spec in planned}
 
 
-def test_results_have_the_dtype_that_was_asked_for():
+def test_results_have_dst_dtype_and_the_narrower_dtype_is_sent():
     for planned in run_processes(_move, 5, timeout_seconds=60):
         for name, dtype in planned:
             if name is not None:
@@ -75,7 +75,7 @@ def test_results_have_the_dtype_that_was_asked_for():
 def _refuse(rank):
     source = take_shard(ROWS, rank, WHOLE)
     out = torch.zeros(take_shard(COLS, rank, WHOLE).shape) if rank == 3 else None
-    said = []
+    errors = []
     for options in (
         {"dst_dtype": "int32"},
         {"dst_dtype": "complex7"},
@@ -86,21 +86,21 @@ def _refuse(rank):
         try:
             reshard.reshard(source, ROWS, COLS, **options)
         except reshard.ReshardError as error:
-            said.append((type(error), str(error)))
+            errors.append((type(error), str(error)))
     assert reshard.reshard(source, ROWS, COLS) is not None or rank not in COLS.ranks
-    return said
+    return errors
 
 
-def test_casts_that_lose_more_than_precision_are_refused_on_every_rank():
-    for said in run_processes(_refuse, 5, timeout_seconds=60):
-        kinds, texts = zip(*said, strict=True)
+def test_invalid_casts_raise_the_same_error_on_every_rank():
+    for errors in run_processes(_refuse, 5, timeout_seconds=60):
+        kinds, texts = zip(*errors, strict=True)
         assert kinds == (ArgumentError, ArgumentError, DisagreementError, ArgumentError, ArgumentError)
-        assert "float32 cannot become int32" in texts[0]
+        assert "cannot cast float32 to int32" in texts[0]
         assert "dtype 'complex7'" in texts[1]
         assert "disagree on the destination dtype" in texts[2]
-        assert "rank 3 passes out of float32" in texts[3]
+        assert "rank 3 passes out= with float32" in texts[3]
         assert "but its shard is float16" in texts[3]
-        assert "so the tensor must be too" in texts[4]
+        assert "so the tensor must be one too" in texts[4]
 
 
 @pytest.mark.parametrize("wide", ["float32", "float64", "complex128", "int64"])
@@ -115,21 +115,21 @@ def test_casts_that_lose_more_than_precision_are_refused_on_every_rank():
     ],
     ids=["contiguous", "transposed", "strided", "inside", "empty"],
 )
-def test_what_lands_is_cast_in_the_targets_own_memory(monkeypatch, wide, make):
+def test_received_elements_are_cast_in_the_targets_memory(monkeypatch, wide, make):
     monkeypatch.setattr("reshard.api.casts.CAST_BYTES", 64)
     narrow = {"float32": "bfloat16", "float64": "float8_e5m2", "complex128": "complex64", "int64": "int8"}[wide]
     target = make((5, 7))
-    around = torch.zeros(target.untyped_storage().nbytes() // 4 * 2, dtype=getattr(torch, wide))
-    target = around.as_strided(target.shape, target.stride(), target.storage_offset())
-    landed = landing_of(target, narrow)
-    assert landed.shape == target.shape
-    assert landed.numel() == 0 or landed.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+    storage = torch.zeros(target.untyped_storage().nbytes() // 4 * 2, dtype=getattr(torch, wide))
+    target = storage.as_strided(target.shape, target.stride(), target.storage_offset())
+    received = receive_view(target, narrow)
+    assert received.shape == target.shape
+    assert received.numel() == 0 or received.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
     values = torch.arange(target.numel()).reshape(target.shape).to(getattr(torch, narrow))
-    landed.copy_(values)
-    cast_landed([landed], [target])
+    received.copy_(values)
+    cast_received([received], [target])
     assert same_bytes(target.contiguous(), values.to(getattr(torch, wide)))
     target.zero_()
-    assert not around.any()  # nothing was written beside it
+    assert not storage.any()  # nothing was written outside the target
 
 
 def _peak_bytes():
@@ -137,7 +137,7 @@ def _peak_bytes():
 
 
 def _growth(rank):
-    """How much this process grows in a cast to a narrower and one to a wider dtype, and what staging it holds."""
+    """Growth of peak memory and staging bytes of a narrowing and a widening cast, alternately."""
     src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2), "R S0")
     found = []
     for before, after in (("float32", "bfloat16"), ("bfloat16", "float32")):
@@ -147,7 +147,7 @@ def _growth(rank):
             out = torch.ones(8192, 1024, dtype=getattr(torch, after))
         reshard.reshard(source if source is None else source[:2], src, dst, shape=(4, 2048), dst_dtype=after)  # warm up
         with open("/proc/self/clear_refs", "w") as refs:
-            refs.write("5")  # the peak starts anew
+            refs.write("5")  # resets the peak
         begun = _peak_bytes()
         reshard.reshard(source, src, dst, dst_dtype=after, out=out, staging_bytes=2**22)
         channel = next(iter(find_group(None).channels.values()))
@@ -157,18 +157,18 @@ def _growth(rank):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs /proc to measure memory")
-def test_casts_stay_inside_the_staging_bytes():
-    """A cast of a whole shard would take 16 MiB; the staging is 4 MiB."""
+def test_casts_stay_within_staging_bytes():
+    """Casting a whole shard at once would need 16 MiB; staging is limited to 4 MiB."""
     for found in run_processes(_growth, 4):
         assert max(found[1::2]) <= 2**22
         assert max(found[0::2]) <= 10 * 2**20, found
 
 
-def test_what_travels_is_the_narrower():
-    assert travelling_dtype("float32", None) == "float32"
-    assert travelling_dtype("float32", "bfloat16") == "bfloat16"
-    assert travelling_dtype("bfloat16", "float32") == "bfloat16"
-    assert travelling_dtype("float16", "bfloat16") == "bfloat16"
+def test_wire_dtype_is_the_narrower():
+    assert wire_dtype("float32", None) == "float32"
+    assert wire_dtype("float32", "bfloat16") == "bfloat16"
+    assert wire_dtype("bfloat16", "float32") == "bfloat16"
+    assert wire_dtype("float16", "bfloat16") == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_what_travels_is_the_narrower():
         ("float32", "float8_e8m0fnu"),
     ],
 )
-def test_no_such_cast(src, dst):
+def test_check_cast_refuses(src, dst):
     with pytest.raises(ArgumentError, match=f"{src} .*{dst}") as raised:
         check_cast(src, dst, "the tensor")
     assert "INTERNAL" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""Errors name the rank, the tensor or the name that is wrong, and no more."""
+"""Errors name the rank, tensor or argument that is wrong, and nothing else."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ BOTH = Layout(Mesh.of("2"))
 NAMES = [f"layer.{number}.weight" for number in range(300)]
 
 
-def _said(call):
+def _result_or_error(call):
     try:
         return call()
     except reshard.ReshardError as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _comes_late(rank, leaves):
-    """Rank 0 gives up after half a second; with ``leaves`` its process has ended when rank 1 comes."""
+def _call_late(rank, leaves):
+    """Rank 0 times out after 0.5 s; with ``leaves`` its process has exited when rank 1 calls."""
     if rank == 1:
         time.sleep(2.0)
-    said = _said(lambda: reshard.reshard(torch.zeros(4), BOTH, BOTH, timeout_seconds=0.5 if rank == 0 else 10))
+    result = _result_or_error(
+        lambda: reshard.reshard(torch.zeros(4), BOTH, BOTH, timeout_seconds=0.5 if rank == 0 else 10)
+    )
     if rank == 0 and not leaves:
         time.sleep(3.0)
-    return said
+    return result
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_late_rank_hears_that_the_others_gave_up(leaves):
-    first, late = run_processes(_comes_late, 2, leaves)
+def test_late_rank_gets_the_timeout_error_of_the_others(leaves):
+    first, late = run_processes(_call_late, 2, leaves)
     assert first.startswith("TransferTimeoutError: rank 1 did not call within 0.5 s"), first
     assert "out of sync (rank 1 did not call within 0.5 s" in late, late
     assert "SOCKET_IFNAME" not in late
@@ -46,9 +48,9 @@ def _names(rank):
     changed = dict(tensors)
     changed.pop(NAMES[17])
     texts = [
-        _said(lambda: reshard.reshard(tensors, dict.fromkeys(changed, BOTH), BOTH)),
-        _said(lambda: reshard.reshard(changed if rank == 1 else tensors, BOTH, BOTH)),
-        _said(
+        _result_or_error(lambda: reshard.reshard(tensors, dict.fromkeys(changed, BOTH), BOTH)),
+        _result_or_error(lambda: reshard.reshard(changed if rank == 1 else tensors, BOTH, BOTH)),
+        _result_or_error(
             lambda: reshard.reshard(
                 tensors, BOTH, BOTH, shape={name: (1 + (rank and name == NAMES[9]),) for name in NAMES}
             )
@@ -56,11 +58,11 @@ def _names(rank):
     ]
     tied = torch.zeros(1)
     outs = {name: torch.zeros(1) for name in NAMES} | {NAMES[3]: tied, NAMES[250]: tied}
-    texts.append(_said(lambda: reshard.reshard(tensors, BOTH, BOTH, out=outs if rank == 1 else None)))
+    texts.append(_result_or_error(lambda: reshard.reshard(tensors, BOTH, BOTH, out=outs if rank == 1 else None)))
     return texts
 
 
-def test_of_many_tensors_an_error_names_those_that_are_wrong():
+def test_error_about_many_tensors_names_the_wrong_ones():
     for texts in run_processes(_names, 2):
         assert "src_mesh lacks 'layer.17.weight'" in texts[0]
         assert "rank 0 passes" in texts[1] and "'layer.17.weight'" in texts[1]
@@ -71,22 +73,22 @@ def test_of_many_tensors_an_error_names_those_that_are_wrong():
         assert max(map(len, texts)) < 800, [len(text) for text in texts]
 
 
-def _odd_one(rank):
-    return _said(
+def _different_strategy(rank):
+    return _result_or_error(
         lambda: reshard.reshard(
             torch.zeros(4), Layout(Mesh.of("4")), Layout(Mesh.of("4")), strategy="send_recv" if rank == 1 else None
         )
     )
 
 
-def test_the_rank_that_differs_is_blamed():
-    for text in run_processes(_odd_one, 4):
+def test_disagreement_names_the_rank_in_the_minority():
+    for text in run_processes(_different_strategy, 4):
         assert "ranks disagree on strategy: ranks 0,2-3 pass auto, rank 1 passes send_recv" in text
 
 
-def test_names_of_a_plan_that_differ():
+def test_compare_names_and_wrong_names_for_a_plan():
     assert compare_names(["a", "b"], ["b", "a"]) == ""
-    assert compare_names(["b", "x"], ["a", "b"]) == "lacks 'a' and has 'x' besides"
+    assert compare_names(["b", "x"], ["a", "b"]) == "lacks 'a' and has unexpected 'x'"
     assert compare_names([], NAMES).startswith(
         "lacks 'layer.0.weight', 'layer.1.weight', 'layer.10.weight' and 297 more"
     )

@@ -1,4 +1,4 @@
-"""Real processes over Gloo: the whole road."""
+"""End-to-end transfers on real processes over Gloo."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _wrong_shape(rank):
     return str(caught.value), good is None or bool((good == 1).all())
 
 
-def test_a_shard_of_the_wrong_shape_is_one_error_on_every_rank_and_the_next_call_works():
+def test_wrong_shard_shape_raises_one_error_on_every_rank_and_the_next_call_works():
     texts = run_processes(_wrong_shape, 4)
     assert len(set(texts)) == 1
     text, good = texts[0]
@@ -77,7 +77,7 @@ def _one_way_beside_two_way(rank):
     two_way = Layout(Mesh.of("4"), "S0"), Layout(Mesh.of("4"), "R S0")
     plans = [reshard.make_plan(*pair, whole.shape, whole.dtype, topology=topology) for pair in (one_way, two_way)]
     movers = [reshard.Mover(plan) for plan in plans]
-    for _ in range(3):  # both under way at once
+    for _ in range(3):  # both in progress at once
         handles = [
             mover.start(take_shard(src, rank, whole))
             for mover, (src, _) in zip(movers, (one_way, two_way), strict=True)
@@ -90,7 +90,7 @@ def _one_way_beside_two_way(rank):
     return [plan.is_two_way for plan in plans], len(ours._groups)
 
 
-def test_traffic_both_ways_has_a_connection_for_each():
+def test_two_way_traffic_has_a_connection_per_direction():
     assert run_processes(_one_way_beside_two_way, 4) == [([False, True], 2)] * 4
 
 
@@ -102,18 +102,18 @@ def _dropped(rank):
         reshard.Mover(plan)(torch.ones(4, 8))
     gc.collect()
     deadline = time.monotonic() + 10
-    # one more watches the ranks, and one asks the store
+    # Two threads remain: the group's heartbeat and its store client.
     while threading.active_count() > before + 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     return threading.active_count() - before
 
 
-def test_movers_that_are_dropped_leave_no_thread():
+def test_dropped_movers_leak_no_thread():
     assert max(run_processes(_dropped, 2)) <= 2
 
 
-def _unfinished(rank):
-    """What tensor parallelism gives: a tensor that a collective has yet to fill."""
+def _async_collective(rank):
+    """Passes the result of an unfinished collective, as tensor parallelism returns it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -128,7 +128,7 @@ def _unfinished(rank):
     return kind, moved.tolist(), again.tolist()
 
 
-def test_collectives_under_way_are_waited_for():
-    for kind, moved, again in run_processes(_unfinished, 2):
+def test_source_from_unfinished_collective_is_waited_for():
+    for kind, moved, again in run_processes(_async_collective, 2):
         assert kind == "AsyncCollectiveTensor"
         assert moved == again == [[3.0, 3.0]] * 2

@@ -1,4 +1,4 @@
-"""Ranks that die in a transfer which bears it: the others end with their shards, an offer, or what is lost, alike."""
+"""Fault-tolerant transfers: survivors get their shards, a recovery plan, or the same error about lost regions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from reshard.coordination.process_group import serve_store
 from reshard.testing.processes import LaunchError, run_processes
 
 SHAPE = (512, 1024)
-#: Everything twice at the sources, on hosts of their own; what enters a host is passed on inside it.
+#: The source has two replicas, on different hosts. Each host has two ranks, so destination hosts forward data.
 SRC, DST = Layout(Mesh.of("2x2"), "R S1"), Layout(Mesh.of("2x2", first_rank=4), "S0 R")
 TOPOLOGY = Topology((0, 0, 1, 1, 2, 2, 3, 3))
-ONCE = Layout(Mesh.of("4"), "S0")
+NO_REPLICAS = Layout(Mesh.of("4"), "S0")
 
 
 def _die_at(moment):
-    """Be killed at the n-th operation of the transfer; "planning" is before it, when all have agreed on what to move."""
+    """Kill this process at its n-th send or receive, or after the agreement, when it plans ("planning")."""
     if moment == "planning":
         reshard.api.call.plan_tensors = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
         return
@@ -50,36 +50,36 @@ def _die_at(moment):
 def _move(rank, victims, src, on_loss, strategy="multicast", **options):
     source, wanted = (shard_of_positions(layout, rank, SHAPE, "float32") for layout in (src, DST))
     options = {"strategy": strategy, "topology": TOPOLOGY, "timeout_seconds": 20, "staging_bytes": 2**18} | options
-    first = reshard.reshard(source, src, DST, shape=SHAPE, **options)  # all have met
+    first = reshard.reshard(source, src, DST, shape=SHAPE, **options)  # connects all ranks
     assert wanted is None or not count_unlike(first, wanted)
     if rank in victims:
         _die_at(victims[rank])
     kept, begun = None if source is None else source.clone(), time.monotonic()
-    said = {"rank": rank}
+    outcome = {"rank": rank}
     try:
         out = reshard.reshard(source, src, DST, shape=SHAPE, on_loss=on_loss, **options)
     except reshard.RankLostError as error:
-        said |= {"error": str(error), "ranks": error.ranks, "regions": error.regions}
+        outcome |= {"error": str(error), "ranks": error.ranks, "regions": error.regions}
         if error.plan is not None:
             reshard.check_plan(error.plan)
-            said["plan"] = error.plan.plan_hash
+            outcome["plan"] = error.plan.plan_hash
             out = error.recover()
-            said["unlike"] = 0 if wanted is None else count_unlike(out, wanted)
+            outcome["unlike"] = 0 if wanted is None else count_unlike(out, wanted)
     else:
-        said["unlike"] = 0 if wanted is None else count_unlike(out, wanted)
-    said["seconds"] = time.monotonic() - begun
+        outcome["unlike"] = 0 if wanted is None else count_unlike(out, wanted)
+    outcome["seconds"] = time.monotonic() - begun
     assert kept is None or torch.equal(kept, source)
-    return said
+    return outcome
 
 
 def _run(victims, src, on_loss, **options):
     with pytest.raises(LaunchError) as caught:
-        run_processes(_moved, 8, victims, src, on_loss, options, timeout_seconds=90, grace_seconds=60)
+        run_processes(_move_with, 8, victims, src, on_loss, options, timeout_seconds=90, grace_seconds=60)
     assert {failure.rank for failure in caught.value.failures} == set(victims), caught.value
     return [caught.value.results[rank] for rank in range(8) if rank not in victims]
 
 
-def _moved(rank, victims, src, on_loss, options):
+def _move_with(rank, victims, src, on_loss, options):
     return _move(rank, victims, src, on_loss, **options)
 
 
@@ -88,60 +88,62 @@ def _moved(rank, victims, src, on_loss, options):
     [
         pytest.param({0: 2}, id="the first source"),
         pytest.param({3: 1}, id="a source"),
-        pytest.param({4: 3}, id="one that passes on"),
+        pytest.param({4: 3}, id="a forwarding destination"),
         pytest.param({7: 1}, id="a destination"),
-        pytest.param({0: 1, 5: 2}, id="the first source and a destination", marks=pytest.mark.slow),  # 5 s of silence
-        pytest.param({0: "planning"}, id="the first while it plans"),
-        pytest.param({6: "planning", 1: 2}, id="one while it plans, and one later"),
+        pytest.param(
+            {0: 1, 5: 2}, id="the first source and a destination", marks=pytest.mark.slow
+        ),  # 5 s without a response
+        pytest.param({0: "planning"}, id="the first source while planning"),
+        pytest.param({6: "planning", 1: 2}, id="one while planning and one later"),
     ],
 )
-def test_the_others_carry_on(victims):
+def test_survivors_recover(victims):
     for one in _run(victims, SRC, "recover"):
         assert one["unlike"] == 0 and "error" not in one, one
         assert one["seconds"] < 15, one
 
 
-def test_the_others_are_offered_to():
-    said = _run({2: 2}, SRC, "offer")
-    assert len({(one["error"], one["plan"]) for one in said}) == 1, said
-    assert said[0]["ranks"] == (2,) and "recover()" in said[0]["error"]
-    assert all(one["unlike"] == 0 for one in said)
+def test_survivors_get_a_recovery_plan():
+    outcomes = _run({2: 2}, SRC, "offer")
+    assert len({(one["error"], one["plan"]) for one in outcomes}) == 1, outcomes
+    assert outcomes[0]["ranks"] == (2,) and "recover()" in outcomes[0]["error"]
+    assert all(one["unlike"] == 0 for one in outcomes)
 
 
-def test_what_nobody_holds_is_named():
-    said = _run({1: 1}, ONCE, "recover")
-    assert len({one["error"] for one in said}) == 1, said
-    assert said[0]["error"].startswith("rank 1 is lost, and with it "), said
-    assert said[0]["ranks"] == (1,) and said[0]["regions"]
+def test_lost_regions_are_named():
+    outcomes = _run({1: 1}, NO_REPLICAS, "recover")
+    assert len({one["error"] for one in outcomes}) == 1, outcomes
+    assert outcomes[0]["error"].startswith("rank 1 is lost, and with it "), outcomes
+    assert outcomes[0]["ranks"] == (1,) and outcomes[0]["regions"]
 
 
-def _moves_well(rank):
+def _move_without_loss(rank):
     return _move(rank, {}, SRC, "recover"), _move(rank, {}, SRC, "offer", verify=True)
 
 
-def test_without_losses_it_is_a_transfer_like_any_other():
-    for both in run_processes(_moves_well, 8):
+def test_fault_tolerant_transfer_without_losses():
+    for both in run_processes(_move_without_loss, 8):
         assert [one["unlike"] for one in both] == [0, 0]
 
 
-def _wrong(rank, on_loss):
+def _wrong_on_loss(rank, on_loss):
     try:
         reshard.reshard(torch.ones(4), Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2")), on_loss=on_loss[rank])
     except reshard.ReshardError as error:
         return f"{type(error).__name__}: {error}"
 
 
-def test_wrong_arguments():
+def test_wrong_on_loss_is_refused():
     assert (
-        run_processes(_wrong, 2, ["never", "never"])
+        run_processes(_wrong_on_loss, 2, ["never", "never"])
         == ["ArgumentError: on_loss is 'never'; it must be one of 'raise', 'offer', 'recover'"] * 2
     )
-    said = run_processes(_wrong, 2, ["raise", "offer"])
-    assert said == ["DisagreementError: ranks disagree on on_loss: rank 0 passes raise, rank 1 passes offer"] * 2
+    errors = run_processes(_wrong_on_loss, 2, ["raise", "offer"])
+    assert errors == ["DisagreementError: ranks disagree on on_loss: rank 0 passes raise, rank 1 passes offer"] * 2
 
 
-def _stops(rank):
-    """Rank 3 is stopped; the others go on without it when its time is up."""
+def _stop_rank_3(rank):
+    """Rank 3 is stopped; the others continue without it after the timeout."""
     if rank == 3:
         plain = GlooTransport.send
 
@@ -166,9 +168,9 @@ def _stops(rank):
 
 
 @pytest.mark.slow
-def test_a_silent_rank_counts_as_lost_when_its_time_is_up():
+def test_unresponsive_rank_is_lost_after_the_timeout():
     with pytest.raises(LaunchError) as caught:
-        run_processes(_stops, 8, timeout_seconds=40, grace_seconds=20)
+        run_processes(_stop_rank_3, 8, timeout_seconds=40, grace_seconds=20)
     assert [failure.rank for failure in caught.value.failures] == [3]
     assert set(caught.value.results.values()) == {0}
 
@@ -184,13 +186,13 @@ def _spawned(rank, port, folder):
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=8)
-    said = _move(rank, {2: 2}, SRC, "recover")
-    (folder / f"{rank}.part").write_text(json.dumps(said))
+    outcome = _move(rank, {2: 2}, SRC, "recover")
+    (folder / f"{rank}.part").write_text(json.dumps(outcome))
     (folder / f"{rank}.part").rename(folder / f"{rank}.json")
 
 
-def test_carries_on_under_torch_multiprocessing(tmp_path):
-    """Its launcher ends the others when one dies, but only once it is asked to join them."""
+def test_survivors_recover_under_torch_multiprocessing(tmp_path):
+    """Its launcher kills all ranks after one dies, but only when ``join`` is called."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     server = multiprocessing.get_context("fork").Process(target=_serve, args=(listener,), daemon=True)
@@ -214,13 +216,13 @@ PAIR, HALVES = Layout(Mesh.of("2")), Layout(Mesh.of("2", first_rank=2), "S0")
 
 
 def _step(rank, step, timeout_seconds=20.0, **options):
-    """Start a transfer of an array that holds the number of a step."""
+    """Start a transfer of an array filled with the step number."""
     source = torch.full((4, 3), float(step)) if rank < 2 else None
     options = {"shape": (4, 3), "on_loss": "recover", "timeout_seconds": timeout_seconds} | options
     return reshard.reshard_async(source, PAIR, HALVES, **options)
 
 
-def _said(begin):
+def _values_or_error(begin):
     try:
         out = begin()
         return None if out is None else sorted(set(out.flatten().tolist()))
@@ -228,71 +230,71 @@ def _said(begin):
         return f"{type(error).__name__}: {error}"
 
 
-def _is_late(rank, late):
-    given, seconds = [_said(_step(rank, 0).wait)], []
+def _call_late(rank, late):
+    results, seconds = [_values_or_error(_step(rank, 0).wait)], []
     for step in range(1, 5):
         if step == 1 and rank == late:
             time.sleep(3)
         begun = time.monotonic()
-        given.append(_said(lambda step=step: _step(rank, step, 1.0).wait()))
+        results.append(_values_or_error(lambda step=step: _step(rank, step, 1.0).wait()))
         seconds.append(time.monotonic() - begun)
         if step == 3 and rank != late:
-            time.sleep(2)  # so that the late one calls again while the others do
-    given.append(_said(lambda: _step(rank, 5, on_loss="raise").wait()))
-    return given, seconds
+            time.sleep(2)  # so that the late rank calls again while the others call
+    results.append(_values_or_error(lambda: _step(rank, 5, on_loss="raise").wait()))
+    return results, seconds
 
 
 @pytest.mark.parametrize("late", [0, *(pytest.param(late, marks=pytest.mark.slow) for late in (1, 3))])
-def test_a_rank_that_comes_late_is_lost_for_good_and_told_so(late):
-    """The others go on without it and without waiting for it again; what it brings is of another step."""
-    by_rank = run_processes(_is_late, 4, late)
-    for rank, (given, seconds) in enumerate(by_rank):
+def test_late_rank_is_excluded_permanently(late):
+    """The other ranks wait for it only once and never receive its data, which belongs to another step."""
+    by_rank = run_processes(_call_late, 4, late)
+    for rank, (results, seconds) in enumerate(by_rank):
         if rank == late:
-            assert all("go on without it" in text or f"without rank {late}" in text for text in given[1:5]), given
+            assert all("go on without it" in text or f"without rank {late}" in text for text in results[1:5]), results
         else:
-            assert given[:5] == [None if rank < 2 else [float(step)] for step in range(5)], (late, rank, given)
+            assert results[:5] == [None if rank < 2 else [float(step)] for step in range(5)], (late, rank, results)
             assert seconds[0] < 7 and max(seconds[1:]) < 1, (late, rank, seconds)
-            assert f"rank {late} was lost in an earlier call" in given[5], given
+            assert f"rank {late} was lost in an earlier call" in results[5], results
 
 
-def _crossed(rank, orders):
+def _wait_in_order(rank, orders):
     handles = {step: _step(rank, step) for step in (1, 2)}
-    waited = [_said(handles[step].wait) for step in orders[rank]]
-    return waited, _said(lambda: _step(rank, 3).wait())
+    waited = [_values_or_error(handles[step].wait) for step in orders[rank]]
+    return waited, _values_or_error(lambda: _step(rank, 3).wait())
 
 
 @pytest.mark.parametrize("orders", [[(1, 2), (1, 2), (2, 1), (1, 2)], [(1, 2), (1, 2), (1,), (1, 2)]])
-def test_transfers_that_bear_losses_are_waited_for_alike_or_refused(orders):
-    said = run_processes(_crossed, 4, orders)
-    texts = [text for waited, then in said for text in (*waited, then)]
-    assert all("create a new group" in then for _, then in said), said
-    assert any("ranks disagree on what comes next: rank 0 waits for transfer" in str(text) for text in texts), said
-    for rank in (2, 3):  # what did arrive is of its own step
-        for step, text in zip(orders[rank], said[rank][0], strict=True):
-            assert text == [float(step)] or "DisagreementError" in text, said
+def test_fault_tolerant_transfers_are_waited_for_in_one_order_or_refused(orders):
+    by_rank = run_processes(_wait_in_order, 4, orders)
+    texts = [text for waited, then in by_rank for text in (*waited, then)]
+    assert all("create a new group" in then for _, then in by_rank), by_rank
+    assert any("ranks disagree on what comes next: rank 0 waits for transfer" in str(text) for text in texts), by_rank
+    for rank in (2, 3):  # data that arrived belongs to its step
+        for step, text in zip(orders[rank], by_rank[rank][0], strict=True):
+            assert text == [float(step)] or "DisagreementError" in text, by_rank
 
 
-def _first_is_late(rank):
-    """The others give up the first rank at different times, and it comes while some still wait for it."""
-    given = [_said(_step(rank, 0).wait)]
+def _late_rank_0(rank):
+    """The others time out on rank 0 at different times; rank 0 calls while some still wait for it."""
+    results = [_values_or_error(_step(rank, 0).wait)]
     dist.barrier()
     time.sleep({0: 2.25, 1: 0.0, 2: 1.7, 3: 1.7}[rank])
     for step in range(1, 5 if rank else 2):
-        given.append(_said(lambda step=step: _step(rank, step, 1.0).wait()))
-    return given
+        results.append(_values_or_error(lambda step=step: _step(rank, step, 1.0).wait()))
+    return results
 
 
-def test_ranks_that_lose_the_first_one_at_different_times_stay_in_one_call():
-    for rank, given in enumerate(run_processes(_first_is_late, 4)):
+def test_ranks_that_lose_rank_0_at_different_times_stay_in_one_call():
+    for rank, results in enumerate(run_processes(_late_rank_0, 4)):
         if rank == 0:
-            assert given[0] is None and "goes on without rank 0" in given[1], given
+            assert results[0] is None and "continues without rank 0" in results[1], results
         else:
             wanted = [None if rank < 2 else [float(step)] for step in range(5)]
-            assert given == wanted or all("Error" in str(one) for one in given[1:]), (rank, given)
+            assert results == wanted or all("Error" in str(one) for one in results[1:]), (rank, results)
 
 
-def _others_know(rank):
-    """Rank 1 is lost to ranks 0, 2 and 3; rank 4 has yet to hear of it when all call."""
+def _learn_of_loss(rank):
+    """Ranks 0, 2 and 3 have excluded rank 1; rank 4 does not know it yet when all call."""
     large, small = Layout(Mesh.of("3")), Layout(Mesh([1, 2, 4], {"x": 3}))
     options = {"shape": (3, 2), "dtype": "float32", "on_loss": "recover", "timeout_seconds": 1.0}
     if rank == 1:
@@ -305,9 +307,9 @@ def _others_know(rank):
             time.sleep(1.3)
         source = torch.full((3, 2), 7.0) if rank < 3 else None
         if rank in (0, 2, 4):
-            return _said(reshard.reshard_async(source, large, small, **options).wait)
+            return _values_or_error(reshard.reshard_async(source, large, small, **options).wait)
     return None
 
 
-def test_who_is_lost_is_heard_from_those_who_know():
-    assert run_processes(_others_know, 5) == [None, None, [7.0], None, [7.0]]
+def test_lost_ranks_are_learned_from_other_ranks():
+    assert run_processes(_learn_of_loss, 5) == [None, None, [7.0], None, [7.0]]

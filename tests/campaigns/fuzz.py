@@ -1,8 +1,8 @@
-"""Hostile input: ``python -m tests.campaigns.fuzz --seconds 1800``. Every parser and constructor of layouts, in turns.
+"""Fuzz all parsers and layout constructors, in turns: ``python -m tests.campaigns.fuzz --seconds 1800``.
 
-What they get is made from good examples: numbers become huge or negative, parts are cut, doubled and exchanged, fields
-of JSON become something else, and now and then all of it is anything. Each must end soon, within limited memory, in a
-value or in an error of this package; what was read must print and read back as the same.
+Inputs are mutations of valid examples: huge and negative numbers, removed, repeated and swapped parts, JSON fields of
+other types, and sometimes arbitrary values. Each input must produce a value or a ReshardError within limits of time and
+memory. A parsed value must print and parse back to an equal value.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from reshard.sharding.tiles import cut_shards
 from reshard.topology.files import parse_rate, read_topology, topology_from_json, topology_to_json
 from reshard.topology.presets import MACHINES
 
-#: How long one input may take, and how much memory all may take beyond what the process has.
+#: Time limit of one input, and memory limit of all inputs in addition to the process's memory at the start.
 LIMIT_SECONDS = 20.0
 LIMIT_BYTES = 4 * 2**30
 EXAMPLES_PER_TURN = 100
@@ -60,7 +60,7 @@ _VALUES: Any = st.sampled_from(
 
 
 class Hang(BaseException):
-    """An input took longer than it may."""
+    """An input exceeded the time limit."""
 
 
 # Inputs
@@ -68,7 +68,7 @@ class Hang(BaseException):
 
 @st.composite
 def _texts(draw: Any, examples: tuple[str, ...]) -> str:
-    """A good text with a few bad places in it."""
+    """A valid text with a few random changes."""
     text: str = draw(st.sampled_from(examples))
     for _ in range(draw(st.integers(1, 5))):
         a = draw(st.integers(0, len(text)))
@@ -95,7 +95,7 @@ def _texts(draw: Any, examples: tuple[str, ...]) -> str:
 
 @st.composite
 def _trees(draw: Any, examples: tuple[Any, ...]) -> Any:
-    """A good JSON value with a few bad places in it."""
+    """A valid JSON value with a few random changes."""
     tree = json.loads(json.dumps(draw(st.sampled_from(examples))))
     for _ in range(draw(st.integers(1, 4))):
         spots = list(_spots(tree))
@@ -107,12 +107,12 @@ def _trees(draw: Any, examples: tuple[Any, ...]) -> Any:
             del holder[key]
         elif kind == 1:
             other, at = draw(st.sampled_from(spots))
-            with contextlib.suppress(LookupError):  # it may have been deleted
+            with contextlib.suppress(LookupError):  # the spot may be deleted already
                 holder[key] = json.loads(json.dumps(other[at]))
         elif kind == 2 and isinstance(holder, list):
             holder[key:key] = [copy.deepcopy(holder[key]) for _ in range(draw(st.integers(1, 40)))]
         else:
-            holder[key] = copy.deepcopy(draw(_VALUES))  # they would be changed in place for all that come later
+            holder[key] = copy.deepcopy(draw(_VALUES))  # later changes must not modify the shared value
     return tree
 
 
@@ -125,7 +125,7 @@ def _spots(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 @st.composite
 def _command_lines(draw: Any) -> list[str]:
-    """Arguments of ``reshard plan``, one or two of them bad."""
+    """Arguments of ``reshard plan``, some of them missing or invalid."""
     given = {
         "--shape": "64,32",
         "--dtype": "float32",
@@ -147,7 +147,7 @@ def _command_lines(draw: Any) -> list[str]:
     return ["plan", *(f"{name}={value}" for name, value in given.items())]
 
 
-# What gets them
+# Targets
 
 
 def _read_plan(text: str) -> None:
@@ -224,7 +224,7 @@ def _build_layouts(data: Any) -> None:
 
 
 def _read_frames(data: bytes) -> None:
-    """What comes over a control connection."""
+    """Parse the frames of a control connection."""
     from reshard.coordination.control_channel import MAX_HELLO_BYTES, _Peer
 
     ours, theirs = socket.socketpair()
@@ -237,13 +237,13 @@ def _read_frames(data: bytes) -> None:
 
 
 def _run_command(arguments: list[str]) -> None:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
             status = cli_main(arguments)
-        except SystemExit as end:  # argparse's way out
+        except SystemExit as end:  # raised by argparse
             status = int(end.code or 0)
     assert status in (0, 2), status
-    assert status == 0 or "reshard" in said.getvalue()
+    assert status == 0 or "reshard" in errors.getvalue()
 
 
 @functools.cache
@@ -252,7 +252,7 @@ def _pipeline() -> Any:
 
 
 def _targets() -> dict[str, tuple[Any, Callable[[Any], None]]]:
-    """Of each parser what it gets, and what is done with it."""
+    """For each parser, the strategy of its inputs and the function to call with them."""
     rows, columns = Layout(Mesh.of("2x2"), "S0 R"), Layout(Mesh.of("3x2", first_rank=4), "R S01")
     regions = RegionLayout({0: [[(0, 4), (0, 8)], [(8, 12), (0, 8)]], 1: [[(4, 8), (0, 8)], [(12, 16), (0, 8)]]})
     pods: dict[str, Any] = {
@@ -293,8 +293,8 @@ def _targets() -> dict[str, tuple[Any, Callable[[Any], None]]]:
 # The campaign
 
 
-def _checking(function: Callable[[Any], None], note: Callable[[float], None]) -> Callable[[Any], None]:
-    """The function, allowed to raise errors of ours, but nothing else, and within the time that it has."""
+def _checked(function: Callable[[Any], None], record: Callable[[float], None]) -> Callable[[Any], None]:
+    """Wrap a target: it may raise only ReshardError, and must end within the time limit."""
 
     def check(data: Any) -> None:
         begun = time.monotonic()
@@ -304,26 +304,29 @@ def _checking(function: Callable[[Any], None], note: Callable[[float], None]) ->
         except ReshardError:
             pass
         except Hang:
-            raise AssertionError(f"no end after {LIMIT_SECONDS:g} s") from None
+            raise AssertionError(f"did not end within {LIMIT_SECONDS:g} s") from None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        note(time.monotonic() - begun)
+        record(time.monotonic() - begun)
 
     return check
 
 
 def fuzz(seconds: float, first_seed: int = 0) -> tuple[Counter[str], dict[str, float], list[str]]:
-    """Give inputs to all parsers in turns; how many each got, the slowest of each, and what went wrong.
+    """Fuzz all parsers in turns.
 
     Args:
-        seconds: in all. first_seed: of the inputs.
+        seconds: total duration. first_seed: seed of the first turn.
+
+    Returns:
+        Number of inputs and slowest input in seconds, per parser, and a description of each failure.
     """
     counts: Counter[str] = Counter()
     slowest: dict[str, float] = {}
     wrong: list[str] = []
     ends = time.monotonic() + seconds
 
-    def note(name: str, took: float) -> None:
+    def record(name: str, took: float) -> None:
         counts[name] += 1
         slowest[name] = max(slowest.get(name, 0.0), took)
 
@@ -342,13 +345,13 @@ def fuzz(seconds: float, first_seed: int = 0) -> tuple[Counter[str], dict[str, f
             )
             try:
                 with_seed: Any = seed(first_seed + turn)
-                taking: Any = given(strategy)
-                run: Any = with_seed(limits(taking(_checking(function, functools.partial(note, name)))))
+                with_input: Any = given(strategy)
+                run: Any = with_seed(limits(with_input(_checked(function, functools.partial(record, name)))))
                 run()
             except Exception as error:
                 notes = "; ".join(getattr(error, "__notes__", []))
                 wrong.append(f"{name}: {type(error).__name__}: {error} {notes}")
-                del targets[name]  # the next turn would find it again
+                del targets[name]  # the next turn would find the same failure
             if time.monotonic() >= ends:
                 break
         turn += 1
@@ -356,10 +359,14 @@ def fuzz(seconds: float, first_seed: int = 0) -> tuple[Counter[str], dict[str, f
 
 
 def main() -> int:
-    """Print what each parser got; 1 if one of them failed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.campaigns.fuzz", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="in all (60)")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs (0)")
+    """Print the inputs and the slowest input of each parser; returns 1 if a parser failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.campaigns.fuzz",
+        description=__doc__,
+        epilog="example: python -m tests.campaigns.fuzz --seconds 600 --seed 1000",
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="total duration (60)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the inputs (0)")
     options = parser.parse_args()
 
     def stop(*_: Any) -> None:
@@ -373,7 +380,7 @@ def main() -> int:
     for name, count in counts.items():
         print(f"| {name} | {count:,} | {slowest[name]:.2f} |")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    print(f"{counts.total():,} inputs, {len(wrong)} parsers failed, at most {peak:.0f} MiB")
+    print(f"{counts.total():,} inputs, {len(wrong)} parsers failed, peak memory {peak:.0f} MiB")
     for text in wrong:
         print(text, file=sys.stderr)
     return 1 if wrong else 0

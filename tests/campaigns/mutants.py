@@ -1,9 +1,9 @@
-"""Whether the tests notice faults planted in ourselves: ``python -m tests.campaigns.mutants geometry --count 300``.
+"""Mutation testing: ``python -m tests.campaigns.mutants geometry --count 300``.
 
-A mutant is one small change to the source of a part: a comparison, a sign, a number, a condition turned around, a
-statement left out. Mutants are drawn with a seed from all that are possible, and each is run against the part's tests
-until one fails, with the change in every process that they fork. What survives is printed as a difference, to be told
-apart by a reader: a missing test, or a change that changes nothing that matters.
+A mutant is one small change to the source of a part: a comparison, a sign, a number, a negated condition or a removed
+statement. Mutants are sampled with a seed from all possible ones. Each runs against the tests of its part until one
+fails; processes that the tests fork run the mutant too. Survivors are printed as diffs. A survivor shows either a missing
+test or a change without effect.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
-#: The folders of each part, and of the tests that are run against its mutants, the quickest first.
+#: Source paths of each part, and the tests that run against its mutants, fastest first.
 PARTS: dict[str, tuple[str, str]] = {
     "geometry": ("reshard/sharding", "tests/sharding tests/plan tests/planner/test_limits.py tests/api"),
     "planner": ("reshard/plan reshard/cost reshard/planner", "tests/plan tests/planner tests/cost tests/sharding tests/topology"),
@@ -40,7 +40,7 @@ PARTS: dict[str, tuple[str, str]] = {
     "scheduler": ("scheduler", "tests/scheduler"),
 }  # fmt: skip
 LIMIT_SECONDS = 60.0
-#: What one test may take.
+#: Time limit of one test.
 TEST_SECONDS = 40
 _TIMED_OUT = 99
 
@@ -56,27 +56,27 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: the ``at``-th place of a file where something can be changed."""
+    """One mutant: the change at mutation point ``at`` of a file."""
 
     path: Path
     at: int
 
 
 class _Mutator(ast.NodeTransformer):
-    """Counts the places of a file, and changes one of them."""
+    """Counts the mutation points of a file, and changes one of them."""
 
     def __init__(self, at: int) -> None:
         self.at, self.count = at, 0
 
-    def _is_it(self) -> bool:
+    def _is_target(self) -> bool:
         self.count += 1
         return self.count - 1 == self.at
 
     def visit_Raise(self, node: ast.Raise) -> Any:
-        return node  # texts of errors
+        return node  # mutants of error texts are irrelevant
 
     def visit_Assert(self, node: ast.Assert) -> Any:
-        return node  # says what holds
+        return node  # an assertion is a check itself
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> Any:
         return node
@@ -97,63 +97,63 @@ class _Mutator(ast.NodeTransformer):
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _visit_function  # noqa: N815
 
     def visit_keyword(self, node: ast.keyword) -> Any:
-        return node if node.arg == "strict" else self.generic_visit(node)  # of zip, says what holds
+        return node if node.arg == "strict" else self.generic_visit(node)  # strict= of zip is a check itself
 
     def visit_Compare(self, node: ast.Compare) -> Any:
         self.generic_visit(node)
         for i, op in enumerate(node.ops):
-            if type(op) in _COMPARISONS and self._is_it():
+            if type(op) in _COMPARISONS and self._is_target():
                 node.ops[i] = _COMPARISONS[type(op)]()
         return node
 
     def visit_BinOp(self, node: ast.BinOp) -> Any:
         self.generic_visit(node)
-        if type(node.op) in _OPERATORS and self._is_it():
+        if type(node.op) in _OPERATORS and self._is_target():
             node.op = _OPERATORS[type(node.op)]()
         return node
 
     def visit_BoolOp(self, node: ast.BoolOp) -> Any:
         self.generic_visit(node)
-        if self._is_it():
+        if self._is_target():
             node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
         return node
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
         self.generic_visit(node)
-        if isinstance(node.op, (ast.Not, ast.USub)) and self._is_it():
+        if isinstance(node.op, (ast.Not, ast.USub)) and self._is_target():
             return node.operand
         return node
 
     def visit_Constant(self, node: ast.Constant) -> Any:
         if isinstance(node.value, bool):
-            return ast.Constant(not node.value) if self._is_it() else node
+            return ast.Constant(not node.value) if self._is_target() else node
         if isinstance(node.value, (int, float)):
-            return ast.Constant(node.value + 1) if self._is_it() else node
+            return ast.Constant(node.value + 1) if self._is_target() else node
         return node
 
     def visit_If(self, node: ast.If) -> Any:
         self.generic_visit(node)
-        if ast.unparse(node.test) != "TYPE_CHECKING" and self._is_it():
+        if ast.unparse(node.test) != "TYPE_CHECKING" and self._is_target():
             node.test = ast.UnaryOp(ast.Not(), node.test)
         return node
 
     def visit_Expr(self, node: ast.Expr) -> Any:
         self.generic_visit(node)
-        return ast.Pass() if isinstance(node.value, ast.Call) and self._is_it() else node
+        return ast.Pass() if isinstance(node.value, ast.Call) and self._is_target() else node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> Any:
         self.generic_visit(node)
-        return ast.Pass() if self._is_it() else node
+        return ast.Pass() if self._is_target() else node
 
     def visit_Continue(self, node: ast.Continue) -> Any:
-        return ast.Break() if self._is_it() else node
+        return ast.Break() if self._is_target() else node
 
     def visit_Break(self, node: ast.Break) -> Any:
-        return ast.Continue() if self._is_it() else node
+        return ast.Continue() if self._is_target() else node
 
 
 def change(source: str, at: int) -> tuple[str, int]:
-    """The source with its ``at``-th place changed (none for -1), and how many places it has."""
+    """The source with mutation point ``at`` changed (none if -1), and its number of mutation points."""
     mutator = _Mutator(at)
     tree = ast.fix_missing_locations(mutator.visit(copy.deepcopy(ast.parse(source))))
     return ast.unparse(tree) + "\n", mutator.count
@@ -172,7 +172,7 @@ def _tests(part: str) -> list[str]:
 
 
 def draw(part: str, count: int, seed: int) -> list[Mutant]:
-    """So many mutants of a part, drawn from all that are possible."""
+    """A random sample of all possible mutants of a part."""
     every = [Mutant(path, at) for path in _files(part) for at in range(change(path.read_text(), -1)[1])]
     return random.Random(seed).sample(every, min(count, len(every)))
 
@@ -183,7 +183,7 @@ def _module_of(path: Path) -> str:
 
 
 class _Finder:
-    """Loads one module from a changed source, whoever would load it otherwise."""
+    """An import hook that loads one module from the mutated source."""
 
     def __init__(self, module: str, source: str, path: Path) -> None:
         self.module, self.source, self.path = module, source, path
@@ -201,8 +201,8 @@ class _Finder:
         exec(compile(self.source, str(self.path), "exec"), module.__dict__)
 
 
-class _Teller:
-    """Writes the first test that fails, or does not end, into a pipe."""
+class _FailureReporter:
+    """A pytest plugin that writes the id of a failed or hanging test into a pipe."""
 
     def __init__(self, pipe: int) -> None:
         self.pipe = pipe
@@ -221,7 +221,7 @@ class _Teller:
 
 
 def _try_tests(tests: list[str], mutant: Mutant | None, pipe: int) -> int:
-    """In a process of its own, which has not imported the package: 0 if all tests pass."""
+    """Run the tests in a forked process that has not imported the package; returns 0 if all tests pass."""
     import pytest
 
     if mutant is not None:
@@ -240,19 +240,19 @@ def _try_tests(tests: list[str], mutant: Mutant | None, pipe: int) -> int:
     ]
     chosen.append("--hypothesis-profile=unshrunk")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return int(pytest.main([*chosen, *tests], plugins=[_Teller(pipe)]))
+        return int(pytest.main([*chosen, *tests], plugins=[_FailureReporter(pipe)]))
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How a mutant ended: killed, timed out, or survived; how long that took; and the test that failed, if one did."""
+class Outcome:
+    """Outcome of a mutant: ``how`` is "killed", "timed out" or "survived"; ``test`` is the failed test, if any."""
 
     how: str
     seconds: float
     test: str = ""
 
 
-def _run(tests: list[str], mutant: Mutant | None, limit: float = LIMIT_SECONDS) -> Ending:
+def _run(tests: list[str], mutant: Mutant | None, limit: float = LIMIT_SECONDS) -> Outcome:
     begun = time.monotonic()
     reader, writer = os.pipe()
     pid = os.fork()
@@ -278,16 +278,16 @@ def _run(tests: list[str], mutant: Mutant | None, limit: float = LIMIT_SECONDS) 
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # what it has forked
+        os.killpg(pid, signal.SIGKILL)  # forked descendants
     os.set_blocking(reader, False)
-    told = b""
+    failed_test = b""
     with contextlib.suppress(BlockingIOError):
-        told = os.read(reader, 500)
+        failed_test = os.read(reader, 500)
     os.close(reader)
-    return Ending(how, time.monotonic() - begun, told.decode(errors="replace"))
+    return Outcome(how, time.monotonic() - begun, failed_test.decode(errors="replace"))
 
 
-def _difference(mutant: Mutant) -> str:
+def _diff(mutant: Mutant) -> str:
     source = mutant.path.read_text()
     before, after = change(source, -1)[0].splitlines(), change(source, mutant.at)[0].splitlines()
     lines = [line for line in difflib.unified_diff(before, after, lineterm="", n=1) if line[:3] not in ("---", "+++")]
@@ -295,78 +295,81 @@ def _difference(mutant: Mutant) -> str:
 
 
 def _mark(mutant: Mutant) -> str:
-    """Of the changed source, so that an ending is known to be of the same one."""
+    """Hash of the mutated source, to recognize the mutant in the records of an earlier run."""
     return hashlib.sha256(change(mutant.path.read_text(), mutant.at)[0].encode()).hexdigest()[:16]
 
 
-def _read_killed(rows: Path | None) -> dict[str, Ending]:
-    """By mark, what an earlier run killed."""
+def _read_killed(rows: Path | None) -> dict[str, Outcome]:
+    """Outcomes of the mutants that an earlier run killed, by mark."""
     found = [json.loads(line) for line in rows.read_text().splitlines()] if rows else []
-    return {row["mark"]: Ending(row["how"], row["seconds"], row["test"]) for row in found if row["how"] != "survived"}
+    return {row["mark"]: Outcome(row["how"], row["seconds"], row["test"]) for row in found if row["how"] != "survived"}
 
 
 def _campaign(
-    part: str, mutants: list[Mutant], jobs: int, limit: float, killed: dict[str, Ending]
-) -> Iterator[tuple[Mutant, Ending]]:
-    """Each mutant and its ending; files of tests that import its module, or have killed others of it, go first."""
+    part: str, mutants: list[Mutant], jobs: int, limit: float, killed: dict[str, Outcome]
+) -> Iterator[tuple[Mutant, Outcome]]:
+    """Run all mutants. Test files that killed mutants of the same file run first, then those that import its module."""
     killers: dict[Path, Counter[str]] = defaultdict(Counter)
     texts = {name: (ROOT / name).read_text() for name in _tests(part)}
 
-    def run(mutant: Mutant) -> Ending:
+    def run(mutant: Mutant) -> Outcome:
         if (earlier := killed.get(_mark(mutant))) is not None:
             return earlier
         known = Counter(killers[mutant.path])
         imports = f"from {_module_of(mutant.path)} import"
-        ending = _run(sorted(texts, key=lambda name: (-known[name], imports not in texts[name])), mutant, limit)
-        if ending.test:
-            killers[mutant.path][ending.test.split("::")[0]] += 1
-        return ending
+        outcome = _run(sorted(texts, key=lambda name: (-known[name], imports not in texts[name])), mutant, limit)
+        if outcome.test:
+            killers[mutant.path][outcome.test.split("::")[0]] += 1
+        return outcome
 
     with ThreadPoolExecutor(jobs) as pool:
         yield from zip(mutants, pool.map(run, mutants), strict=True)
 
 
 def main() -> int:
-    """Print what survived and how many were killed; 1 if that is less than nine of ten."""
-    parser = argparse.ArgumentParser(prog="python -m tests.campaigns.mutants", description=__doc__)
-    parser.add_argument("part", choices=sorted(PARTS))
-    parser.add_argument("--count", type=int, default=300, help="mutants (300)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at once (as many as processors)")
-    parser.add_argument("--out", type=Path, help="write each mutant and how it ended as JSON lines")
+    """Print the surviving mutants and the share of killed ones; returns 1 if fewer than 90 % were killed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.campaigns.mutants",
+        description=__doc__,
+        epilog="example: python -m tests.campaigns.mutants planner --count 50 --jobs 4 --out mutants.jsonl",
+    )
+    parser.add_argument("part", choices=sorted(PARTS), help="part of the package to mutate")
+    parser.add_argument("--count", type=int, default=300, help="number of mutants (300)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample (0)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="parallel mutants (number of CPUs)")
+    parser.add_argument("--out", type=Path, help="write each mutant and its outcome as JSON lines to this file")
     parser.add_argument(
-        "--killed", type=Path, help="such lines of an earlier run: what it killed, if still the same, is not run again"
+        "--killed", type=Path, help="--out file of an earlier run; skip mutants that it killed and that are unchanged"
     )
     options = parser.parse_args()
-    for heavy in ("numpy", "pytest", "torch", "torch.distributed"):  # once, for all that are forked
+    for heavy in ("numpy", "pytest", "torch", "torch.distributed"):  # import once; the forked processes inherit it
         importlib.import_module(heavy)
     alone = _run(_tests(options.part), None, 10 * LIMIT_SECONDS)
     if alone.how != "survived":
-        print(f"the tests of {options.part} fail without any change: {alone.test or alone.how}", file=sys.stderr)
+        print(f"the tests of {options.part} fail without a mutant: {alone.test or alone.how}", file=sys.stderr)
         return 2
     print(f"{options.part}: the tests take {alone.seconds:.0f} s", flush=True)
-    limit = max(LIMIT_SECONDS, 3 * alone.seconds)  # so that none is cut off for being slow beside another
-    ended: Counter[str] = Counter()
+    limit = max(LIMIT_SECONDS, 3 * alone.seconds)  # parallel jobs slow each other down
+    counts: Counter[str] = Counter()
     mutants, killed = draw(options.part, options.count, options.seed), _read_killed(options.killed)
     with (options.out or Path(os.devnull)).open("w") as out:
-        for mutant, ending in _campaign(options.part, mutants, options.jobs, limit, killed):
-            ended[ending.how] += 1
+        for mutant, outcome in _campaign(options.part, mutants, options.jobs, limit, killed):
+            counts[outcome.how] += 1
             where = f"{mutant.path.relative_to(ROOT)}, place {mutant.at}"
             row = {
                 "where": where,
                 "mark": _mark(mutant),
-                "how": ending.how,
-                "seconds": round(ending.seconds, 1),
-                "test": ending.test,
+                "how": outcome.how,
+                "seconds": round(outcome.seconds, 1),
+                "test": outcome.test,
             }
             print(json.dumps(row), file=out, flush=True)
-            if ending.how == "survived":
-                print(f"\n{where}\n{_difference(mutant)}", flush=True)
-    total = sum(ended.values())
-    share = 1 - ended["survived"] / total
-    print(
-        f"\n{options.part}: {total - ended['survived']} of {total} killed ({share:.1%}), {ended['timed out']} by time"
-    )
+            if outcome.how == "survived":
+                print(f"\n{where}\n{_diff(mutant)}", flush=True)
+    total = sum(counts.values())
+    share = 1 - counts["survived"] / total
+    killed_count = total - counts["survived"]
+    print(f"\n{options.part}: {killed_count} of {total} killed ({share:.1%}), {counts['timed out']} of them by timeout")
     return 0 if share >= 0.9 else 1
 
 

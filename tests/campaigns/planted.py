@@ -1,4 +1,4 @@
-"""One run of the campaign: a random reshard, the fault planted in it, and what each rank makes of it."""
+"""One run of the fault campaign: a random reshard, the injected fault, and the outcome of each rank."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ from reshard.runtime.cpu.staging import flat_bytes
 from reshard.topology.model import Host, Port
 
 TIMEOUT_SECONDS = 2.0
-#: How long after the death of a rank, or after the time-out, survivors may take.
+#: Time limits of the survivors: from the death of a rank to the error, and from the timeout to the error.
 DEATH_SECONDS, SILENCE_SECONDS = 5.0, 2.0
-#: For what a loaded machine adds to any of them, unless more is given.
+#: Default extra time for a loaded machine.
 SLACK_SECONDS = 2.0
-MOST_ELEMENTS = 2_000_000
+MAX_ELEMENTS = 2_000_000
 STRATEGIES = ("auto", "multicast", "send_recv", "local_all_gather", "broadcast_greedy")
 DTYPES = ("float32", "bfloat16", "int64", "bool", "complex64")
 
-#: Of each fault what survivors get: "right" shards, or an error, alike on all of them or with the victim's rank in it.
+#: Required outcome of the survivors by fault: "right" means correct shards; "the same error" and "the same loss" mean an
+#: error with equal text on all survivors, which is a RankLostError for a loss; "names the victim" requires its rank in
+#: the error text.
 EXPECTED = {
     "none": "right",
     "late": "right",
@@ -43,36 +45,36 @@ EXPECTED = {
     "killed in agreement": "names the victim",
     "killed before": "names the victim",
     "killed in flight": "right or names the victim",
-    "killed behind": "right",
-    "stopped in flight": "right or a time-out",
-    "host cut off": "right or an error",
+    "killed after": "right",
+    "stopped in flight": "right or a timeout",
+    "host partitioned": "right or an error",
     "store lost": "right or an error",
-    "killed, recovered": "right or lost alike",
-    "two killed, recovered": "right or lost alike",
-    "stopped, recovered": "right or lost alike",
-    "host cut off, recovered": "right or an error",
+    "killed, recovered": "right or the same loss",
+    "two killed, recovered": "right or the same loss",
+    "stopped, recovered": "right or the same loss",
+    "host partitioned, recovered": "right or an error",
     "never calls": "names the victim",
-    "byte flipped": "all alike",
-    "raises in between": "names the victim",
-    "other shape": "all alike",
-    "other layout": "all alike",
-    "other strategy": "all alike",
-    "other dtype": "all alike",
-    "wrong shard": "all alike",
-    "no shard": "all alike",
+    "byte flipped": "the same error",
+    "raises before the call": "names the victim",
+    "other shape": "the same error",
+    "other layout": "the same error",
+    "other strategy": "the same error",
+    "other dtype": "the same error",
+    "wrong shard": "the same error",
+    "no shard": "the same error",
 }
-#: Faults on emulated hosts; the others are between processes on loopback.
-EMULATED = ("host cut off", "host cut off, recovered")
+#: Faults that need emulated hosts; all others run between processes over loopback.
+EMULATED = ("host partitioned", "host partitioned, recovered")
 LINK_BYTES_PER_SECOND = 125e6
 
 
 @dataclass(frozen=True)
 class Run:
-    """One reshard and what goes wrong in it.
+    """One reshard and its fault.
 
     Attributes:
-        moment: at which of the victim's operations a fault in flight strikes.
-        accomplice: another victim of the same fault, where there are two.
+        victim: the rank that the fault affects. moment: number of the victim's send or receive at which it strikes.
+        second_victim: another rank that the same fault affects, or None.
     """
 
     seed: int
@@ -87,28 +89,28 @@ class Run:
     moment: int
     verify: bool
     num_ranks: int
-    accomplice: int | None = None
+    second_victim: int | None = None
     timeout_seconds: float = TIMEOUT_SECONDS
     slack_seconds: float = SLACK_SECONDS
 
     @property
     def victims(self) -> set[int]:
-        """The ranks that the fault strikes."""
-        return {self.victim} | ({self.accomplice} if self.accomplice is not None else set())
+        """All ranks that the fault affects."""
+        return {self.victim} | ({self.second_victim} if self.second_victim is not None else set())
 
     @property
     def kills(self) -> bool:
-        """Whether the victims do not come back."""
+        """Whether the victims never return from the call."""
         return "killed" in self.fault or "stopped" in self.fault
 
     @property
     def recovers(self) -> bool:
-        """Whether the others are asked to go on without them."""
+        """Whether the call uses ``on_loss="recover"``."""
         return "recovered" in self.fault
 
     @property
     def limit_seconds(self) -> float:
-        """How long a survivor may take, on a machine that nothing else loads."""
+        """Time limit of a survivor on an idle machine."""
         if "killed" in self.fault:
             return DEATH_SECONDS
         return self.timeout_seconds * (3 if self.recovers else 1) + SILENCE_SECONDS
@@ -131,15 +133,15 @@ def make_run(seed: int, faults: Iterable[str] = tuple(EXPECTED)) -> Run:
     ndim = chance.randint(1, 3)
     src, dst = (_layout(chance, side, ndim) for side in sides)
     shape = [chance.randint(1, 40) for _ in range(ndim - 1)]
-    shape.append(max(1, chance.randint(1000, MOST_ELEMENTS) // math.prod(shape)))
+    shape.append(max(1, chance.randint(1000, MAX_ELEMENTS) // math.prod(shape)))
     hosts = sorted(chance.randrange(3) for _ in range(num_ranks))
     if fault in EMULATED and hosts[0] == hosts[-1]:
         hosts[-1] += 1
     topology = Topology(tuple(hosts)) if chance.random() < 0.5 else None
     if fault in EMULATED:
         numbers = sorted(set(hosts))
-        there = Host((Port.of(LINK_BYTES_PER_SECOND),))
-        topology = Topology(tuple(map(numbers.index, hosts)), hosts=(there,) * len(numbers))
+        host = Host((Port.of(LINK_BYTES_PER_SECOND),))
+        topology = Topology(tuple(map(numbers.index, hosts)), hosts=(host,) * len(numbers))
     candidates = (
         sorted(src.ranks) if fault in ("wrong shard", "no shard", "other dtype") else sorted({*src.ranks, *dst.ranks})
     )
@@ -158,7 +160,7 @@ def make_run(seed: int, faults: Iterable[str] = tuple(EXPECTED)) -> Run:
         moment=chance.randint(1, 6),
         verify=fault == "byte flipped" or chance.random() < 0.3,
         num_ranks=num_ranks,
-        accomplice=chance.choice(others) if fault.startswith("two ") else None,
+        second_victim=chance.choice(others) if fault.startswith("two ") else None,
     )
 
 
@@ -176,7 +178,7 @@ def _layout(chance: random.Random, ranks: list[int], ndim: int) -> Layout:
 
 
 def _arguments(run: Run, rank: int, source: Any) -> dict[str, Any]:
-    """What a rank passes; the victim of a disagreement passes something else."""
+    """Arguments of a rank's call. If the fault is a mismatch, the victim's arguments differ."""
     given: dict[str, Any] = {
         "tensor": source,
         "src_mesh": run.src,
@@ -190,7 +192,7 @@ def _arguments(run: Run, rank: int, source: Any) -> dict[str, Any]:
         "on_loss": "recover" if run.recovers else "raise",
     }
     if run.fault == "killed in agreement":
-        given["staging_bytes"] = 2**25  # so that no rank knows the plan from the call before
+        given["staging_bytes"] = 2**25  # differs from the first call, so the plan is not cached
     if rank != run.victim:
         return given
     if run.fault == "other shape":
@@ -204,21 +206,21 @@ def _arguments(run: Run, rank: int, source: Any) -> dict[str, Any]:
     elif run.fault == "other dtype":
         given["dtype"] = "float64"
     elif run.fault == "wrong shard":
-        given["tensor"] = source.new_zeros((len(source) + 1, *source.shape[1:]))  # wrong though it may have been empty
+        given["tensor"] = source.new_zeros((len(source) + 1, *source.shape[1:]))  # also wrong if the shard is empty
     elif run.fault == "no shard":
         given["tensor"] = None
     return given
 
 
 def _strike(run: Run) -> None:
-    """As the victim: have the fault strike at an operation of the transfer."""
+    """Patch the transport of the victim so that the fault strikes at operation ``run.moment``."""
 
     def act() -> None:
         if "killed" in run.fault:
             os.kill(os.getpid(), signal.SIGKILL)
         elif "stopped" in run.fault:
             stopped = os.getpid()
-            if os.fork() == 0:  # ends it once the others must have given up, as the launcher would wait for it
+            if os.fork() == 0:  # kills the victim after the survivors' time limit, because the launcher waits for it
                 time.sleep(run.limit_seconds + run.slack_seconds)
                 os.kill(stopped, signal.SIGKILL)
                 os._exit(0)
@@ -235,7 +237,7 @@ def _strike(run: Run) -> None:
         count[0] += 1
         if count[0] == run.moment:
             act()
-        sends[0] += tag < NOTIFY_TAG  # one that carries elements
+        sends[0] += tag < NOTIFY_TAG  # a message with tensor data
         if run.fault == "byte flipped" and sends[0] == 1 and tag < NOTIFY_TAG:
             buffer = buffer.clone()
             buffer[buffer.numel() // 2] ^= 1
@@ -254,8 +256,8 @@ def _bytes(array: torch.Tensor) -> torch.Tensor:
     return flat_bytes(array.contiguous())
 
 
-def _plant(run: Run) -> None:
-    """As a victim: arrange for the fault."""
+def _inject(run: Run) -> None:
+    """Prepare the fault on a victim."""
     if run.fault == "killed in agreement":
 
         def die(*_: Any, **__: Any) -> None:
@@ -265,8 +267,8 @@ def _plant(run: Run) -> None:
     _strike(run)
 
 
-class _StoreOfOurs:
-    """A second store, in a process of the victim's, and a group that meets there."""
+class _SecondStore:
+    """A second store, served by a child process of the victim, and a group that uses it."""
 
     def __init__(self, run: Run, rank: int) -> None:
         world = dist.distributed_c10d._get_default_store()
@@ -285,57 +287,59 @@ class _StoreOfOurs:
         self.group = reshard.join(dist.TCPStore("127.0.0.1", port, is_master=False), rank, run.num_ranks)
 
     def end(self) -> None:
-        """As the victim: end it."""
+        """On the victim, kill the store's process."""
         if self.child is not None:
             os.kill(self.child, signal.SIGKILL)
             os.waitpid(self.child, 0)
 
 
-def take_part_there(rank: int, report: Any, run: Run) -> dict[str, Any] | None:
-    """As :func:`take_part`, on an emulated host."""
+def take_part_on_host(rank: int, report: Any, run: Run) -> dict[str, Any] | None:
+    """Run :func:`take_part` on an emulated host."""
     return take_part(rank, run)
 
 
 def take_part(rank: int, run: Run) -> dict[str, Any] | None:
-    """What one rank does, and what became of it."""
+    """Execute the run on one rank and return its outcome; None if the rank is in no layout."""
     if rank not in (*run.src.ranks, *run.dst.ranks):
         return None
-    store = _StoreOfOurs(run, rank) if run.fault == "store lost" else None
+    store = _SecondStore(run, rank) if run.fault == "store lost" else None
     group = None if store is None else store.group
     source, wanted = (shard_of_positions(layout, rank, run.shape, run.dtype) for layout in (run.src, run.dst))
-    kept = None if source is None else _bytes(source).clone()  # a clone of bools would make their bytes 0 and 1
-    first = reshard.reshard(source, run.src, run.dst, shape=run.shape, dtype=run.dtype, group=group)  # all have met
+    kept = None if source is None else _bytes(source).clone()  # as bytes: cloning bools would normalize them to 0 and 1
+    first = reshard.reshard(
+        source, run.src, run.dst, shape=run.shape, dtype=run.dtype, group=group
+    )  # connects all ranks
     assert wanted is None or not count_unlike(first, wanted)
     is_victim = rank in run.victims
     if is_victim:
         if run.fault == "killed before":
             os.kill(os.getpid(), signal.SIGKILL)
-        if run.fault in ("never calls", "raises in between"):
+        if run.fault in ("never calls", "raises before the call"):
             if run.fault == "never calls":
                 time.sleep(run.timeout_seconds + SILENCE_SECONDS)
-                return {"kind": "stayed away"}
-            raise RuntimeError("planted")
+                return {"kind": "did not call"}
+            raise RuntimeError("injected fault")
         if run.fault == "late":
             time.sleep(run.timeout_seconds / 4)
         if store is not None:
             store.end()
-        if run.fault != "killed behind":
-            _plant(run)
+        if run.fault != "killed after":
+            _inject(run)
     begun = time.monotonic()
     try:
         out = reshard.reshard(**_arguments(run, rank, source), group=group)
-        said = {"kind": "right", "unlike": 0 if wanted is None else count_unlike(out, wanted)}
+        outcome = {"kind": "right", "unlike": 0 if wanted is None else count_unlike(out, wanted)}
     except reshard.ReshardError as error:
-        said = {"kind": "error", "name": type(error).__name__, "text": str(error)}
-    said["seconds"] = time.monotonic() - begun
-    said["source_changed"] = 0 if source is None or kept is None else count_unlike(_bytes(source), kept)
-    if is_victim and run.fault == "killed behind":
+        outcome = {"kind": "error", "name": type(error).__name__, "text": str(error)}
+    outcome["seconds"] = time.monotonic() - begun
+    outcome["source_changed"] = 0 if source is None or kept is None else count_unlike(_bytes(source), kept)
+    if is_victim and run.fault == "killed after":
         os.kill(os.getpid(), signal.SIGKILL)
-    return said
+    return outcome
 
 
-def moves(run: Run) -> bool:
-    """Whether the victim sends anything, so that a byte of it can change."""
+def sends_data(run: Run) -> bool:
+    """Whether the victim sends tensor data to another rank."""
     plan = reshard.make_plan(
         run.src,
         run.dst,

@@ -1,13 +1,12 @@
-"""Long use: ``python -m tests.campaigns.soak --seconds 7200``. Random reshards, every element checked, nothing excluded.
+"""Soak test for wrong elements and resource leaks: ``python -m tests.campaigns.soak --seconds 7200``.
 
-Eight processes make random layouts of random tensors from one seed and move them, by calls and by Movers, one at a time
-and several in flight. Between them they make groups of two ranks, use each once and give it up: joined groups that are
-closed or dropped, process groups that are destroyed. Now and then each process notes its memory, file descriptors and
-threads; at the end the growth of memory over time is fitted by a line (Theil-Sen) with what the first and the last
-tenth differ by beside it.
+Eight processes reshard random tensors between random layouts, with calls and Movers, one or several at a time, and check
+every element. In between they create groups of two ranks and use each once: joined groups are closed or dropped, process
+groups are destroyed. Each process regularly samples its memory, file descriptors and threads. At the end, the growth of
+memory is reported as a Theil-Sen slope, and as the difference between the first and the last tenth of the run.
 
-By default glibc keeps much of what was freed, more and more of it where sizes are random. So the command starts itself
-anew with settings that give large blocks back at once: then resident memory is what is held.
+By default, glibc keeps more and more freed memory when block sizes are random. The command therefore restarts itself with
+allocator settings that return large blocks at once, so that resident memory is the memory in use.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.testing.processes import run_processes
 
 NUM_RANKS = 8
-#: Connections are kept for each set of ranks that moves something, so there are some sets, not all.
+#: Number of different rank sets. Connections are cached per set of ranks, so the number must be limited.
 NUM_SETS = 10
 ROUNDS_PER_TURN = 20
 GROUPS_PER_TURN = 6
-MOST_ELEMENTS = 1_000_000
+MAX_ELEMENTS = 1_000_000
 DTYPES = ("float32", "bfloat16", "int64", "bool", "complex64")
 STRATEGIES = ("auto", "multicast", "send_recv", "local_all_gather", "broadcast_greedy")
-#: What memory may grow by from the first tenth of the run to the last: what allocators keep.
-MOST_GROWTH_BYTES = 16 * 2**20
-#: Blocks of this size and more are mapped alone, and unmapped when they are freed; glibc raises that bound otherwise.
+#: Allowed growth of memory from the first to the last tenth of the run, for allocator caches.
+MAX_GROWTH_BYTES = 16 * 2**20
+#: glibc maps blocks of at least this size separately and unmaps them when freed. A set threshold does not adapt.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "2"}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What one process holds at one time: bytes of memory, file descriptors, threads."""
+    """Resources of one process at one time: resident bytes, file descriptors and threads."""
 
     seconds: float
     memory: int
@@ -68,7 +67,7 @@ def _layout(chance: random.Random, ranks: list[int], ndim: int) -> Layout:
 
 
 def _sides(chance: random.Random) -> tuple[list[int], list[int]]:
-    """The ranks of a source and a destination; they may be the same, or share some."""
+    """Ranks of a source and a destination: either disjoint, or the same set in another order."""
     ranks = chance.sample(range(NUM_RANKS), chance.randint(2, NUM_RANKS))
     if chance.random() < 0.3:
         return ranks, chance.sample(ranks, len(ranks))
@@ -76,13 +75,13 @@ def _sides(chance: random.Random) -> tuple[list[int], list[int]]:
     return ranks[:cut], ranks[cut:]
 
 
-def _one(chance: random.Random, rank: int, sets: list[tuple[list[int], list[int]]]) -> int:
-    """One random case; how many elements were wrong on this rank."""
+def _run_case(chance: random.Random, rank: int, sets: list[tuple[list[int], list[int]]]) -> int:
+    """Run one random case; returns the number of wrong elements on this rank."""
     sides = chance.choice(sets)
     ndim = chance.randint(1, 3)
     src, dst = (_layout(chance, chance.sample(side, len(side)), ndim) for side in sides)
     shape = [chance.randint(1, 30) for _ in range(ndim - 1)]
-    shape.append(max(1, chance.randint(1, MOST_ELEMENTS) // math.prod(shape)))
+    shape.append(max(1, chance.randint(1, MAX_ELEMENTS) // math.prod(shape)))
     dtype, strategy, kind = chance.choice(DTYPES), chance.choice(STRATEGIES), chance.choice(("call", "two", "mover"))
     if rank not in (*src.ranks, *dst.ranks):
         return 0
@@ -101,10 +100,10 @@ def _one(chance: random.Random, rank: int, sets: list[tuple[list[int], list[int]
 
 
 def _use_group(chance: random.Random, rank: int, name: str, store: dist.Store) -> int:
-    """Make a group of two ranks, move something in it, and give it up; how many elements were wrong on this rank."""
+    """Create a group of two ranks, reshard in it and end it; returns the number of wrong elements on this rank."""
     pair = sorted(chance.sample(range(NUM_RANKS), 2))
     kind = chance.choice(("closed", "dropped", "destroyed"))
-    made = dist.new_group(pair) if kind == "destroyed" else None  # which every rank of the world calls
+    made = dist.new_group(pair) if kind == "destroyed" else None  # a collective call of the world group
     if rank not in pair:
         return 0
     own = pair.index(rank)
@@ -132,30 +131,30 @@ def _sample(begun: float) -> Sample:
 
 
 def soak(rank: int, seconds: float, seed: int, num_groups: int) -> tuple[int, int, list[Sample]]:
-    """What one rank does: rounds, wrong elements, and what it held over time."""
+    """Run the soak test on one rank; returns the number of rounds, of wrong elements, and the samples."""
     chance = random.Random(seed)
     sets = [_sides(chance) for _ in range(NUM_SETS)]
     begun, rounds, wrong = time.monotonic(), 0, 0
     samples: list[Sample] = []
-    goes_on, store = torch.ones(1), dist.distributed_c10d._get_default_store()
-    while goes_on.item():
+    is_running, store = torch.ones(1), dist.distributed_c10d._get_default_store()
+    while is_running.item():
         for _ in range(ROUNDS_PER_TURN):
-            state = chance.random()  # every rank draws from the same place, whatever the one before did there
-            wrong += _one(random.Random(f"{seed} {rounds} {state}"), rank, sets)
+            state = chance.random()  # a new generator per case: ranks may draw different numbers of values in a case
+            wrong += _run_case(random.Random(f"{seed} {rounds} {state}"), rank, sets)
             rounds += 1
         for number in range(num_groups):
             name = f"group {len(samples)} {number}"
             wrong += _use_group(random.Random(f"{seed} {name}"), rank, name, store)
         samples.append(_sample(begun))
         if rank == 0:
-            goes_on[0] = float(time.monotonic() - begun < seconds)
-        dist.broadcast(goes_on, 0)
+            is_running[0] = float(time.monotonic() - begun < seconds)
+        dist.broadcast(is_running, 0)
     return rounds, wrong, samples
 
 
 def growth(samples: list[Sample]) -> tuple[float, float]:
-    """Bytes of memory per hour by the median of slopes, and what the last tenth has more than the first."""
-    kept = samples[len(samples) // 10 :]  # caches and connections are filled by then
+    """Growth of memory: Theil-Sen slope in bytes per hour, and last tenth minus first tenth in bytes."""
+    kept = samples[len(samples) // 10 :]  # skips the warm-up of caches and connections
     step = max(1, len(kept) // 200)
     few = kept[::step]
     slopes = [(b.memory - a.memory) / (b.seconds - a.seconds) for i, a in enumerate(few) for b in few[i + 1 :]]
@@ -165,12 +164,16 @@ def growth(samples: list[Sample]) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Print a table; 1 if an element was wrong or something was excluded."""
-    parser = argparse.ArgumentParser(prog="python -m tests.campaigns.soak", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=7200.0, help="how long (7200)")
-    parser.add_argument("--seed", type=int, default=0, help="of the layouts (0)")
+    """Print a table of resources per rank; returns 1 if an element was wrong or a resource leaked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.campaigns.soak",
+        description=__doc__,
+        epilog="example: python -m tests.campaigns.soak --seconds 600 --groups 2",
+    )
+    parser.add_argument("--seconds", type=float, default=7200.0, help="duration (7200)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the cases (0)")
     parser.add_argument(
-        "--groups", type=int, default=GROUPS_PER_TURN, help=f"made and given up after {ROUNDS_PER_TURN} rounds (6)"
+        "--groups", type=int, default=GROUPS_PER_TURN, help=f"groups created per {ROUNDS_PER_TURN} rounds (6)"
     )
     options = parser.parse_args()
     if not ALLOCATOR.keys() <= os.environ.keys():
@@ -181,13 +184,13 @@ def main() -> int:
         soak, NUM_RANKS, options.seconds, options.seed, options.groups, timeout_seconds=options.seconds + 600
     )
     bad = False
-    print("| rank | MiB at the end | MiB/h | last tenth over first, MiB | descriptors, first and last | threads |")
+    print("| rank | MiB at the end | MiB/h | last tenth - first tenth, MiB | descriptors, first and last | threads |")
     print("|---|---|---|---|---|---|")
     for rank, (_, wrong, samples) in enumerate(found):
         slope, more = growth(samples)
         settled = samples[len(samples) // 10]
         last = samples[-1]
-        bad |= wrong > 0 or more > MOST_GROWTH_BYTES
+        bad |= wrong > 0 or more > MAX_GROWTH_BYTES
         bad |= last.descriptors > settled.descriptors + 2 or last.threads > settled.threads + 1
         print(
             f"| {rank} | {last.memory / 2**20:.0f} | {slope / 2**20:+.2f} | {more / 2**20:+.1f} "

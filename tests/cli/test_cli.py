@@ -1,4 +1,4 @@
-"""The command line, and the contract of its JSON."""
+"""The command line: its text, JSON and HTML output, and its errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TO = ["--dst-mesh", "3x4", "--dst", "S0 R R"]
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
 
-def test_texts_are_the_golden_files(capsys):
+def test_text_matches_the_golden_files(capsys):
     assert main([*PLAN, *TO, "--strategy", "broadcast"]) == 0
     assert capsys.readouterr().out == (GOLDENS / "plan_2x4_3x4.txt").read_text()
     small = ["plan", "--shape", "96,64", "--src-mesh", "2x2", "--src", "S0 R", "--dst-mesh", "3x2", "--dst", "S0 S1"]
@@ -31,15 +31,15 @@ def test_texts_are_the_golden_files(capsys):
     assert main([*small, "--format", "summary", "--rank", "1"]) == 2
 
 
-def test_a_ratio_to_the_bound_says_how_much_of_it_is_latency(capsys):
+def test_ratio_to_the_bound_states_the_latency_share(capsys):
     rows = ["plan", "--src-mesh", "2", "--src", "S0 R", "--dst-mesh", "2", "--dst", "R S0", "--format", "summary"]
-    for shape, said in (("64,64", "which counts no latency (latency is 9"), ("16384,16384", None)):
+    for shape, text in (("64,64", "which counts no latency (latency is 9"), ("16384,16384", None)):
         assert main([*rows, "--shape", shape]) == 0
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("predicted"))
-        assert (said or "times the bound\n") in line + "\n"
+        assert (text or "times the bound\n") in line + "\n"
 
 
-def test_axes_may_be_named(capsys):
+def test_axes_can_be_named(capsys):
     named = ["plan", "--shape", "96,64", "--src-mesh", "dp=2,tp=2", "--src", "(dp, -)", "--dst-mesh", "x=3, y=2"]
     assert main([*named, "--dst", "(x, y)"]) == 0
     shown = capsys.readouterr().out
@@ -50,14 +50,14 @@ def test_axes_may_be_named(capsys):
     assert "names axis 'tp', but Mesh(x=3, y=2; ranks 4-9) has axes x, y" in capsys.readouterr().err
 
 
-def test_info_lists_what_can_be_used(capsys):
+def test_info_lists_available_backends(capsys):
     assert main(["info"]) == 0
     shown = capsys.readouterr().out
     assert "torch (Gloo, CPU tensors)" in shown
     assert ("ray (actors, Gloo)" in shown) == (importlib.util.find_spec("ray") is not None)
 
 
-def test_json_is_the_contract(capsys):
+def test_json_has_the_documented_keys(capsys):
     assert main([*PLAN, *TO, "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert set(data) >= {
@@ -85,7 +85,9 @@ def test_html_draws_the_plan(capsys, monkeypatch):
     assert "host 4 in" in page
     assert "holds 1 GiB that no other host has" in page
     assert "NaN" not in page
-    assert main([*PLAN, "--dst-mesh", "1x4", "--dst-first-rank", "0", "--format", "html"]) == 0  # on shared hosts
+    assert (
+        main([*PLAN, "--dst-mesh", "1x4", "--dst-first-rank", "0", "--format", "html"]) == 0
+    )  # source and destination on the same hosts
     assert (
         main([*PLAN[:-4], "--src-mesh", "1x4", "--dst-mesh", "1x4", "--dst-first-rank", "0", "--format", "html"]) == 0
     )
@@ -103,16 +105,16 @@ def test_html_draws_the_plan(capsys, monkeypatch):
     page = capsys.readouterr().out
     assert "too many to simulate" in page and "Ports</h2>" in page and "Times</h2>" not in page
     assert main([*PLAN, *TO, "--format", "html", "--rank", "1"]) == 2
-    assert "leave --rank away" in capsys.readouterr().err
+    assert "omit --rank" in capsys.readouterr().err
 
 
-def test_a_preset_stands_for_a_file(capsys):
+def test_preset_can_replace_a_topology_file(capsys):
     assert main([*PLAN, *TO, "--topology", "dgx_h100", "--strategy", "broadcast"]) == 0
     assert '"inside": 450000000000.0' in capsys.readouterr().out
     assert main([*PLAN, *TO, "--topology", "dgx_h101"]) == 2
 
 
-def test_one_rank_prints_its_own_messages(capsys):
+def test_rank_option_prints_only_its_messages(capsys):
     assert main([*PLAN, *TO, "--format", "json", "--rank", "13"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["messages"]
@@ -129,7 +131,7 @@ def test_both_meshes_on_the_same_ranks(capsys):
     assert any(message["sender"] == message["receiver"] for message in data["messages"])
 
 
-def test_default_hosts_follow_the_grids():
+def test_default_hosts_follow_the_meshes():
     assert default_topology(Mesh.of("2x2x4"), Mesh.of("4", first_rank=16)).host_of_rank == (
         *([0] * 4), *([1] * 4), *([2] * 4), *([3] * 4), *([4] * 4),
     )  # fmt: skip
@@ -145,12 +147,15 @@ def test_default_hosts_follow_the_grids():
         (["--shape", "4", "--src-mesh", "2", "--src", "S3", "--dst-mesh", "2"], "LayoutError: spec 'S3' names axis 3"),
         (["--shape", "4", "--src-mesh", "0", "--dst-mesh", "2"], "MeshError"),
         (["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--strategy", "x"], "no strategy 'x'"),
-        (["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--rank", "9"], "rank 9 takes no part"),
+        (
+            ["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--rank", "9"],
+            "rank 9 is not in the plan, whose ranks are 0-3",
+        ),
         (["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--topology", "/nonexistent"], "TopologyError"),
         (["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--dst-first-rank", "-1"], "rank -1 is outside"),
     ],
 )
-def test_bad_arguments_are_one_line(arguments, text, capsys):
+def test_errors_of_bad_arguments_are_one_line(arguments, text, capsys):
     assert main(["plan", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith("reshard: ")
@@ -158,13 +163,13 @@ def test_bad_arguments_are_one_line(arguments, text, capsys):
     assert err.count("\n") == 1
 
 
-def test_too_many_messages_ask_for_a_rank(capsys, monkeypatch):
+def test_too_many_messages_require_a_rank(capsys, monkeypatch):
     big = ["plan", "--shape", "64,64,2", "--src-mesh", "16x4", "--src", "R S01 R", "--dst-mesh", "16x4"]
     big += ["--dst", "S01 R R", "--strategy", "send_recv", "--format", "json"]
     assert MAX_PRINTED_MESSAGES == 1_000_000
     monkeypatch.setattr("reshard.cli.main.MAX_PRINTED_MESSAGES", 4095)
     assert main(big) == 2
-    assert "4096 messages; name one rank with --rank" in capsys.readouterr().err
+    assert "4096 messages; select one rank with --rank" in capsys.readouterr().err
     monkeypatch.setattr("reshard.cli.main.MAX_PRINTED_MESSAGES", 4096)
     assert main(big) == 0
 
@@ -176,7 +181,7 @@ def test_info_and_help(capsys):
     assert "A mesh is a grid of ranks" in capsys.readouterr().out
 
 
-def test_all_strategies_in_one_table(capsys):
+def test_all_strategies_are_printed_as_a_table(capsys):
     arguments = ["plan", "--shape", "64,64", "--src-mesh", "2x2", "--src", "S0 R", "--dst-mesh", "1x2", "--dst", "R S1"]
     assert main([*arguments, "--strategy", "all"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -184,23 +189,23 @@ def test_all_strategies_in_one_table(capsys):
     assert [line.split()[0] for line in lines[2:]] == ["auto", *STRATEGIES, "latency:"]
     assert lines[2].split()[:2] == ["auto", "(send_recv)"]
     assert lines[2].split()[-2:] == ["94", "%"]  # 200 us of latency, and 13 us of bytes
-    assert lines[-1] == "latency: how much of the predicted time it is; the bound counts none"
+    assert lines[-1] == "latency: its share of the predicted time; the bound ignores latency"
     assert main([*arguments, "--strategy", "all", "--format", "json"]) == 2
     assert "--strategy all prints a table" in capsys.readouterr().err
 
 
-def test_a_long_argument_is_cut_in_its_error(capsys):
+def test_long_argument_is_truncated_in_the_error(capsys):
     assert main(["plan", "--shape", "8" * 5000 + "x", "--src-mesh", "2", "--dst-mesh", "2"]) == 2
     assert len(capsys.readouterr().err) < 2100
 
 
-def test_default_hosts_of_a_large_grid_are_found_at_once():
+def test_default_hosts_of_a_large_mesh_are_found_quickly():
     begun = time.perf_counter()
     assert default_topology(Mesh.of("1x4"), Mesh.of("65536x2", first_rank=4)).num_hosts == 65537
     assert time.perf_counter() - begun < 10
 
 
 @pytest.mark.parametrize("name", ["dgx", "dgx_a100" * 40])
-def test_a_topology_that_is_neither_preset_nor_file_says_what_there_is(name, capsys):
+def test_unknown_topology_error_lists_the_presets(name, capsys):
     assert main(["plan", "--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--topology", name]) == 2
     assert "presets are p3.8xlarge, dgx_a100" in capsys.readouterr().err

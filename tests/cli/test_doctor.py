@@ -1,4 +1,4 @@
-"""What keeps ranks from reaching each other is said with the rank and what to do."""
+"""The doctor names each problem with its rank and a remedy."""
 
 from __future__ import annotations
 
@@ -34,18 +34,21 @@ def test_problems_name_the_rank_and_the_remedy():
     assert not find_problems([_facts(), _facts(host="b", address="10.0.0.2")], [])
     cases = [
         (_facts(interface="ib0"), "rank 1: GLOO_SOCKET_IFNAME names 'ib0', but a has eth0, lo"),
-        (_facts(host="b", address="127.0.1.1"), "rank 1: b would be reached at 127.0.1.1, which is itself"),
-        (_facts(files=16), "rank 1: may open 16 files, 2 ranks need about 32; raise it with ulimit -n"),
+        (
+            _facts(host="b", address="127.0.1.1"),
+            "rank 1: the address of b is 127.0.1.1, which other hosts cannot reach",
+        ),
+        (_facts(files=16), "rank 1: the limit of open files is 16, but 2 ranks need about 32; raise it with ulimit -n"),
         (
             _facts(versions={"torch": "2.13.0", "NCCL": "2.30.1"}),
-            "NCCL is not of one version: ranks 0 2.29.7; ranks 1 2.30.1",
+            "NCCL has different versions: ranks 0 2.29.7; ranks 1 2.30.1",
         ),
-        (_facts(gpus=0), "ranks 1 see no GPU, the others do"),
+        (_facts(gpus=0), "ranks 1 have no GPU, but the others have"),
     ]
-    for facts, said in cases:
+    for facts, text in cases:
         problems = find_problems([_facts(), facts], [])
         assert len(problems) == 1
-        assert problems[0].startswith(said)
+        assert problems[0].startswith(text)
     (refused,) = find_problems([_facts(), _facts(host="b", address="10.0.0.2")], [(0, 1, "timed out")])
     assert refused.startswith("rank 0 (a) cannot reach b at 10.0.0.2: timed out")
 
@@ -66,22 +69,22 @@ def _examine(rank, port, size, absent):
         return str(error)
 
 
-def test_ranks_find_each_other():
-    said = run_processes(_examine, 3, 3, (), init_group=False)
-    assert said[0] == said[1] == said[2]
-    lines, problems = said[0]
+def test_healthy_ranks_have_no_problems():
+    results = run_processes(_examine, 3, 3, (), init_group=False)
+    assert results[0] == results[1] == results[2]
+    lines, problems = results[0]
     assert len(lines) == 1
     assert "ranks 0-2 at 127.0.0.1" in lines[0]
     assert not problems
 
 
 def test_missing_ranks_are_named():
-    said = run_processes(_examine, 3, 3, (1,), init_group=False)
-    assert said[0] == said[2] == "rank 1 did not say anything in 3 s"
+    results = run_processes(_examine, 3, 3, (1,), init_group=False)
+    assert results[0] == results[2] == "rank 1 did not respond within 3 s"
 
 
 def _alone(rank, port, number):
-    """Without an agent rank 0 serves the store itself."""
+    """Without a torchrun agent, rank 0 serves the store."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(number))
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     if rank:
@@ -93,35 +96,35 @@ def _alone(rank, port, number):
         return f"{type(error).__name__}: {error}"
 
 
-def test_rank_0_serves_where_there_is_no_agent():
+def test_rank_0_serves_the_store_without_an_agent():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        said = run_processes(_alone, 1, number, init_group=False)
-        assert said[0].startswith(f"ArgumentError: rank 0 cannot serve a store at 127.0.0.1 port {number}: "), said
+        (error,) = run_processes(_alone, 1, number, init_group=False)
+        assert error.startswith(f"ArgumentError: rank 0 cannot serve a store at 127.0.0.1 port {number}: "), error
     assert run_processes(_alone, 2, number, init_group=False) == [(1, [])] * 2
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "text"),
     [
-        ("RANK", "x", "RANK is 'x'; it must be a whole number from 0 on"),
-        ("RANK", "5", "RANK is 5 of a WORLD_SIZE of 2"),
-        ("MASTER_PORT", "70000", "MASTER_PORT 70000; that cannot be"),
-        ("MASTER_ADDR", "nowhere.invalid", "MASTER_ADDR is 'nowhere.invalid', which this host cannot look up"),
+        ("RANK", "x", "RANK is 'x'; it must be an integer of at least 0"),
+        ("RANK", "5", "RANK is 5; it must be less than WORLD_SIZE, which is 2"),
+        ("MASTER_PORT", "70000", "MASTER_PORT is 70000; it must be at most 65535"),
+        ("MASTER_ADDR", "nowhere.invalid", "MASTER_ADDR is 'nowhere.invalid', which this host cannot resolve"),
     ],
 )
-def test_wrong_settings_are_named(monkeypatch, name, value, said):
+def test_wrong_environment_variables_are_named(monkeypatch, name, value, text):
     for key, usual in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29999")):
         monkeypatch.setenv(key, usual)
     monkeypatch.setenv(name, value)
-    with pytest.raises(ArgumentError, match=re.escape(said)):
+    with pytest.raises(ArgumentError, match=re.escape(text)):
         examine()
 
 
-def test_without_torchrun_it_says_how_to_start_it(monkeypatch):
+def test_error_without_torchrun_shows_the_command(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ArgumentError, match=r"RANK.*torchrun --nnodes"):
         examine()
     run = subprocess.run([sys.executable, "-m", "reshard", "doctor"], capture_output=True, text=True, check=False)
     assert run.returncode == 2
-    assert "start it as torchrun" in run.stderr
+    assert "start the doctor with torchrun" in run.stderr

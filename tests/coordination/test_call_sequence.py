@@ -1,6 +1,6 @@
-"""Steps never mix: calls that a rank leaves alone, comes late to or makes with others only end in errors, not in values.
+"""Calls of different steps never match: calls that one rank fails, misses or makes with others only end in errors.
 
-A step's arrays hold its number, so what met the call of another one shows.
+The arrays of a step hold its number, so data from a call of another step is visible.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.distributed as dist
 import reshard
 import reshard.api.call
 from reshard import Layout, Mesh
-from reshard.coordination.decide import Request
 from reshard.coordination.liveness import call_sequence
+from reshard.coordination.messages import RankStatus, Request
 from reshard.coordination.process_group import find_group
 from reshard.testing.processes import run_processes
 from tests.support.tensors import take_shard, whole_tensor
@@ -26,8 +26,8 @@ COLS = Layout(Mesh.of("2", first_rank=2), "R S0")
 WHOLE = whole_tensor((6, 4), torch.float32)
 
 
-def _some_fail_alone(rank, seed):
-    """Steps in which ranks fail before they know with whom, and go on at once: what each step gave, or its error."""
+def _run_steps_with_failures(rank, seed):
+    """Ranks fail before their members are known and continue at once; returns the result or error of each step."""
     chance = random.Random(seed)
     rows, one = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("1", first_rank=2))
     found = []
@@ -46,8 +46,8 @@ def _some_fail_alone(rank, seed):
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_calls_of_ranks_that_fail_alone_never_meet_those_of_others(seed):
-    for rank, steps in enumerate(run_processes(_some_fail_alone, 3, seed)):
+def test_calls_failed_by_one_rank_never_match_other_calls(seed):
+    for rank, steps in enumerate(run_processes(_run_steps_with_failures, 3, seed)):
         for step, (failing, got) in enumerate(steps):
             if failing:
                 assert "src_mesh is missing" in got, (rank, step, got)
@@ -55,8 +55,8 @@ def test_calls_of_ranks_that_fail_alone_never_meet_those_of_others(seed):
                 assert got == (None if rank < 2 else [float(step)]), (rank, step, got)
 
 
-def _one_believes_in_others(rank, seconds):
-    """In step 2 rank 2 calls with ranks 0 and 1 only, and goes on at once: what each step gave, or its error."""
+def _run_steps_with_skipped_call(rank, seconds):
+    """In step 2 rank 2 calls with ranks 0 and 1 only and continues at once; returns the result or error of each step."""
     rows, one = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("1", first_rank=2))
     found = []
     for step in range(5):
@@ -74,80 +74,78 @@ def _one_believes_in_others(rank, seconds):
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.5])
-def test_a_call_with_others_only_never_lets_steps_mix(seconds):
-    found = run_processes(_one_believes_in_others, 3, seconds)
+def test_call_that_excludes_its_caller_never_mixes_steps(seconds):
+    found = run_processes(_run_steps_with_skipped_call, 3, seconds)
     for rank, steps in enumerate(found):
         for step, got in enumerate(steps):
             if step != 2 and got == (None if rank < 2 else [float(step)]):
                 continue
             assert step >= 2, (rank, step, got)
-            assert "is in neither layout" in got or "rank 2 with ranks 0-1, which leave it out" in got, (
+            assert "is in neither layout" in got or "rank 2 with ranks 0-1, which do not include rank 2" in got, (
                 rank,
                 step,
                 got,
             )
 
 
-class _Alone:
-    """What of a group counts calls that were left."""
+class _FakeGroup:
+    """The parts of a group that count left calls."""
 
     def __init__(self, rank, errors, given):
-        self.rank, self.status = (
-            rank,
-            {"errors": errors, "given": given, "error": ["ArgumentError", f"rank {rank}: no"]},
-        )
+        self.rank = rank
+        self.status = RankStatus(errors=errors, given=given, error=("ArgumentError", f"rank {rank}: no"))
         self.store = self
 
     def set(self, key, value):
         pass
 
 
-def test_failures_that_only_some_know_of_are_counted_once():
+def test_failures_known_to_some_ranks_are_counted_once():
     members = (0, 1, 2)
-    groups = [_Alone(0, 1, {"1": 1}), _Alone(1, 1, {"2": 1}), _Alone(2, 1, {"0": 1})]
+    groups = [_FakeGroup(0, 1, {"1": 1}), _FakeGroup(1, 1, {"2": 1}), _FakeGroup(2, 1, {"0": 1})]
 
-    def meet():
-        requests = [Request(group.rank, left=call_sequence.count_left(group, members)) for group in groups]
+    def run_round():
+        requests = [Request(group.rank, left=call_sequence.count_left_calls(group, members)) for group in groups]
         decision = call_sequence.find_behind(requests, members)
         for group in groups:
             if decision and group.rank in decision.behind:
-                call_sequence.give_up(group, members, decision)
+                call_sequence.record_abandoned_call(group, members, decision)
         return decision
 
-    assert meet().behind == [0, 1, 2]
-    assert meet() is None
+    assert run_round().behind == [0, 1, 2]
+    assert run_round() is None
 
 
-def _meet():
-    """Connections to the store can be slow to make; they are not what the next seconds are about."""
+def _connect_to_store():
+    """Connect to the store first, because that can be slow and must not count towards the measured time."""
     find_group(None)
     dist.barrier()
 
 
-def _one_never_comes(rank):
-    _meet()
+def _one_never_calls(rank):
+    _connect_to_store()
     if rank == 3:
         time.sleep(3.5)
         return "rank 3 did not call"
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         reshard.reshard(take_shard(ROWS, rank, WHOLE), ROWS, COLS, timeout_seconds=1.5)
         text = "nothing was raised"
     except reshard.TransferTimeoutError as error:
         text = str(error)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - start < 5
     return text
 
 
-def test_a_missing_rank_is_named_within_the_timeout():
-    texts = run_processes(_one_never_comes, 4)
+def test_missing_rank_is_named_within_the_timeout():
+    texts = run_processes(_one_never_calls, 4)
     assert all("rank 3 did not call" in text for text in texts), texts
 
 
-def _steps(rank, late, skips, seconds):
-    """What each step gives, in which shards hold its number; rank ``late`` comes to the second one late, or not."""
+def _run_steps_with_late_rank(rank, late, skips, seconds):
+    """The result of each step, whose shards hold its number; rank ``late`` enters step 1 late or skips it."""
     given, group = [], None
-    _meet()
+    _connect_to_store()
     for step in range(5):
         if step == 1 and rank == late:
             time.sleep(seconds)
@@ -158,8 +156,8 @@ def _steps(rank, late, skips, seconds):
             group = dist.new_group(list(range(4)))
         try:
             source = None if take_shard(ROWS, rank, WHOLE) is None else torch.full((3, 4), float(step))
-            good = reshard.reshard(source, ROWS, COLS, group=group, timeout_seconds=1 if step == 1 else 20)
-            given.append(step if good is None else sorted(set(good.flatten().tolist())))
+            out = reshard.reshard(source, ROWS, COLS, group=group, timeout_seconds=1 if step == 1 else 20)
+            given.append(step if out is None else sorted(set(out.flatten().tolist())))
         except reshard.ReshardError as error:
             given.append(f"{type(error).__name__}: {error}")
     return given
@@ -175,9 +173,9 @@ def _steps(rank, late, skips, seconds):
         ),
     ],
 )
-def test_after_a_time_out_calls_are_refused_and_never_mixed(late, seconds, skips):
-    """Nothing tells a rank that is late from one that skips a call, so nobody goes on before there is a new group."""
-    for rank, given in enumerate(run_processes(_steps, 4, late, skips, seconds)):
+def test_calls_after_a_timeout_are_refused(late, seconds, skips):
+    """A late rank cannot be distinguished from one that skips a call, so no rank continues before there is a new group."""
+    for rank, given in enumerate(run_processes(_run_steps_with_late_rank, 4, late, skips, seconds)):
         assert given[0] in ([0.0], 0) and given[4] in ([4.0], 4), given
         if rank != late:
             assert f"rank {late} did not call within 1 s" in given[1], given
@@ -186,8 +184,8 @@ def test_after_a_time_out_calls_are_refused_and_never_mixed(late, seconds, skips
         assert all("create a new group" in text for text in given[2:4]), given
 
 
-def test_a_first_rank_that_is_late_by_less_than_it_is_waited_for_is_not_missed():
-    assert [given[1:4] for given in run_processes(_steps, 4, 0, False, 1.5)] == [
+def test_first_rank_within_the_grace_period_is_not_missing():
+    assert [given[1:4] for given in run_processes(_run_steps_with_late_rank, 4, 0, False, 1.5)] == [
         [1, 2, 3],
         [1, 2, 3],
         [[1.0], [2.0], [3.0]],
@@ -195,8 +193,8 @@ def test_a_first_rank_that_is_late_by_less_than_it_is_waited_for_is_not_missed()
     ]
 
 
-def _one_fails_of_two_sets(rank):
-    """Rank 1 takes part in two sets, and fails alone in a call that could be of either."""
+def _one_fails_in_two_sets(rank):
+    """Rank 1 belongs to two sets, and fails a call that could belong to either."""
     first, second = Layout(Mesh([0, 1], {"x": 2}), "S0"), Layout(Mesh([1, 2], {"x": 2}), "S0")
     texts = []
     for step in range(4):
@@ -213,14 +211,14 @@ def _one_fails_of_two_sets(rank):
     return texts
 
 
-def test_a_rank_that_fails_alone_and_calls_with_two_sets_leaves_both_out_of_step():
-    """Whom the failed call was meant for is not known, so which calls belong together is not either."""
-    first, both, second = run_processes(_one_fails_of_two_sets, 3)
+def test_failed_call_of_a_rank_in_two_sets_puts_both_out_of_sync():
+    """The members of the failed call are unknown, so later calls cannot be matched either."""
+    first, both, second = run_processes(_one_fails_in_two_sets, 3)
     for given in (first[:1], both[:3], second[:1]):
         assert all(len(one) == 1 for one in given[:1]), given
     for given in (first, second):
         assert given[0] == [0.0] and given[1] in ([1.0], given[1]), given
-        assert "nobody knows who takes part" in given[-1], given
+        assert "whose members are unknown" in given[-1], given
         for step, one in enumerate(given):
             assert one == [float(step)] or "create a new group" in one or "failed a call" in one, given
     for step, one in enumerate(both):
@@ -230,8 +228,8 @@ def test_a_rank_that_fails_alone_and_calls_with_two_sets_leaves_both_out_of_step
 A, B = Layout(Mesh([0], {"x": 1})), Layout(Mesh([1], {"x": 1}))
 
 
-def _alone(rank, how):
-    """Rank 0 fails its second call by itself, in a way of its own, and goes on at once."""
+def _fail_one_call(rank, how):
+    """Rank 0 alone fails its second call in the given way and continues at once."""
     texts = []
     for step in range(1, 5):
         source = torch.full((4,), float(step)) if rank == 0 else None
@@ -240,7 +238,7 @@ def _alone(rank, how):
                 if how == "group":
                     reshard.reshard(source, A, B, group="nonsense")
                 if how == "interrupt":
-                    read, reshard.api.call.read_items = reshard.api.call.read_items, _interrupted
+                    read, reshard.api.call.read_items = reshard.api.call.read_items, _raise_interrupt
                     try:
                         reshard.reshard(source, A, B)
                     finally:
@@ -254,20 +252,20 @@ def _alone(rank, how):
     return texts
 
 
-def _interrupted(*_):
+def _raise_interrupt(*_):
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "expected"),
     [
         ("group", "ArgumentError: rank 0: group must be a process group"),
         ("interrupt", "RemoteError: rank 0 left a call: KeyboardInterrupt"),
         ("mover", "ArgumentError: rank 0: layouts name rank 7"),
     ],
 )
-def test_a_call_that_a_rank_fails_alone_is_one_that_the_others_fail_too(how, said):
-    ours, theirs = run_processes(_alone, 2, how)
-    assert [ours[0], *ours[2:]] == [1, 3, 4], ours
-    assert [theirs[0], *theirs[2:]] == [[1.0], [3.0], [4.0]], theirs
-    assert theirs[1].startswith(said), theirs
+def test_call_failed_by_one_rank_fails_on_the_others(how, expected):
+    first, second = run_processes(_fail_one_call, 2, how)
+    assert [first[0], *first[2:]] == [1, 3, 4], first
+    assert [second[0], *second[2:]] == [[1.0], [3.0], [4.0]], second
+    assert second[1].startswith(expected), second

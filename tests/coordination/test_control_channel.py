@@ -1,4 +1,4 @@
-"""Small messages between the first rank and the others: who is waited for, who hurries, who left and who is lost."""
+"""Messages between the hub and the spokes: pending requests, reported timeouts, goodbyes and lost connections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reshard.coordination.store import Store
 
 @pytest.fixture
 def ends(monkeypatch):
-    """The first rank's end, and rank 1's."""
+    """The hub on rank 0 and the spoke of rank 1."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = Store(dist.HashStore())
     hub = Hub(store, (1, 2), 5.0)
@@ -27,69 +27,69 @@ def ends(monkeypatch):
     store.close()
 
 
-def _pump(hub, until):
+def _pump(hub, condition):
     deadline = time.monotonic() + 5
-    while not until() and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         hub.pump(0.1)
-    assert until()
+    assert condition()
 
 
-def test_a_goodbye_that_comes_with_the_answer_is_no_death(ends):
+def test_goodbye_after_an_answer_is_not_a_loss(ends):
     hub, spoke = ends
-    spoke.say({"value": 1}, 5.0)
+    spoke.send_request({"value": 1}, 5.0)
     _pump(hub, lambda: 1 in hub.pending)
     hub.answer({"value": 2})
     hub.close()
     time.sleep(0.1)
-    assert not spoke.is_lost()  # the answer is not read yet
+    assert not spoke.is_lost()  # the answer has not been read yet
     spoke.pump(1.0)
     assert spoke.take_answer() == {"value": 2}
     assert not spoke.is_lost()
 
 
-def test_an_end_without_a_goodbye_is_a_death_on_either_side(ends):
+def test_close_without_a_goodbye_is_a_loss_on_both_sides(ends):
     hub, spoke = ends
-    spoke.say({}, 5.0)
+    spoke.send_request({}, 5.0)
     _pump(hub, lambda: 1 in hub.pending)
-    assert hub.lost() is None
+    assert hub.find_lost() is None
     spoke._peer.connection.shutdown(socket.SHUT_WR)
     time.sleep(0.1)
-    assert hub.lost() == 1
+    assert hub.find_lost() == 1
     hub._peers[1].connection.shutdown(socket.SHUT_WR)
     time.sleep(0.1)
     assert spoke.is_lost()
 
 
-def test_a_hurry_counts_while_its_record_waits(ends):
+def test_reported_timeout_is_dropped_with_its_request(ends):
     hub, spoke = ends
-    spoke.say({}, 5.0)
-    spoke.hurry()
-    _pump(hub, lambda: hub.hurried == {1})
+    spoke.send_request({}, 5.0)
+    spoke.report_timeout()
+    _pump(hub, lambda: hub.timed_out == {1})
     hub.answer({})
-    assert not hub.hurried
-    spoke.say({}, 5.0)
-    spoke.hurry()
-    spoke.leave(None)
-    spoke.say({"again": True}, 5.0)
+    assert not hub.timed_out
+    spoke.send_request({}, 5.0)
+    spoke.report_timeout()
+    spoke.withdraw(None)
+    spoke.send_request({"again": True}, 5.0)
     _pump(hub, lambda: hub.pending.get(1, (0, {}))[1] == {"again": True})
-    assert not hub.hurried
+    assert not hub.timed_out
 
 
-def test_strangers_are_shut_out(ends):
+def test_connections_without_secret_or_known_rank_are_closed(ends):
     hub, _ = ends
-    place = hub._listener.getsockname()[:2]
+    address = hub._listener.getsockname()[:2]
     closed = []
 
-    def come(hello):
-        with socket.create_connection(place, timeout=5) as stranger:
+    def connect(hello):
+        with socket.create_connection(address, timeout=5) as connection:
             body = json.dumps(hello).encode()
-            stranger.sendall(len(body).to_bytes(4, "big") + body)
-            closed.append(stranger.recv(1))
+            connection.sendall(len(body).to_bytes(4, "big") + body)
+            closed.append(connection.recv(1))
 
-    threads = [threading.Thread(target=come, args=(hello,)) for hello in (["wrong", 2], [hub._secret, 7], {"a": 1})]
+    threads = [threading.Thread(target=connect, args=(hello,)) for hello in (["wrong", 2], [hub._secret, 7], {"a": 1})]
     for thread in threads:
         thread.start()
     _pump(hub, lambda: len(closed) == 3)
     for thread in threads:
         thread.join()
-    assert closed == [b""] * 3 and not hub.has(2) and not hub.has(7)
+    assert closed == [b""] * 3 and not hub.is_connected(2) and not hub.is_connected(7)

@@ -1,4 +1,4 @@
-"""What ranks say when they call, as it travels, and what follows from it."""
+"""Requests, their JSON form, and the decision computed from them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import json
 import pytest
 
 from reshard import Layout, Mesh, Topology, make_plan
-from reshard.coordination.decide import Request, TensorRequest, gather_said, plan_arguments, resolve
+from reshard.coordination.decide import gather_reports, plan_arguments, resolve
+from reshard.coordination.messages import Request, TensorRequest
 
 LAYOUTS = {"w": (Layout(Mesh([0]), "R"), Layout(Mesh([1]), "R"))}
 
 
-def test_a_record_is_read_back_as_it_was():
+def test_request_survives_a_json_round_trip():
     request = Request(
         2, arguments=[("strategy", "auto")], tensors={"w": TensorRequest([4], "float32", local=([4], "float32"))},
         error=("ArgumentError", "no"), left=[0, 1], why_left=("RemoteError", "gone"), made={"a": 2},
@@ -23,13 +24,13 @@ def test_a_record_is_read_back_as_it_was():
     assert list(back.tensors["w"].local) == [[4], "float32"]
 
 
-def _of_two(**second):
+def _resolve_two(**second):
     first = TensorRequest([4], "float32", local=([4], "float32"), devices=["cpu"])
     return resolve([Request(0, tensors={"w": first}), Request(1, tensors={"w": TensorRequest(**second)})], LAYOUTS)
 
 
 def test_ranks_agree_on_shape_dtype_and_device():
-    decision = _of_two(devices=["cpu"])
+    decision = _resolve_two(devices=["cpu"])
     assert decision.error is None
     assert (decision.shapes, decision.dtypes, decision.device_type) == ({"w": [4]}, {"w": "float32"}, "cpu")
 
@@ -37,22 +38,22 @@ def test_ranks_agree_on_shape_dtype_and_device():
 @pytest.mark.parametrize(
     ("second", "text"),
     [
-        ({"shape": [5]}, "ranks disagree on the global shape: rank 0 says [4], rank 1 says [5]"),
-        ({"dtype": "int8"}, "ranks disagree on the dtype: rank 0 says dtype float32, rank 1 says dtype int8"),
+        ({"shape": [5]}, "ranks disagree on the global shape: rank 0 passes shape [4], rank 1 passes shape [5]"),
+        ({"dtype": "int8"}, "ranks disagree on the dtype: rank 0 passes dtype float32, rank 1 passes dtype int8"),
         (
             {"devices": ["cuda"]},
-            "tensors must be on one type of device: rank 0 passes 'w' on cpu, rank 1 passes 'w' on cuda",
+            "tensors must be on one device type: rank 0 passes 'w' on cpu, rank 1 passes 'w' on cuda",
         ),
-        ({"out": ([4], "int8")}, "rank 1 passes out of int8 [4], but its shard is float32 [4]"),
+        ({"out": ([4], "int8")}, "rank 1 passes out= with int8 [4], but its shard is float32 [4]"),
     ],
 )
-def test_ranks_that_disagree_get_both_values(second, text):
-    decision = _of_two(**second)
+def test_disagreement_names_both_values(second, text):
+    decision = _resolve_two(**second)
     assert decision.error is not None
     assert text in decision.error[1]
 
 
-def test_plans_that_differ_in_one_thing_say_in_which():
+def test_plan_arguments_show_the_option_that_differs():
     src, dst = Layout(Mesh([0]), "R"), Layout(Mesh([1]), "R")
 
     def arguments(**options):
@@ -69,7 +70,7 @@ def test_plans_that_differ_in_one_thing_say_in_which():
         assert [key for key in same if same[key] != other[key]] == [name, "plan hash"]
 
 
-def test_plans_of_named_tensors_that_differ_say_in_which_tensor():
+def test_plan_arguments_show_the_tensor_that_differs():
     src, dst = Layout(Mesh([0]), "R"), Layout(Mesh([1]), "R")
     one, other = (dict(plan_arguments(make_plan(src, dst, {"a": (4,), "b": size}, "int8"))) for size in ((4,), (5,)))
     assert next(key for key in one if one[key] != other[key]) == "tensor b" and one["tensor a"] == other["tensor a"]
@@ -80,15 +81,15 @@ def test_plans_of_named_tensors_that_differ_say_in_which_tensor():
     ("came", "dead", "lost"),
     [
         ({0: False, 1: False, 2: False}, [], []),
-        ({0: False, 1: False, 2: False}, [2], []),  # it died when all was over
+        ({0: False, 1: False, 2: False}, [2], []),  # died after all ranks had succeeded
         ({0: False, 1: True, 2: False}, [2], [2]),
         ({0: False, 1: False}, [], [2]),
         ({0: False, 1: False}, [1], [1, 2]),
     ],
 )
-def test_who_is_lost_follows_from_who_came_and_how_it_went(came, dead, lost):
+def test_lost_ranks_follow_from_requests_and_deaths(came, dead, lost):
     requests = [Request(rank, generation=rank, said={"failed": failed}) for rank, failed in came.items()]
-    decision = gather_said(requests, [0, 1, 2], dead)
+    decision = gather_reports(requests, [0, 1, 2], dead)
     assert decision.lost == lost
     assert sorted(decision.said) == [rank for rank in came if rank not in lost]
     assert decision.generation == max(came)

@@ -1,4 +1,4 @@
-"""A rank that runs out of file descriptors says so, and the others hear it."""
+"""A rank that runs out of file descriptors raises an error, and so do the other ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _move(rank, group, on_loss="raise"):
     assert out.flatten().tolist() == [0.0, 1.0, 2.0]
 
 
-def _leave_room(descriptors):
-    """Lower the limit until so many may be opened; returns it."""
+def _limit_descriptors(descriptors):
+    """Lower the limit so that exactly ``descriptors`` more can be opened; returns the limit."""
     found = set(os.listdir("/dev/fd"))
     free = (number for number in itertools.count() if str(number) not in found)
     limit = next(itertools.islice(free, descriptors, None))
@@ -34,9 +34,9 @@ def _leave_room(descriptors):
     return limit
 
 
-def _fill(rank, port, poor):
+def _join_until_refused(rank, port, limited_rank):
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    limit = _leave_room(80) if rank == poor else None
+    limit = _limit_descriptors(80) if rank == limited_rank else None
     groups, texts = [], []
     for number in range(20):
         groups.append(reshard.join(dist.PrefixStore(str(number), store), rank, NUM_RANKS))
@@ -51,22 +51,22 @@ def _fill(rank, port, poor):
     return texts, len(groups), limit
 
 
-@pytest.mark.parametrize("poor", [0, 2])
-def test_the_group_that_is_one_too_many_is_refused_and_works_once_others_are_closed(poor):
-    found = run_processes(_fill, NUM_RANKS, poor, init_group=False)
+@pytest.mark.parametrize("limited_rank", [0, 2])
+def test_group_over_the_limit_is_refused_until_others_are_closed(limited_rank):
+    found = run_processes(_join_until_refused, NUM_RANKS, limited_rank, init_group=False)
     assert len({(tuple(texts), number) for texts, number, _ in found}) == 1
-    (text,), number, _ = found[poor]
+    (text,), number, _ = found[limited_rank]
     assert number > 3
-    assert f"rank {poor} has " in text
-    assert f" of {found[poor][2]} file descriptors open" in text
+    assert f"rank {limited_rank} has " in text
+    assert f" of {found[limited_rank][2]} file descriptors open" in text
     assert "ulimit -n" in text
 
 
-def _squeeze(rank, port, poor, room):
+def _call_with_few_descriptors(rank, port, limited_rank, room):
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if rank == poor:
-        _leave_room(room)
+    if rank == limited_rank:
+        _limit_descriptors(room)
     group = reshard.join(store, rank, NUM_RANKS)
     try:
         _move(rank, group)
@@ -79,7 +79,7 @@ def _squeeze(rank, port, poor, room):
 
 
 @pytest.mark.parametrize("room", [0, 1, 4, 8, 9, 12])
-@pytest.mark.parametrize("poor", [0, 2])
-def test_every_rank_names_the_one_without_descriptors_however_few_there_are(poor, room):
-    texts = run_processes(_squeeze, NUM_RANKS, poor, room, init_group=False)
-    assert all(f"rank {poor} has " in text for text in texts), texts
+@pytest.mark.parametrize("limited_rank", [0, 2])
+def test_every_rank_names_the_rank_without_descriptors(limited_rank, room):
+    texts = run_processes(_call_with_few_descriptors, NUM_RANKS, limited_rank, room, init_group=False)
+    assert all(f"rank {limited_rank} has " in text for text in texts), texts

@@ -1,4 +1,4 @@
-"""A rank that dies: the others get an error of ours, in bounded time, and end."""
+"""Death of a rank: the other ranks get a reshard error in bounded time, and exit."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ def _dies_between_calls(rank, victim):
     reshard.reshard(source, ROWS, COLS, shape=(6, 4))
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         reshard.reshard(source, ROWS, COLS, shape=(6, 4), timeout_seconds=8)
         return "nothing was raised"
     except reshard.ReshardError as error:
-        assert time.monotonic() - begun < 12
+        assert time.monotonic() - start < 12
         return f"{type(error).__name__}: {error}"
 
 
 def _dies_in_flight(rank, victim):
-    """64 MiB move one way in small pieces; the victim is killed once some have arrived."""
+    """64 MiB move one way in small pieces; the victim is killed after it has started."""
     src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2))
-    return _die(rank, victim, torch.ones(2048, 4096) if rank < 2 else None, src, dst)
+    return _run_and_die(rank, victim, torch.ones(2048, 4096) if rank < 2 else None, src, dst)
 
 
 def _dies_in_place(rank, victim):
-    """The same, both ways between all ranks."""
-    return _die(rank, victim, torch.ones(1024, 4096), Layout(Mesh.of("4"), "S0"), Layout(Mesh.of("4"), "R S0"))
+    """The same, in both directions between all ranks."""
+    return _run_and_die(rank, victim, torch.ones(1024, 4096), Layout(Mesh.of("4"), "S0"), Layout(Mesh.of("4"), "R S0"))
 
 
-def _die(rank, victim, source, src, dst):
+def _run_and_die(rank, victim, source, src, dst):
     topology = reshard.Topology((0, 1, 2, 3))
     plan = reshard.make_plan(src, dst, (4096, 4096), "float32", staging_bytes=2**18, topology=topology)
     assert plan.is_two_way == (src.ranks == dst.ranks)
@@ -56,12 +56,12 @@ def _die(rank, victim, source, src, dst):
     if rank == victim:
         mover.start(source)
         os.kill(os.getpid(), signal.SIGKILL)
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         mover(source)
         return "finished"
     except reshard.ReshardError as error:
-        assert time.monotonic() - begun < 12
+        assert time.monotonic() - start < 12
         return f"{type(error).__name__}: {error}"
 
 
@@ -82,70 +82,70 @@ def _dies_while_connecting(rank, victim, on_loss="raise"):
     reshard.coordination.connections.Connections._make_group = die if rank == victim else make
     src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("2", first_rank=2), "S0")
     source = torch.arange(24.0).reshape(6, 4) if rank < 2 else None
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         out = reshard.reshard(source, src, dst, shape=(6, 4), timeout_seconds=30, on_loss=on_loss)
         text = "done" if out is None else str(out.flatten()[0].item())
     except reshard.ReshardError as error:
         text = f"{type(error).__name__}: {error}"
-    assert time.monotonic() - begun < 12
+    assert time.monotonic() - start < 12
     return text
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
-def test_a_rank_killed_while_connections_are_made_is_named(victim):
+def test_rank_killed_while_connecting_is_named(victim):
     for text in _run(_dies_while_connecting, victim):
         assert f"rank {victim}" in text, text
 
 
-def _dies_while_connecting_borne(rank, victim):
+def _dies_while_connecting_fault_tolerant(rank, victim):
     return _dies_while_connecting(rank, victim, "recover")
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_others_carry_on_if_a_rank_dies_while_connections_are_made(victim):
-    assert _run(_dies_while_connecting_borne, victim) == ["done", "0.0", "12.0"]
+def test_others_recover_if_a_rank_dies_while_connecting(victim):
+    assert _run(_dies_while_connecting_fault_tolerant, victim) == ["done", "0.0", "12.0"]
 
 
 def _dies_between_uses(rank, victim):
-    """The mover's connections are up when the victim goes, and nobody is in a transfer."""
+    """The victim dies while the mover is connected and no transfer is in progress."""
     mover = reshard.Mover(reshard.make_plan(ROWS, COLS, (6, 4), "float32"), timeout_seconds=8)
     source = torch.ones(3, 4) if rank < 2 else None
     mover(source)
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(1)
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         mover(source)
         return "finished"
     except reshard.ReshardError as error:
-        assert time.monotonic() - begun < 6
+        assert time.monotonic() - start < 6
         return f"{type(error).__name__}: {error}"
 
 
 @pytest.mark.parametrize("victim", [1, 2])
-def test_a_rank_killed_between_uses_of_a_mover_is_named(victim):
+def test_rank_killed_between_uses_of_a_mover_is_named(victim):
     texts = _run(_dies_between_uses, victim)
     assert all(f"rank {victim}" in text or text == "finished" for text in texts), texts
     assert f"rank {victim}" in texts[-1], texts
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_killed_between_calls_is_named(victim):
+def test_rank_killed_between_calls_is_named(victim):
     for text in _run(_dies_between_calls, victim):
         assert f"rank {victim}" in text, text
 
 
 @pytest.mark.parametrize("function", [_dies_in_flight, _dies_in_place])
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_rank_killed_in_flight_ends_the_transfer(function, victim):
+def test_rank_killed_in_flight_ends_the_transfer(function, victim):
     texts = _run(function, victim)
     assert any(text.startswith(("RemoteError", "TransferTimeoutError")) for text in texts), texts
 
 
 def _leaves_early(rank):
-    """Ranks 0 and 1 end as soon as their part is done; ranks 2 and 3 still pass data to each other."""
+    """Ranks 0 and 1 exit after their part; ranks 2 and 3 still exchange data."""
     src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2))
     whole = torch.arange(2**23, dtype=torch.float32)
     handle = reshard.reshard_async(whole[rank * 2**22 : (rank + 1) * 2**22] if rank < 2 else None, src, dst)
@@ -155,25 +155,25 @@ def _leaves_early(rank):
     return out is None or torch.equal(out, whole)
 
 
-def test_a_rank_that_ends_in_order_does_not_break_the_others():
+def test_rank_that_exits_after_its_part_does_not_fail_the_others():
     assert run_processes(_leaves_early, 4) == [True] * 4
 
 
-def _lose(rank, lost):
+def _explain_lost_connection(rank, lost):
     channel = find_channel(find_group(None), (0, 1, 2))
     if lost[rank] is None:
         return None
-    error = channel.explain(7, BrokenConnectionError(lost[rank], "broken"), threading.Event().wait)
+    error = channel.find_root_cause(7, BrokenConnectionError(lost[rank], "broken"), threading.Event().wait)
     return f"{type(error).__name__}: {error}"
 
 
 @pytest.mark.parametrize(
-    ("lost", "told"),
+    ("lost", "expected"),
     [
         ([None, 0, 1], [None, "BrokenConnectionError: broken", "RemoteError: rank 1 lost its connection to rank 0"]),
-        ([None, 2, 1], [None, *["BrokenConnectionError: broken"] * 2]),  # nobody is gone, a link is
+        ([None, 2, 1], [None, *["BrokenConnectionError: broken"] * 2]),  # a link failed, no rank died
     ],
 )
-def test_who_lost_whom_leads_to_the_one_that_is_gone(lost, told):
-    """A rank that notices a death closes its connections, so its neighbours lose it too, although it lives."""
-    assert run_processes(_lose, 3, lost) == told
+def test_lost_connections_lead_to_the_dead_rank(lost, expected):
+    """A rank that notices a death closes its connections, so its neighbours lose it too although it is alive."""
+    assert run_processes(_explain_lost_connection, 3, lost) == expected

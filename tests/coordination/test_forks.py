@@ -1,4 +1,4 @@
-"""A forked child cannot use its parent's groups, nor disturb them."""
+"""A forked child cannot use its parent's groups and does not disturb them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _free_port():
 
 
 @pytest.mark.parametrize("kind", ["joined", "world"])
-def test_a_child_is_refused_and_its_parent_goes_on(kind):
+def test_forked_child_is_refused_and_its_parent_continues(kind):
     port = _free_port()
     ranks = [
         subprocess.Popen(
@@ -38,13 +38,13 @@ def test_a_child_is_refused_and_its_parent_goes_on(kind):
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=90) for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], said
-    assert [out for out, _ in said] == ["well\n"] * 2, said
-    assert all(err.count("KeyError: 'of the child'") == 1 for _, err in said), said
+    output = [process.communicate(timeout=90) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], output
+    assert [out for out, _ in output] == ["well\n"] * 2, output
+    assert all(err.count("KeyError: 'raised by the child'") == 1 for _, err in output), output
 
 
-def _die_before_the_child(rank):
+def _die_before_forked_child(rank):
     move(rank, None)
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
@@ -63,7 +63,7 @@ def _die_before_the_child(rank):
     return True
 
 
-def test_a_death_is_noticed_though_a_child_lives_on():
+def test_death_is_detected_although_a_forked_child_lives():
     with pytest.raises(LaunchError) as raised:
-        run_processes(_die_before_the_child, 2)
+        run_processes(_die_before_forked_child, 2)
     assert raised.value.results == {0: True}

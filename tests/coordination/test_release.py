@@ -1,4 +1,4 @@
-"""Groups give back their threads and descriptors: closed, dropped, or with their process group destroyed."""
+"""Groups release their threads and descriptors when closed, collected, or when their process group is destroyed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _joined(rank, port, name):
     return reshard.join(dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False)), rank, 2)
 
 
-def _held():
+def _count_resources():
     return tuple(len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
 
 
@@ -50,7 +50,7 @@ def _close_with_a_mover(rank, port, name):
     mover = _mover(group)
     mover(torch.ones(2, 4))
     group.close()
-    return mover  # it is kept, and holds nothing
+    return mover  # a mover of a closed group holds no resources
 
 
 def _drop(rank, port, name):
@@ -72,31 +72,31 @@ def _destroy_world(rank, port, name):
     dist.destroy_process_group()
 
 
-def _repeat(rank, port, use):
-    gc.disable()  # nothing waits for the collector
+def _repeat_and_count(rank, port, use):
+    gc.disable()  # resources must not depend on the cyclic collector
     kept = [use(rank, port, f"warm-up {number}") for number in range(2)]
-    before = _held()
+    before = _count_resources()
     kept += [use(rank, port, str(number)) for number in range(NUM_GROUPS)]
     deadline = time.monotonic() + 5
-    while _held() > before and time.monotonic() < deadline:
+    while _count_resources() > before and time.monotonic() < deadline:
         time.sleep(0.05)
-    return before, _held(), len(kept)
+    return before, _count_resources(), len(kept)
 
 
 @pytest.mark.parametrize("use", [_close, _close_with_a_mover, _drop, _destroy_world])
-def test_nothing_is_left_of_many_groups(use):
-    for (descriptors, threads), after, _ in run_processes(_repeat, 2, use, init_group=False):
+def test_many_groups_leak_no_descriptors_or_threads(use):
+    for (descriptors, threads), after, _ in run_processes(_repeat_and_count, 2, use, init_group=False):
         assert after[0] <= descriptors
         assert after[1] <= threads
 
 
-def _refuse(rank, port):
+def _use_closed_group(rank, port):
     group = _joined(rank, port, "closed")
     mover, other = _mover(group), _mover(group)
     big = torch.full((2000, 4000), float(rank))
     handle = reshard.reshard_async(big, ROWS, COLS, group=group)
     also = mover.start(torch.full((2, 4), float(rank)))
-    group.close()  # what is under way is finished
+    group.close()  # finishes transfers in progress
     assert handle.done()
     assert also.done()
     assert handle.wait()[:, 0].mean().item() == 0.5
@@ -114,8 +114,8 @@ def _refuse(rank, port):
     return True
 
 
-def test_a_closed_group_finishes_what_is_under_way_and_refuses_the_rest():
-    assert run_processes(_refuse, 2, init_group=False) == [True, True]
+def test_closed_group_finishes_transfers_and_refuses_new_calls():
+    assert run_processes(_use_closed_group, 2, init_group=False) == [True, True]
 
 
 def _close_process_groups(rank):
@@ -138,7 +138,7 @@ def _close_process_groups(rank):
     return True
 
 
-def test_process_groups_are_closed_one_by_one():
+def test_closing_one_process_group_keeps_the_others_usable():
     assert run_processes(_close_process_groups, 2) == [True, True]
 
 
@@ -162,7 +162,7 @@ def _close_in_a_call(rank, port):
     return True
 
 
-def test_a_group_is_not_closed_under_a_call():
+def test_group_cannot_be_closed_during_a_call():
     assert run_processes(_close_in_a_call, 2, init_group=False) == [True, True]
 
 
@@ -178,5 +178,5 @@ def _train_then_close(rank, size):
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("reshard")]
 
 
-def test_an_engine_ends_with_its_group():
+def test_engine_stops_when_its_group_closes():
     assert run_processes(_train_then_close, 3, 2) == [[]] * 3

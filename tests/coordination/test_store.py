@@ -10,7 +10,7 @@ from reshard.coordination.store import Store, StoreSilentError
 
 
 class _Raw:
-    """A store whose answers wait for ``answers``."""
+    """A store whose calls block until ``answers`` is set."""
 
     def __init__(self):
         self.answers = threading.Event()
@@ -38,21 +38,21 @@ def raw(monkeypatch):
     raw.answers.set()
 
 
-def test_a_silent_store_is_not_lost_at_once(raw):
+def test_silent_store_is_not_lost_at_once(raw):
     store = Store(raw)
     with pytest.raises(StoreSilentError):
         store.check(["a"])
-    begun = time.monotonic()
-    for _ in range(50):  # those that only look do not wait again
-        assert not store.shows("a")
-    assert time.monotonic() - begun < 1.0
+    start = time.monotonic()
+    for _ in range(50):  # read-only calls do not wait again
+        assert not store.has_key("a")
+    assert time.monotonic() - start < 1.0
     raw.answers.set()
     store.set("a", "1", seconds=10)
     assert store.get("a", seconds=10) == b"1"
     store.close()
 
 
-def test_a_call_that_cannot_be_made_again_waits_for_the_one_before(raw):
+def test_call_with_its_own_timeout_waits_for_an_earlier_call(raw):
     store = Store(raw)
     with pytest.raises(StoreSilentError):
         store.check(["a"])
@@ -62,16 +62,16 @@ def test_a_call_that_cannot_be_made_again_waits_for_the_one_before(raw):
     store.close()
 
 
-def test_a_store_that_stays_silent_is_lost(raw):
+def test_store_that_stays_silent_is_lost(raw):
     store = Store(raw)
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(RuntimeError, match="did not answer within") as raised:
-        while time.monotonic() - begun < 30:
+        while time.monotonic() - start < 30:
             try:
                 store.check(["a"])
             except StoreSilentError:
                 time.sleep(0.01)
     assert type(raised.value) is RuntimeError
-    assert 0.6 <= time.monotonic() - begun < 5
+    assert 0.6 <= time.monotonic() - start < 5
     raw.answers.set()
     store.close()

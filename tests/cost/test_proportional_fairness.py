@@ -1,4 +1,4 @@
-"""Rates of flows that share ports are proportionally fair."""
+"""The rates of flows that share ports are proportionally fair."""
 
 import math
 
@@ -12,7 +12,7 @@ PORTS = 8
 
 @st.composite
 def shared(draw):
-    """Flows that each pass one to three ports."""
+    """Paths of flows that pass one to three ports each, and the capacities of ports."""
     path = st.lists(st.integers(0, PORTS - 1), min_size=1, max_size=3, unique=True)
     capacity = st.lists(st.sampled_from([1e8, 1.01e8, 5e7, 2.5e8, 1e18]), min_size=PORTS, max_size=PORTS)
     return draw(st.lists(path, min_size=1, max_size=20)), draw(capacity)
@@ -22,23 +22,27 @@ def shared(draw):
     ("paths", "capacity", "rates"),
     [
         ([[0], [0], [0]], [6], [2, 2, 2]),
-        ([[0, 1], [0, 2]], [6, 1, 9], [1, 5]),  # the second takes what the first cannot use
+        ([[0, 1], [0, 2]], [6, 1, 9], [1, 5]),  # the second flow takes what the first cannot use
         ([[0, 2], [0, 3], [1, 2], [1, 3]], [6, 6, 6, 6], [3, 3, 3, 3]),
-        ([[0], [0, 1], [1]], [6, 6], [4, 2, 4]),  # held up twice; max-min fairness would give each 3
+        (
+            [[0], [0, 1], [1]],
+            [6, 6],
+            [4, 2, 4],
+        ),  # the second flow has two bottlenecks; max-min fairness would give 3 to each
         ([[0], [0, 1], [0, 1, 2], [1], [2]], [12, 12, 12], [6.4, 3.2, 2.4, 6.4, 9.6]),
     ],
 )
-def test_known_shares(paths, capacity, rates):
+def test_known_rates(paths, capacity, rates):
     found = share_ports(paths, [float(value) for value in capacity], [0.0] * len(capacity))
     assert found == pytest.approx(rates, rel=1e-5)
 
 
 @given(shared(), st.lists(shared(), max_size=3))
-def test_no_other_rates_have_a_larger_product(problem, before):
-    """Found from no prices or from those of other flows, nothing is overloaded, and no flow is worth more room."""
+def test_rates_are_feasible_and_optimal(problem, before):
+    """No port is overloaded, and no change of rates increases the product, whatever the initial prices."""
     paths, capacity = problem
     price = [0.0] * PORTS
-    for other, _ in before:  # prices left over from other flows do no harm
+    for other, _ in before:  # leave prices of other flows
         share_ports(other, capacity, price)
     cold, warm = share_ports(paths, capacity, [0.0] * PORTS), share_ports(paths, capacity, price)
     assert warm == pytest.approx(cold, rel=0.01)
@@ -48,20 +52,20 @@ def test_no_other_rates_have_a_larger_product(problem, before):
             assert load <= capacity[port] * (1 + 1e-9)
         total = sum(map(math.log, rates))
         for flow in range(len(paths)):
-            for part in (0.05, 0.5):  # make room for more of one flow by taking from those on its ports
+            for part in (0.05, 0.5):  # give one flow more by taking from all flows on its ports
                 more = [
                     rate * (1 - part) if set(path) & set(paths[flow]) else rate
                     for rate, path in zip(rates, paths, strict=True)
                 ]
-                room = min(
+                spare = min(
                     capacity[port] - sum(m for m, path in zip(more, paths, strict=True) if port in path)
                     for port in paths[flow]
                 )
-                more[flow] += room
+                more[flow] += spare
                 assert sum(map(math.log, more)) <= total + 1e-2
 
 
-def test_prices_are_found_from_those_of_before():
+def test_search_starts_from_previous_prices():
     paths, capacity, price = [[0], [0, 1], [1]], [6.0, 6.0], [0.0, 0.0]
     share_ports(paths, capacity, price)
     assert price == pytest.approx([1 / 4, 1 / 4], rel=1e-3)

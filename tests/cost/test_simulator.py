@@ -1,4 +1,4 @@
-"""The simulator against times worked out by hand, its native loop against its twin, and the bound."""
+"""The simulator against times worked out by hand, its Python reference, and the lower bound."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.strategies_of_cases import cases
 
 
 def _plan(transfers, hosts, ranks, nbytes=100, rate=10.0):
-    """Messages of a one-byte tensor from ranks 0.. to the last ones, written as plan text."""
+    """A plan of one int8 tensor from plan text; ``ranks`` are the source and destination layouts."""
     head = f"plan x staging_bytes=67108864\ntopology nic_bytes_per_second={rate!r} hosts {hosts}\n"
     src, dst = ranks
     tensor = f"tensor 0 int8 [{nbytes}] from {src} to {dst}\n"
@@ -43,7 +43,7 @@ def test_two_receivers_share_the_sender():
     assert _times(one_by_one) == [(0, 10), (10, 20)]
 
 
-def test_a_chain_passes_chunks_on():
+def test_chain_is_pipelined_by_chunk():
     plan = _plan(["0: t0 [0:100] 0 -> 1 -> 2 splits 4 window 2"], "0*1,1*1,2*1", ONE_TO_TWO)
     assert _times(plan) == [(0, 2.5), (2.5, 5), (2.5, 5), (5, 7.5), (5, 7.5), (7.5, 10), (7.5, 10), (10, 12.5)]
 
@@ -51,10 +51,10 @@ def test_a_chain_passes_chunks_on():
 def test_unequal_rates_and_directions():
     plan = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 1 window 4"], "0*1,1*1,2*1", ONE_TO_TWO)
     hosts = (Host((Port(10.0, 1.0),)), Host((Port(1.0, 2.0),)), Host((Port(1.0, 50.0),)))
-    assert _times(plan, hosts=hosts) == [(0, 50), (0, 12.5)]  # 2 to the first, what is left of 10 to the second
+    assert _times(plan, hosts=hosts) == [(0, 50), (0, 12.5)]  # 2 to the first receiver, the other 8 to the second
 
 
-def test_two_nics_are_two_ports():
+def test_each_nic_is_a_port():
     src, dst = "(0) on Mesh(0=2; ranks 0-1)", "(0) on Mesh(0=2; ranks 2-3)"
     lines = ["0: t0 [0:50] 0 -> 2 splits 1 window 4", "1: t0 [50:100] 1 -> 3 splits 1 window 4"]
     plan = _plan(lines, "0*2,1*2", (src, dst))
@@ -64,35 +64,35 @@ def test_two_nics_are_two_ports():
     assert [t for _, t in _times(plan, hosts=two, nic_of_rank=())] == [5, 5]
 
 
-def test_pods_are_left_and_entered_by_their_uplinks():
+def test_traffic_between_pods_passes_their_uplinks():
     plan = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 1 window 4"], "0*1,1*1,2*1", ONE_TO_TWO)
     hosts = tuple(Host((Port.of(100.0),), pod) for pod in (0, 0, 1))
     pods = (Port(10.0, 1.0), Port(1.0, 5.0))
     assert _times(plan, hosts=hosts, pods=pods) == [(0, 1.052632), (0, 20)]
 
 
-def test_latency_holds_the_senders_port():
+def test_latency_occupies_the_sender_port():
     plan = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 2 window 1"], "0*1,1*1,2*1", ONE_TO_TWO)
     assert [t for _, t in _times(plan, latency_seconds=1.0)] == [6, 12, 18, 24]
     together = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 1 window 4"], "0*1,1*1,2*1", ONE_TO_TWO)
     assert [t for _, t in _times(together, latency_seconds=1.0)] == [22, 22]
 
 
-def test_inside_a_host_links_of_ranks_count():
+def test_links_inside_a_host():
     plan = _plan(["0: t0 [0:100] 0 -> 1 -> 2 splits 1 window 4"], "0*3", ONE_TO_TWO)
     assert _times(plan) == [(0, 0), (0, 0)]
     assert _times(plan, inside_bytes_per_second=50.0, inside_latency_seconds=0.5) == [(0, 2.5), (2.5, 5)]
 
 
-def test_a_buffer_lets_the_next_message_start():
-    """One of 100 bytes to each of two ranks, one at a time: the second flows beside what lies in the buffer."""
+def test_send_buffer_lets_the_next_message_start():
+    """Two messages of 100 bytes with window 1: the second flows while the rest of the first is in the send buffer."""
     plan = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 1 window 1"], "0*1,1*1,2*1", ONE_TO_TWO)
     assert _times(plan, send_buffer_bytes=40) == [(0, 14), (6, 20)]
     assert _times(plan, send_buffer_bytes=100) == [(0, 20), (0, 20)]
 
 
-def test_a_bucket_passes_at_once_what_a_pause_saved():
-    """A sender that waits for its next chunk saves as much as its bucket holds; both ports of a path spend theirs."""
+def test_token_buckets_save_idle_capacity():
+    """A relay that waits for its next chunk fills its bucket; both ports of a path spend their tokens."""
     chain = ["0: t0 [0:100] 0 -> 1 -> 2 splits 2 window 1"]
     plan = _plan(chain, "0*1,1*1,2*1", ONE_TO_TWO)
     assert [t for _, t in _times(plan)] == [5, 10, 10, 15]
@@ -102,7 +102,7 @@ def test_a_bucket_passes_at_once_what_a_pause_saved():
     assert _times(one, burst_bytes=20) == [(0, 18), (0, 18)]
 
 
-def test_a_receiver_lets_in_two_of_window_two():
+def test_receiver_admits_as_many_messages_as_their_window():
     src, dst = "(0) on Mesh(0=4; ranks 0-3)", "() on Mesh(0=1; ranks 4)"
     for window, first_times in ((2, [5, 5, 10, 10]), (4, [10, 10, 10, 10])):
         lines = [f"{i}: t0 [{25 * i}:{25 * i + 25}] {i} -> 4 splits 1 window {window}" for i in range(4)]
@@ -110,7 +110,7 @@ def test_a_receiver_lets_in_two_of_window_two():
 
 
 @given(cases(), st.sampled_from(sorted(STRATEGIES)))
-def test_the_table_holds_what_expansion_gives(problem, strategy):
+def test_message_table_matches_expansion(problem, strategy):
     shape, src, dst, topology = problem
     plan = make_plan(src, dst, shape, "float32", strategy=strategy, topology=topology, staging_bytes=2**16)
     table = tabulate_messages(plan)
@@ -136,7 +136,7 @@ def test_the_table_holds_what_expansion_gives(problem, strategy):
     st.none() | st.lists(st.lists(st.sampled_from([1e9, 5e8, 2.5e8]), min_size=1, max_size=2), min_size=4, max_size=4),
     st.booleans(), st.sampled_from([0, 0, 50, 400]),
 )  # fmt: skip
-def test_native_and_twin_agree_and_no_plan_beats_the_bound(
+def test_native_matches_reference_and_no_plan_beats_the_bound(
     problem, strategy, latency, inside, buffer, rates, in_pods, burst
 ):
     shape, src, dst, topology = problem
@@ -164,7 +164,7 @@ def test_native_and_twin_agree_and_no_plan_beats_the_bound(
         assert (finish == again[1]).all()
 
 
-def test_native_refuses_what_would_lead_outside_its_arrays():
+def test_native_refuses_indices_out_of_range():
     src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2))
     plan = make_plan(src, dst, (8,), "int8")
     messages = tabulate_messages(plan)
@@ -179,7 +179,7 @@ def test_native_refuses_what_would_lead_outside_its_arrays():
 
 
 def test_thousands_of_receivers_of_one_sender():
-    """Each start frees room for the next one in the sender's buffer."""
+    """Each message that starts lets the next one start, because it fits in the send buffer."""
     topology = Topology(tuple(range(3001)), latency_seconds=0, send_buffer_bytes=10**6)
     src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(3000, first_rank=1), "S0")
     plan = make_plan(src, dst, (12000,), "int8", topology=topology, strategy="send_recv")
@@ -190,14 +190,14 @@ def test_thousands_of_receivers_of_one_sender():
     assert (finish == flow(network)[1]).all()
 
 
-def test_turns_at_a_receiver_are_charged():
-    """Two hosts send one half each to a third; the chunks that change sides there wait for a turn."""
+def test_turn_seconds_delay_waiting_messages():
+    """Two hosts send half each to a third; a chunk that follows one of the other host waits for its turn."""
     topology = Topology((0, 1, 2))
     src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(1, first_rank=2))
     plan = make_plan(src, dst, (2**22,), "float32", topology=topology, strategy="multicast")
     turns = int(find_turns(plan).sum())
     assert turns >= 1
-    took = [simulate(plan, replace(topology, turn_seconds=turn)).makespan_seconds for turn in (0.0, 1e-3)]
-    assert took[1] - took[0] == pytest.approx(turns * 1e-3, rel=1e-6)
+    makespans = [simulate(plan, replace(topology, turn_seconds=turn)).makespan_seconds for turn in (0.0, 1e-3)]
+    assert makespans[1] - makespans[0] == pytest.approx(turns * 1e-3, rel=1e-6)
     alone = make_plan(Layout(Mesh.of(1)), Layout(Mesh.of(1, first_rank=2)), (2**22,), "float32", topology=topology)
     assert not find_turns(alone).any()

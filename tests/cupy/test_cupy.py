@@ -1,4 +1,4 @@
-"""Movers of CuPy arrays, over a stand-in for CuPy and NCCL."""
+"""The CuPy Mover on a stand-in for CuPy and NCCL."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def whole(shape, dtype):
 
 
 def run_plan(plan, wholes, size=6, outs=None):
-    """Every rank moves twice, with its own arrays and with what it is given."""
+    """Run a plan on all ranks twice: with allocated destinations, then with ``outs``."""
     calls = {}
 
     def one(comm):
@@ -71,11 +71,11 @@ def named_items(value):
 
 @pytest.mark.parametrize("strategy", ["multicast", "send_recv", "broadcast_greedy", "local_all_gather"])
 @pytest.mark.parametrize(("shape", "dtype"), [((7, 9), "float32"), ((64, 96), "int16"), ((3, 5, 4), "complex128")])
-def test_arrays_arrive(strategy, shape, dtype):
+def test_arrays_move(strategy, shape, dtype):
     run_plan(make_plan(SRC, DST, shape, dtype, strategy=strategy, topology=HOSTS), {None: whole(shape, dtype)})
 
 
-def test_strided_outs_scalars_and_ranks_without_a_part():
+def test_strided_outs_scalars_and_ranks_outside_the_plan():
     plan = make_plan(SRC, DST, (6, 10), "float64", topology=HOSTS)
 
     def strided(shard):
@@ -93,25 +93,25 @@ def test_several_tensors_and_irregular_regions():
     run_plan(plan, {"a": whole((4, 4), "float32"), "b": whole((6, 3), "float32")})
 
 
-def _errors(function, size=6):
+def _results(function, size=6):
     return run_ranks(size, function)
 
 
-def test_what_is_wrong_with_a_plan_is_an_error_on_every_rank():
+def test_wrong_plan_is_an_error_on_every_rank():
     plan = make_plan(SRC, DST, (6, 10), "float64", topology=HOSTS)
     other = make_plan(SRC, DST, (6, 12), "float64", topology=HOSTS)
-    for error in _errors(lambda comm: reshard.cupy.Mover(other if comm.rank_id() == 4 else plan, comm)):
+    for error in _results(lambda comm: reshard.cupy.Mover(other if comm.rank_id() == 4 else plan, comm)):
         assert isinstance(error, DisagreementError)
-        assert "rank 0 has another than ranks 4" in str(error)
-    for error in _errors(lambda comm: reshard.cupy.Mover(plan, comm), size=5):
+        assert "the plan of ranks 4 differs from that of rank 0" in str(error)
+    for error in _results(lambda comm: reshard.cupy.Mover(plan, comm), size=5):
         assert isinstance(error, ArgumentError)
         assert "names rank 5; the communicator has 5 ranks" in str(error)
     tight = replace(make_plan(SRC, DST, (64, 96), "float64", topology=HOSTS), staging_bytes=64)
-    for error in _errors(lambda comm: reshard.cupy.Mover(tight, comm)):
+    for error in _results(lambda comm: reshard.cupy.Mover(tight, comm)):
         assert isinstance(error, PlanError)
 
 
-def test_arrays_that_do_not_fit():
+def test_arrays_that_do_not_fit_are_rejected():
     plan = make_plan(SRC, DST, (6, 10), "float64", topology=HOSTS)
 
     def one(comm):
@@ -133,16 +133,16 @@ def test_arrays_that_do_not_fit():
                 mover.start(whole_source[:, :5], out=whole_source[:3, :5])
         return "refused"
 
-    assert _errors(one) == ["refused"] * 6
+    assert _results(one) == ["refused"] * 6
 
 
 @pytest.mark.parametrize(("dtype", "carrier"), [("bfloat16", "uint16"), ("float8_e4m3fn", "uint8")])
-def test_dtypes_that_cupy_lacks_travel_as_unsigned_integers(dtype, carrier):
+def test_dtypes_that_cupy_lacks_are_sent_as_unsigned_integers(dtype, carrier):
     run_plan(make_plan(SRC, DST, (6, 8), dtype), {None: whole((6, 8), carrier)})
 
 
 def test_the_first_error_of_a_round_is_not_masked(monkeypatch):
-    """A send that is refused leaves a group which cannot end; what is raised is why the send was."""
+    """A failed send leaves a group that cannot end. The error of the send is raised, not that of the group."""
     plan = make_plan(SRC, DST, (6, 8), "float32")
     nccl = sys.modules["cupy.cuda.nccl"]
 
@@ -162,7 +162,7 @@ def test_the_first_error_of_a_round_is_not_masked(monkeypatch):
     assert run_ranks(6, one) == ["done"] * 6
 
 
-def test_a_cupy_without_nccl_is_refused(monkeypatch):
+def test_cupy_without_nccl_is_rejected(monkeypatch):
     monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False, raising=False)
     with pytest.raises(ArgumentError, match="built without NCCL"):
         reshard.cupy.Mover(make_plan(SRC, DST, (6, 8), "float32"), None)

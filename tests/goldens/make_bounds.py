@@ -1,6 +1,6 @@
-"""Writes ``bounds.txt`` beside this file: the bounds of random problems, and the words that say why.
+"""Write ``bounds.txt`` in this folder: lower bounds of random problems, with their reasons.
 
-A change of the bound changes lines; read the difference before you keep it.
+A change of the lower bound changes lines. Review the diff before you commit it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from reshard.sharding.tensor_spec import TensorSpec
 from tests.support.random_problems import random_problem
 
 FILE = Path(__file__).with_name("bounds.txt")
-#: Where several links make the bound together.
+#: Seeds of problems whose bound combines several links.
 RARE = (
     138, 154, 238, 349, 586, 910, 921, 960, 995, 1095, 1140, 1301, 1388, 1445, 1504, 1584, 1658, 1677, 1752, 1822, 1949,
     2175,

@@ -1,7 +1,8 @@
-"""Write tables of shards as JAX and torch DTensor make them: ``python make_layouts.py jax|torch``.
+"""Write tables of shards computed by JAX or torch DTensor: ``python make_layouts.py jax|torch``.
 
-They are the second witness of our geometry: a plan and its oracle share the chunk rule, these tables do not.
-Each entry holds, for every rank, the local shard of ``arange(prod(shape)).reshape(shape)``, flattened.
+The tables test our sharding code against independent implementations. Plans and their test oracle share that code, so
+they could share its errors. Each entry has, for every rank, the flattened local shard of
+``arange(prod(shape)).reshape(shape)``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ GRIDS = [(4,), (6,), (2, 3), (3, 2), (2, 2, 2), (1, 4), (8,)]
 
 
 def ranks_of(rng: random.Random, grid: tuple[int, ...]) -> list[int]:
-    """Ranks in order, or shuffled."""
+    """The ranks of a grid, in order or shuffled."""
     ranks = list(range(math.prod(grid)))
     if rng.random() < 0.5:
         rng.shuffle(ranks)

@@ -1,7 +1,7 @@
-"""Writes ``parts.txt`` beside this file: of random problems, what each strategy chooses and how chunks are cut.
+"""Write ``parts.txt`` in this folder: transfers chosen by each strategy, and multicast chunks, for random problems.
 
-No plan is made of them, so many problems are read in little time. A change of a strategy, or of how chunks are counted,
-changes lines; read the difference before you keep it.
+No plan is built, so many problems take little time. A change of a strategy or of the number of chunks changes lines.
+Review the diff before you commit it.
 """
 
 from __future__ import annotations

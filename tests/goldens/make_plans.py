@@ -1,7 +1,7 @@
-"""Writes ``plans.txt`` beside this file: what each strategy plans for fixed cases, and what it is said to take.
+"""Write ``plans.txt`` in this folder: plans of each strategy for fixed cases, with bound and simulated time.
 
-A change of a strategy, of an order, of the bound or of the simulator changes lines; read the difference before you keep
-it. Ranks of one version must make equal plans, wherever they run.
+A change of a strategy, an order, the bound or the simulator changes lines. Review the diff before you commit it. Plans
+must not depend on the machine, because all ranks must compute the same plan.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ LARGE = [
 
 
 def cases() -> Iterator[tuple[str, Layout | RegionLayout, Layout | RegionLayout, tuple[int, ...], int]]:
-    """A name, both layouts, the shape, and the bytes of staging."""
+    """Name, source and destination layout, shape, and staging bytes of each case."""
     for number, (src_grid, src, dst_grid, first, dst) in enumerate(CASES):
         layouts = Layout(Mesh.of(src_grid), src), Layout(Mesh.of(dst_grid, first_rank=first), dst)
         shape = (480 + 7 * (number % 3), 512) if number % 2 else (96, 4096)
@@ -89,7 +89,7 @@ def cases() -> Iterator[tuple[str, Layout | RegionLayout, Layout | RegionLayout,
 
 
 def small_tensors() -> Iterator[tuple[Layout, Layout, tuple[int, int], str]]:
-    """Of several dtypes; their layouts repeat, and some have uneven shards."""
+    """Tensors of several dtypes, with repeated layouts and some uneven shards."""
     src, dst = Mesh.of("2x4"), Mesh.of("3x4", first_rank=8)
     specs = [("S0 R", "R S0"), ("R S1", "S1 R"), ("S0 S1", "R R")]
     for at in range(12):
@@ -102,19 +102,19 @@ def small_tensors() -> Iterator[tuple[Layout, Layout, tuple[int, int], str]]:
         )
 
 
-def read(said: dict[str, Any]) -> Topology:
-    """Messages cost nothing where nothing is said of that."""
-    return topology_from_json({"latency_seconds": 0, "inside_latency_seconds": 0, **said})
+def read(description: dict[str, Any]) -> Topology:
+    """Parse a topology; latencies default to 0."""
+    return topology_from_json({"latency_seconds": 0, "inside_latency_seconds": 0, **description})
 
 
 def make_lines() -> Iterator[str]:
     """The lines of the file."""
     for name, src, dst, shape, staging_bytes in cases():
-        for network, said in TOPOLOGIES.items():
+        for network, description in TOPOLOGIES.items():
             if network == "slow inside":
                 continue
             for strategy in (AUTO, *STRATEGIES):
-                line = _make_line([(src, dst, shape, "float32")], read(said), strategy, staging_bytes)
+                line = _make_line([(src, dst, shape, "float32")], read(description), strategy, staging_bytes)
                 yield f"{name}, {network}, {strategy}: {line}"
     tensors = list(small_tensors())
     for strategy in (AUTO, "send_recv", "local_all_gather", "broadcast_greedy", "multicast"):

@@ -1,6 +1,6 @@
-"""Writes ``schedules.txt`` beside this file: what builders make of fixed pipelines, and how long it takes.
+"""Write ``schedules.txt`` in this folder: schedules of each builder for fixed pipelines, with simulated time.
 
-A change of a builder, of the search or of the simulator changes lines; read the difference before you keep it.
+A change of a builder, the search or the simulator changes lines. Review the diff before you commit it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_PIPELINES = 12
 
 
 def make_pipeline(chance: random.Random) -> Pipeline:
-    """Up to four stages of unequal costs, skips, and links that channels share; all seconds are eighths."""
+    """A pipeline of up to four unequal stages, with skip edges and shared links. All times are multiples of 1/8 s."""
     num = chance.randint(1, 4)
 
     def eighths(most: int) -> float:
@@ -46,7 +46,7 @@ def make_pipeline(chance: random.Random) -> Pipeline:
 
 
 def schedules_of(pipeline: Pipeline, num: int) -> Iterator[tuple[str, Schedule]]:
-    """By name; of a pipeline whose stages are assigned to fewer rows too."""
+    """Schedules of a pipeline by name, some with several stages per row."""
     stages = len(pipeline.stages)
     plain = one_f_one_b(pipeline, num)
     yield "1f1b", plain

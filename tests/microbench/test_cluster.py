@@ -1,4 +1,4 @@
-"""Emulated hosts: elements, bytes on the wire, clean-up; not times. Runs with ``make test-cluster``."""
+"""Emulated hosts: elements, bytes on the wire and clean-up, but no timings. Run with ``make test-cluster``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from microbench.emulation import namespaces
 from microbench.emulation.cluster import Cluster, ClusterError
 from microbench.harness.suite import plan_row
 from microbench.harness.worker import Job, run_jobs
-from microbench.training import compare_schedules as end_to_end
+from microbench.training import compare_schedules
 from reshard.planner.planning import plan_tensors
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import LaunchError
@@ -58,7 +58,7 @@ def _processes_of(parent):
     return found
 
 
-def _gone(pids, seconds=5.0):
+def _have_ended(pids, seconds=5.0):
     deadline = time.monotonic() + seconds
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -69,27 +69,27 @@ def _interfaces():
     return Path("/proc/self/net/dev").read_text().count("\n")
 
 
-def _who_am_i(rank, report):
+def _describe_rank(rank, report):
     report(("hello", rank))
     names = sorted(line.partition(":")[0].strip() for line in Path("/proc/self/net/dev").read_text().splitlines()[2:])
     return socket.gethostname(), names, os.listdir("/dev/shm"), dist.get_world_size()
 
 
 @on_hosts
-def test_hosts_have_names_links_and_memory_of_their_own_and_leave_nothing():
+def test_hosts_are_isolated_and_leave_nothing():
     before, interfaces = set(_processes_of(os.getpid())), _interfaces()
     reports = []
     with Cluster(_cluster(nics=2, devices=2)) as cluster:
-        said = cluster.run(_who_am_i, on_report=lambda rank, value: reports.append((rank, value)))
+        results = cluster.run(_describe_rank, on_report=lambda rank, value: reports.append((rank, value)))
         inside = set(_processes_of(os.getpid())) - before
         assert len(inside) >= 5
         assert _interfaces() == interfaces
-    assert [name for name, *_ in said] == ["host0", "host0", "host1", "host1"]
-    assert said[0][1] == ["in1", "inside", "lo", "nic0"]
-    assert said[1][1] == ["inside", "lo", "nic1"]
-    assert all(shared == [] and size == 4 for *_, shared, size in said)
+    assert [name for name, *_ in results] == ["host0", "host0", "host1", "host1"]
+    assert results[0][1] == ["in1", "inside", "lo", "nic0"]
+    assert results[1][1] == ["inside", "lo", "nic1"]
+    assert all(shared == [] and size == 4 for *_, shared, size in results)
     assert sorted(reports) == [(rank, ("hello", rank)) for rank in range(4)]
-    assert _gone(inside)
+    assert _have_ended(inside)
     assert _interfaces() == interfaces
 
 
@@ -103,8 +103,8 @@ def _move(rank, report, specs, plan):
 @pytest.mark.parametrize(
     "name", ["study 3", "S0 -> R", "2 -> 3 hosts, R R", "columns -> rows", "one host -> all others"]
 )
-def test_every_element_arrives_and_the_plan_s_bytes_cross(name):
-    """Small tensors on the clusters of the suites, with all contenders, and the counters of every NIC."""
+def test_elements_and_bytes_on_every_nic(name):
+    """Small tensors on the clusters of the suites: every element arrives, and each NIC carries the bytes of the plan."""
     row = next(row for row in all_rows(0, 0, scale=1 / 16) if row.name == name)
     planned = plan_row(row, "0", ("broadcast_greedy", "global_all_gather", "full_tensor + broadcast"), 1)
     crossed = {}
@@ -112,13 +112,13 @@ def test_every_element_arrives_and_the_plan_s_bytes_cross(name):
     with Cluster(read_cluster(row.cluster)) as cluster:
         last = [cluster.crossed_bytes()]
 
-        def on_report(rank, said):
-            if said[0] == "row":
-                rows.append(said[2])
+        def on_report(rank, report):
+            if report[0] == "row":
+                rows.append(report[2])
                 return
             now = cluster.crossed_bytes()
-            if said[0] == "turn":
-                crossed[said[2]] = [
+            if report[0] == "turn":
+                crossed[report[2]] = [
                     (
                         sum(b[0] - a[0] for a, b in zip(x, y, strict=True)),
                         sum(b[1] - a[1] for a, b in zip(x, y, strict=True)),
@@ -142,7 +142,7 @@ def test_every_element_arrives_and_the_plan_s_bytes_cross(name):
                 leaving[host_of[sender]] = leaving.get(host_of[sender], 0) + nbytes
                 entering[host_of[receiver]] = entering.get(host_of[receiver], 0) + nbytes
         for host, (left, entered) in enumerate(crossed[contender]):
-            # headers are 4.6 %, and acknowledgements and barriers go the other way
+            # headers add 4.6 %; acknowledgements and barriers use the opposite direction
             for counted, payload in ((left, leaving.get(host, 0)), (entered, entering.get(host, 0))):
                 other = max(leaving.get(host, 0), entering.get(host, 0))
                 assert payload <= counted <= 1.06 * payload + 0.05 * other + 150_000, (contender, host)
@@ -151,21 +151,21 @@ def test_every_element_arrives_and_the_plan_s_bytes_cross(name):
 def _fail(rank, report, how):
     if rank == 1:
         if how == "raise":
-            raise ValueError("rank 1 has had enough")
+            raise ValueError("rank 1 fails on purpose")
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(30)
 
 
 @on_hosts
-def test_a_rank_that_fails_is_named_and_the_next_run_works():
+def test_failed_rank_is_named_and_the_next_run_works():
     with Cluster(_cluster()) as cluster:
-        for how, match in (("raise", "rank 1 has had enough"), ("die", "exit code -9")):
+        for how, match in (("raise", "rank 1 fails on purpose"), ("die", "exit code -9")):
             with pytest.raises(LaunchError, match=match) as caught:
                 cluster.run(_fail, how, grace_seconds=0.2)
             assert [failure.rank for failure in caught.value.failures] == [0, 1, 2, 3]
-        with pytest.raises(LaunchError, match="did not end in time"):
+        with pytest.raises(LaunchError, match="did not finish in time"):
             cluster.run(_sleep, timeout_seconds=0.5)
-        assert cluster.run(_who_am_i)[3][0] == "host1"
+        assert cluster.run(_describe_rank)[3][0] == "host1"
 
 
 class _Unreadable(Exception):
@@ -178,11 +178,11 @@ def _raise_unreadable(rank, report):
 
 
 @on_hosts
-def test_two_clusters_at_once_and_what_cannot_be_run():
+def test_two_clusters_at_once_reject_unusable_functions():
     first, second = Cluster(_cluster(devices=1)), Cluster(_cluster(devices=1))
     for cluster in (first, second):
-        assert cluster.run(_who_am_i)[1][0] == "host1"
-        with pytest.raises(LaunchError, match="cannot be read"):
+        assert cluster.run(_describe_rank)[1][0] == "host1"
+        with pytest.raises(LaunchError, match="does not unpickle"):
             cluster.run(_raise_unreadable, grace_seconds=1.0)
         with pytest.raises(ClusterError, match="importable by name"):
             cluster.run(lambda rank, report: rank)
@@ -191,7 +191,7 @@ def test_two_clusters_at_once_and_what_cannot_be_run():
     second.close()
     assert time.monotonic() - begun < 3.0
     with pytest.raises(ClusterError, match="closed"):
-        first.run(_who_am_i)
+        first.run(_describe_rank)
 
 
 def _sleep(rank, report):
@@ -199,7 +199,7 @@ def _sleep(rank, report):
 
 
 @on_hosts
-def test_a_killed_launcher_leaves_nothing():
+def test_killed_launcher_leaves_no_process():
     code = (
         "import sys; import torch, time\n"
         "from tests.microbench.test_cluster import Cluster, _cluster, _sleep\n"
@@ -212,14 +212,14 @@ def test_a_killed_launcher_leaves_nothing():
         assert launcher.stdout.readline() == "up\n"
         deadline = time.monotonic() + 5
         while len(_processes_of(launcher.pid)) < 10 and time.monotonic() < deadline:
-            time.sleep(0.02)  # cluster, store, 2 keepers, 2 first processes, 4 ranks
+            time.sleep(0.02)  # cluster, store, 2 keepers, 2 init processes, 4 ranks
         inside = _processes_of(launcher.pid)
         assert len(inside) >= 10
     finally:
         launcher.kill()
         launcher.wait()
         launcher.stdout.close()
-    assert _gone(inside)
+    assert _have_ended(inside)
 
 
 def _reshard_by_hostname(rank, report):
@@ -231,12 +231,12 @@ def _reshard_by_hostname(rank, report):
 
 
 @on_hosts
-def test_a_plain_call_finds_the_hosts_by_their_names():
+def test_reshard_finds_hosts_by_host_name():
     with Cluster(_cluster()) as cluster:
         assert cluster.run(_reshard_by_hostname) == [None, None, True, True]
 
 
-def test_where_hosts_cannot_be_made_the_command_says_what_to_do(monkeypatch):
+def test_errors_if_hosts_cannot_be_emulated(monkeypatch):
     monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None)
     monkeypatch.setattr(namespaces.Path, "exists", lambda path: False)
     assert "install iproute2" in namespaces.why_unsupported()
@@ -252,7 +252,7 @@ def test_where_hosts_cannot_be_made_the_command_says_what_to_do(monkeypatch):
         Cluster(Topology.uniform((0, 1), 1.0))
 
 
-def test_clusters_and_rows_fit_each_other():
+def test_every_row_fits_its_cluster():
     rows = all_rows(0, 4)
     assert {path.stem for path in CLUSTERS.glob("*.json")} == {row.cluster for row in rows}
     assert len({(row.suite, row.name) for row in rows}) == len(rows)
@@ -264,29 +264,28 @@ def test_clusters_and_rows_fit_each_other():
             topology.check_covers(spec.dst.ranks)
 
 
-def test_random_rows_come_from_their_seed():
-    def said(seed):
+def test_random_rows_depend_only_on_the_seed():
+    def rows_of(seed):
         return [str(row) for row in all_rows(seed, 8) if row.suite == "random"]
 
-    assert said(7) == said(7) != said(8)
+    assert rows_of(7) == rows_of(7) != rows_of(8)
     plan_tensors(next(row for row in all_rows(7, 8) if row.suite == "random").tensors)
 
 
 @on_hosts
 def test_every_method_trains_on_emulated_hosts(monkeypatch):
-    """Timed stages on two hosts, a few microbatches: what the end-to-end command does, not how fast."""
-    monkeypatch.setattr(end_to_end, "NUM_MICROBATCHES", 4)
-    setting = end_to_end.settings("u_transformer")["timed 2"]
+    """The compare_schedules command on two hosts with timed stages and a few microbatches; no speed is checked."""
+    monkeypatch.setattr(compare_schedules, "NUM_MICROBATCHES", 4)
+    setting = compare_schedules.settings("u_transformer")["timed 2"]
     small = replace(setting, config=replace(setting.config, batch=16, num_microbatches=4))
-    said = []
-    record = end_to_end.run_setting(small, 1, said.append)
+    record = compare_schedules.run_setting(small, 1, lambda line: None)
     rows = {row["method"]: row for row in record["rows"]}
-    assert set(rows) == {*(way.name for way in end_to_end.WAYS), end_to_end.SIGNAL}
+    assert set(rows) == {*(spec.name for spec in compare_schedules.METHODS), compare_schedules.SIGNAL}
     assert all(len(row["seconds"]) == 1 and row["predicted_seconds"] > 0 for row in rows.values())
-    timeline, predicted = record["timelines"][end_to_end.OURS]
+    timeline, predicted = record["timelines"][compare_schedules.OURS]
     assert len(predicted.transfers) == len(timeline.transfers)
     moved = [c for c in timeline.transfers if c.channel.is_forward]
     assert len(moved) == 4
     assert all(c.ready <= c.end for c in timeline.transfers)
-    table = end_to_end.format_setting(record)
+    table = compare_schedules.format_setting(record)
     assert all(name in table for name in rows)

@@ -1,4 +1,4 @@
-"""The benchmark's own arithmetic: which links a calibration fills, what becomes of measurements."""
+"""Arithmetic of the benchmark: calibration tests, records, tables and the command line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 import microbench.__main__ as bench
 from microbench.__main__ import main
 from microbench.cases.rows import CLUSTERS, read_cluster
-from microbench.emulation.links import cluster_wires, etc_hosts, host_wires, nominal
+from microbench.emulation.links import cluster_link_commands, etc_hosts, host_link_commands, nominal
 from microbench.harness.calibrate import deviations, mean_topology, measured_topology, plan_tests
 from microbench.harness.plots import draw_bars
 from microbench.harness.report import format_markdown, format_suites, format_table, replace_section
-from microbench.harness.steal_time import Lap, Laps, Pace, Patience
+from microbench.harness.steal_time import Lap, Laps, RetryBudget, TimeBudget
 from microbench.harness.suite import make_records, plan_row
 from microbench.harness.worker import _merge
 from microbench.planner.scaling import Case, growth, time_case
@@ -28,24 +28,24 @@ from reshard.topology.model import Port
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CLUSTERS.glob("*.json")))
-def test_a_calibration_fills_every_port_once_and_nothing_else_is_narrower(name):
+def test_calibration_fills_every_port_once(name):
     topology = read_cluster(name)
     wanted = {
-        (way, host, nic)
+        (kind, host, nic)
         for host in range(topology.num_hosts)
         for nic in range(len(topology.host(host).nics))
-        for way in ("egress", "ingress")
-    } | {(way, pod, 0) for pod in range(len(topology.pods)) for way in ("up", "down")}
+        for kind in ("egress", "ingress")
+    } | {(kind, pod, 0) for pod in range(len(topology.pods)) for kind in ("up", "down")}
     filled = []
-    for row in plan_tests(topology):
-        taken = [port for test in row for port in test.takes]
-        assert len(taken) == len(set(taken))
-        for test in row:
+    for tests in plan_tests(topology):
+        used = [port for test in tests for port in test.uses]
+        assert len(used) == len(set(used))
+        for test in tests:
             filled += test.fills
             total = sum(rate for *_, rate in test.flows)
-            for way, place, nic in test.fills:
-                port = topology.pods[place] if way in ("up", "down") else topology.host(place).nics[nic]
-                rate = port.egress_bytes_per_second if way in ("egress", "up") else port.ingress_bytes_per_second
+            for kind, place, nic in test.fills:
+                port = topology.pods[place] if kind in ("up", "down") else topology.host(place).nics[nic]
+                rate = port.egress_bytes_per_second if kind in ("egress", "up") else port.ingress_bytes_per_second
                 assert total == pytest.approx(rate)
             for sender, receiver, rate in test.flows:
                 assert topology.host_of_rank[sender] != topology.host_of_rank[receiver]
@@ -54,7 +54,7 @@ def test_a_calibration_fills_every_port_once_and_nothing_else_is_narrower(name):
     assert sorted(filled) == sorted(wanted)
 
 
-def test_measured_rates_take_the_place_of_described_ones():
+def test_measured_rates_replace_described_rates():
     topology = read_cluster("pods")
     found = {
         "rates": {("egress", 1, 0): 4e7, ("down", 1, 0): 3e7},
@@ -83,15 +83,15 @@ def _laps(wanted, *laps):
     return Laps(wanted, done=[Lap(*lap) for lap in laps])
 
 
-def test_disturbed_laps_are_repeated_and_not_kept():
+def test_disturbed_laps_are_repeated_and_dropped():
     laps = Laps(2)
     laps.done.append(Lap(1.0, 0.5, 0.3))
     assert laps.needs_more()
     laps.done += [Lap(0.5, 0.5, 0.0), Lap(0.6, 0.5, 0.005)]
-    assert not laps.needs_more()  # two were left alone
+    assert not laps.needs_more()  # two are undisturbed
     assert [lap.seconds for lap in laps.kept()] == [0.5, 0.6]
-    noisy = Laps(2, most_tries=2, done=[Lap(float(n), 0.5, stolen) for n, stolen in enumerate((0.4, 0.2, 0.3, 0.5))])
-    assert not noisy.needs_more()  # tried often enough
+    noisy = Laps(2, max_tries=2, done=[Lap(float(n), 0.5, stolen) for n, stolen in enumerate((0.4, 0.2, 0.3, 0.5))])
+    assert not noisy.needs_more()  # reached max_tries
     assert [lap.seconds for lap in noisy.kept()] == [1.0, 2.0]  # the least disturbed
 
 
@@ -132,29 +132,29 @@ def _records():
     ]
 
 
-def test_a_run_spends_what_its_time_leaves():
-    pace = Pace(100.0, 50.0)
-    first = pace.spare_seconds(5.0)
-    assert 0.39 * 47 < first < 0.4 * 47  # four times a tenth of what is left above the overhead
-    assert 47 < pace.spare_seconds(45.0) < 52.5  # all of it, for the last row
-    assert pace.spare_seconds(0.0) == 0.0
-    assert Pace(10.0, 50.0).spare_seconds(5.0) == 0.0
-    patience = Patience(2.0)
-    patience.spend(1.5)
-    assert not patience.is_over
-    patience.spend(0.5)
-    assert patience.is_over
+def test_rows_get_shares_of_the_spare_time():
+    budget = TimeBudget(100.0, 50.0)
+    first = budget.spare_seconds(5.0)
+    assert 0.39 * 47 < first < 0.4 * 47  # four times a tenth of the time left after the overhead
+    assert 47 < budget.spare_seconds(45.0) < 52.5  # the last row gets all of it
+    assert budget.spare_seconds(0.0) == 0.0
+    assert TimeBudget(10.0, 50.0).spare_seconds(5.0) == 0.0
+    retries = RetryBudget(2.0)
+    retries.spend(1.5)
+    assert not retries.is_spent
+    retries.spend(0.5)
+    assert retries.is_spent
 
 
-def test_records_tables_and_pages():
+def test_records_and_tables_of_a_row():
     records = _records()
     by_name = {record["contender"]: record for record in records[1:]}
     ours = by_name["broadcast_greedy"]
-    assert ours["seconds"] == [0.29, 0.28, 0.31]  # of the slower rank
+    assert ours["seconds"] == [0.29, 0.28, 0.31]  # of the slowest rank
     assert ours["bound_seconds"] == pytest.approx(2**25 / (1.25e8 * 1448 / 1514))
     assert ours["ratio"] == pytest.approx(0.29 / ours["bound_seconds"])
     assert ours["busy"] == 0.45
-    burst = 125358 / 2**25  # passes at once
+    burst = 125358 / 2**25  # part that passes before the rate limit applies
     start = 0.01 * 16 / 20 / ours["bound_seconds"]  # 16 of the 20 ranks take part
     assert ours["predicted_ratio"] == pytest.approx(1 - burst + start, abs=1e-6)
     assert by_name["broadcast_search"]["same_as"] == "broadcast_greedy"
@@ -180,41 +180,41 @@ def test_records_tables_and_pages():
     assert twice[1] == "| under 0.1 s, all suites | 1 | 4.00 (4.00) | - |"
     page = "a\n<!-- x -->\nold\n<!-- end of x -->\nb\n"
     assert replace_section(page, "x", "new") == "a\n<!-- x -->\nnew\n<!-- end of x -->\nb\n"
-    with pytest.raises(SystemExit, match="no marks"):
+    with pytest.raises(SystemExit, match="needs the marks"):
         replace_section("a", "x", "new")
 
 
-def test_bars_name_their_rows(tmp_path):
+def test_bar_plot_names_rows(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'reshard[bench]'")
     draw_bars(_records()[1:], ["broadcast_greedy", "send_recv"], tmp_path / "bars.svg")
     assert "study: study 3" in (tmp_path / "bars.svg").read_text()
 
 
-def test_wires_of_every_cluster_are_named_once():
+def test_interface_names_are_unique_in_every_cluster():
     for path in CLUSTERS.glob("*.json"):
         topology = read_cluster(path.stem)
-        wires = cluster_wires(topology, list(range(100, 100 + topology.num_hosts)))
-        made = [line.split()[2] for line in wires.ip if line.startswith("link add")]
+        commands = cluster_link_commands(topology, list(range(100, 100 + topology.num_hosts)))
+        made = [line.split()[2] for line in commands.ip if line.startswith("link add")]
         assert len(made) == len(set(made))
-        assert max(map(len, made)) <= 15  # the kernel's limit
+        assert max(map(len, made)) <= 15  # kernel limit of interface names
         num_nics = sum(len(topology.host(host).nics) for host in range(topology.num_hosts))
-        at_host = host_wires(topology, 0, [7] * (len(topology.host(0).nics) - 1))
-        shaped = [sum(" root " in line for line in some.tc) for some in (wires, at_host)]
+        at_host = host_link_commands(topology, 0, [7] * (len(topology.host(0).nics) - 1))
+        shaped = [sum(" root " in line for line in some.tc) for some in (commands, at_host)]
         assert shaped == [num_nics + 2 * len(topology.pods), 1]
         assert etc_hosts(topology).count("host0\n") >= 2
 
 
-def test_the_list_of_rows(capsys):
+def test_list_prints_rows_and_rejects_unknown_ones(capsys):
     assert main(["--list"]) == 0
-    said = capsys.readouterr().out
-    assert "study 9" in said
-    assert "about" in said
+    output = capsys.readouterr().out
+    assert "study 9" in output
+    assert "about" in output
     for wrong in (["--suite", "no"], ["--contender", "no"], ["--row", "no such row"], ["--repeats", "0"]):
         with pytest.raises(SystemExit):
             main(["--list", *wrong])
 
 
-def test_a_rank_counts_wrong_elements():
+def test_outputs_are_compared_bit_by_bit():
     from microbench.harness.worker import _same
 
     a = torch.tensor([1.0, float("nan")])
@@ -223,7 +223,7 @@ def test_a_rank_counts_wrong_elements():
 
 
 @pytest.mark.slow
-def test_the_rows_run_under_torchrun(tmp_path):
+def test_rows_run_under_torchrun(tmp_path):
     out = tmp_path / "out.jsonl"
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "-m", "microbench",
@@ -236,7 +236,7 @@ def test_the_rows_run_under_torchrun(tmp_path):
     assert all(not record.get("wrong") for record in records)
 
 
-def test_planning_time_is_measured_in_a_process_of_its_own():
+def test_planning_time_is_measured_in_a_new_process():
     seconds, messages, memory = time_case(Case(16, 16, "S0 R", "R S1"), 1)
     assert 0 < seconds < 10
     assert messages > 16
@@ -246,7 +246,7 @@ def test_planning_time_is_measured_in_a_process_of_its_own():
 
 
 @pytest.mark.slow
-def test_links_of_a_job_are_written_as_a_topology(tmp_path):
+def test_calibrate_writes_a_topology_file(tmp_path):
     out = tmp_path / "cluster.json"
     given = tmp_path / "given.yaml"
     given.write_text("hosts: [{devices: 2, nics: [10 Gbit/s], count: 2}]\n")
@@ -266,33 +266,33 @@ def test_links_of_a_job_are_written_as_a_topology(tmp_path):
     assert topology.nic(0).egress_bytes_per_second > 1e6
 
 
-def test_calibration_needs_a_job(tmp_path, capsys):
+def test_calibrate_needs_torchrun(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["--calibrate", str(tmp_path / "cluster.json")])
-    assert "--calibrate are for torchrun" in capsys.readouterr().err
+    assert "--calibrate need torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("arguments", "message"),
     [
-        (["--rate", "1 Gbit/s"], "--rate is for torchrun"),
-        (["--out", "."], "--out .: a folder"),
-        (["--minutes", "0"], "--minutes is above 0"),
-        (["--row", "nowhere: nothing"], "no row is called 'nowhere: nothing'"),
+        (["--rate", "1 Gbit/s"], "--rate needs torchrun"),
+        (["--out", "."], "--out .: is a folder"),
+        (["--minutes", "0"], "--minutes must be above 0"),
+        (["--row", "nowhere: nothing"], "no row matches 'nowhere: nothing'"),
     ],
 )
-def test_a_wrong_command_line_is_named(capsys, said, message):
+def test_command_line_errors_name_the_argument(capsys, arguments, message):
     with pytest.raises(SystemExit):
-        main(said)
+        main(arguments)
     assert message in capsys.readouterr().err
 
 
-def test_rows_are_chosen_by_what_the_table_calls_them(capsys):
+def test_row_option_matches_suite_and_name(capsys):
     assert main(["--list", "--row", "unequal NICs: replicated -> S0", "--contender", "auto"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_an_interrupt_is_one_line(capsys, monkeypatch, tmp_path):
+def test_interrupt_prints_one_line(capsys, monkeypatch, tmp_path):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -300,5 +300,5 @@ def test_an_interrupt_is_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "why_unsupported", lambda: None)
     out = tmp_path / "out.jsonl"
     assert main(["--row", "study 1", "--contender", "auto", "--out", str(out)]) == 130
-    assert "interrupted; the clusters that were through are in" in capsys.readouterr().err
+    assert f"interrupted; {out} has the results of the completed clusters" in capsys.readouterr().err
     assert json.loads(out.read_text())["kind"] == "run"

@@ -1,4 +1,4 @@
-"""Plans changed at random: what the checker lets through delivers on transports of both kinds, the rest is refused."""
+"""Randomly mutated plans: plans that the checker accepts deliver on both kinds of transport."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _run(plan, in_rounds):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_the_checker_lets_through_delivers(seed):
-    chance = random.Random(seed)
+def test_accepted_plans_deliver(seed):
+    rng = random.Random(seed)
     src, dst, shape, topology = random_problem(seed)
     texts = [
         str(make_plan(src, dst, shape, "int8", topology=topology, strategy=strategy))
@@ -40,7 +40,7 @@ def test_what_the_checker_lets_through_delivers(seed):
     ]
     num_good = num_bad = 0
     for _ in range(60):
-        text = change_plan(chance.choice(texts), chance)
+        text = change_plan(rng.choice(texts), rng)
         try:
             plan = parse_plan(text)
         except ReshardError:
@@ -49,14 +49,14 @@ def test_what_the_checker_lets_through_delivers(seed):
             check_plan(plan)
         except ReshardError:
             num_bad += 1
-            for rank in plan.ranks:  # each says so in words of ours, or can serve its part
+            for rank in plan.ranks:  # a program is built, or a ReshardError raised
                 with contextlib.suppress(ReshardError):
                     build_program(plan, rank)
         else:
             num_good += 1
             if num_good <= 8:
                 in_rounds = bool(num_good % 2)
-                # Rounds refuse a plan whose buffers exceed its staging_bytes, which the checker does not count for them.
+                # In rounds, buffers count too. They may exceed staging_bytes, which the checker does not check.
                 room = max(plan.staging_bytes, 2**16) if in_rounds else plan.staging_bytes
                 _run(dataclasses.replace(plan, staging_bytes=room), in_rounds)
     assert num_good >= 4 and num_bad >= 1, (num_good, num_bad)
@@ -71,15 +71,15 @@ def _of_lines(lines, dst, topology=None):
 @pytest.mark.parametrize(
     "second", ["1: t0 [0:2] 1 -> 2 splits 1 window 4 from 0", "1: t0 [0:4] 1 -> 2 splits 2 window 4 from 0"]
 )
-def test_what_is_passed_on_is_what_was_brought(second):
+def test_ranks_pass_on_the_same_boxes_that_they_received(second):
     plan = _of_lines(["0: t0 [0:4] 0 -> 1 splits 1 window 4", second], Layout(Mesh([1, 2])))
-    said = "rank 1 passes on other boxes than message 0 brings"
+    message = "rank 1 passes on other boxes than message 0 brings"
     for use in (check_plan, lambda plan: build_program(plan, 1)):
-        with pytest.raises(PlanError, match=said):
+        with pytest.raises(PlanError, match=message):
             use(plan)
 
 
-def test_nothing_waits_for_copies():
+def test_copies_cause_no_waits():
     lines = ["0: t0 [0:4] 0 -> 0 splits 1 window 4", "1: t0 [0:4] 0 -> 1 splits 1 window 4 after 0"]
     plan = _of_lines(lines, Layout(Mesh([0, 1])), Topology((0, 1)))
     assert len(find_waits(plan).later) == 0

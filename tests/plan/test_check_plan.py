@@ -1,4 +1,4 @@
-"""The checker finds planted faults, and the executor's order is what keeps it from deadlock."""
+"""The checker finds planted faults, and the plan order prevents deadlock."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _rank(name, rank):
 
 
 def _wrong_sender(plan):
-    """The last edge starts at a source rank that holds another tile."""
+    """Make a source rank that holds another tile the sender of the last edge."""
     start, stop = plan.transfers.box_start[-1], plan.transfers.box_stop[-1]
     shards = plan.tensors[0].src_shards
     holders = {
@@ -76,7 +76,7 @@ def _wrong_sender(plan):
 
 
 def _twice(plan):
-    """The last transfer once more."""
+    """Repeat the last transfer."""
     t = plan.transfers
     edges = slice(t.edge_at[-2], t.edge_at[-1])
     return _with(
@@ -96,12 +96,12 @@ def _twice(plan):
 FAULTS = {
     "an edge is missing": (_drop_last_edge, "needs"),
     "a region is too small": (_shift("box_stop", -1), "needs"),
-    "a region lies elsewhere": (_shift("box_start", 1), "needs"),
+    "a region is shifted": (_shift("box_start", 1), "needs"),
     "a region reaches past the tensor": (_shift("box_stop", 99), "outside shape"),
-    "nothing is sent": (_empty, "is empty or outside shape"),
-    "the wrong rank sends": (_wrong_sender, "by then"),
+    "an empty region": (_empty, "is empty or outside shape"),
+    "the wrong rank sends": (_wrong_sender, "at that point"),
     "the wrong rank receives": (_rank("receiver", 0), "neither needs nor passes on"),
-    "a transfer stands twice": (_twice, "a second time"),
+    "a transfer is repeated": (_twice, "a second time"),
 }
 
 
@@ -119,12 +119,12 @@ def test_planted_faults_are_found(fault, strategy):
 @pytest.mark.parametrize(
     ("dst", "refused"),
     [
-        ([0, 1], "message 1: [0:4]: message 0 is a copy on rank 0; nothing is passed on of it"),
-        ([1, 2], "message 1: [0:4]: rank 0 sends 4 elements, but has 0 by then"),
+        ([0, 1], "message 1: [0:4]: message 0 is a copy on rank 0, and copies cannot be passed on"),
+        ([1, 2], "message 1: [0:4]: rank 0 sends 4 elements, but has only 0 at that point"),
     ],
     ids=["a copy", "a message to another rank"],
 )
-def test_a_rank_passes_on_what_it_received_alone(dst, refused):
+def test_a_rank_passes_on_only_received_messages(dst, refused):
     plan = make_plan(Layout(Mesh([0])), Layout(Mesh(dst)), (4,), "int8", strategy="send_recv")
     text = "".join(f"{line} from 0\n" if line.startswith("1: ") else f"{line}\n" for line in str(plan).splitlines())
     bad = parse_plan(text)
@@ -136,8 +136,8 @@ def test_a_rank_passes_on_what_it_received_alone(dst, refused):
 
 
 @pytest.mark.parametrize("rank", [2, 9])
-def test_ranks_of_no_layout_are_refused_by_every_rank(rank):
-    """Whether the topology has a host for it or not."""
+def test_ranks_outside_both_layouts_are_refused(rank):
+    """Rank 2 has a host in the topology, rank 9 has none."""
     topology = Topology((0, 0, 1))
     text = str(make_plan(Layout(Mesh([0])), Layout(Mesh([1])), (4,), "int8", strategy="send_recv", topology=topology))
     bad = parse_plan(text.replace("0 -> 1", f"0 -> {rank}"))
@@ -146,18 +146,18 @@ def test_ranks_of_no_layout_are_refused_by_every_rank(rank):
             use(bad)
 
 
-def test_errors_name_the_thing_the_rule_and_the_numbers():
+def test_errors_name_ranks_boxes_and_numbers():
     text = str(make_plan(Layout(Mesh.of("1")), Layout(Mesh.of("1", first_rank=1)), (8, 1), "int8"))
     with pytest.raises(PlanError, match=r"rank 1 needs 8 elements, but is sent 4"):
         check_plan(parse_plan(text.replace("[0:8, 0:1]", "[0:4, 0:1]")))
     *head, line = text.splitlines()[:4]
     split = "\n".join([*head, line.replace("splits 1x1", "splits 2x1"), f"{line.replace('0:', '2:', 1)} after 0"])
-    with pytest.raises(PlanError, match="comes after transfer 0, which is not an earlier one of a single message"):
+    with pytest.raises(PlanError, match="comes after transfer 0, which is not an earlier transfer of a single message"):
         parse_plan(split)
     halves = Layout(Mesh.of("2", first_rank=1), "S0")
     text = str(make_plan(Layout(Mesh.of("1")), halves, (8, 1), "int8", strategy="send_recv"))
     with pytest.raises(
-        PlanError, match="no part of one piece of what rank 1 needs: it meets 1 pieces in 4 of its 6 ele"
+        PlanError, match="not inside one tile that rank 1 needs: it overlaps 1 such tiles in 4 of its 6 elements"
     ):
         check_plan(parse_plan(text.replace("[0:4, 0:1]", "[0:6, 0:1]")))
 
@@ -168,7 +168,7 @@ topology nic_bytes_per_second=1.0 hosts 0*1,1*1,2*1,3*1
 tensor 0 uint8 [64, 2048] named "a" from () on Mesh(ranks 0) to (-, 0) on Mesh(0=2; ranks 2,1)
 tensor 1 uint8 [64, 2048] named "b" from () on Mesh(ranks 3) to (-, 0) on Mesh(0=2; ranks 1,2)
 """
-# Half of a for 2 goes over 1, half of b for 1 goes over 2; each half is one message as large as the only buffer.
+# Half of a goes to rank 2 over rank 1, half of b to rank 1 over rank 2. Each half is one message that fills a buffer.
 GOOD = CROSSING + (
     "0: t0 [0:64, 0:1024] 0 -> 1 -> 2 splits 1x1 window 1\n"
     "2: t1 [0:64, 0:1024] 3 -> 2 -> 1 splits 1x1 window 1\n"
@@ -185,12 +185,12 @@ def _crossing_arrays(plan):
         for rank in range(4):
             sources[rank][i] = take_shard(spec.src, rank, whole)
             if rank in spec.dst.ranks:
-                # strided in memory, so that every message in needs a buffer
+                # not contiguous, so that every received message needs a buffer
                 outs[rank][i] = torch.zeros(1024, 64, dtype=torch.uint8).t()
     return sources, outs
 
 
-def test_crossing_chains_with_one_buffer_each_run_in_the_plan_order():
+def test_crossing_chains_with_one_buffer_each_run_in_plan_order():
     plan = parse_plan(GOOD.format(staging=2 * 64 * 1024))
     check_plan(plan)
     sources, outs = _crossing_arrays(plan)
@@ -202,7 +202,7 @@ def test_crossing_chains_with_one_buffer_each_run_in_the_plan_order():
             assert same_bytes(outs[rank][i], take_shard(spec.dst, rank, whole))
 
 
-def test_first_hops_first_with_one_buffer_each_is_refused_and_would_deadlock():
+def test_first_hops_first_is_refused_and_would_deadlock():
     """The order 0 -> 1, 3 -> 2, 1 -> 2, 2 -> 1: each relay holds its only buffer while it must receive."""
     lines = (
         "0: t0 [0:64, 0:1024] 0 -> 1 splits 1x1 window 1\n"
@@ -215,28 +215,28 @@ def test_first_hops_first_with_one_buffer_each_is_refused_and_would_deadlock():
     plan = parse_plan((CROSSING + lines).format(staging=2 * 64 * 1024))
     with pytest.raises(PlanError, match="its window is 1 messages"):
         check_plan(plan)
-    with pytest.raises(Exception, match=r"did not finish in time|stuck"):
+    with pytest.raises(Exception, match=r"did not finish in time|timed out waiting for a message"):
         run_in_threads(plan, *_crossing_arrays(plan), seconds=1.0)
 
 
 @pytest.mark.parametrize(
-    ("edges", "said"), [("1 -> 2", "rank 1 sends 8 elements, but has 0"), ("2 -> 1", "rank 2 sends")]
+    ("edges", "message"), [("1 -> 2", "rank 1 sends 8 elements, but has only 0"), ("2 -> 1", "rank 2 sends")]
 )
-def test_what_never_came_is_not_sent(edges, said):
-    """By a rank that holds nothing, or that needs it itself."""
+def test_senders_must_have_their_data(edges, message):
+    """The sender holds nothing, or needs the data itself."""
     lines = [
         "plan by_hand staging_bytes=65536",
         "topology nic_bytes_per_second=1.0 hosts 0*3",
         "tensor 0 uint8 [8] from () on Mesh(ranks 0) to Regions(ndim=1 join=0; 1: none; 2: [0:8])",
         f"0: t0 [0:8] {edges} splits 1 window 1",
     ]
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         check_plan(parse_plan("\n".join(lines)))
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("uint8", 1), ("float64", 8)])
-def test_relays_past_the_window_are_refused(dtype, itemsize):
-    """Rank 1 must hold everything before it may pass on the first chunk."""
+def test_relays_above_staging_bytes_are_refused(dtype, itemsize):
+    """Rank 1 stages one chunk at a time. One of eight chunks fits in ``staging_bytes``, one of two does not."""
     numel = 262144 // itemsize
     lines = [
         "plan by_hand staging_bytes=65536",
@@ -244,19 +244,19 @@ def test_relays_past_the_window_are_refused(dtype, itemsize):
         f"tensor 0 {dtype} [{numel}] from () on Mesh(ranks 0) to Regions(ndim=1 join=0; 1: none; 2: [0:{numel}])",
         f"0: t0 [0:{numel}] 0 -> 1 -> 2 splits 8 window 1",
     ]
-    check_plan(parse_plan("\n".join(lines)))  # chunk by chunk it fits
+    check_plan(parse_plan("\n".join(lines)))  # eight smaller chunks fit
     lines[-1] = f"0: t0 [0:{numel}] 0 -> 1 -> 2 splits 2 window 1"
     with pytest.raises(PlanError, match="rank 1 would stage 131072 bytes, but staging_bytes is 65536"):
         check_plan(parse_plan("\n".join(lines)))
 
 
-def test_relays_of_several_messages_are_counted():
-    """Rank 1 passes on the first two at once, and then keeps two more, for which it has room, and a third."""
-    words, ids, lines = ["R0", "S0", "R1", "S1", "R2", "R3", "R4", "S2", "S3", "S4"], {}, []
-    for number, word in enumerate(words):
-        at = int(word[1])
+def test_relays_above_the_window_are_refused():
+    """Rank 1 passes on its first two messages at once; then it stages two more, which fit, and a third."""
+    steps, ids, lines = ["R0", "S0", "R1", "S1", "R2", "R3", "R4", "S2", "S3", "S4"], {}, []
+    for number, step in enumerate(steps):
+        at = int(step[1])
         where = f"{number}: t0 [{at * 16384}:{(at + 1) * 16384}]"
-        if word[0] == "R":
+        if step[0] == "R":
             ids[at] = number
             lines.append(f"{where} 0 -> 1 splits 1 window 1")
         else:
@@ -267,6 +267,6 @@ def test_relays_of_several_messages_are_counted():
         "tensor 0 uint8 [81920] from () on Mesh(ranks 0) to Regions(ndim=1 join=0; 1: none; 2: [0:81920])",
     ]
     with pytest.raises(
-        PlanError, match="message 6: rank 1 must receive it while it stages 2 messages for others, but its"
+        PlanError, match="message 6: rank 1 must receive it while staging 2 messages for others, but its"
     ):
         check_plan(parse_plan("\n".join([*head, *lines])))

@@ -1,4 +1,4 @@
-"""A plan that the planner of this process did not make is checked before anything moves by it."""
+"""Plans that the planner of this process did not make are checked before they run."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ tensor 0 float32 [8, 2] from () on Mesh(ranks 0) to (0, -) on Mesh(0=2; ranks 1,
 1: t0 [0:4, 1:2] 0 -> 1 splits 1x1 window 4
 2: t0 [4:8, 0:2] 0 -> 2 splits 1x1 window 4
 """
-#: One box comes twice and another never; the numbers of elements are right.
+#: One box is sent twice and another never; the number of elements is right.
 TWICE = TEXT.replace("[0:4, 1:2]", "[0:4, 0:1]")
-SAID = "message 1: [0:4, 0:1] brings rank 1 4 elements a second time"
+REPEATED = "message 1: [0:4, 0:1] delivers 4 elements to rank 1 a second time"
 
 
 def _shards(plan):
@@ -61,11 +61,11 @@ def _in_json(text):
     [parse_plan, _in_json, lambda text: pickle.loads(pickle.dumps(parse_plan(text)))],
     ids=["text", "JSON", "pickle"],
 )
-def test_plans_that_were_read_are_checked_before_they_run(read):
+def test_parsed_plans_are_checked_before_they_run(read):
     _move(read(TEXT))
     with pytest.raises(PlanError) as caught:
         _move(read(TWICE))
-    assert str(caught.value) == SAID
+    assert str(caught.value) == REPEATED
 
 
 def _counted(monkeypatch):
@@ -75,7 +75,7 @@ def _counted(monkeypatch):
     return checked
 
 
-def test_plans_are_checked_once_and_the_planner_s_own_never(monkeypatch):
+def test_plans_are_checked_once_and_planner_plans_never(monkeypatch):
     checked = _counted(monkeypatch)
     made = make_plan(SRC, DST, (8, 2), "float32")
     for strategy in ("send_recv", send_recv):
@@ -98,29 +98,29 @@ def test_plans_are_checked_once_and_the_planner_s_own_never(monkeypatch):
     assert copies[0] == made and hash(copies[0]) == hash(made)
 
 
-def test_arrays_of_plans_that_were_unpickled_cannot_be_written():
+def test_arrays_of_unpickled_plans_are_read_only():
     plan = pickle.loads(pickle.dumps(make_plan(SRC, DST, (8, 2), "float32")))
     with pytest.raises(ValueError, match="read-only"):
         plan.transfers.box_start[0, 0] = 1
 
 
 def _doubles(problem):
-    """A strategy that sends the first region as often as there are regions, and the others never."""
+    """A strategy that sends the first region in place of every region."""
     routes = send_recv(problem)
     return Routes.direct(problem, 0 * routes.task, routes.sender, routes.receiver)
 
 
-def test_what_a_caller_s_strategy_chose_is_checked():
+def test_plans_of_custom_strategies_are_checked():
     src, dst = Layout(Mesh.of(1)), RegionLayout({1: [[(0, 4)], [(4, 8)]]})
     plan = make_plan(src, dst, (8,), "float32", strategy=_doubles)
     whole = np.arange(8, dtype=np.float32)
-    with pytest.raises(PlanError, match="brings rank 1 4 elements a second time"):
+    with pytest.raises(PlanError, match="delivers 4 elements to rank 1 a second time"):
         execute_local(plan, [{0: whole}])
-    with pytest.raises(PlanError, match="brings rank 1 4 elements a second time"):
+    with pytest.raises(PlanError, match="delivers 4 elements to rank 1 a second time"):
         reshard_local({0: whole}, src, dst, shape=(8,), strategy=_doubles)
 
 
-def test_plans_of_more_messages_than_can_be_checked_are_refused():
+def test_plans_with_too_many_messages_are_refused():
     text = TEXT.split("0: t0", maxsplit=1)[0].replace("[8, 2]", "[8000, 8000]")
     plan = parse_plan(text + "0: t0 [0:8000, 0:8000] 0 -> 1 splits 8000x8000 window 4\n")
     with pytest.raises(PlanError, match="the plan has 64000000 messages; at most 16777216 can be checked"):
@@ -134,16 +134,16 @@ def _moved(rank, text, wrong_ranks):
         with reshard.Mover(plan, timeout_seconds=20) as mover:
             found = mover(take_shard(SRC, rank, whole))
         assert same_bytes(found, take_shard(DST, rank, whole)) if rank else found is None
-        said = None
+        failure = None
     except reshard.ReshardError as error:
-        said = type(error).__name__, str(error)
-    good = reshard.reshard(take_shard(SRC, rank, whole), SRC, DST)  # the group is as it was
+        failure = type(error).__name__, str(error)
+    good = reshard.reshard(take_shard(SRC, rank, whole), SRC, DST)  # the group still works
     assert same_bytes(good, take_shard(DST, rank, whole)) if rank else good is None
-    return said
+    return failure
 
 
 def _reshard_by(rank):
-    """reshard() with a strategy of the caller's."""
+    """The error of reshard() with a custom strategy."""
     src, dst = Layout(Mesh.of(1)), RegionLayout({1: [[(0, 4)], [(4, 8)]], 2: [[(0, 8)]]})
     try:
         reshard.reshard(torch.arange(8.0) if rank == 0 else None, src, dst, strategy=_doubles, timeout_seconds=20)
@@ -152,28 +152,28 @@ def _reshard_by(rank):
     return "nothing was raised"
 
 
-def _all_ways(rank):
-    ways = [_moved(rank, TEXT, ()), _moved(rank, TWICE, ()), _moved(rank, TEXT, (2,))]
-    return ways, _reshard_by(rank)
+def _run_movers(rank):
+    failures = [_moved(rank, TEXT, ()), _moved(rank, TWICE, ()), _moved(rank, TEXT, (2,))]
+    return failures, _reshard_by(rank)
 
 
-def test_movers_raise_the_same_error_on_every_rank():
-    for ways, by_strategy in run_processes(_all_ways, 3):
-        assert ways == [None, ("PlanError", SAID), ("PlanError", f"rank 2: {SAID}")]
-        assert "brings rank 1 4 elements a second time" in by_strategy
+def test_mover_raises_the_same_error_on_every_rank():
+    for failures, by_strategy in run_processes(_run_movers, 3):
+        assert failures == [None, ("PlanError", REPEATED), ("PlanError", f"rank 2: {REPEATED}")]
+        assert "delivers 4 elements to rank 1 a second time" in by_strategy
 
 
-def test_movers_of_cupy_arrays_check_plans(monkeypatch):
+def test_cupy_mover_checks_plans(monkeypatch):
     for name, module in make_module().items():
         monkeypatch.setitem(sys.modules, name, module)
     plan = parse_plan(TWICE)
 
     errors = run_ranks(3, lambda comm: reshard.cupy.Mover(plan, comm))
-    assert [(type(error), str(error)) for error in errors] == [(PlanError, SAID)] * 3
+    assert [(type(error), str(error)) for error in errors] == [(PlanError, REPEATED)] * 3
 
 
 @pytest.mark.parametrize("moves", [True, False])
-def test_plans_without_transfers_are_refused_where_something_must_move(moves):
+def test_plans_without_transfers_are_refused_if_data_must_move(moves):
     text = TEXT.split("0: t0", maxsplit=1)[0].replace("[8, 2]", "[8, 2]" if moves else "[8, 0]")
     head = parse_plan(TEXT if moves else text)
     empty = replace(head, transfers=_none(head))
@@ -195,15 +195,15 @@ def _none(plan):
     return Transfers(**(nothing | tables | {"box_at": [0], "edge_at": [0]}))
 
 
-def test_messages_of_a_json_plan_are_those_of_its_transfers():
+def test_messages_in_json_must_match_the_transfers():
     data = plan_to_json(parse_plan(TEXT))
-    for wrong, said in (
+    for wrong, message in (
         ([], "messages lists 0, but the transfers make 3 messages"),
         (data["messages"][:2], "messages lists 2, but the transfers make 3 messages"),
-        (None, "messages is no list, but the transfers make 3 messages"),
-        ([data["messages"][0] | {"sender": 2}, *data["messages"][1:]], "edit transfers and leave out messages"),
+        (None, "messages is not a list, but the transfers make 3 messages"),
+        ([data["messages"][0] | {"sender": 2}, *data["messages"][1:]], "edit transfers and omit messages"),
     ):
-        with pytest.raises(PlanError, match=said):
+        with pytest.raises(PlanError, match=message):
             plan_from_json(data | {"messages": wrong})
     del data["messages"]
     assert plan_from_json(data) == parse_plan(TEXT)

@@ -1,4 +1,4 @@
-"""The checker on arrays accepts what the one that replays message by message accepts, and refuses what that refuses."""
+"""The checker accepts the same plans as a reference checker that replays message by message."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _agree(text):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_plans_of_all_strategies_with_a_few_changes(seed):
-    chance = random.Random(seed)
+def test_checkers_agree_on_mutated_plans(seed):
+    rng = random.Random(seed)
     src, dst, shape, topology = random_problem(seed)
     found = []
     for strategy in STRATEGIES:
@@ -51,28 +51,28 @@ def test_plans_of_all_strategies_with_a_few_changes(seed):
         text = str(plan)
         assert _agree(text)
         for _ in range(12):
-            changed = change_plan(text, chance)
-            found.append(_agree(changed if chance.random() < 0.7 else change_plan(changed, chance)))
+            changed = change_plan(text, rng)
+            found.append(_agree(changed if rng.random() < 0.7 else change_plan(changed, rng)))
     assert found.count(True) > 2 and found.count(False) > 2, found
 
 
-def test_plans_by_hand_whose_ranks_stage_a_lot():
-    chance, found = random.Random(0), []
+def test_checkers_agree_on_plans_with_much_staging():
+    rng, found = random.Random(0), []
     for seed in range(150):
         text = relayed_plan(seed)
         found.append(_agree(text))
         for _ in range(4):
-            found.append(_agree(change_plan(text, chance)))
+            found.append(_agree(change_plan(text, rng)))
     assert found.count(True) > 60 and found.count(False) > 60, found
 
 
 @given(cases(), st.sampled_from(sorted(STRATEGIES)), st.randoms(use_true_random=False))
-def test_plans_between_regions_and_grids(case, strategy, chance):
+def test_checkers_agree_on_random_cases(case, strategy, rng):
     shape, src, dst, topology = case
     text = str(make_plan(src, dst, shape, "int16", strategy=strategy, topology=topology))
     assert _agree(text)
     for _ in range(4):
-        _agree(change_plan(text, chance))
+        _agree(change_plan(text, rng))
 
 
 STAGED = """\
@@ -85,30 +85,33 @@ tensor 0 int8 [8] from () on Mesh(ranks 0) to Regions(ndim=1 join=0; 1: none; 3:
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "message"),
     [
         ("2: t0 [0:4] 0 -> 1\n3: t0 [0:4] 1 -> 4 from 2\n4: t0 [4:8] 0 -> 1\n5: t0 [4:8] 1 -> 4 from 4", None),
         (
             "2: t0 [0:4] 0 -> 1\n3: t0 [0:4] 1 -> 4 from 2\n4: t0 [4:8] 0 -> 4\n5: t0 [0:8] 1 -> 2 from 0",
             "rank 2 takes part in a transfer, but is in neither layout",
         ),
-        ("2: t0 [0:4] 0 -> 4\n3: t0 [2:8] 0 -> 1\n4: t0 [2:8] 1 -> 4 from 3", "brings rank 4 2 elements a second time"),
+        (
+            "2: t0 [0:4] 0 -> 4\n3: t0 [2:8] 0 -> 1\n4: t0 [2:8] 1 -> 4 from 3",
+            "delivers 2 elements to rank 4 a second time",
+        ),
         ("2: t0 [0:4] 0 -> 4\n3: t0 [4:8] 1 -> 4 from 0", "passes on other boxes than message 0 brings"),
-        ("2: t0 [0:4] 0 -> 4\n3: t0 [0:4] 0 -> 4", r"message 3: \[0:4\] brings rank 4 4 elements a second time"),
+        ("2: t0 [0:4] 0 -> 4\n3: t0 [0:4] 0 -> 4", r"message 3: \[0:4\] delivers 4 elements to rank 4 a second time"),
     ],
 )
-def test_a_box_inside_a_staged_one_takes_its_place(lines, said):
+def test_a_box_replaces_the_staged_box_that_contains_it(lines, message):
     text = STAGED + "".join(
         line.replace(" from", " splits 1 window 4 from") + ("" if "from" in line else " splits 1 window 4") + "\n"
         for line in lines.split("\n")
     )
-    assert _agree(text) == (said is None)
-    if said is not None:
-        with pytest.raises(PlanError, match=said):
+    assert _agree(text) == (message is None)
+    if message is not None:
+        with pytest.raises(PlanError, match=message):
             check_plan(parse_plan(text))
 
 
-def test_what_was_staged_is_gone_when_it_is_staged_anew():
+def test_a_replaced_staged_box_cannot_be_passed_on():
     text = STAGED + (
         "2: t0 [0:4] 0 -> 1 splits 1 window 4\n3: t0 [0:4] 1 -> 4 splits 1 window 4 from 2\n"
         "4: t0 [4:8] 0 -> 4 splits 1 window 4\n"
@@ -119,41 +122,41 @@ def test_what_was_staged_is_gone_when_it_is_staged_anew():
     assert _agree(text) and _agree(late) is False
 
 
-def _boxes(chance, ndim, count, size):
-    start = chance.integers(0, size, (count, ndim))
-    return start, start + chance.integers(1, 1 + size // 4, (count, ndim))
+def _boxes(rng, ndim, count, size):
+    start = rng.integers(0, size, (count, ndim))
+    return start, start + rng.integers(1, 1 + size // 4, (count, ndim))
 
 
 @pytest.mark.parametrize("ndim", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", [4, 30, 400, 2**50])
-def test_overlaps_are_those_that_pairs_show(ndim, size):
+def test_find_overlapping_matches_comparing_all_pairs(ndim, size):
     for seed in range(6):
-        chance = np.random.default_rng(seed)
-        start, stop = _boxes(chance, ndim, 300, size)
-        group = chance.integers(0, 1 + 20 * (seed % 3), 300)
+        rng = np.random.default_rng(seed)
+        start, stop = _boxes(rng, ndim, 300, size)
+        group = rng.integers(0, 1 + 20 * (seed % 3), 300)
         meets = ((start[:, None] < stop[None]) & (start[None] < stop[:, None])).all(axis=2)
         meets &= (group[:, None] == group[None]) & ~np.eye(300, dtype=bool)
         assert (find_overlapping(group, start, stop) == meets.any(axis=1)).all()
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
-def test_points_lie_in_the_boxes_that_hold_them(ndim):
+def test_locate_points_matches_comparing_all_pairs(ndim):
     for seed in range(6):
-        chance = np.random.default_rng(seed)
-        start, stop = _boxes(chance, ndim, 2000, 60)
+        rng = np.random.default_rng(seed)
+        start, stop = _boxes(rng, ndim, 2000, 60)
         apart: list[int] = []
-        for i in range(len(start)):  # interlocking as they fall
+        for i in range(len(start)):  # random disjoint boxes that interlock
             if not ((start[apart] < stop[i]) & (start[i] < stop[apart])).all(axis=1).any():
                 apart.append(i)
         start, stop = start[apart], stop[apart]
-        point = chance.integers(-3, 80, (1000, ndim))
+        point = rng.integers(-3, 80, (1000, ndim))
         holds = ((start[None] <= point[:, None]) & (point[:, None] < stop[None])).all(axis=2)
         wanted = np.where(holds.any(axis=1), holds.argmax(axis=1), -1)
         assert (locate_points(point, start, stop) == wanted).all()
 
 
-def test_tables_of_messages_are_the_messages():
-    """Also of trees in which a rank gets the data twice and passes on what came last, and of huge boxes in parts."""
+def test_message_table_matches_expansion():
+    """A tree in which a rank receives the data twice and passes on the last copy, with a huge box in many chunks."""
     dst = RegionLayout({rank: [[(0, 2**50)]] for rank in (1, 2, 3)})
     plan = make_plan(Layout(Mesh.of(1)), dst, (2**50,), "int8", strategy="send_recv", topology=Topology((0, 1, 2, 3)))
     edges = [(0, 1), (1, 2), (0, 1), (1, 3), (2, 2), (2, 3)]
@@ -189,7 +192,7 @@ def test_tables_of_messages_are_the_messages():
         ("splits", [[2**40]]),
     ],
 )
-def test_arrays_that_do_not_fit_together_are_refused(name, value):
+def test_inconsistent_arrays_are_refused(name, value):
     plan = make_plan(Layout(Mesh.of(1)), Layout(Mesh.of(1, first_rank=1)), (8,), "int8", strategy="send_recv")
     fields = {field: getattr(plan.transfers, field) for field in Transfers.__dataclass_fields__}
     bad: Plan = replace(plan, transfers=Transfers(**(fields | {name: value})))
@@ -197,7 +200,7 @@ def test_arrays_that_do_not_fit_together_are_refused(name, value):
         check_plan(bad)
 
 
-def test_a_source_that_is_not_waited_for_is_refused():
+def test_source_must_be_in_after():
     plan = make_plan(Layout(Mesh.of(1)), Layout(Mesh.of(1, first_rank=1)), (8,), "int8", strategy="send_recv")
     fields = {field: getattr(plan.transfers, field) for field in Transfers.__dataclass_fields__}
     with pytest.raises(PlanError, match="gets data from transfer 0, but does not come after it"):

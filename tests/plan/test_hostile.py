@@ -1,4 +1,4 @@
-"""Small hostile input ends soon, in an error of ours; odd but valid input works."""
+"""Hostile input is refused quickly with a ReshardError; odd but valid input works."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ONE = "tensor 0 int32 [8] from () on Mesh(0=1; ranks 0) to "
         "0: t0 [0:4611686018427387] 0 -> 1 splits 999999999 window 4",
     ],
 )  # fmt: skip
-def test_plans_that_cannot_be_run_are_refused(text):
+def test_invalid_plans_are_refused(text):
     with pytest.raises(ReshardError):
         check_plan(parse_plan(HEAD + text))
 
@@ -59,13 +59,13 @@ def test_plans_that_cannot_be_run_are_refused(text):
 @pytest.mark.parametrize(
     "rows", ["0: [:4, 0:8]", "0: [0:4, 0]", "0: [,]", "x: [0:4, 0:8]", "-1: [0:4, 0:8]", "0: [0:4"]
 )
-def test_rows_of_boxes_are_numbers(rows):
+def test_malformed_rows_of_boxes_are_refused(rows):
     with pytest.raises(PlanError, match="is not"):
         parse_layout(f"Regions(ndim=2 join=0; {rows})")
 
 
 @given(st.text(max_size=200))
-def test_no_text_is_a_crash(text):
+def test_random_text_never_crashes(text):
     for parse in (parse_plan, lambda t: parse_plan(HEAD + t), lambda t: parse_plan(HEAD + ONE + t)):
         with pytest.raises(PlanError):
             parse(text)
@@ -79,7 +79,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_no_json_is_a_crash(data):
+def test_random_json_never_crashes(data):
     for read in (plan_from_json, layout_from_json, topology_from_json):
         with contextlib.suppress(ReshardError):
             read(data)
@@ -88,7 +88,7 @@ def test_no_json_is_a_crash(data):
 
 
 @given(JSON, JSON)
-def test_no_argument_of_a_constructor_is_a_crash(a, b):
+def test_random_constructor_arguments_never_crash(a, b):
     for build in (
         lambda: Mesh(a, b),
         lambda: Mesh.of(a, axes=b),
@@ -112,12 +112,12 @@ def test_no_argument_of_a_constructor_is_a_crash(a, b):
         ["--shape", "8", "--src-mesh", "x".join(["1"] * 70), "--dst-mesh", "1"],
     ],
 )
-def test_huge_requests_are_refused_at_once(arguments, capsys):
+def test_huge_command_line_requests_are_refused(arguments, capsys):
     assert main(["plan", *arguments]) == 2
     assert capsys.readouterr().err.startswith("reshard: ")
 
 
-def test_huge_texts_and_regions_are_refused_at_once():
+def test_huge_texts_and_regions_are_refused():
     mesh = "() on Mesh(0=16777216; ranks 0-16777215)"
     with pytest.raises(PlanError):
         parse_plan(HEAD + f"tensor 0 int8 [8] from {mesh} to {mesh}")
@@ -130,7 +130,7 @@ def test_huge_texts_and_regions_are_refused_at_once():
         topology_from_json({"host_of_rank": [0, 2147483647]})
 
 
-def test_views_of_one_element_travel_whatever_their_strides():
+def test_one_element_views_with_odd_strides():
     plan = make_plan(Layout(Mesh([0], {"x": 1})), Layout(Mesh([1], {"x": 1})), (1, 1), "float32")
     source, out = torch.tensor([[0.0, 7.0]]).t()[1:], torch.zeros(3, 5)[::2, ::3][1:, 1:]
     assert out.shape == (1, 1)
@@ -139,7 +139,7 @@ def test_views_of_one_element_travel_whatever_their_strides():
 
 
 def _functions_as_strategies(rank):
-    """Functions of one name are not taken for one another."""
+    """Functions of the same name are not mistaken for each other."""
     from reshard.planner.strategies.broadcast import broadcast_size
     from reshard.planner.strategies.direct import send_recv
 
@@ -156,39 +156,39 @@ def _functions_as_strategies(rank):
     return called
 
 
-def test_functions_as_strategies():
+def test_strategy_functions_of_one_name_are_distinct():
     assert run_processes(_functions_as_strategies, 4) == [["send_recv", "broadcast_size", "send_recv"]] * 4
 
 
-def test_memory_shared_through_another_storage_is_found():
-    from reshard.api.tensor_checks import check_apart
+def test_shared_memory_in_different_storages_is_found():
+    from reshard.api.tensor_checks import check_no_aliasing
 
     memory = np.arange(8, dtype=np.float32)
     source, out = torch.from_numpy(memory[:6]), torch.from_numpy(memory[2:])
     with pytest.raises(ReshardError, match="shares"):
-        check_apart([source], [out], [None])
+        check_no_aliasing([source], [out], [None])
 
 
 def _out_under_a_conjugated_source(rank):
-    """Conjugation is lazy: the source and its conjugate are one memory, which out must not share."""
-    both = Layout(Mesh.of(2))
+    """Conjugation is lazy: a tensor and its conjugate share memory, which ``out`` must not share."""
+    layout = Layout(Mesh.of(2))
     for source in (lambda x: x.conj(), lambda x: x.conj().imag):
         memory = torch.complex(torch.arange(4.0), torch.arange(4.0))
         given, kept = source(memory), memory.clone()
         out = memory if given.is_complex() else memory.imag
         with pytest.raises(ReshardError, match="shares storage"):
-            reshard.reshard(given, both, both, out=out)
-        with reshard.Mover(make_plan(both, both, (4,), given.dtype)) as mover, pytest.raises(ReshardError):
+            reshard.reshard(given, layout, layout, out=out)
+        with reshard.Mover(make_plan(layout, layout, (4,), given.dtype)) as mover, pytest.raises(ReshardError):
             mover(given, out=out)
         assert torch.equal(memory, kept)
     return True
 
 
-def test_out_under_a_conjugated_source_is_found():
+def test_out_that_shares_memory_with_a_conjugated_source_is_refused():
     assert run_processes(_out_under_a_conjugated_source, 2) == [True] * 2
 
 
-def test_local_shards_of_the_wrong_kind():
+def test_invalid_local_shards_are_refused():
     rows = Layout(Mesh.of(2), "S0")
     with pytest.raises(ReshardError, match="no shard"):
         reshard_local({0: np.zeros((1, 2))}, rows, rows, shape=(2, 2))
@@ -198,8 +198,8 @@ def test_local_shards_of_the_wrong_kind():
         reshard_local({0: [1], 1: [2]}, rows, rows, shape=(2, 2))
 
 
-def test_looking_whether_a_connection_is_closed_never_waits():
-    """An idle connection is not a dead one, and the thread that looks has other things to do."""
+def test_is_closed_never_blocks():
+    """An idle connection is not closed, and the check must not block its thread."""
     from reshard.coordination.control_channel import _Peer
 
     ours, theirs = socket.socketpair()
@@ -218,16 +218,16 @@ def test_looking_whether_a_connection_is_closed_never_waits():
     assert time.monotonic() - begun < 1.0
 
 
-def test_meshes_in_texts_and_json_that_are_no_arrays_of_numbers_are_refused():
+def test_malformed_meshes_in_text_and_json_are_refused():
     with pytest.raises(PlanError, match="'x=2 y=2' is not an axis"):
         parse_layout("('x', None) on Mesh(x=2 y=2; ranks 0-3)")
-    with pytest.raises(PlanError, match="all rows alike"):
+    with pytest.raises(PlanError, match="rows of equal length"):
         layout_from_json({"ranks": [[[0, 1], [2, 3]], [2, 3]], "axes": ["a", "b"], "spec": "S0 R"})
-    with pytest.raises(PlanError, match="all rows alike"):
+    with pytest.raises(PlanError, match="rows of equal length"):
         layout_from_json({"ranks": [10**30], "axes": ["a"], "spec": "S0 R"})
 
 
-def test_a_plan_names_no_rank_without_a_host():
+def test_ranks_without_a_host_are_refused():
     text = HEAD + ONE + "() on Mesh(0=1; ranks 9)\n0: t0 [0:8] 0 -> 9 splits 1 window 4"
     with pytest.raises(PlanError, match=r"rank 9 has no host: the topology covers ranks 0\.\.7"):
         parse_plan(text)

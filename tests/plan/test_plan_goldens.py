@@ -1,4 +1,4 @@
-"""What strategies plan for fixed cases, the bound, and what the simulator says of each, line by line."""
+"""Plans, lower bounds and simulated times of fixed cases against golden files, line by line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 
 
 @pytest.mark.parametrize("name", ["bounds", "parts", "plans"])
-def test_lines_of_fixed_cases_are_the_golden_ones(name):
-    """After a change that should change them: python -m tests.goldens.make_plans (or make_bounds, make_parts)."""
+def test_fixed_cases_match_the_goldens(name):
+    """To update the files after an intended change: python -m tests.goldens.make_plans (or make_bounds, make_parts)."""
     spec = importlib.util.spec_from_file_location(f"make_{name}", GOLDENS / f"make_{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

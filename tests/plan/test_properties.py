@@ -1,4 +1,4 @@
-"""For random layouts: plans pass the checker, move every element, read back, and run without deadlock."""
+"""For random layouts: plans pass the checker, deliver every element, round-trip, and run without deadlock."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_plan_delivers(case, strategy, dtype):
 
 
 @given(cases())
-def test_many_tasks_are_sent_in_rotation(case):
+def test_plans_of_many_tasks_pass_the_checker(case):
     import reshard.planner.strategies.broadcast as module
 
     shape, src, dst, topology = case
@@ -51,7 +51,7 @@ def test_many_tasks_are_sent_in_rotation(case):
 
 
 @given(cases(), st.sampled_from(sorted(STRATEGIES)))
-def test_plans_read_back_from_text_and_json(case, strategy):
+def test_plans_round_trip_in_text_and_json(case, strategy):
     shape, src, dst, topology = case
     plan = make_plan(
         {"w": src, "é b": src}, dst, {"w": shape, "é b": shape}, "float16", strategy=strategy, topology=topology
@@ -64,7 +64,7 @@ def test_plans_read_back_from_text_and_json(case, strategy):
 
 
 @given(cases(), st.sampled_from(sorted(STRATEGIES)))
-def test_a_rank_expands_exactly_its_own_messages(case, strategy):
+def test_expand_messages_of_one_rank(case, strategy):
     shape, src, dst, topology = case
     plan = make_plan(src, dst, shape, "float32", strategy=strategy, topology=topology)
     everything = list(expand_messages(plan))
@@ -75,7 +75,7 @@ def test_a_rank_expands_exactly_its_own_messages(case, strategy):
 
 @given(cases(), st.sampled_from(sorted(STRATEGIES)))
 @settings(max_examples=40)
-def test_the_executor_moves_every_element_between_threads(case, strategy):
+def test_executor_delivers_between_threads(case, strategy):
     shape, src, dst, topology = case
     shape = tuple(size * 40 if i == 0 else size for i, size in enumerate(shape))
     if not isinstance(src, Layout) or not isinstance(dst, Layout):
@@ -90,15 +90,15 @@ def test_the_executor_moves_every_element_between_threads(case, strategy):
 
 
 @given(st.integers(0, 3).flatmap(layouts))
-def test_notations_read_back(layout):
+def test_notations_round_trip(layout):
     assert parse_ours(write_ours(layout.spec)) == layout.spec
     if all(isinstance(step, str) for steps in layout.spec for step in steps):
         assert read_spec(layout.mesh, layout.to_2023()) == layout.spec
 
 
 @given(layouts(2, strided=False), st.integers(1, 3), st.integers(1, 3))
-def test_torch_placements_mean_the_same_where_sizes_divide(layout, a, b):
-    """Written as placements (a shard order becomes _StridedShard) and read back, shards are the same."""
+def test_torch_placements_round_trip_for_even_sizes(layout, a, b):
+    """Shards are the same after conversion to placements (a shard order becomes _StridedShard) and back."""
     size = [a, b]
     for dim, steps in enumerate(layout.spec):
         for axis in steps:
@@ -110,7 +110,7 @@ def test_torch_placements_mean_the_same_where_sizes_divide(layout, a, b):
 
 
 @given(cases())
-def test_the_same_arguments_give_the_same_plan(case):
+def test_planning_is_deterministic(case):
     shape, src, dst, topology = case
     first, second = (make_plan(src, dst, shape, "float32", topology=topology) for _ in range(2))
     assert first == second
@@ -119,8 +119,8 @@ def test_the_same_arguments_give_the_same_plan(case):
 
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
-def test_large_slices_travel_in_chunks_within_staging(strategy):
-    """Big enough that trees over two hosts are chunked; relays and packing stay inside their buffers."""
+def test_large_slices_are_chunked_within_staging(strategy):
+    """Trees over two hosts are chunked; relays and packing stay within their buffers."""
     src, dst = Layout(Mesh.of("2x2"), "S0 S1"), Layout(Mesh.of("2x2", first_rank=4), "R S01")
 
     plan = make_plan(

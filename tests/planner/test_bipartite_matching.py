@@ -1,4 +1,4 @@
-"""Which sender serves which receiver, and whether what ranks stage has room, against what is tried one by one."""
+"""The matching of senders and receivers against brute force, and limits on what relays stage."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from reshard.plan.model import num_recv_slots
 from reshard.planner.multicast.native_schedule import Schedule
-from reshard.planner.multicast.relay_limits import _fits, keep_staging_short
+from reshard.planner.multicast.relay_limits import _fits, limit_relay_staging
 from tests.reference.bipartite_matching import find_pairs
 
 
 def _best(senders, receivers, partners, weight):
-    """Of all ways to pair them: those with the first receivers, and of these the heaviest senders in all."""
+    """Brute force: the best receivers of any matching, then the largest total weight of its senders."""
     found = []
     for chosen in itertools.product(*([None, *partners[r]] for r in receivers)):
         taken = [s for s in chosen if s is not None]
@@ -26,7 +26,7 @@ def _best(senders, receivers, partners, weight):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_pairs_keep_the_first_receivers_busy_with_the_heaviest_senders(seed):
+def test_matching_prefers_first_receivers_then_heaviest_senders(seed):
     chance = random.Random(seed)
     senders, receivers = list(range(chance.randint(1, 5))), list(range(10, 10 + chance.randint(1, 5)))
     weight = {s: chance.choice((1.0, 2.0, 3.0, 5.0)) for s in senders}
@@ -42,25 +42,25 @@ def test_pairs_keep_the_first_receivers_busy_with_the_heaviest_senders(seed):
     ("order", "most"),
     [("R0 R1 R2 S0 S1 S2", 2), ("R0 S0 R1 S1 R2 S2", 0), ("R0 R1 S1 R2 S0 S2", 1), ("R0 R1 S0 R2 S1 S2", 1)],
 )
-def test_what_is_staged_counts_until_it_has_gone_on(order, most):
-    """Rank 5 receives pieces and sends each on to rank 6; ``most`` are staged when the next one comes."""
+def test_staged_messages_count_until_they_are_forwarded(order, most):
+    """Rank 5 receives pieces and forwards them to rank 6; it stages ``most`` pieces when another one arrives."""
     words = order.split()
     of_piece = {int(word[1]): at for at, word in enumerate(words) if word[0] == "R"}
-    is_use = np.array([word[0] == "S" for word in words])
+    is_forward = np.array([word[0] == "S" for word in words])
     schedule = SimpleNamespace(
         piece=np.array([int(word[1]) for word in words]),
-        receiver=np.where(is_use, 6, 5),
+        receiver=np.where(is_forward, 6, 5),
         source=np.array([of_piece[int(word[1])] if word[0] == "S" else -1 for word in words]),
     )
     workload = SimpleNamespace(piece_bytes=np.full(3, 2**16))
     for slots in (1, 2, 3, 4):
         staging_bytes = next(n for n in itertools.count(2**16, 2**16) if num_recv_slots(n, 2**16) >= slots)
         assert num_recv_slots(staging_bytes, 2**16) == slots
-        assert _fits(schedule, workload, ~is_use, staging_bytes) == (most < slots)
+        assert _fits(schedule, workload, ~is_forward, staging_bytes) == (most < slots)
 
 
-def test_what_does_not_fit_goes_on_at_once():
-    """Rank 5 receives three pieces, and only then sends them on to rank 6, which needs them."""
+def test_staged_messages_that_do_not_fit_are_forwarded_at_once():
+    """Rank 5 receives three pieces before it forwards them to rank 6, which needs them."""
     after = [[], [0], [1], [0, 2], [1, 3], [2, 4]]
     schedule = Schedule(
         piece=np.array([0, 1, 2, 0, 1, 2]),
@@ -75,10 +75,10 @@ def test_what_does_not_fit_goes_on_at_once():
         piece_class=np.zeros(3, dtype=np.int64),
         class_receivers=(np.array([0, 1]), np.array([6])),
     )
-    assert num_recv_slots(2**19, 2**16) == 4 and keep_staging_short(schedule, workload, 7, 2**19) is schedule
-    made = keep_staging_short(schedule, workload, 7, 2**17)
+    assert num_recv_slots(2**19, 2**16) == 4 and limit_relay_staging(schedule, workload, 7, 2**19) is schedule
+    made = limit_relay_staging(schedule, workload, 7, 2**17)
     assert made.piece.tolist() == [0, 0, 1, 1, 2, 2] and made.receiver.tolist() == [5, 6] * 3
     assert made.source.tolist() == [-1, 0, -1, 2, -1, 4]
     assert [made.after[a:b].tolist() for a, b in itertools.pairwise(made.after_at)] == [[], [0], [0], [2], [2], [4]]
     needed = SimpleNamespace(**{**vars(workload), "class_receivers": (np.array([0, 2]), np.array([5, 6]))})
-    assert keep_staging_short(schedule, needed, 7, 2**17) is schedule  # rank 5 needs them, so it stages nothing
+    assert limit_relay_staging(schedule, needed, 7, 2**17) is schedule  # rank 5 needs the pieces, so it stages none

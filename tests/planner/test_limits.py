@@ -1,4 +1,4 @@
-"""Planning where there is more than can be planned well, or at all."""
+"""Limits of planning: refused sizes, and simpler strategies for large problems."""
 
 import signal
 import time
@@ -18,21 +18,21 @@ def on_hosts(num_ranks, devices=2):
     return Topology.uniform([rank // devices for rank in range(num_ranks)], rate).without_latency()
 
 
-def assert_is_in_rotation(src, dst, shape, topology):
-    plan, asked = (
+def assert_broadcast_in_rotation(src, dst, shape, topology):
+    plan, expected = (
         make_plan(src, dst, shape, "float32", topology=topology, strategy=strategy)
         for strategy in ("multicast", broadcast_in_rotation)
     )
     check_plan(plan)
     for name in ("region", "sender", "receiver", "splits"):
-        assert (getattr(plan.transfers, name) == getattr(asked.transfers, name)).all()
+        assert (getattr(plan.transfers, name) == getattr(expected.transfers, name)).all()
 
 
 @pytest.mark.parametrize(
     "src, dst, named",
     [("R R", "S0 R", "900,000,000"), ("S0 R", "R R", "900,000,000"), ("S0 R", "R S0", "900,000,000")],
 )
-def test_plans_that_would_not_fit_memory_are_refused_at_once(src, dst, named):
+def test_plans_too_large_for_memory_are_refused_quickly(src, dst, named):
     meshes = Mesh.of(30_000), Mesh.of(30_000, first_rank=30_000)
     layouts = (Layout(mesh, spec) for mesh, spec in zip(meshes, (src, dst), strict=True))
     begun = time.monotonic()
@@ -41,7 +41,7 @@ def test_plans_that_would_not_fit_memory_are_refused_at_once(src, dst, named):
     assert time.monotonic() - begun < 10
 
 
-def test_tensors_count_together_and_regions_as_grids_do():
+def test_limit_counts_all_tensors_and_region_layouts():
     rows, columns = Layout(Mesh.of(64), "S0 R"), Layout(Mesh.of(64, first_rank=64), "R S0")
     shapes = {f"w{i}": (64, 64) for i in range(5000)}
     with pytest.raises(ArgumentError, match=r"5000 tensors.* 20,480,000 times"):
@@ -51,14 +51,14 @@ def test_tensors_count_together_and_regions_as_grids_do():
 
 
 @pytest.mark.parametrize("pair", [("S0 R", "R S0"), ("R R", "S0 R"), ("S0 R", "R R")])
-def test_where_dealing_out_would_take_too_long_regions_are_broadcast_in_rotation(pair, monkeypatch):
-    monkeypatch.setattr("reshard.planner.multicast.strategy._MOST_STEPS", 10)
+def test_broadcast_in_rotation_above_the_step_limit(pair, monkeypatch):
+    monkeypatch.setattr("reshard.planner.multicast.strategy._MAX_STEPS", 10)
     src, dst = Layout(Mesh.of(8), pair[0]), Layout(Mesh.of(8, first_rank=8), pair[1])
-    assert_is_in_rotation(src, dst, (512, 512), on_hosts(16))
+    assert_broadcast_in_rotation(src, dst, (512, 512), on_hosts(16))
 
 
-def test_a_large_exchange_is_sent_in_rotation_and_at_the_bound(monkeypatch):
-    monkeypatch.setattr("reshard.planner.multicast.strategy._MOST_PAIRS", 100)
+def test_large_exchange_is_sent_in_rotation_at_the_bound(monkeypatch):
+    monkeypatch.setattr("reshard.planner.multicast.strategy._MAX_PAIRS", 100)
     src, dst = Layout(Mesh.of(12), "S0 R"), Layout(Mesh.of(12, first_rank=12), "R S0")
     plan = make_plan(src, dst, (768, 768), "float32", topology=on_hosts(24), strategy="multicast")
     check_plan(plan)
@@ -67,17 +67,17 @@ def test_a_large_exchange_is_sent_in_rotation_and_at_the_bound(monkeypatch):
     assert simulate(plan).makespan_seconds <= 1.001 * find_bound(plan.tensors, plan.topology).seconds
 
 
-def test_planning_ends_when_it_is_interrupted(monkeypatch):
+def test_planning_can_be_interrupted(monkeypatch):
     class Stop(Exception):
         pass
 
     def stop(*_):
         raise Stop
 
-    monkeypatch.setattr("reshard.planner.multicast.strategy._MOST_STEPS", 2**62)
+    monkeypatch.setattr("reshard.planner.multicast.strategy._MAX_STEPS", 2**62)
     count = 1024
     src, dst = Layout(Mesh.of(count), "S0 R"), Layout(Mesh.of(count, first_rank=count), "R R")
-    before = signal.signal(signal.SIGALRM, stop)
+    old_handler = signal.signal(signal.SIGALRM, stop)
 
     def make(ports, workload):
         signal.setitimer(signal.ITIMER_REAL, 0.1)
@@ -89,16 +89,16 @@ def test_planning_ends_when_it_is_interrupted(monkeypatch):
             make_plan(src, dst, (count, 64), "float32", topology=on_hosts(2 * count, 1), strategy="multicast")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, old_handler)
 
 
-def test_tensors_of_too_many_chunks_are_refused():
+def test_too_many_chunks_are_refused():
     src, dst = Layout(Mesh.of(4), "S0 R"), Layout(Mesh.of(4, first_rank=4), "R S0")
-    with pytest.raises(ArgumentError, match=r"chunks; at most 500,00[0-9] are planned"):
+    with pytest.raises(ArgumentError, match=r"chunks; at most 500,00[0-9] fit in one plan"):
         make_plan(src, dst, (10**8, 10**7), "float32", topology=on_hosts(8))
 
 
-def test_among_more_hosts_than_can_be_dealt_to_regions_are_broadcast_in_rotation(monkeypatch):
-    monkeypatch.setattr("reshard.planner.multicast.strategy._MOST_HOSTS", 3)
+def test_broadcast_in_rotation_above_the_host_limit(monkeypatch):
+    monkeypatch.setattr("reshard.planner.multicast.strategy._MAX_HOSTS", 3)
     src, dst = Layout(Mesh.of(4), "S0 R"), Layout(Mesh.of(4, first_rank=4), "R R")
-    assert_is_in_rotation(src, dst, (64, 64), on_hosts(8))
+    assert_broadcast_in_rotation(src, dst, (64, 64), on_hosts(8))

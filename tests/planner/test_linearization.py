@@ -1,4 +1,4 @@
-"""The one order of all messages: against rules written down pair by pair, on messages drawn at random."""
+"""The total order of messages on random inputs, against its rules written as pairs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import random
 
 import networkx as nx
 
-from tests.reference.linearization import STAGED_BEFORE, STAGED_BEHIND, linearize
+from tests.reference.linearization import STAGED_AFTER, STAGED_BEFORE, linearize
 from tests.reference.rank_assignment import Messages
 
 RANKS = 6
 
 
 def _draw(seed):
-    """Messages between ranks of three hosts, some of them sent on by whoever got them."""
+    """Random messages between ranks of three hosts; some receivers forward their pieces."""
     chance = random.Random(seed)
     messages = Messages()
     ranks = chance.randint(3, RANKS)
     for piece in range(chance.randint(1, 8)):
         first = chance.randrange(ranks)
-        has = [(first, -1)]  # ranks, and which message brought it
+        has = [(first, -1)]  # (rank, message that brought the piece)
         for _ in range(chance.choice((1, 1, 2, 3, 5))):
             sender, source = chance.choice(has)
             receiver = chance.choice([rank for rank in range(ranks) if rank != sender])
@@ -35,7 +35,7 @@ def _draw(seed):
 
 
 def _rules(messages, crosses):
-    """Pairs that stand in this order: what is waited for, then rows of senders and receivers, then room to stage."""
+    """Pairs ``(earlier, later)`` of messages: dependencies, order at senders and receivers, and staging limits."""
     every = range(len(messages.piece))
     yield from ((first, i) for i in every for first in messages.after[i])
     for rank in range(RANKS):
@@ -50,12 +50,12 @@ def _rules(messages, crosses):
             i for *_, i in sorted((messages.end[i], not crosses[i], i) for i in every if messages.receiver[i] == rank)
         ]
         yield from itertools.pairwise(got)
-        for i, behind in zip(got, got[STAGED_BEHIND:], strict=False):
+        for i, later in zip(got, got[STAGED_AFTER:], strict=False):
             if i in messages.staged and crosses[i]:
-                yield from ((use, behind) for use in every if messages.source[use] == i and not crosses[use])
+                yield from ((use, later) for use in every if messages.source[use] == i and not crosses[use])
 
 
-def test_where_all_rules_can_be_kept_it_is_the_order_of_ends_that_keeps_them():
+def test_order_is_by_end_subject_to_all_rules():
     kept, staged = 0, 0
     for seed in range(800):
         messages, crosses = _draw(seed)
@@ -72,4 +72,4 @@ def test_where_all_rules_can_be_kept_it_is_the_order_of_ends_that_keeps_them():
         else:
             place = {i: at for at, i in enumerate(sequence)}
             assert all(place[first] < place[i] for i in sequence for first in messages.after[i]), seed
-    assert 400 < kept < 750 and staged > 1000  # both kinds are there
+    assert 400 < kept < 750 and staged > 1000  # both acyclic and cyclic rules occur

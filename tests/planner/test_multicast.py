@@ -1,4 +1,4 @@
-"""The default planner: chunks, ports, order."""
+"""Multicast plans: distance from the lower bound, chunks, staging, and equality with the Python twin."""
 
 import math
 from dataclasses import replace
@@ -48,7 +48,7 @@ def _plan(src, dst, src_hosts, dst_hosts, shape=(1024, 1024), **topology):
         ("S1 R", "S0 R", 3, 5),
     ],
 )
-def test_plans_are_at_the_bound(src, dst, src_hosts, dst_hosts):
+def test_plans_are_near_the_bound(src, dst, src_hosts, dst_hosts):
     plan = _plan(src, dst, src_hosts, dst_hosts)
     check_plan(plan)
     assert simulate(plan).makespan_seconds <= 1.015 * find_bound(plan).seconds
@@ -56,7 +56,7 @@ def test_plans_are_at_the_bound(src, dst, src_hosts, dst_hosts):
 
 @pytest.mark.parametrize("hosts", [5, 16])
 @pytest.mark.parametrize("nbytes", [2**10, 2**16, 2**22, 2**28])
-def test_one_holder_is_at_the_round_optimal_formula(hosts, nbytes):
+def test_broadcast_from_one_holder_is_near_the_optimal_number_of_rounds(hosts, nbytes):
     rate, latency = 4e11, 1.5e-5
     topology = Topology(tuple(range(hosts + 1)), (Host((Port.of(rate),)),), latency_seconds=latency)
     src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(hosts, first_rank=1))
@@ -68,7 +68,7 @@ def test_one_holder_is_at_the_round_optimal_formula(hosts, nbytes):
 
 @pytest.mark.parametrize("rates", [(1e9, 5e8, 2.5e8, 1e9, 1e9), (1e9, 1e9, 2.5e8, 2.5e8, 5e8)])
 @pytest.mark.parametrize(("src", "dst"), [("S0 R", "R S0"), ("R R", "S0 R"), ("S0 R", "R R"), ("R S1", "S1 R")])
-def test_the_default_is_never_much_slower_than_another_strategy(src, dst, rates):
+def test_auto_is_not_slower_than_other_strategies(src, dst, rates):
     topology = Topology(tuple(rank // 2 for rank in range(10)), tuple(Host((Port.of(rate),)) for rate in rates))
     layouts = Layout(Mesh.of((2, 2)), src), Layout(Mesh.of((3, 2), first_rank=4), dst)
     for shape in ((3000, 1024), (12, 8)):
@@ -81,8 +81,8 @@ def test_the_default_is_never_much_slower_than_another_strategy(src, dst, rates)
             assert seconds[None] <= 1.01 * min(seconds.values())
 
 
-def test_the_plan_names_the_strategy_that_won():
-    """Four devices of a host take a latency each at the same time, where chunks of their host pass one by one."""
+def test_plan_names_the_chosen_strategy():
+    """With direct sends four ranks of a host pay their latencies at the same time; chunks of a host go one by one."""
     src, dst = Layout(Mesh.of((4, 4)), "S1 R"), Layout(Mesh.of((1, 4), first_rank=16), "R S1")
     topology = Topology(tuple(rank // 4 for rank in range(20)), latency_seconds=1e-4)
     free = topology.without_latency()
@@ -94,7 +94,7 @@ def test_the_plan_names_the_strategy_that_won():
         assert simulate(plan).makespan_seconds < 5e-4
 
 
-def test_what_arrives_on_several_ranks_at_once_fans_out_at_once():
+def test_ranks_of_a_host_forward_at_the_same_time():
     topology = load_preset("dgx_h100", 24)
     src, dst = Layout(Mesh.of((1, 8)), "S0 S1"), Layout(Mesh.of((2, 8), first_rank=8))
     topology = replace(topology, latency_seconds=0.0, inside_latency_seconds=0.0)
@@ -103,19 +103,19 @@ def test_what_arrives_on_several_ranks_at_once_fans_out_at_once():
 
 
 @pytest.mark.parametrize(("inside", "num_ranks"), [(None, 1), (1e10, 1), (1.5e9, 2)])
-def test_one_rank_lands_and_passes_on_all_that_its_links_can_take(inside, num_ranks):
+def test_one_rank_receives_for_its_host_if_its_links_are_fast(inside, num_ranks):
     topology = replace(_plan("R R", "R R", 1, 2).topology, inside_bytes_per_second=inside)
     src, dst = Layout(Mesh.of((1, 2)), "R R"), Layout(Mesh.of((2, 2), first_rank=2), "R R")
     plan = make_plan(src, dst, (4096, 1024), "float32", topology=topology, strategy="multicast")
     host, sender, receiver = plan.topology.host_by_rank, plan.transfers.sender, plan.transfers.receiver
     crosses = host[sender] != host[receiver]
     for h in (1, 2):
-        assignment = set(receiver[crosses & (host[receiver] == h)].tolist())
-        assert len(assignment) == num_ranks
-        assert set(sender[crosses & (host[sender] == h)].tolist()) <= assignment
+        receiving_ranks = set(receiver[crosses & (host[receiver] == h)].tolist())
+        assert len(receiving_ranks) == num_ranks
+        assert set(sender[crosses & (host[sender] == h)].tolist()) <= receiving_ranks
 
 
-def test_text_and_json_keep_the_order_across_ranks():
+def test_text_keeps_the_order_across_ranks():
     plan = _plan("R R", "R R", 2, 3)
     assert len(plan.transfers.after)
     assert parse_plan(format_plan(plan)) == plan
@@ -131,7 +131,7 @@ def test_text_and_json_keep_the_order_across_ranks():
     st.booleans(),
     st.booleans(),
 )
-def test_native_and_twin_make_the_same_schedule(problem, nics, in_pods, rates, inside, is_mixed, near_first, partners):
+def test_native_and_twin_schedules_are_equal(problem, nics, in_pods, rates, inside, is_mixed, near_first, partners):
     shape, src, dst, topology = problem
     ports = [[Port.of(rate / (1 + 9 * (is_mixed and n % 2))) for n in range(nics)] for rate in rates]
     hosts = tuple(Host(row, i % 2 if in_pods else None) for i, row in enumerate(ports))
@@ -141,9 +141,9 @@ def test_native_and_twin_make_the_same_schedule(problem, nics, in_pods, rates, i
     check_plan(plan)
     cut = Problem.of([TensorSpec(shape, "float32", src, dst)], plan.topology)
     workload = replace(make_workload(cut)[0], near_first=near_first, keeps_partners=partners)
-    ours, twin = make_schedule(ports_of(cut), workload), schedule_python(ports_of(cut), workload)
-    for name in ours.__dataclass_fields__:
-        assert (getattr(ours, name) == getattr(twin, name)).all(), name
+    native, twin = make_schedule(ports_of(cut), workload), schedule_python(ports_of(cut), workload)
+    for name in native.__dataclass_fields__:
+        assert (getattr(native, name) == getattr(twin, name)).all(), name
 
 
 def _gbit(*rates):
@@ -153,7 +153,7 @@ def _gbit(*rates):
 @pytest.mark.parametrize(
     ("src", "dst", "shape", "hosts", "host_of_rank", "most"),
     [
-        # shards that are so uneven that some NICs have nothing of their own to send
+        # shards so uneven that the ranks of some NICs hold nothing
         (
             Layout(Mesh.of("4x4"), "R R S01"),
             Layout(Mesh.of("2x4", first_rank=16)),
@@ -180,7 +180,7 @@ def _gbit(*rates):
             (0, 1, 2),
             1.02,
         ),
-        # hosts of one rate but of different numbers of NICs, whose ranks share them unevenly
+        # NICs of one rate, but different numbers per host, shared unevenly by ranks
         (
             Layout(Mesh([0, 6, 8, 9, 11, 13], {"a": 3, "b": 2}), ("b", "a")),
             Layout(Mesh([2, 11, 15], {"a": 3})),
@@ -189,7 +189,7 @@ def _gbit(*rates):
             (0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4),
             1.02,
         ),
-        # uplinks that carry many NICs at once: chunks follow the NICs
+        # pods of many NICs whose rates differ by direction
         (
             Layout(Mesh.of("3x8"), "S0 R"),
             Layout(Mesh.of("3x8", first_rank=24), "S1 R"),
@@ -203,7 +203,7 @@ def _gbit(*rates):
             [rank // 8 for rank in range(48)],
             1.3,
         ),
-        # receivers of full rate that exchange what two slow holders and a faster one bring them
+        # fast receivers that exchange what they get from two slow holders and a faster one
         (
             Layout(Mesh.of("3x4"), "R S1 R"),
             Layout(Mesh.of("2x4", first_rank=12)),
@@ -215,7 +215,7 @@ def _gbit(*rates):
     ],
     ids=["uneven shards", "mixed NICs", "slow replica", "numbers of NICs", "pods of many NICs", "slow holders"],
 )  # fmt: skip
-def test_auto_is_near_the_bound_where_hosts_differ(src, dst, shape, hosts, host_of_rank, most):
+def test_auto_is_near_the_bound_with_unequal_hosts(src, dst, shape, hosts, host_of_rank, most):
     pods = (Port.of(1.5e10),) * 2 if hosts[0].pod is not None else ()
     topology = Topology(tuple(host_of_rank), hosts, pods=pods).without_latency()
     plan = make_plan(src, dst, shape, "float32", topology=topology)
@@ -223,8 +223,8 @@ def test_auto_is_near_the_bound_where_hosts_differ(src, dst, shape, hosts, host_
     assert simulate(plan).makespan_seconds <= most * find_bound(plan).seconds
 
 
-def test_a_slow_host_that_needs_what_it_holds_is_not_sent_it():
-    src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("3"))  # replicas on ranks 0 and 1; rank 0, the slow one, keeps its
+def test_slow_host_that_needs_a_region_stays_a_holder():
+    src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("3"))  # ranks 0 and 1 hold replicas; slow rank 0 needs its own
     topology = Topology((0, 1, 2), (_gbit(1), _gbit(25), _gbit(25)))
     problem = Problem.of([TensorSpec((2**20,), "float32", src, dst)], topology)
     assert without_slow_holders(problem) is None
@@ -240,11 +240,11 @@ def test_a_slow_host_that_needs_what_it_holds_is_not_sent_it():
     plan = make_plan(mixed, Layout(Mesh([0, 3], {"x": 2})), (2**20,), "float32", strategy=multicast_from_fast,
                      topology=Topology((0, 1, 2, 3), (_gbit(1), _gbit(1), _gbit(25), _gbit(25))))  # fmt: skip
     check_plan(plan)
-    assert 1 not in {message.sender for message in expand_messages(plan)}  # slow, and needs nothing
+    assert 1 not in {message.sender for message in expand_messages(plan)}  # rank 1 is slow and needs nothing
 
 
 @given(cases(), st.integers(1, 40))
-def test_chunks_cover_their_lane_evenly(problem, count):
+def test_chunks_cover_their_host_class_evenly(problem, count):
     shape, src, dst, topology = problem
     cut = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
     classes = Classes.of(cut)
@@ -276,7 +276,7 @@ def test_chunks_cover_their_lane_evenly(problem, count):
         assert 4 * seen.sum() == host_classes.classes.nbytes[k]
 
 
-def test_chunks_leave_room_for_several_in_staging():
+def test_eight_chunks_fit_the_staging():
     src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2), "R S0")
     topology = Topology((0, 1, 2, 3), latency_seconds=1e-2)  # asks for few chunks
     for staging in (2**16, 2**20, 2**26):
@@ -288,15 +288,15 @@ def test_chunks_leave_room_for_several_in_staging():
 
 
 @pytest.mark.parametrize("width", [150, 197, 230, 239])
-def test_chunks_inside_a_host_leave_room_too(width):
+def test_eight_chunks_inside_a_host_fit_the_staging(width):
     src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(1, first_rank=1))
     for rows in range(20, 120, 7):
         plan = make_plan(src, dst, (rows, width), "float32", strategy="multicast", staging_bytes=2**16)
         assert plan.message_bytes.max() <= 2**16 // 8
 
 
-def test_a_rank_that_got_its_copy_from_a_neighbour_is_not_sent_it_again():
-    """Rank 1 needs what rank 0 of its host holds, and its NIC passes half of that on to the other host."""
+def test_rank_with_a_copy_from_its_host_sends_without_staging_again():
+    """Rank 1 needs what rank 0 of its host holds, and its NIC sends half of it to the other host."""
     topology = Topology((0, 0, 1, 1), (Host((Port.of(1e9),) * 2),)).without_latency()
     src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(3, first_rank=1))
     plan = make_plan(src, dst, (2**20,), "float32", strategy="multicast", topology=topology)
@@ -308,8 +308,8 @@ def test_a_rank_that_got_its_copy_from_a_neighbour_is_not_sent_it_again():
 @pytest.mark.parametrize("staging", [2**16, 2**20])
 @pytest.mark.parametrize("numel", [10**5, 10**6])
 @pytest.mark.parametrize(("latency", "inside"), [(1e-4, (None, 1e-4)), (0.0, (None, 1e-4)), (0.0, (1e8, 0.0))])
-def test_ranks_that_stage_for_slow_insides_have_room(staging, numel, latency, inside):
-    """Each NIC's rank needs what the other one must send: all of it is staged, and the hop inside is slow."""
+def test_relays_do_not_deadlock_with_slow_links_inside_hosts(staging, numel, latency, inside):
+    """The rank at each NIC must send what the other rank of its host holds, so everything is staged over a slow hop."""
     topology = Topology(
         (0, 0, 1, 1), (Host((Port.of(1e9),) * 2),), inside_bytes_per_second=inside[0],
         latency_seconds=latency, inside_latency_seconds=inside[1],
@@ -328,7 +328,7 @@ def test_ranks_that_stage_for_slow_insides_have_room(staging, numel, latency, in
 
 @pytest.mark.parametrize("slow", [5e8, 2.5e8, 1e7])
 @pytest.mark.parametrize("numel", [10, 100_000, 2**22])
-def test_the_last_chunk_comes_from_a_slow_port_if_the_fast_one_may_not_enter_the_pod(slow, numel):
+def test_slow_port_sends_the_last_chunk_if_the_fast_one_may_not_enter_the_pod(slow, numel):
     hosts = (Host((Port.of(1e9),), 0), Host((Port.of(1e9),), 1), Host((Port.of(slow),), 0))
     topology = Topology((0, 0, 1, 1, 2, 2), hosts, pods=(Port.of(1e9), Port.of(slow)))
     src, dst = Layout(Mesh([4, 2], {"x": 2}), "S0"), Layout(Mesh([0, 1, 2], {"x": 3}))
@@ -336,7 +336,7 @@ def test_the_last_chunk_comes_from_a_slow_port_if_the_fast_one_may_not_enter_the
     check_plan(plan)
 
 
-def test_hosts_that_take_no_part_cost_nothing():
+def test_unused_hosts_do_not_change_the_plan():
     src, dst = Layout(Mesh.of("1x4"), "S0 R"), Layout(Mesh.of("1x4", first_rank=4), "R S0")
     near, far = (Topology((0,) * 4 + (host,) * 4) for host in (1, 2**20))
     plans = [make_plan(src, dst, (64, 64), "float32", topology=topology) for topology in (near, far)]
@@ -346,7 +346,7 @@ def test_hosts_that_take_no_part_cost_nothing():
 
 
 def test_loads_are_the_bytes_of_each_port():
-    """One host of two NICs sends 4 MiB to two hosts of another pod, which pass it on between them."""
+    """A host with two NICs sends 4 MiB to two hosts of another pod, which exchange their halves."""
     hosts = (Host((Port.of(1e9),) * 2, 0), Host((Port.of(5e8),), 1), Host((Port.of(5e8),), 1))
     topology = Topology((0, 0, 1, 2), hosts, pods=(Port.of(1e9), Port.of(2e9)))
     src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2))
@@ -360,7 +360,7 @@ def test_loads_are_the_bytes_of_each_port():
     assert max(load.seconds for load in loads.values()) <= find_bound(plan).seconds * (1 + 1e-9)
 
 
-def test_plain_sends_are_taken_where_they_are_as_fast_with_fewer_messages():
+def test_auto_prefers_send_recv_if_it_is_as_fast_with_fewer_messages():
     rows = [Layout(Mesh(ranks), "S0") for ranks in ([0, 1], [2, 3])]
     for latency in (8e-5, 0.0):
         topology = replace(Topology.uniform([0, 0, 1, 1], 1.2e8), latency_seconds=latency)
@@ -370,14 +370,14 @@ def test_plain_sends_are_taken_where_they_are_as_fast_with_fewer_messages():
         assert plan.num_messages <= 2
 
 
-def test_what_a_rank_gave_up_it_may_stage_again():
-    """Shards so uneven that some NICs only send what others of their host hold, and to two hosts."""
+def test_rank_can_stage_a_dropped_piece_again():
+    """Shards so uneven that some NICs only send what other ranks of their host hold, to two hosts."""
     src, dst = Layout(Mesh.of("4x4"), "R R S01"), Layout(Mesh.of("2x4", first_rank=16))
     topology = Topology(tuple(rank // 4 for rank in range(24)), (Host((Port.of(1e9),) * 4),)).without_latency()
     plan = make_plan(src, dst, (128, 128, 40), "float32", strategy="multicast", topology=topology)
     check_plan(plan)
-    brought = [(message.receiver, str(message.boxes)) for message in expand_messages(plan)]
-    assert len(brought) > len(set(brought))
+    received_boxes = [(message.receiver, str(message.boxes)) for message in expand_messages(plan)]
+    assert len(received_boxes) > len(set(received_boxes))
     whole = whole_tensor((128, 128, 40), torch.float32)
     sources = {rank: [take_shard(src, rank, whole)] for rank in plan.ranks}
     for in_rounds in (False, True):

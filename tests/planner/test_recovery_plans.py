@@ -1,4 +1,4 @@
-"""What is left of a transfer: exactly what is missing, from whoever holds it, or an error that names what is lost."""
+"""Recovery plans: they send exactly the missing regions from survivors that hold them, or name the lost regions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reshard.planner.recovery import (
     Arrived,
     Piece,
     _cut,
-    _lost_text,
+    _format_loss,
     find_boxes,
     find_missing,
     plan_remainder,
@@ -32,14 +32,14 @@ def _num_recvs(plan, rank):
 
 
 def _land(plan, pieces, arrived, first, whole, outs):
-    """Write what has arrived into the destination shards, as the executor would have."""
-    for rank, came in arrived.items():
+    """Write the received elements into the destination shards, as the executor does."""
+    for rank, progress in arrived.items():
         received = 0
         for message in expand_messages(plan, rank):
             if message.receiver != rank:
                 continue
             is_copy = message.sender == rank
-            has = came.copied if is_copy else received < came.received
+            has = progress.copied if is_copy else received < progress.received
             received += not is_copy
             for tensor, start, stop in message.boxes if has else ():
                 origin = pieces[tensor]
@@ -50,7 +50,7 @@ def _land(plan, pieces, arrived, first, whole, outs):
 
 
 def _holdings(first, ranks, landed):
-    """Of each rank which elements of the whole it holds: its source shard, and what has arrived."""
+    """Elements of the global tensor that each rank holds: its source shard, and what it received."""
     spec, held = first.tensors[0], {}
     for rank in ranks:
         held[rank] = torch.zeros(spec.shape, dtype=torch.bool)
@@ -65,7 +65,7 @@ def _holdings(first, ranks, landed):
     return held
 
 
-def test_ranks_that_nothing_is_said_of_have_nothing():
+def test_ranks_without_progress_have_received_nothing():
     plan = make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([2])), (4,), "int8", strategy="send_recv")
     assert find_missing(plan, whole_tensors(plan), {}, [0, 1, 2]) == [
         Piece(0, (0,), (2,), frozenset({2})), Piece(0, (2,), (4,), frozenset({2})),
@@ -74,29 +74,29 @@ def test_ranks_that_nothing_is_said_of_have_nothing():
 
 @given(cases(), st.sampled_from(sorted(STRATEGIES)), st.data())
 @settings(max_examples=150)
-def test_survivors_get_all_that_somebody_still_holds(case, strategy, data):
+def test_survivors_receive_everything_that_a_survivor_holds(case, strategy, data):
     shape, src, dst, topology = case
     first = make_plan(src, dst, shape, "int64", strategy=strategy, topology=topology)
     whole = whole_tensor(shape, torch.int64)
     sources = {rank: take_shard(src, rank, whole) for rank in src.ranks}
     outs = {rank: torch.full_like(take_shard(dst, rank, whole), -1) for rank in dst.ranks}
-    plan, pieces, left = first, whole_tensors(first), set(first.ranks)
+    plan, pieces, survivors = first, whole_tensors(first), set(first.ranks)
     for _ in range(2):
-        lost = data.draw(st.sets(st.sampled_from(sorted(left)), max_size=max(len(left) - 1, 0)))
-        left -= lost
+        lost = data.draw(st.sets(st.sampled_from(sorted(survivors)), max_size=max(len(survivors) - 1, 0)))
+        survivors -= lost
         arrived = {
             rank: Arrived(data.draw(st.booleans()), data.draw(st.integers(0, _num_recvs(plan, rank))))
-            for rank in sorted(left & set(plan.ranks))
+            for rank in sorted(survivors & set(plan.ranks))
         }
         _land(plan, pieces, arrived, first, whole, outs)
-        pieces = find_missing(plan, pieces, arrived, left)
-        landed = {rank: outs[rank] != -1 for rank in left & set(dst.ranks)}
-        held = _holdings(first, left, landed)
+        pieces = find_missing(plan, pieces, arrived, survivors)
+        landed = {rank: outs[rank] != -1 for rank in survivors & set(dst.ranks)}
+        held = _holdings(first, survivors, landed)
         somewhere = torch.zeros(shape, dtype=torch.bool)
-        for rank in left:
+        for rank in survivors:
             somewhere |= held[rank]
         missing = {}
-        for rank in left & set(dst.ranks):
+        for rank in survivors & set(dst.ranks):
             count = torch.zeros(shape, dtype=torch.int64)
             for piece in pieces:
                 if rank in piece.missing:
@@ -105,27 +105,27 @@ def test_survivors_get_all_that_somebody_still_holds(case, strategy, data):
             for box, local in first.tensors[0].dst_shards.boxes_of(rank):
                 mine = tuple(slice(o, o + hi - lo) for o, (lo, hi) in zip(local, box, strict=True))
                 needed[tuple(slice(lo, hi) for lo, hi in box)] = ~landed[rank][mine]
-            assert torch.equal(count, needed.long())  # what has not arrived, once
+            assert torch.equal(count, needed.long())  # each missing element is in one piece
             missing[rank] = needed
         if not pieces:
             assert not any(needed.any() for needed in missing.values())
             break
-        lost_for_good = torch.zeros(shape, dtype=torch.bool)
+        lost_elements = torch.zeros(shape, dtype=torch.bool)
         for needed in missing.values():
-            lost_for_good |= needed & ~somewhere
-        gone = set(first.ranks) - left
-        if lost_for_good.any():
+            lost_elements |= needed & ~somewhere
+        lost_ranks = set(first.ranks) - survivors
+        if lost_elements.any():
             with pytest.raises(RankLostError, match="still need") as caught:
-                plan_remainder(pieces, first, left, gone)
-            assert caught.value.regions and set(caught.value.ranks) == gone
+                plan_remainder(pieces, first, survivors, lost_ranks)
+            assert caught.value.regions and set(caught.value.ranks) == lost_ranks
             return
-        plan, pieces = plan_remainder(pieces, first, left, gone)
+        plan, pieces = plan_remainder(pieces, first, survivors, lost_ranks)
         check_plan(plan)
-        assert set(plan.ranks) <= left
+        assert set(plan.ranks) <= survivors
     if pieces:
         views = {r: view_pieces(plan, pieces, first, r, [sources.get(r)], [outs.get(r)]) for r in plan.ranks}
         run_in_threads(plan, {r: views[r][0] for r in plan.ranks}, {r: views[r][1] for r in plan.ranks})
-    for rank in left & set(dst.ranks):
+    for rank in survivors & set(dst.ranks):
         assert same_bytes(outs[rank], take_shard(dst, rank, whole))
     for rank in src.ranks:
         assert same_bytes(sources[rank], take_shard(src, rank, whole))
@@ -134,20 +134,20 @@ def test_survivors_get_all_that_somebody_still_holds(case, strategy, data):
 @pytest.mark.parametrize(
     ("num_regions", "lost", "text"),
     [
-        (1, {4}, "rank 4 is lost, and with it 'w' [0:1]: rank 0 still needs it and no rank that is left holds it"),
+        (1, {4}, "rank 4 is lost, and with it 'w' [0:1]: rank 0 still needs it and no surviving rank holds it"),
         (3, {4}, "it 'w' [0:1], 'w' [2:3], 'w' [4:5]: ranks 0-2 still need it"),
         (4, {5, 4}, "ranks 4-5 are lost, and with them 'w' [0:1], 'w' [2:3], 'w' [4:5] and 1 more region: ranks 0-3"),
         (9, {4}, "'w' [4:5] and 6 more regions: ranks 0-8 still need it"),
     ],
 )
-def test_regions_that_are_lost_are_named_up_to_three(num_regions, lost, text):
+def test_error_names_up_to_three_lost_regions(num_regions, lost, text):
     plan = make_plan(Layout(Mesh([4])), Layout(Mesh([0])), {"w": (18,)}, "int8")
-    nowhere = [Piece(0, (2 * i,), (2 * i + 1,), frozenset({i})) for i in range(num_regions)]
-    assert text in _lost_text(nowhere, plan, lost)
+    unheld = [Piece(0, (2 * i,), (2 * i + 1,), frozenset({i})) for i in range(num_regions)]
+    assert text in _format_loss(unheld, plan, lost)
 
 
-def test_chunks_of_one_region_are_one_piece():
-    """Ranks 2 and 3 want all; rank 3 has half of it, and nobody else is needed for the rest."""
+def test_missing_chunks_of_one_region_form_one_piece():
+    """Ranks 2 and 3 need the whole tensor; rank 3 misses half of it, which ranks 1 and 2 hold."""
     rows, everything = Layout(Mesh([0, 1])), Layout(Mesh([2, 3]))
     options = {"strategy": "broadcast_naive", "topology": Topology((0, 1, 2, 3)), "staging_bytes": 2**16}
     plan = make_plan(rows, everything, (4096, 64), "float32", **options)
@@ -159,13 +159,13 @@ def test_chunks_of_one_region_are_one_piece():
     both = find_missing(plan, whole_tensors(plan), arrived | {2: Arrived(True, 96)}, [1, 2, 3])
     assert [(piece.start[0], piece.stop[0], piece.missing) for piece in both] == [
         (2048, 3072, {3}),
-        (3072, 4096, {2, 3}),  # as others miss it
+        (3072, 4096, {2, 3}),  # missed by other ranks
     ]
     rest, _ = plan_remainder(pieces, plan, [1, 2, 3], [0])
     assert rest.tensors[0].src.ranks == (1, 2) and rest.tensors[0].dst.ranks == (3,)
 
 
-def test_pieces_are_cut_where_others_begin_or_end_inside_them():
+def test_pieces_are_cut_at_bounds_of_overlapping_pieces():
     piece = Piece(0, (0, 0), (8, 4), frozenset({1}))
 
     def ends(*others):
@@ -174,4 +174,4 @@ def test_pieces_are_cut_where_others_begin_or_end_inside_them():
     assert ends({"start": (3, 0), "stop": (9, 4)}) == [((0, 0), (3, 4)), ((3, 0), (8, 4))]
     assert ends({}, {"start": (0, 2), "stop": (8, 3)}) == [((0, 0), (8, 2)), ((0, 2), (8, 4))]
     assert ends({"start": (0, 0), "stop": (9, 4)}, {"tensor": 1, "stop": (3, 4)}) == [((0, 0), (8, 4))]
-    assert ends({"start": (3, 4), "stop": (9, 6)}) == [((0, 0), (8, 4))]  # beside it
+    assert ends({"start": (3, 4), "stop": (9, 6)}) == [((0, 0), (8, 4))]  # adjacent, not overlapping

@@ -1,4 +1,4 @@
-"""What is native and its twin in Python make the same schedule, on problems of every kind."""
+"""The native scheduler and its Python twin make the same schedules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from reshard.sharding.tensor_spec import TensorSpec
 from tests.reference.schedule import schedule_python
 from tests.support.random_problems import random_problem
 
-#: Seeds where a transfer may be late though a faster port could take it, the first message goes to a relay, or what a
-#: rank stages changes the order.
+#: Seeds of rare cases: a slow port sends the last chunk, the first message goes to a relay, or staging changes the order.
 RARE = (105, 199, 285, 561, 872, 1045)
 
 
 @pytest.mark.parametrize("seed", [*range(60), *RARE])
-def test_schedules_are_the_same(seed):
+def test_native_and_twin_schedules_are_equal(seed):
     src, dst, shape, topology = random_problem(seed)
     problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology, staging_bytes=2**16 << seed % 5)
     workload = replace(make_workload(problem)[0], near_first=seed % 3 == 1, keeps_partners=seed % 3 == 2)

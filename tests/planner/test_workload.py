@@ -1,4 +1,4 @@
-"""Parts of plans: chains of whole slices, their chunks, what travels together, transfers and what they cost to find."""
+"""Chains, chunk sizes, bundles of small regions, transfers, planning limits and the candidates of ``auto``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from reshard.topology.model import Host, Port
 from tests.support.random_problems import random_problem
 
 
-def test_a_chain_enters_each_pod_once():
+def test_chain_enters_each_pod_once():
     """Hosts 0 to 5 are in pods 0, 1, 0, 1, 0, 1."""
     hosts = tuple(Host((Port.of(1e9),), host % 2) for host in range(6))
     topology = Topology(tuple(range(6)), hosts, pods=(Port.of(1e9),) * 2)
@@ -38,21 +38,21 @@ def test_a_chain_enters_each_pod_once():
     assert edges == [(2, 4), (4, 0), (0, 3), (3, 5), (5, 1)]
 
 
-def test_chunks_of_a_chain_are_as_small_as_messages_are_cheap():
+def test_chain_chunk_size_grows_with_latency():
     src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(4, first_rank=1))
-    took = {}
+    num_chunks = {}
     for latency in (1e-5, 1e-4, 1e-2):
         topology = Topology(tuple(range(5)), latency_seconds=latency)
         plan = make_plan(src, dst, (2**24,), "int8", topology=topology, strategy="broadcast")
-        took[latency] = int(plan.transfers.num_chunks[0])
-        best = math.sqrt(3 * 2**24 / (1.25e9 * latency))  # of a chain of four
-        assert took[latency] == pytest.approx(max(best, 16), rel=0.1)
-    assert took[1e-5] > 2 * took[1e-4] > 2 * took[1e-2]
+        num_chunks[latency] = int(plan.transfers.num_chunks[0])
+        best = math.sqrt(3 * 2**24 / (1.25e9 * latency))  # for a chain of four hops
+        assert num_chunks[latency] == pytest.approx(max(best, 16), rel=0.1)
+    assert num_chunks[1e-5] > 2 * num_chunks[1e-4] > 2 * num_chunks[1e-2]
 
 
 @pytest.mark.parametrize(("strategy", "receivers"), [("send_recv", 1), ("broadcast_naive", 2)])
-def test_small_regions_of_one_tree_travel_together_until_a_message_is_full(strategy, receivers):
-    """40 of 60,000 bytes; what has another dtype or is large goes by itself."""
+def test_small_regions_with_one_tree_share_messages(strategy, receivers):
+    """40 regions of 60,000 bytes share messages of up to 1 MiB; a region of another dtype or of 64 KiB travels alone."""
     layouts = Layout(Mesh([0])), Layout(Mesh(range(1, 1 + receivers)))
     specs = [TensorSpec((60_000,), "int8", *layouts, str(at)) for at in range(40)]
     specs.insert(20, TensorSpec((16,), "int32", *layouts, "other"))
@@ -62,7 +62,7 @@ def test_small_regions_of_one_tree_travel_together_until_a_message_is_full(strat
     assert plan.num_messages == 43 * receivers
 
 
-def test_transfers_are_copies_that_nobody_can_write():
+def test_transfers_copy_their_arrays_and_are_read_only():
     given = make_plan(Layout(Mesh([0])), Layout(Mesh([1, 2]), "S0"), (8, 8), "int8").transfers
     columns = {name: getattr(given, name).copy() for name in given.__dataclass_fields__}
     made = Transfers(**columns)
@@ -72,7 +72,7 @@ def test_transfers_are_copies_that_nobody_can_write():
         assert (getattr(made, name) == getattr(given, name)).all()
 
 
-def test_what_a_plan_is_asked_of_its_tensors(monkeypatch):
+def test_by_tensor_and_simulation_limit(monkeypatch):
     one = TensorSpec((8,), "int8", Layout(Mesh([0])), Layout(Mesh([1])), "a")
     two = replace(one, name="b")
     both, alone = plan_tensors([one, two]), plan_tensors([one])
@@ -88,26 +88,26 @@ def test_what_a_plan_is_asked_of_its_tensors(monkeypatch):
         assert (CostReport(plan_tensors([one, two])).predicted_seconds is None) == (most == 3)
 
 
-def test_what_dealing_out_costs_is_known_before():
-    """Each chunk that is sent looks at all hosts, holders and destinations, once for each that needs it."""
+def test_workload_step_count_and_defaults():
+    """Each chunk visits all hosts, holders and destinations once per destination."""
     spec = TensorSpec((64, 64), "float32", Layout(Mesh([0])), Layout(Mesh([1, 2, 3])))
     workload, _ = make_workload(Problem.of([spec], Topology((0, 1, 2, 3))))
     assert workload.num_steps == len(workload.host_class_of) * 3 * (4 + 1 + 3)
     needed = [name for name, field in Workload.__dataclass_fields__.items() if field.default is MISSING]
     plain = Workload(**{name: getattr(workload, name) for name in needed})
-    assert (plain.run, plain.inside_each, plain.inside_per_byte) == (1, 0, 0)  # nothing costs anything inside hosts
+    assert (plain.run, plain.inside_each, plain.inside_per_byte) == (1, 0, 0)  # messages inside hosts are free
     assert not plain.near_first and not plain.keeps_partners
 
 
 @pytest.mark.parametrize("steps", [2 * 10**9, 25 * 10**8])
-def test_what_would_take_too_long_to_deal_out_is_broadcast(steps, monkeypatch):
+def test_regions_are_broadcast_above_the_step_limit(steps, monkeypatch):
     monkeypatch.setattr(Workload, "num_steps", steps)
     spec = TensorSpec((64, 64), "float32", Layout(Mesh([0])), Layout(Mesh([1, 2, 3])))
     problem = Problem.of([spec], Topology((0, 1, 2, 3)))
     assert isinstance(multicast(problem), Routes if steps > 2 * 10**9 else Transfers)
 
 
-def test_regions_in_rotation_go_along_trees_unless_each_has_one_end():
+def test_rotation_sends_directly_if_each_region_has_one_holder_and_receiver():
     several = Problem.of([TensorSpec((8,), "int8", Layout(Mesh([0])), Layout(Mesh([1, 2])))], Topology((0, 1, 2)))
     assert broadcast_in_rotation(several).sender.tolist() == [0, 1]
     halves = Layout(Mesh([2, 3]), "S0")
@@ -115,19 +115,19 @@ def test_regions_in_rotation_go_along_trees_unless_each_has_one_end():
     assert broadcast_in_rotation(exchange).receiver.tolist() == send_recv(exchange).receiver.tolist() == [2, 3]
 
 
-def test_chunks_are_not_larger_than_32_mib():
-    topology = Topology((0, 1), latency_seconds=1.0)  # as few messages as can be
+def test_chunks_are_at_most_32_mib():
+    topology = Topology((0, 1), latency_seconds=1.0)  # asks for as few messages as possible
     plan = make_plan(Layout(Mesh([0])), Layout(Mesh([1])), (2**31,), "int8", strategy="multicast", topology=topology)
     assert plan.num_messages == 64
 
 
 def _tried(problem, monkeypatch):
-    """The strategies that the default looks at."""
+    """The strategies that ``auto`` plans when floors rule out none."""
     tried = []
     plan = auto._Choice.plan
     monkeypatch.setattr(auto._Choice, "plan", lambda self, name: tried.append(name) or plan(self, name))
-    monkeypatch.setattr(Floors, "of_all", 0.0)  # nothing is near it
-    monkeypatch.setattr(auto, "_FAR", np.inf)
+    monkeypatch.setattr(Floors, "of_all", 0.0)  # no plan is close enough to stop
+    monkeypatch.setattr(auto, "_VARIANT_CUTOFF", np.inf)
     for kind in ("of_trees", "of_broadcasts"):
         monkeypatch.setattr(Floors, kind, 0.0)
     monkeypatch.setattr(Floors, "of_gathers", lambda self, num_receivers: 0.0)
@@ -136,7 +136,7 @@ def _tried(problem, monkeypatch):
     return set(tried)
 
 
-def test_strategies_are_tried_where_they_make_a_difference(monkeypatch):
+def test_auto_skips_strategies_that_cannot_differ(monkeypatch):
     def problem(num, holders, receivers, hosts):
         layouts = Layout(Mesh(holders)), Layout(Mesh(receivers))
         specs = [TensorSpec((64,), "int8", *layouts, str(at)) for at in range(num)]
@@ -174,8 +174,8 @@ tensor 0 uint8 [9] from () on Mesh(ranks 0) to () on Mesh(0=5; ranks 1-5)
 """
 
 
-def test_who_waits_for_the_order_of_a_plan():
-    """Hosts have two ranks each. 4 passes the same connection as 0, and no end of 8 can know when that is over."""
+def test_find_waits_and_turns():
+    """Each host has two ranks. Transfer 4 uses the connection of transfer 0; neither rank of 8 can see the end of 0."""
     plan = parse_plan(ORDERED)
     waits = find_waits(plan)
     assert not waits.earlier.any()
@@ -190,24 +190,24 @@ def test_who_waits_for_the_order_of_a_plan():
         Transfers(**columns | {"source": np.array([-1] * 8 + [0])})
 
 
-def test_what_cannot_be_simulated_is_judged_by_its_busiest_port(monkeypatch):
-    """Two replicas on one host: plain sends pass the link twice, so half the time is out of their reach."""
+def test_auto_compares_busiest_ports_above_the_simulation_limit(monkeypatch):
+    """Two replicas on one host: send_recv sends the bytes twice over the link, so it takes twice as long."""
     spec = TensorSpec((2**26,), "int8", Layout(Mesh([0])), Layout(Mesh([1, 2])))
     problem = Problem.of([spec], Topology((0, 1, 1)))
     chosen = auto.choose_fastest(problem)[0]
     monkeypatch.setattr(auto, "simulate", None)
-    monkeypatch.setattr(auto, "_MOST_SIMULATED", 0)
+    monkeypatch.setattr(auto, "_MAX_SIMULATED", 0)
     assert auto.choose_fastest(problem)[0] == chosen == "multicast"
 
 
-def test_messages_come_after_the_last_ones_of_the_transfers_that_theirs_comes_after():
+def test_messages_follow_the_last_messages_of_transfers_they_depend_on():
     found = 0
     for seed in range(40):
         src, dst, shape, topology = random_problem(seed)
         specs = [TensorSpec(shape, "float32", src, dst, "a"), TensorSpec((7, 7), "float32", src, dst, "b")]
         plan = plan_tensors(specs, strategy="multicast", topology=topology)
         transfers = plan.transfers
-        last = {}  # of each transfer its last message's last box
+        last = {}  # id of the last box of the last message, by transfer
         for message in expand_messages(plan):
             named = transfers.after[transfers.after_at[message.transfer] : transfers.after_at[message.transfer + 1]]
             wanted = [last[transfer] for transfer in named.tolist()]
@@ -222,8 +222,8 @@ def test_messages_come_after_the_last_ones_of_the_transfers_that_theirs_comes_af
 
 
 @pytest.mark.parametrize("shape", [(3, 2**25), (2, 3, 2**24), (2**26, 2), (5, 2**23 + 1), (2**27 + 3,)])
-def test_no_chunk_is_larger_than_may_be_and_none_is_cut_further(shape):
-    """Of 8 MiB; a row that is larger is cut too, and then each part is of one row."""
+def test_chunks_have_4_to_8_mib(shape):
+    """A row larger than 8 MiB is cut too; each of its chunks then lies in one row."""
     layouts = Layout(Mesh([0])), Layout(Mesh([1]))
     plan = make_plan(*layouts, shape, "int8", topology=Topology((0, 1)), strategy="send_recv")
     sizes = [
@@ -233,13 +233,13 @@ def test_no_chunk_is_larger_than_may_be_and_none_is_cut_further(shape):
 
 
 @pytest.mark.parametrize("names", [("a", "a"), ("a", None), (None, None)])
-def test_several_tensors_have_a_name_each(names):
+def test_several_tensors_need_distinct_names(names):
     specs = [TensorSpec((8,), "int8", Layout(Mesh([0])), Layout(Mesh([1])), name) for name in names]
     with pytest.raises(PlanError, match="2 tensors need 2 different names, not "):
         plan_tensors(specs)
 
 
 @pytest.mark.parametrize("dtype", ["float32", np.float32, np.dtype("float32"), torch.float32])
-def test_a_dtype_is_kept_by_its_name(dtype):
+def test_dtype_is_normalized_to_its_name(dtype):
     spec = TensorSpec((8,), dtype, Layout(Mesh([0])), Layout(Mesh([1])))
     assert spec.dtype == "float32" and spec == TensorSpec((8,), "float32", spec.src, spec.dst)

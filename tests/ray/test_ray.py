@@ -1,4 +1,4 @@
-"""Actors on a real Ray cluster of emulated hosts: elements, names of the dead, nothing through the driver."""
+"""Actors on a real Ray cluster of emulated hosts: moved elements, wrong calls, dead actors, recovery."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _wrong_calls():
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
         else:
-            found.append("nothing")
+            found.append("no error")
 
     with actors.ActorMesh(2, name="left") as left, actors.ActorMesh(2, name="right") as right:
         held = left.put(_whole(4, 4), "S0")
@@ -101,7 +101,7 @@ def _wrong_calls():
         note(lambda: actors.run([left], _exit_on_one))
         begun = time.monotonic()
         note(lambda: actors.run([left], _fail_while_others_work))
-        assert time.monotonic() - begun < 5  # of 8: what it raised is told at once
+        assert time.monotonic() - begun < 5  # less than 8: the exception is raised at once
         note(lambda: actors.run([left], _fail_on_one, timeout_seconds=1.0))  # left[0] is still busy
         note(lambda: actors.run(left, _fail_on_one))
         note(lambda: actors.run([left, left], _fail_on_one))
@@ -114,25 +114,25 @@ def _wrong_calls():
         for array in (np.float32(3.0), np.zeros((0, 4)), np.arange(6.0)[::-1]):
             there = actors.reshard(left.put(array), left, right, verify=True)
             assert there.shape == np.shape(array) and np.array_equal(there.gather().numpy(), array)
-        good = actors.reshard(held, left, right, dst_spec="R S0")  # and after all that it works
+        good = actors.reshard(held, left, right, dst_spec="R S0")  # still works after all errors
         assert good.gather().equal(_whole(4, 4))
         right.close()
         note(lambda: actors.reshard(held, left, right))
-        there = left.make((4, 4), "float64", "S0", _part_of_what_is_not_writable)
-        assert np.array_equal(there.gather().numpy(), _not_writable())
+        there = left.make((4, 4), "float64", "S0", _part_of_read_only_array)
+        assert np.array_equal(there.gather().numpy(), _read_only_array())
     return found
 
 
-def _not_writable():
+def _read_only_array():
     whole = np.arange(16.0).reshape(4, 4)
     whole.setflags(write=False)
     return whole
 
 
-def _part_of_what_is_not_writable(index):
+def _part_of_read_only_array(index):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return _not_writable()[index]
+        return _read_only_array()[index]
 
 
 def _use_after_shutdown():
@@ -154,18 +154,18 @@ def _use_after_shutdown():
             except Exception as error:
                 found.append(f"{type(error).__name__}: {error}")
             else:
-                found.append("nothing")
+                found.append("no error")
         left.close() if again else None
     with actors.ActorMesh(1, name="left") as left:
         assert left.put(_whole(4, 4)).gather().equal(_whole(4, 4))
     return found
 
 
-def test_what_ended_with_its_connection_is_an_error(drive):
+def test_use_after_ray_shutdown_is_an_error(drive):
     found = drive(_use_after_shutdown)
     assert len(found) == 8
-    for said in found:
-        assert "ArgumentError: 'left' and its arrays ended with the connection to Ray" in said
+    for error in found:
+        assert "ArgumentError: 'left' and its arrays ended with the connection to Ray" in error
 
 
 def _run_on_shards():
@@ -176,7 +176,7 @@ def _run_on_shards():
         weights = trainer.put(whole, "S0")
         served = actors.reshard(weights, trainer, server, dst_spec="R S0")
         added = actors.run([trainer, server], _add_one, {"trained": weights}, [served])
-        assert weights.gather().equal(whole + 1) and served.gather().equal(whole)  # the shards themselves, no replicas
+        assert weights.gather().equal(whole + 1) and served.gather().equal(whole)  # the shards themselves, not copies
     return added
 
 
@@ -209,31 +209,31 @@ def _fail_while_others_work(rank):
     time.sleep(8)
 
 
-def test_wrong_calls_get_errors_that_name_the_thing(drive):
+def test_errors_of_wrong_calls_name_the_cause(drive):
     found = drive(_wrong_calls)
     starts = [
         "ArgumentError: the array is on left",
         "ArgumentError: the array is Tensor, not a ShardedArray",
         "LayoutError: ",
         "ArgumentError: ",
-        "ArgumentError: the function gave bfloat16",
-        "MeshError: 3 ranks of 'mesh' cannot be dealt to 2 hosts",
+        "ArgumentError: the function returned bfloat16",
+        "MeshError: 3 ranks of 'mesh' cannot be divided evenly over 2 hosts",
         "TransferTimeoutError: 'mesh' needs 4 nodes",
         r"RemoteError: left\[1\] at [0-9.]+: ValueError: not today",
         r"RemoteError: left\[1\] at [0-9.]+: SystemExit: 3",
         r"RemoteError: left\[1\] at [0-9.]+: ValueError: not now",
-        r"TransferTimeoutError: not all 2 actors began within 1 s; is one busy in an earlier run?",
+        r"TransferTimeoutError: not all 2 actors started within 1 s; one may be busy with another run",
         "ArgumentError: run needs a list of ActorMeshes",
-        "ArgumentError: run needs each mesh once: an actor is one rank",
-        "ArgumentError: what the actors are given must pickle: ",
-        "ArgumentError: what the actors are given must pickle: ",
+        "ArgumentError: run needs different meshes: each actor is one rank",
+        "ArgumentError: arguments of actors must be picklable: ",
+        "ArgumentError: arguments of actors must be picklable: ",
         "ArgumentError: put needs an array of numbers",
         "ArgumentError: num_cpus of 'mesh' is -1",
         "ArgumentError: timeout_seconds is 'soon'",
         "ArgumentError: 'right' is closed",
     ]
-    for said, start in zip(found, starts, strict=True):
-        assert re.match(start, said), said
+    for error, start in zip(found, starts, strict=True):
+        assert re.match(start, error), error
 
 
 def _kill_one():
@@ -251,25 +251,25 @@ def _kill_one():
         try:
             actors.reshard(held, left, right, dst_spec="S0")
         except reshard.ReshardError as error:
-            said, took = f"{type(error).__name__}: {error}", time.monotonic() - begun
+            first, took = f"{type(error).__name__}: {error}", time.monotonic() - begun
         try:
             actors.reshard(held, left, right, dst_spec="S0")
         except reshard.ReshardError as error:
-            again = str(error)
-        assert held.gather().equal(_whole(64, 64))  # the source is as it was
+            second = str(error)
+        assert held.gather().equal(_whole(64, 64))  # the source is unchanged
         with actors.ActorMesh(1, name="spare") as spare:
             assert actors.reshard(held, left, spare).gather().equal(_whole(64, 64))
-    return said, again, took
+    return first, second, took
 
 
 def _end(actor):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_dead_actor_is_named(drive):
-    said, again, took = drive(_kill_one)
-    assert re.match(r"RemoteError: rank 1 of 'right', right\[1\] at 10\.77\.\d\.1, died: ", said), said
-    assert "right[1]" in again
+def test_dead_actor_is_named(drive):
+    first, second, took = drive(_kill_one)
+    assert re.match(r"RemoteError: rank 1 of 'right', right\[1\] at 10\.77\.\d\.1, died: ", first), first
+    assert "right[1]" in second
     assert took < 15
 
 
@@ -281,14 +281,14 @@ def _train(sizes):
         return actors.run(meshes, run_rank, auto_schedule, [0, 1, 2], "float64", sizes, 1)
 
 
-def test_the_engine_runs_on_actors(drive):
+def test_engine_runs_on_actors(drive):
     sizes = [4, 4, 2]
     losses, grads = single_process(torch.float64, sizes)
     results = drive(_train, sizes)
     for stage, (steps, _) in enumerate(results):
-        said, by_stage = steps[0]
+        step_losses, by_stage = steps[0]
         if stage == 2:
-            assert said == pytest.approx(losses, rel=1e-10)
+            assert step_losses == pytest.approx(losses, rel=1e-10)
         for key, grad in by_stage[stage].items():
             torch.testing.assert_close(torch.from_numpy(grad), grads[stage][key], rtol=1e-10, atol=1e-12)
 
@@ -297,14 +297,14 @@ def _run_the_page(block):
     exec(compile(block, "docs/ray.md", "exec"), {})
 
 
-def test_the_page_runs(drive):
+def test_code_of_the_ray_page_runs(drive):
     page = Path(__file__).parents[2] / "docs" / "ray.md"
     (block,) = re.findall(r"```python ray\n(.*?)```", page.read_text(), flags=re.DOTALL)
     drive(_run_the_page, block)
 
 
 def _recover():
-    """An actor dies before a move and one dies in it; what they held is held twice."""
+    """One actor dies before a move and one during it. Every element that they held has a replica, until one more dies."""
     import ray
 
     import reshard
@@ -338,11 +338,11 @@ def _end_in_transfer(actor):
     GlooTransport.recv = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_others_carry_on(drive):
-    *good, said = drive(_recover)
+def test_survivors_recover_after_actors_die(drive):
+    *good, error = drive(_recover)
     assert good == [True, [1], [], True, [0, 1, 3], [2]]
-    assert said.startswith("ranks 1,3,6 are lost, and with them "), said
-    assert "rank 6 is right[1,0] at " in said
+    assert error.startswith("ranks 1,3,6 are lost, and with them "), error
+    assert "rank 6 is right[1,0] at " in error
 
 
 STOPPED_SECONDS = 12
@@ -357,8 +357,8 @@ def _stop_for_a_while(actor):
     os.kill(stopped, signal.SIGSTOP)
 
 
-def _recover_without_a_silent_one():
-    """An actor stops; the others go on; when it comes back it is told so, and brings nothing of an old step."""
+def _recover_without_a_stopped_one():
+    """An actor is stopped and excluded. When it resumes, it stays excluded and sends no data of an earlier step."""
 
     import reshard.ray as actors
 
@@ -377,5 +377,5 @@ def _recover_without_a_silent_one():
     return found
 
 
-def test_the_others_carry_on_without_an_actor_that_is_silent(drive):
-    assert drive(_recover_without_a_silent_one) == [([1.0], [1], True), ([2.0], [1], True)]
+def test_survivors_recover_without_a_stopped_actor(drive):
+    assert drive(_recover_without_a_stopped_one) == [([1.0], [1], True), ([2.0], [1], True)]

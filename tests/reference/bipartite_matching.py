@@ -1,4 +1,4 @@
-"""Which sender serves which receiver."""
+"""The twin of ``native/bipartite_matching.h``: weighted matching of senders and receivers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from __future__ import annotations
 def find_pairs(
     senders: list[int], receivers: list[int], partners: dict[int, list[int]], weight: dict[int, float]
 ) -> dict[int, int]:
-    """Pairs that keep the first receivers busy, and among those the heaviest senders; both lists are in that order.
+    """The sender of each matched receiver: earlier receivers have priority, then heavier senders.
 
-    Receivers are matched by augmenting paths in their order, so that none gives way to a later one; then each sender
-    left over takes the place of a lighter one, along a path that keeps the same receivers.
+    Receivers are matched in order along augmenting paths, so a matched receiver stays matched. Then each unmatched sender
+    replaces a lighter one along an alternating path that keeps the same receivers.
+
+    Args:
+        senders: by descending weight.
+        receivers: by descending priority.
+        partners: possible senders of each receiver.
+        weight: weight of each sender.
     """
     sender_of: dict[int, int] = {}
     receiver_of: dict[int, int] = {}
@@ -31,20 +37,20 @@ def find_pairs(
         if len(receiver_of) == len(senders):
             break
         augment(r, set())
-    wanting: dict[int, list[int]] = {s: [] for s in senders}
+    receivers_of: dict[int, list[int]] = {s: [] for s in senders}
     for r in receivers:
         for s in partners[r]:
-            wanting[s].append(r)
+            receivers_of[s].append(r)
 
-    def replace(s: int, heaviest: float, seen: set[int]) -> bool:
-        for r in wanting[s]:
+    def replace(s: int, limit: float, seen: set[int]) -> bool:
+        for r in receivers_of[s]:
             if r in seen or r not in sender_of:
                 continue
             seen.add(r)
             other = sender_of[r]
-            if weight[other] < heaviest:
+            if weight[other] < limit:
                 del receiver_of[other]
-            elif not replace(other, heaviest, seen):
+            elif not replace(other, limit, seen):
                 continue
             receiver_of[s], sender_of[r] = r, s
             return True

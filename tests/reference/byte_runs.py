@@ -8,10 +8,11 @@ import numpy as np
 
 
 def copy_runs_python(src: Any, dst: Any, src_at: np.ndarray, dst_at: np.ndarray, length: np.ndarray) -> None:
-    """Copy ``length[i]`` bytes from ``src[src_at[i]]`` to ``dst[dst_at[i]]``, for every i; flat uint8 arrays.
+    """Copy ``length[i]`` bytes from ``src[src_at[i]:]`` to ``dst[dst_at[i]:]`` for every i; flat uint8 arrays.
 
     Raises:
-        ValueError: the index arrays differ in size. IndexError: a run lies outside its array; nothing was copied.
+        ValueError: the index arrays differ in size.
+        IndexError: a run lies outside its array; nothing was copied.
     """
     if not len(src_at) == len(dst_at) == len(length):
         raise ValueError("copy_runs: src_at, dst_at and length must have the same size")

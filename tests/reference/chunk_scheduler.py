@@ -1,8 +1,9 @@
-"""Who sends which chunk to whom, and when: chunks are scheduled to ports as ports become free.
+"""The twin of ``native/chunk_scheduler.h``: list scheduling of chunks on ports.
 
-The clock counts what one chunk takes at rate 1. Whenever ports are free, senders and receivers are matched so that
-those with most left to do are busy, and each pair takes the rarest chunk that the one has and the other lacks. With
-equal rates all transfers end together and this fills slot after slot; with others it goes from one end to the next.
+The unit of time is what one chunk takes at rate 1. Whenever ports are free, the scheduler matches senders and receivers
+so that the ports with the most work left are busy. Each pair transfers the rarest chunk that the sender's host has and
+the receiver's host lacks. With equal rates all transfers end together, so the schedule is a sequence of time slots. With
+different rates the clock advances to the next end of a transfer.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from tests.reference.bipartite_matching import find_pairs
 from tests.reference.chunk_state import ChunkState
 from tests.reference.proportional_fairness import share_ports
 
-#: A transfer starts only if it gets this part of what its ports could give it.
+#: A transfer starts only if this fraction of the rate of its slowest port or uplink is free.
 _LEAST_PART = 0.25
+#: Transfers whose remaining times differ by less than this fraction end together.
 _TOGETHER = 1e-9
+#: Rates below this count as zero.
 _NO_RATE = 1e-9
 
 
 @dataclass
 class ChunkSends:
-    """Chunks as they pass from port to port, in the order in which they start.
+    """Sends of chunks between ports, in the order of their starts.
 
-    ``source`` is the chunk_send that brings the chunk to the sending host (-1: it holds it), ``after`` are those that must
-    have ended before this one starts, to keep the order at ports.
+    ``source`` is the send that brought the chunk to the sending host, or -1 if that host is a holder. ``after`` are the
+    sends that must end before this one starts, which keeps the order at each port.
     """
 
     chunk: list[int] = field(default_factory=list)
@@ -38,7 +41,7 @@ class ChunkSends:
     end: list[float] = field(default_factory=list)
 
     def add(self, chunk: int, sender: int, receiver: int, source: int, after: list[int], start: float) -> int:
-        """Note a deal, whose end is not known yet; returns its number."""
+        """Add a send whose end is not known yet, and return its index."""
         self.chunk.append(chunk)
         self.sender.append(sender)
         self.receiver.append(receiver)
@@ -50,37 +53,38 @@ class ChunkSends:
 
 
 class _Resource:
-    """Something with a rate that flows share, and the deals whose ends made room for what starts next."""
+    """A port direction or uplink direction that flows share; records which ended sends freed its rate."""
 
     __slots__ = ("free", "number", "rate", "room")
 
     def __init__(self, number: int, rate: float) -> None:
         self.number = number
         self.rate = self.free = rate
-        self.room = [(-1, -1, rate)]  # deals that have ended, their senders, and what each set free
+        self.room = [(-1, -1, rate)]  # ended sends: index, sender, freed rate
 
     def take(self, rate: float, sender: int) -> list[int]:
-        """Set some rate aside, that of the same sender first; returns the deals that had it before."""
+        """Reserve rate, first the rate freed by the same sender; return the sends that used it before."""
         self.free -= rate
         before = []
         self.room.sort(key=lambda entry: entry[1] != sender)
         while rate > _NO_RATE and self.room:
-            chunk_send, its, freed = self.room.pop(0)
+            chunk_send, freed_by, freed = self.room.pop(0)
             if chunk_send >= 0:
                 before.append(chunk_send)
             if freed > rate + _NO_RATE:
-                self.room.insert(0, (chunk_send, its, freed - rate))
+                self.room.insert(0, (chunk_send, freed_by, freed - rate))
             rate -= freed
         return before
 
     def give(self, rate: float, chunk_send: int, sender: int) -> None:
+        """Free the rate of a send that has ended."""
         self.free += rate
         self.room.append((chunk_send, sender, rate))
 
 
 @dataclass(slots=True)
 class _Flow:
-    """A transfer under way: its ports, what was set aside for it, what is left of its chunk, and what it gets."""
+    """A transfer in progress from port ``s`` to port ``r``: reserved rate, amount left of the chunk, current speed."""
 
     s: int
     r: int
@@ -92,17 +96,19 @@ class _Flow:
 
 
 class ChunkScheduler:
-    """ChunkSends out chunks once.
+    """Computes one schedule.
 
     Args:
-        ports: the network. workload: what is to be sent over it.
+        ports: the network.
+        workload: the chunks to schedule.
     """
 
     def __init__(self, ports: Ports, workload: Workload) -> None:
         self.ports = ports
         self.chunk_state = ChunkState(ports, workload)
         self.used = [port for port, ranks in enumerate(ports.ranks) if ranks]
-        self.host_out, self.host_into = ([0.0] * (max(ports.host) + 1) for _ in range(2))  # all their ports together
+        # by host, the total rate of its ports
+        self.host_out, self.host_into = ([0.0] * (max(ports.host) + 1) for _ in range(2))
         for port in self.used:
             self.host_out[ports.host[port]] += ports.out[port]
             self.host_into[ports.host[port]] += ports.into[port]
@@ -111,17 +117,17 @@ class ChunkScheduler:
         self.out, self.into, self.up, self.down = (
             list(itertools.islice(resources, len(rates))) for rates in (ports.out, ports.into, ports.up, ports.down)
         )
-        self.price = [0.0] * len(self.capacity)  # for the next search
+        self.price = [0.0] * len(self.capacity)  # start values for the next search for prices
         self.chunk_sends = ChunkSends()
-        self.partner: dict[int, int] = {}  # who served each receiver last
+        self.partner: dict[int, int] = {}  # last sender of each receiver
         self.keeps_partners = workload.keeps_partners
-        self.served: dict[int, int] = {}  # whom each sender serves, where partners are kept
+        self.served: dict[int, int] = {}  # receiver of each sender, if partners are kept
         self.flows: list[_Flow] = []
         self.now = 0.0
         self.may_be_late = False
 
     def run(self) -> ChunkSends:
-        """ChunkSend out everything.
+        """Schedule all chunks.
 
         Raises:
             RuntimeError: a chunk cannot reach a host that needs it.
@@ -133,7 +139,7 @@ class ChunkScheduler:
                 self.advance()
             elif self.may_be_late or not any(self.chunk_state.to_get):
                 break
-            else:  # the faster port that has the last chunk may not send it
+            else:  # a faster port has the chunk but cannot send it, so allow the slow one
                 self.may_be_late = True
         if any(self.chunk_state.to_get):
             raise RuntimeError("a chunk cannot reach a host that needs it")
@@ -142,14 +148,14 @@ class ChunkScheduler:
     # Matching
 
     def match(self) -> bool:
-        """Start transfers between ports that are free now; returns whether one started."""
+        """Start transfers between free ports; return whether one started."""
         host, out, into, chunk_state = self.ports.host, self.out, self.into, self.chunk_state
         least = _LEAST_PART / 4
         senders = [p for p in self.used if out[p].free > least * out[p].rate and chunk_state.have[host[p]]]
         receivers = [p for p in self.used if into[p].free > least * into[p].rate and chunk_state.miss[host[p]]]
         if not senders or not receivers:
             return False
-        # who has most left to do, in time
+        # time that each host still needs to receive and to send
         to_get = {p: chunk_state.to_get[host[p]] / UNITS / self.host_into[host[p]] for p in receivers}
         to_give = {p: chunk_state.to_give[host[p]] / UNITS / self.host_out[host[p]] for p in senders}
         receivers.sort(key=lambda p: (-to_get[p], -into[p].rate, p))
@@ -159,14 +165,14 @@ class ChunkScheduler:
     def pair(
         self, senders: list[int], receivers: list[int], to_get: dict[int, float], to_give: dict[int, float]
     ) -> bool:
-        """Start transfers between free ports, both lists with those first that have most left to do."""
+        """Start transfers between free ports; both lists are sorted by work left, most first."""
         if self.keeps_partners:
             return self.pair_again(senders, receivers, to_get)
         partners = {}
         for r in receivers:
             partners[r] = row = [s for s in senders if self.can_start(s, r)]
             last = self.partner.get(r, -1)
-            if last in row and not to_give[last]:  # turns cost time, and it has nothing that others lack
+            if last in row and not to_give[last]:  # prefer the last sender if it holds no chunk that only holders have
                 row.remove(last)
                 row.insert(0, last)
         sender_of = find_pairs(senders, receivers, partners, to_give)
@@ -178,10 +184,10 @@ class ChunkScheduler:
         return started
 
     def pair_again(self, senders: list[int], receivers: list[int], to_get: dict[int, float]) -> bool:
-        """Start transfers of senders that serve whom they served before.
+        """Start transfers of senders to the receivers that they served before.
 
-        Where there are none, one other is started: the fastest sender's, to whom has most left to get, and of those to
-        whom has most room. So each receiver gets senders of as much rate as it can take, and no more.
+        If there are none, start one new pair: the receiver with the most left to get (ties: the most free rate), and the
+        fastest sender. Each receiver thus gets senders up to its own rate.
         """
         again = [s for s in senders if self.served.get(s, -1) in receivers]
         if sum(self.can_start(s, self.served[s]) and self.start(s, self.served[s]) for s in again):
@@ -195,14 +201,14 @@ class ChunkScheduler:
         return False
 
     def can_start(self, s: int, r: int) -> bool:
-        """Whether one port's host has what the other's lacks, and both have room."""
+        """Whether the sender's host has a chunk that the receiver's host lacks, and the path has enough free rate."""
         return self.rate(s, r) > 0 and self.chunk_state.candidates(s, r) > 0 and not self.would_be_late(s, r)
 
     def would_be_late(self, s: int, r: int) -> bool:
-        """Whether a transfer would outlast all that its receiver has left to get, and a faster port could take it."""
+        """Whether a transfer takes longer than its receiver's remaining work and a faster port could carry it."""
         host = self.ports.host
         rate, left = self.rate(s, r), self.chunk_state.to_get[host[r]] / UNITS / self.host_into[host[r]]
-        if self.ports.are_alike or self.may_be_late or rate * left >= 1:
+        if self.ports.have_equal_rates or self.may_be_late or rate * left >= 1:
             return False
         chunk = self.chunk_state.choose(s, r)
         if self.chunk_state.size[chunk] / UNITS <= rate * left:
@@ -213,7 +219,7 @@ class ChunkScheduler:
         return any(self.out[p].rate > self.out[s].rate and have[host[p]] >> chunk & 1 for p in self.used)
 
     def path(self, s: int, r: int) -> list[_Resource]:
-        """What a transfer passes."""
+        """The resources that a transfer uses."""
         pod = self.ports.pod
         a, b = self.ports.host[s], self.ports.host[r]
         if pod and pod[a] != pod[b]:
@@ -221,13 +227,13 @@ class ChunkScheduler:
         return [self.out[s], self.into[r]]
 
     def rate(self, s: int, r: int) -> float:
-        """What a transfer would get now; 0 where that is too little to start."""
+        """The rate that a transfer could reserve now, 0 if that is too little to start."""
         path = self.path(s, r)
         rate = min(resource.free for resource in path)
         return rate if rate >= _LEAST_PART * min(resource.rate for resource in path) else 0.0
 
     def start(self, s: int, r: int, may_enter_again: bool = False) -> bool:
-        """Start a transfer; returns whether there was a chunk for it."""
+        """Start a transfer; return whether there was a chunk for it."""
         chunk, rate = self.chunk_state.choose(s, r, may_enter_again), self.rate(s, r)
         if chunk < 0 or rate <= 0:
             return False
@@ -243,7 +249,7 @@ class ChunkScheduler:
     # Time
 
     def advance(self) -> None:
-        """To the next end of a transfer."""
+        """Advance the clock to the next end of a transfer."""
         self.set_speeds()
         step = min(flow.left / flow.speed for flow in self.flows)
         limit = step * (1 + _TOGETHER)
@@ -261,8 +267,8 @@ class ChunkScheduler:
         self.flows = rest
 
     def set_speeds(self) -> None:
-        """What each transfer gets; more than was set aside for it where others leave some."""
-        if self.ports.are_alike:  # then each has its ports to itself
+        """Set the speed of each transfer; it can exceed the reserved rate if other transfers leave some rate unused."""
+        if self.ports.have_equal_rates:  # each transfer has its ports to itself
             for flow in self.flows:
                 flow.speed = flow.rate
             return

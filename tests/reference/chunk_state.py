@@ -1,4 +1,4 @@
-"""Which hosts have and lack which chunks, and how much each place has left to do."""
+"""The twin of ``native/chunk_state.h``: which hosts have which chunks, and the work left at each host and pod."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from reshard.planner.multicast.workload import Ports, Workload, rows_of
 
 
 class ChunkState:
-    """Sets of chunks are bits of integers; what is left is counted in the units of chunks' sizes.
+    """State of all chunks. Sets of chunks are integer bit sets; amounts of work are in chunk size units.
 
     Attributes:
-        have, miss: chunks of each host that have arrived, and that are not even on the way. in_pod: chunks of each pod
-            that have arrived or are on the way.
-        to_get: what has not arrived at each host. to_give: what each host holds and no host but its holders has.
-        to_enter: what each pod lacks. to_leave: what only this pod can give to others, once for each that lacks it.
-        source: by (chunk, host) the deal that brought it.
+        have, miss: per host, the chunks that have arrived, and the needed chunks that have not been sent yet.
+        in_pod: per pod, the chunks that have arrived or are being sent.
+        to_get: per host, the size of needed chunks that have not arrived.
+        to_give: per host, the size of held chunks that have not been sent to any destination.
+        to_enter: per pod, the size of needed chunks that have not been sent to it.
+        to_leave: per pod, the size of chunks that no other pod has, once for each pod that lacks them.
+        source: the send that brought the chunk, by (chunk, host).
     """
 
     def __init__(self, ports: Ports, workload: Workload) -> None:
@@ -23,19 +25,19 @@ class ChunkState:
         self.have = [0] * num_hosts
         self.miss = [0] * num_hosts
         self.in_pod = [0] * num_pods
-        self.level = [0] * (num_hosts + 1)  # chunks by how many hosts have them
+        self.level = [0] * (num_hosts + 1)  # chunks by number of hosts that have them
         self.copies = [0] * num_chunks
-        self.fresh = 0  # chunks that no host but their holders has
+        self.fresh = 0  # chunks that have not been sent to any destination
         self.to_get = [0] * num_hosts
         self.to_give = [0] * num_hosts
         self.to_enter = [0] * num_pods
         self.to_leave = [0] * num_pods
         self.holders = rows_of(workload.host_class_holders)
         self.host_class_of = workload.host_class_of.tolist()
-        self.pods_with: list[set[int]] = [set() for _ in range(num_chunks)]  # and without
+        self.pods_with: list[set[int]] = [set() for _ in range(num_chunks)]  # by chunk
         self.pods_without: list[set[int]] = [set() for _ in range(num_chunks)]
-        self.near_out = [0] * len(ports.host)  # chunks that a rank at the port holds or got from afar, or needs
-        self.near_in = [0] * len(ports.host)
+        self.near_out = [0] * len(ports.host)  # by port, chunks that its ranks hold or received
+        self.near_in = [0] * len(ports.host)  # by port, chunks that its ranks need
         self.source: dict[tuple[int, int], int] = {}
         destinations = rows_of(workload.host_class_receivers)
         for chunk, host_class in enumerate(self.host_class_of):
@@ -77,7 +79,7 @@ class ChunkState:
                 self.near_in[of_rank[rank]] |= 1 << chunk
 
     def candidates(self, s: int, r: int, may_enter_again: bool = False) -> int:
-        """The chunks that one port's host can send to another's; each pod is entered once."""
+        """The chunks that the host of port ``s`` can send to the host of port ``r``; a chunk enters each pod once."""
         a, b = self.ports.host[s], self.ports.host[r]
         found = self.have[a] & self.miss[b]
         pod = self.ports.pod
@@ -86,9 +88,10 @@ class ChunkState:
         return found
 
     def choose(self, s: int, r: int, may_enter_again: bool = False) -> int:
-        """The rarest chunk for two ports, -1 for none; of those one that ranks at the ports have and need.
+        """The best chunk to send from port ``s`` to port ``r``, -1 if there is none.
 
-        Where near ones come first it is the other way round.
+        The rarest chunk comes first, then a chunk that ranks at both ports hold and need. With ``near_first`` the order
+        of these rules is reversed.
         """
         found = self.candidates(s, r, may_enter_again)
         if not found:
@@ -103,14 +106,14 @@ class ChunkState:
         return (found & -found).bit_length() - 1
 
     def near(self, found: int, s: int, r: int) -> int:
-        """Those of some chunks that ranks at one port have, and of those what ranks at the other need."""
+        """Narrow the chunks to those that ranks at port ``s`` have, then to those that ranks at port ``r`` need."""
         if self.ports.are_shared:
             found = found & self.near_out[s] or found
             found = found & self.near_in[r] or found
         return found
 
     def start(self, chunk: int, host: int) -> None:
-        """A chunk is on the way to a host."""
+        """Record that a chunk is being sent to a host."""
         bit, size = 1 << chunk, self.size[chunk]
         self.miss[host] &= ~bit
         self.level[self.copies[chunk]] &= ~bit
@@ -131,7 +134,7 @@ class ChunkState:
             self.in_pod[q] |= bit
 
     def land(self, chunk: int, port: int, chunk_send: int) -> None:
-        """A chunk has arrived at a port."""
+        """Record that a chunk has arrived at a port."""
         host, bit = self.ports.host[port], 1 << chunk
         self.have[host] |= bit
         self.to_get[host] -= self.size[chunk]

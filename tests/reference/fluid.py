@@ -1,4 +1,4 @@
-"""The twin of ``native/fluid.cpp``: the loop of the simulator."""
+"""The twin of ``native/fluid.cpp``: the event loop of the simulator."""
 
 from __future__ import annotations
 
@@ -11,36 +11,32 @@ import numpy as np
 from reshard.cost.fluid import Network
 from tests.reference.proportional_fairness import share_ports
 
-#: Events closer together than this part of the step happen at once.
+#: Events whose times differ by less than this fraction of the step happen at once.
 _TOGETHER = 1e-9
-
-
-#: Bytes per second that a port passes as long as it has saved some.
+#: Bytes per second of a port while its burst bucket has bytes.
 _AT_ONCE = 1e18
-
-
-#: Bytes: a bucket with less is empty.
+#: A bucket with fewer bytes is empty.
 _EMPTY = 1.0
 
 
 def flow_python(network: Network) -> tuple[np.ndarray, np.ndarray]:
-    """``(start, finish)`` of each message in seconds; start is when it begins to flow.
+    """``(start, finish)`` of each message in seconds; a message starts when its latency begins.
 
     Raises:
-        ValueError: some messages can never start.
+        ValueError: a message can never start.
     """
     return _Flow(network).run()
 
 
 class _Stream:
-    """What was started between two ranks and has not arrived, oldest first."""
+    """The messages in flight between two ranks, oldest first."""
 
     def __init__(self) -> None:
-        self.line: deque[int] = deque()
-        self.num_released = 0  # of the line, how many no longer count for the window of their queue
-        self.unreleased_bytes = 0.0  # to pass until the next of them is all sent
-        self.holds = False
-        self.remaining = 0.0  # of the phase of the oldest
+        self.in_flight: deque[int] = deque()
+        self.num_released = 0  # messages in flight that no longer count for the window of their queue
+        self.unreleased_bytes = 0.0  # bytes to send until the next unreleased message is fully sent
+        self.holds = False  # whether the oldest message is in its latency phase
+        self.remaining = 0.0  # work left in the phase of the oldest message
         self.rate = 0.0
 
 
@@ -53,30 +49,30 @@ class _Flow:
         self.hold_port, self.hold_work = n.hold_port.tolist(), n.hold_work.tolist()
         self.buffer, self.port_rate = n.buffer.tolist(), n.rate.tolist()
         self.burst = n.burst.tolist()
-        self.saved = n.burst.tolist()  # of each port
+        self.saved = n.burst.tolist()  # bytes in the bucket of each port
         self.price = [0.0] * len(self.burst)
-        self.saving = [0.0] * len(self.burst)  # bytes per second, negative while it spends
-        self.bursts = max(self.burst, default=0.0) > 0
+        self.saving = [0.0] * len(self.burst)  # bytes per second into each bucket, negative while it drains
+        self.has_bursts = max(self.burst, default=0.0) > 0
         self.ports = _rows(n.port_at, n.port)
         after = _rows(n.after_at, n.after)
-        self.left = [len(row) for row in after]  # messages that this one still comes after
+        self.left = [len(row) for row in after]  # unfinished messages that each message waits for
         self.next: list[list[int]] = [[] for _ in range(count)]
         for message, row in enumerate(after):
             for earlier in row:
                 self.next[earlier].append(message)
         self.of_queue = _members(self.queue)
         self.of_receiver = _members(self.receiver)
-        self.place = [0] * count  # among those of its receiver
+        self.place = [0] * count  # index among the messages of its receiver
         for row in self.of_receiver:
             for place, message in enumerate(row):
                 self.place[message] = place
-        self.head = [0] * len(self.of_queue)  # of each queue, the first that has not started
-        self.done = [0] * len(self.of_queue)  # of each queue, the first that counts for its window
-        self.released = [False] * count  # whether a message no longer counts for the window of its queue
-        self.first = [0] * len(self.of_receiver)  # of each receiver, the place of the first unfinished one
-        self.blocked: list[list[int]] = [[] for _ in self.of_receiver]  # queues whose head waits for a receiver
+        self.head = [0] * len(self.of_queue)  # by queue, index of the first message that has not started
+        self.done = [0] * len(self.of_queue)  # by queue, index of the first message that counts for its window
+        self.released = [False] * count  # messages that no longer count for the window of their queue
+        self.first = [0] * len(self.of_receiver)  # by receiver, index of its first unfinished message
+        self.blocked: list[list[int]] = [[] for _ in self.of_receiver]  # by receiver, queues whose head waits for it
         self.streams = [_Stream() for _ in self.ports]
-        self.active: list[int] = []  # streams that flow, ascending
+        self.active: list[int] = []  # streams with messages in flight, ascending
         self.start = [-1.0] * count
         self.finish = [-1.0] * count
         self.now = 0.0
@@ -90,11 +86,11 @@ class _Flow:
                 self.share()
                 self.changed = False
             step = min(self.until_event(s) / self.streams[s].rate for s in self.active)
-            if self.bursts:
+            if self.has_bursts:
                 step = min(step, self.until_empty())
             limit = step * (1 + _TOGETHER)
             self.now += step
-            if self.bursts:
+            if self.has_bursts:
                 self.save(step, limit)
             ended, released = [], []
             for s in self.active:
@@ -106,7 +102,7 @@ class _Flow:
                     stream.remaining -= stream.rate * step
                 if not stream.holds:
                     stream.unreleased_bytes -= stream.rate * step
-                    if ends or stream.num_released < len(stream.line):
+                    if ends or stream.num_released < len(stream.in_flight):
                         released.append(s)
             for s in released:
                 freed = self.release(s)
@@ -119,20 +115,21 @@ class _Flow:
         return np.array(self.start), np.array(self.finish)
 
     def until_event(self, s: int) -> float:
-        """Bytes that a stream passes until a message of it ends a phase or no longer counts for its window."""
+        """Work of a stream until a message ends a phase or is released."""
         stream = self.streams[s]
-        if not stream.holds and stream.num_released < len(stream.line):
+        if not stream.holds and stream.num_released < len(stream.in_flight):
             until_release = stream.unreleased_bytes - self.buffer[s]
             if 0 < until_release < stream.remaining:
                 return until_release
         return stream.remaining
 
     def until_empty(self) -> float:
-        """Seconds until a port has spent what it had saved."""
+        """Seconds until the next bucket is empty."""
         ports = zip(self.saved, self.saving, strict=True)
         return min((saved / -saving for saved, saving in ports if saving < 0 < saved), default=math.inf)
 
     def save(self, step: float, limit: float) -> None:
+        """Update the buckets after a step."""
         for port, saving in enumerate(self.saving):
             if saving < 0 < self.saved[port] and self.saved[port] / -saving <= limit:
                 self.saved[port] = 0.0
@@ -141,7 +138,7 @@ class _Flow:
                 self.saved[port] = min(max(self.saved[port] + saving * step, 0.0), self.burst[port])
 
     def start_from(self, queue: int) -> None:
-        """Start what may start."""
+        """Start the messages of a queue that can start."""
         row = self.of_queue[queue]
         while self.head[queue] < len(row):
             message = row[self.head[queue]]
@@ -154,10 +151,10 @@ class _Flow:
             self.head[queue] += 1
             s = self.stream[message]
             stream = self.streams[s]
-            if stream.num_released == len(stream.line):  # it is the next one to be released
+            if stream.num_released == len(stream.in_flight):  # it is the next message to release
                 stream.unreleased_bytes = self.nbytes[message] + self.unsent_bytes(s)
-            stream.line.append(message)
-            if len(stream.line) == 1:
+            stream.in_flight.append(message)
+            if len(stream.in_flight) == 1:
                 self.begin(s)
                 self.active.append(s)
                 self.active.sort()
@@ -165,29 +162,31 @@ class _Flow:
             self.release(s)
 
     def unsent_bytes(self, s: int) -> float:
-        """What the messages in line have still to pass."""
+        """Bytes that the messages in flight still have to send."""
         stream = self.streams[s]
-        if not stream.line:
+        if not stream.in_flight:
             return 0.0
         rest = 0.0
-        for message in itertools.islice(stream.line, 1, None):
+        for message in itertools.islice(stream.in_flight, 1, None):
             rest += self.nbytes[message]
-        return (self.nbytes[stream.line[0]] if stream.holds else stream.remaining) + rest
+        return (self.nbytes[stream.in_flight[0]] if stream.holds else stream.remaining) + rest
 
     def release(self, s: int) -> int | None:
-        """Let messages that fit the buffer no longer count for the window of their queue; returns it if some did."""
+        """Release messages whose unsent bytes fit the send buffer; return their queue if there are any."""
         stream = self.streams[s]
         queue = None
-        while stream.num_released < len(stream.line) and (stream.unreleased_bytes <= self.buffer[s] * (1 + _TOGETHER)):
-            queue = self.queue[stream.line[stream.num_released]]
-            self.pass_window(stream.line[stream.num_released])
+        while stream.num_released < len(stream.in_flight) and (
+            stream.unreleased_bytes <= self.buffer[s] * (1 + _TOGETHER)
+        ):
+            queue = self.queue[stream.in_flight[stream.num_released]]
+            self.mark_released(stream.in_flight[stream.num_released])
             stream.num_released += 1
-            if stream.num_released < len(stream.line):
-                stream.unreleased_bytes += self.nbytes[stream.line[stream.num_released]]
+            if stream.num_released < len(stream.in_flight):
+                stream.unreleased_bytes += self.nbytes[stream.in_flight[stream.num_released]]
         return queue
 
-    def pass_window(self, message: int) -> None:
-        """A sender is done with a message; it counts for the window until those before it are done too."""
+    def mark_released(self, message: int) -> None:
+        """Mark a message as released; the window advances past it once all earlier messages are released too."""
         self.released[message] = True
         queue = self.queue[message]
         row = self.of_queue[queue]
@@ -195,9 +194,9 @@ class _Flow:
             self.done[queue] += 1
 
     def begin(self, s: int) -> None:
-        """Let the oldest message of a stream flow."""
+        """Start the oldest message of a stream."""
         stream = self.streams[s]
-        message = stream.line[0]
+        message = stream.in_flight[0]
         self.start[message] = self.now
         holds = self.hold_work[message] > 0
         if holds:
@@ -207,7 +206,7 @@ class _Flow:
 
     def end_phase(self, s: int) -> None:
         stream = self.streams[s]
-        message = stream.line[0]
+        message = stream.in_flight[0]
         if stream.holds:
             stream.holds = False
             stream.remaining = self.nbytes[message]
@@ -217,12 +216,12 @@ class _Flow:
         if stream.num_released:
             stream.num_released -= 1
         else:
-            self.pass_window(message)
-            if len(stream.line) > 1:
-                stream.unreleased_bytes = self.nbytes[stream.line[1]]
-        stream.line.popleft()
+            self.mark_released(message)
+            if len(stream.in_flight) > 1:
+                stream.unreleased_bytes = self.nbytes[stream.in_flight[1]]
+        stream.in_flight.popleft()
         self.finish[message] = self.now
-        if stream.line:
+        if stream.in_flight:
             self.begin(s)
         else:
             self.active.remove(s)
@@ -244,25 +243,25 @@ class _Flow:
                 self.start_from(blocked)
 
     def share(self) -> None:
-        """Rates of the streams that flow."""
+        """Set the rates of the active streams."""
         capacity = list(self.port_rate)
         held = [False] * len(capacity)
         for s in self.active:
             if self.streams[s].holds:
                 held[self.hold_port[s]] = True
         for port, saved in enumerate(self.saved):
-            if saved > _EMPTY and not held[port]:  # a latency lasts as long with a full bucket
+            if saved > _EMPTY and not held[port]:  # a burst does not shorten a latency
                 capacity[port] = _AT_ONCE
-        rates = share_ports([self.passed(s) for s in self.active], capacity, self.price)
+        rates = share_ports([self.ports_of(s) for s in self.active], capacity, self.price)
         for s, rate in zip(self.active, rates, strict=True):
             self.streams[s].rate = rate
-        if self.bursts:
+        if self.has_bursts:
             self.saving = list(self.port_rate)
             for s in self.active:
-                for port in self.passed(s):
+                for port in self.ports_of(s):
                     self.saving[port] -= self.streams[s].rate
 
-    def passed(self, s: int) -> list[int]:
+    def ports_of(self, s: int) -> list[int]:
         return [self.hold_port[s]] if self.streams[s].holds else self.ports[s]
 
 

@@ -1,4 +1,4 @@
-"""One order of all messages that suits senders and receivers alike."""
+"""The twin of ``native/linearization.h``: one total order of all messages."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ from collections.abc import Callable
 
 from tests.reference.rank_assignment import Messages
 
-#: How many of its messages before one goes on a sender stages it.
+#: A sender receives a piece that it stages at most this many of its own sends ahead.
 STAGED_BEFORE = 2
-#: How many messages behind one that a receiver only stages it must have gone on.
-STAGED_BEHIND = 4
+#: A receiver forwards a staged piece before it receives this many more messages.
+STAGED_AFTER = 4
 
 
 def linearize(messages: Messages, crosses: list[bool]) -> list[int]:
-    """Messages in an order in which what they come after is before them.
+    """Sort messages into one total order in which every message follows the messages it depends on.
 
-    Ranks start messages in the plan's order, and count them as arrived in that order. So each sender's messages
-    between hosts stand in order of their starts, each receiver's in order of their ends; where both cannot be, what
-    ends first comes first. What a rank only stages goes on before it stages much more.
+    Ranks start messages in this order, and also complete receives in it. So the messages of a sender between hosts are
+    ordered by start, and the messages of a receiver by end. If these rules conflict, the message that ends first comes
+    first. A rank forwards staged pieces before it stages many more.
 
     Args:
-        messages: with what each comes after. crosses: which of them are between hosts.
+        messages: the messages with their dependencies.
+        crosses: whether each message is between hosts.
+
+    Returns:
+        Message indices in the new order.
     """
     count = len(messages.piece)
     later: list[list[int]] = [[] for _ in range(count)]
     num_before = [0] * count
 
-    def put(first: int, second: int) -> None:
+    def add_edge(first: int, second: int) -> None:
         later[first].append(second)
         num_before[second] += 1
 
@@ -41,36 +45,36 @@ def linearize(messages: Messages, crosses: list[bool]) -> list[int]:
         for row in rows.values():
             row.sort(key=key)
             for first, second in itertools.pairwise(row):
-                put(first, second)
+                add_edge(first, second)
         return rows
 
-    everything = list(range(count))
+    every_message = list(range(count))
 
     def by_end(i: int) -> tuple[float, bool, int]:
         return messages.end[i], not crosses[i], i
 
-    across = [i for i in everything if crosses[i]]
+    across = [i for i in every_message if crosses[i]]
     waiting = {i for i in messages.staged if not crosses[i]}
     for row in chain(across, messages.sender, lambda i: (messages.start[i], False, i)).values():
         for at, i in enumerate(row):
             if messages.source[i] in waiting:
                 waiting.remove(messages.source[i])
                 if at >= STAGED_BEFORE:
-                    put(row[at - STAGED_BEFORE], messages.source[i])
+                    add_edge(row[at - STAGED_BEFORE], messages.source[i])
     uses: dict[int, list[int]] = {i: [] for i in messages.staged if crosses[i]}
-    for i in everything:
+    for i in every_message:
         if messages.source[i] in uses and not crosses[i]:
             uses[messages.source[i]].append(i)
-    for row in chain(everything, messages.receiver, by_end).values():
-        for i, later_one in zip(row, row[STAGED_BEHIND:], strict=False):
+    for row in chain(every_message, messages.receiver, by_end).values():
+        for i, later_one in zip(row, row[STAGED_AFTER:], strict=False):
             for use in uses.get(i, ()):
-                put(use, later_one)
-    for i in everything:
+                add_edge(use, later_one)
+    for i in every_message:
         for first in messages.after[i]:
-            put(first, i)
-    ready = [by_end(i) for i in everything if not num_before[i]]
+            add_edge(first, i)
+    ready = [by_end(i) for i in every_message if not num_before[i]]
     heapq.heapify(ready)
-    in_line = sorted(everything, key=by_end)
+    sorted_by_end = sorted(every_message, key=by_end)
     is_done = [False] * count
     sequence: list[int] = []
     at = 0
@@ -85,9 +89,11 @@ def linearize(messages: Messages, crosses: list[bool]) -> list[int]:
                 num_before[second] -= 1
                 if not num_before[second] and not is_done[second]:
                     heapq.heappush(ready, by_end(second))
-        while at < count and is_done[in_line[at]]:
+        while at < count and is_done[sorted_by_end[at]]:
             at += 1
         if at == count:
             return sequence
-        stuck = next(i for i in in_line[at:] if not is_done[i] and all(is_done[first] for first in messages.after[i]))
+        stuck = next(
+            i for i in sorted_by_end[at:] if not is_done[i] and all(is_done[first] for first in messages.after[i])
+        )
         ready.append(by_end(stuck))

@@ -1,4 +1,4 @@
-"""Scheduling where pods of hosts stand behind uplinks, which several pairs of ports want at once."""
+"""The twin of ``native/pod_chunk_scheduler.h``: chunk scheduling with pods, whose uplinks several transfers share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GAIN = 1e-9
 
 @dataclass(eq=False, slots=True)
 class _Choice:
-    """A transfer that could start: what it passes (resources by number), and what that is worth."""
+    """A transfer that could start: its rate, the numbers of its resources, and its weight."""
 
     s: int
     r: int
@@ -24,9 +24,9 @@ class _Choice:
 
 @dataclass(slots=True)
 class _Chosen:
-    """Transfers that can start together. A port takes one, an uplink as many as its rate allows."""
+    """Transfers that can start together: one per port, and as many per uplink as its rate allows."""
 
-    room: dict[int, float]  # of uplinks
+    room: dict[int, float]  # free rate of each uplink
     by: dict[int, list[_Choice]] = field(default_factory=dict)
 
     def add(self, choice: _Choice) -> None:
@@ -40,8 +40,8 @@ class _Chosen:
     def has(self, choice: _Choice) -> bool:
         return choice in self.by.get(choice.passes[0], ())
 
-    def in_the_way(self, choice: _Choice) -> list[_Choice]:
-        """What must go so that this one can start."""
+    def conflicts(self, choice: _Choice) -> list[_Choice]:
+        """The chosen transfers to remove so that this one can start."""
         found: list[_Choice] = []
         for number in choice.passes:
             others = [other for other in self.by.get(number, ()) if other not in found]
@@ -57,11 +57,11 @@ class _Chosen:
 
 
 class PodChunkScheduler(ChunkScheduler):
-    """Chooses transfers so that what has most left to do is busy: ports and uplinks alike.
+    """Chooses transfers that keep the ports and uplinks with the most work left busy.
 
-    Each is worth more the closer its remaining time is to the longest one. Choices are made heaviest first, and then
-    exchanged as long as that gains. A pod gets a chunk over its uplink once; uplinks with time to spare may bring what
-    the pod has already.
+    The weight of a port or uplink grows as its remaining time approaches the longest one. Transfers are chosen heaviest
+    first, and then exchanged while that increases the total weight. A chunk enters a pod once; uplinks with spare time
+    may bring a chunk into the pod again.
     """
 
     def pair(
@@ -84,7 +84,7 @@ class PodChunkScheduler(ChunkScheduler):
         return self.help_pods(senders, receivers, to_get) or started
 
     def worth(self, to_get: dict[int, float], to_give: dict[int, float]) -> dict[int, float]:
-        """What it is worth to keep each resource busy, by number: 1 where most is left, steeply less elsewhere."""
+        """Weight of keeping each resource busy, by number: about 1 for the most work left, steeply falling with less."""
         left = {
             **{self.into[r].number: load for r, load in to_get.items()},
             **{self.out[s].number: load for s, load in to_give.items()},
@@ -102,35 +102,35 @@ class PodChunkScheduler(ChunkScheduler):
         return worth
 
     def choose_transfers(self, choices: list[_Choice]) -> _Chosen:
-        """The heaviest first, then exchanges of one for those in its way, as long as those gain."""
+        """Choose the heaviest transfers first, then exchange transfers for conflicting ones while that gains weight."""
         room = {resource.number: resource.free for resource in (*self.up, *self.down)}
         chosen = _Chosen(room)
-        around: dict[int, list[_Choice]] = {}
+        by_port: dict[int, list[_Choice]] = {}
         for choice in choices:
-            if not chosen.in_the_way(choice):
+            if not chosen.conflicts(choice):
                 chosen.add(choice)
             for number in choice.passes[0], choice.passes[-1]:
-                around.setdefault(number, []).append(choice)
+                by_port.setdefault(number, []).append(choice)
         for _ in range(_PASSES):
-            exchanged = [self.exchange(choice, chosen, around) for choice in choices]
+            exchanged = [self.exchange(choice, chosen, by_port) for choice in choices]
             if not any(exchanged):
                 break
         return chosen
 
-    def exchange(self, choice: _Choice, chosen: _Chosen, around: dict[int, list[_Choice]]) -> bool:
-        """Take one in place of those in its way, and what else there is room for then, if that gains."""
+    def exchange(self, choice: _Choice, chosen: _Chosen, by_port: dict[int, list[_Choice]]) -> bool:
+        """Replace the conflicts of a transfer by it and by others that then fit, if that gains weight."""
         if chosen.has(choice):
             return False
-        gone = chosen.in_the_way(choice)
-        gain = choice.weight - sum(other.weight for other in gone)
-        for other in gone:
+        removed = chosen.conflicts(choice)
+        gain = choice.weight - sum(other.weight for other in removed)
+        for other in removed:
             chosen.remove(other)
         chosen.add(choice)
         added = [choice]
-        for other in gone:
+        for other in removed:
             for number in other.passes[0], other.passes[-1]:
-                for more in around[number]:
-                    if not chosen.has(more) and not chosen.in_the_way(more):
+                for more in by_port[number]:
+                    if not chosen.has(more) and not chosen.conflicts(more):
                         chosen.add(more)
                         added.append(more)
                         gain += more.weight
@@ -138,12 +138,12 @@ class PodChunkScheduler(ChunkScheduler):
             return True
         for more in added:
             chosen.remove(more)
-        for other in gone:
+        for other in removed:
             chosen.add(other)
         return False
 
     def help_pods(self, senders: list[int], receivers: list[int], to_get: dict[int, float]) -> bool:
-        """Let idle senders of other pods serve idle receivers, over uplinks that have the time."""
+        """Let idle senders of other pods serve idle receivers through uplinks with spare time."""
         started = False
         host, pod = self.ports.host, self.ports.pod
         for r in receivers:

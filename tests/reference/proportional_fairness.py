@@ -1,46 +1,48 @@
-"""How flows share ports: proportional fairness, as connections with equal windows behind queues share links."""
+"""The twin of ``native/proportional_fairness.h``: rates of flows that share ports by proportional fairness."""
 
 from __future__ import annotations
 
 import math
 
-#: Shares closer than this part of each other are equal.
+#: Shares with a smaller relative difference are equal.
 _EQUAL = 1e-9
-#: How far the load of a port may be from what it carries, as a part of that, when the search for prices stops.
+#: The search for prices stops when every port's load is within this fraction of its capacity.
 _EXACT = 1e-6
+#: Limit on sweeps over all ports.
 _SWEEPS = 200
+#: Limit on steps of Newton's method per port and sweep.
 _STEPS = 20
 
 
 def share_ports(paths: list[list[int]], capacity: list[float], price: list[float]) -> list[float]:
-    """Rates that maximize the sum of their logarithms.
+    """The rates that maximize the sum of their logarithms.
 
-    A connection that keeps a fixed number of bytes on its way, where queues lose none, has a rate of that number over
-    its delay, and a queue delays all that pass it alike: then no other rates can last. Where each flow has one
-    bottleneck, all flows of a bottleneck get the same. One that is held up at two gets less there than others: of flows
-    through A, through A and B, and through B, 2/3, 1/3 and 2/3 of a port.
+    This models connections with a fixed window over lossless queues. The rate of a connection is its window divided by
+    its delay, and a queue delays all its flows equally, so these are the only stable rates. If each flow has one
+    bottleneck, all flows of a bottleneck get the same rate. A flow with two bottlenecks gets less: flows through A,
+    through A and B, and through B get 2/3, 1/3 and 2/3 of a port.
 
     Args:
-        paths: the ports that each flow passes, at least one.
+        paths: ports of each flow, at least one per flow.
         capacity: bytes per second of each port.
-        price: of each port, where the search begins; prices found are left in it. Zeros do.
+        price: start value of the price of each port, zero if unknown; overwritten with the prices found.
 
     Returns:
-        Bytes per second of each flow. No port is given more than its capacity.
+        Bytes per second of each flow. The flows of a port do not exceed its capacity.
     """
     rate = _share_single_bottlenecks(paths, capacity)
     return _search_prices(paths, capacity, price) if rate is None else rate
 
 
 def _share_single_bottlenecks(paths: list[list[int]], capacity: list[float]) -> list[float] | None:
-    """Max-min fair rates, if prices make them those that were asked for; else None."""
+    """Max-min fair rates if they are also proportionally fair, which prices prove; else None."""
     left = list(capacity)
     count = [0] * len(capacity)
     for path in paths:
         for port in path:
             count[port] += 1
     rate = [0.0] * len(paths)
-    held: list[tuple[int, float, list[int]]] = []  # a port, what each flow gets that it holds up, those
+    held: list[tuple[int, float, list[int]]] = []  # (port, rate of each flow it limits, those flows)
     open_ = list(range(len(paths)))
     while open_:
         least, tightest = min((left[port] / count[port], port) for port in range(len(count)) if count[port])
@@ -57,7 +59,7 @@ def _share_single_bottlenecks(paths: list[list[int]], capacity: list[float]) -> 
         held.append((tightest, least, here))
         open_ = rest
     price = [0.0] * len(capacity)
-    for port, least, here in reversed(held):  # prices of ports further on in the path of each are known
+    for port, least, here in reversed(held):  # the prices of later bottlenecks on each path are known
         cheapest, dearest = math.inf, 0.0
         for flow in here:
             others = 0.0
@@ -71,7 +73,7 @@ def _share_single_bottlenecks(paths: list[list[int]], capacity: list[float]) -> 
 
 
 def _search_prices(paths: list[list[int]], capacity: list[float], price: list[float]) -> list[float]:
-    """A flow's rate is 1 over the sum of its ports' prices; set one port's price after the other until all fit."""
+    """Adjust one port's price after another until all loads fit; a flow's rate is 1 over the sum of its prices."""
     flows: list[list[int]] = [[] for _ in capacity]
     cost = [0.0] * len(paths)
     for flow, path in enumerate(paths):
@@ -105,7 +107,7 @@ def _search_prices(paths: list[list[int]], capacity: list[float], price: list[fl
 
 
 def _set_price(port: int, row: list[int], cost: list[float], capacity: float, price: list[float]) -> float:
-    """Make the load of a port its capacity, or its price zero; returns how far off it was."""
+    """Set a port's price so that its load is its capacity, or to zero; return the relative error before."""
     old = price[port]
     load = 0.0
     others = math.inf
@@ -117,10 +119,10 @@ def _set_price(port: int, row: list[int], cost: list[float], capacity: float, pr
         return 0.0
     if abs(off) <= _EXACT / 4:
         return abs(off)
-    lowest = max(1 / capacity - max(others, 0.0), 0.0)  # at less, one flow alone would be too much
+    lowest = max(1 / capacity - max(others, 0.0), 0.0)  # below this, a single flow would exceed the capacity
     new = max(old, lowest)
     for _ in range(_STEPS):
-        # Newton's method on 1 over the load, which is concave in the price: after a step the root is to the right
+        # Newton's method on 1 / load, which is concave in the price, so after a step the root lies to the right
         load = slope = 0.0
         for flow in row:
             part = 1 / (cost[flow] - old + new)

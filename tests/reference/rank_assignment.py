@@ -1,4 +1,4 @@
-"""From chunks between ports to messages between ranks."""
+"""The twin of ``native/rank_assignment.h``: turn sends of chunks between ports into messages between ranks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from reshard.planner.multicast.host_classes import LONGEST_CHAIN
 from reshard.planner.multicast.workload import Ports, Workload, rows_of
 from tests.reference.chunk_scheduler import ChunkSends
 
-#: Pieces that a rank keeps for others though it needs none of them; it gets one again where it gave it up too early.
+#: Limit on pieces that a rank stages for other ranks. A rank that dropped a piece too early receives it again.
 MOST_STAGED = 2
 
 
 @dataclass
 class Messages:
-    """Pieces of chunks on their way between ranks, with the times at which each should start and end.
+    """Messages between ranks, each with one piece and its planned start and end.
 
-    ``after`` holds the numbers of messages that must have ended: ``source`` brings the piece to the sender (-1: it
-    holds it), the others keep the order at ports. ``staged`` are those whose receiver only sends it on.
+    ``source`` is the message that brought the piece to the sender, or -1 if the sender is a holder. ``after`` are the
+    messages that must end before this one starts: ``source``, and others that keep the order at each port. ``staged``
+    contains the messages whose receiver only forwards the piece.
     """
 
     piece: list[int] = field(default_factory=list)
@@ -32,7 +33,7 @@ class Messages:
     def add(
         self, piece: int, sender: int, receiver: int, source: int, after: list[int], start: float, end: float
     ) -> int:
-        """Note a message, not before what it comes after has ended; returns its number."""
+        """Add a message and return its index; delay it until the messages it depends on have ended."""
         before = after if source < 0 else [source, *(i for i in after if i != source)]
         ready = max((self.end[i] for i in before), default=start)
         if ready > start:
@@ -48,10 +49,11 @@ class Messages:
 
 
 class RankAssignment:
-    """Chooses ranks for deals: a rank that has the piece at the sending port, one that needs it at the other.
+    """Chooses the sending and the receiving rank of each piece of each chunk send.
 
-    Pieces of a chunk follow each other. Where a port has no such rank a neighbour stages the piece; what else needs it
-    on its host gets it from the rank where it landed.
+    The sender is a rank at the sending port that has the piece; the receiver is a rank at the receiving port that needs
+    it. If a port has no such rank, another rank at the port stages the piece. Other ranks of the receiving host get the
+    piece from the receiver. The pieces of a chunk are sent one after another.
     """
 
     def __init__(self, ports: Ports, workload: Workload, chunk_sends: ChunkSends) -> None:
@@ -60,25 +62,27 @@ class RankAssignment:
         self.holders = [self.by_host(ranks) for ranks in rows_of(workload.class_holders)]
         self.receivers = [self.by_host(ranks) for ranks in rows_of(workload.class_receivers)]
         self.piece_class, self.piece_bytes = workload.piece_class.tolist(), workload.piece_bytes.tolist()
-        self.sent = [0] * len(ports.of_rank)  # bytes that each rank was given to send, and to receive
-        self.landed = [0] * len(ports.of_rank)
-        self.last_sender: dict[int, int] = {}  # at each port
-        self.last_receiver: dict[int, int] = {}
-        self.where: dict[tuple[int, int], dict[int, int]] = {}  # (piece, host) -> {rank: message that brought it}
-        self.staged: dict[int, list[tuple[int, int]]] = {}  # by rank, (piece, host) that others get from it
-        self.given_up: dict[tuple[int, int, int], int] = {}  # by (piece, host, rank), what brought it
-        self.last_use: dict[int, int] = {}  # of what messages staged
+        self.sent = [0] * len(ports.of_rank)  # bytes sent by each rank
+        self.received = [0] * len(ports.of_rank)  # bytes received by each rank from other hosts
+        self.last_sender: dict[int, int] = {}  # by port
+        self.last_receiver: dict[int, int] = {}  # by port
+        self.where: dict[
+            tuple[int, int], dict[int, int]
+        ] = {}  # (piece, host) -> {rank: message that brought it, or -1}
+        self.staged: dict[int, list[tuple[int, int]]] = {}  # by rank, (piece, host) that it stages, oldest first
+        self.dropped: dict[tuple[int, int, int], int] = {}  # (piece, host, rank) -> message that brought it
+        self.last_use: dict[int, int] = {}  # staged message -> last message that forwards it
         self.messages = Messages()
 
     def by_host(self, ranks: list[int]) -> dict[int, list[int]]:
-        """Ranks by their host."""
+        """Ranks grouped by host."""
         found: dict[int, list[int]] = {}
         for rank in ranks:
             found.setdefault(self.host_of[rank], []).append(rank)
         return found
 
     def run(self) -> Messages:
-        """All messages: first those that need no port, then deal by deal."""
+        """All messages: first those on hosts of holders, then one chunk send after another."""
         for piece, k in enumerate(self.piece_class):
             for host, ranks in self.receivers[k].items():
                 if host in self.holders[k]:
@@ -86,28 +90,28 @@ class RankAssignment:
                     brought = self.where[piece, host] = dict.fromkeys(self.holders[k][host], -1)
                     self.fan_out(piece, holder, ranks, brought, 0.0, 0.0)
         chunk_sends, piece_at = self.chunk_sends, self.workload.piece_at.tolist()
-        last = [-1] * len(chunk_sends.chunk)  # the last message of each deal
+        last = [-1] * len(chunk_sends.chunk)  # last message of each send
         for chunk_send, chunk in enumerate(chunk_sends.chunk):
             pieces = range(piece_at[chunk], piece_at[chunk + 1])
-            total, passed = sum(self.piece_bytes[piece] for piece in pieces), 0
-            start, took = chunk_sends.start[chunk_send], chunk_sends.end[chunk_send] - chunk_sends.start[chunk_send]
+            total, sent = sum(self.piece_bytes[piece] for piece in pieces), 0
+            start, duration = chunk_sends.start[chunk_send], chunk_sends.end[chunk_send] - chunk_sends.start[chunk_send]
             after = [last[earlier] for earlier in chunk_sends.after[chunk_send]]
             begun = start
             for piece in pieces:
-                passed += self.piece_bytes[piece]
-                end = start + took * (passed / total)
+                sent += self.piece_bytes[piece]
+                end = start + duration * (sent / total)
                 last[chunk_send] = self.pass_on(piece, chunk_send, after, begun, end)
                 after, begun = [last[chunk_send]], end
         return self.messages
 
     def least(self, ranks: list[int], load: list[int]) -> int:
-        """The first of those with the least load."""
+        """The first rank with the least load."""
         return min(ranks, key=lambda rank: load[rank])
 
     def keep_or_least(self, ranks: list[int], load: list[int], last: int | None, nbytes: int) -> int:
-        """The rank that was used last, unless it is a run ahead of the least loaded one.
+        """The last rank, unless its load is ``workload.run`` pieces above the least load; then the least loaded rank.
 
-        Ranks that take turns wait for each other at each turn, so turns are long.
+        Ranks that take turns wait for each other at each turn, so few turns are best.
         """
         least = self.least(ranks, load)
         return last if last in ranks and load[last] < load[least] + self.workload.run * nbytes else least
@@ -115,7 +119,7 @@ class RankAssignment:
     def send(
         self, piece: int, sender: int, receiver: int, source: int, after: list[int], start: float, end: float
     ) -> int:
-        """Note a message; returns its number."""
+        """Add a message and return its index."""
         self.sent[sender] += self.piece_bytes[piece]
         message = self.messages.add(piece, sender, receiver, source, after, start, end)
         if source in self.messages.staged:
@@ -123,60 +127,60 @@ class RankAssignment:
         return message
 
     def pass_on(self, piece: int, chunk_send: int, after: list[int], start: float, end: float) -> int:
-        """A piece crosses from host to host and reaches all who need it there; returns the message between hosts."""
+        """Send a piece to another host and all its receivers there; return the message between hosts."""
         port = self.chunk_sends.receiver[chunk_send]
         host = self.ports.host[port]
         sender, source = self.find_sender(piece, self.chunk_sends.sender[chunk_send], start)
         destinations = self.receivers[self.piece_class[piece]][host]
         here = [rank for rank in destinations if self.ports.of_rank[rank] == port]
         ranks, nbytes = here or self.ports.ranks[port], self.piece_bytes[piece]
-        receiver = self.keep_or_least(ranks, self.landed, self.last_receiver.get(port), nbytes)
+        receiver = self.keep_or_least(ranks, self.received, self.last_receiver.get(port), nbytes)
         self.last_receiver[port] = receiver
         message = self.send(piece, sender, receiver, source, after, start, end)
-        self.landed[receiver] += nbytes
+        self.received[receiver] += nbytes
         brought = self.where[piece, host] = {receiver: message}
-        took = self.workload.inside_each + nbytes * self.workload.inside_per_byte
+        duration = self.workload.inside_each + nbytes * self.workload.inside_per_byte
         is_relay = receiver not in destinations and len(destinations) > 0
         if is_relay:
             self.messages.staged.add(message)
-        self.fan_out(piece, receiver, destinations, brought, end, took)
+        self.fan_out(piece, receiver, destinations, brought, end, duration)
         if is_relay:
             self.stage(piece, host, receiver)
         return message
 
     def stage(self, piece: int, host: int, rank: int) -> None:
-        """Note that a rank keeps a piece for others; what it has kept longest makes room."""
+        """Record that a rank stages a piece for other ranks; drop its oldest staged piece if there are too many."""
         kept = self.staged.setdefault(rank, [])
         kept.append((piece, host))
         if len(kept) > MOST_STAGED:
             piece, host = kept.pop(0)
-            self.given_up[piece, host, rank] = self.where[piece, host].pop(rank)
+            self.dropped[piece, host, rank] = self.where[piece, host].pop(rank)
 
     def fan_out(
-        self, piece: int, root: int, ranks: list[int], brought: dict[int, int], when: float, took: float
+        self, piece: int, root: int, ranks: list[int], brought: dict[int, int], when: float, duration: float
     ) -> None:
-        """Pass a piece on inside a host, along a chain or, to many, a tree; those behind the root come first."""
+        """Forward a piece inside a host along a chain, or a binary tree for many ranks, in cyclic order from the root."""
         later, before = [rank for rank in ranks if rank > root], [rank for rank in ranks if rank < root]
         nodes = [root, *later, *before]
         children = 1 if len(nodes) <= LONGEST_CHAIN else 2
-        free_at = [when]  # when each can send next
-        is_relay = brought[root] >= 0 and root not in ranks  # it must give its buffer back before the next lands
+        free_at = [when]  # earliest next send of each node
+        is_relay = brought[root] >= 0 and root not in ranks  # it must free its buffer before the next arrival
         for i, rank in enumerate(nodes[1:]):
             parent = i // children
             start = free_at[parent]
-            free_at[parent] = end = start if is_relay and not parent else start + took
+            free_at[parent] = end = start if is_relay and not parent else start + duration
             free_at.append(end)
             brought[rank] = self.send(piece, nodes[parent], rank, brought[nodes[parent]], [], start, end)
 
     def find_sender(self, piece: int, port: int, when: float) -> tuple[int, int]:
-        """A rank at a port that has a piece, and the message that brought it; staged there if need be."""
+        """A rank at a port that has a piece, and the message that brought it; stages the piece there if necessary."""
         host = self.ports.host[port]
         brought = self.where.get((piece, host))
         if brought is None:
             brought = dict.fromkeys(self.holders[self.piece_class[piece]][host], -1)
             self.where[piece, host] = brought
-        ranks = [rank for rank in brought if brought[rank] < 0]  # who holds it need not wait for it
-        if not ranks:  # where it landed it is first
+        ranks = [rank for rank in brought if brought[rank] < 0]  # a holder need not wait
+        if not ranks:  # the first entry is the rank that received it from another host
             ranks = list(brought)[: 1 if self.workload.run > 1 else None]
         for choice in (ranks, list(brought)):
             here = [rank for rank in choice if self.ports.of_rank[rank] == port]
@@ -184,11 +188,13 @@ class RankAssignment:
                 rank = self.keep_or_least(here, self.sent, self.last_sender.get(port), self.piece_bytes[piece])
                 self.last_sender[port] = rank
                 return rank, brought[rank]
-        near = self.least(ranks, self.sent)
-        rank = self.least(self.ports.ranks[port], self.landed)
-        earlier = self.last_use.get(self.given_up.get((piece, host, rank), -1))  # it must be through with that one
+        source_rank = self.least(ranks, self.sent)
+        rank = self.least(self.ports.ranks[port], self.received)
+        earlier = self.last_use.get(
+            self.dropped.get((piece, host, rank), -1)
+        )  # wait for the last use of the dropped copy
         brought[rank] = message = self.send(
-            piece, near, rank, brought[near], [] if earlier is None else [earlier], when, when
+            piece, source_rank, rank, brought[source_rank], [] if earlier is None else [earlier], when, when
         )
         self.messages.staged.add(message)
         self.stage(piece, host, rank)

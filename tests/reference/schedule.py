@@ -13,18 +13,21 @@ from tests.reference.rank_assignment import RankAssignment
 
 
 def schedule_python(ports: Ports, workload: Workload) -> Schedule:
-    """Who sends which piece to whom."""
+    """See :func:`reshard.planner.multicast.native_schedule.make_schedule`."""
     chunk_sends = (PodChunkScheduler if ports.pod else ChunkScheduler)(ports, workload).run()
-    made = RankAssignment(ports, workload, chunk_sends).run()
-    after_at = np.cumsum([0] + [len(row) for row in made.after])
-    after = np.array([i for row in made.after for i in row], dtype=np.int64)
+    messages = RankAssignment(ports, workload, chunk_sends).run()
+    after_at = np.cumsum([0] + [len(row) for row in messages.after])
+    after = np.array([i for row in messages.after for i in row], dtype=np.int64)
     piece, sender, receiver, source = (
-        np.array(column, dtype=np.int64) for column in (made.piece, made.sender, made.receiver, made.source)
+        np.array(column, dtype=np.int64)
+        for column in (messages.piece, messages.sender, messages.receiver, messages.source)
     )
     host = np.array([ports.host[port] for port in ports.of_rank])
     crosses = host[sender] != host[receiver]
-    if ports.are_alike:  # what starts first ends first, and what arrives comes before what is done with it
-        order = np.lexsort((~crosses, np.array(made.end, dtype=np.float64)))
+    if (
+        ports.have_equal_rates
+    ):  # sorting by end keeps dependencies; at equal ends, arrivals come before forwards inside hosts
+        order = np.lexsort((~crosses, np.array(messages.end, dtype=np.float64)))
     else:
-        order = np.array(linearize(made, crosses.tolist()), dtype=np.int64)
+        order = np.array(linearize(messages, crosses.tolist()), dtype=np.int64)
     return put_in_order(Schedule(piece, sender, receiver, source, after_at, after), order)

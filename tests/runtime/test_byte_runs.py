@@ -1,4 +1,4 @@
-"""Byte runs of boxes, and the native copy beside its Python twin."""
+"""Byte runs of boxes, and the native copy against its Python reference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def arrays_with_boxes(draw):
 
 
 @given(arrays_with_boxes(), st.sampled_from([copy_runs, copy_runs_python]))
-def test_runs_gather_what_indexing_gathers(case, copy):
+def test_runs_match_indexing(case, copy):
     shape, boxes, dtype = case
     array = np.arange(int(np.prod(shape))).astype(dtype).reshape(shape)
     flat = array.reshape(-1).view(np.uint8)
@@ -38,7 +38,7 @@ def test_runs_gather_what_indexing_gathers(case, copy):
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 2), (3, 1, 2, 2), (3, 3, 3)])
-def test_runs_of_every_box_are_as_long_as_can_be(shape):
+def test_runs_of_every_box_are_maximal(shape):
     array = np.arange(int(np.prod(shape)), dtype=np.int16).reshape(shape)
     whole = [[slice(lo, hi) for lo in range(size) for hi in range(lo + 1, size + 1)] for size in shape]
     for box in itertools.product(*whole):
@@ -49,7 +49,7 @@ def test_runs_of_every_box_are_as_long_as_can_be(shape):
 
 
 @given(arrays_with_boxes())
-def test_a_box_that_is_one_run_is_found(case):
+def test_box_span_finds_boxes_of_one_run(case):
     shape, boxes, dtype = case
     array = np.arange(int(np.prod(shape))).astype(dtype).reshape(shape)
     for box in boxes:
@@ -65,12 +65,12 @@ def test_a_box_that_is_one_run_is_found(case):
 @pytest.mark.parametrize(
     "bad", [([0], [0], [9]), ([-1], [0], [1]), ([0], [8], [1]), ([0], [0], [-1]), ([2**62], [0], [2**62])]
 )
-def test_runs_outside_their_arrays_are_refused(copy, bad):
+def test_runs_outside_their_arrays_are_rejected(copy, bad):
     src, dst = np.ones(8, dtype=np.uint8), np.zeros(8, dtype=np.uint8)
     with pytest.raises(IndexError):
         copy(src, dst, *(np.array(x, dtype=np.int64) for x in bad))
     with pytest.raises(ValueError, match="same size"):
         copy(src, dst, *(np.zeros(n, dtype=np.int64) for n in (1, 2, 1)))
     assert not dst.any()
-    copy(src, dst, *(np.array(x, dtype=np.int64) for x in ([0, 8], [2, 8], [1, 0])))  # one is empty
+    copy(src, dst, *(np.array(x, dtype=np.int64) for x in ([0, 8], [2, 8], [1, 0])))  # one run is empty
     assert dst.tolist() == [0, 0, 1, 0, 0, 0, 0, 0]

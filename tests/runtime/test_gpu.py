@@ -1,4 +1,4 @@
-"""On a real GPU: ``make gpu-check``. Several ranks share one; NCCL takes them for different hosts."""
+"""Tests on a real GPU: ``make gpu-check``. Several ranks share one GPU; NCCL treats them as different hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reshard import Layout, Mesh
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.planner.registry import STRATEGIES
 from reshard.runtime.cpu.staging import TorchMemory, carrier
-from reshard.runtime.cuda.stream import CudaLanes
+from reshard.runtime.cuda.stream import CudaRoundStreams
 from reshard.runtime.program import build_program
 from reshard.runtime.rounds.executor import RoundRunner
 from reshard.runtime.rounds.schedule import find_rounds
@@ -38,7 +38,7 @@ SRC, DST = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2", first_rank=2), "R S
 WHOLE = Layout(Mesh.of("1"), "R R")
 RANKS = 4
 CASTS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float8_e4m3fn"), ("int32", "int64")]
-#: How long survivors of a dead rank must live: torch's watchdog would end them sooner.
+#: How long survivors of a dead rank must keep running. Torch's watchdog would kill them sooner.
 SURVIVAL_SECONDS = 90.0
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "complex64", "int64")
 CASES = [
@@ -51,7 +51,7 @@ CASES = [
 
 
 def _set_up(rank):
-    """Before NCCL starts: each rank a host of its own, with a socket to the others."""
+    """Set NCCL's environment so that each rank is a separate host and uses sockets."""
     os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_SOCKET_IFNAME="lo")
     os.environ.setdefault("NCCL_IB_DISABLE", "1")
     torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -96,7 +96,7 @@ def _cast(rank):
         assert (out is None and wanted is None) or same_bytes(out.cpu(), wanted.cpu()), (src, dst)
 
 
-def test_elements_are_cast_on_the_way():
+def test_elements_are_cast_during_the_transfer():
     _run(_cast)
 
 
@@ -121,17 +121,17 @@ def _over_cupy(rank):
     comm.destroy()
 
 
-def test_cupy_arrays_arrive():
+def test_cupy_arrays_move():
     pytest.importorskip("cupy")
     _run(_over_cupy)
 
 
-def _does_not_block(rank):
+def _time_wait(rank):
     source, wanted = _shards(rank, shape=(4096, 4000))
     with reshard.Mover(reshard.make_plan(SRC, DST, (4096, 4000), "float32"), device="cuda") as mover:
         mover.start(source).synchronize()
         torch.cuda.synchronize()
-        torch.cuda._sleep(2_000_000_000)  # about a second of the caller's stream
+        torch.cuda._sleep(2_000_000_000)  # keeps the caller's stream busy for about a second
         begun = time.perf_counter()
         out = mover.start(source).wait()
         took = time.perf_counter() - begun
@@ -139,12 +139,12 @@ def _does_not_block(rank):
     return took
 
 
-def test_wait_blocks_the_stream_and_not_the_processor():
-    assert max(_run(_does_not_block)) < 0.3
+def test_wait_blocks_the_stream_and_not_the_host():
+    assert max(_run(_time_wait)) < 0.3
 
 
-def _in_a_graph(rank):
-    """Capture, replay, eager with other arrays, replay: the graph keeps its own addresses."""
+def _capture(rank):
+    """Replays alternate with eager transfers of other arrays, whose addresses must not affect the graph."""
     source, wanted = _shards(rank)
     out = None if wanted is None else torch.zeros_like(wanted)
     other = None if wanted is None else torch.zeros_like(wanted)
@@ -171,36 +171,36 @@ def _in_a_graph(rank):
     return "captured arrays that were not moved before"
 
 
-def test_a_movers_transfers_can_be_captured():
-    said = _run(_in_a_graph)
-    assert any("call the Mover with them once first" in text for text in said), said
+def test_mover_transfers_can_be_captured():
+    errors = _run(_capture)
+    assert any("call the Mover with them once first" in text for text in errors), errors
 
 
 def _dies(rank):
-    """The survivors name the rank that died, and are still there after torch's watchdog would have ended them."""
+    """Survivors name the dead rank, and still run when torch's watchdog would have killed them."""
     source, _ = _shards(rank)
     with reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), device="cuda") as mover:
         mover.start(source).synchronize()
         if rank == 3:
             os._exit(9)
-        begun, said = time.monotonic(), None
+        begun, result = time.monotonic(), None
         try:
             mover.start(source).synchronize()
         except reshard.ReshardError as error:
-            said = str(error), time.monotonic() - begun
+            result = str(error), time.monotonic() - begun
     time.sleep(SURVIVAL_SECONDS)
     assert float(torch.ones(8, device="cuda").sum()) == 8
-    return said
+    return result
 
 
-def test_a_rank_that_dies_is_named_and_the_others_live_on():
+def test_rank_that_dies_is_named_and_survivors_keep_running():
     from reshard.testing.processes import LaunchError
 
     with pytest.raises(LaunchError) as caught:
         run_processes(_on_ranks, RANKS, _dies, grace_seconds=SURVIVAL_SECONDS + 60.0, timeout_seconds=300.0)
     assert sorted(caught.value.results) == [0, 1, 2]
-    for said, took in caught.value.results.values():
-        assert "rank 3" in said
+    for error, took in caught.value.results.values():
+        assert "rank 3" in error
         assert took < 10
 
 
@@ -219,17 +219,17 @@ def _train(rank, sizes):
     return step.losses, {name: p.grad.cpu().numpy() for name, p in modules[rank].named_parameters()}
 
 
-def test_the_engine_trains():
+def test_engine_trains():
     sizes = [4, 4, 2]
     losses, grads = single_process(torch.float64, sizes)
-    for stage, (said, named) in enumerate(_run(_train, sizes, ranks=3)):
-        assert stage != 2 or said == pytest.approx(losses, rel=1e-10)
+    for stage, (step_losses, named) in enumerate(_run(_train, sizes, ranks=3)):
+        assert stage != 2 or step_losses == pytest.approx(losses, rel=1e-10)
         for name, grad in named.items():
             torch.testing.assert_close(torch.from_numpy(grad), grads[stage][name], rtol=1e-10, atol=1e-12)
 
 
 def _random_case(seed):
-    """Arrays at any alignment, and boxes of them."""
+    """Arrays of random alignment, regions of random boxes, and the size of the buffer."""
     generator = np.random.default_rng(seed)
     arrays, regions, size = [], [], 0
     for number in range(3):
@@ -260,26 +260,26 @@ def _kernel(rank):
         wanted = np.zeros(size, dtype=np.uint8)
         flats = [storage.cpu().numpy()[start:] for storage, start in arrays]
         for table in tables:
-            copier.copy(copier.place(table), copier.find_addresses(known), buffer, True)
+            copier.copy(copier.upload(table), copier.find_addresses(known), buffer, True)
             copy_regions_python(table, flats, wanted, True)
         assert np.array_equal(buffer.cpu().numpy(), wanted), seed
         emptied = [np.zeros_like(flat) for flat in flats]
         for storage, _ in arrays:
             storage.zero_()
         for table in tables:
-            copier.copy(copier.place(table), copier.find_addresses(known), buffer, False)
+            copier.copy(copier.upload(table), copier.find_addresses(known), buffer, False)
             copy_regions_python(table, emptied, wanted, False)
         for (storage, start), flat in zip(arrays, emptied, strict=True):
             assert np.array_equal(storage.cpu().numpy()[start:], flat), seed
     return units
 
 
-def test_the_kernel_copies_what_its_twin_copies():
+def test_kernel_matches_its_python_reference():
     assert _run(_kernel, ranks=1) == [{1, 2, 4, 8, 16}]
 
 
 class _Hub:
-    """All ranks of a plan in this process: a message is a copy on the receiver's stream, after the sender's event."""
+    """Connects ranks in one process: a message is a copy on the receiver's stream after the sender's event."""
 
     def __init__(self):
         self.condition, self.queues = threading.Condition(), defaultdict(deque)
@@ -295,19 +295,19 @@ class _Hub:
         for buffer, peer in recvs:
             queue = self.queues[peer, rank]
             with self.condition:
-                assert self.condition.wait_for(lambda queue=queue: queue, 30.0), "stuck"
+                assert self.condition.wait_for(lambda queue=queue: queue, 30.0), "timed out"
                 data, event, copied, is_recorded = queue.popleft()
             stream.wait_event(event)
             buffer.copy_(data)
             copied.record()
             is_recorded.set()
         for *_, copied, is_recorded in sent:
-            assert is_recorded.wait(30.0), "stuck"
+            assert is_recorded.wait(30.0), "timed out"
             stream.wait_event(copied)
 
 
-def _one_process(rank):
-    """Every strategy and a dtype of each size, all ranks of the plan on streams of their own."""
+def _run_all_ranks(rank):
+    """Runs every strategy with a dtype of each size; each rank of the plan has its own thread and streams."""
     from reshard.runtime.cuda.pack_kernel import RegionCopier
 
     device, failures = torch.device("cuda"), []
@@ -337,7 +337,7 @@ def _one_process(rank):
                 with torch.cuda.stream(torch.cuda.Stream()):
                     runner = RoundRunner(
                         build_program(plan, number), round_of, TorchMemory(device), [plan.tensors[0].itemsize],
-                        RegionCopier(device), plan.staging_bytes, CudaLanes(device),
+                        RegionCopier(device), plan.staging_bytes, CudaRoundStreams(device),
                     )  # fmt: skip
                     runner.warm_up()
                     for _ in range(2):
@@ -358,10 +358,10 @@ def _one_process(rank):
 
 
 def test_all_ranks_of_a_plan_in_one_process():
-    assert _run(_one_process, ranks=1) == [[]]
+    assert _run(_run_all_ranks, ranks=1) == [[]]
 
 
-def test_two_ranks_share_the_card_over_nccl():
+def test_two_ranks_share_one_gpu_over_nccl():
     _run(_transfer, ranks=2)
 
 

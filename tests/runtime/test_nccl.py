@@ -1,4 +1,4 @@
-"""The NCCL binding against a stand-in with NCCL's C interface, and against the real library and header where they are."""
+"""The NCCL binding on a stand-in with NCCL's C interface, and on the real library and header if installed."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def _exchange(rank, port, path):
 
 
 def test_messages_match_by_order_and_collectives_reduce(standin):
-    said = run_processes(_exchange, 3, standin, init_group=False)
-    assert said == [([6.0] * 5, [2, 0], [0] * 3)] * 3
+    results = run_processes(_exchange, 3, standin, init_group=False)
+    assert results == [([6.0] * 5, [2, 0], [0] * 3)] * 3
 
 
 def _mistakes(rank, port, path):
-    """A group is ended whatever happens inside it, and the next one works."""
+    """A group ends even after an error inside it, and the next one works."""
     comm = _communicator(path, rank, port, 2)
     array = torch.full((4,), float(rank))
     with pytest.raises(NcclError, match=r"ncclSend: invalid argument: invalid rank"):
@@ -70,7 +70,7 @@ def _mistakes(rank, port, path):
     comm.exchange([_message(got, 1 - rank)], [_message(array, 1 - rank)], stream=0)
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
     store.set(f"done {rank}", "")
-    store.wait([f"done {1 - rank}"])  # an abort breaks what the other one has not finished
+    store.wait([f"done {1 - rank}"])  # an abort would break unfinished operations of the other rank
     comm.abort()
     comm.abort()
     with pytest.raises(NcclError, match="aborted"):
@@ -78,30 +78,30 @@ def _mistakes(rank, port, path):
     return got.tolist()
 
 
-def test_a_wrong_call_leaves_no_group_open(standin):
+def test_wrong_call_leaves_no_group_open(standin):
     assert run_processes(_mistakes, 2, standin, init_group=False) == [[1.0] * 4, [0.0] * 4]
 
 
 def _absent(rank, port, path):
     begun = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"NCCL took longer than 0.5 s making a communicator"):
+    with pytest.raises(TimeoutError, match=r"NCCL took longer than 0.5 s creating a communicator"):
         _communicator(path, rank, port, 2, timeout_seconds=0.5)
 
     def look():
-        raise ValueError("somebody else failed")
+        raise ValueError("another rank failed")
 
     library = Library(path)
-    with pytest.raises(ValueError, match="somebody else"):
+    with pytest.raises(ValueError, match="another rank"):
         Communicator(library, library.make_unique_id(), 1, 2, timeout_seconds=60.0, look=look)
     return time.monotonic() - begun
 
 
-def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(standin):
+def test_absent_rank_is_awaited_until_the_timeout(standin):
     assert run_processes(_absent, 1, standin, init_group=False)[0] < 5
 
 
-def _first_rendezvous(rank, port, path):
-    """Rank 0 is in a group with rank 1, which never is in one with rank 0: pairs that do not meet never connect."""
+def _unmatched_group(rank, port, path):
+    """Rank 0 posts a group with rank 1, but rank 1 never posts one with rank 0, so the two never connect."""
     comm = _communicator(path, rank, port, 2, timeout_seconds=60.0)
     if rank == 1:
         time.sleep(1.5)
@@ -125,8 +125,8 @@ def _first_rendezvous(rank, port, path):
     return failures, time.monotonic() - begun
 
 
-def test_an_abort_ends_the_wait_of_another_thread(standin):
-    (failures, seconds), _ = run_processes(_first_rendezvous, 2, standin, init_group=False)
+def test_abort_ends_the_wait_of_another_thread(standin):
+    (failures, seconds), _ = run_processes(_unmatched_group, 2, standin, init_group=False)
     assert failures == ["the communicator was aborted"]
     assert seconds < 2
 
@@ -144,14 +144,14 @@ def _dies(rank, port, path):
     return error
 
 
-def test_a_dead_peer_is_found(standin):
+def test_dead_peer_is_detected(standin):
     with pytest.raises(LaunchError) as caught:
         run_processes(_dies, 2, standin, init_group=False)
     assert "remote process exited" in caught.value.results[0]
     assert "rank 1" in caught.value.results[0]
 
 
-def test_libraries_that_are_none_or_lack_functions_are_refused():
+def test_missing_and_incomplete_libraries_are_rejected():
     with pytest.raises(OSError, match="no_such_library"):
         Library("libno_such_library.so")
     with pytest.raises(NcclError, match=r"has no ncclGetVersion; NCCL 2.18 or later is needed"):
@@ -173,9 +173,9 @@ def _find_header():
     return next((path for path in found if path.exists()), None)
 
 
-@pytest.mark.skipif(_find_header() is None, reason="no nccl.h is installed; NCCL_HOME says where it is")
-def test_the_standin_has_the_signatures_of_the_real_header(tmp_path):
-    """The compiler compares each function of the stand-in with its declaration in nccl.h."""
+@pytest.mark.skipif(_find_header() is None, reason="nccl.h was not found; set NCCL_HOME to the folder of NCCL")
+def test_standin_has_the_signatures_of_the_real_header(tmp_path):
+    """The compiler checks each function of the stand-in against its declaration in nccl.h."""
     (tmp_path / "cuda_runtime.h").write_text("typedef struct CUstream_st* cudaStream_t;\n#define CUDART_VERSION 0\n")
     (tmp_path / "cuda_fp16.h").write_text("")
     header = _find_header()
@@ -187,7 +187,7 @@ def test_the_standin_has_the_signatures_of_the_real_header(tmp_path):
 
 
 @pytest.mark.skipif(_find_real() is None, reason="no NCCL library is installed")
-def test_the_real_library_takes_our_calls():
+def test_real_library_accepts_our_calls():
     library = find_library()
     assert library.version >= 21800
     assert len(library.make_unique_id()) == 128

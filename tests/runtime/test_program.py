@@ -1,4 +1,4 @@
-"""What a rank does of a plan: in which order and from where, what it tells, what it refuses."""
+"""A rank's program and its execution on the CPU: order, buffers, notifications, progress and rejected plans."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.tensors import same_bytes, take_shard, whole_tensor
 
 @pytest.mark.parametrize("in_rounds", [False, True])
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_a_message_of_many_boxes_of_two_tensors(contiguous, in_rounds):
+def test_message_of_many_boxes_of_two_tensors(contiguous, in_rounds):
     stripes = {rank: [[(0, 6), (2 * i + rank, 2 * i + rank + 1)] for i in range(9)] for rank in (0, 1)}
     src = RegionLayout(stripes, join_dim=1)
     dst = Layout(Mesh([2, 3], {"x": 2}), "S0")
@@ -60,14 +60,14 @@ def test_a_message_of_many_boxes_of_two_tensors(contiguous, in_rounds):
 
 
 @pytest.mark.parametrize("in_rounds", [False, True])
-def test_messages_of_many_boxes_are_passed_on(in_rounds):
-    """Both destination ranks need all that rank 0 has; what one of them gets it passes on from its own shard."""
+def test_messages_of_many_boxes_are_forwarded(in_rounds):
+    """Both destination ranks need everything that rank 0 holds; one forwards what it receives from its own shard."""
     stripes = [[(0, 60), (2 * i, 2 * i + 1)] for i in range(9)]
     src, dst = RegionLayout({0: stripes}, join_dim=1), RegionLayout(dict.fromkeys((1, 2), stripes), join_dim=1)
     plan = make_plan(src, dst, (60, 18), "int8", topology=Topology((0, 1, 1)), strategy="multicast")
     check_plan(plan)
     sends = [send for rank in dst.ranks for send in build_program(plan, rank).sends_inside]
-    assert any(send.forwards is not None and len({str(place.dst) for place in send.places}) > 1 for send in sends)
+    assert any(send.forwards is not None and len({str(box.dst) for box in send.boxes}) > 1 for send in sends)
     whole = whole_tensor((60, 18), torch.int8)
     sources = {rank: [take_shard(src, rank, whole)] for rank in plan.ranks}
     outs = {r: [torch.zeros_like(s) if (s := take_shard(dst, r, whole)) is not None else None] for r in plan.ranks}
@@ -76,8 +76,8 @@ def test_messages_of_many_boxes_are_passed_on(in_rounds):
         assert same_bytes(outs[rank][0], take_shard(dst, rank, whole))
 
 
-def test_digests_of_what_is_only_passed_on_are_of_its_buffer(monkeypatch):
-    """Ranks whose hosts have two NICs turn a layout around: some pass on what they do not need themselves."""
+def test_digest_of_a_relayed_message_is_of_its_buffer(monkeypatch):
+    """Columns become rows between hosts with two NICs, so that some ranks relay messages that they do not need."""
     src, dst = Layout(Mesh.of("2x2"), "R S01"), Layout(Mesh.of("2x2", first_rank=4), "S01 R")
     topology = topology_from_json({"hosts": [{"count": 4, "devices": 2, "nics": ["500 Mbit/s", "500 Mbit/s"]}]})
     plan = make_plan(src, dst, (20, 64), "float32", strategy="multicast", topology=topology.without_latency())
@@ -92,41 +92,41 @@ def test_digests_of_what_is_only_passed_on_are_of_its_buffer(monkeypatch):
         run_in_threads(plan, sources, outs, digests=digests)
         sides = [
             dict(one for rank in plan.ranks for one in getattr(digests[rank], name).items())
-            for name in ("sent", "landed")
+            for name in ("sent", "received")
         ]
         assert sides[0].keys() == sides[1].keys() >= relays
         return find_fault(plan, *sides)
 
     assert run() is None
-    finish = executor._Run.finish_recv
+    finish = executor._Execution.finish_recv
 
     def spoil(self, op, slot):
         if op.id in relays:
             slot[0] ^= 1
         finish(self, op, slot)
 
-    monkeypatch.setattr(executor._Run, "finish_recv", spoil)
+    monkeypatch.setattr(executor._Execution, "finish_recv", spoil)
     assert "passed on other bytes" in run()
 
 
-def test_tags_of_what_goes_between_two_ranks_are_apart():
+def test_tag_ranges_are_disjoint():
     firsts = 0, executor.NOTIFY_TAG, executor.VERIFY_TAG, ABORT_TAG
     assert all(end - start >= executor.NOTIFY_TAG for start, end in itertools.pairwise(firsts))
 
 
-def test_a_program_that_cannot_go_on_says_so_at_once():
+def test_program_that_cannot_proceed_fails_at_once():
     plan = make_plan(Layout(Mesh.of(2), "R S0"), Layout(Mesh.of(2, first_rank=2), "S0"), (4, 6), "int8")
     program = build_program(plan, 2)
     staging = Staging(program, plan.staging_bytes)
-    staging.recv = Pool([], 0)  # no room for what must be unpacked
+    staging.recv = Pool([], 0)  # no slot for a message that must be unpacked
     out = torch.zeros(2, 6, dtype=torch.uint8)
     with pytest.raises(PlanError, match=r"rank 2: message \d can never start"):
         run_program(program, MemoryTransport(MemoryHub(), 2), [None], [out], staging, deadline=time.monotonic() + 60)
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_how_far_a_rank_came_is_told_in_messages_and_bytes(others):
-    """Rank 2 gets a message of each of two ranks, the second of which never sends."""
+def test_progress_is_described_in_messages_and_bytes(others):
+    """Rank 2 receives from two ranks, the second of which never sends."""
     specs = [TensorSpec((4, 6), "int8", Layout(Mesh.of(2), "R S0"), Layout(Mesh([2])), "w"), *[SMALL] * others]
     plan = plan_tensors(specs, strategy="send_recv", staging_bytes=2**20)
     hub, tally, out = MemoryHub(), Tally(), torch.zeros(4, 6, dtype=torch.uint8)
@@ -140,9 +140,9 @@ def test_how_far_a_rank_came_is_told_in_messages_and_bytes(others):
             deadline=time.monotonic() + 0.5, tally=tally,
         )  # fmt: skip
     total, more = (24, "") if not others else (26, " and 1 more tensor")
-    said = describe_progress(plan, program, tally)
-    assert said.startswith(f"rank 2 had received 1 of 2 messages, {first.nbytes} of {total} bytes, of"), said
-    assert f"{more} (plan {plan.plan_hash[:12]})" in said and "w int8 [4, 6]" in said, said
+    text = describe_progress(plan, program, tally)
+    assert text.startswith(f"rank 2 had received 1 of 2 messages, {first.nbytes} of {total} bytes, of"), text
+    assert f"{more} (plan {plan.plan_hash[:12]})" in text and "w int8 [4, 6]" in text, text
 
 
 class _Failing(MemoryTransport):
@@ -151,7 +151,7 @@ class _Failing(MemoryTransport):
 
 
 @pytest.mark.parametrize(("transport", "copied"), [(_Failing, False), (MemoryTransport, True)])
-def test_copies_inside_a_rank_count_once_they_are_made(transport, copied):
+def test_local_copies_count_after_they_are_made(transport, copied):
     plan = make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([1])), (4,), "int8", strategy="send_recv")
     program, tally = build_program(plan, 1), Tally()
     assert len(program.copies) == len(program.recvs) == 1
@@ -167,7 +167,7 @@ def test_copies_inside_a_rank_count_once_they_are_made(transport, copied):
 SMALL = TensorSpec((2,), "int8", Layout(Mesh([0])), Layout(Mesh([2])), "v")
 
 
-class _Aborted(MemoryTransport):
+class _CountingAborts(MemoryTransport):
     aborts = 0
 
     def abort(self):
@@ -175,8 +175,8 @@ class _Aborted(MemoryTransport):
 
 
 @pytest.mark.parametrize(("rank", "aborts"), [(2, 0), (0, 0), (1, 1)], ids=["receives", "sends", "does both"])
-def test_a_rank_that_fails_ends_the_waits_of_its_other_lanes_once(rank, aborts):
-    """Rank 1 has both to receive and to send, and nobody else comes."""
+def test_failing_rank_aborts_the_transport_once(rank, aborts):
+    """Rank 1 both receives and sends. No other rank takes part, so every wait times out."""
     specs = [TensorSpec((4,), "int8", Layout(Mesh([a])), Layout(Mesh([b])), f"{a}") for a, b in ((0, 1), (1, 2))]
     plan = plan_tensors(specs, strategy="send_recv")
     program = build_program(plan, rank)
@@ -184,30 +184,30 @@ def test_a_rank_that_fails_ends_the_waits_of_its_other_lanes_once(rank, aborts):
         [torch.zeros(4, dtype=torch.uint8) if rank in layout.ranks else None for layout in layouts]
         for layouts in ([spec.src for spec in specs], [spec.dst for spec in specs])
     ]
-    transport = _Aborted(MemoryHub(), rank)
+    transport = _CountingAborts(MemoryHub(), rank)
     with pytest.raises(TransferTimeoutError):
         run_program(program, transport, *sides, Staging(program, plan.staging_bytes), deadline=time.monotonic() + 0.2)
     assert transport.aborts == aborts
 
 
 @pytest.mark.parametrize("sends", ["sends_across", "sends_inside"])
-def test_a_queue_of_sends_packs_into_a_quarter_of_what_a_rank_may_hold(sends):
+def test_send_queue_uses_a_quarter_of_the_staging_bytes(sends):
     topology = Topology((0, 1, 1) if sends == "sends_across" else (0, 0, 0))
     spec = TensorSpec((1024, 2048), "int8", Layout(Mesh([0])), Layout(Mesh([1, 2]), "R S0"))
     plan = plan_tensors([spec], topology=topology, strategy="send_recv", staging_bytes=2**18)
     program = build_program(plan, 0)
     largest = max(send.nbytes for send in getattr(program, sends))
     for slots in (1, 2, 3, MAX_WINDOW, 2 * MAX_WINDOW):
-        for more in (0, 4 * largest - 4):
-            pool = getattr(Staging(program, 4 * largest * slots + more), sends.removeprefix("sends_"))
+        for extra in (0, 4 * largest - 4):
+            pool = getattr(Staging(program, 4 * largest * slots + extra), sends.removeprefix("sends_"))
             taken = 0
             while pool.take() is not None:
                 taken += 1
-            assert taken == min(slots, MAX_WINDOW), (slots, more)
+            assert taken == min(slots, MAX_WINDOW), (slots, extra)
 
 
-def test_a_copy_that_a_rank_cannot_make_is_refused():
-    """Rank 0 shall keep [0:4] of what it holds whole, but its destination has [0:2] alone."""
+def test_impossible_local_copy_is_rejected():
+    """The plan lets rank 0 copy [1:3], but its destination shard is [0:2]."""
     plan = make_plan(Layout(Mesh([0])), Layout(Mesh.of(2), "S0"), (4,), "float32", strategy="send_recv")
     text = str(plan)
     copied = next(line for line in text.splitlines() if "0 -> 0" in line)
@@ -217,7 +217,7 @@ def test_a_copy_that_a_rank_cannot_make_is_refused():
 
 @pytest.mark.parametrize("in_rounds", [False, True])
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "float64", "complex128"])
-def test_elements_of_any_size_travel_as_bytes(dtype, in_rounds):
+def test_elements_of_any_size_are_sent_as_bytes(dtype, in_rounds):
     src, dst = Layout(Mesh.of(2), "R S0"), Layout(Mesh.of(2, first_rank=2), "S0")
     plan = make_plan(src, dst, (4, 6), dtype)
     whole = whole_tensor((4, 6), getattr(torch, dtype))
@@ -228,8 +228,8 @@ def test_elements_of_any_size_travel_as_bytes(dtype, in_rounds):
         assert same_bytes(outs[rank][0], take_shard(dst, rank, whole))
 
 
-def test_a_buffer_is_kept_for_forwards_before_the_next_receive_alone():
-    """Later ones read the destination shard; a relay has none."""
+def test_slot_is_kept_only_for_forwards_before_the_next_receive():
+    """Later forwards read the destination shard, except on a relay, which has none."""
     found = set()
     for seed in (5, 16, 48, 54):
         src, dst, shape, topology = random_problem(seed)
@@ -246,38 +246,38 @@ def test_a_buffer_is_kept_for_forwards_before_the_next_receive_alone():
     assert {(is_late, is_relay, True) for is_late in (True, False) for is_relay in (True, False)} <= found
 
 
-class _Noting(MemoryTransport):
-    """Checks that what a message waits for is over when the message is posted."""
+class _CheckingWaits(MemoryTransport):
+    """Checks that the events that a message waits for are done when it is posted."""
 
-    def __init__(self, hub, program, over):
+    def __init__(self, hub, program, done):
         super().__init__(hub, program.rank)
-        self.over, self.recvs = over, iter(program.recvs)
+        self.done, self.recvs = done, iter(program.recvs)
         self.sends = {}
         for op in (*program.sends_across, *program.sends_inside):
             self.sends.setdefault(op.receiver, []).append(op)
 
-    def note(self, work, op, is_send):
-        assert self.over.issuperset(op.waits), f"message {op.id} goes before {op.waits}"
+    def check(self, work, op, is_send):
+        assert self.done.issuperset(op.waits), f"message {op.id} is posted before {op.waits}"
         wait = work.wait
 
         def waited(timeout):
             wait(timeout)
-            self.over.add((op.id, is_send))
+            self.done.add((op.id, is_send))
 
         work.wait = waited
         return work
 
     def send(self, buffer, rank, tag):
         work = super().send(buffer, rank, tag)
-        return work if tag else self.note(work, self.sends[rank].pop(0), True)
+        return work if tag else self.check(work, self.sends[rank].pop(0), True)
 
     def recv(self, buffer, rank, tag):
         work = super().recv(buffer, rank, tag)
-        return work if tag else self.note(work, next(self.recvs), False)
+        return work if tag else self.check(work, next(self.recvs), False)
 
 
 @pytest.mark.parametrize("seed", [5, 16, 42, 50, 56])
-def test_no_message_is_posted_before_what_it_waits_for_is_over(seed):
+def test_message_is_posted_only_after_its_waits(seed):
     src, dst, shape, topology = random_problem(seed)
     plan = make_plan(src, dst, shape, "int8", topology=topology)
     programs = {rank: build_program(plan, rank) for rank in plan.ranks}
@@ -285,7 +285,7 @@ def test_no_message_is_posted_before_what_it_waits_for_is_over(seed):
     assert {bool(op.waits) for op in ops if hasattr(op, "sender")} == {True, False}
     assert any(op.waits for op in ops if not hasattr(op, "sender")) and any(one.awaited for one in programs.values())
     whole = whole_tensor(shape, torch.int8)
-    over, hub, errors = set(), MemoryHub(), []
+    done, hub, errors = set(), MemoryHub(), []
     sides = {
         rank: ([take_shard(src, rank, whole)], [None if s is None else torch.zeros_like(s)])
         for rank in plan.ranks
@@ -296,7 +296,7 @@ def test_no_message_is_posted_before_what_it_waits_for_is_over(seed):
         arrays = [[None if x is None else carrier(x) for x in side] for side in sides[rank]]
         staging = Staging(programs[rank], plan.staging_bytes)
         try:
-            transport = _Noting(hub, programs[rank], over)
+            transport = _CheckingWaits(hub, programs[rank], done)
             run_program(programs[rank], transport, *arrays, staging, deadline=time.monotonic() + 5)
         except Exception as error:
             errors.append(error)
@@ -311,8 +311,8 @@ def test_no_message_is_posted_before_what_it_waits_for_is_over(seed):
         assert same_bytes(sides[rank][1][0], take_shard(dst, rank, whole))
 
 
-class _Counting(MemoryTransport):
-    """Notes how many receives were under way at most."""
+class _CountingRecvs(MemoryTransport):
+    """Counts the receives under way, and their maximum."""
 
     under_way = most = 0
 
@@ -331,13 +331,13 @@ class _Counting(MemoryTransport):
         return work
 
 
-def test_no_more_receives_are_under_way_than_a_message_allows():
+def test_receives_under_way_stay_within_the_limit():
     plan = make_plan(Layout(Mesh([0])), Layout(Mesh([1])), (4096, 64), "float32", staging_bytes=2**16)
     programs = {rank: build_program(plan, rank) for rank in (0, 1)}
     ahead = {recv.ahead for recv in programs[1].recvs}
     assert len(ahead) == 1 and len(programs[1].recvs) > max(ahead)
     hub = MemoryHub()
-    transports = {0: MemoryTransport(hub, 0), 1: _Counting(hub, 1)}
+    transports = {0: MemoryTransport(hub, 0), 1: _CountingRecvs(hub, 1)}
     whole, out = torch.arange(4096 * 64, dtype=torch.int32).reshape(4096, 64), torch.zeros(4096, 64, dtype=torch.int32)
     sides = {0: ([whole], [None]), 1: ([None], [out])}
 
@@ -354,10 +354,10 @@ def test_no_more_receives_are_under_way_than_a_message_allows():
 
 
 @pytest.mark.parametrize("verifies", [False, True])
-def test_a_copy_inside_a_rank_is_compared_where_digests_are_asked_for(verifies, monkeypatch):
+def test_local_copy_is_verified_only_with_digests(verifies, monkeypatch):
     plan = make_plan(Layout(Mesh([0])), Layout(Mesh([0])), (4,), "int8")
     program = build_program(plan, 0)
-    monkeypatch.setattr(executor, "is_copy_of", lambda target, source: False)  # as if the copy were another one
+    monkeypatch.setattr(executor, "is_copy_of", lambda target, source: False)  # pretend that the copy differs
     sides = [torch.ones(4, dtype=torch.uint8)], [torch.zeros(4, dtype=torch.uint8)]
     digests = Digests() if verifies else None
     run = functools.partial(
@@ -373,7 +373,7 @@ def test_a_copy_inside_a_rank_is_compared_where_digests_are_asked_for(verifies, 
     assert sides[1][0].tolist() == [1] * 4
 
 
-def test_a_rank_that_would_not_get_all_it_needs_is_refused():
+def test_plan_that_delivers_too_little_to_a_rank_is_rejected():
     plan = make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([2])), (4,), "int8", strategy="send_recv")
     lines = str(plan).splitlines()
     last = max(i for i, line in enumerate(lines) if " -> 2" in line)
@@ -382,7 +382,7 @@ def test_a_rank_that_would_not_get_all_it_needs_is_refused():
         build_program(short, 2)
 
 
-def test_a_message_that_a_rank_needs_in_part_is_refused():
+def test_partially_needed_message_is_rejected():
     stripes = [[(0, 6), (2 * i, 2 * i + 1)] for i in range(3)]
     src, dst = (RegionLayout({rank: boxes}, join_dim=1) for rank, boxes in ((0, stripes), (1, stripes[:2])))
     text = str(make_plan(src, dst, (6, 6), "int8", strategy="send_recv"))

@@ -1,4 +1,4 @@
-"""Plans in rounds: no deadlock, no mismatch, every element, for transports that match by order."""
+"""Rounds on transports that match messages by order: no deadlock, no mismatch, every element arrives."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tests.support.strategies_of_cases import cases
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 
 
-def runner_of(plan, rank, staging_bytes=None, memory=None, lanes=None, copier=None):
+def runner_of(plan, rank, staging_bytes=None, memory=None, streams=None, copier=None):
     memory = TorchMemory(torch.device("cpu")) if memory is None else memory
     itemsizes = [spec.itemsize for spec in plan.tensors]
-    return RoundRunner(build_program(plan, rank), find_rounds(plan), memory, itemsizes, copier, staging_bytes, lanes)
+    return RoundRunner(build_program(plan, rank), find_rounds(plan), memory, itemsizes, copier, staging_bytes, streams)
 
 
 def _calls(plan):
@@ -40,7 +40,7 @@ def _calls(plan):
 
 @given(cases(), st.sampled_from(sorted(STRATEGIES)))
 @settings(max_examples=40)
-def test_rounds_of_any_plan_end_and_move_every_element(case, strategy):
+def test_rounds_of_any_plan_finish_and_move_every_element(case, strategy):
     shape, src, dst, topology = case
     shape = tuple(size * 40 if i == 0 else size for i, size in enumerate(shape))
     if not isinstance(src, Layout) or not isinstance(dst, Layout):
@@ -63,15 +63,15 @@ def test_rounds_of_any_plan_end_and_move_every_element(case, strategy):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_lanes_wait_for_each_other(seed):
-    """Packing, exchange and unpacking go on by themselves; a wait that is missing would move what is not there yet."""
+def test_streams_wait_for_each_other(seed):
+    """Packing, exchange and unpacking run concurrently, so a missing wait would move wrong elements."""
     src, dst, shape, topology = random_problem(seed)
     strategy = ["multicast", "send_recv", "broadcast_greedy", "local_all_gather"][seed % 4]
     plan = make_plan(src, dst, shape, "float32", strategy=strategy, topology=topology, staging_bytes=2**16)
     whole = whole_tensor(shape, torch.float32)
     outs = {r: [s if s is None else torch.full_like(s, -1)] for r in plan.ranks for s in [take_shard(dst, r, whole)]}
     sources = {r: [take_shard(src, r, whole)] for r in plan.ranks}
-    run_in_threads(plan, sources, outs, seconds=30.0, in_rounds="lanes")
+    run_in_threads(plan, sources, outs, seconds=30.0, in_rounds="streams")
     for rank in dst.ranks:
         assert same_bytes(outs[rank][0], take_shard(dst, rank, whole))
 
@@ -88,25 +88,27 @@ def _boundary(staging_bytes=2**26):
     )
 
 
-def test_planted_faults_are_found():
+def test_check_calls_finds_planted_faults():
     *_, plan = _boundary()
     good = _calls(plan)
     check_calls(good)
     rank, at = next((r, i) for r, groups in good.items() for i, group in enumerate(groups) if len(groups) > i + 1)
 
-    def spoilt(change):
+    def corrupted(change):
         calls = copy.deepcopy(good)
         change(calls[rank])
         return calls
 
-    with pytest.raises(PlanError, match="wait for ever"):
-        check_calls(spoilt(lambda groups: groups[at].pop()))
+    with pytest.raises(PlanError, match="deadlock"):
+        check_calls(corrupted(lambda groups: groups[at].pop()))
     with pytest.raises(PlanError, match="which receives"):
-        check_calls(spoilt(lambda groups: groups[at].append((*groups[at].pop()[:2], 1))))
+        check_calls(corrupted(lambda groups: groups[at].append((*groups[at].pop()[:2], 1))))
     crossed = {0: [[(True, 1, 8)], [(False, 1, 8)]], 1: [[(True, 0, 8)], [(False, 0, 8)]]}  # both send first
-    with pytest.raises(PlanError, match=r"ranks \[0, 1\] wait for ever: rank 0 in its group 0 for 8 bytes to rank 1"):
+    with pytest.raises(
+        PlanError, match=r"ranks \[0, 1\] deadlock: rank 0 waits in its group 0 to send 8 bytes to rank 1"
+    ):
         check_calls(crossed)
-    check_calls({0: [[(True, 1, 8), (False, 1, 8)]], 1: [[(True, 0, 8), (False, 0, 8)]]})  # as one group they may
+    check_calls({0: [[(True, 1, 8), (False, 1, 8)]], 1: [[(True, 0, 8), (False, 0, 8)]]})  # correct in one group
     with pytest.raises(PlanError, match="rank 0 sends 8 bytes to rank 1, which receives 4"):
         check_calls({0: [[(True, 1, 8)]], 1: [[(False, 0, 4)]]})
 
@@ -131,12 +133,12 @@ def _move_in_rounds(rank):
     return runner.allocated_bytes
 
 
-def test_rounds_on_processes():
+def test_rounds_between_processes():
     assert len(run_processes(_move_in_rounds, 10)) == 10
 
 
 def _turned(staging_bytes=2**26):
-    """Ranks whose hosts have two NICs turn a layout around: some pass on what they do not need themselves."""
+    """Columns become rows between hosts with two NICs, so that some ranks relay messages that they do not need."""
     src, dst = Layout(Mesh.of("2x4"), "R S01"), Layout(Mesh.of("2x4", first_rank=8), "S01 R")
     nics = ["500 Mbit/s", "500 Mbit/s"]
     topology = topology_from_json({"hosts": [{"count": 4, "devices": 4, "nics": nics}]}).without_latency()
@@ -147,7 +149,7 @@ def _turned(staging_bytes=2**26):
 
 
 @pytest.mark.parametrize("seed", [None, *range(12)])
-def test_a_round_takes_no_more_than_half_of_what_a_rank_may_hold(seed):
+def test_round_uses_at_most_half_of_the_staging_bytes(seed):
     staging_bytes = MIN_STAGING_BYTES
     if seed is None:
         _, _, plan = _turned(staging_bytes)
@@ -161,7 +163,7 @@ def test_a_round_takes_no_more_than_half_of_what_a_rank_may_hold(seed):
                 assert sum(op.nbytes for op in ops) <= staging_bytes // 4
 
 
-def test_what_is_passed_on_has_a_place_of_its_own_until_it_left():
+def test_relayed_messages_keep_disjoint_buffers_until_forwarded():
     src, dst, plan = _turned()
     reused = 0
     for rank in plan.ranks:
@@ -173,18 +175,16 @@ def test_what_is_passed_on_has_a_place_of_its_own_until_it_left():
             live = {index: part for index, part in live.items() if forwards[index] >= number}
             for index, recv in enumerate(program.recvs):
                 if recv.is_relay and recv in one.recvs:
-                    first = runner.num_halves * runner._half_bytes + runner._relay_places[index]
+                    first = runner.num_halves * runner._half_bytes + runner._relay_offsets[index]
                     end = first + recv.nbytes
                     assert first % ALIGN == 0
                     assert all(end <= start or stop <= first for start, stop in live.values())
                     assert end <= runner.nbytes
-                    for place in range(
-                        runner.num_halves * runner._half_bytes, first, ALIGN
-                    ):  # none that is lower was free
-                        assert any(place < stop and start < place + recv.nbytes for start, stop in live.values())
+                    for lower in range(runner.num_halves * runner._half_bytes, first, ALIGN):  # first fit
+                        assert any(lower < stop and start < lower + recv.nbytes for start, stop in live.values())
                     live[index] = first, end
-        places = list(runner._relay_places.values())
-        reused += len(places) - len(set(places))
+        offsets = list(runner._relay_offsets.values())
+        reused += len(offsets) - len(set(offsets))
         assert runner_of(plan, rank, runner.nbytes).num_halves == runner.num_halves
         if runner.nbytes:
             least = runner.nbytes - (runner.num_halves - 1) * runner._half_bytes
@@ -199,28 +199,28 @@ def test_what_is_passed_on_has_a_place_of_its_own_until_it_left():
         assert same_bytes(outs[rank][0], take_shard(dst, rank, whole))
 
 
-class _Packing(TorchMemory):
-    packed = 0
+class _CountingCopies(TorchMemory):
+    copies = 0
 
     def pack(self, views, buffer):
-        self.packed += 1
+        self.copies += 1
         super().pack(views, buffer)
 
     def unpack(self, buffer, views):
-        self.packed += 1
+        self.copies += 1
         super().unpack(buffer, views)
 
 
 @pytest.mark.parametrize(("spec", "packs"), [("S0 R", 0), ("R S0", 1)])
-def test_what_lies_in_one_run_leaves_from_where_it_is(spec, packs):
+def test_contiguous_boxes_are_sent_without_packing(spec, packs):
     src, dst = Layout(Mesh.of("1"), "R R"), Layout(Mesh.of("2", first_rank=1), spec)
     plan = make_plan(src, dst, (8, 4), "float32")
-    memory = _Packing(torch.device("cpu"))
+    memory = _CountingCopies(torch.device("cpu"))
     runner = runner_of(plan, 0, memory=memory)
     sent = []
     runner.run([torch.arange(32.0).reshape(8, 4)], [None], lambda recvs, sends: sent.extend(sends))
     assert len(sent) == plan.num_messages
-    assert (memory.packed > 0) == (packs > 0)
+    assert (memory.copies > 0) == (packs > 0)
 
 
 def _on_one_host(staging_bytes):
@@ -231,7 +231,7 @@ def _on_one_host(staging_bytes):
 
 
 def _room(plan):
-    """What a rank may send, and receive, in a round: outside its host, inside."""
+    """The bytes that a rank may send, and receive, in a round: ``{is inside its host: bytes}``."""
     hosts = plan.topology.host_of_rank
     sizes = {False: [0], True: [0]}
     for message in expand_messages(plan):
@@ -239,7 +239,7 @@ def _room(plan):
             sizes[hosts[message.sender] == hosts[message.receiver]].append(message_nbytes(plan, message))
     across, inside = max(sizes[False]), max(sizes[True])
     rate = min(nic.egress_bytes_per_second for host in plan.topology.hosts for nic in host.nics)
-    least = int(rate * ROUND_SECONDS)  # links inside hosts have no rate here, and take that of the NICs
+    least = int(rate * ROUND_SECONDS)  # the topologies here give no rate inside hosts, so that of the NICs applies
     across = max(across, min(least, plan.staging_bytes // 8))
     return {False: across, True: max(inside, min(max(4 * inside, least), plan.staging_bytes // 4 - across))}
 
@@ -255,7 +255,7 @@ def _room(plan):
     ],
     ids=["boundary", "boundary, little staging", "turned", "on one host", "on one host, little staging"],
 )
-def test_each_message_is_in_the_first_round_that_has_room_for_it(make, staging_bytes):
+def test_each_message_is_in_the_first_round_with_room(make, staging_bytes):
     plan = make(staging_bytes)
     hosts, room = plan.topology.host_of_rank, _room(plan)
     used, rounds, found = {}, {}, find_rounds(plan)
@@ -276,13 +276,13 @@ def test_each_message_is_in_the_first_round_that_has_room_for_it(make, staging_b
     assert len({*rounds.values()}) > 1
 
 
-def test_ranks_that_only_copy_need_no_buffer():
+def test_rank_with_only_local_copies_needs_no_buffer():
     plan = make_plan(Layout(Mesh([0])), Layout(Mesh([0])), (8,), "int8")
     runner = runner_of(plan, 0)
     assert runner.nbytes == 0
 
 
-def test_a_buffer_is_made_with_the_first_run_and_given_back():
+def test_buffer_is_allocated_by_the_first_run_and_released():
     *_, plan = _boundary()
     runner = runner_of(plan, 4)
     assert runner.nbytes > 0

@@ -1,6 +1,6 @@
-"""Transfers on a device's streams, with a stand-in for the device: a thread that does what is put on it, over Gloo.
+"""Transfers on streams, with a thread as the stand-in for a device and a stand-in library for NCCL.
 
-What only a GPU can show is in tests marked ``gpu``.
+Tests that need a GPU are in ``test_gpu.py``.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Mark:
         self.reached.wait()
 
 
-class Streams:
-    """A thread that does what is put on it, in order, while the caller goes on."""
+class ThreadStream:
+    """A stream as a thread: it runs enqueued work in order, concurrently with the caller."""
 
     def __init__(self, device):
         self.mark_of, self.works = Mark, queue.SimpleQueue()
@@ -62,7 +62,7 @@ class Streams:
                 mark.error = error
             mark.reached.set()
 
-    def put(self, work, arrays):
+    def enqueue(self, work, arrays):
         assert all(callable(array.record_stream) for array in arrays)
         mark = self.mark_of()
         self.works.put((work, mark))
@@ -74,8 +74,8 @@ class Streams:
 
 @pytest.fixture
 def device(monkeypatch, standin):
-    """CPU tensors go the way of CUDA tensors: rounds, a stream, and the NCCL binding on the stand-in library."""
-    monkeypatch.setitem(STREAMS, "cpu", Streams)
+    """CPU tensors take the path of CUDA tensors: rounds, a stream, and the NCCL binding on the stand-in library."""
+    monkeypatch.setitem(STREAMS, "cpu", ThreadStream)
     monkeypatch.setattr(nccl_exchange, "NCCL_DEVICES", {"cuda", "cpu"})
     monkeypatch.setattr(connections, "NCCL_DEVICES", {"cuda", "cpu"})
     monkeypatch.setattr(nccl_exchange, "find_library", lambda: Library(standin))
@@ -105,7 +105,7 @@ def _cast(rank):
         assert (out is None and wanted is None) or same_bytes(out, wanted), (src, dst)
 
 
-def test_elements_are_cast_on_the_way(device):
+def test_elements_are_cast_during_the_transfer(device):
     run_processes(_cast, RANKS)
 
 
@@ -125,7 +125,7 @@ def _move(rank):
         assert mover.staging_allocated_bytes == held
 
 
-def test_a_mover_moves_often(device):
+def test_mover_runs_repeatedly(device):
     run_processes(_move, RANKS)
 
 
@@ -140,7 +140,7 @@ def _move_both_ways(rank):
         assert source is None or not count_unlike(returned.synchronize(60.0), source)
 
 
-def test_each_direction_has_a_communicator_of_its_own(device):
+def test_each_direction_has_its_own_communicator(device):
     run_processes(_move_both_ways, RANKS)
 
 
@@ -157,7 +157,7 @@ class Broken(Mark):
 def _start_with(rank, kind):
     source, _ = _shards(rank)
     mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"))
-    mover._timeout_seconds = 2.0  # of transfers alone: to meet may take longer on a loaded machine
+    mover._timeout_seconds = 2.0  # for transfers only: the rendezvous may take longer on a loaded machine
     if rank == 4:
         mover._streamed.streams.mark_of = kind
     else:
@@ -175,27 +175,27 @@ def _start_with(rank, kind):
     ("kind", "name", "text"),
     [(Never, "TransferTimeoutError", "did not finish in time"), (Broken, "RemoteError", "rank 4: .*illegal memory")],
 )
-def test_a_device_that_fails_or_hangs_ends_the_transfer_on_all_ranks(device, kind, name, text):
-    said = run_processes(_start_with, RANKS, kind)
-    assert len({(name, text) for name, text, _ in said}) == 1
-    assert said[0][0] == name
-    assert re.search(text, said[0][1])
-    assert max(took for *_, took in said) < 8
+def test_device_that_fails_or_hangs_ends_the_transfer_on_all_ranks(device, kind, name, text):
+    results = run_processes(_start_with, RANKS, kind)
+    assert len({(name, text) for name, text, _ in results}) == 1
+    assert results[0][0] == name
+    assert re.search(text, results[0][1])
+    assert max(took for *_, took in results) < 8
 
 
-def test_the_engine_trains(device):
+def test_engine_trains(device):
     losses, grads = single_process(torch.float64, [4, 4, 2])
     for build in (auto_schedule, one_f_one_b):
         results = run_processes(run_rank, 3, build, [0, 1, 2], "float64", [4, 4, 2], 2)
         for stage, (steps, _) in enumerate(results):
-            for said, by_stage in steps:
-                assert stage != 2 or said == pytest.approx(losses, rel=1e-10)
+            for step_losses, by_stage in steps:
+                assert stage != 2 or step_losses == pytest.approx(losses, rel=1e-10)
                 for key, grad in by_stage[stage].items():
                     torch.testing.assert_close(torch.from_numpy(grad), grads[stage][key], rtol=1e-10, atol=1e-12)
 
 
 def _two_stages_on_a_row(pipeline, num_microbatches):
-    """Row 0 receives gradients of two edges from row 1 in another order than row 1 sends them."""
+    """Row 0 receives the gradients of two edges from row 1 in an order that differs from the sending order."""
     schedule = auto_schedule(pipeline, num_microbatches, row_of_stage=[0, 1, 1])
     assert not has_one_order(schedule)
     assert has_one_order(one_f_one_b(pipeline, num_microbatches))
@@ -205,8 +205,8 @@ def _two_stages_on_a_row(pipeline, num_microbatches):
 def test_edges_between_two_rows_may_be_received_in_another_order(device):
     losses, _ = single_process(torch.float64, [4, 4, 2])
     results = run_processes(run_rank, 2, _two_stages_on_a_row, [0, 1, 1], "float64", [4, 4, 2], 2)
-    for said, _ in results[1][0]:
-        assert said == pytest.approx(losses, rel=1e-10)
+    for step_losses, _ in results[1][0]:
+        assert step_losses == pytest.approx(losses, rel=1e-10)
 
 
 def _mixed(rank):
@@ -220,12 +220,12 @@ def _mixed(rank):
     return None
 
 
-def test_tensors_on_other_devices_are_refused():
-    said = set(run_processes(_mixed, RANKS))
-    assert said == {"ArgumentError: the tensor: rank 1 passes a tensor on meta; cpu and cuda tensors can travel"}
+def test_tensors_on_unsupported_devices_are_rejected():
+    errors = set(run_processes(_mixed, RANKS))
+    assert errors == {"ArgumentError: the tensor: rank 1 passes a tensor on meta; only cpu and cuda are supported"}
 
 
-def _asks_for_cuda(rank):
+def _make_cuda_mover(rank):
     try:
         reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), device="cuda", timeout_seconds=5.0)
     except reshard.ReshardError as error:
@@ -233,7 +233,7 @@ def _asks_for_cuda(rank):
     return None
 
 
-@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
-def test_without_a_gpu_cuda_is_refused():
-    said = set(run_processes(_asks_for_cuda, RANKS))
-    assert said == {"ArgumentError: device is 'cuda', but this process has no CUDA device"}
+@pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
+def test_cuda_without_a_gpu_is_rejected():
+    errors = set(run_processes(_make_cuda_mover, RANKS))
+    assert errors == {"ArgumentError: device is 'cuda', but this process has no CUDA device"}

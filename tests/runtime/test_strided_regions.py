@@ -1,4 +1,4 @@
-"""Boxes as strided regions: the kernel's twin, and the kernel itself in Triton's interpreter."""
+"""Boxes as strided regions: the kernel's Python reference, and the kernel in Triton's interpreter and compiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.runtime.strided_regions import box_regions, copy_regions_python, ma
 
 @st.composite
 def boxes(draw):
-    """Shapes and item sizes of up to three arrays, and boxes of them."""
+    """Shapes and itemsizes of up to three arrays, and boxes of them."""
     arrays = []
     for _ in range(draw(st.integers(1, 3))):
         shape = tuple(draw(st.lists(st.integers(1, 7), max_size=6)))
@@ -30,7 +30,7 @@ def boxes(draw):
 
 
 def _case(arrays, found):
-    """Contents, table, and what the buffer should hold."""
+    """Array contents, region tables, the expected parts of the buffer, and its size."""
     generator = np.random.default_rng(0)
     contents = [generator.integers(0, 256, math.prod(shape) * itemsize, dtype=np.uint8) for shape, itemsize in arrays]
     regions, wanted, at = [], [], 0
@@ -46,7 +46,7 @@ def _case(arrays, found):
 @example(([((3,) * 6, 2)], [(0, (3,) * 6, 2, (slice(1, 3),) * 6)]))  # more dims than a region has
 @example(([((4, 3000), 8)], [(0, (4, 3000), 8, (slice(1, 4), slice(5, 2990)))]))  # rows of several tiles
 @example(([((4, 90), 8)], [(0, (4, 90), 8, (slice(i, i + 2), slice(7, stop))) for i, stop in enumerate((9, 9, 80))]))
-def test_regions_gather_and_scatter_what_the_boxes_hold(case):
+def test_regions_gather_and_scatter_boxes(case):
     arrays, found = case
     contents, tables, wanted, size = _case(arrays, found)
     assert sum(table.copied_bytes for table in tables) == sum(len(part) for _, part in wanted)
@@ -64,7 +64,7 @@ def test_regions_gather_and_scatter_what_the_boxes_hold(case):
         assert np.array_equal(*views)
 
 
-def test_rows_that_lie_together_are_one():
+def test_contiguous_rows_are_merged():
     whole = (slice(0, 4), slice(0, 6), slice(0, 8))
     assert box_regions(0, (4, 6, 8), 4, whole, 0) == [(0, 0, 0, 768, 1, 1, 1, 0, 0, 0)]
     columns = (slice(0, 4), slice(0, 6), slice(2, 4))
@@ -73,7 +73,7 @@ def test_rows_that_lie_together_are_one():
     assert table.unit == 8
 
 
-def test_a_box_at_an_odd_address_or_of_short_rows_slows_down_no_other():
+def test_odd_addresses_and_short_rows_get_their_own_tables():
     regions = box_regions(0, (64, 4096), 4, (slice(0, 64), slice(0, 3000)), 0)  # rows of 12000 bytes
     regions += box_regions(1, (64, 64), 2, (slice(0, 64), slice(1, 2)), 12000 * 64)
     regions += box_regions(2, (64, 64), 4, (slice(0, 64), slice(0, 64)), 12000 * 64 + 128)
@@ -81,7 +81,7 @@ def test_a_box_at_an_odd_address_or_of_short_rows_slows_down_no_other():
     assert [(table.unit, table.tile, len(table.programs)) for table in tables] == [
         (16, (1, 1024), 2 * 64),
         (2, (64, 16), 1),
-        (2, (1, 1024), 8),  # one row of 16 KiB, at an address of two bytes
+        (2, (1, 1024), 8),  # one row of 16 KiB, at an address aligned to two bytes
     ]
 
 
@@ -98,7 +98,7 @@ contents, tables, wanted, size = _case(arrays, found)
 copier = RegionCopier(torch.device("cpu"))
 buffer = torch.zeros(size, dtype=torch.uint8)
 copier.warm_up(torch.zeros(2**14, dtype=torch.uint8))
-placed = [copier.place(table) for table in tables]
+placed = [copier.upload(table) for table in tables]
 assert len({table.unit for table in tables}) > 2
 held = [torch.from_numpy(content) for content in contents]
 for one in placed:
@@ -112,11 +112,11 @@ for one in placed:
 for t, shape, itemsize, box in found:
     a, b = (np.asarray(side[t]).reshape(*shape, itemsize)[box] for side in (back, contents))
     assert np.array_equal(a, b)
-print("as the twin")
+print("equal")
 """
 
 
-def test_the_kernel_does_what_its_twin_does(tmp_path):
+def test_interpreted_kernel_matches_its_python_reference(tmp_path):
     pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")
     import os
     import subprocess
@@ -126,7 +126,7 @@ def test_the_kernel_does_what_its_twin_does(tmp_path):
         [sys.executable, "-c", _INTERPRETED],
         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert run.stdout.strip() == "as the twin", run.stderr
+    assert run.stdout.strip() == "equal", run.stderr
 
 
 _COMPILED = """
@@ -149,8 +149,8 @@ for pairs in (True, False):
 """
 
 
-def test_the_kernel_compiles_for_a_gpu_and_loads_sixteen_bytes_at_once():
-    """Without a GPU: the interpreter takes what the compiler refuses."""
+def test_kernel_compiles_and_loads_sixteen_bytes_at_once():
+    """Needs no GPU. The interpreter accepts code that the compiler rejects, so compile as well."""
     pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")
     import subprocess
     import sys

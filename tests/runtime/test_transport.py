@@ -1,4 +1,4 @@
-"""Waiting for a message under way: it comes, it fails, or it is too late."""
+"""wait_for: errors before the deadline, timeouts, and errors reported by other ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reshard.runtime.transport import BrokenConnectionError, wait_for
 
 
 class _Failing:
-    """A work that fails when it is waited for, after some seconds."""
+    """A work whose wait fails after some seconds."""
 
     def __init__(self, seconds=0.0):
         self.seconds = seconds
@@ -22,26 +22,26 @@ class _Failing:
         raise RuntimeError("reset by peer")
 
 
-def test_what_fails_before_its_time_is_over_is_a_broken_connection():
+def test_failure_before_the_deadline_is_a_broken_connection():
     with pytest.raises(BrokenConnectionError, match="message 3 failed: reset by peer") as caught:
         wait_for(_Failing(), time.monotonic() + 0.5, lambda: None, 1, 2, "message 3")
     assert caught.value.peer == 2
 
 
 @pytest.mark.parametrize("left", [-1.0, 0.05])
-def test_what_does_not_end_in_time_is_late(left):
+def test_failure_after_the_deadline_is_a_timeout(left):
     work = _Failing(seconds=5)
     with pytest.raises(TransferTimeoutError, match="rank 1: message 3 did not finish in time"):
         wait_for(work, time.monotonic() + left, lambda: None, 1, 2, "message 3")
     assert 0 < work.timeout <= max(left, 0.001)
 
 
-def test_what_another_rank_told_comes_first():
-    said = iter([None, KeyError("told")])
+def test_error_reported_by_another_rank_takes_precedence():
+    errors = iter([None, KeyError("reported")])
 
     def check():
-        if (error := next(said)) is not None:
+        if (error := next(errors)) is not None:
             raise error
 
-    with pytest.raises(KeyError, match="told"):
+    with pytest.raises(KeyError, match="reported"):
         wait_for(_Failing(), time.monotonic() + 0.5, check, 1, 2, "message 3")

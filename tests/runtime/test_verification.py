@@ -1,4 +1,4 @@
-"""verify=True: every changed byte is found, on every rank alike, with the region, the hop and the ranks."""
+"""verify=True: every changed byte raises an error on every rank that names the region, the hop and the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.memory_transport import MemoryHub, MemoryTransport
 
 SHAPE = (64, 60)
 SRC, DST = Layout(Mesh.of("2"), "R S0"), Layout(Mesh.of("2x2", first_rank=2), "S0 R")
-TOPOLOGY = Topology((0, 0, 1, 1, 2, 2))  # what enters a host is passed on inside it
+TOPOLOGY = Topology((0, 0, 1, 1, 2, 2))  # a host receives each region once and forwards it inside
 
 
 def _move(rank, spoil, verify=True):
@@ -42,30 +42,30 @@ def _move(rank, spoil, verify=True):
     return found
 
 
-def test_a_hop_that_passes_on_knows_which_one_brought_it():
+def test_hops_pair_forwarded_with_received_messages():
     plan = reshard.make_plan(
         Layout(Mesh([4])), Layout(Mesh([1, 7])), (8,), "int8", strategy="broadcast_naive", topology=Topology((0,) * 8)
     )
     hops = Hops(plan)
     assert (hops.sender.tolist(), hops.receiver.tolist()) == ([4, 7], [7, 1])
-    assert (hops.passed_on.tolist(), hops.came_as.tolist()) == ([1], [0])  # the first message is one too
+    assert (hops.forwards.tolist(), hops.brought_by.tolist()) == ([1], [0])  # row 0 brings the data of row 1
 
 
-@pytest.mark.parametrize("side", ["sent", "landed"])
-def test_a_fault_is_found_behind_copies_inside_ranks(side):
+@pytest.mark.parametrize("side", ["sent", "received"])
+def test_fault_is_found_after_local_copies(side):
     plan = reshard.make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([1, 2])), (8,), "int8", strategy="send_recv")
     messages = list(expand_messages(plan))
     assert any(one.sender == one.receiver for one in messages)
     moved = [one for one in messages if one.sender != one.receiver]
-    digests = {name: {one.id: one.id for one in moved} for name in ("sent", "landed")}
-    assert find_fault(plan, digests["sent"], digests["landed"]) is None
+    digests = {name: {one.id: one.id for one in moved} for name in ("sent", "received")}
+    assert find_fault(plan, digests["sent"], digests["received"]) is None
     for one in moved:
         changed = digests | {side: digests[side] | {one.id: -1}}
-        fault = find_fault(plan, changed["sent"], changed["landed"])
+        fault = find_fault(plan, changed["sent"], changed["received"])
         assert fault is not None and f"rank {one.receiver} does not hold what rank {one.sender} sent" in fault
 
 
-def test_a_wrong_copy_is_named_with_its_region():
+def test_wrong_copy_error_names_the_region():
     plan = reshard.make_plan(Layout(Mesh([0])), Layout(Mesh([0])), {"a": (2,), "b": (3,)}, "int8", strategy="send_recv")
     copies = list(expand_messages(plan))
     assert {describe_copy(plan, 0, copies[0].id), describe_copy(plan, 0, copies[1].id)} == {
@@ -74,31 +74,31 @@ def test_a_wrong_copy_is_named_with_its_region():
     }
 
 
-class _Made(MemoryTransport):
-    """Notes what is under way."""
+class _Recording(MemoryTransport):
+    """Records every posted operation."""
 
     def __init__(self, hub, rank):
         super().__init__(hub, rank)
-        self.made = []
+        self.posted = []
 
     def send(self, buffer, rank, tag):
-        self.made.append(super().send(buffer, rank, tag))
-        return self.made[-1]
+        self.posted.append(super().send(buffer, rank, tag))
+        return self.posted[-1]
 
     def recv(self, buffer, rank, tag):
-        self.made.append(super().recv(buffer, rank, tag))
-        return self.made[-1]
+        self.posted.append(super().recv(buffer, rank, tag))
+        return self.posted[-1]
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_ranks_that_compare_wait_for_all_that_they_started(is_wrong):
+def test_comparison_waits_for_every_posted_operation(is_wrong):
     plan = reshard.make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([2])), (8,), "int8", strategy="send_recv")
     hops, hub = Hops(plan), MemoryHub()
 
     def compare(rank):
-        digests, transport, waited = Digests(), _Made(hub, rank), []
+        digests, transport, waited = Digests(), _Recording(hub, rank), []
         for one in expand_messages(plan, rank):
-            (digests.sent if one.sender == rank else digests.landed)[one.id] = is_wrong and one.receiver == rank
+            (digests.sent if one.sender == rank else digests.received)[one.id] = is_wrong and one.receiver == rank
 
         def wait(work, other):
             work.wait(timedelta(seconds=5))
@@ -106,18 +106,18 @@ def test_ranks_that_compare_wait_for_all_that_they_started(is_wrong):
 
         try:
             compare_digests(hops, rank, digests, transport, 7, wait)
-            said = ""
+            text = ""
         except reshard.VerificationError as error:
-            said = str(error)
-        assert len(waited) == len(transport.made) > 0 and set(map(id, waited)) == set(map(id, transport.made))
-        return said
+            text = str(error)
+        assert len(waited) == len(transport.posted) > 0 and set(map(id, waited)) == set(map(id, transport.posted))
+        return text
 
     with ThreadPoolExecutor(3) as pool:
-        said = set(pool.map(compare, plan.ranks))
-    assert len(said) == 1 and ("rank 2 does not hold what rank 0 sent" in said.pop()) == is_wrong
+        texts = set(pool.map(compare, plan.ranks))
+    assert len(texts) == 1 and ("rank 2 does not hold what rank 0 sent" in texts.pop()) == is_wrong
 
 
-def test_good_transfers_pass():
+def test_correct_transfers_pass():
     assert run_processes(_move, 6, None) == [[0, 0]] * 6
 
 
@@ -128,7 +128,7 @@ def _flip(tensor):
 
 
 def _on_the_wire(rank):
-    """The first message that rank 1 sends arrives changed."""
+    """Change the first message that rank 1 sends."""
     if rank == 1:
         send, sent = GlooTransport.send, []
 
@@ -140,29 +140,29 @@ def _on_the_wire(rank):
 
 
 def _in_a_shard(rank):
-    """What rank 3 unpacks last is not what it received."""
+    """Change what rank 3 unpacks."""
     if rank == 3:
-        unpack = executor._Run.unpack
+        unpack = executor._Execution.unpack
 
         def changed(self, op, slot):
             unpack(self, op, slot)
-            array = self.dst[op.places[0].tensor]
+            array = self.dst[op.boxes[0].tensor]
             array.copy_(_flip(array))
 
-        executor._Run.unpack = changed
+        executor._Execution.unpack = changed
 
 
-def _before_passing_on(rank):
-    """Rank 2 changes what it holds between receiving and passing on."""
+def _before_forwarding(rank):
+    """Rank 2 changes a message between receiving and forwarding it."""
     if rank == 2:
-        finish = executor._Run.finish_recv
+        finish = executor._Execution.finish_recv
 
         def changed(self, op, slot):
             if slot is not None:
                 slot.copy_(_flip(slot))
             finish(self, op, slot)
 
-        executor._Run.finish_recv = changed
+        executor._Execution.finish_recv = changed
 
 
 @pytest.mark.parametrize(
@@ -170,20 +170,20 @@ def _before_passing_on(rank):
     [
         (_on_the_wire, ("does not hold what rank 1 sent", "from rank 1")),
         (_in_a_shard, ("rank 3 does not hold what rank",)),
-        (_before_passing_on, ("rank 2 passed on other bytes to rank 3 than it had received",)),
+        (_before_forwarding, ("rank 2 passed on other bytes to rank 3 than it had received",)),
     ],
 )
-def test_changed_bytes_are_found_on_all_ranks_alike(spoil, names):
+def test_changed_bytes_raise_the_same_error_on_all_ranks(spoil, names):
     found = run_processes(_move, 6, spoil)
-    assert len({said[0] for said in found}) == 1
+    assert len({errors[0] for errors in found}) == 1
     assert str(found[0][0]).startswith("VerificationError: [")
     assert all(name in found[0][0] for name in names), found[0][0]
-    assert all(said[1] == said[0] for said in found)  # a Mover on which bytes changed is not used again
+    assert all(errors[1] == errors[0] for errors in found)  # a Mover fails again after bytes changed
 
 
-def test_without_it_they_are_not():
+def test_changed_bytes_pass_without_verify():
     found = run_processes(_move, 6, _on_the_wire, False)
-    assert sum(said[0] for said in found) > 0
+    assert sum(wrong[0] for wrong in found) > 0
 
 
 def _call(rank):
@@ -198,7 +198,7 @@ def _call(rank):
         assert wanted is None or not count_unlike(moved, wanted)
 
 
-def test_calls_take_it_too():
+def test_reshard_accepts_verify():
     run_processes(_call, 3)
 
 
@@ -216,14 +216,14 @@ def _disagree(rank):
     return None
 
 
-def test_ranks_must_agree_on_it():
-    said = run_processes(_disagree, 2)
-    assert said[0] == said[1]
-    assert "verify" in said[0]
+def test_ranks_must_agree_on_verify():
+    errors = run_processes(_disagree, 2)
+    assert errors[0] == errors[1]
+    assert "verify" in errors[0]
 
 
 @pytest.mark.parametrize(("boxes", "more"), [(3, ""), (4, " and 1 more")])
-def test_a_fault_names_three_boxes_of_its_message_and_counts_the_rest(boxes, more):
+def test_fault_names_three_boxes_and_counts_the_rest(boxes, more):
     stripes = RegionLayout(
         {rank: [[(0, 2), (2 * i + rank, 2 * i + rank + 1)] for i in range(boxes)] for rank in (0, 1)}
     )
@@ -231,20 +231,20 @@ def test_a_fault_names_three_boxes_of_its_message_and_counts_the_rest(boxes, mor
     first, second = (message for message in expand_messages(plan))
     good = {first.id: 7, second.id: 8}
     assert find_fault(plan, good, good) is None
-    said = find_fault(plan, good, good | {second.id: 9})
+    fault = find_fault(plan, good, good | {second.id: 9})
     shown = ", ".join(f"[0:2, {2 * i + second.sender}:{2 * i + second.sender + 1}]" for i in range(3))
-    assert said == (
+    assert fault == (
         f"{shown}{more} from rank {second.sender}: rank 2 does not hold what rank {second.sender} sent "
         f"(message {second.id})"
     )
 
 
-def test_a_rank_that_passes_on_other_bytes_than_it_got_is_named():
+def test_fault_names_a_rank_that_forwards_changed_bytes():
     plan = reshard.make_plan(
         Layout(Mesh([0])), Layout(Mesh([1, 2])), (8,), "int8", strategy="broadcast_naive", topology=Topology((0,) * 3)
     )
     first, second = (message for message in expand_messages(plan))
     assert second.source == first.id
-    said = find_fault(plan, {first.id: 1, second.id: 2}, {first.id: 1, second.id: 2})
-    assert said is not None
-    assert f"from rank 0: rank {second.sender} passed on other bytes to rank {second.receiver} than" in said
+    fault = find_fault(plan, {first.id: 1, second.id: 2}, {first.id: 1, second.id: 2})
+    assert fault is not None
+    assert f"from rank 0: rank {second.sender} passed on other bytes to rank {second.receiver} than" in fault

@@ -1,4 +1,4 @@
-"""Backward in halves: first what others wait for, then the weights; together what a whole backward gives."""
+"""Split backward: the input-gradient pass and the weight-gradient pass give the gradients of a whole backward."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.utils.checkpoint
 from torch import nn
 
 from reshard.errors import ArgumentError
-from reshard.runtime.cpu.weight_grad_store import PutOff, later_tasks
+from reshard.runtime.cpu.weight_grad_store import WeightGradStore, later_tasks
 
 
 class Tied(nn.Module):
-    """A weight used twice, and one that is made from another."""
+    """A weight that is used twice, and one that is computed from another."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Frozen(nn.Module):
 
 
 class Functional(nn.Module):
-    """Convolutions by arguments that are left out, given by place, or by name."""
+    """Convolutions with omitted, positional and named arguments."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("needs_input", [True, False])
-def test_halves_add_up(name, needs_input):
+def test_split_backward_gives_the_whole_gradients(name, needs_input):
     make, shape = CASES[name]
     torch.manual_seed(0)
     module = make().double()
@@ -84,14 +84,14 @@ def test_halves_add_up(name, needs_input):
     module.zero_grad()
     x.grad = None
     tasks = []
-    with PutOff(tasks):
+    with WeightGradStore(tasks):
         again = module(x)
     assert torch.equal(out, again)
     again.backward(gradient)
-    put_off = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
-    if name not in ("same", "unbatched"):  # these take the plain way
+    deferred = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
+    if name not in ("same", "unbatched"):  # these are not deferred
         assert tasks
-        assert put_off or name == "tied"
+        assert deferred or name == "tied"
     if needs_input:
         torch.testing.assert_close(x.grad, whole_x, rtol=1e-12, atol=1e-14)
     for task in tasks:
@@ -105,20 +105,20 @@ def test_halves_add_up(name, needs_input):
 
 @pytest.mark.parametrize("how", ["hook", "post_accumulate_grad_hook"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_hooks_see_gradients_once_and_whole(how, bias):
-    """Whatever else uses the parameter: nothing of it is put off."""
+def test_hooks_receive_the_whole_gradient_once(how, bias):
+    """The parameter has other uses as well, so none of its gradients is deferred."""
     module = nn.Linear(3, 3)
     seen, tasks = [], []
     parameter = module.bias if bias else module.weight
     getattr(parameter, f"register_{how}")(lambda x: seen.append(x.shape))
-    with PutOff(tasks):
+    with WeightGradStore(tasks):
         out = module(module(torch.ones(2, 3)))
         out = out @ module.weight + module.bias
     out.sum().backward()
     assert seen == [parameter.shape] and not tasks
 
 
-def test_autocast_computes_as_it_does_without():
+def test_autocast_gives_the_same_gradients():
     torch.manual_seed(0)
     module, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
     grads = []
@@ -129,7 +129,7 @@ def test_autocast_computes_as_it_does_without():
             if tasks is None:
                 out = module(x)
             else:
-                with PutOff(tasks):
+                with WeightGradStore(tasks):
                     out = module(x)
         assert out.dtype is torch.bfloat16
         out.float().pow(2).sum().backward()
@@ -141,16 +141,16 @@ def test_autocast_computes_as_it_does_without():
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(5, 3), lambda: nn.Conv1d(2, 3, 2)])
-def test_nothing_is_cast_that_nobody_asked_for(make):
+def test_nothing_is_cast_without_autocast(make):
     torch.manual_seed(0)
     module, x = make(), torch.randn(4, 2, 5)
-    with PutOff([]):
+    with WeightGradStore([]):
         out = module(x)
     assert out.dtype is torch.float32 and torch.equal(out, module(x))
 
 
-def test_functions_of_users_can_wait_too():
-    class Slow(torch.autograd.Function):
+def test_custom_autograd_functions_can_defer_tasks():
+    class Deferring(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             ctx.tasks = later_tasks()
@@ -164,8 +164,8 @@ def test_functions_of_users_can_wait_too():
 
     done, tasks = [], []
     x = torch.ones(2, requires_grad=True)
-    with PutOff(tasks):
-        y = Slow.apply(x)
+    with WeightGradStore(tasks):
+        y = Deferring.apply(x)
     y.sum().backward()
     assert not done
     tasks[0]()
@@ -175,8 +175,8 @@ def test_functions_of_users_can_wait_too():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("width", [4, 7])
-def test_a_checkpoint_does_its_whole_backward_at_once(reentrant, width):
-    """What it computes again is saved as torch saves it, so that is how it is saved the first time."""
+def test_checkpointed_layers_are_not_deferred(reentrant, width):
+    """The recomputation of a checkpoint saves the tensors that torch saves, so the forward must save the same."""
     inner = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4))
     outer = nn.Linear(4, 4)
     grads = []
@@ -185,7 +185,7 @@ def test_a_checkpoint_does_its_whole_backward_at_once(reentrant, width):
             each.zero_grad()
         torch.manual_seed(0)
         x = torch.randn(3, 4, requires_grad=True)
-        with contextlib.nullcontext() if tasks is None else PutOff(tasks):
+        with contextlib.nullcontext() if tasks is None else WeightGradStore(tasks):
             out = outer(torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=reentrant))
         out.pow(2).sum().backward()
         assert tasks is None or (len(tasks) == 1 and outer.weight.grad is None and inner[0].weight.grad is not None)
@@ -196,14 +196,14 @@ def test_a_checkpoint_does_its_whole_backward_at_once(reentrant, width):
         torch.testing.assert_close(halves, whole)
 
 
-def test_what_is_put_off_keeps_no_more_than_it_takes():
-    """Of a hidden layer its input and its gradient, not the graph: all else is freed with the first half."""
+def test_deferred_task_does_not_keep_the_graph():
+    """A task holds a layer's input and output gradient; the input-gradient pass frees everything else."""
     module = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 4))
     seen = []
     module[1].register_forward_hook(lambda _, __, out: seen.append(weakref.ref(out)))
     x = torch.randn(3, 4, requires_grad=True)
     tasks = []
-    with PutOff(tasks):
+    with WeightGradStore(tasks):
         out = module(x)
     nodes = weakref.ref(out.grad_fn)
     out.sum().backward()
@@ -217,27 +217,27 @@ def test_what_is_put_off_keeps_no_more_than_it_takes():
         gc.enable()
 
 
-def test_what_was_put_off_is_let_go_of_once_it_is_done():
+def test_finish_runs_and_drops_deferred_tasks():
     layer, x = nn.Linear(3, 2), torch.ones(4, 3)
-    with PutOff([]) as put_off:
+    with WeightGradStore([]) as store:
         out = layer(x)
     out.sum().backward()
-    assert len(put_off.tasks) == 1 and any(each.data_ptr() == x.data_ptr() for each in put_off.held)
-    put_off.finish()
-    assert not put_off.tasks and not put_off.held
+    assert len(store.tasks) == 1 and any(each.data_ptr() == x.data_ptr() for each in store.held)
+    store.finish()
+    assert not store.tasks and not store.held
     assert torch.equal(layer.weight.grad, torch.full((2, 3), 4.0))
 
 
-def test_a_forward_that_calls_autograd_is_refused():
-    """Else the inner backward would leave its weight gradients too."""
+def test_forward_that_calls_autograd_is_rejected():
+    """Otherwise the inner backward would also defer its weight gradients."""
     layer, tasks = nn.Linear(3, 1), []
     x = torch.randn(2, 3, requires_grad=True)
-    with PutOff(tasks), pytest.raises(ArgumentError, match="calls autograd itself"):
+    with WeightGradStore(tasks), pytest.raises(ArgumentError, match="forward that calls autograd"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
     assert not tasks
 
 
-ODD = {
+UNUSUAL = {
     "complex": lambda: nn.functional.linear(
         torch.ones(2, 3, dtype=torch.complex64), _parameter(4, 3, dtype=torch.complex64)
     ),
@@ -251,26 +251,26 @@ def _parameter(*shape, dtype=torch.float32):
     return nn.Parameter(torch.ones(shape, dtype=dtype))
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_what_is_odd_takes_the_plain_way(name):
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_calls_are_not_deferred(name):
     tasks = []
-    with PutOff(tasks):
-        out = ODD[name]()
+    with WeightGradStore(tasks):
+        out = UNUSUAL[name]()
     out.abs().sum().backward()
     assert not tasks
 
 
 @pytest.mark.parametrize(("args", "kwargs"), [((), {"other": 1}), ((None, None), {}), ((None,), {"weight": 1})])
-def test_arguments_that_torch_does_not_know_are_refused_as_ever(args, kwargs):
+def test_unknown_arguments_raise_as_in_torch(args, kwargs):
     weight = _parameter(2, 3)
-    with PutOff([]), pytest.raises(TypeError):
+    with WeightGradStore([]), pytest.raises(TypeError):
         nn.functional.linear(torch.ones(2, 3), weight, *args, **kwargs)
 
 
-def test_dtypes_that_do_not_fit_are_refused_as_ever():
-    with PutOff([]), pytest.raises(RuntimeError, match="dtype"):
+def test_mismatched_dtypes_raise_as_in_torch():
+    with WeightGradStore([]), pytest.raises(RuntimeError, match="dtype"):
         nn.functional.linear(torch.ones(2, 3, dtype=torch.float64), _parameter(4, 3))
     tasks = []
-    with PutOff(tasks), torch.autocast("cpu", dtype=torch.bfloat16):
+    with WeightGradStore(tasks), torch.autocast("cpu", dtype=torch.bfloat16):
         assert nn.Linear(3, 4).double()(torch.ones(2, 3, dtype=torch.float64)).dtype is torch.float64
     assert not tasks

@@ -1,4 +1,4 @@
-"""Parts of the search for our schedule, on numbers worked out by hand: depths, policies, what beats what, limits."""
+"""Parts of the search of auto_schedule, with results computed by hand: depths, policies, ranking and limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reshard.scheduler import (
     auto_schedule,
     check_schedule,
 )
-from reshard.scheduler.schedules.auto import _depths, _Found, _join, _known, _link_seconds, _policies, _Search
+from reshard.scheduler.schedules.auto import _Candidate, _depths, _join, _known, _link_seconds, _policies, _Search
 from reshard.scheduler.schedules.list_scheduling import Policy
 
 
@@ -25,27 +25,27 @@ def _words(text):
 @pytest.mark.parametrize(
     ("stages", "edges", "exact", "by_rule"),
     [
-        # forward 1, backward 2 of each, the pace is 3; round trips are 3, 3 + 1 + 3 = 7 and 3 + 4 + 7 = 14
+        # each stage takes 1 forward and 2 backward, so the period is 3; round trips: 3, 3 + 1 + 3 = 7, 3 + 4 + 7 = 14
         ([(1, 2)] * 3, [(0, 1, 2, 2), (1, 2, 0.5, 0.5)], (5, 3, 1), (6, 3, 1)),
-        # transfers of nothing: 6 of a pace of 3
+        # free transfers: a round trip of 6, with a period of 3
         ([(1, 2)] * 2, [(0, 1, 0, 0)], (2, 1), (2, 1)),
-        # the slowest stage sets the pace of 6: trips are 6, 8 of 6, 9 of 6
+        # the slowest stage sets the period, 6; round trips: 6, 8, 9
         ([(0.5, 0.5), (1, 1), (2, 4)], [(0, 1, 0, 0), (1, 2, 0, 0)], (2, 2, 1), (3, 2, 1)),
-        # a link that takes 10 one way sets it: 2 + 10 + 1 + 2 = 15 of 10
+        # a link that takes 10 in one direction sets the period; round trip: 2 + 10 + 1 + 2 = 15
         ([(1, 1)] * 2, [(0, 1, 10, 1)], (2, 1), (4, 1)),
-        # two ways to the last stage; the longer one counts: 3, 3 + 8 + 3 = 14, then max(14 + 0, 3 + 20) + 3 = 26 of 10
+        # two paths to the last stage, of which the longer counts: 3, 3 + 8 + 3 = 14, max(14 + 0, 3 + 20) + 3 = 26
         ([(1, 2)] * 3, [(0, 1, 0, 0), (0, 2, 10, 10), (1, 2, 4, 4)], (3, 2, 1), (4, 3, 1)),
-        # both transfers are of one link, which so takes 8 of each microbatch: 3 + 8 + 3 = 14 of 8
+        # both transfers use one link, for 8 per microbatch; round trip: 3 + 8 + 3 = 14
         ([(1, 2)] * 2, [(0, 1, 4, 4, {"net": 4}, {"net": 4})], (2, 1), (3, 1)),
         ([(0, 0)] * 2, [(0, 1, 0, 0)], (1, 1), (2, 1)),
     ],
 )
-def test_stages_have_in_flight_what_their_round_trip_takes_at_the_pace_of_the_slowest(stages, edges, exact, by_rule):
+def test_in_flight_depth_is_round_trip_over_period(stages, edges, exact, by_rule):
     pipeline = Pipeline(tuple(Stage(f, b / 2, b / 2) for f, b in stages), tuple(Edge(*edge) for edge in edges))
     assert _depths(pipeline) == [exact, by_rule]
 
 
-def test_links_take_what_all_that_crosses_them_takes():
+def test_link_time_is_the_sum_of_its_loads():
     edges = (Edge(0, 1, 3, 2, {"a": 1, "b": 2}, {"a": 0.5}), Edge(1, 2, 5, 4, {"b": 3}))
     assert sorted(_link_seconds(Pipeline((Stage(1, 1, 1),) * 3, edges))) == sorted([3, 2, 5, 4, 1.5, 5])
 
@@ -60,7 +60,7 @@ def test_every_kind_of_policy_is_tried():
     }
 
 
-def test_changes_of_a_policy_are_of_one_stage_each():
+def test_each_policy_change_affects_one_stage():
     search = _Search(Pipeline((Stage(1, 1, 1),) * 3, ()), 4, (0, 1, 2), None, (4, 2, 1))
     policy = Policy((2, 2, 1), (True, False, True), True, True, 0.5)
     changed = list(search.changes(policy))
@@ -68,17 +68,17 @@ def test_changes_of_a_policy_are_of_one_stage_each():
         ((1, 2, 1), policy.splits),
         ((3, 2, 1), policy.splits),
         ((2, 2, 1), (False, False, True)),
-        ((2, 1, 1), policy.splits),  # and not 3 of the second stage, nor 0 or 2 of the third
+        ((2, 1, 1), policy.splits),  # stage 1 may not reach 3, stage 2 neither 0 nor 2
         ((2, 2, 1), (True, False, False)),
     ]
     assert all((p.forward_first, p.weights_first, p.patience) == (True, True, 0.5) for p in changed)
 
 
-def test_the_faster_wins_unless_both_are_fast_enough():
-    """Among those, and among equals, what keeps less, and then what has fewer actions."""
+def test_ranking_of_candidates():
+    """The faster one wins. Among equally fast ones, or two within the allowed time: less memory, then fewer actions."""
 
     def found(seconds, peak, actions):
-        return _Found(None, None, seconds, peak, actions)
+        return _Candidate(None, None, seconds, peak, actions)
 
     one = found(10.0, 100, 50)
     assert one.beats(None, 0.0)
@@ -98,12 +98,12 @@ def test_the_faster_wins_unless_both_are_fast_enough():
         assert other.beats(one, allowed) == wins, (other, allowed)
 
 
-def test_halves_that_follow_each_other_become_one_backward():
+def test_adjacent_split_backwards_are_joined():
     row = _words("F0 F1 I0 W0 I1 F2 W1 I2 W2")
     assert _join(row, 3) == _words("F0 F1 B0 I1 F2 W1 B2")
     assert _join(row, 2) == _words("F0 F1 B0 I1 F2 W1 I2 W2")
     assert _join(row, 0) == row
-    assert _join(_words("I0 W1 W0"), 9) == _words("I0 W1 W0")  # of two microbatches
+    assert _join(_words("I0 W1 W0"), 9) == _words("I0 W1 W0")  # different microbatches
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_halves_that_follow_each_other_become_one_backward():
      ((1, 0), 3, False, ["1f1b", "eager-1f1b", "gpipe"]), ((0, 1, 0, 1), 4, True, ["interleaved-1f1b"]),
      ((0, 1, 0, 1), 3, True, []), ((0, 1, 0), 4, True, []), ((0, 0, 1, 1), 4, True, []), ((0, 0), 2, True, ["interleaved-1f1b"])],
 )  # fmt: skip
-def test_known_schedules_are_candidates_where_they_fit_the_rows(rows, num, can_split, names):
+def test_known_schedules_that_fit_the_rows_are_candidates(rows, num, can_split, names):
     edges = tuple(Edge(i, i + 1, 0.5, 0.5) for i in range(len(rows) - 1))
     pipeline = Pipeline((Stage(1, 1, 1),) * len(rows), edges)
     found = list(_known(pipeline, num, rows, can_split))
@@ -122,8 +122,8 @@ def test_known_schedules_are_candidates_where_they_fit_the_rows(rows, num, can_s
         check_schedule(schedule, pipeline)
 
 
-def test_depths_give_way_to_a_limit_row_by_row_the_deepest_first():
-    """Stages 0 and 2 on row 0 keep 10 and 20 bytes of each microbatch, stage 1 on row 1 keeps 30."""
+def test_memory_limit_lowers_the_deepest_stages_of_each_row():
+    """Stages 0 and 2 on row 0 keep 10 and 20 bytes per microbatch; stage 1 on row 1 keeps 30."""
     pipeline = Pipeline((Stage(1, 1, 1, 10), Stage(1, 1, 1, 30), Stage(1, 1, 1, 20)), ())
 
     def lowered(limit, depths):
@@ -137,7 +137,7 @@ def test_depths_give_way_to_a_limit_row_by_row_the_deepest_first():
     assert lowered(9, (2, 2, 2)) == (0, 0, 0)
 
 
-def test_a_limit_is_kept_to_the_byte():
+def test_memory_limit_is_exact():
     pipeline = Pipeline((Stage(1, 1, 1, 10), Stage(1, 1, 1, 10)), (Edge(0, 1, 2.0, 2.0),))
     peaks = [
         max(auto_schedule(pipeline, 6, memory_limit_bytes=limit).peak_bytes(pipeline)) for limit in (10, 19, 20, 60)

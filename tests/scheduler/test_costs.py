@@ -1,4 +1,4 @@
-"""What surrounds schedules: passes, costs from the planner, traces and pictures."""
+"""Costs of edges from the planner, passes, traces and pictures, and checks of costs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def chain(*communication):
 
 
 @pytest.mark.parametrize(("c", "ratio"), [(0.5, 1.167), (1.5, 1.5)])
-def test_blocking_1f1b_takes_what_others_found(c, ratio):
+def test_blocking_1f1b_takes_the_published_time(c, ratio):
     pipeline = chain(c)
     schedule = block_transfers(one_f_one_b(pipeline, 32), pipeline)
     check_schedule(schedule, pipeline)
@@ -53,7 +53,7 @@ def test_blocking_1f1b_takes_what_others_found(c, ratio):
 
 @pytest.mark.parametrize("build", [gpipe, one_f_one_b, eager_1f1b, zb_h1, auto_schedule])
 @pytest.mark.parametrize("change", [block_transfers, defer_recvs])
-def test_passes_make_schedules_slower_and_back_again(build, change):
+def test_overlap_transfers_undoes_slower_passes(build, change):
     pipeline = chain(0.5, 2.0, 0.5)
     schedule = build(pipeline, 8)
     before = str(schedule)
@@ -68,7 +68,7 @@ def test_passes_make_schedules_slower_and_back_again(build, change):
     assert f"{report.num_moved} transfers moved" in str(report)
 
 
-def test_reports_of_passes_say_what_they_gained():
+def test_report_of_a_pass_gives_the_speed_up():
     pipeline = chain(1.0)
     schedule, (report,) = apply_passes(
         block_transfers(one_f_one_b(pipeline, 4), pipeline), pipeline, [overlap_transfers]
@@ -81,8 +81,8 @@ def test_reports_of_passes_say_what_they_gained():
     )
 
 
-def test_an_edge_costs_what_its_plans_take():
-    """Rows on two ranks of host 0 to columns on host 1, 8 MiB over 1 GB/s; gradients go back the other way."""
+def test_edge_costs_are_the_predicted_times_of_its_plans():
+    """8 MiB over 1 GB/s, from rows on two ranks of host 0 to columns on host 1; gradients move in reverse."""
     topology = Topology.uniform([0, 0, 1, 1], 1e9).without_latency()
     src, dst = Layout(Mesh.of(2), "S0 R"), Layout(Mesh.of(2, first_rank=2), "R S0")
     tensors = [TensorSpec((2048, 1024), "float32", src, dst, "x")]
@@ -99,7 +99,7 @@ def test_an_edge_costs_what_its_plans_take():
         plan_edge(0, 1, [], topology)
 
 
-def test_what_needs_no_gradient_costs_nothing_on_the_way_back():
+def test_tensors_without_gradient_have_no_backward_cost():
     spec = TensorSpec((2**20,), "int32", Layout(Mesh([0])), Layout(Mesh([1])), "x")
     for tensor, without in ((spec, ()), (replace(spec, dtype="float32"), ("x",))):
         edge = plan_edge(0, 1, [tensor], Topology((0, 1)), without_gradient=without)
@@ -108,8 +108,8 @@ def test_what_needs_no_gradient_costs_nothing_on_the_way_back():
     assert Edge(0, 1).forward_seconds == Edge(0, 1).backward_seconds == 0
 
 
-def test_boundaries_behind_one_nic_share_it():
-    """Stages 0 and 1 of one host both send to others of host 1: two transfers take as long as one of both."""
+def test_edges_of_one_host_share_its_nic():
+    """Stages 0 and 1 on host 0 both send to stages on host 1, so the transfers take as long as one of twice the size."""
     topology = Topology.uniform([0, 0, 1, 1], 1e9)
     ranks = [Mesh.of(1, first_rank=rank) for rank in range(4)]
     tensors = [TensorSpec((2**20,), "float32", Layout(ranks[a]), Layout(ranks[b]), "x") for a, b in ((0, 2), (1, 3))]
@@ -120,7 +120,7 @@ def test_boundaries_behind_one_nic_share_it():
     assert max(c.end for c in forward) == pytest.approx(0.001 + 2 * 2**22 / 1e9, rel=0.02)
 
 
-def test_traces_and_pictures_hold_every_action():
+def test_traces_and_pictures_have_every_action():
     pipeline = chain(0.5)
     schedule = zb_h1(pipeline, 3)
     timeline = simulate(schedule, pipeline)
@@ -135,8 +135,8 @@ def test_traces_and_pictures_hold_every_action():
             assert f"<title>{action}: " in picture
 
 
-def test_blocking_sends_end_whatever_the_order():
-    """Deep orders need receives posted further ahead."""
+def test_blocking_sends_do_not_deadlock():
+    """Schedules with many microbatches in flight need receives posted further ahead."""
     pipeline = chain(2.0, 0.5, 2.0)
     schedule = auto_schedule(pipeline, 11, memory_limit_bytes=11)
     for change in (block_transfers, defer_recvs):
@@ -151,8 +151,14 @@ WRONG = {
     "backward": (lambda: Pipeline.of_costs([1.0, 1.0], [math.nan, 1.0], [0.5]), "backward is nan"),
     "communication": (lambda: Pipeline.of_costs([1.0, 1.0], [1.0, 1.0], [math.inf]), "communication is inf"),
     "part": (lambda: Pipeline.of_costs([1.0], [1.0], [], weight_grad_part=-0.5), "weight_grad_part is -0.5"),
-    "backwards": (lambda: Pipeline.of_costs([1.0, 1.0], [1.0], [0.5]), "2 stages have 1 backwards and 1 boundaries"),
-    "boundaries": (lambda: Pipeline.of_costs([1.0, 1.0], [1.0, 1.0], []), "2 stages have 2 backwards and 0 boundaries"),
+    "backwards": (
+        lambda: Pipeline.of_costs([1.0, 1.0], [1.0], [0.5]),
+        "2 stages need 2 backward and 1 communication times, but 1 and 1",
+    ),
+    "boundaries": (
+        lambda: Pipeline.of_costs([1.0, 1.0], [1.0, 1.0], []),
+        "2 stages need 2 backward and 1 communication times, but 2 and 0",
+    ),
     "input": (lambda: Stage(1, -1, 1), "input_grad_seconds is -1"),
     "weight": (lambda: Stage(1, 1, -1), "weight_grad_seconds is -1"),
     "kept": (lambda: Stage(1, 1, 1, -4), "activation_bytes is -4"),
@@ -161,47 +167,56 @@ WRONG = {
     "edge forward": (lambda: Edge(0, 1, -1, 1), "forward_seconds of edge 0 -> 1 is -1"),
     "edge backward": (lambda: Edge(0, 1, 1, -1), "backward_seconds of edge 0 -> 1 is -1"),
     "load": (lambda: Edge(0, 1, 1, 1, {"net": -1}), "the load of link net is -1"),
-    "busy": (lambda: Edge(0, 1, 1, 1, {"net": 1.01}), "link net is busy for 1.01 s of a transfer of 1 s"),
-    "busy back": (lambda: Edge(0, 1, 2, 1, (), {"net": 2}), "link net is busy for 2 s of a transfer of 1 s"),
-    "pairs": (lambda: Edge(0, 1, 1, 1, (("net", 1, 2),)), "forward_loads of edge 0 -> 1 are "),
-    "links": (lambda: Edge(0, 1, 1, 1, ((3, 1),)), "forward_loads of edge 0 -> 1 are "),
-    "twice": (lambda: Edge(0, 1, 1, 1, tensors=(TENSOR, TENSOR)), "must have a name each"),
-    "nameless": (lambda: Edge(0, 1, 1, 1, tensors=(replace(TENSOR, name=None),)), "must have a name each"),
-    "no gradient": (lambda: Edge(0, 1, 1, 1, tensors=(TENSOR,), without_gradient={"y"}), "be among them"),
+    "busy": (
+        lambda: Edge(0, 1, 1, 1, {"net": 1.01}),
+        "link net is busy for 1.01 s, longer than the transfer takes (1 s)",
+    ),
+    "busy back": (
+        lambda: Edge(0, 1, 2, 1, (), {"net": 2}),
+        "link net is busy for 2 s, longer than the transfer takes (1 s)",
+    ),
+    "pairs": (lambda: Edge(0, 1, 1, 1, (("net", 1, 2),)), "forward_loads of edge 0 -> 1 must be "),
+    "links": (lambda: Edge(0, 1, 1, 1, ((3, 1),)), "forward_loads of edge 0 -> 1 must be "),
+    "twice": (lambda: Edge(0, 1, 1, 1, tensors=(TENSOR, TENSOR)), "each tensor needs a unique name"),
+    "nameless": (lambda: Edge(0, 1, 1, 1, tensors=(replace(TENSOR, name=None),)), "each tensor needs a unique name"),
+    "no gradient": (
+        lambda: Edge(0, 1, 1, 1, tensors=(TENSOR,), without_gradient={"y"}),
+        "without_gradient must name some of them",
+    ),
     "loss": (lambda: Edge(0, 1, 1, 1, tensors=(replace(TENSOR, name="loss"),)), "no tensor can be called 'loss'"),
     "no stage": (lambda: Pipeline(()), "at least one stage"),
     "back": (lambda: Pipeline((Stage(1, 1, 1),) * 2, (Edge(1, 1),)), "edge 1 -> 1 must lead forward"),
-    "behind": (lambda: Pipeline((Stage(1, 1, 1),) * 2, (Edge(0, 2),)), "forward between stages 0 to 1"),
+    "unknown stage": (lambda: Pipeline((Stage(1, 1, 1),) * 2, (Edge(0, 2),)), "forward between stages 0 to 1"),
     "before": (lambda: Pipeline((Stage(1, 1, 1),) * 2, (Edge(-1, 1),)), "forward between stages 0 to 1"),
     "joined": (lambda: Pipeline((Stage(1, 1, 1),) * 2, (Edge(0, 1),) * 2), "two edges join the same two stages"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_costs_are_named(name):
-    use, said = WRONG[name]
-    with pytest.raises(ArgumentError, match=re.escape(said)):
+def test_errors_name_the_wrong_cost(name):
+    use, error = WRONG[name]
+    with pytest.raises(ArgumentError, match=re.escape(error)):
         use()
 
 
-def test_costs_and_loads_may_be_nothing_and_the_whole_crossing():
+def test_costs_may_be_zero_and_a_load_the_whole_transfer():
     assert Edge(0, 1, 1, 1, {"net": 1.0}, {"net": 0.0}).forward_loads == (("net", 1.0),)
     assert Stage(0, 0, 0, 0, whole_backward_seconds=0).backward_seconds == 0
     assert Pipeline.of_costs([0.0], [0.0], [], weight_grad_part=0).stages[0].backward_seconds == 0
 
 
-@pytest.mark.parametrize("asked", ["busy_seconds", "exposed_seconds"])
-def test_rows_that_a_timeline_does_not_have_are_refused(asked):
+@pytest.mark.parametrize("method", ["busy_seconds", "exposed_seconds"])
+def test_timeline_rejects_unknown_rows(method):
     pipeline = chain(1.0)
     timeline = simulate(gpipe(pipeline, 2), pipeline)
-    assert getattr(timeline, asked)(1) >= 0
+    assert getattr(timeline, method)(1) >= 0
     for row in (-1, 2):
         with pytest.raises(ArgumentError, match=re.escape(f"the timeline has no row {row}, only [0, 1]")):
-            getattr(timeline, asked)(row)
+            getattr(timeline, method)(row)
 
 
-def test_a_simulated_row_stops_where_it_needs_what_it_does_later():
-    """The gradient of weights before that of inputs, a backward before its forward."""
+def test_simulation_rejects_actions_before_their_dependencies():
+    """A weight-gradient pass before the input-gradient pass, and a backward before its forward."""
     pipeline = Pipeline((Stage(1, 1, 1),))
     for words in ("F0 W0 I0", "I0 F0 W0", "B0 F0", "F0 I0 W0", "F0 B0"):
         row = tuple(Action(Kind(word[0]), 0, int(word[1])) for word in words.split())
@@ -214,18 +229,18 @@ def test_a_simulated_row_stops_where_it_needs_what_it_does_later():
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "error"),
     [([0, 1], "each of 3 stages needs one"), ([0, 1, 1, 0], "each of 3 stages needs one"), ([0, 1, 3], "each of 3"),
      ([0, 2, 2], "numbered from 0"), ([1, 1, 1], "numbered from 0"), ([-1, 0, 1], "numbered from 0"),
-     ([0, 1, True], "must be integers"), ([0, 1, 2.0], "must be integers"), (5, "row_of_stage is a list")],
+     ([0, 1, True], "must be integers"), ([0, 1, 2.0], "must be integers"), (5, "row_of_stage must be a list")],
 )  # fmt: skip
-def test_rows_of_stages_are_numbered_from_0(rows, said):
-    with pytest.raises(ArgumentError, match=said):
+def test_row_numbers_must_be_consecutive_from_0(rows, error):
+    with pytest.raises(ArgumentError, match=error):
         auto_schedule(chain(1.0, 1.0), 4, row_of_stage=rows)
 
 
 @pytest.mark.parametrize("rows", [(0, 0, 0), (1, 0, 1), (2, 1, 0)])
-def test_rows_of_stages_may_be_any_that_are_numbered_from_0(rows):
+def test_stages_may_be_on_any_rows(rows):
     schedule = auto_schedule(chain(1.0, 1.0), 4, row_of_stage=rows)
     assert schedule.row_of_stage == rows and len(schedule.rows) == max(rows) + 1
     check_schedule(schedule, chain(1.0, 1.0))

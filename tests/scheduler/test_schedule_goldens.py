@@ -1,4 +1,4 @@
-"""What builders, the search, the simulator, texts and pictures make of fixed pipelines, line by line."""
+"""Golden files of schedules, texts, traces and pictures; merged timelines; in-flight counts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from reshard.coordination.communicator import find_channel
-from reshard.coordination.decide import Request, resolve
+from reshard.coordination.decide import resolve
+from reshard.coordination.messages import Request
 from reshard.coordination.process_group import find_group
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler.graph import Edge, Pipeline, Stage
 from reshard.scheduler.ir.schedule import Action, Channel, Kind
 from reshard.scheduler.ir.text import format_schedule, parse_schedule
 from reshard.scheduler.runtime import timeline_gather
-from reshard.scheduler.runtime.timeline_gather import Moment, StepRecord, _merge
+from reshard.scheduler.runtime.timeline_gather import ActionRecord, StepRecord, _merge
 from reshard.scheduler.schedules.classic import one_f_one_b, zb_h1
 from reshard.scheduler.simulation.replay import simulate
 from reshard.scheduler.simulation.validate import check_schedule
@@ -35,14 +36,14 @@ def _maker():
     return module
 
 
-def test_schedules_of_fixed_pipelines_are_the_golden_ones():
-    """After a change that should change them: python -m tests.goldens.make_schedules."""
+def test_schedules_equal_the_golden_file():
+    """To update the file after an intended change: python -m tests.goldens.make_schedules."""
     kept = (GOLDENS / "schedules.txt").read_text().splitlines()
     for made, line in zip(_maker().make_lines(), kept, strict=True):
         assert made == line
 
 
-def test_a_text_a_trace_and_a_picture_are_the_golden_ones():
+def test_text_trace_and_picture_equal_the_golden_file():
     schedule = zb_h1(SMALL, 2)
     timeline = simulate(schedule, SMALL)
     made = "\n\n".join((format_schedule(schedule), to_chrome_trace(timeline), to_svg(schedule, timeline)))
@@ -63,12 +64,12 @@ def test_edges_lead_forward(edges, text):
 
 
 @pytest.mark.parametrize("seconds", [(-1.0, 0.0), (0.0, -1.0), (float("nan"), 0.0), (0.0, float("inf"))])
-def test_costs_of_edges_are_seconds(seconds):
+def test_edge_costs_must_be_finite_and_not_negative(seconds):
     with pytest.raises(ArgumentError, match="seconds of edge 0 -> 1"):
         Edge(0, 1, *seconds)
 
 
-def test_an_error_shows_what_stands_around_its_place():
+def test_error_shows_the_actions_around_its_position():
     schedule = one_f_one_b(SMALL, 2)
     rows = [list(row) for row in schedule.rows]
     first = next(i for i, action in enumerate(rows[1]) if action.kind is Kind.F)
@@ -78,56 +79,61 @@ def test_an_error_shows_what_stands_around_its_place():
         check_schedule(replace(schedule, rows=tuple(map(tuple, rows))), SMALL)
     shown = str(caught.value).split("row 1: ")[1]
     assert shown.startswith(f"{rows[1][0]} ") and f"[{rows[1][first]}]" in shown
-    assert str(caught.value).startswith("1B0 stands before 1F0")
+    assert str(caught.value).startswith("1B0 comes before 1F0")
 
 
-def _measured(row, machine, clock, moments, passages):
-    return row, moments, passages, machine, clock
+def _measured(row, machine, clock, actions, transfers):
+    return row, actions, transfers, machine, clock
 
 
-def test_what_ranks_measured_becomes_one_timeline():
-    """Two rows of one machine, whose clocks are the same; the second waits a second for what was there."""
+def test_measurements_of_ranks_are_merged_into_one_timeline():
+    """Two rows on one machine share a clock. Row 1 waits 3.5 s, of which 3 s are after row 0 computed its input."""
     there, back = Channel(0, 1, True), Channel(1, 0, False)
-    first = [Moment(Action(Kind.F, 0, 0), 10.0, 10.0, 11.0), Moment(Action(Kind.B, 0, 0), 11.0, 16.5, 18.0)]
-    second = [Moment(Action(Kind.F, 1, 0), 10.5, 14.0, 15.0), Moment(Action(Kind.B, 1, 0), 15.0, 15.0, 16.0)]
-    everybody = [
+    first = [ActionRecord(Action(Kind.F, 0, 0), 10.0, 10.0, 11.0), ActionRecord(Action(Kind.B, 0, 0), 11.0, 16.5, 18.0)]
+    second = [
+        ActionRecord(Action(Kind.F, 1, 0), 10.5, 14.0, 15.0),
+        ActionRecord(Action(Kind.B, 1, 0), 15.0, 15.0, 16.0),
+    ]
+    measurements = [
         _measured(0, "a", 3.0, first, [(there, 0, True, 11.0, 11.25, 13.5), (back, 0, False, None, 16.25, 16.5)]),
         _measured(1, "a", 9.0, second, [(there, 0, False, None, 10.5, 14.0), (back, 0, True, 16.0, 16.0, 17.25)]),
         _measured(1, "a", 9.0, second, [(there, 0, False, None, 10.75, 13.0), (back, 0, True, 15.5, 16.0, 17.25)]),
     ]
-    timeline = _merge(everybody)
+    timeline = _merge(measurements)
     assert [(span.row, str(span.action), span.start, span.end, span.exposed_seconds) for span in timeline.spans] == [
         (0, "0F0", 0.0, 1.0, 0.0),
-        (1, "1F0", 4.0, 5.0, 3.0),  # from when the first row had made it
+        (1, "1F0", 4.0, 5.0, 3.0),  # exposed since row 0 computed the input
         (1, "1B0", 5.0, 6.0, 0.0),
         (0, "0B0", 6.5, 8.0, 0.5),
     ]
     assert [(c.channel, c.ready, c.start, c.end) for c in timeline.transfers] == [
-        (there, 1.0, 1.25, 4.0),  # once both ends had come, until the last rank had it
+        (there, 1.0, 1.25, 4.0),  # from when both ends had posted to the last arrival
         (back, 6.0, 6.25, 6.5),
     ]
-    apart = _merge([everybody[0], _measured(1, "b", 3.0, second, everybody[1][2])])  # clocks set by when ranks met
+    apart = _merge(
+        [measurements[0], _measured(1, "b", 3.0, second, measurements[1][2])]
+    )  # other machine: aligned clocks
     assert [span.start for span in apart.spans] == [0.0, 4.0, 5.0, 6.5]
     assert [(c.ready, c.start, c.end) for c in apart.transfers] == [(1.0, 1.25, 4.0), (6.0, 6.25, 6.5)]
-    assert StepRecord(1).moments == []
+    assert StepRecord(1).actions == []
 
 
-def _on_machines_of_their_own(rank):
+def _gather_on_separate_machines(rank):
     timeline_gather._boot_id = lambda: str(rank)
     channel = find_channel(find_group(None), (0, 1))
     channel.agree(Request(rank), lambda requests: resolve(requests, {}), 20)
     now = time.monotonic()
     time.sleep(0.5 * rank)
-    own = StepRecord(rank, [Moment(Action(Kind.F, rank, 0), now, now, now)])
+    own = StepRecord(rank, [ActionRecord(Action(Kind.F, rank, 0), now, now, now)])
     return [span.start for span in timeline_gather.gather(own, channel, 20).spans]
 
 
-def test_clocks_of_machines_are_set_by_meeting_however_late_one_calls():
-    for starts in run_processes(_on_machines_of_their_own, 2):
+def test_clocks_of_machines_are_aligned_even_if_one_rank_is_late():
+    for starts in run_processes(_gather_on_separate_machines, 2):
         assert max(starts) - min(starts) < 0.25
 
 
-def test_what_is_in_flight_is_kept_until_its_backward_is_whole():
+def test_activations_are_kept_until_the_weight_gradient_pass():
     text = "by hand: 6 microbatches, stages on rows 0\n0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0B2 0F4 0W1 0F5 0B3 0I4 0B5 0W4"
     schedule, pipeline = parse_schedule(text), Pipeline((Stage(1, 1, 1, 10),), ())
     check_schedule(schedule, pipeline)
@@ -137,7 +143,7 @@ def test_what_is_in_flight_is_kept_until_its_backward_is_whole():
     assert later.in_flight == (4,) and later.peak_bytes(pipeline) == (40,)
 
 
-def test_texts_of_very_many_actions_are_refused(monkeypatch):
+def test_texts_with_too_many_actions_are_rejected(monkeypatch):
     text = str(one_f_one_b(SMALL, 2))
     monkeypatch.setattr("reshard.scheduler.ir.text.MOST_ACTIONS", sum(map(len, parse_schedule(text).rows)))
     assert str(parse_schedule(text)) == text

@@ -1,4 +1,4 @@
-"""Schedules: what they must do, and what they take beside known figures."""
+"""Schedules of all builders: validity, simulated time against published figures, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def chain(*communication, forward=1.0, backward=2.0):
 
 @st.composite
 def pipelines(draw, most_stages=4):
-    """Unequal costs, a chain with skips, some links shared by all."""
+    """Random pipelines: a chain of unequal stages with skip edges and shared links."""
     num = draw(st.integers(1, most_stages))
     costs = st.sampled_from([0.5, 1.0, 1.5, 3.0])
     stages = [Stage(draw(costs), draw(costs), draw(costs), draw(st.integers(1, 3))) for _ in range(num)]
@@ -65,8 +65,8 @@ def pipelines(draw, most_stages=4):
         ((2.5, 2.5, 2.5), 64, eager_1f1b, 1.343),
     ],
 )
-def test_known_schedules_take_what_others_found(communication, num, build, ratio):
-    """The figures are those of docs/algorithms.md, found with another simulator."""
+def test_known_schedules_take_published_times(communication, num, build, ratio):
+    """The figures of docs/algorithms.md, computed with another simulator."""
     pipeline = chain(*communication)
     took = simulate(build(pipeline, num), pipeline).makespan_seconds / pipeline.ideal_seconds(num)
     assert took == pytest.approx(ratio, abs=6e-4)
@@ -76,14 +76,14 @@ def test_known_schedules_take_what_others_found(communication, num, build, ratio
     ("communication", "num", "ratio"),
     [((1.5,), 32, 1.03), ((0.1, 2.5, 0.1), 64, 1.03), ((2.5, 2.5, 2.5), 64, 1.08)],
 )
-def test_ours_hides_communication(communication, num, ratio):
+def test_auto_schedule_hides_communication(communication, num, ratio):
     pipeline = chain(*communication)
     schedule = auto_schedule(pipeline, num)
     check_schedule(schedule, pipeline)
     assert simulate(schedule, pipeline).makespan_seconds <= ratio * pipeline.ideal_seconds(num)
 
 
-def test_where_communication_is_free_ours_keeps_no_more_than_1f1b():
+def test_auto_schedule_keeps_no_more_than_1f1b_without_communication():
     pipeline = chain(0.0, 0.0, 0.0)
     schedule, plain = auto_schedule(pipeline, 16), one_f_one_b(pipeline, 16)
     assert schedule.in_flight == plain.in_flight == (4, 3, 2, 1)
@@ -92,7 +92,7 @@ def test_where_communication_is_free_ours_keeps_no_more_than_1f1b():
 
 @settings(max_examples=20)
 @given(pipelines(), st.integers(1, 6), st.data())
-def test_every_schedule_passes_the_checker_and_ours_is_never_slower(pipeline, num, data):
+def test_all_schedules_are_valid_and_auto_schedule_is_never_slower(pipeline, num, data):
     schedules = [build(pipeline, num) for build in BUILDERS]
     for schedule in schedules:
         check_schedule(schedule, pipeline)
@@ -106,8 +106,8 @@ def test_every_schedule_passes_the_checker_and_ours_is_never_slower(pipeline, nu
 
 
 @given(pipelines(), st.integers(1, 5))
-def test_nothing_is_faster_than_its_parts(pipeline, num):
-    """Every row computes all it has; nothing begins before what it needs has ended."""
+def test_timelines_respect_costs_and_dependencies(pipeline, num):
+    """Rows are busy for the cost of their actions, and no action starts before its inputs are ready."""
     for build in (one_f_one_b, zb_h1):
         schedule = build(pipeline, num)
         timeline = simulate(schedule, pipeline)
@@ -125,7 +125,7 @@ def test_nothing_is_faster_than_its_parts(pipeline, num):
             assert all(begin is None or begin >= transfer.end - 1e-12 for begin in needs)
 
 
-def test_crossings_that_share_a_link_get_equal_parts():
+def test_transfers_share_a_link_equally():
     stages = (Stage(1.0, 1.0, 1.0),) * 3
     edges = (Edge(0, 1, 2.0, 0.0), Edge(0, 2, 4.0, 0.0, (("nic", 4.0),)), Edge(1, 2, 0.0, 0.0))
     alone = simulate(one_f_one_b(Pipeline(stages, edges), 1), Pipeline(stages, edges))
@@ -140,7 +140,7 @@ def test_crossings_that_share_a_link_get_equal_parts():
     assert ends(both) == {1: pytest.approx(5.0), 2: pytest.approx(7.0)}  # 2 s at half speed each, then one alone
 
 
-def test_a_memory_limit_forbids_eager_depths():
+def test_memory_limit_excludes_eager_1f1b():
     pipeline = chain(2.5, 2.5, 2.5)
     limit = 5
     ours = auto_schedule(pipeline, 16, memory_limit_bytes=limit)
@@ -153,7 +153,7 @@ def test_a_memory_limit_forbids_eager_depths():
         auto_schedule(pipeline, 4, memory_limit_bytes=0)
 
 
-def test_interleaved_stages_and_ours_on_the_same_rows():
+def test_auto_schedule_is_not_slower_than_interleaved_1f1b():
     pipeline = chain(0.2, 0.2, 0.2)
     known = interleaved_1f1b(pipeline, 8, 2)
     check_schedule(known, pipeline)
@@ -166,16 +166,16 @@ def test_interleaved_stages_and_ours_on_the_same_rows():
         interleaved_1f1b(pipeline, 8, 3)
 
 
-def test_what_costs_nothing_takes_no_time():
+def test_zero_costs_take_zero_time():
     pipeline = Pipeline.of_costs([0.0, 0.0], [0.0, 0.0], [0.0])
     assert simulate(gpipe(pipeline, 3), pipeline).makespan_seconds == 0
 
 
-def test_warmups_are_checked():
+def test_arguments_of_builders_are_checked():
     pipeline = chain(1.0)
-    with pytest.raises(ArgumentError, match=r"warm-ups \[1\]"):
+    with pytest.raises(ArgumentError, match=r"warmups \[1\]"):
         from_warmups("x", pipeline, 2, [1])
-    with pytest.raises(ArgumentError, match=r"warm-ups \[1, 0\]"):
+    with pytest.raises(ArgumentError, match=r"warmups \[1, 0\]"):
         from_warmups("x", pipeline, 2, [1, 0])
     for build in (*BUILDERS, auto_schedule, lambda pipeline, num: interleaved_1f1b(pipeline, num, 2)):
         for num in (0, True, 1.5):
@@ -185,20 +185,23 @@ def test_warmups_are_checked():
             build(pipeline, 10**9)
         with pytest.raises(ArgumentError, match="a Pipeline is needed, not list"):
             build([pipeline], 4)
-    with pytest.raises(ArgumentError, match="stage 1 waits for 2 forwards of stage 0, which makes 1"):
+    with pytest.raises(
+        ArgumentError,
+        match="stage 1 needs 2 forwards of stage 0 before its first backward, but stage 0 waits for that backward after 1",
+    ):
         from_warmups("x", pipeline, 2, [1, 3])
     from_warmups("x", pipeline, 1, [1, 3])
 
 
-def test_ours_is_never_slower_whatever_row_a_stage_is_on():
+def test_auto_schedule_with_stages_on_given_rows():
     pipeline = chain(0.1, 0.5, 0.1)
-    there, turned = auto_schedule(pipeline, 12), auto_schedule(pipeline, 12, row_of_stage=(2, 0, 3, 1))
-    seconds = [simulate(one, pipeline).makespan_seconds for one in (there, turned)]
-    assert seconds[0] == seconds[1] and turned.row_of_stage == (2, 0, 3, 1)
-    check_schedule(turned, pipeline)
+    in_order, permuted = auto_schedule(pipeline, 12), auto_schedule(pipeline, 12, row_of_stage=(2, 0, 3, 1))
+    seconds = [simulate(one, pipeline).makespan_seconds for one in (in_order, permuted)]
+    assert seconds[0] == seconds[1] and permuted.row_of_stage == (2, 0, 3, 1)
+    check_schedule(permuted, pipeline)
     in_blocks = auto_schedule(
         pipeline, 4, row_of_stage=(0, 0, 1, 1), can_split=False
-    )  # stages dealt out would be faster
+    )  # interleaved stages would be faster
     assert in_blocks.row_of_stage == (0, 0, 1, 1)
     check_schedule(in_blocks, pipeline)
 
@@ -217,8 +220,8 @@ def test_costs_and_edges_are_checked():
     assert simulate(one_f_one_b(slow, 4), slow).makespan_seconds >= 4e15
 
 
-def test_what_is_received_comes_in_the_order_in_which_it_is_made():
-    """Stage 1 takes microbatch 1 first, and stage 0 makes 0 first: so 0 is received before it too."""
+def test_receives_follow_the_order_of_sends():
+    """Stage 1 computes microbatch 1 first, but stage 0 sends 0 first, so stage 1 must receive 0 first."""
     pipeline = chain(1.0)
     rows = [
         [Action(Kind(word[0]), stage, int(word[1])) for word in text.split()]
@@ -262,6 +265,6 @@ def test_what_is_received_comes_in_the_order_in_which_it_is_made():
         lambda p: gpipe(p, 2).peak_bytes("p"),
     ],
 )
-def test_wrong_arguments_get_errors_of_ours(use):
+def test_wrong_arguments_raise_reshard_errors(use):
     with pytest.raises(ReshardError):
         use(chain(1.0))

@@ -1,4 +1,4 @@
-"""Schedules as text: their names, our own notation, torch's CSV."""
+"""Schedules as text: names, our notation and torch's CSV."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from reshard.scheduler import (
 
 
 @pytest.mark.parametrize("name", ["", "x" * 101, " x", "x ", "a:b", "a\nb", "a: b\n"])
-def test_names_of_schedules_are_one_line_of_a_text(name):
+def test_schedule_names_are_one_short_line(name):
     schedule = gpipe(Pipeline((Stage(1, 1, 1),)), 2)
     assert parse_schedule(str(replace(schedule, name="x" * 100))).name == "x" * 100
     with pytest.raises(ScheduleError, match="up to 100 characters on one line without a colon"):
@@ -49,21 +49,21 @@ def test_passes_keep_names_short():
      "x: 1 microbatches, stages on rows 0\n0: 0SEND_F0<1", "x: 1 microbatches, stages on rows 0\n0: 0F0!",
      "x: 1 microbatches, stages on rows 0\n0: 0F99999999"],
 )  # fmt: skip
-def test_texts_that_are_no_schedule_are_refused(bad):
+def test_invalid_texts_are_rejected(bad):
     with pytest.raises(ScheduleError):
         parse_schedule(bad)
 
 
-def test_an_action_says_all_of_itself():
+def test_text_of_a_blocking_send():
     assert str(Action(Kind.SEND_B, 2, 7, 0, blocks=True)) == "2SEND_B7>0!"
 
 
-def test_csv_of_torch_both_ways():
+def test_torch_csv_round_trip():
     pipeline = Pipeline((Stage(1, 1, 1),) * 3, (Edge(0, 1, 1.0, 1.0), Edge(1, 2, 1.0, 1.0)))
     for build in (gpipe, one_f_one_b, eager_1f1b, zb_h1):
         schedule = build(pipeline, 4)
         again = from_torch_csv(to_torch_csv(schedule, transfers=True), pipeline, schedule.name)
-        assert overlap_transfers(again, pipeline) == schedule  # torch's text has receives right before what needs them
+        assert overlap_transfers(again, pipeline) == schedule  # torch's text has each receive right before its use
         computed = from_torch_csv(to_torch_csv(schedule), pipeline, schedule.name)
         assert computed == schedule
     skips = Pipeline(pipeline.stages, (*pipeline.edges, Edge(0, 2, 1.0, 1.0)))

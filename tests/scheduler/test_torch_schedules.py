@@ -1,4 +1,4 @@
-"""torch's own pipeline schedules beside ours: its validator and dry run on our text, its text in our simulator."""
+"""Interoperability with torch: its validator accepts our schedules, and our simulator runs its schedules."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BUILDERS = {
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_our_schedules_pass_its_validator_and_dry_run(name):
+def test_our_schedules_pass_torch_validator_and_dry_run(name):
     num, build = BUILDERS[name]
     schedule = build(chain(num))
     rows = len(schedule.rows)
@@ -83,7 +83,7 @@ def torch_schedule(make, rows, per_row, num):
     return make(stages, num)
 
 
-TORCHS = {
+TORCH_SCHEDULES = {
     "interleaved": (pipelining.ScheduleInterleaved1F1B, 4, 2, 8),
     "looped": (pipelining.ScheduleLoopedBFS, 2, 3, 6),
     "interleaved zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 4, 2, 8),
@@ -91,9 +91,9 @@ TORCHS = {
 }
 
 
-@pytest.mark.parametrize("name", TORCHS)
-def test_its_schedules_run_in_our_simulator(name, tmp_path):
-    make, rows, per_row, num = TORCHS[name]
+@pytest.mark.parametrize("name", TORCH_SCHEDULES)
+def test_torch_schedules_run_in_our_simulator(name, tmp_path):
+    make, rows, per_row, num = TORCH_SCHEDULES[name]
     theirs = torch_schedule(make, rows, per_row, num)
     path = tmp_path / "schedule.csv"
     theirs._dump_csv(str(path), format="compute_only")
@@ -105,7 +105,7 @@ def test_its_schedules_run_in_our_simulator(name, tmp_path):
     assert work <= timeline.makespan_seconds <= 1.8 * work
     again = from_torch_csv(to_torch_csv(schedule), pipeline, name)
     assert sorted(map(str, again.rows[0])) == sorted(map(str, schedule.rows[0]))
-    # with the transfers that torch itself adds
+    # with the transfers added by torch
     path.write_text("")
     theirs._dump_csv(str(path), format="compute_comms")
     assert "UNSHARD" in path.read_text()

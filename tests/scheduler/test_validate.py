@@ -1,4 +1,4 @@
-"""What the checker of schedules finds: actions left out, doubled, before what they need, waits for ever."""
+"""check_schedule finds missing, repeated and misplaced actions, and deadlocks."""
 
 from __future__ import annotations
 
@@ -35,18 +35,17 @@ def _without(schedule, row, place):
     return replace(schedule, rows=tuple(rows))
 
 
-def test_planted_faults_are_found():
-    """Any action left out or doubled, and any two neighbours that need each other in their order, exchanged."""
+def test_missing_repeated_and_swapped_actions_are_found():
     pipeline = Pipeline((Stage(1, 1, 1),) * 3, (Edge(0, 1, 1, 1), Edge(1, 2, 1, 1), Edge(0, 2, 1, 1)))
     rng = random.Random(0)
     for schedule in (one_f_one_b(pipeline, 3), zb_h1(pipeline, 3)):
         for row, actions in enumerate(schedule.rows):
             for place, action in enumerate(actions):
-                with pytest.raises(ScheduleError, match=r"is there 0 times, not 1"):
+                with pytest.raises(ScheduleError, match=r"occurs 0 times, not 1"):
                     check_schedule(_without(schedule, row, place), pipeline)
                 rows = list(schedule.rows)
                 rows[row] = (*actions[:place], action, *actions[place:])
-                with pytest.raises(ScheduleError, match=r"is there 2 times, not 1"):
+                with pytest.raises(ScheduleError, match=r"occurs 2 times, not 1"):
                     check_schedule(replace(schedule, rows=tuple(rows)), pipeline)
         for _ in range(40):
             row = rng.randrange(3)
@@ -58,11 +57,11 @@ def test_planted_faults_are_found():
             swapped = [{first: second, second: first}.get(a, a) for a in schedule.rows[row]]
             rows = list(schedule.rows)
             rows[row] = tuple(swapped)
-            with pytest.raises(ScheduleError, match="stands before"):
+            with pytest.raises(ScheduleError, match="comes before"):
                 check_schedule(replace(schedule, rows=tuple(rows)), pipeline)
 
 
-#: Of each kind of action what stands before it, of the same stage and microbatch.
+#: Kinds of actions that each kind depends on, for the same stage and microbatch.
 NEEDS = {
     Kind.F: (Kind.RECV_F,), Kind.SEND_F: (Kind.F,), Kind.B: (Kind.F, Kind.RECV_B), Kind.I: (Kind.F, Kind.RECV_B),
     Kind.W: (Kind.I,), Kind.SEND_B: (Kind.B, Kind.I),
@@ -70,7 +69,7 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("build", [one_f_one_b, zb_h1])
-def test_what_stands_before_what_it_needs_is_named(build):
+def test_action_before_its_dependency_is_named(build):
     pipeline, num_found = Pipeline((Stage(1, 1, 1),) * 3, (Edge(0, 1, 1, 1), Edge(1, 2, 1, 1), Edge(0, 2, 1, 1))), 0
     schedule = build(pipeline, 2)
     for row, actions in enumerate(schedule.rows):
@@ -78,14 +77,14 @@ def test_what_stands_before_what_it_needs_is_named(build):
             if second.microbatch == first.microbatch and first.kind in NEEDS.get(second.kind, ()):
                 rows = list(schedule.rows)
                 rows[row] = tuple({first: second, second: first}.get(action, action) for action in actions)
-                with pytest.raises(ScheduleError, match=f"{re.escape(str(second))} stands before "):
+                with pytest.raises(ScheduleError, match=f"{re.escape(str(second))} comes before "):
                     check_schedule(replace(schedule, rows=tuple(rows)), pipeline)
                 num_found += 1
     assert num_found >= 24
 
 
-def test_a_deadlock_shows_where_rows_stand():
-    """Both ends send first and block: neither receives."""
+def test_deadlock_error_shows_the_blocked_action_of_each_row():
+    """Both ends block in a send before they receive."""
     pipeline = chain(1.0)
     text = """\
 stuck: 2 microbatches, stages on rows 0 1
@@ -94,19 +93,19 @@ stuck: 2 microbatches, stages on rows 0 1
 """
     with pytest.raises(
         ScheduleError,
-        match=r"never ends: no row can do what is in brackets; row 0: .*\[0SEND_F1>1!\].*; row 1: .*\[1SEND_B0>0!\]",
+        match=r"deadlocks: no row can do its action in brackets; row 0: .*\[0SEND_F1>1!\].*; row 1: .*\[1SEND_B0>0!\]",
     ):
         check_schedule(parse_schedule(text), pipeline)
     longer = text.replace("1: ", "1: 1RECV_F2<0 1RECV_F3<0 ").replace("0: ", "0: 0F2 0F3 0SEND_F2>1 0SEND_F3>1 ")
     with pytest.raises(ScheduleError, match=r"row 1: 1RECV_F3<0 1RECV_F0<0! 1F0 1B0 \[1SEND_B0>0!\] 1RECV_F1"):
         simulate(parse_schedule(longer.replace("2 micro", "4 micro")), pipeline)
-    mended = text.replace("0F1 0SEND_F1>1! 0RECV_B0<1!", "0RECV_B0<1 0F1 0SEND_F1>1!").replace(
+    fixed = text.replace("0F1 0SEND_F1>1! 0RECV_B0<1!", "0RECV_B0<1 0F1 0SEND_F1>1!").replace(
         "1SEND_B0>0! 1RECV_F1<0!", "1RECV_F1<0 1SEND_B0>0!"
     )
-    check_schedule(parse_schedule(mended), pipeline)
+    check_schedule(parse_schedule(fixed), pipeline)
 
 
-def test_a_place_is_shown_with_six_actions_on_both_sides():
+def test_error_shows_six_actions_before_and_after():
     schedule = gpipe(chain(1.0), 8)
     words = [str(action) for action in schedule.rows[0]]
     for place in (0, 3, 9, len(words) - 1):
@@ -114,17 +113,17 @@ def test_a_place_is_shown_with_six_actions_on_both_sides():
         assert show(schedule, 0, place) == f"row 0: {' '.join(around)}"
 
 
-def test_ends_of_a_channel_in_different_orders_are_refused():
+def test_sends_and_receives_of_a_channel_must_have_the_same_order():
     pipeline = chain(1.0)
     schedule = gpipe(pipeline, 2)
     rows = [list(row) for row in schedule.rows]
     at = [i for i, a in enumerate(rows[1]) if a.kind is Kind.RECV_F]
     rows[1][at[0]], rows[1][at[1]] = rows[1][at[1]], rows[1][at[0]]
-    with pytest.raises(ScheduleError, match="stage 0 sends microbatch 0 to stage 1 where that receives 1"):
+    with pytest.raises(ScheduleError, match="stage 0 sends microbatch 0 to stage 1, which expects 1 next"):
         check_schedule(replace(schedule, rows=tuple(map(tuple, rows))), pipeline)
 
 
-def test_schedules_made_by_hand_that_make_no_sense_are_refused():
+def test_invalid_actions_are_rejected_everywhere():
     pipeline = chain(1.0)
     for action in (
         Action(Kind.SEND_F, 0, 0),
@@ -146,10 +145,10 @@ def test_schedules_made_by_hand_that_make_no_sense_are_refused():
                 use(schedule, pipeline)
 
 
-def test_a_schedule_of_very_many_microbatches_is_refused_soon():
+def test_schedule_with_many_missing_microbatches_is_rejected_quickly():
     pipeline = chain(0.5, 0.5)
     schedule = one_f_one_b(pipeline, 4)
     begun = time.perf_counter()
-    with pytest.raises(ScheduleError, match="is there 0 times, not 1"):
+    with pytest.raises(ScheduleError, match="occurs 0 times, not 1"):
         check_schedule(replace(schedule, num_microbatches=10**9), pipeline)
     assert time.perf_counter() - begun < 5

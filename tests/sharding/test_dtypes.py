@@ -1,4 +1,4 @@
-"""Every dtype of torch that travels as bytes arrives bit by bit, packed and unpacked, NaNs and all."""
+"""Transfers of every supported torch dtype preserve all bits, including NaNs, with and without packing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SRC, DST = Layout(Mesh.of("3"), "S0"), Layout(Mesh.of("2", first_rank=3), "R S0"
 
 
 @pytest.mark.parametrize("name", sorted(name for name in ITEMSIZE if hasattr(torch, name)))
-def test_bits_of_every_dtype_arrive(name):
+def test_every_dtype_arrives_bit_for_bit(name):
     dtype, shape = getattr(torch, name), (7, 10)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls complex32 experimental

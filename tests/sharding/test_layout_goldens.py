@@ -1,4 +1,4 @@
-"""Our geometry beside tables made by JAX and by torch DTensor."""
+"""Layouts against golden tables made by JAX and by torch DTensor."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def _check(layout, entry):
 
 
 @pytest.mark.parametrize("number", range(60))
-def test_jax(number):
+def test_layouts_match_jax(number):
     entry = _entries("layouts_jax.json")[number]
     mesh = Mesh(entry["ranks"], dict(zip(entry["axes"], entry["grid"], strict=True)))
     _check(Layout(mesh, tuple(tuple(dim) for dim in entry["spec"])), entry)
 
 
 @pytest.mark.parametrize("number", range(120))
-def test_dtensor(number):
+def test_layouts_match_dtensor(number):
     entry = _entries("layouts_torch.json")[number]
     mesh = Mesh(entry["ranks"], {f"a{i}": size for i, size in enumerate(entry["grid"])})
     placements = [

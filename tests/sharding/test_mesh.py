@@ -1,4 +1,4 @@
-"""Meshes and regions at the edges of what they allow, and what becomes of ranks and rows between."""
+"""Limits and edge cases of meshes, region layouts and specs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reshard.sharding.spec import Strided
 from reshard.sharding.tiles import cut_shards, find_overlaps
 
 
-def test_each_limit_holds_and_not_one_less():
+def test_limits_are_exact():
     assert Mesh([MAX_RANK]).ranks == (4_194_303,)
     with pytest.raises(MeshError, match="rank 4194304 is outside"):
         Mesh([MAX_RANK + 1])
@@ -41,14 +41,14 @@ def test_shapes_have_fewer_than_2_to_the_56_elements():
         cut_shards(whole, (2**28, 2**28))
 
 
-def test_ranks_of_a_mesh_are_replaced():
+def test_with_ranks_replaces_ranks():
     mesh = Mesh([4, 2, 7, 0], {"dp": 2, "tp": 2})
     assert mesh.with_ranks({4: 0, 2: 1, 7: 2, 0: 9, 5: 5}) == Mesh([0, 1, 2, 9], {"dp": 2, "tp": 2})
     with pytest.raises(MeshError, match="no new rank is given for rank 7"):
         mesh.with_ranks({4: 0, 2: 1, 0: 9})
 
 
-def test_a_mesh_of_torch_is_known_by_its_names():
+def test_from_device_mesh():
     grid = types.SimpleNamespace(tolist=lambda: [[3, 1], [0, 2]])
     named = types.SimpleNamespace(mesh=grid, mesh_dim_names=("dp", "tp"))
     assert Mesh.from_device_mesh(named) == Mesh([3, 1, 0, 2], {"dp": 2, "tp": 2})
@@ -58,21 +58,21 @@ def test_a_mesh_of_torch_is_known_by_its_names():
         Mesh.from_device_mesh(types.SimpleNamespace(mesh=grid))
 
 
-def test_a_mesh_that_does_not_fit_its_ranks_says_how_many():
+def test_mesh_size_errors_name_the_counts():
     with pytest.raises(MeshError, match="2x3 hold 6 ranks"):
         Mesh(range(5), {"x": 2, "y": 3})
     with pytest.raises(MeshError, match="a single rank"):
         Mesh([0, 1], {})
 
 
-def test_regions_are_the_same_in_whatever_order_their_ranks_are_given():
+def test_region_layout_ignores_the_order_of_ranks():
     a, b = [[(0, 2), (0, 4)], [(6, 8), (0, 4)]], [[(2, 6), (0, 4)]]
     assert RegionLayout({0: a, 3: b}) == RegionLayout({3: b, 0: a})
     assert RegionLayout({3: b, 0: a}).ranks == (0, 3)
 
 
 @pytest.mark.parametrize("wrong", [True, 1.0, "0"])
-def test_numbers_of_regions_are_integers(wrong):
+def test_join_dim_and_ndim_must_be_integers(wrong):
     box = [[(0, 2), (0, 4)]]
     with pytest.raises(LayoutError, match="join_dim must be an integer"):
         RegionLayout({0: box}, join_dim=wrong)
@@ -80,30 +80,30 @@ def test_numbers_of_regions_are_integers(wrong):
         RegionLayout({0: box}, ndim=wrong)
 
 
-def test_sizes_of_what_cannot_be_joined_are_those_of_the_first_box():
+def test_join_error_compares_with_the_first_box():
     boxes = [[(0, 2), (1, 4)], [(2, 4), (0, 3)], [(4, 6), (5, 7)]]
     with pytest.raises(LayoutError, match="dim 1 has 3 and 2 elements"):
         RegionLayout({0: boxes})
     assert RegionLayout({0: boxes[:2]}).boxes[0][1] == (((0, 2), (1, 4)), ((2, 4), (0, 3)))
 
 
-def test_boxes_without_elements_hold_nothing():
+def test_empty_boxes_make_no_tiles():
     layout = RegionLayout({0: [[(0, 2), (0, 4)], [(2, 2), (0, 4)], [(2, 5), (0, 4)]], 1: [[(3, 3), (0, 4)]]})
     shards = cut_shards(layout, (5, 4))
     assert [tuple(one) for one in shards.start] == [(0, 0), (2, 0)]
     assert shards.local_shape(0) == (5, 4) and shards.local_shape(1) == (0, 4)
-    assert shards.pieces_of(0)[2].tolist() == [[0, 0], [2, 0]]  # the empty one takes no room
+    assert shards.pieces_of(0)[2].tolist() == [[0, 0], [2, 0]]  # the empty box takes no space
     assert len(shards.pieces_of(1)[0]) == 0
 
 
-def test_a_rank_that_holds_a_region_twice_is_named():
+def test_repeated_region_of_a_rank_is_refused():
     box = [(0, 4)]
     with pytest.raises(LayoutError, match="rank 5 holds region"):
         cut_shards(RegionLayout({2: [box], 5: [box, box], 7: [box]}), (4,))
 
 
-def test_cells_of_regions_that_overlap_in_part_are_counted(monkeypatch):
-    layout = RegionLayout({0: [[(0, 6)]], 1: [[(2, 8)]], 2: [[(4, 9)]]})  # cut at 2 4, at 4 6, and at 6 8
+def test_number_of_cells_is_limited(monkeypatch):
+    layout = RegionLayout({0: [[(0, 6)]], 1: [[(2, 8)]], 2: [[(4, 9)]]})  # cells are cut at 2, 4; at 4, 6; and at 6, 8
     monkeypatch.setattr(reshard.sharding.tiles, "MAX_CELLS", 9)
     assert len(cut_shards(layout, (9,)).start) == 5
     monkeypatch.setattr(reshard.sharding.tiles, "MAX_CELLS", 8)
@@ -111,8 +111,8 @@ def test_cells_of_regions_that_overlap_in_part_are_counted(monkeypatch):
         cut_shards(layout, (9,))
 
 
-def test_split_factors_beyond_what_they_split_are_all_alike():
-    """JAX and torch shard a dim of 3 in strided order; more pieces than elements are pieces of one element."""
+def test_split_factors_above_the_dim_size_are_equivalent():
+    """Split factors of at least 3 cut a dim of size 3 into single elements."""
     mesh = Mesh.of((2, 2), axes=["a", "b"])
     shapes = {
         factor: [cut_shards(Layout(mesh, (("b", Strided("a", factor)),)), (3,)).local_shape(rank) for rank in range(4)]
@@ -121,19 +121,19 @@ def test_split_factors_beyond_what_they_split_are_all_alike():
     assert shapes[3] == shapes[4] == shapes[64]
 
 
-def test_specs_of_placements_may_leave_all_dims_whole():
+def test_trailing_replicated_dims_are_dropped():
     mesh = Mesh.of((2, 2))
     assert Layout(mesh, "R R").spec == Layout(mesh, ()).spec == ()
     assert Layout(mesh, "R S1 R").spec == ((), ("1",))
 
 
 @pytest.mark.parametrize("factor", [0, -1, 2.5, "2"])
-def test_split_factors_are_whole_numbers_from_one(factor):
+def test_split_factors_must_be_positive_integers(factor):
     with pytest.raises(LayoutError, match="must be at least 1"):
         Layout(Mesh.of("2"), (Strided("0", factor),))
 
 
-def test_split_factors_make_no_more_pieces_than_the_limit(monkeypatch):
+def test_number_of_strided_pieces_is_limited(monkeypatch):
     monkeypatch.setattr(reshard.sharding.dim_cuts, "MAX_PIECES", 8)
     layout = Layout(Mesh.of("2"), (Strided("0", 4),))
     assert cut_shards(layout, (8,)).local_shape(1) == (4,)
@@ -142,27 +142,27 @@ def test_split_factors_make_no_more_pieces_than_the_limit(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", ["1", True, 1.0])
-def test_first_ranks_are_integers(rank):
+def test_first_rank_must_be_an_integer(rank):
     with pytest.raises(MeshError, match="must be an integer"):
         Mesh.of("2", first_rank=rank)
 
 
-def test_the_ranks_of_a_mesh_cannot_be_written():
+def test_mesh_array_is_read_only():
     with pytest.raises(ValueError, match="read-only"):
         Mesh.of("2x2").array[0, 0] = 7
 
 
-def test_a_layout_that_shards_nothing_is_written_with_as_many_dims_as_asked_for():
+def test_to_2023_pads_to_ndim():
     layout = Layout(Mesh.of("2"))
     assert (layout.to_2023(), layout.to_2023(2)) == ("", "R R")
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_overlaps_are_those_that_a_comparison_of_all_pairs_finds(seed):
-    chance = np.random.default_rng(seed)
-    num_a, num_b, ndim = chance.integers(0, 12), chance.integers(0, 12), chance.integers(0, 4)
-    starts = [chance.integers(0, 5, (num, ndim)) for num in (num_a, num_b)]
-    stops = [start + chance.integers(1, 4, start.shape) for start in starts]
+def test_find_overlaps_matches_comparing_all_pairs(seed):
+    rng = np.random.default_rng(seed)
+    num_a, num_b, ndim = rng.integers(0, 12), rng.integers(0, 12), rng.integers(0, 4)
+    starts = [rng.integers(0, 5, (num, ndim)) for num in (num_a, num_b)]
+    stops = [start + rng.integers(1, 4, start.shape) for start in starts]
     found = zip(*find_overlaps(starts[0], stops[0], starts[1], stops[1]), strict=True)
     expected = [
         (i, j)
@@ -173,7 +173,7 @@ def test_overlaps_are_those_that_a_comparison_of_all_pairs_finds(seed):
     assert list(found) == expected
 
 
-def test_boxes_that_are_apart_stay_whole_beside_others_that_overlap():
+def test_disjoint_boxes_are_not_cut():
     layout = RegionLayout(
         {0: [((0, 4), (0, 2))], 1: [((4, 8), (0, 2))], 2: [((6, 10), (0, 2))], 3: [((10, 12), (0, 2))]}
     )

@@ -1,4 +1,4 @@
-"""Tiles of shards, what two layouts share of them, and specs as other packages write them."""
+"""Tiles of shards, unit tasks between two layouts, and conversion of specs to JAX."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.random_problems import random_problem
 from tests.support.strategies_of_cases import cases
 
 
-def test_boxes_of_different_ranks_may_overlap_in_part():
+def test_boxes_of_different_ranks_may_partly_overlap():
     layout = RegionLayout({0: [[(0, 6), (0, 4)]], 1: [[(3, 9), (2, 4)], [(9, 10), (2, 4)]]})
     shards = cut_shards(layout, (10, 4))
     found = {}
@@ -30,7 +30,7 @@ def test_boxes_of_different_ranks_may_overlap_in_part():
         (0, (0, 2), (3, 4)): (0, 2),
         (0, (3, 0), (6, 2)): (3, 0),
         (0, (3, 2), (6, 4)): (3, 2),
-        (1, (3, 2), (6, 4)): (0, 0),  # both hold it
+        (1, (3, 2), (6, 4)): (0, 0),  # held by both ranks
         (1, (6, 2), (9, 4)): (3, 0),
         (1, (9, 2), (10, 4)): (6, 0),
     }
@@ -39,14 +39,14 @@ def test_boxes_of_different_ranks_may_overlap_in_part():
 @pytest.mark.parametrize(
     ("src", "dst", "strided"),
     [
-        ("S0 R R", "S01 R R", False),  # rows of rows
-        ("S0 R R", "R S0 R", True),  # columns of rows
+        ("S0 R R", "S01 R R", False),  # whole rows of a shard
+        ("S0 R R", "R S0 R", True),  # columns of a shard
         ("R R R", "R R S0", True),
-        ("S01 R R", "S01 S2 R", False),  # a part of a single row
-        ("S01 R R", "S01 R S2", True),  # a part of each of several rows
+        ("S01 R R", "S01 S2 R", False),  # part of one row
+        ("S01 R R", "S01 R S2", True),  # parts of several rows
     ],
 )
-def test_tasks_know_whether_their_boxes_lie_in_one_piece(src, dst, strided):
+def test_is_strided_for_known_layouts(src, dst, strided):
     mesh, other = Mesh.of("2x2x2"), Mesh.of("2x2x2", first_rank=8)
     tasks = cut_unit_tasks(cut_shards(Layout(mesh, src), (4, 4, 4)), cut_shards(Layout(other, dst), (4, 4, 4)))
     assert tasks.is_strided.all() == tasks.is_strided.any() == strided
@@ -54,7 +54,7 @@ def test_tasks_know_whether_their_boxes_lie_in_one_piece(src, dst, strided):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_box_is_strided_where_numpy_says_it_is_not_contiguous(seed):
+def test_is_strided_matches_numpy_contiguity(seed):
     src, dst, shape, _ = random_problem(seed)
     tasks = cut_unit_tasks(cut_shards(src, shape), cut_shards(dst, shape))
     for index in range(len(tasks)):
@@ -68,7 +68,7 @@ def test_a_box_is_strided_where_numpy_says_it_is_not_contiguous(seed):
         assert tasks.is_strided[index] == (not all(is_contiguous)), (tasks.start[index], tasks.stop[index])
 
 
-def test_specs_are_written_for_jax(monkeypatch):
+def test_to_jax_round_trips(monkeypatch):
     class PartitionSpec(tuple):
         def __new__(cls, *dims):
             return super().__new__(cls, dims)
@@ -81,25 +81,25 @@ def test_specs_are_written_for_jax(monkeypatch):
     for spec in (("dp", None, "tp"), (("tp", "dp"),), (), (None, "tp")):
         layout = Layout(mesh, spec)
         assert Layout(mesh, layout.to_jax()) == layout
-    with pytest.raises(LayoutError, match="a PartitionSpec cannot say"):
+    with pytest.raises(LayoutError, match="a PartitionSpec cannot express"):
         Layout(mesh, ((Strided("tp", 2), "dp"),)).to_jax()
 
 
-def test_a_box_is_found_only_where_one_tile_holds_all_of_it():
-    shards = cut_shards(RegionLayout({0: [[(0, 4), (0, 6)], [(6, 8), (0, 6)]]}), (8, 6))  # as rank 0 holds it: 6 x 6
+def test_find_returns_only_boxes_inside_one_tile():
+    shards = cut_shards(RegionLayout({0: [[(0, 4), (0, 6)], [(6, 8), (0, 6)]]}), (8, 6))  # local array: 6 x 6
     boxes = np.array([[(1, 3), (2, 6)], [(6, 8), (0, 1)], [(3, 5), (0, 6)], [(5, 7), (0, 6)], [(4, 6), (0, 6)]])
     assert shards.find(0, boxes[:, :, 0], boxes[:, :, 1]) == [
         (slice(1, 3), slice(2, 6)),
         (slice(4, 6), slice(0, 1)),
         None,  # begins inside
         None,  # ends inside
-        None,  # touches both
+        None,  # overlaps neither tile
     ]
 
 
 @given(cases())
-def test_a_layout_gives_the_regions_and_the_shape_of_each_shard(case):
-    """As the table of all tiles does, from the rank alone."""
+def test_layout_regions_and_shapes_match_shards(case):
+    """Computed for one rank, they equal those from the table of all tiles."""
     shape, src, dst, _ = case
     for layout in (src, dst):
         shards = cut_shards(layout, shape)

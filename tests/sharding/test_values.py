@@ -1,4 +1,4 @@
-"""Meshes, layouts, topologies, bounds and strategies: what they refuse, and the numbers they give."""
+"""Meshes, layouts, topologies, bounds and strategies: invalid input and known numbers."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ from tests.support.tensors import same_bytes, take_shard, whole_tensor
         (lambda: parse_ranks("3-1"), "empty or too long"),
     ],
 )
-def test_meshes_refuse(build, text):
+def test_invalid_meshes_are_refused(build, text):
     with pytest.raises(MeshError, match=text):
         build()
 
 
-def test_meshes_print_compare_and_come_from_jax_like_meshes():
+def test_mesh_text_equality_and_from_jax():
     mesh = Mesh([4, 5, 6, 0], {"dp": 2, "tp": 2})
     assert str(mesh) == "Mesh(dp=2, tp=2; ranks 4-6,0)"
     assert parse_ranks(format_ranks(mesh.ranks)) == [4, 5, 6, 0]
@@ -90,7 +90,7 @@ def test_meshes_print_compare_and_come_from_jax_like_meshes():
         ("S2", LayoutError, "names axis 2"),
         ("X", LayoutError, "neither R nor S"),
         ("S0 S0", LayoutError, "twice"),
-        ("dp R", LayoutError, r"names of axes are written as in '\(dp, -, tp\)'"),
+        ("dp R", LayoutError, r"write axis names as in '\(dp, -, tp\)'"),
         ("(dp, nope)", LayoutError, "names axis 'nope'"),
         ("(dp, dp)", LayoutError, "twice"),
         ("(dp", LayoutError, "not of the form"),
@@ -100,16 +100,16 @@ def test_meshes_print_compare_and_come_from_jax_like_meshes():
         (7, LayoutError, "none of"),
     ],
 )
-def test_layouts_refuse(spec, error, text):
+def test_invalid_specs_are_refused(spec, error, text):
     with pytest.raises(error, match=text):
         Layout(Mesh.of("2x2", axes=["dp", "tp"]), spec)
 
 
-def test_four_notations_say_the_same():
+def test_spec_notations_are_equivalent():
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    class P:  # reads like jax.sharding.PartitionSpec: iterable, no tuple
+    class P:  # like jax.sharding.PartitionSpec: iterable, but not a tuple
         UNCONSTRAINED = object()
         unreduced = frozenset()
 
@@ -158,22 +158,22 @@ def test_four_notations_say_the_same():
         (lambda: cut_shards(Layout(Mesh.of("2")), (2**40, 2**40)), "fewer than"),
     ],
 )
-def test_regions_and_shapes_refuse(build, text):
+def test_invalid_regions_and_shapes_are_refused(build, text):
     with pytest.raises(LayoutError, match=text):
         build()
 
 
-def test_dtypes_by_any_name():
+def test_dtype_name_accepts_all_libraries():
     assert dtype_name("float") == dtype_name(torch.float32) == dtype_name(np.float32) == "float32"
     assert dtype_name(np.dtype("int8")) == dtype_name(torch.int8) == "int8"
-    with pytest.raises(ArgumentError, match="cannot travel as bytes"):
+    with pytest.raises(ArgumentError, match="is not supported; supported dtypes are"):
         dtype_name("string")
     for name, size in ITEMSIZE.items():
         if hasattr(torch, name):
             assert getattr(torch, name).itemsize == size
 
 
-def test_topologies_refuse():
+def test_invalid_topologies_are_refused():
     with pytest.raises(TopologyError, match="positive"):
         Topology.uniform((0,), 0.0)
     with pytest.raises(TopologyError, match="counted from 0"):
@@ -183,7 +183,7 @@ def test_topologies_refuse():
     assert Topology.from_hostnames(["b", "a", "b"]).host_of_rank == (0, 1, 0)
 
 
-# (between hosts, inside hosts) in tensor sizes, and the bound in tensor sizes over the NIC rate
+# Bytes between hosts and inside hosts, in tensor sizes; the bound in tensor sizes over the NIC rate.
 STUDY = {
     "study 1": (1, 3, 0.5),
     "study 2": (1, 3, 0.5),
@@ -198,7 +198,7 @@ STUDY = {
 
 
 @pytest.mark.parametrize("case", study_cases(4), ids=lambda case: case.name)
-def test_bytes_and_bounds_of_the_study(case):
+def test_bytes_and_bounds_of_the_study_cases(case):
     topology = Topology.uniform([rank // 4 for rank in range(case.num_ranks)], 1e9)
     between, inside, bound = STUDY[case.name]
     total = int(np.prod(case.shape)) * 4
@@ -210,8 +210,8 @@ def test_bytes_and_bounds_of_the_study(case):
     assert naive.bytes_moved()[1:] == (0, 0)
 
 
-def test_the_greedy_order_balances_replicated_senders():
-    """Case 2 of the study: both source hosts hold all, so each should send half."""
+def test_greedy_order_balances_replicated_senders():
+    """Case 2 of the study: both source hosts hold the whole tensor, so each should send half."""
     case = study_cases(4)[1]
     topology = Topology(tuple(rank // 4 for rank in range(16)))
     for strategy, loads in [
@@ -230,7 +230,7 @@ def test_the_greedy_order_balances_replicated_senders():
 @given(
     st.dictionaries(st.frozensets(st.integers(0, 4), min_size=1).map(lambda s: tuple(sorted(s))), st.integers(1, 10**9))
 )
-def test_the_share_of_the_busiest_host_is_the_largest_over_all_sets(held):
+def test_least_largest_share_is_the_maximum_over_host_sets(held):
     hosts = sorted({host for key in held for host in key})
     by_sets = max(
         (
@@ -243,34 +243,34 @@ def test_the_share_of_the_busiest_host_is_the_largest_over_all_sets(held):
     assert least_largest_share(held, dict.fromkeys(range(64), 1.0)) == pytest.approx(by_sets, rel=1e-6)
 
 
-def test_the_bound_where_source_and_destination_share_hosts():
+def test_bound_when_source_and_destination_share_hosts():
     src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2"), "R S0")
     assert find_bound([TensorSpec((4, 4), "int8", src, dst)], Topology.uniform((0, 1), 1.0)).seconds == pytest.approx(
         4.0
     )
     assert find_bound([TensorSpec((4, 4), "int8", src, dst)], Topology.uniform((0, 0), 1.0)).seconds == 0.0
-    # two of three hosts hold all of it, the third needs it: both send half
+    # two of three hosts hold the tensor and the third needs it: each holder sends half
     src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("3"))
     assert find_bound([TensorSpec((8,), "int8", src, dst)], Topology.uniform((0, 1, 2), 1.0)).seconds == pytest.approx(
         8.0
     )
-    # one holder at half the rate of two receivers: each byte leaves it once, and a receiver passes it on
+    # one holder at half the rate of two receivers: it sends each byte once, and a receiver passes it on
     src, dst = Layout(Mesh.of("1")), Layout(Mesh.of("2", first_rank=1))
     slow_sender = Topology((0, 1, 2), (Host((Port.of(1.0),)), Host((Port.of(2.0),)), Host((Port.of(2.0),))))
     assert find_bound([TensorSpec((8,), "int8", src, dst)], slow_sender).seconds == pytest.approx(8.0)
-    # receivers that cannot pass on: the sender must send everything twice
+    # receivers that cannot send: the sender must send everything twice
     mute = Topology((0, 1, 2), (Host((Port.of(1.0),)), Host((Port(1e-6, 2.0),)), Host((Port(1e-6, 2.0),))))
     assert find_bound([TensorSpec((8,), "int8", src, dst)], mute).seconds == pytest.approx(16.0, rel=1e-4)
 
 
-def test_the_bound_of_pods_is_that_of_their_uplinks():
+def test_bound_counts_pod_uplinks_and_used_nics():
     src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("4", first_rank=2))
     hosts = tuple(Host((Port.of(1.0),), pod=int(host > 1)) for host in range(6))
     topology = Topology(tuple(range(6)), hosts, pods=(Port.of(0.5), Port.of(0.25)))
     assert find_bound([TensorSpec((8,), "int8", src, dst)], topology).seconds == pytest.approx(
         32.0
     )  # once into the pod
-    # three hosts in a pod need a third each: one beside them holds all, and so do two behind an uplink as fast as one
+    # three hosts of a pod need a third each; holders are a host of the pod and two hosts of another pod
     src = Layout(Mesh([0, 4, 5], {"x": 3}))
     dst = Layout(Mesh([1, 2, 3], {"x": 3}), "S0")
     hosts = tuple(Host((Port.of(1.0),), pod=int(host > 3)) for host in range(6))
@@ -279,11 +279,11 @@ def test_the_bound_of_pods_is_that_of_their_uplinks():
     src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("4", first_rank=2))
     two_nics = Topology((0, 0, 1, 1, 2, 2), (Host((Port.of(1.0), Port.of(2.0))),))
     assert find_bound([TensorSpec((9,), "int8", src, dst)], two_nics).seconds == pytest.approx(3.0)
-    idle = Topology(tuple(range(6)), two_nics.hosts)  # nobody uses the second NICs
+    idle = Topology(tuple(range(6)), two_nics.hosts)  # no rank uses the second NICs
     assert find_bound([TensorSpec((9,), "int8", src, dst)], idle).seconds == pytest.approx(9.0)
 
 
-def test_the_bound_says_which_links_bind():
+def test_bound_reason_names_the_binding_links():
     hosts = Topology(
         (0, 1, 2, 3), (Host((Port.of(1e9),)), Host((Port.of(1e9),)), Host((Port.of(1e9),)), Host((Port(1e9, 2.5e8),)))
     )
@@ -325,8 +325,8 @@ def test_closed_form_and_linear_program_agree(problem):
     assert found == pytest.approx(max(arrival, _least_egress(classes, egress)[0]), rel=1e-6)
 
 
-def test_small_regions_of_one_pair_travel_together():
-    """Interleaved columns: 32 boxes from 0 to 2 are one message, of one itemsize."""
+def test_small_regions_between_two_ranks_share_a_message():
+    """Interleaved columns: the 32 boxes from rank 0 to rank 2 are one message."""
     stripes = {rank: [[(0, 4), (2 * i + rank, 2 * i + rank + 1)] for i in range(32)] for rank in (0, 1)}
     src = RegionLayout(stripes, join_dim=1)
     plan = make_plan(src, Layout(Mesh([2], {"x": 1})), (4, 64), "float32")
@@ -336,7 +336,7 @@ def test_small_regions_of_one_pair_travel_together():
     assert plan_to_json(plan)["messages"][0]["window"] == 32 * INSIDE_WINDOW
 
 
-def test_eight_dims_and_no_more():
+def test_at_most_eight_dims():
     src = Layout(Mesh.of("2x2"), "R S0 R R R R R S1")
     dst = Layout(Mesh.of("2x2", first_rank=4), "S1 R R S0")
     shape = (2, 3, 1, 2, 1, 2, 1, 5)
@@ -350,8 +350,8 @@ def test_eight_dims_and_no_more():
         make_plan(src, dst, (*shape, 1), "int64")
 
 
-def test_a_million_slices():
-    """1,024 -> 1,024 ranks: tasks are arrays, so cutting them takes well under a second and a gigabyte."""
+def test_a_million_unit_tasks():
+    """1,024 -> 1,024 ranks: tasks are arrays, so they take well under a second and a gigabyte."""
     src, dst = Layout(Mesh.of("256x4"), "R S01 R"), Layout(Mesh.of("256x4", first_rank=1024), "S01 R R")
     tasks = TensorSpec((2048, 2048, 64), "float32", src, dst).tasks
     assert len(tasks) == 1024 * 1024
@@ -359,23 +359,23 @@ def test_a_million_slices():
     assert tasks.start.nbytes + tasks.stop.nbytes < 64 * 2**20
 
 
-def test_a_bound_where_rates_are_a_billion_times_apart():
+def test_bound_when_rates_are_a_billion_times_apart():
     hosts = (Host((Port(1.0, 1e9),)), Host((Port(1e9, 1.0),)))
     spec = TensorSpec((8192,), "int8", Layout(Mesh.of(4), "S0"), Layout(Mesh.of(4)))
     assert find_bound([spec], Topology((0, 0, 1, 1), hosts)).seconds >= 4096.0
 
 
-def test_a_search_sends_from_the_host_that_can_send_fast():
-    """Two replicas, one behind a NIC of a tenth of the rate: four regions to four hosts of the fast rate."""
+def test_search_sends_from_the_fast_host():
+    """Two source hosts, one with a tenth of the rate, and four regions for four fast hosts."""
     fast, slow = Host((Port.of(1e9),)), Host((Port.of(1e8),))
     topology = Topology(tuple(range(6)), (slow, fast, fast, fast, fast, fast), latency_seconds=0)
     src, dst = Layout(Mesh.of(2)), Layout(Mesh.of(4, first_rank=2), "S0")
     plan = make_plan(src, dst, (4_000_000,), "int8", topology=topology, strategy="broadcast_search")
     assert CostReport(plan).predicted_seconds == pytest.approx(
         4e-3
-    )  # all four from the fast one, as the slow one takes 10 ms each
+    )  # all four from the fast host: the slow one takes 10 ms per region
 
 
-def test_bytes_in_words():
-    said = {0: "0 bytes", 1023: "1023 bytes", 1024: "1 KiB", 1536: "1.5 KiB", 2**20: "1 MiB", 3 * 2**29: "1.5 GiB"}
-    assert {nbytes: format_bytes(nbytes) for nbytes in said} == said
+def test_format_bytes():
+    expected = {0: "0 bytes", 1023: "1023 bytes", 1024: "1 KiB", 1536: "1.5 KiB", 2**20: "1 MiB", 3 * 2**29: "1.5 GiB"}
+    assert {nbytes: format_bytes(nbytes) for nbytes in expected} == expected

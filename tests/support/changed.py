@@ -1,4 +1,4 @@
-"""Texts of plans with one thing changed, and plans by hand whose ranks stage a lot; for tests of checkers."""
+"""Plan texts for tests of the checkers: random mutations of a plan, and random plans with much relaying."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _EDGES, _BOXES, _SPLITS = r"\] ([0-9 ,>-]+) splits", r"t\d.*\] (?=\d)", r"splits
 
 
 def change_plan(text: str, chance: random.Random) -> str:
-    """Change a number of a transfer, exchange two, give one what another has, or drop, repeat or move one."""
+    """Apply one random change: edit, swap, drop, repeat or move a transfer, or copy a part of another transfer."""
     lines = text.split("\n")
     rows = [i for i, line in enumerate(lines) if re.match(r"\d+: t", line)]
     if not rows:
@@ -50,7 +50,7 @@ def change_plan(text: str, chance: random.Random) -> str:
 
 
 def renumber(lines: list[str]) -> str:
-    """A plan's lines with the ids that their transfers have where they stand; a text that is no plan is left alone."""
+    """Renumber the message ids of a plan's lines by position; lines that are not transfers stay unchanged."""
     names: dict[str, int] = {}
     found, ident = [], 0
     for line in lines:
@@ -73,7 +73,7 @@ def renumber(lines: list[str]) -> str:
 
 
 def _cut(box: list[tuple[int, int]], chance: random.Random, depth: int) -> list[list[tuple[int, int]]]:
-    """A box in a few that cover it."""
+    """Split a box at random into disjoint boxes that cover it."""
     dims = [dim for dim, (lo, hi) in enumerate(box) if hi - lo > 1]
     if not depth or not dims:
         return [box]
@@ -84,31 +84,31 @@ def _cut(box: list[tuple[int, int]], chance: random.Random, depth: int) -> list[
 
 
 def relayed_plan(seed: int) -> str:
-    """Rank 0 holds a tensor that 3 and 4 need; 1 and 2 stage parts of it, the same ones and others, now and again.
+    """A random plan text: rank 0 holds a tensor that ranks 3 and 4 need, and ranks 1 and 2 relay parts of it.
 
-    Some of these plans are sound, some are not: parts that a relay stages may overlap.
+    A relay may stage the same part several times. Some plans are invalid, because parts staged on a relay overlap.
     """
     chance = random.Random(seed)
     shape = [chance.choice((4, 6, 8)) for _ in range(chance.randint(1, 3))]
     cuts = _cut([(0, size) for size in shape], chance, 3)
-    threads = []
+    chains = []
     for destination in (3, 4):
         if destination == 4 and chance.random() < 0.4:
             cuts = _cut([(0, size) for size in shape], chance, chance.randint(0, 3))
         for box in cuts:
             path = [0, *chance.sample((1, 2), chance.randint(0, 2)), destination]
-            threads.append((box, list(itertools.pairwise(path))))
+            chains.append((box, list(itertools.pairwise(path))))
     lines, ident = [], 0
-    came: list[int | None] = [None] * len(threads)
-    while any(edges for _, edges in threads):
-        ready = [i for i, (_, edges) in enumerate(threads) if edges]
+    previous: list[int | None] = [None] * len(chains)  # id of the last message of each chain
+    while any(edges for _, edges in chains):
+        ready = [i for i, (_, edges) in enumerate(chains) if edges]
         i = chance.choice(ready) if chance.random() < 0.5 else ready[0]
-        box, edges = threads[i]
+        box, edges = chains[i]
         sender, receiver = edges.pop(0)
         where = ", ".join(f"{lo}:{hi}" for lo, hi in box)
-        source = "" if came[i] is None else f" from {came[i]}"
+        source = "" if previous[i] is None else f" from {previous[i]}"
         lines.append(f"{ident}: t0 [{where}] {sender} -> {receiver} splits {'x'.join('1' * len(box))} window 4{source}")
-        came[i], ident = ident, ident + 1
+        previous[i], ident = ident, ident + 1
     sizes, whole = ", ".join(map(str, shape)), "[" + ", ".join(f"0:{size}" for size in shape) + "]"
     dst = f"Regions(ndim={len(shape)} join=0; 1: none; 2: none; 3: {whole}; 4: {whole})"
     return "\n".join(

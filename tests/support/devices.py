@@ -1,4 +1,4 @@
-"""What this machine has, found out without starting CUDA: processes are forked from here."""
+"""Devices of this machine, detected without initializing CUDA, because tests fork processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A stand-in for CuPy and its NCCL: NumPy arrays, streams that do everything at once, ranks that are threads.
+"""A fake CuPy with NCCL: arrays are NumPy arrays, streams are synchronous and ranks are threads.
 
-It matches messages by order alone, as NCCL does, and a group ends when all its messages have.
+As in NCCL, messages between two ranks match by order. A group ends when all its messages have completed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Hub:
 
 
 class Communicator:
-    """As ``cupy.cuda.nccl.NcclCommunicator``."""
+    """Fake of ``cupy.cuda.nccl.NcclCommunicator``."""
 
     def __init__(self, hub, rank, seconds=10.0):
         self.hub, self.rank, self.seconds, self.groups = hub, rank, seconds, []
@@ -88,9 +88,9 @@ def _group_end():
             comm.hub.queues[comm.rank, peer].put(ctypes.string_at(address, count))
     for comm, is_send, peer, address, count in _posted.calls:
         if not is_send:
-            came = comm.hub.queues[peer, comm.rank].get(timeout=comm.seconds)
-            assert len(came) == count
-            ctypes.memmove(address, came, count)
+            received = comm.hub.queues[peer, comm.rank].get(timeout=comm.seconds)
+            assert len(received) == count
+            ctypes.memmove(address, received, count)
     if _posted.calls:
         _posted.calls[0][0].groups.append([(is_send, peer, count) for _, is_send, peer, _, count in _posted.calls])
     del _posted.calls
@@ -101,7 +101,7 @@ NCCL.NCCL_UINT8, NCCL.groupStart, NCCL.groupEnd = 1, _group_start, _group_end
 
 
 def make_module():
-    """What ``import cupy`` shall give."""
+    """The fake modules, by name, for ``sys.modules``."""
     cuda = types.ModuleType("cupy.cuda")
     current = Stream()
     cuda.Stream, cuda.get_current_stream, cuda.nccl = Stream, lambda: current, NCCL
@@ -112,7 +112,7 @@ def make_module():
 
 
 def run_ranks(size, function, seconds=20.0):
-    """``function(comm)`` for each rank in a thread of its own; results in rank order."""
+    """Run ``function(comm)`` for each rank in a thread; returns results or exceptions in rank order."""
     hub, results = Hub(size), [None] * size
 
     def one(rank):
@@ -126,5 +126,5 @@ def run_ranks(size, function, seconds=20.0):
         thread.start()
     for thread in threads:
         thread.join(seconds)
-        assert not thread.is_alive(), "a rank waits for ever"
+        assert not thread.is_alive(), "a rank did not end in time"
     return results

@@ -1,4 +1,4 @@
-"""One rank of two that moves tensors, forks, and goes on: ``python forking.py RANK PORT GROUP``, see test_forks."""
+"""One of two ranks that move tensors and fork: ``python forking.py RANK PORT GROUP``. Run by test_forks."""
 
 import multiprocessing
 import os
@@ -21,16 +21,16 @@ def move(rank, group):
 
 
 def refused(call):
-    """The text of the ArgumentError that a call must end with."""
+    """The text of the ArgumentError that a call must raise."""
     try:
         call()
     except reshard.ArgumentError as error:
         return str(error)
-    raise AssertionError(f"{call} is not refused")
+    raise AssertionError(f"{call} raised no ArgumentError")
 
 
 def misuse(rank, group, mover, handle, plan, parent):
-    """What a child may try with what it inherited."""
+    """Check in a child that inherited groups, Movers and handles are rejected, and that closing them is safe."""
     tensor = torch.ones(2, 4)
     calls = [
         lambda: move(rank, group),
@@ -50,8 +50,8 @@ def misuse(rank, group, mover, handle, plan, parent):
             pass
 
 
-def afresh(rank, port, how):
-    """A child may make groups of its own."""
+def make_own_groups(rank, port, how):
+    """Check in a child that it may create new groups."""
     store = dist.PrefixStore(f"children {how}", dist.TCPStore("127.0.0.1", port, is_master=False))
     with reshard.join(store, rank, 2) as group:
         move(rank, group)
@@ -63,7 +63,7 @@ def afresh(rank, port, how):
 
 
 def fork(rank, port, how, group, mover, handle, plan):
-    """A child that ends in some way, and is waited for."""
+    """Fork a child that runs the checks and ends as ``how`` says, and wait for it."""
     parent = os.getpid()
     if how == "multiprocessing":
         child = multiprocessing.get_context("fork").Process(
@@ -73,11 +73,11 @@ def fork(rank, port, how, group, mover, handle, plan):
         assert wait_for(child.pid) == 0
     elif (pid := os.fork()) == 0:
         misuse(rank, group, mover, handle, plan, parent)
-        afresh(rank, port, how)
+        make_own_groups(rank, port, how)
         if how == "_exit":
             os._exit(0)
         if how == "raise":
-            raise KeyError("of the child")
+            raise KeyError("raised by the child")
         sys.exit(0)
     else:
         assert wait_for(pid) == (1 if how == "raise" else 0)
@@ -92,7 +92,7 @@ def wait_for(pid):
         time.sleep(0.02)
     os.kill(pid, 9)
     os.waitpid(pid, 0)
-    raise AssertionError("the child does not end")
+    raise AssertionError(f"the child did not end within {CHILD_SECONDS} s")
 
 
 def main():
@@ -114,7 +114,7 @@ def main():
             move(rank, group)
     reshard.close_group(group)
     store.add("done", 1)
-    while rank == 0 and store.add("done", 0) < 2:  # it serves the store
+    while rank == 0 and store.add("done", 0) < 2:  # rank 0 serves the store
         time.sleep(0.01)
     if group is None:
         dist.destroy_process_group()

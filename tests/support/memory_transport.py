@@ -1,4 +1,4 @@
-"""Ranks as threads: a transport whose sends complete only when the receive is posted, as Gloo's and NCCL's do."""
+"""An in-memory transport between threads. As in Gloo and NCCL, a send completes only after its receive is posted."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class _Work:
     def wait(self, timeout):
         with self.hub.condition:
             if not self.hub.condition.wait_for(lambda: self.done, timeout.total_seconds()):
-                raise RuntimeError("stuck")
+                raise RuntimeError("timed out waiting for a message")
 
 
 class MemoryHub:
-    """All pairs of ranks; counts bytes on the way."""
+    """Matches sends and receives between all pairs of ranks, by sender, receiver and tag."""
 
     def __init__(self):
         self.condition = threading.Condition()
@@ -47,7 +47,7 @@ class MemoryHub:
             sends, recvs = self.sends.get(key, ()), self.recvs.get(key, ())
             while sends and recvs:
                 send, recv = sends.popleft(), recvs.popleft()
-                assert send.buffer.numel() == recv.buffer.numel(), "a message and its buffer differ in size"
+                assert send.buffer.numel() == recv.buffer.numel(), "send and receive buffers differ in size"
                 recv.buffer.copy_(send.buffer)
                 send.done = recv.done = True
             self.condition.notify_all()
@@ -66,7 +66,7 @@ class MemoryTransport:
 
 
 class MemoryExchange:
-    """A group of sends and receives at once, matched by order alone; done on return."""
+    """Exchanges a group of messages, matched by order only; complete on return."""
 
     def __init__(self, hub, rank, seconds):
         self.transport, self.limit = MemoryTransport(hub, rank), timedelta(seconds=seconds)
@@ -79,9 +79,9 @@ class MemoryExchange:
 
 
 class PythonCopier:
-    """The twin of the kernel that replicas regions, from the same addresses."""
+    """The Python reference of the pack kernel; copies regions from raw addresses as the kernel does."""
 
-    def place(self, table):
+    def upload(self, table):
         return table
 
     def find_addresses(self, known):
@@ -92,26 +92,26 @@ class PythonCopier:
 
     def copy(self, placed, addresses, buffer, to_buffer):
         flats = [None] * len(addresses)
-        for number, nbytes in reach_of(placed).items():
+        for number, nbytes in used_bytes_of(placed).items():
             assert addresses[number] % placed.unit == 0
             flats[number] = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(addresses[number]))
         copy_regions_python(placed, flats, buffer.numpy(), to_buffer)
 
 
-def reach_of(table):
-    """How many bytes of each array a table uses."""
+def used_bytes_of(table):
+    """For each array of a table, the bytes from its start to the end of the last region."""
     sizes, strides = table.rows[:, SIZE : SIZE + MAX_OUTER], table.rows[:, STRIDE : STRIDE + MAX_OUTER]
     ends = table.rows[:, IN_ARRAY] + ((sizes - 1) * strides).sum(axis=1) + table.rows[:, ROW]
     numbers = table.rows[:, TENSOR]
     return {n: int(ends[numbers == n].max()) * table.word_bytes for n in set(numbers.tolist())}
 
 
-class ThreadLanes:
-    """HostClasses that go on by themselves, as streams do; each waits a little before its work, at random."""
+class ThreadStreams:
+    """CPU streams: one thread per stream, with a random delay before each operation to expose missing waits."""
 
     def __init__(self, seed):
         self.random, self.errors, self.current = random.Random(seed), [], EXCHANGE
-        self.queues = {host_class: queue.SimpleQueue() for host_class in (EXCHANGE, PACK, UNPACK)}
+        self.queues = {stream: queue.SimpleQueue() for stream in (EXCHANGE, PACK, UNPACK)}
         for works in self.queues.values():
             threading.Thread(target=self.serve, args=(works,), daemon=True).start()
 
@@ -127,8 +127,8 @@ class ThreadLanes:
         self.queues[self.current].put(lambda: (time.sleep(seconds), work()))
 
     @contextlib.contextmanager
-    def on(self, host_class):
-        before, self.current = self.current, host_class
+    def on(self, stream):
+        before, self.current = self.current, stream
         yield
         self.current = before
 
@@ -142,60 +142,62 @@ class ThreadLanes:
             self.queues[self.current].put(mark.wait)
 
     def synchronize(self, seconds):
-        assert self.mark().wait(seconds), "stuck"
+        assert self.mark().wait(seconds), f"streams did not finish within {seconds} s"
         if self.errors:
             raise self.errors[0]
 
 
-class LaneMemory(TorchMemory):
-    """Puts its work on the current host class."""
+class StreamMemory(TorchMemory):
+    """Enqueues its copies on the current stream."""
 
-    def __init__(self, host_classes):
+    def __init__(self, streams):
         super().__init__(torch.device("cpu"))
-        self.host_classes = host_classes
+        self.streams = streams
 
     def copy(self, target, source):
-        self.host_classes.put(lambda: TorchMemory.copy(self, target, source))
+        self.streams.put(lambda: TorchMemory.copy(self, target, source))
 
     def pack(self, views, buffer):
-        self.host_classes.put(lambda: TorchMemory.pack(self, views, buffer))
+        self.streams.put(lambda: TorchMemory.pack(self, views, buffer))
 
     def unpack(self, buffer, views):
-        self.host_classes.put(lambda: TorchMemory.unpack(self, buffer, views))
+        self.streams.put(lambda: TorchMemory.unpack(self, buffer, views))
 
 
-class LaneCopier(PythonCopier):
-    def __init__(self, host_classes):
-        self.host_classes = host_classes
+class StreamCopier(PythonCopier):
+    def __init__(self, streams):
+        self.streams = streams
 
     def copy(self, *args):
-        self.host_classes.put(lambda: PythonCopier.copy(self, *args))
+        self.streams.put(lambda: PythonCopier.copy(self, *args))
 
 
-def run_on_lanes(plan, rank, arrays, exchange, round_of, seed, seconds, times=2):
-    """A rank's part on host classes of its own, several times over the same buffer."""
-    host_classes = ThreadLanes(seed)
+def run_on_streams(plan, rank, arrays, exchange, round_of, seed, seconds, times=2):
+    """Run one rank's program ``times`` times on its own streams, with the same staging buffer."""
+    streams = ThreadStreams(seed)
     itemsizes = [spec.itemsize for spec in plan.tensors]
-    copier = LaneCopier(host_classes) if rank % 2 else None
+    copier = StreamCopier(streams) if rank % 2 else None
     runner = RoundRunner(
         build_program(plan, rank),
         round_of,
-        LaneMemory(host_classes),
+        StreamMemory(streams),
         itemsizes,
         copier,
         plan.staging_bytes,
-        host_classes,
+        streams,
     )
     for _ in range(times):
-        runner.run(*arrays, lambda recvs, sends: host_classes.put(lambda: exchange(recvs, sends)))
-    host_classes.synchronize(seconds)
+        runner.run(*arrays, lambda recvs, sends: streams.put(lambda: exchange(recvs, sends)))
+    streams.synchronize(seconds)
     return runner
 
 
 def run_in_threads(plan, sources, outs, seconds=5.0, in_rounds=False, digests=None):
-    """Run every rank's program; ``sources`` and ``outs`` are ``{rank: [tensor or None, ...]}``.
+    """Run every rank's program in a thread; returns ``{rank: staging bytes}`` or raises the error of the lowest rank.
 
-    Returns the staging bytes of each rank; raises the first error of a rank. ``digests`` are ``{rank: Digests}``.
+    Args:
+        sources, outs: ``{rank: [tensor or None, ...]}``. digests: ``{rank: Digests}``.
+        in_rounds: False for the CPU executor, True for the group executor, "streams" for it on asynchronous streams.
     """
     hub, errors, staged = MemoryHub(), {}, {}
     round_of = find_rounds(plan) if in_rounds else {}
@@ -204,9 +206,9 @@ def run_in_threads(plan, sources, outs, seconds=5.0, in_rounds=False, digests=No
         try:
             program = build_program(plan, rank)
             arrays = [[None if x is None else carrier(x) for x in side[rank]] for side in (sources, outs)]
-            if in_rounds == "host classes":
+            if in_rounds == "streams":
                 exchange = MemoryExchange(hub, rank, seconds)
-                staging = run_on_lanes(plan, rank, arrays, exchange, round_of, rank, seconds)
+                staging = run_on_streams(plan, rank, arrays, exchange, round_of, rank, seconds)
             elif in_rounds:
                 copier = PythonCopier() if rank % 2 else None
                 memory, itemsizes = TorchMemory(torch.device("cpu")), [spec.itemsize for spec in plan.tensors]

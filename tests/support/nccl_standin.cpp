@@ -1,9 +1,9 @@
-// A stand-in for libnccl on host memory: the C interface of nccl.h, with sockets between processes of one machine.
+// A stand-in for libnccl on host memory: the C API of nccl.h, over sockets between processes of one machine.
 //
-// It keeps what callers depend on: non-blocking communicators, pairs of ranks that connect only when both are in a group
-// with each other, messages of two ranks that match by order, groups that must be ended, aborts, and peers that die.
-// Streams do not exist: a group has moved its bytes when ncclGroupEnd returns success. With NCCL_STANDIN_HEADER defined
-// it is compiled against the real nccl.h, and the compiler compares every signature.
+// It reproduces the behaviour that callers depend on: non-blocking communicators; two ranks connect only when both are in
+// a group with each other; messages between two ranks match by order; groups must be ended; aborts; peers that die.
+// There are no streams: all bytes of a group have moved when ncclGroupEnd returns success. With NCCL_STANDIN_HEADER
+// defined, it compiles against the real nccl.h, so the compiler checks every signature.
 #include <climits>
 #include <cstddef>
 
@@ -49,14 +49,14 @@ struct Op {
   size_t nbytes;
   int peer;
   bool is_send;
-  size_t done = 0;  // of the size and the bytes behind it
+  size_t done = 0;  // bytes moved so far of the size header and the data
   uint64_t size = 0;
 };
 
 struct Collective {
   char* data;
   size_t count;
-  int type, op, root;  // op -1: a broadcast
+  int type, op, root;  // op -1 is a broadcast
 };
 
 }  // namespace
@@ -65,7 +65,7 @@ struct ncclComm {
   int rank, size;
   std::string folder;
   int listener = -1;
-  std::vector<int> sockets, waiting;  // of each peer; those that asked and were not answered yet
+  std::vector<int> sockets, waiting;  // by peer; waiting: connected, but not accepted yet
   std::atomic<int> state{ncclInProgress};
   std::atomic<bool> aborted{false};
   std::thread job;
@@ -115,7 +115,7 @@ bool take_waiting(ncclComm* comm) {
   return true;
 }
 
-// The higher rank asks, the lower one answers: only when it is in a group with the other too.
+// The higher rank connects. The lower rank accepts only when it is in a group with the higher one.
 bool connect_pair(ncclComm* comm, int peer) {
   if (comm->rank < peer) {
     while (comm->waiting[peer] < 0) {
@@ -145,7 +145,7 @@ bool connect_pair(ncclComm* comm, int peer) {
   return recv(fd, &answer, 1, 0) == 1;
 }
 
-// Moves one operation on; -1 at the end of a connection.
+// Progresses one operation; returns -1 if the connection has closed.
 int advance(ncclComm* comm, Op& op) {
   int fd = comm->sockets[op.peer];
   size_t header = sizeof op.size;
@@ -159,7 +159,7 @@ int advance(ncclComm* comm, Op& op) {
 }
 
 ncclResult_t move(ncclComm* comm, std::vector<Op>& ops) {
-  std::map<std::pair<int, bool>, std::deque<Op*>> queues;  // messages of two ranks match by order
+  std::map<std::pair<int, bool>, std::deque<Op*>> queues;  // messages between two ranks match by order
   for (Op& op : ops) {
     op.size = op.is_send ? op.nbytes : 0;
     queues[{op.peer, op.is_send}].push_back(&op);
@@ -278,7 +278,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int size, ncclUniqueId id, 
   comm->rank = rank, comm->size = size, comm->folder = id.internal;
   comm->sockets.assign(size, -1), comm->waiting.assign(size, -1);
   comm->listener = socket(AF_UNIX, SOCK_STREAM, 0);
-  // Others connect as soon as the file has its name, so it gets that when the socket listens.
+  // Peers connect as soon as the file exists, so it is created only after the socket listens.
   std::string name = address_of(comm->folder, rank).sun_path;
   sockaddr_un address = address_of(comm->folder, size + rank);
   if (bind(comm->listener, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 || listen(comm->listener, 64) != 0 ||
@@ -385,7 +385,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   for (int fd : comm->sockets)
     if (fd >= 0) shutdown(fd, SHUT_RDWR);
   if (comm->job.joinable()) comm->job.join();
-  return ncclSuccess;  // another thread may still be inside a call: its memory is left
+  return ncclSuccess;  // another thread may still be inside a call, so the memory is not freed
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {

@@ -1,4 +1,4 @@
-"""Builds the stand-in for libnccl with the C++ compiler that the package itself needs."""
+"""Compile the stand-in for libnccl with the C++ compiler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SOURCE = Path(__file__).with_name("nccl_standin.cpp")
 
 
 def build_standin(folder, *flags):
-    """The path of the library; ``flags`` are for the compiler."""
+    """Compile the library into ``folder`` with additional compiler flags; returns its path."""
     path = Path(folder) / "libnccl_standin.so"
     command = ["g++", "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", *map(str, flags)]
     subprocess.run([*command, str(SOURCE), "-o", str(path)], check=True, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Problems of every kind, each from its seed: uneven hosts, several NICs, pods, overlapping meshes, replicas."""
+"""Random planning problems from seeds: uneven hosts, several NICs, pods, overlapping meshes, replicas."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from reshard import Layout, Mesh, Topology
 from reshard.topology.model import Host, Port
 
 RATES = (1e9, 1e9, 5e8, 2.5e8, 4e7)
-#: Axes of a mesh for both dims of a tensor; those that are not named replicate.
+#: Layouts of a 2-d tensor on a 2-d mesh.
 SPECS = ("R R", "S0 R", "R S0", "S01 R", "R S1", "S0 S1", "S1 S0", "R S10")
 
 
 def random_problem(seed: int) -> tuple[Layout, Layout, tuple[int, int], Topology]:
-    """Source, destination, shape and topology."""
+    """Source layout, destination layout, shape and topology of a seed."""
     chance = random.Random(seed)
     num_hosts, num_pods = chance.randint(2, 7), chance.choice((0, 0, 2, 3))
     is_even, num_nics = chance.random() < 0.4, chance.choice((1, 1, 2, 3))
@@ -39,7 +39,7 @@ def random_problem(seed: int) -> tuple[Layout, Layout, tuple[int, int], Topology
         latency_seconds=chance.choice((0.0, 0.0, 1e-4)),
     )
     ranks = list(range(len(host_of_rank)))
-    if chance.random() < 0.5:  # in order, those of the destination behind those of the source
+    if chance.random() < 0.5:  # source ranks first, then destination ranks
         cut = chance.randint(1, len(ranks) - 1)
         sides = [ranks[:cut], ranks[cut:]]
     else:

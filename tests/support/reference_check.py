@@ -1,4 +1,4 @@
-"""The checker of plans as it was before arrays: it replays a plan message by message, and is slow where ranks get many."""
+"""A reference implementation of ``check_plan`` that replays a plan message by message; slow for many messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reshard.sharding.layout import format_box
 
 
 class _Held:
-    """Boxes of one tensor that one rank has, in a growing table, each with the message that brought it."""
+    """The boxes of one tensor on one rank, in a growing table, each with the id of the message that delivered it."""
 
     def __init__(self, ndim: int) -> None:
         self._start = np.zeros((4, ndim), dtype=np.int64)
@@ -24,7 +24,7 @@ class _Held:
 
     @classmethod
     def of(cls, start: np.ndarray, stop: np.ndarray) -> _Held:
-        """The boxes that a layout gives."""
+        """A table of the boxes of a shard."""
         held = cls(start.shape[1])
         held._start, held._stop, held._count = start, stop, len(start)
         held._ids = np.full(len(start), _SOURCE, dtype=np.int64)
@@ -44,8 +44,8 @@ class _Held:
         self._start[self._count], self._stop[self._count], self._ids[self._count] = start, stop, message
         self._count += 1
 
-    def take(self, message: int) -> None:
-        """Let go of what a message brought."""
+    def remove(self, message: int) -> None:
+        """Remove the boxes that a message delivered."""
         kept = self._ids[: self._count] != message
         for name in ("_start", "_stop", "_ids"):
             table = getattr(self, name)
@@ -54,7 +54,7 @@ class _Held:
         self._count = int(kept.sum())
 
     def overlap(self, start: Sequence[int], stop: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Elements that each box shares with the given one, and the ids of those boxes; none that share none."""
+        """For each box that overlaps the given one: number of shared elements, and message id."""
         starts, stops = self._start[: self._count], self._stop[: self._count]
         size = np.minimum(stops, np.array(stop, dtype=np.int64)) - np.maximum(starts, np.array(start, dtype=np.int64))
         shared = np.maximum(size, 0).prod(axis=1, dtype=np.int64)
@@ -66,23 +66,26 @@ _SOURCE = -1
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise PlanError unless the plan, replayed in its order, delivers.
+    """Replay a plan in its order and check that it is valid.
 
-    Checked: every destination element on every rank that needs it, exactly once; each message sent by a rank
-    that has all of it by then, as a source or through messages named in its ``after``; regions inside their
-    tensors; bytes that a rank neither holds nor needs never above ``staging_bytes``, counted from their arrival
-    to the last message that passes them on. What a rank only stages it may get anew, for later messages.
+    Every rank must receive each needed element exactly once. The sender of a message must have all of it by then: from
+    its source shard, or through messages in ``after``. Regions must be inside their tensors. Bytes that a rank stages
+    for others must not exceed ``staging_bytes``; they count from their arrival to the last message that relays them.
+    A rank may receive staged regions again for later messages.
+
+    Raises:
+        PlanError: the plan breaks one of these rules.
     """
     check_ranks(plan)
     holds: dict[tuple[int, int], _Held] = {}
     needs: dict[tuple[int, int], _Held] = {}
-    came: dict[tuple[int, int], _Held] = {}
+    received: dict[tuple[int, int], _Held] = {}
     for tensor, spec in enumerate(plan.tensors):
         for rank in spec.src.ranks:
             holds[rank, tensor] = _Held.of(*spec.src_shards.pieces_of(rank)[:2])
         for rank in spec.dst.ranks:
             needs[rank, tensor] = _Held.of(*spec.dst_shards.pieces_of(rank)[:2])
-    got: dict[tuple[int, int], int] = {}
+    num_received: dict[tuple[int, int], int] = {}
     staged: dict[int, tuple[int, int]] = {}  # message id -> (receiver, bytes not needed there)
     last_use: dict[int, int] = {}
     messages = list(expand_messages(plan))
@@ -96,7 +99,7 @@ def check_plan(plan: Plan) -> None:
                 if not 0 <= lo < hi <= size:
                     raise PlanError(f"{where} is empty or outside shape {list(spec.shape)}")
                 numel *= hi - lo
-            _check_sender(message, i, where, numel, holds, came, last_use, before.get(message.source))
+            _check_sender(message, i, where, numel, holds, received, last_use, before.get(message.source))
             key = (message.receiver, tensor)
             wanted = 0
             if key in needs:
@@ -104,30 +107,29 @@ def check_plan(plan: Plan) -> None:
                 wanted = int(pieces.sum())
                 if len(pieces) > 1 or 0 < wanted < numel:
                     raise PlanError(
-                        f"{where} is no part of one piece of what rank {message.receiver} needs: it meets "
+                        f"{where} is not inside one tile that rank {message.receiver} needs: it overlaps "
                         f"{len(pieces)} pieces in {wanted} of its {numel} elements"
                     )
-            earlier = came.setdefault(key, _Held(spec.ndim))
+            earlier = received.setdefault(key, _Held(spec.ndim))
             shared, ids = earlier.overlap(start, stop)
             again = int(shared.sum())
             if again and not wanted and again == numel and len(ids) == 1 and int(ids[0]) in staged:
-                earlier.take(int(ids[0]))  # it is staged anew: what was before is given up
+                earlier.remove(int(ids[0]))  # staged again: the new copy replaces the old one
             elif again:
-                raise PlanError(f"{where} brings rank {message.receiver} {again} elements a second time")
+                raise PlanError(f"{where} delivers {again} elements to rank {message.receiver} a second time")
             if not wanted and message.sender == message.receiver:
-                raise PlanError(f"{where} replicas on rank {message.receiver} what it does not need")
+                raise PlanError(f"{where} is a copy on rank {message.receiver}, which does not need it")
             earlier.add(start, stop, message.id + i)
-            got[key] = got.get(key, 0) + wanted
+            num_received[key] = num_received.get(key, 0) + wanted
             if wanted < numel:
                 staged[message.id + i] = (message.receiver, (numel - wanted) * spec.itemsize)
         before[message.id] = message
     for (rank, tensor), region in needs.items():
         spec = plan.tensors[tensor]
-        if got.get((rank, tensor), 0) != region.numel:
+        count = num_received.get((rank, tensor), 0)
+        if count != region.numel:
             name = f" of {spec.name}" if spec.name is not None else ""
-            raise PlanError(
-                f"rank {rank} needs {region.numel} elements{name}, but is sent {got.get((rank, tensor), 0)}"
-            )
+            raise PlanError(f"rank {rank} needs {region.numel} elements{name}, but receives {count}")
     _check_staging(plan, messages, staged, last_use)
 
 
@@ -137,9 +139,9 @@ def _check_sender(
     where: str,
     numel: int,
     holds: dict[tuple[int, int], _Held],
-    came: dict[tuple[int, int], _Held],
+    received: dict[tuple[int, int], _Held],
     last_use: dict[int, int],
-    brought: Message | None,
+    source: Message | None,
 ) -> None:
     tensor, start, stop = message.boxes[i]
     key = (message.sender, tensor)
@@ -147,29 +149,33 @@ def _check_sender(
         pieces = holds[key].overlap(start, stop)[0]
         if int(pieces.sum()) == numel:
             if len(pieces) > 1:
-                raise PlanError(f"{where} is no part of one piece of what rank {message.sender} holds")
+                raise PlanError(f"{where} is not inside one tile that rank {message.sender} holds")
             return
-    shared, ids = came[key].overlap(start, stop) if key in came else (np.zeros(0), np.zeros(0, dtype=np.int64))
+    shared, ids = received[key].overlap(start, stop) if key in received else (np.zeros(0), np.zeros(0, dtype=np.int64))
     if int(shared.sum()) != numel:
-        raise PlanError(f"{where}: rank {message.sender} sends {numel} elements, but has {int(shared.sum())} by then")
+        raise PlanError(
+            f"{where}: rank {message.sender} sends {numel} elements, but has only {int(shared.sum())} at that point"
+        )
     known = set() if message.source is None else {message.source + i}
     missing = sorted(set(ids.tolist()) - known)
     if missing:
-        raise PlanError(f"{where}: rank {message.sender} gets it from message {missing[0]}, which is not in `after`")
+        raise PlanError(
+            f"{where}: rank {message.sender} receives it with message {missing[0]}, which is not in `after`"
+        )
     if len(ids) > 1:
-        raise PlanError(f"{where}: rank {message.sender} gets it in {len(ids)} messages, and would have to join them")
-    if brought is not None and brought.sender == brought.receiver:
-        raise PlanError(f"{where}: message {brought.id} is a copy on rank {message.sender}; nothing is passed on of it")
-    if brought is not None and brought.boxes != message.boxes:
-        raise PlanError(f"{where}: rank {message.sender} passes on other boxes than message {brought.id} brings")
-    for source in ids.tolist():
-        last_use[source] = message.id + i
+        raise PlanError(f"{where}: rank {message.sender} receives it in {len(ids)} messages, but relays only one")
+    if source is not None and source.sender == source.receiver:
+        raise PlanError(f"{where}: message {source.id} is a copy on rank {message.sender}, which cannot be relayed")
+    if source is not None and source.boxes != message.boxes:
+        raise PlanError(f"{where}: rank {message.sender} relays other boxes than it receives in message {source.id}")
+    for ident in ids.tolist():
+        last_use[ident] = message.id + i
 
 
 def _check_staging(
     plan: Plan, messages: list[Message], staged: dict[int, tuple[int, int]], last_use: dict[int, int]
 ) -> None:
-    """Replay what ranks hold for others: every message in needs a buffer, and a relay keeps its until it is used."""
+    """Replay the staging buffers: each received message needs one, and a relay keeps it until its last use."""
     largest: dict[int, int] = {}
     for message in messages:
         if message.sender != message.receiver:
@@ -183,14 +189,14 @@ def _check_staging(
             slots = num_recv_slots(plan.staging_bytes, largest[rank])
             if held_messages.get(rank, 0) >= slots:
                 raise PlanError(
-                    f"message {message.id}: rank {rank} must receive it while it stages {held_messages[rank]} messages "
+                    f"message {message.id}: rank {rank} receives it while it stages {held_messages[rank]} messages "
                     f"for others, but its window is {slots} messages of {largest[rank]} bytes"
                 )
         relayed = [message.id + i for i in range(len(message.boxes)) if message.id + i in staged]
         for ident in relayed:
             if ident not in last_use:
                 raise PlanError(
-                    f"message {ident} brings rank {rank} {staged[ident][1]} bytes that it neither needs nor passes on"
+                    f"message {ident} delivers {staged[ident][1]} bytes that rank {rank} neither needs nor relays"
                 )
             held_bytes[rank] = held_bytes.get(rank, 0) + staged[ident][1]
             if held_bytes[rank] > plan.staging_bytes:

@@ -1,4 +1,4 @@
-"""The least makespan of a small pipeline, by constraint programming; for tests."""
+"""The optimal makespan of a small pipeline, by constraint programming."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from reshard.scheduler import Pipeline
 def least_makespan(
     pipeline: Pipeline, num: int, memory_limit: int | None, can_split: bool, seconds: float
 ) -> tuple[int, bool]:
-    """The best makespan found, and whether it was proved that there is no better; costs are integers, one stage per row.
+    """The best makespan found, and whether it is proved optimal.
 
-    StageTransfers of a channel pass one after the other, and no two channels share a link.
+    Costs must be integers. Each row has one stage. The transfers of a channel do not overlap; channels share no link.
     """
     from ortools.sat.python import cp_model
 
@@ -26,13 +26,13 @@ def least_makespan(
     spans: list[list[object]] = [[] for _ in stages]
     makespan = model.new_int_var(0, total, "makespan")
 
-    def task(kind, s, m, cost, is_there=None):
+    def task(kind, s, m, cost, is_present=None):
         start = model.new_int_var(0, total, f"{kind}{s}.{m}")
         end = model.new_int_var(0, total, f"{kind}{s}.{m} end")
-        if is_there is None:
+        if is_present is None:
             on_row[s].append(model.new_interval_var(start, int(cost), end, f"{kind}{s}.{m} on"))
         else:
-            on_row[s].append(model.new_optional_interval_var(start, int(cost), end, is_there, f"{kind}{s}.{m} on"))
+            on_row[s].append(model.new_optional_interval_var(start, int(cost), end, is_present, f"{kind}{s}.{m} on"))
         starts[kind, s, m], ends[kind, s, m] = start, end
         return start, end
 
@@ -43,21 +43,21 @@ def least_makespan(
             if not can_split:
                 model.add(split == 0)
             whole_start, whole_end = task("B", s, m, stage.backward_seconds, split.negated())
-            half_start, half_end = task("I", s, m, stage.input_grad_seconds, split)
+            input_start, input_end = task("I", s, m, stage.input_grad_seconds, split)
             weight_start, weight_end = task("W", s, m, stage.weight_grad_seconds, split)
-            # the gradient's start and end, and that of all, whichever way
-            at, out, last = (model.new_int_var(0, total, f"{name}{s}.{m}") for name in ("at", "out", "last"))
-            for of_whole, of_half, which in (
-                (whole_start, half_start, at),
-                (whole_end, half_end, out),
+            # start and end of the input gradient, and end of the whole backward, split or not
+            begin, out, last = (model.new_int_var(0, total, f"{name}{s}.{m}") for name in ("begin", "out", "last"))
+            for of_whole, of_split, variable in (
+                (whole_start, input_start, begin),
+                (whole_end, input_end, out),
                 (whole_end, weight_end, last),
             ):
-                model.add(which == of_whole).only_enforce_if(split.negated())
-                model.add(which == of_half).only_enforce_if(split)
-            model.add(weight_start >= half_end).only_enforce_if(split)
-            model.add(at >= forward)
+                model.add(variable == of_whole).only_enforce_if(split.negated())
+                model.add(variable == of_split).only_enforce_if(split)
+            model.add(weight_start >= input_end).only_enforce_if(split)
+            model.add(begin >= forward)
             model.add(makespan >= last)
-            starts["G", s, m], ends["G", s, m] = at, out
+            starts["G", s, m], ends["G", s, m] = begin, out
             kept = model.new_int_var(0, total, f"kept {s}.{m}")
             spans[s].append(model.new_interval_var(begun, kept, last, f"keeps {s}.{m}"))
     for edge in edges:
@@ -65,18 +65,18 @@ def least_makespan(
             ("F", edge.src, edge.dst, edge.forward_seconds),
             ("G", edge.dst, edge.src, edge.backward_seconds),
         ):
-            line = []
+            transfers = []
             for m in range(num):
                 start = model.new_int_var(0, total, "")
-                line.append(model.new_fixed_size_interval_var(start, int(cost), ""))
+                transfers.append(model.new_fixed_size_interval_var(start, int(cost), ""))
                 model.add(start >= ends[kind, sender, m])
                 model.add(starts[kind, receiver, m] >= start + int(cost))
-            model.add_no_overlap(line)
+            model.add_no_overlap(transfers)
     for s, stage in enumerate(stages):
         model.add_no_overlap(on_row[s])
         if memory_limit is not None:
             model.add_cumulative(spans[s], [stage.activation_bytes] * num, memory_limit)
-        for kind in ("F", "G"):  # microbatches are alike
+        for kind in ("F", "G"):  # microbatches have equal costs, so fix their order
             for m in range(1, num):
                 model.add(starts[kind, s, m] >= starts[kind, s, m - 1])
     model.minimize(makespan)

@@ -1,4 +1,4 @@
-"""A pipeline of two small stages, the second or both of which have replicas, and what a single process computes."""
+"""A pipeline of two small stages with data-parallel replicas, and its gradients in a single process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class First(nn.Module):
 
 
 class Last(nn.Module):
-    """What it does on rank 2 in microbatch ``NUM - 1`` is for tests to set."""
+    """The second stage. Tests may set ``fault``, which runs in every ``NUM``-th forward, before the computation."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ def make_pipeline(replicas, first=1):
 
 
 def wrap(rank, replicas, module, first=1, **options):
-    """The module of a rank, under DDP where its stage has replicas."""
+    """The module of a rank, wrapped in DDP if its stage has replicas."""
     groups = [dist.new_group(range(first)), dist.new_group(range(first, first + replicas))]
     size = first if rank < first else replicas
     return DistributedDataParallel(module, process_group=groups[rank >= first], **options) if size > 1 else module

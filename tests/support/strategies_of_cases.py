@@ -1,4 +1,4 @@
-"""Random meshes, layouts and cases for hypothesis, in one place."""
+"""Hypothesis strategies for meshes, layouts and whole cases."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def layouts(draw, ndim, strided=True):
 
 @st.composite
 def region_layouts(draw, shape, covering):
-    """Each dim is cut at random places; each cell goes to one rank or more (or to none, unless ``covering``)."""
+    """Cut each dim at random places and assign each cell to ranks: at least one, or any number unless ``covering``."""
     cuts = []
     for size in shape:
         marks = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})
         cuts.append(list(itertools.pairwise(marks)) or [(0, 0)])
     ranks = draw(st.permutations(range(16)))[: draw(st.integers(1, 4))]
     rows = {rank: [] for rank in ranks}
-    # A rank takes cells of one line along dim 0 only, so that they can be joined.
+    # a rank holds cells of one line along dim 0 only, so that they can be joined
     lines = [[]]
     for dim in range(1, len(shape)):
         lines = [[*line, piece] for line in lines for piece in cuts[dim]]

@@ -1,4 +1,4 @@
-"""Test tensors whose values encode their global position, and the shards that a layout should give."""
+"""Test tensors whose values encode their global position, and the expected shards of a layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def whole_tensor(shape, dtype=torch.int64):
 
 
 def take_shard(layout, rank, whole):
-    """The shard of one rank, cut from the whole tensor; None outside the layout."""
+    """The shard of a rank, cut from the whole tensor; None if the rank is not in the layout."""
     if rank not in layout.ranks:
         return None
     shards = cut_shards(layout, tuple(whole.shape))
@@ -36,7 +36,7 @@ def take_shard(layout, rank, whole):
 
 
 def same_bytes(a, b):
-    """Equality bit by bit, NaN included, for any dtype."""
+    """Bitwise equality for any dtype; equal NaNs are equal."""
     if tuple(a.shape) != tuple(b.shape) or a.dtype != b.dtype:
         return False
     flat = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]

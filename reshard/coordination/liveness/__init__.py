@@ -1,1 +1,1 @@
-"""Which ranks are alive and in sync: status in the store, heartbeats, failure detection, membership."""
+"""Which ranks are alive and in sync: published status, heartbeats, failure detection, membership."""

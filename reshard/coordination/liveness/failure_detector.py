@@ -1,72 +1,74 @@
-"""Why a rank that is waited for does not come, as far as what it left in the store tells."""
+"""Why an awaited rank does not come, according to its published status."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
-from reshard.coordination.decide import Decision, describe_error, name_rank
 from reshard.coordination.liveness.call_sequence import (
-    HasLeftError,
-    LeavingError,
-    describe_unknown,
-    find_skipped,
+    CallLeftError,
+    RoundEndedError,
+    check_skipped,
+    describe_unknown_members,
     has_left,
 )
-from reshard.coordination.liveness.membership import LostError, OutOfSyncError, find_membership_error
+from reshard.coordination.liveness.membership import MembersLostError, OutOfSyncError, check_published_membership
+from reshard.coordination.messages import Decision, RankStatus, describe_error, name_rank
 from reshard.coordination.process_group import Group
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.formatting import format_ranks
 
 
-def find_elsewhere(
-    group: Group, members: tuple[int, ...], rank: int, status: dict[str, Any], fault_tolerant: bool = False
+def check_rank_status(
+    group: Group, members: tuple[int, ...], rank: int, status: RankStatus, fault_tolerant: bool = False
 ) -> None:
-    """Raise if a rank waits for us elsewhere, calls without us, has left this call, or will not come any more.
+    """Raise if the status of ``rank`` shows that it will not come to the call that this rank waits in.
+
+    That holds if it waits for this rank in a call with other members, calls without this rank, has left this call, or
+    has excluded this rank.
 
     Args:
-        members: who takes part in the call that we wait in. status: what the rank left.
+        members: ranks of the call that this rank waits in. rank: the awaited rank. status: its published status.
 
     Raises:
-        DisagreementError, LeavingError.
+        DisagreementError, RoundEndedError.
     """
-    find_membership_error(group, members, rank, status)
-    me, waiting = group.rank, status["waiting"]
+    check_published_membership(group, members, rank, status)
+    own_rank, waiting = group.rank, status.waiting
     if fault_tolerant and waiting:
         if set(waiting["members"]) > set(members):
-            waiting = None  # it has yet to hear who is lost
-        elif me in waiting["members"] and set(members) - set(waiting["members"]) <= set(status["lost"]):
+            waiting = None  # it has not learned yet which ranks are lost
+        elif own_rank in waiting["members"] and set(members) - set(waiting["members"]) <= set(status.lost):
             lost = set(members) - set(waiting["members"])
             if lost:
-                raise LostError(lost)
-    if waiting and waiting["members"] != list(members) and me in waiting["members"]:
+                raise MembersLostError(lost)
+    if waiting and waiting["members"] != list(members) and own_rank in waiting["members"]:
         other = group.channels.get(tuple(waiting["members"]))
         if other is None or other.rendezvous.answered.get(rank, -1) < waiting["attempt"]:
-            (a, a_ranks), (b, b_ranks) = sorted([(me, list(members)), (rank, waiting["members"])])
+            (a, a_ranks), (b, b_ranks) = sorted([(own_rank, list(members)), (rank, waiting["members"])])
             error = DisagreementError(
                 f"ranks disagree on who takes part: rank {a} calls with ranks {format_ranks(a_ranks)}, "
                 f"rank {b} with ranks {format_ranks(b_ranks)}"
             )
-            said = json.dumps(describe_error(error))  # it may not find out by itself: we stop waiting now
-            group.store.set(f"told/{rank}/{waiting['attempt']}", said)
+            # This rank stops waiting now, so the other rank may not find the disagreement by itself.
+            group.store.set(f"told/{rank}/{waiting['attempt']}", json.dumps(describe_error(error)))
             raise error
-    find_skipped(group, members, rank, status)
+    check_skipped(group, members, rank, status)
     if has_left(group, rank, status):
-        name, text = status["error"]
-        if status["many"]:
-            raise OutOfSyncError(members, describe_unknown(rank, text))
-        raise HasLeftError((name, name_rank(rank, text)), members)
+        name, text = status.error or ("RemoteError", "a rank left the call")
+        if status.many:
+            raise OutOfSyncError(members, describe_unknown_members(rank, text))
+        raise CallLeftError((name, name_rank(rank, text)), members)
 
 
-def explain_loss(look: Callable[[], None], text: str) -> Decision:
-    """Why a connection to a rank ended: what ``look`` raises, as that rank published it; else ``text``."""
+def explain_loss(check_status: Callable[[], None], text: str) -> Decision:
+    """Why a connection ended: the error that ``check_status`` raises from the peer's status, or ``text`` if none."""
     try:
-        look()
-    except LeavingError as left:
-        return left.decision
+        check_status()
+    except RoundEndedError as ended:
+        return ended.decision
     except ReshardError as known:
         return Decision(error=describe_error(known))
-    except RuntimeError:  # the store is gone too
+    except RuntimeError:  # the store is lost too
         pass
     return Decision(error=(RemoteError.__name__, text))

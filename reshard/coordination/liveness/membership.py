@@ -1,38 +1,37 @@
-"""What ends the company of some ranks for good: calls that can no longer be told apart, and ranks excluded.
+"""Which sets of ranks may call together: sets that are out of sync, and ranks excluded after a loss.
 
-Calls of one set of ranks belong together by their order. A rank that leaves a call by itself (its time is up, its
-caller is interrupted) breaks that order: whoever comes later may come to the call that was left or, having skipped it,
-to the next one, and nothing in the call tells. So from then on these ranks refuse to call together, each as soon as it
-learns of it from the others' beacons.
+The ranks of a set match their calls by order. A rank that leaves a call alone, because of a timeout or an interrupt,
+breaks that order. A rank that arrives later may be in the call that was left or already in the next one, and the call
+itself does not show which. So the set is marked out of sync in the status of each rank, and every rank that reads the
+mark refuses further calls of the set.
 
-Where calls are fault tolerant, ranks that did not come are lost for good: the others make no call with them any more,
-and tell them so if they do come.
+In fault-tolerant calls, a rank that misses a call is excluded permanently. The other ranks make no more calls with it
+and report that if it calls again.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
-from reshard.coordination.calling_threads import find_mixed_threads
-from reshard.coordination.decide import Decision, Request
-from reshard.coordination.liveness.call_sequence import LeavingError
+from reshard.coordination.calling_threads import find_thread_mismatch
+from reshard.coordination.liveness.call_sequence import RoundEndedError
 from reshard.coordination.liveness.status import ANY_RANKS, publish_status
+from reshard.coordination.messages import Decision, RankStatus, Request
 from reshard.coordination.process_group import Group
 from reshard.errors import DisagreementError, RemoteError
-from reshard.formatting import format_ranks, say_ranks
+from reshard.formatting import describe_ranks, format_ranks
 
 
-class MembershipError(LeavingError):
-    """The others go on without this rank."""
+class ExcludedError(RoundEndedError):
+    """The other ranks have excluded this rank."""
 
     def __init__(self, text: str) -> None:
         super().__init__(Decision(error=(RemoteError.__name__, text)))
 
 
-class LostError(LeavingError):
-    """Others have found out that ranks are lost, and go on in this very call."""
+class MembersLostError(RoundEndedError):
+    """Other ranks have detected lost ranks and continue this call without them."""
 
     def __init__(self, lost: Collection[int]) -> None:
         super().__init__(Decision(lost=sorted(lost)))
@@ -42,70 +41,70 @@ _CALLS = "makes call"
 _ADVICE = "create a new group"
 
 
-class OutOfSyncError(LeavingError):
-    """The ranks of a call may be in different ones."""
+class OutOfSyncError(RoundEndedError):
+    """The members of a call may be in different calls."""
 
     def __init__(self, members: Sequence[int], why: str) -> None:
         super().__init__(Decision(error=(DisagreementError.__name__, _describe(members, why)), out_of_sync=why))
 
 
 def _describe(members: Sequence[int], why: str) -> str:
-    return f"ranks {format_ranks(members)} are out of sync ({why}): {_ADVICE}"
+    return f"ranks {format_ranks(members)} are out of sync ({why}); {_ADVICE}"
 
 
 def mark_out_of_sync(group: Group, members: Sequence[int], why: str) -> None:
-    """Note that calls of these ranks can no longer be told apart."""
-    if format_ranks(members) not in group.status["out_of_sync"]:
-        group.status["out_of_sync"][format_ranks(members)] = why
+    """Publish that calls of these ranks can no longer be matched."""
+    if format_ranks(members) not in group.status.out_of_sync:
+        group.status.out_of_sync[format_ranks(members)] = why
         publish_status(group)
 
 
-def _find_reason(status: dict[str, Any], members: Sequence[int]) -> str | None:
-    """Why calls of these ranks can no longer be told apart, by what a rank publishes; None if they can."""
-    reasons = status["out_of_sync"]
+def _find_reason(status: RankStatus, members: Sequence[int]) -> str | None:
+    """Why these ranks are out of sync according to a rank's status; None if they are not."""
+    reasons = status.out_of_sync
     return reasons.get(format_ranks(members), reasons.get(ANY_RANKS))
 
 
-def check_together(group: Group, members: Sequence[int], fault_tolerant: bool) -> None:
-    """Raise unless these ranks may call.
+def check_membership(group: Group, members: Sequence[int], fault_tolerant: bool) -> None:
+    """Raise unless these ranks may call together.
 
     Raises:
-        DisagreementError: their calls can no longer be told apart.
-        RemoteError: some of them are lost, and the call does not bear that.
+        DisagreementError: they are out of sync.
+        RemoteError: some of them are lost, and the call is not fault tolerant.
     """
     why = _find_reason(group.status, members)
     if why is not None:
         raise DisagreementError(_describe(members, why))
-    lost = [rank for rank in members if rank in group.status["lost"]]
+    lost = [rank for rank in members if rank in group.status.lost]
     if lost and not fault_tolerant:
         raise RemoteError(
-            f"{say_ranks(lost)} {'were' if len(lost) > 1 else 'was'} lost in an earlier "
-            "call, which the others went on without"
+            f"{describe_ranks(lost)} {'were' if len(lost) > 1 else 'was'} lost in an earlier call; "
+            "create a new group of the remaining ranks"
         )
 
 
-def go_on_without(group: Group, lost: Collection[int]) -> None:
-    """Note that no call is made with these ranks any more."""
-    known = set(group.status["lost"])
+def record_lost(group: Group, lost: Collection[int]) -> None:
+    """Exclude lost ranks from further calls."""
+    known = set(group.status.lost)
     if not known.issuperset(lost):
-        group.status["lost"] = sorted(known.union(lost))
+        group.status.lost = sorted(known.union(lost))
         publish_status(group)
 
 
-def those_left(group: Group, members: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that are not lost."""
-    return tuple(rank for rank in members if rank not in group.status["lost"])
+def remaining_ranks(group: Group, members: Sequence[int]) -> tuple[int, ...]:
+    """The members that are not lost."""
+    return tuple(rank for rank in members if rank not in group.status.lost)
 
 
-def find_membership_error(group: Group, members: Sequence[int], rank: int, status: dict[str, Any]) -> None:
-    """Raise if a rank, by what it left in the store, makes no call with these ranks or with this one any more.
+def check_published_membership(group: Group, members: Sequence[int], rank: int, status: RankStatus) -> None:
+    """Raise if the status of ``rank`` excludes this rank or marks these ranks as out of sync.
 
     Raises:
-        MembershipError, OutOfSyncError.
+        ExcludedError, OutOfSyncError.
     """
-    if group.rank in status["lost"]:
-        raise MembershipError(
-            f"rank {rank} goes on without rank {group.rank}, which did not come to a call in time: make a new group"
+    if group.rank in status.lost:
+        raise ExcludedError(
+            f"rank {rank} continues without rank {group.rank}, which missed the deadline of a call; {_ADVICE}"
         )
     why = _find_reason(status, members)
     if why is not None:
@@ -113,37 +112,38 @@ def find_membership_error(group: Group, members: Sequence[int], rank: int, statu
 
 
 @contextlib.contextmanager
-def counting(group: Group, members: Sequence[int], fault_tolerant: bool) -> Iterator[str]:
-    """Count a call while it agrees, unless this rank gives it up because another one had left it, uncounted.
+def count_call(group: Group, members: Sequence[int], fault_tolerant: bool) -> Iterator[str]:
+    """Count a call while its ranks agree; undone if this rank abandons the call because another rank has left it.
 
-    Where calls are fault tolerant ranks may leave a call one by one for one of fewer, which must be of the same one.
+    In a fault-tolerant call each rank may move to a call with fewer members on its own. The count shows that they are
+    still in the same call.
 
     Returns:
-        What its rounds say of themselves.
+        The purpose that the rounds of the call carry in their requests; "" unless fault tolerant.
     """
     members = tuple(members)
     group.calls[members] = group.calls.get(members, 0) + 1
-    group.gave_up = False
+    group.abandoned_call = False
     try:
         yield f"{_CALLS} {group.calls[members]} of ranks {format_ranks(members)}" if fault_tolerant else ""
     finally:
-        group.calls[members] -= group.gave_up
+        group.calls[members] -= group.abandoned_call
 
 
-def find_mixed(requests: Sequence[Request]) -> Decision | None:
-    """What all take from a round to which ranks came for different things; None if it was for the same."""
-    threads = find_mixed_threads({request.rank: request.caller for request in requests})
+def find_round_mismatch(requests: Sequence[Request]) -> Decision | None:
+    """An error decision if ranks entered one round for different purposes; None if the purposes match."""
+    threads = find_thread_mismatch({request.rank: request.caller for request in requests})
     if threads is not None:
         return Decision(error=(DisagreementError.__name__, threads), out_of_sync=threads)
     first = requests[0]
     for request in requests[1:]:
         places = (first.place, request.place)
         if "" in places and all(not place or place.startswith(_CALLS) for place in places):
-            continue  # calls that differ in whether they are fault tolerant: their arguments say so
+            continue  # only one call is fault tolerant; the comparison of arguments reports that
         if request.place != first.place:
             (a, a_place), (b, b_place) = ((one.rank, one.place or "calls again") for one in (first, request))
             text = f"ranks disagree on what comes next: rank {a} {a_place}, rank {b} {b_place}"
             if any(place.startswith("waits for") for place in places):
-                text += "; transfers that are fault tolerant are waited for on every rank, in the same order"
-            return Decision(error=(DisagreementError.__name__, f"{text}: {_ADVICE}"), out_of_sync=text)
+                text += "; every rank must wait for fault-tolerant transfers, in the same order"
+            return Decision(error=(DisagreementError.__name__, f"{text}; {_ADVICE}"), out_of_sync=text)
     return None

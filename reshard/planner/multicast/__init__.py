@@ -1,1 +1,1 @@
-"""The multicast strategy: regions cut into chunks, and a schedule that keeps the busiest port busy."""
+"""The multicast strategy: cut regions into chunks and schedule them so that the busiest port is never idle."""

@@ -1,4 +1,4 @@
-"""Regions with the same holders and destinations, and how they are cut into chunks of equal size."""
+"""Classes of regions with the same holders and receivers, and the cutting of classes into even chunks."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.planner.strategies.problem import Problem
-from reshard.ragged import NO_RANK, mix_rows, ranges
+from reshard.ragged import NO_RANK, hash_rows, ranges
 
-#: A dim is cut alone when a chunk is at least this many of its slices: then no chunk is more than one part in as many
-#: larger than another. Else the next dim is cut too, and a chunk is up to three boxes.
-EVEN = 64
-#: Inside hosts, where chunks need not be even, whole slices are worth more: they need no packing.
-_EVEN_INSIDE = 16
-#: Where the next class begins within one part in as many of a chunk's end, the chunk ends there.
-_NEAR = 64
+#: Chunks end at whole slices of a dim if a chunk has at least this many; their sizes then differ by at most 1/64.
+#: With fewer slices the next dim is cut too, and a chunk has up to three boxes.
+MIN_SLICES = 64
+#: The same inside hosts, where chunks need not be even and whole slices need no packing.
+_MIN_SLICES_INSIDE = 16
+#: A chunk ends at the end of a class if that is within 1/64 of the chunk's size.
+_SNAP_DIVISOR = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """Tasks by who holds and who needs them; those of one class can travel together.
+    """Classes of tasks with the same holders, receivers and itemsize; tasks of one class can share messages.
 
     Attributes:
-        task: tasks that somebody lacks, by class. task_at: class k has ``task[task_at[k]:task_at[k + 1]]``.
-        nbytes, itemsize: ``(classes,)``. holders, receivers: ``(classes, replicas)`` ranks, padded with -1; receivers
-            do not hold what they need.
+        task, task_at: class k has tasks ``task[task_at[k]:task_at[k + 1]]``; tasks without receivers are left out.
+        nbytes, itemsize: ``(classes,)`` bytes in total, and bytes per element.
+        holders, receivers: ``(classes, replicas)`` ranks, padded with -1; receivers are not holders.
     """
 
     task: np.ndarray
@@ -37,7 +37,7 @@ class Classes:
 
     @classmethod
     def of(cls, problem: Problem) -> Classes:
-        """All classes of a problem, in the order of their first tasks."""
+        """All classes of a problem, ordered by first task."""
         needed = np.flatnonzero((problem.receivers != NO_RANK).any(axis=1) & (problem.nbytes > 0))
         itemsize = np.array([spec.itemsize for spec in problem.tensors], dtype=np.int64)[problem.tensor]
         rows = np.concatenate(
@@ -65,7 +65,7 @@ class Classes:
         return len(self.nbytes)
 
     def take(self, order: np.ndarray) -> Classes:
-        """The same classes in another order."""
+        """The classes in the given order."""
         counts = np.diff(self.task_at)[order]
         return Classes(
             task=self.task[ranges(self.task_at[order], counts)],
@@ -78,16 +78,16 @@ class Classes:
 
 
 def sum_by(key: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
-    """``(count,)`` sums of the integers whose key it is."""
+    """``(count,)`` sums of integer ``values``, grouped by ``key``."""
     total = np.zeros(count, dtype=np.int64)
     np.add.at(total, key, values)
     return total
 
 
 def group_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first of each set of equal rows, ascending, and for each row the number of its set."""
-    _, first, inverse = np.unique(mix_rows(rows), return_index=True, return_inverse=True)
-    if not (rows == rows[first[inverse]]).all():  # two rows have one key
+    """Group equal rows: the first row of each group, ascending, and for each row the number of its group."""
+    _, first, inverse = np.unique(hash_rows(rows), return_index=True, return_inverse=True)
+    if not (rows == rows[first[inverse]]).all():  # a hash collision
         _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
     rank = np.empty_like(order)
@@ -97,12 +97,14 @@ def group_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Chunks cut where other ranks hold or need what follows: each piece is one message wherever it goes.
+    """Chunks cut into pieces at class boundaries. A piece is always sent as one message.
 
     Attributes:
-        chunk, class_of: ``(pieces,)`` in the order of the chunks; every chunk has a piece.
-        host_class_of: ``(chunks,)``. nbytes: ``(pieces,)``.
-        at, tensor, start, stop: piece i has boxes ``at[i]:at[i + 1]`` of ``tensor``, ``start`` and ``stop``.
+        chunk, class_of: ``(pieces,)`` chunk and class of each piece, ordered by chunk; every chunk has a piece.
+        host_class_of: ``(chunks,)`` host class of each chunk.
+        nbytes: ``(pieces,)``.
+        at, tensor, start, stop: piece i has boxes ``at[i]:at[i + 1]``; ``tensor`` ``(boxes,)``, ``start`` and ``stop``
+            ``(boxes, ndim)``.
     """
 
     chunk: np.ndarray
@@ -118,34 +120,40 @@ class Pieces:
 def cut_pieces(
     problem: Problem, classes: Classes, host_class: np.ndarray, num_chunks: np.ndarray, is_even: np.ndarray
 ) -> Pieces:
-    """Lay the classes of each host class end to end and cut them into ``num_chunks`` chunks, as even as elements allow.
+    """Concatenate the classes of each host class and cut them into ``num_chunks`` chunks of nearly equal size.
 
     Args:
-        host class: ``(classes,)`` ascending. num_chunks: ``(host_classes,)``. is_even: ``(host_classes,)`` where sizes
-        must be equal.
+        problem: the problem.
+        classes: its classes, ordered by host class.
+        host_class: ``(classes,)`` host class of each class, ascending.
+        num_chunks: ``(host_classes,)`` number of chunks.
+        is_even: ``(host_classes,)`` bool, whether chunk sizes must be even.
     """
     total = sum_by(host_class, classes.nbytes, len(num_chunks))
     before = np.cumsum(classes.nbytes) - classes.nbytes
     first_class = np.searchsorted(host_class, np.arange(len(num_chunks)))
-    offset = before - before[first_class][host_class]  # of each class in its host class
+    offset = before - before[first_class][host_class]  # first byte of each class in its host class
     whole, count = total[host_class], num_chunks[host_class]
-    # chunk j of a host class begins at byte whole * j // count; ends close to those of a class are moved there
-    near = whole // count // _NEAR
+    # chunk j of a host class begins at byte whole * j // count; a boundary near the end of a class moves to that end
+    near = whole // count // _SNAP_DIVISOR
     after_first = np.minimum((offset + near) * count // whole + 1, count)
     upto = offset + classes.nbytes - near
-    after_last = np.maximum(-(-upto * count // whole), after_first)  # ends in between are after_first : after_last
-    met = after_last - after_first + 1
-    class_of = np.repeat(np.arange(len(classes)), met)
-    nth = np.arange(len(class_of)) - np.repeat(np.cumsum(met) - met, met)
-    number = after_first[class_of] - 1 + nth  # of its chunk in its host class
+    # chunks after_first:after_last begin inside the class
+    after_last = np.maximum(-(-upto * count // whole), after_first)
+    num_pieces = after_last - after_first + 1
+    class_of = np.repeat(np.arange(len(classes)), num_pieces)
+    nth = np.arange(len(class_of)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    number = after_first[class_of] - 1 + nth  # index of the piece's chunk in its host class
     itemsize, numel = classes.itemsize[class_of], (classes.nbytes // classes.itemsize)[class_of]
 
     def element(j: np.ndarray) -> np.ndarray:
         return (whole[class_of] * j // count[class_of] - offset[class_of]) // itemsize
 
     lo = np.where(nth == 0, 0, element(number))
-    hi = np.where(nth == met[class_of] - 1, numel, element(number + 1))
-    per_slice = np.maximum(whole // count // classes.itemsize, 1) // np.where(is_even[host_class], EVEN, _EVEN_INSIDE)
+    hi = np.where(nth == num_pieces[class_of] - 1, numel, element(number + 1))
+    per_slice = np.maximum(whole // count // classes.itemsize, 1) // np.where(
+        is_even[host_class], MIN_SLICES, _MIN_SLICES_INSIDE
+    )
     boxes = _cut_boxes(problem, classes, class_of, lo, hi, per_slice)
     some = np.diff(boxes.at) > 0
     chunk = number + np.concatenate([[0], np.cumsum(num_chunks)])[host_class[class_of]]
@@ -166,7 +174,7 @@ def cut_pieces(
 
 @dataclass(frozen=True, eq=False)
 class _Boxes:
-    """Row i of what was cut has boxes ``at[i]:at[i + 1]`` of ``tensor``, ``start`` and ``stop``."""
+    """Boxes of rows: row i has boxes ``at[i]:at[i + 1]`` of ``tensor``, ``start`` and ``stop``."""
 
     at: np.ndarray
     tensor: np.ndarray
@@ -177,10 +185,12 @@ class _Boxes:
 def _cut_boxes(
     problem: Problem, classes: Classes, class_of: np.ndarray, lo: np.ndarray, hi: np.ndarray, per_slice: np.ndarray
 ) -> _Boxes:
-    """The boxes of elements ``lo`` to ``hi`` of classes whose tasks are laid end to end.
+    """The boxes of elements ``lo:hi`` of the concatenated tasks of each class.
 
-    Rows follow each other without a gap in each class. ``per_slice`` are elements that a slice may have where ends are
-    moved to whole slices, by class.
+    Args:
+        problem, classes: the tasks.
+        class_of, lo, hi: ``(rows,)`` class and element range of each row; the rows of a class leave no gaps.
+        per_slice: ``(classes,)`` largest slice, in elements, to which cuts are rounded.
     """
     size = (problem.stop - problem.start)[classes.task]
     numel = size.prod(axis=1, dtype=np.int64)
@@ -188,17 +198,17 @@ def _cut_boxes(
     grain = _grains(size, numel, per_slice[of_task])
     before = np.cumsum(numel) - numel
     before -= before[classes.task_at[:-1]][of_task]  # elements of its class before each task
-    # each row meets a run of tasks
+    # find the tasks that each row overlaps
     base = np.cumsum(classes.nbytes // classes.itemsize) - classes.nbytes // classes.itemsize
     ends = before + numel + base[of_task]
     first = np.searchsorted(ends, lo + base[class_of], side="right")
     last = np.searchsorted(ends, hi + base[class_of] - 1, side="right")
-    met = np.where(hi > lo, last - first + 1, 0)
-    piece = np.repeat(np.arange(len(class_of)), met)
-    row = ranges(first, met)
+    num_tasks = np.where(hi > lo, last - first + 1, 0)
+    piece = np.repeat(np.arange(len(class_of)), num_tasks)
+    row = ranges(first, num_tasks)
     start = np.maximum(lo[piece] - before[row], 0)
     stop = np.minimum(hi[piece] - before[row], numel[row])
-    # ends inside a task stand at whole slices of the dim that is fine enough
+    # round cuts inside a task to whole slices
     start = np.where(start < numel[row], _snap(start, grain[row]), start)
     stop = np.where(stop < numel[row], _snap(stop, grain[row]), stop)
     some = stop > start
@@ -210,7 +220,7 @@ def _snap(at: np.ndarray, grain: np.ndarray) -> np.ndarray:
 
 
 def _grains(size: np.ndarray, numel: np.ndarray, per_slice: np.ndarray) -> np.ndarray:
-    """Of each task, in how many elements it may be cut: the largest slice of at most so many."""
+    """``(tasks,)`` elements to which cuts are rounded: the largest slice with at most ``per_slice`` elements."""
     grain = np.ones(len(size), dtype=np.int64)
     slice_ = numel.copy()
     found = np.zeros(len(size), dtype=bool)
@@ -232,10 +242,10 @@ def _flat_boxes(
     stop: np.ndarray,
     num_pieces: int,
 ) -> _Boxes:
-    """The boxes of ranges of elements of tasks, in C order.
+    """The boxes of element ranges of tasks, where elements are numbered in C order.
 
-    From the innermost dim outwards: what begins or ends inside a slice is a box of its own, whole slices are a range of
-    the next dim.
+    Works from the innermost dim outwards. A partial slice at the start or end of a range becomes a box. The whole
+    slices in between become a range of the next dim.
     """
     ndim = size.shape[1]
     found: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
@@ -246,7 +256,7 @@ def _flat_boxes(
     start, stop = start[at], stop[at]
 
     def emit(which: np.ndarray, lo: np.ndarray, hi: np.ndarray, dim: int) -> None:
-        """Elements lo to hi of dim ``dim``, counted over all dims before it, in one slice of those."""
+        """Add the boxes ``lo:hi`` of dim ``dim``, where indices count over all outer dims too; each is in one slice."""
         if not len(which):
             return
         dims = size[row[which]]

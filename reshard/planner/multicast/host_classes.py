@@ -1,4 +1,4 @@
-"""Classes of regions by the hosts that hold and lack them, and into how many chunks those are cut."""
+"""Host classes: classes of regions grouped by holder and destination hosts, and their numbers of chunks."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ from reshard.planner.multicast.classes import Classes, group_rows, sum_by
 from reshard.ragged import NO_RANK, ranges
 from reshard.topology.model import Topology
 
-#: Chunks that the busiest port passes where messages cost nothing: so few are lost while the first reach the last host.
+#: Chunks through the busiest port if messages have no latency. With this many, filling the pipeline takes little time.
 SLOTS = 256
-#: Between many hosts there are fewer, so that a plan has no more than about so many chunks times hosts.
-_MOST_ARRIVALS = 2**14
-_FEWEST_SLOTS = 64
-#: Of a host with several NICs, at each of them.
+#: Limit on chunks x receiving hosts; with more hosts there are fewer chunks, but at least ``_MIN_SLOTS``.
+_MAX_ARRIVALS = 2**14
+_MIN_SLOTS = 64
+#: Like ``SLOTS``, per NIC of a host with several NICs.
 _SLOTS_OF_NIC = 128
-#: Chunks to the slowest ports are at least this part of the largest.
-_LEAST_SPEED = 1 / 8
-#: Where nothing is known of what a message costs.
-_LEAST_CHUNK_BYTES = 2**14
-#: Ranks of a host that pass a piece on from one to the next; more of them form a tree of two branches each.
+#: Smallest chunk size relative to the largest; slow ports get smaller chunks.
+_MIN_RELATIVE_SPEED = 1 / 8
+#: Smallest chunk if the topology gives no latency.
+_MIN_CHUNK_BYTES = 2**14
+#: Up to this many ranks of a host forward a piece along a chain; more ranks form a binary tree.
 LONGEST_CHAIN = 8
-#: What one rank may have to pass on, over what it can.
-_MOST_INSIDE = 0.5
+#: Share of a rank's bandwidth inside its host that forwarding may use if one rank serves a NIC alone.
+_MAX_INSIDE_SHARE = 0.5
 _NO_HOST = np.iinfo(np.int64).max
 
+#: Rows of different lengths as ``(at, values)``: row k is ``values[at[k]:at[k + 1]]``.
 Members = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
 class HostClasses:
-    """Classes with the same hosts on both sides: to hosts they are one stream of bytes.
+    """Classes grouped by holder and destination hosts. Between hosts, a host class is one stream of bytes.
 
     Attributes:
-        classes: ordered by host class. host class: ``(classes,)`` ascending. nbytes: ``(host_classes,)``.
-        holders, destinations: hosts as ``(at, hosts)``: host_class k has ``hosts[at[k]:at[k + 1]]``; destinations do
-        not hold. A host class
-            without destinations stays inside its hosts.
+        classes: the classes, ordered by host class.
+        host_class: ``(classes,)`` host class of each class, ascending.
+        nbytes: ``(host_classes,)``.
+        holders, destinations: hosts of each host class as :data:`Members`; a destination is not a holder. A host class
+            without destinations moves only inside hosts.
     """
 
     classes: Classes
@@ -50,7 +52,7 @@ class HostClasses:
 
     @classmethod
     def of(cls, classes: Classes, topology: Topology) -> HostClasses:
-        """Put classes into host classes, in the order of the host classes' first classes."""
+        """Group classes by hosts; host classes are ordered by first class."""
         holders = _hosts(classes.holders, topology)
         receivers = _hosts(classes.receivers, topology)
         for column in range(holders.shape[1]):
@@ -71,17 +73,17 @@ class HostClasses:
 
     @property
     def moves(self) -> np.ndarray:
-        """``(host_classes,)`` whether another host needs it."""
+        """``(host_classes,)`` bool, whether there is a destination host."""
         return np.diff(self.destinations[0]) > 0
 
     @property
     def first_class(self) -> np.ndarray:
-        """``(host_classes,)`` the first class of each."""
+        """``(host_classes,)`` index of the first class of each host class."""
         return np.searchsorted(self.host_class, np.arange(len(self)))
 
 
 def _hosts(ranks: np.ndarray, topology: Topology) -> np.ndarray:
-    """The hosts of each row of ranks, ascending and each once."""
+    """The hosts of each row of ranks, ascending, without duplicates, padded with ``_NO_HOST``."""
     hosts = np.where(ranks == NO_RANK, _NO_HOST, topology.host_by_rank[ranks])
     hosts.sort(axis=1)
     hosts[:, 1:][hosts[:, 1:] == hosts[:, :-1]] = _NO_HOST
@@ -90,44 +92,52 @@ def _hosts(ranks: np.ndarray, topology: Topology) -> np.ndarray:
 
 
 def members_of(ranks: np.ndarray) -> Members:
-    """Rows of ranks that are padded with -1, as ``(at, ranks)``."""
+    """Rows of ranks padded with -1, as :data:`Members`."""
     return _members(ranks, NO_RANK)
 
 
-def _members(table: np.ndarray, nobody: int) -> Members:
-    real = table != nobody
+def _members(table: np.ndarray, padding: int) -> Members:
+    real = table != padding
     return np.concatenate([[0], np.cumsum(real.sum(axis=1))]), table[real]
 
 
 @dataclass(frozen=True, eq=False)
-class _Loads:
-    """What every plan must pass through hosts and uplinks: bytes of ``host_class[i]`` at place ``place[i]``.
+class _LinkLoads:
+    """The traffic that every plan sends through links: all bytes of ``host_class[i]`` pass ``link[i]``.
 
-    ``rate`` is of each place, ``ports`` among how many NICs it is divided.
+    A link is one direction of a host's NICs or of a pod's uplink, or the egress of all senders together.
+
+    Attributes:
+        link, host_class: ``(loads,)``.
+        rate: ``(links,)`` bytes per second.
+        ports: ``(links,)`` number of ports that share the traffic of the link.
     """
 
-    place: np.ndarray
+    link: np.ndarray
     host_class: np.ndarray
     rate: np.ndarray
     ports: np.ndarray
 
     def seconds(self, nbytes: np.ndarray) -> float:
-        """Of the busiest place."""
+        """Time of the busiest link; ``nbytes`` is ``(host_classes,)``."""
         return float((self._total(nbytes) / self.rate).max(initial=0.0))
 
     def seconds_of_chunks(self, counts: np.ndarray, nbytes: np.ndarray, latency_seconds: float) -> float:
-        """Of the busiest place, where host classes have so many chunks of so many bytes and ports get whole ones."""
-        each = np.ceil(self._total(counts) / self.ports) * self.ports  # chunks of one port, as if each passed as many
+        """Time of the busiest link for ``counts`` chunks of ``nbytes`` per host class; ports pass whole chunks."""
+        each = np.ceil(self._total(counts) / self.ports) * self.ports  # as if all ports had as many as the busiest
         total = self._total(counts * nbytes) * (each / np.maximum(self._total(counts), 1))
         return float((total / self.rate + each / self.ports * latency_seconds).max(initial=0.0))
 
     def _total(self, amount: np.ndarray) -> np.ndarray:
-        return np.bincount(self.place, weights=amount[self.host_class], minlength=len(self.rate))
+        return np.bincount(self.link, weights=amount[self.host_class], minlength=len(self.rate))
 
 
 @dataclass(frozen=True, eq=False)
 class _FanOut:
-    """Traffic inside hosts: chunks of ``host_class[i]`` arrive at ``host[i]`` and are forwarded ``times[i]`` times."""
+    """Traffic inside hosts: chunks of ``host_class[i]`` arrive at ``host[i]`` and are forwarded ``times[i]`` times.
+
+    ``num_ranks`` is ``(hosts,)``, the receiving ranks that share the work.
+    """
 
     host: np.ndarray
     host_class: np.ndarray
@@ -154,28 +164,28 @@ class _FanOut:
         )
 
     def seconds(self, counts: np.ndarray, nbytes: np.ndarray) -> float:
-        """Of the busiest host, whose ranks share the work."""
-        of_one = self.latency_seconds + nbytes[self.host_class] / self.bytes_per_second
+        """Time of the busiest host, plus the time to forward the chunk that arrives last."""
+        per_chunk = self.latency_seconds + nbytes[self.host_class] / self.bytes_per_second
         total = np.bincount(
-            self.host, weights=counts[self.host_class] * self.times * of_one, minlength=len(self.num_ranks)
+            self.host, weights=counts[self.host_class] * self.times * per_chunk, minlength=len(self.num_ranks)
         )
         steps = np.where(self.times < LONGEST_CHAIN, self.times, 2 * np.log2(self.times + 1))
-        last = float((steps * of_one).max(initial=0.0))  # what lands last has yet to go on
+        last = float((steps * per_chunk).max(initial=0.0))
         return float((total / np.maximum(self.num_ranks, 1)).max(initial=0.0)) + last
 
 
 def is_fast_inside(topology: Topology, host_classes: HostClasses) -> bool:
-    """Whether one rank can pass on all that enters at its NIC."""
+    """Whether links inside hosts are fast enough for one rank to forward everything that enters at its NIC."""
     if topology.inside_bytes_per_second is None:
         return True
     fastest = max(nic.ingress_bytes_per_second for host in topology.hosts for nic in host.nics)
     times = float(_FanOut.of(host_classes, topology).times.max(initial=0.0))
     branches = min(times, 1.0 if times < LONGEST_CHAIN else 2.0)
-    return branches * fastest <= _MOST_INSIDE * topology.inside_bytes_per_second
+    return branches * fastest <= _MAX_INSIDE_SHARE * topology.inside_bytes_per_second
 
 
-def _find_loads(host_classes: HostClasses, topology: Topology, senders: list[int]) -> _Loads:
-    """Arrivals, departures where one place alone holds a host class, and what all senders must send; pods too."""
+def _find_loads(host_classes: HostClasses, topology: Topology, senders: list[int]) -> _LinkLoads:
+    """Loads into each host and pod, out of each host and pod that is a sole holder, and out of all senders together."""
     hosts, pods = [topology.host(h) for h in range(topology.num_hosts)], len(topology.pods)
     rates_in = [host.ingress_bytes_per_second for host in hosts]
     rates_out = [host.egress_bytes_per_second for host in hosts]
@@ -189,7 +199,7 @@ def _find_loads(host_classes: HostClasses, topology: Topology, senders: list[int
     if pods:
         pod_of = np.array([host.pod or 0 for host in hosts])
         holding, needing = (
-            _places(members, pod_of, pods) for members in (host_classes.holders, host_classes.destinations)
+            _pod_table(members, pod_of, pods) for members in (host_classes.holders, host_classes.destinations)
         )
         needing = needing & ~holding
         inside = [_members(np.where(table, np.arange(pods), NO_RANK), NO_RANK) for table in (holding, needing)]
@@ -200,37 +210,39 @@ def _find_loads(host_classes: HostClasses, topology: Topology, senders: list[int
         ]
         ports += [[1] * pods, [1] * pods]
     first = np.cumsum([0] + [len(rate) for rate in rates])
-    place = np.concatenate([side[0] + first[i] for i, side in enumerate(sides)])
+    link = np.concatenate([side[0] + first[i] for i, side in enumerate(sides)])
     host_class = np.concatenate([side[1] for side in sides])
-    return _Loads(place, host_class, np.concatenate(rates), np.concatenate(ports))
+    return _LinkLoads(link, host_class, np.concatenate(rates), np.concatenate(ports))
 
 
-_Side = tuple[np.ndarray, np.ndarray]
+_NodeLoads = tuple[np.ndarray, np.ndarray]
 
 
-def _arrivals_and_departures(holders: Members, destinations: Members, moves: np.ndarray) -> tuple[_Side, _Side]:
-    """``(place, host_class)`` of what enters each place, and of what only one place can send."""
+def _arrivals_and_departures(
+    holders: Members, destinations: Members, moves: np.ndarray
+) -> tuple[_NodeLoads, _NodeLoads]:
+    """``(node, host_class)`` pairs of hosts or pods: destinations, and sole holders of a class that moves."""
     arriving = destinations[1], np.repeat(np.arange(len(moves)), np.diff(destinations[0]))
     alone = np.flatnonzero(moves & (np.diff(holders[0]) == 1))
     return arriving, (holders[1][holders[0][:-1][alone]], alone)
 
 
-def _places(members: Members, place_of: np.ndarray, count: int) -> np.ndarray:
-    """``(host_classes, places)`` True where a member is."""
+def _pod_table(members: Members, pod_of: np.ndarray, count: int) -> np.ndarray:
+    """``(host_classes, pods)`` True where a member host is in the pod."""
     found = np.zeros((len(members[0]) - 1, count), dtype=bool)
-    found[np.repeat(np.arange(len(found)), np.diff(members[0])), place_of[members[1]]] = True
+    found[np.repeat(np.arange(len(found)), np.diff(members[0])), pod_of[members[1]]] = True
     return found
 
 
 def _senders(host_classes: HostClasses) -> list[int]:
-    """The hosts that hold what others need."""
+    """The hosts that hold a class with a destination host, ascending."""
     first, counts = host_classes.holders[0][:-1], np.diff(host_classes.holders[0])
     moves = host_classes.moves
     return np.unique(host_classes.holders[1][ranges(first[moves], counts[moves])]).tolist()
 
 
-def least_seconds(topology: Topology, host_classes: HostClasses) -> float:
-    """Below which no plan can be, found fast: the busiest arrival, departure of one holder, or share of all senders."""
+def busiest_port_seconds(topology: Topology, host_classes: HostClasses) -> float:
+    """Lower bound in seconds on any plan: the time of the busiest link."""
     senders = _senders(host_classes)
     return (
         _find_loads(host_classes, topology, senders).seconds(host_classes.nbytes.astype(np.float64)) if senders else 0.0
@@ -238,61 +250,63 @@ def least_seconds(topology: Topology, host_classes: HostClasses) -> float:
 
 
 def count_chunks(topology: Topology, host_classes: HostClasses, largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Chunks of each host class: as many as make the least of what the busiest port passes and of the fill.
+    """The number of chunks of each host class that minimizes the estimated time: busiest link plus pipeline fill.
 
-    Small chunks fill the pipeline fast; large ones cost few latencies; where ports get whole chunks some is lost in
-    rounding. Chunks to slow ports are smaller, so that all take as long.
+    Small chunks fill the pipeline fast, large chunks pay few latencies, and ports that pass whole chunks lose time to
+    rounding. Slow ports get smaller chunks, so that all chunks take the same time.
 
     Args:
-        largest: ``(host_classes,)`` bytes that no chunk may exceed.
+        topology: the network.
+        host_classes: the traffic.
+        largest: ``(host_classes,)`` largest chunk in bytes.
 
     Returns:
-        ``(host_classes,)`` how many chunks, and how large they are relative to those between the fastest ports.
+        ``(host_classes,)`` numbers of chunks, and chunk sizes relative to chunks between the fastest ports.
     """
     if not len(host_classes):
         return np.zeros(0, dtype=np.int64), np.zeros(0)
     nbytes = host_classes.nbytes.astype(np.float64)
-    fewest = -(-host_classes.nbytes // largest)
+    min_counts = -(-host_classes.nbytes // largest)
     num_destinations, moves = np.diff(host_classes.destinations[0]), host_classes.moves
     if not moves.any():
-        return fewest, np.ones(len(host_classes))
+        return min_counts, np.ones(len(host_classes))
     senders = _senders(host_classes)
     loads = _find_loads(host_classes, topology, senders)
     least = loads.seconds(nbytes)
-    copies = int(num_destinations.max())
-    fill = max(math.ceil(math.log2(copies / len(senders) + 1)) - 1, 1)
+    most_copies = int(num_destinations.max())
+    fill = max(math.ceil(math.log2(most_copies / len(senders) + 1)) - 1, 1)
     receivers = np.unique(host_classes.destinations[1]).tolist()
     fastest = max(
         *(nic.egress_bytes_per_second for h in senders for nic in topology.host(h).nics),
         *(nic.ingress_bytes_per_second for h in receivers for nic in topology.host(h).nics),
     )
     speed = _speeds(host_classes, topology)
-    part = np.where(moves, speed / speed.max(), 1.0)
+    relative_size = np.where(moves, speed / speed.max(), 1.0)
     cap = float(largest[moves].max())
     fan_out = _FanOut.of(host_classes, topology)
 
     def cost(n: int) -> tuple[float, int]:
-        size = np.minimum(least * fastest / n * part, cap)
-        counts = np.where(moves, np.maximum(np.ceil(nbytes / size - 1e-9), fewest), 0.0)
-        of_one = float(size.max()) / fastest + topology.latency_seconds
+        size = np.minimum(least * fastest / n * relative_size, cap)
+        counts = np.where(moves, np.maximum(np.ceil(nbytes / size - 1e-9), min_counts), 0.0)
+        per_hop = float(size.max()) / fastest + topology.latency_seconds
         across = loads.seconds_of_chunks(counts, size, topology.latency_seconds)
-        return max(across, fan_out.seconds(counts, size)) + fill * of_one, n
+        return max(across, fan_out.seconds(counts, size)) + fill * per_hop, n
 
     most = _most_slots(len(receivers), max(len(topology.host(h).nics) for h in senders))
     first, last = most, most * 3 // 2
-    if not topology.latency_seconds and not topology.inside_latency_seconds:  # nothing says what a message costs
-        last = max(min(last, int(least * fastest) // _LEAST_CHUNK_BYTES), 1)
+    if not topology.latency_seconds and not topology.inside_latency_seconds:  # the cost of a message is unknown
+        last = max(min(last, int(least * fastest) // _MIN_CHUNK_BYTES), 1)
         first = min(first, last)
     else:
         _, near = min(cost(n) for n in sorted({round(1.25**i) for i in range(40) if 1.25**i < most}))
         first, last = max(round(near / 1.25), 1), min(round(near * 1.25), last)
     _, n = min(cost(n) for n in range(first, last + 1, max(1, (last - first) // 32)))
-    counts = np.ceil(nbytes * n / (least * fastest * part) - 1e-9).astype(np.int64)
-    return np.maximum(np.where(moves, counts, 1), fewest), part
+    counts = np.ceil(nbytes * n / (least * fastest * relative_size) - 1e-9).astype(np.int64)
+    return np.maximum(np.where(moves, counts, 1), min_counts), relative_size
 
 
 def _speeds(host_classes: HostClasses, topology: Topology) -> np.ndarray:
-    """``(host_classes,)`` the rate into the slowest destination, or out of the fastest holder if that is less."""
+    """``(host_classes,)`` ingress rate of the slowest destination, or egress rate of the fastest holder if lower."""
     hosts = [topology.host(h) for h in range(topology.num_hosts)]
     out = np.array([max(nic.egress_bytes_per_second for nic in host.nics) for host in hosts])
     into = np.array([max(nic.ingress_bytes_per_second for nic in host.nics) for host in hosts])
@@ -301,10 +315,10 @@ def _speeds(host_classes: HostClasses, topology: Topology) -> np.ndarray:
         into[host_classes.destinations[1]], host_classes.destinations[0][:-1][host_classes.moves]
     )
     speed[host_classes.moves] = np.minimum(speed[host_classes.moves], slowest)
-    return np.maximum(speed, _LEAST_SPEED * speed.max())
+    return np.maximum(speed, _MIN_RELATIVE_SPEED * speed.max())
 
 
 def _most_slots(num_receivers: int, num_nics: int) -> int:
-    """Into how many chunks to cut what the busiest port passes where messages cost nothing."""
-    slots = min(SLOTS, max(_FEWEST_SLOTS, _MOST_ARRIVALS // num_receivers))
+    """Chunks through the busiest port if messages have no latency."""
+    slots = min(SLOTS, max(_MIN_SLOTS, _MAX_ARRIVALS // num_receivers))
     return min(slots, _SLOTS_OF_NIC) if num_nics > 1 else slots

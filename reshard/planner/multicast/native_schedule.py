@@ -1,4 +1,4 @@
-"""Schedules of chunks as arrays, made by ``native/schedule.cpp``."""
+"""Message schedules as arrays, computed by ``native/schedule.cpp``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from reshard.ragged import ranges
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Messages as arrays, int64: ``after[after_at[i]:after_at[i + 1]]`` come before message i."""
+    """Messages in order, as int64 arrays.
+
+    Attributes:
+        piece, sender, receiver: ``(messages,)``.
+        source: ``(messages,)`` the message that brought the piece to the sender, or -1 if the sender is a holder.
+        after_at, after: message i starts after messages ``after[after_at[i]:after_at[i + 1]]``.
+    """
 
     piece: np.ndarray
     sender: np.ndarray
@@ -26,7 +32,7 @@ class Schedule:
 
 
 def put_in_order(schedule: Schedule, order: np.ndarray) -> Schedule:
-    """The same messages with those first that ``order`` names first."""
+    """The messages of a schedule in the given order, renumbered."""
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     counts = np.diff(schedule.after_at)[order]
@@ -41,7 +47,11 @@ def put_in_order(schedule: Schedule, order: np.ndarray) -> Schedule:
 
 
 def make_schedule(ports: Ports, workload: Workload) -> Schedule:
-    """Who sends which piece to whom, in an order that the ranks can keep."""
+    """Schedule all pieces of a workload: senders, receivers, and an order without deadlocks.
+
+    Raises:
+        ValueError: a chunk cannot reach a host that needs it.
+    """
 
     def ints(values: Sequence[int]) -> np.ndarray:
         return np.array(values, dtype=np.int64)

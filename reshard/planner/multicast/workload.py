@@ -1,4 +1,4 @@
-"""What a chunk scheduler reads: ports, and what is to be sent over them."""
+"""Input of the chunk scheduler: the ports, and the chunks to send through them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ UNITS = 1024
 
 @dataclass(frozen=True)
 class Ports:
-    """Where chunks leave and enter: one port per NIC. Rates are relative.
+    """The network: one port per NIC. Rates are relative to the largest.
 
     Attributes:
-        host: the host of each port. out, into: its rates. of_rank: the port of each rank, -1 for those
-            that take no part.
-        pod: the pod of each host, empty where there are none. up, down: the rates of each pod's uplink.
+        host: host of each port.
+        out, into: egress and ingress rate of each port.
+        of_rank: port of each rank, -1 for ranks that do not participate.
+        pod: pod of each host; empty without pods.
+        up, down: egress and ingress rate of each pod's uplink.
     """
 
     host: tuple[int, ...]
@@ -42,31 +44,34 @@ class Ports:
         return found
 
     @cached_property
-    def are_alike(self) -> bool:
-        """Whether all have the same rate."""
+    def have_equal_rates(self) -> bool:
+        """Whether all rates are equal."""
         return len({*self.out, *self.into, *self.up, *self.down}) == 1
 
     @cached_property
     def are_shared(self) -> bool:
-        """Whether some host has several ports that ranks use."""
+        """Whether some host has several ports in use."""
         hosts = [host for host, ranks in zip(self.host, self.ranks, strict=True) if ranks]
         return len(set(hosts)) < len(hosts)
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """What is to be scheduled. Members are ``(at, values)``: entry k has ``values[at[k]:at[k + 1]]``.
+    """The chunks to schedule. Member lists are ``(at, values)``: row k is ``values[at[k]:at[k + 1]]``.
+
+    A clock step is the time in which a port of rate 1 passes a chunk of size ``UNITS``.
 
     Attributes:
-        host_class_holders, host_class_receivers: hosts of each host class. host_class_size: of its chunks, in
-        :data:`UNITS` of what a port of
-            rate 1 passes in one step of the clock. host_class_of: the host class of each chunk.
-        class_holders, class_receivers: ranks of each class. piece_at: chunk i has pieces
-            ``piece_at[i]:piece_at[i + 1]``. piece_class, piece_bytes: of each piece.
-        run: how many pieces a rank sends or receives more than others of its host before those have their turn.
-        near_first: whether ports rather pass what ranks at them hold or need than what is rarest.
-        keeps_partners: whether senders serve the receiver that they served first for as long as they can.
-        inside_each, inside_per_byte: what a message inside a host takes, in steps of the clock.
+        host_class_holders, host_class_receivers: holder and destination hosts of each host class.
+        host_class_size: ``(host_classes,)`` chunk size; chunks between the fastest ports have :data:`UNITS`.
+        host_class_of: ``(chunks,)`` host class of each chunk.
+        class_holders, class_receivers: holder and receiver ranks of each class.
+        piece_at: chunk i has pieces ``piece_at[i]:piece_at[i + 1]``.
+        piece_class, piece_bytes: ``(pieces,)`` class and bytes of each piece.
+        run: pieces by which a rank may be ahead of the other ranks at its port before another rank takes over.
+        near_first: whether ports prefer chunks that their own ranks hold or need over the rarest chunks.
+        keeps_partners: whether senders keep their first receiver for as long as they can.
+        inside_each, inside_per_byte: time of a message inside a host, per message and per byte, in clock steps.
     """
 
     host_class_holders: Members
@@ -86,7 +91,7 @@ class Workload:
 
     @property
     def num_steps(self) -> int:
-        """How often scheduling it out looks at a host: for each chunk that is sent, at all that might take part."""
+        """Scheduling work: each chunk and destination costs one visit of all hosts, holders and destinations."""
         holders, destinations = (
             np.diff(members[0])[self.host_class_of] for members in (self.host_class_holders, self.host_class_receivers)
         )
@@ -95,6 +100,6 @@ class Workload:
 
 
 def rows_of(members: Members) -> list[list[int]]:
-    """Members as lists."""
+    """Rows of :data:`Members` as lists."""
     at, values = members[0].tolist(), members[1].tolist()
     return [values[a:b] for a, b in itertools.pairwise(at)]

@@ -1,1 +1,1 @@
-"""Strategies that send whole regions: direct sends, all-gathers and broadcasts along trees."""
+"""Strategies that send whole regions: direct sends, all-gathers and broadcasts."""

@@ -1,34 +1,34 @@
-"""Broadcasts in an order found by searching, as far as a fixed number of steps goes."""
+"""Broadcasts in an order found by branch and bound, limited to a fixed number of steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from reshard.planner.strategies.broadcast import Way, broadcast_greedy, pick_on_host, port_classes, ports_of_mask
+from reshard.planner.strategies.broadcast import Option, broadcast_greedy, pick_on_host, port_classes, ports_of_mask
 from reshard.planner.strategies.problem import Problem, Routes
-from reshard.planner.strategies.sender_selection import Loads
+from reshard.planner.strategies.sender_selection import SendLoads
 from reshard.planner.strategies.trees import along_trees
 
-#: Steps of the search; counted, not timed, so that every rank and every machine finds the same order.
+#: Limit on search steps. A time limit would give different orders on different ranks.
 SEARCH_STEPS = 20_000
-#: With more classes of regions each step is slow and the search cannot get far: the greedy order is taken instead.
+#: With more classes of regions each step is so slow that the greedy order is better.
 MAX_CLASSES = 400
 
 
 def broadcast_search(problem: Problem) -> Routes:
-    """Broadcast in an order found depth first over (next region, sending host), with pruning.
+    """Broadcast in an order found by depth-first search over (next region, sending host), with pruning.
 
-    Steps: one chunked chain per region. Bytes between hosts: unique. A region starts when its ports (see
-    :func:`~reshard.planner.strategies.broadcast.port_classes`) are free and takes them for its
-    bytes over the rate of the slowest; what starts earliest is tried first; a branch is left when the busiest receiving
-    port cannot be done before the best order so far. Ends after 20,000 steps. Source: the 2023 cross-mesh resharding
-    study, which stops by the clock.
+    Steps: one chunked chain per region. Bytes between hosts: unique. A region starts when all its ports (see
+    :func:`~reshard.planner.strategies.broadcast.port_classes`) are free, and occupies them for its bytes over the
+    slowest port's rate. The region that can start earliest is tried first. A branch is cut when its lower bound is not
+    below the best order so far. The search ends after 20,000 steps. Source: the 2023 cross-mesh resharding study, which
+    uses a time limit instead.
     """
     return _search(problem, SEARCH_STEPS)
 
 
 def broadcast_earliest(problem: Problem) -> Routes:
-    """As :func:`broadcast_search` with the first order that it finds: what can start earliest, one after the other."""
+    """Like :func:`broadcast_search`, but take the first order: always the region that can start earliest."""
     return _search(problem, 0)
 
 
@@ -37,46 +37,48 @@ def _search(problem: Problem, num_steps: int) -> Routes:
     if len(queues) > MAX_CLASSES:
         return broadcast_greedy(problem)
     order = _Search(problem, queues).run(num_steps)
-    loads = Loads(problem)
+    loads = SendLoads(problem)
 
     def with_senders() -> Iterable[tuple[int, int]]:
         rest = [list(tasks) for _, tasks in queues]
-        for queue, way in order:
+        for queue, option in order:
             task = rest[queue].pop()
-            yield task, pick_on_host(problem, task, way, rank_port, loads)
+            yield task, pick_on_host(problem, task, option, rank_port, loads)
 
     return along_trees(problem, with_senders())
 
 
 class _Search:
-    def __init__(self, problem: Problem, queues: list[tuple[tuple[Way, ...], list[int]]]) -> None:
-        self.ways = [[(way, ports_of_mask(way[1])) for way in ways] for ways, _ in queues]
+    def __init__(self, problem: Problem, queues: list[tuple[tuple[Option, ...], list[int]]]) -> None:
+        self.options = [[(option, ports_of_mask(option[1])) for option in options] for options, _ in queues]
         rates = _port_rates(problem)
-        # of each queue and way the rate of its slowest port
-        self.rate = [[min(rates.get(port, float("inf")) for port in ports) for _, ports in ways] for ways in self.ways]
-        # of each queue the bytes of its tasks, the next one last, and their seconds in the fastest way
+        # rate of the slowest port, by queue and option
+        self.rate = [
+            [min(rates.get(port, float("inf")) for port in ports) for _, ports in options] for options in self.options
+        ]
+        # bytes of the tasks of each queue, the next task last, and their seconds with the fastest option
         self.nbytes = [[int(problem.nbytes[task]) for task in tasks] for _, tasks in queues]
         self.seconds = [
             [nbytes / max(rate) for nbytes in tasks] for tasks, rate in zip(self.nbytes, self.rate, strict=True)
         ]
-        # ports that every way of a queue takes must carry all of it
-        self.certain = [set.intersection(*(set(ports) for _, ports in ways)) for ways in self.ways]
-        self.work: dict[int, float] = {}  # of each port, what must still pass it
+        # a port that all options of a queue use carries all tasks of the queue
+        self.certain = [set.intersection(*(set(ports) for _, ports in options)) for options in self.options]
+        self.work: dict[int, float] = {}  # seconds of work left, by port
         for index, ports in enumerate(self.certain):
             for port in ports:
                 self.work[port] = self.work.get(port, 0.0) + sum(self.seconds[index])
         self.free: dict[int, float] = {}
         self.best_seconds = float("inf")
-        self.best: list[tuple[int, Way]] = []
+        self.best: list[tuple[int, Option]] = []
         self.steps = 0
 
-    def run(self, num_steps: int) -> list[tuple[int, Way]]:
-        """The best order found in about so many steps: ``(queue, way)`` of each task in turn."""
+    def run(self, num_steps: int) -> list[tuple[int, Option]]:
+        """The best order found in about ``num_steps`` steps, at least one order: ``(queue, option)`` of each task."""
         left = [len(seconds) for seconds in self.seconds]
         if not any(left):
             return []
-        path: list[tuple[int, Way]] = []
-        # one frame per depth: the choices that are left there, and what undoes the one that was taken
+        path: list[tuple[int, Option]] = []
+        # one frame per depth: the choices left to try; ``undo`` holds what reverts the choice taken
         frames = [self.choices(left, 0.0)]
         undo: list[tuple[int, dict[int, float | None]]] = []
         ends = [0.0]
@@ -86,12 +88,12 @@ class _Search:
                 ends.pop()
                 if undo:
                     queue, freed = undo.pop()
-                    self._take_back(queue, freed, left)
+                    self._undo(queue, freed, left)
                     path.pop()
                 continue
             _, finish, queue, number = frames[-1].pop()
             self.steps += 1
-            way, ports = self.ways[queue][number]
+            option, ports = self.options[queue][number]
             end = max(ends[-1], finish)
             left[queue] -= 1
             freed = {port: self.free.get(port) for port in ports}
@@ -99,7 +101,7 @@ class _Search:
                 self.free[port] = finish
             for port in self.certain[queue]:
                 self.work[port] -= self.seconds[queue][left[queue]]
-            path.append((queue, way))
+            path.append((queue, option))
             undo.append((queue, freed))
             if not any(left):
                 if end < self.best_seconds * (1 - 1e-9):
@@ -112,7 +114,7 @@ class _Search:
             ends.append(end)
         return self.best
 
-    def _take_back(self, queue: int, freed: dict[int, float | None], left: list[int]) -> None:
+    def _undo(self, queue: int, freed: dict[int, float | None], left: list[int]) -> None:
         for port in self.certain[queue]:
             self.work[port] += self.seconds[queue][left[queue]]
         for port, before in freed.items():
@@ -123,20 +125,20 @@ class _Search:
         left[queue] += 1
 
     def bound(self, end: float) -> float:
-        """No order that begins like this ends earlier."""
+        """Lower bound in seconds on the end of any order that starts with the current path."""
         return max(end, max((self.free.get(port, 0.0) + work for port, work in self.work.items()), default=0.0))
 
     def choices(self, left: list[int], end: float) -> list[tuple[float, float, int, int]]:
-        """``(start, finish, queue, way)`` of what can come next, the best one last."""
+        """``(start, finish, queue, option number)`` of the tasks that can come next, the best one last."""
         found = []
         for queue, count in enumerate(left):
             if count:
                 nbytes = self.nbytes[queue][count - 1]
-                for number, (_, ports) in enumerate(self.ways[queue]):
+                for number, (_, ports) in enumerate(self.options[queue]):
                     start = max(self.free.get(port, 0.0) for port in ports)
                     found.append((start, start + nbytes / self.rate[queue][number], queue, number))
         earliest = min(finish for _, finish, _, _ in found)
-        # what starts after something else could have ended can always come later
+        # a task that starts after another one could have finished need not be next
         found = [choice for choice in found if choice[0] < earliest or choice[1] <= max(end, earliest)]
         work = self.work
         return sorted(
@@ -147,7 +149,7 @@ class _Search:
 
 
 def _port_rates(problem: Problem) -> dict[int, float]:
-    """Of each port of a host its rate; ports of ranks inside a host have none."""
+    """Bytes per second by host port; ports of ranks inside a host have no limit."""
     rates: dict[int, float] = {}
     for host in set(problem.topology.host_of_rank):
         nics = problem.topology.host(host)

@@ -9,27 +9,27 @@ import numpy as np
 from reshard.planner.strategies.direct import send_recv
 from reshard.planner.strategies.greedy import Contest, order_greedily
 from reshard.planner.strategies.problem import Problem, Routes
-from reshard.planner.strategies.sender_selection import Loads, real_ranks, rotation
+from reshard.planner.strategies.sender_selection import SendLoads, real_ranks, rotation
 from reshard.planner.strategies.trees import along_trees
 from reshard.ragged import NO_RANK
 
-#: More tasks than this are sent in rotation, each from the host with the fewest bytes to send so far.
+#: With more tasks than this the greedy order is too slow, and tasks are sent in rotation.
 _GREEDY_TASKS = 20_000
 
 
 def crosses_hosts(problem: Problem, task: int, sender: int) -> bool:
-    """True if a task sent from there leaves its host."""
+    """Whether some receiver of the task is on another host than the sender."""
     hosts = problem.topology.host_of_rank
     return any(hosts[rank] != hosts[sender] for rank in real_ranks(problem.receivers[task]))
 
 
 def needed_tasks(problem: Problem) -> list[int]:
-    """Tasks that some rank needs and does not hold."""
+    """Tasks with at least one receiver, ascending."""
     return np.flatnonzero((problem.receivers != NO_RANK).any(axis=1)).tolist()
 
 
 def broadcast_naive(problem: Problem) -> Routes:
-    """Broadcast each region from its first replica, in the order of the tasks.
+    """Broadcast each region from its first holder, in task order.
 
     Steps: one chunked chain per region. Bytes between hosts: unique.
     """
@@ -37,11 +37,11 @@ def broadcast_naive(problem: Problem) -> Routes:
 
 
 def broadcast_size(problem: Problem) -> Routes:
-    """Broadcast each region from the host with the fewest bytes to send so far, in the order of the tasks.
+    """Broadcast each region from the host with the fewest bytes to send so far, in task order.
 
     Steps: one chunked chain per region. Bytes between hosts: unique.
     """
-    loads = Loads(problem)
+    loads = SendLoads(problem)
 
     def order() -> Iterable[tuple[int, int]]:
         for task in needed_tasks(problem):
@@ -53,14 +53,13 @@ def broadcast_size(problem: Problem) -> Routes:
 
 
 def broadcast_greedy(problem: Problem) -> Routes:
-    """Broadcast in rounds of regions that do not get in each other's way.
+    """Broadcast in rounds of regions that share no port.
 
-    Steps: one chunked chain per region. Bytes between hosts: unique. Each round tries random maximal sets of
-    regions that share no port, keeps the set with the most bytes (ties: the lowest spread of sender loads),
-    and appends it. A region takes its sender's host port out and every receiving host's port in (and out,
-    where it is passed on); one that stays inside a host takes the ports of its devices. The seed is fixed:
-    every rank derives the same plan. Source: the 2023 cross-mesh resharding study, with its weights corrected
-    to the bytes of the slice. Past 20,000 regions they are sent in rotation instead, as :func:`send_recv` does.
+    Steps: one chunked chain per region. Bytes between hosts: unique. Each round draws random maximal sets of regions
+    that share no port, and appends the set with the most bytes (ties: the most even sender loads). :func:`port_classes`
+    defines the ports of a region. The seed is fixed, so every rank derives the same plan. Source: the 2023 cross-mesh
+    resharding study, with its weights corrected to the bytes of the slice. More than 20,000 regions are sent in the
+    rotation order of :func:`send_recv` instead.
     """
     if len(problem) > _GREEDY_TASKS:
         return broadcast_in_rotation(problem)
@@ -68,13 +67,13 @@ def broadcast_greedy(problem: Problem) -> Routes:
 
 
 def broadcast_in_rotation(problem: Problem) -> Routes:
-    """Broadcast regions in rotation over pairs of ranks, each from the host with the fewest bytes to send so far."""
+    """Broadcast regions in :func:`rotation` order, each from the host with the fewest bytes to send so far."""
     if problem.holders.shape[1] == 1 and (problem.receivers != NO_RANK).sum(axis=1).max() <= 1:
         return send_recv(problem)  # no sender to choose, no tree to build
     needed = np.array(needed_tasks(problem), dtype=np.int64)
     receiver = problem.receivers[needed].max(axis=1)
     order = needed[rotation(problem.holders[needed, 0], receiver)]
-    loads = Loads(problem)
+    loads = SendLoads(problem)
 
     def with_senders() -> Iterable[tuple[int, int]]:
         for task in order.tolist():
@@ -85,24 +84,27 @@ def broadcast_in_rotation(problem: Problem) -> Routes:
     return along_trees(problem, with_senders())
 
 
-#: A way to broadcast a region: the sending host, and the ports taken as bits of a mask.
-Way = tuple[int, int]
+#: One option to broadcast a region: the sending host, and a bit mask of the ports that the broadcast uses.
+Option = tuple[int, int]
 
 
-def port_classes(problem: Problem) -> tuple[list[tuple[tuple[Way, ...], list[int]]], int]:
-    """Tasks by the ways in which they can be broadcast, the first one last, and the first bit that is a rank's port.
+def port_classes(problem: Problem) -> tuple[list[tuple[tuple[Option, ...], list[int]]], int]:
+    """Group the tasks into classes with the same broadcast options.
 
-    A task takes its sender's host port out (bit ``2 * host``) and every receiving host's port in (the next bit), and
-    out where it is passed on; one that stays inside a host takes the ports of its devices. Tasks of one class exclude
-    each other, so only the head of each class competes.
+    A task uses the egress port of its sender's host (bit ``2 * host``) and the ingress port of each receiving host (bit
+    ``2 * host + 1``), plus that host's egress port if the chain goes through several hosts. A task that stays inside a
+    host uses the ports of its ranks instead. Tasks of one class share ports, so only one of them can run at a time.
+
+    Returns:
+        ``(options, tasks)`` of each class, the task to send first last, and the bit of rank 0's first port.
     """
     host_of = problem.topology.host_of_rank
     rank_port = 2 * (max(host_of, default=0) + 1)
-    classes: dict[tuple[Way, ...], list[int]] = {}
+    classes: dict[tuple[Option, ...], list[int]] = {}
     for task in needed_tasks(problem):
         receivers = real_ranks(problem.receivers[task])
         into = {host_of[rank] for rank in receivers}
-        ways: dict[Way, None] = {}
+        options: dict[Option, None] = {}
         for holder in real_ranks(problem.holders[task]):
             home = host_of[holder]
             others = into - {home}
@@ -114,17 +116,17 @@ def port_classes(problem: Problem) -> tuple[list[tuple[tuple[Way, ...], list[int
                 mask = 1 << (rank_port + 2 * holder)
                 for rank in receivers:
                     mask |= 1 << (rank_port + 2 * rank + 1)
-            ways[home, mask] = None
-        classes.setdefault(tuple(ways), []).append(task)
-    return [(ways, sorted(tasks, reverse=True)) for ways, tasks in classes.items()], rank_port
+            options[home, mask] = None
+        classes.setdefault(tuple(options), []).append(task)
+    return [(options, sorted(tasks, reverse=True)) for options, tasks in classes.items()], rank_port
 
 
-def pick_on_host(problem: Problem, task: int, way: Way, rank_port: int, loads: Loads) -> int:
-    """The holder that sends a task in this way."""
-    home, mask = way
+def pick_on_host(problem: Problem, task: int, option: Option, rank_port: int, loads: SendLoads) -> int:
+    """The holder that sends a task with this option: the one with the fewest bytes so far."""
+    home, mask = option
     holders = [rank for rank in real_ranks(problem.holders[task]) if problem.topology.host_of_rank[rank] == home]
     inside = mask >> rank_port
-    if inside:  # inside a host the ports name the sender
+    if inside:  # the ports of ranks identify the sender
         holders = [rank for rank in holders if inside >> 2 * rank & 1]
     sender = min(holders, key=lambda rank: loads.rank.get(rank, 0))
     loads.add(sender, int(problem.nbytes[task]), crosses=not inside)
@@ -135,13 +137,13 @@ def _greedy_order(problem: Problem) -> Iterable[tuple[int, int]]:
     queues, rank_port = port_classes(problem)
     if not queues:
         return
-    ways = [way for options, _ in queues for way in options]
-    ports = [ports_of_mask(mask) for _, mask in ways]
+    options = [option for row, _ in queues for option in row]
+    ports = [ports_of_mask(mask) for _, mask in options]
     classes, chosen = order_greedily(
         Contest(
-            way_at=np.cumsum([0] + [len(options) for options, _ in queues]),
-            home=np.array([home for home, _ in ways], dtype=np.int64),
-            crosses=np.array([not mask >> rank_port for _, mask in ways], dtype=np.int64),
+            option_at=np.cumsum([0] + [len(row) for row, _ in queues]),
+            home=np.array([home for home, _ in options], dtype=np.int64),
+            crosses=np.array([not mask >> rank_port for _, mask in options], dtype=np.int64),
             port_at=np.cumsum([0] + [len(row) for row in ports]),
             port=np.array([port for row in ports for port in row], dtype=np.int64),
             task_at=np.cumsum([0] + [len(tasks) for _, tasks in queues]),
@@ -150,10 +152,10 @@ def _greedy_order(problem: Problem) -> Iterable[tuple[int, int]]:
             num_ports=1 + max(row[-1] for row in ports),
         )
     )
-    loads = Loads(problem)
-    for index, way in zip(classes.tolist(), chosen.tolist(), strict=True):
+    loads = SendLoads(problem)
+    for index, option in zip(classes.tolist(), chosen.tolist(), strict=True):
         task = queues[index][1].pop()
-        yield task, pick_on_host(problem, task, ways[way], rank_port, loads)
+        yield task, pick_on_host(problem, task, options[option], rank_port, loads)
 
 
 def ports_of_mask(mask: int) -> list[int]:

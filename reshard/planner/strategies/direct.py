@@ -1,4 +1,4 @@
-"""Strategies in which each receiver fetches what it needs, or a part of it, and receivers gather the rest."""
+"""Strategies that send each receiver its region directly, or a part of it followed by an all-gather."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Callable
 import numpy as np
 
 from reshard.planner.strategies.problem import Problem, Routes
-from reshard.planner.strategies.sender_selection import Loads, pick_sender, real_ranks, reorder, rotation
+from reshard.planner.strategies.sender_selection import SendLoads, pick_sender, real_ranks, reorder, rotation
 from reshard.ragged import NO_RANK
 
 Edges = list[tuple[int, int]]
 
 
 def send_recv(problem: Problem) -> Routes:
-    """One message from a holder to each receiver.
+    """Send each region from a holder directly to each receiver.
 
-    Steps: 1. Bytes between hosts: total. The sender is a holder on the receiver's host where there is one,
-    else on the host with the least to send. Messages are ordered in rotations (sender i to receiver i, then
-    i + 1, ...), so that every port stays busy.
+    Steps: 1. Bytes between hosts: total. The sender is a holder on the receiver's host if there is one, else a holder
+    on the host with the fewest bytes to send so far. Messages are in rotation order (sender i to receiver i, then to
+    receiver i + 1, ...), which keeps every port busy.
     """
     task, replica = np.nonzero(problem.receivers != NO_RANK)
     receiver = problem.receivers[task, replica]
     if problem.holders.shape[1] == 1:
         sender = problem.holders[task, 0]
     else:
-        loads = Loads(problem)
+        loads = SendLoads(problem)
         holders = [real_ranks(row) for row in problem.holders]
         rows = zip(task.tolist(), receiver.tolist(), strict=True)
         sender = np.array([pick_sender(loads, holders[t], r, int(problem.nbytes[t])) for t, r in rows], dtype=np.int64)
@@ -35,11 +35,11 @@ def send_recv(problem: Problem) -> Routes:
 
 
 def local_all_gather(problem: Problem) -> Routes:
-    """Replicas on one host each fetch 1/k of a region and pass it on inside the host.
+    """The k receivers of a region each fetch 1/k of it, and all-gather it inside their host.
 
-    Steps: 2. Bytes between hosts: unique; inside hosts: (k - 1) times that. It applies to a region whose
-    receivers are k >= 2 ranks of one host, and where k divides one of its dims; other regions go as in
-    :func:`send_recv`. Source: the 2023 cross-mesh resharding study.
+    Steps: 2. Bytes between hosts: unique; inside hosts: (k - 1) times that. Applies to a region whose k >= 2 receivers
+    are all on one host, if k divides one of its dims. Other regions are sent as in :func:`send_recv`. Source: the 2023
+    cross-mesh resharding study.
     """
     hosts = problem.topology.host_of_rank
 
@@ -54,12 +54,12 @@ def local_all_gather(problem: Problem) -> Routes:
 
 
 def global_all_gather(problem: Problem) -> Routes:
-    """All k receivers of a region each fetch 1/k of it and gather the rest in a ring.
+    """The k receivers of a region each fetch 1/k of it, and all-gather it in a ring, also across hosts.
 
-    Steps: k, in chunks. Bytes between hosts: unique for the parts, and up to (hosts of the receivers) times that for
-    the ring, which stands in host order and so enters each host once per part, the host where the part came in
-    twice. Parts differ by at most one row. It applies to a region of k >= 2 receivers with at least k rows in some
-    dim; other regions go as in :func:`send_recv`. Source: the 2023 cross-mesh resharding study.
+    Steps: k, in chunks. Bytes between hosts: unique for the parts, plus up to (hosts of the receivers) times that for
+    the ring. The ring is in host order, so each part enters each host once; it can enter the host of its first receiver
+    twice. Parts differ by at most one row. Applies to a region with k >= 2 receivers and a dim of size >= k. Other
+    regions are sent as in :func:`send_recv`. Source: the 2023 cross-mesh resharding study.
     """
     hosts = problem.topology.host_of_rank
 
@@ -76,20 +76,25 @@ def global_all_gather(problem: Problem) -> Routes:
 def _gather(
     problem: Problem, cut: Callable[[int, list[int]], int | None], spread: Callable[[list[int]], Edges]
 ) -> Routes:
-    """Each receiver fetches a part; ``cut`` says along which dim, ``spread`` how a part goes on from the first rank."""
-    loads = Loads(problem)
+    """Each receiver fetches one part of the region and forwards it to the other receivers.
+
+    Args:
+        cut: maps a task and its receivers to the dim to cut, or None to send the region directly. May sort receivers.
+        spread: the edges that forward a part, given the receivers with the part's first receiver in front.
+    """
+    loads = SendLoads(problem)
     hosts = problem.topology.host_of_rank
-    plain: list[tuple[int, int, int]] = []
+    direct_rows: list[tuple[int, int, int]] = []
     rows: list[tuple[int, Edges]] = []
     bounds: list[tuple[np.ndarray, np.ndarray]] = []
     for task in range(len(problem)):
         receivers, holders = real_ranks(problem.receivers[task]), real_ranks(problem.holders[task])
         k = len(receivers)
-        near = not {hosts[rank] for rank in holders}.isdisjoint(hosts[rank] for rank in receivers)
-        dim = cut(task, receivers) if k > 1 and not near else None
+        has_near_holder = not {hosts[rank] for rank in holders}.isdisjoint(hosts[rank] for rank in receivers)
+        dim = cut(task, receivers) if k > 1 and not has_near_holder else None
         if dim is None:
             for receiver in receivers:
-                plain.append((task, pick_sender(loads, holders, receiver, int(problem.nbytes[task])), receiver))
+                direct_rows.append((task, pick_sender(loads, holders, receiver, int(problem.nbytes[task])), receiver))
             continue
         low, size = int(problem.start[task, dim]), int(problem.stop[task, dim] - problem.start[task, dim])
         for nth, first in enumerate(receivers):
@@ -111,7 +116,7 @@ def _gather(
         )
         sender, receiver = gathered.sender[gathered.edge_at[:-1]], gathered.receiver[gathered.edge_at[:-1]]
         gathered = reorder(gathered, rotation(sender, receiver))
-    table = np.array(plain, dtype=np.int64).reshape(-1, 3)
+    table = np.array(direct_rows, dtype=np.int64).reshape(-1, 3)
     order = rotation(table[:, 1], table[:, 2])
     direct = Routes.direct(problem, table[order, 0], table[order, 1], table[order, 2])
     return Routes.join([gathered, direct])

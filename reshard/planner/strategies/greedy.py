@@ -1,4 +1,4 @@
-"""The order of the 2023 study: rounds of regions that share no port."""
+"""The greedy order of the 2023 cross-mesh resharding study: rounds of regions that share no port."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import numpy as np
 
 from reshard import _native
 
+#: Random sets per round.
 GREEDY_TRIES = 100
-#: Visits that the order may spend, one per class and random set. Past it, it tries fewer sets per round,
-#: then takes several tasks of each class at once.
+#: Limit on visits; drawing one random set visits each class once. Above the limit each round draws fewer sets, and then
+#: takes several tasks of a class at once.
 _GREEDY_VISITS = 200_000
-#: Of :class:`random.Random`, whose random() is the same on every version of Python; shuffle() need not be.
+#: Seed of :class:`random.Random`. Only random() gives the same sequence on all Python versions; shuffle() may not.
 _SEED = 2023
 
 
@@ -22,14 +23,15 @@ class Contest:
     """Classes of tasks that compete for ports. All int64.
 
     Attributes:
-        way_at: class i can be sent in ways ``way_at[i]:way_at[i + 1]``.
-        home: ``(ways,)`` the sending host. crosses: ``(ways,)`` 1 where that leaves the host.
-        port_at, port: way w takes ports ``port[port_at[w]:port_at[w + 1]]``.
-        task_at, nbytes: class i has tasks of ``nbytes[task_at[i]:task_at[i + 1]]``, the first to be sent last.
-        num_hosts, num_ports: one more than the largest of each.
+        option_at: class i has options ``option_at[i]:option_at[i + 1]``.
+        home: ``(options,)`` sending host.
+        crosses: ``(options,)`` 1 if the broadcast leaves the sending host, else 0.
+        port_at, port: option w uses ports ``port[port_at[w]:port_at[w + 1]]``.
+        task_at, nbytes: class i has tasks of ``nbytes[task_at[i]:task_at[i + 1]]`` bytes, the task to send first last.
+        num_hosts, num_ports: number of hosts and of ports.
     """
 
-    way_at: np.ndarray
+    option_at: np.ndarray
     home: np.ndarray
     crosses: np.ndarray
     port_at: np.ndarray
@@ -41,23 +43,23 @@ class Contest:
 
     @property
     def effort(self) -> tuple[int, int]:
-        """How many random sets each round tries, and how many tasks of a class it takes at once."""
+        """Random sets per round, and tasks of a class that one round takes at once."""
         counts = np.diff(self.task_at)
         longest, count = int(counts.max()), len(counts)
-        visits = longest * max(1, count // self.num_hosts) * count  # of one random set per round
+        visits = longest * max(1, count // self.num_hosts) * count  # with one random set per round
         return max(1, min(GREEDY_TRIES, _GREEDY_VISITS // visits)), max(1, min(longest, visits // _GREEDY_VISITS))
 
 
 def order_greedily(contest: Contest) -> tuple[np.ndarray, np.ndarray]:
-    """The class of each task in turn, and the way it is sent.
+    """The class and the option of each task, in the order of sending; both int64 ``(tasks,)``.
 
-    Each round keeps the set with the most bytes (ties: the lowest spread of what hosts have sent).
+    Each round keeps the set with the most bytes (ties: the most even bytes per sending host).
     """
     c = contest
     state = np.array(random.Random(_SEED).getstate()[1], dtype=np.int64)
-    classes, ways = (np.zeros(len(c.nbytes), dtype=np.int64) for _ in range(2))
+    classes, options = (np.zeros(len(c.nbytes), dtype=np.int64) for _ in range(2))
     _native.order_greedily(
-        c.way_at, c.home, c.crosses, c.port_at, c.port, c.task_at, c.nbytes, c.num_hosts, c.num_ports, *c.effort,
-        state, classes, ways,
+        c.option_at, c.home, c.crosses, c.port_at, c.port, c.task_at, c.nbytes, c.num_hosts, c.num_ports, *c.effort,
+        state, classes, options,
     )  # fmt: skip
-    return classes, ways
+    return classes, options

@@ -1,4 +1,4 @@
-"""From unit tasks to transfers: what every strategy reads, what it returns, and how that is cut into chunks."""
+"""Input and output of strategies, and the cutting of routes into chunked transfers."""
 
 from __future__ import annotations
 
@@ -15,34 +15,37 @@ from reshard.ragged import NO_RANK
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.model import Topology
 
-#: Pieces of a transfer with one hop, or inside one host: large, so that there are few, and packing one overlaps
-#: with sending another.
+#: Chunk size of transfers with one hop, and of transfers inside a host. Large, so that there are few messages; still
+#: several per transfer, so that packing one overlaps with sending another.
 DIRECT_CHUNK_BYTES = 8 * 2**20
-#: Where such pieces must be packed: four of them fit what a queue of sends may stage of the usual 64 MiB, so that
-#: staging never allows fewer than the window says.
+#: The same for regions that must be packed. Four such chunks fit a send queue's share of the default staging (a quarter
+#: of 64 MiB), so that the window, not the staging, limits the messages in flight.
 PACKED_CHUNK_BYTES = 4 * 2**20
-#: Pieces that pass from host to host, at most: small, so that the pipeline fills fast.
+#: Largest chunk that is forwarded from host to host. Small, so that the pipeline fills fast.
 TREE_CHUNK_BYTES = 2**20
-#: Regions below this travel together when they follow the same tree.
+#: Regions smaller than this share messages if they follow the same tree.
 SMALL_BYTES = 2**16
 DIRECT_WINDOW = 4
 TREE_WINDOW = 2
 MIN_STAGING_BYTES = 2**16
-#: No piece is larger than this part of what a rank may stage: then a rank can always stage as many as windows let it,
-#: four out of a queue, which has a quarter of the staging, and eight in, which have half.
+#: No chunk is larger than ``staging_bytes / STAGING_PARTS``. A rank can then stage two sends of a queue, which may use
+#: a quarter of the staging, and four receives, which may use half.
 STAGING_PARTS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The unit tasks of all tensors of one plan, side by side.
+    """The unit tasks of all tensors of one plan, as one table. Arrays are int64 unless noted.
 
     Attributes:
-        tensors, topology: what moves, and where ranks are.
-        tensor, nbytes: ``(tasks,)``. is_strided: ``(tasks,)`` what must be packed or unpacked.
-        start, stop: ``(tasks, ndim)``, missing dims are ``0:1``.
+        tensors: the tensors to move.
+        topology: the hosts, links and pods of the ranks.
+        tensor: ``(tasks,)`` index of the tensor.
+        nbytes: ``(tasks,)`` bytes of the region.
+        is_strided: ``(tasks,)`` bool, whether the region must be packed or unpacked.
+        start, stop: ``(tasks, ndim)`` box of the region; tensors with fewer dims are padded with ``0:1``.
         holders, destinations: ``(tasks, replicas)`` ranks, padded with -1.
-        staging_bytes: what a rank may hold beyond its shards.
+        staging_bytes: staging memory of each rank in bytes.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -60,7 +63,11 @@ class Problem:
     def of(
         cls, tensors: Sequence[TensorSpec], topology: Topology, staging_bytes: int = DEFAULT_STAGING_BYTES
     ) -> Problem:
-        """Cut every tensor and put the tasks in one table."""
+        """Put the unit tasks of all tensors in one table.
+
+        Raises:
+            TopologyError: the topology lacks a rank.
+        """
         for spec in tensors:
             topology.check_covers(spec.src.ranks)
             topology.check_covers(spec.dst.ranks)
@@ -84,7 +91,7 @@ class Problem:
 
     @cached_property
     def keeps(self) -> np.ndarray:
-        """``(tasks, replicas)`` True where a destination holds the region already."""
+        """``(tasks, replicas)`` bool, True where a destination already holds the region."""
         found = np.zeros(self.destinations.shape, dtype=bool)
         for replica in range(self.holders.shape[1]):
             found |= self.destinations == self.holders[:, replica : replica + 1]
@@ -92,7 +99,7 @@ class Problem:
 
     @cached_property
     def receivers(self) -> np.ndarray:
-        """``(tasks, replicas)`` destinations that do not hold the region, padded with -1."""
+        """``(tasks, replicas)`` destinations that do not hold the region, padded with -1 anywhere in the row."""
         return np.where(self.keeps, NO_RANK, self.destinations)
 
 
@@ -107,10 +114,13 @@ def _stack(tables: Sequence[np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Regions and the trees they take, in order; not yet cut into chunks.
+    """Regions and the trees along which they are sent, in order, not yet cut into chunks. All int64.
 
-    ``task`` says which task a route serves, ``start`` and ``stop`` which part of it; route ``i`` has edges
-    ``edge_at[i]:edge_at[i + 1]``, each sender a holder or the receiver of an edge before it.
+    Attributes:
+        task: ``(routes,)`` index of the task.
+        start, stop: ``(routes, ndim)`` the part of the task's region to send.
+        edge_at: route i has edges ``edge_at[i]:edge_at[i + 1]``.
+        sender, receiver: ``(edges,)`` ranks. Each sender is a holder or the receiver of an earlier edge of its route.
     """
 
     task: np.ndarray
@@ -122,7 +132,7 @@ class Routes:
 
     @classmethod
     def of(cls, problem: Problem, rows: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> Routes:
-        """Whole tasks: ``[(task, edges), ...]``."""
+        """Routes for whole tasks, from rows ``(task, edges)``."""
         task = np.array([row[0] for row in rows], dtype=np.int64)
         edges = np.array([edge for row in rows for edge in row[1]], dtype=np.int64).reshape(-1, 2)
         return cls(
@@ -136,12 +146,12 @@ class Routes:
 
     @classmethod
     def direct(cls, problem: Problem, task: np.ndarray, sender: np.ndarray, receiver: np.ndarray) -> Routes:
-        """One edge per route."""
+        """Routes for whole tasks with one edge each; all arguments ``(routes,)``."""
         return cls(task, problem.start[task], problem.stop[task], np.arange(len(task) + 1), sender, receiver)
 
     @classmethod
     def join(cls, parts: Sequence[Routes]) -> Routes:
-        """One after the other."""
+        """Concatenate routes."""
         edges = np.cumsum([0] + [len(part.sender) for part in parts])
         return cls(
             task=np.concatenate([part.task for part in parts]),
@@ -158,20 +168,20 @@ class Routes:
         return len(self.task)
 
 
-#: A strategy chooses senders, trees and their order for every receiver of every task. One that also cuts regions into
-#: chunks returns transfers.
+#: A strategy chooses senders, trees and their order so that every receiver of every task gets its region. It returns
+#: transfers if it also cuts the regions into chunks.
 Strategy = Callable[[Problem], "Routes | Transfers"]
 
 
 def copy_routes(problem: Problem) -> Routes:
-    """What stays on its rank: one copy per task and destination that holds it."""
+    """Local copies: one for each task and each destination that already holds the region."""
     task, replica = np.nonzero(problem.keeps)
     rank = problem.destinations[task, replica]
     return Routes.direct(problem, task, rank, rank)
 
 
 def join_transfers(first: Transfers, second: Transfers) -> Transfers:
-    """One after the other."""
+    """Concatenate transfers."""
     boxes, edges = len(first.box_tensor), len(first.sender)
 
     def both(name: str) -> np.ndarray:
@@ -195,26 +205,26 @@ def join_transfers(first: Transfers, second: Transfers) -> Transfers:
 
 
 def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Transfers:
-    """Chunk the large routes, join the small ones that share a tree, and put the copies first.
+    """Cut large routes into chunks, bundle small ones that share a tree, and put local copies first.
 
     Raises:
         PlanError: ``staging_bytes`` is below 64 KiB.
     """
     if staging_bytes < MIN_STAGING_BYTES:
-        raise PlanError(f"staging_bytes is {staging_bytes}; at least {MIN_STAGING_BYTES} are needed")
+        raise PlanError(f"staging_bytes is {staging_bytes}; use at least {MIN_STAGING_BYTES}")
     routes = Routes.join([copy_routes(problem), routes])
     itemsize = np.array([spec.itemsize for spec in problem.tensors], dtype=np.int64)[problem.tensor[routes.task]]
     nbytes = (routes.stop - routes.start).prod(axis=1, dtype=np.int64) * itemsize
     num_edges = np.diff(routes.edge_at)
     is_copy = routes.sender[routes.edge_at[:-1]] == routes.receiver[routes.edge_at[:-1]]
-    has_one_hop, crosses = _shapes(routes, problem.topology)
+    has_one_hop, crosses = _classify_routes(routes, problem.topology)
     limit = staging_bytes // STAGING_PARTS
     direct = np.where(problem.is_strided[routes.task], min(PACKED_CHUNK_BYTES, limit), min(DIRECT_CHUNK_BYTES, limit))
     chunk_bytes = np.where(has_one_hop | ~crosses, direct, np.minimum(_tree_chunks(problem, routes, nbytes), limit))
     chunk_bytes = np.where(is_copy, np.int64(2**62), chunk_bytes)
-    bundle_of = _bundle(routes, nbytes, itemsize, is_copy, min(SMALL_BYTES, limit), min(TREE_CHUNK_BYTES, limit))
+    bundle_of = _bundle_small(routes, nbytes, itemsize, is_copy, min(SMALL_BYTES, limit), min(TREE_CHUNK_BYTES, limit))
     order = np.argsort(bundle_of, kind="stable")
-    first = np.flatnonzero(np.diff(bundle_of[order], prepend=-1))  # the first route of each bundle, in order
+    first = np.flatnonzero(np.diff(bundle_of[order], prepend=-1))  # positions in ``order`` where a bundle begins
     lead = order[first]
     edge_counts = num_edges[lead]
     edges = np.repeat(routes.edge_at[lead] - np.concatenate([[0], np.cumsum(edge_counts)[:-1]]), edge_counts)
@@ -234,15 +244,15 @@ def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Trans
 
 
 def complete(problem: Problem, chosen: Routes | Transfers) -> Transfers:
-    """All transfers of a plan: what a strategy returned, cut into chunks if it is not yet, and the copies first."""
+    """All transfers of a plan: local copies, then the strategy's result, cut into chunks if it is routes."""
     if isinstance(chosen, Transfers):
         copies = cut_transfers(problem, Routes.of(problem, []), problem.staging_bytes)
         return join_transfers(copies, chosen)
     return cut_transfers(problem, chosen, problem.staging_bytes)
 
 
-def _shapes(routes: Routes, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
-    """For each route: is every edge from its first sender, and does an edge cross hosts."""
+def _classify_routes(routes: Routes, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
+    """Two bool arrays ``(routes,)``: whether the root sends all edges, and whether an edge crosses hosts."""
     if not len(routes):
         return np.zeros(0, dtype=bool), np.zeros(0, dtype=bool)
     first = routes.edge_at[:-1]
@@ -252,10 +262,11 @@ def _shapes(routes: Routes, topology: Topology) -> tuple[np.ndarray, np.ndarray]
 
 
 def _tree_chunks(problem: Problem, routes: Routes, nbytes: np.ndarray) -> np.ndarray:
-    """``(routes,)`` bytes of a chunk with which what a host sends reaches the last hosts of its trees soonest.
+    """``(routes,)`` chunk sizes in bytes that minimize the time until the last host of a chain has all data.
 
-    With h hops behind the first, n chunks take ``n * latency + (n + h) / n * bytes / rate``, least at
-    ``n = sqrt(h * bytes / (rate * latency))``. All that leaves a host counts, as one region follows another.
+    With h hops after the first, n chunks take ``n * latency + (n + h) / n * bytes / rate``, which is smallest for
+    ``n = sqrt(h * bytes / (rate * latency))``. ``bytes`` are all bytes that leave the sending host, since its regions
+    follow each other through the pipeline.
     """
     chunk = np.full(len(routes), TREE_CHUNK_BYTES)
     topology = problem.topology
@@ -272,7 +283,7 @@ def _tree_chunks(problem: Problem, routes: Routes, nbytes: np.ndarray) -> np.nda
     return np.clip(best, SMALL_BYTES, TREE_CHUNK_BYTES).astype(np.int64)
 
 
-def _bundle(
+def _bundle_small(
     routes: Routes,
     nbytes: np.ndarray,
     itemsize: np.ndarray,
@@ -280,9 +291,9 @@ def _bundle(
     small_bytes: int,
     bundle_bytes: int,
 ) -> np.ndarray:
-    """For each route the first route of its bundle (itself when it travels alone).
+    """``(routes,)`` the first route of each route's bundle; a route that is not bundled maps to itself.
 
-    Routes of one bundle share a tree and an itemsize, so that every box of a message is aligned.
+    Routes of one bundle share a tree, and an itemsize so that every box of a message is aligned.
     """
     bundle_of = np.arange(len(routes))
     small = np.flatnonzero((nbytes < small_bytes) & ~is_copy)
@@ -295,7 +306,7 @@ def _bundle(
     else:
         _, inverse, count = np.unique(pair * 32 + itemsize[single], return_inverse=True, return_counts=True)
         counts = count[inverse.ravel()]
-    repeated = single[counts > 1]  # others have no one to travel with
+    repeated = single[counts > 1]  # a route with a unique edge cannot be bundled
     several = small[np.diff(routes.edge_at)[small] > 1]
     open_bundle: dict[tuple[int, bytes], tuple[int, int]] = {}
     for route in np.sort(np.concatenate([repeated, several])).tolist():
@@ -310,13 +321,13 @@ def _bundle(
 
 
 def _splits(start: np.ndarray, stop: np.ndarray, itemsize: np.ndarray, chunk_bytes: np.ndarray) -> np.ndarray:
-    """Into how many parts to cut each dim, outer dims first, so that no part exceeds ``chunk_bytes``."""
+    """``(regions, ndim)`` number of parts per dim, outer dims cut first, so that no part exceeds ``chunk_bytes``."""
     size = stop - start
     splits = np.ones_like(size)
     row = itemsize * size.prod(axis=1, dtype=np.int64)
     for dim in range(size.shape[1]):
         row = row // np.maximum(size[:, dim], 1)
-        # inside a dim whose parts hold several rows, all of a row fits, so later dims stay whole
+        # once a part holds several rows, a whole row fits a chunk, so inner dims stay whole
         rows_per_part = np.maximum(chunk_bytes // np.maximum(row, 1), 1)
         splits[:, dim] = -(-size[:, dim] // rows_per_part)
     return splits

@@ -1,4 +1,4 @@
-"""Who sends: loads of hosts and ranks, and orders that keep every port busy."""
+"""Choose senders by load, and order messages so that every port stays busy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from reshard.planner.strategies.problem import Problem, Routes
 from reshard.ragged import NO_RANK
 
 
-class Loads:
-    """Bytes that each host and rank has been given to send so far; ties go to the first in the list."""
+class SendLoads:
+    """Bytes assigned to each sending host and rank so far."""
 
     def __init__(self, problem: Problem) -> None:
         self.host_of = problem.topology.host_of_rank
@@ -19,23 +19,23 @@ class Loads:
         self.rank: dict[int, int] = {}
 
     def pick(self, candidates: Iterable[int]) -> int:
-        """The candidate on the least loaded host, and there the least loaded rank."""
+        """The least loaded candidate on the least loaded host; ties go to the first candidate."""
         return min(candidates, key=lambda rank: (self.host[self.host_of[rank]], self.rank.get(rank, 0)))
 
     def add(self, rank: int, nbytes: int, *, crosses: bool) -> None:
-        """Count what a rank is given to send; what stays inside its host does not load the host."""
+        """Add bytes to a rank, and to its host if they leave the host."""
         self.rank[rank] = self.rank.get(rank, 0) + nbytes
         if crosses:
             self.host[self.host_of[rank]] += nbytes
 
 
 def real_ranks(row: np.ndarray) -> list[int]:
-    """The ranks of a row that is padded with -1."""
+    """The ranks of a row, without the padding of -1."""
     return [rank for rank in row.tolist() if rank != NO_RANK]
 
 
-def pick_sender(loads: Loads, holders: list[int], receiver: int, nbytes: int) -> int:
-    """A holder on the receiver's host if there is one, else one on the least loaded host."""
+def pick_sender(loads: SendLoads, holders: list[int], receiver: int, nbytes: int) -> int:
+    """Pick a holder on the receiver's host if there is one, else on the least loaded host, and add its load."""
     host = loads.host_of[receiver]
     near = [rank for rank in holders if loads.host_of[rank] == host]
     sender = loads.pick(near or holders)
@@ -44,23 +44,26 @@ def pick_sender(loads: Loads, holders: list[int], receiver: int, nbytes: int) ->
 
 
 def rotation(sender: np.ndarray, receiver: np.ndarray) -> np.ndarray:
-    """An order of messages in which sender i starts with receiver i and goes round."""
+    """Indices that sort messages into rotation order: sender i serves receiver i first, then i + 1, and so on.
+
+    Senders start at evenly spread receivers if there are more of one side than of the other.
+    """
     if not len(sender):
         return np.zeros(0, dtype=np.int64)
     (num_senders, i), (num_receivers, j) = _number(sender), _number(receiver)
-    first = i * num_receivers // num_senders  # spread where each sender starts
+    first = i * num_receivers // num_senders
     key = (j - first) % num_receivers * num_senders + i
     if num_senders * num_receivers <= 4 * len(key):
         place = np.full(num_senders * num_receivers, -1, dtype=np.int64)
         place[key] = np.arange(len(key))
         order = place[place >= 0]
-        if len(order) == len(key):  # no two have one key
+        if len(order) == len(key):  # all keys differ
             return order
     return np.argsort(key, kind="stable")
 
 
 def _number(ranks: np.ndarray) -> tuple[int, np.ndarray]:
-    """How many different ranks there are, and the place of each among them."""
+    """The number of different ranks, and for each entry the index of its rank among them."""
     present = np.zeros(int(ranks.max()) + 1, dtype=bool)
     present[ranks] = True
     number = np.cumsum(present) - 1
@@ -68,7 +71,7 @@ def _number(ranks: np.ndarray) -> tuple[int, np.ndarray]:
 
 
 def reorder(routes: Routes, order: np.ndarray) -> Routes:
-    """The same routes in another order."""
+    """The routes in the given order."""
     counts = np.diff(routes.edge_at)[order]
     edge_at = np.concatenate([[0], np.cumsum(counts)])
     edges = np.repeat(routes.edge_at[order] - edge_at[:-1], counts) + np.arange(edge_at[-1])

@@ -1,4 +1,4 @@
-"""Broadcast trees that know which links are inside a host and which cross hosts."""
+"""Broadcast trees: chains between hosts, then stars or chains inside each host."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from reshard.ragged import NO_RANK
 
 
 class _Trees:
-    """Builds the trees of broadcasts, one after the other; each byte enters each host once.
+    """Builds one broadcast tree after another; each byte enters each host once.
 
-    Hosts form a chain that starts behind the sender's host in host order, pod after pod. The device of a host that
-    was entered by the fewest bytes so far passes on to the next host, and along a chain inside its own. On its own
-    host a sender serves every receiver itself as long as it then sends no more than the busiest device there must
-    receive anyway; past that they form a chain too.
+    Hosts form a chain in cyclic host order from the sender's host, pod by pod. On each host the receiver with the
+    fewest bytes received from other hosts so far takes the data. It forwards the data to the next host, and along a
+    chain inside its host. On its own host the sender serves every receiver directly while it sends no more than the
+    busiest rank there receives; after that these receivers form a chain too.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -34,47 +34,47 @@ class _Trees:
         np.maximum.at(self._most_arriving, problem.topology.host_by_rank, arriving)
 
     def edges(self, task: int, sender: int) -> list[tuple[int, int]]:
-        """The tree of one task: edges between hosts first, then those inside."""
+        """Edges of one task's tree: first between hosts, then inside hosts."""
         nbytes = int(self._problem.nbytes[task])
         by_host: dict[int, list[int]] = {}
         for rank in real_ranks(self._problem.receivers[task]):
             by_host.setdefault(self._host_of[rank], []).append(rank)
         home = self._host_of[sender]
-        near = _behind(sender, by_host.pop(home, []))
+        near = _ranks_after(sender, by_host.pop(home, []))
         between: list[tuple[int, int]] = []
         inside: list[tuple[int, int]] = []
         last = sender
-        for host in self.behind(home, by_host):
+        for host in self.hosts_after(home, by_host):
             entry = min(by_host[host], key=lambda rank: (self._entered.get(rank, 0), rank))
             self._entered[entry] = self._entered.get(entry, 0) + nbytes
             between.append((last, entry))
             last = entry
-            inside.extend(itertools.pairwise([entry, *_behind(entry, by_host[host])]))
+            inside.extend(itertools.pairwise([entry, *_ranks_after(entry, by_host[host])]))
         if self._sent.get(sender, 0) + nbytes * len(near) <= self._most_arriving[home]:
             inside.extend((sender, rank) for rank in near)
         else:
             inside.extend(itertools.pairwise([sender, *near]))
-        for passing, _ in between + inside:
-            self._sent[passing] = self._sent.get(passing, 0) + nbytes
+        for source, _ in between + inside:
+            self._sent[source] = self._sent.get(source, 0) + nbytes
         return between + inside
 
-    def behind(self, home: int, hosts: Iterable[int]) -> list[int]:
-        """Other hosts, the next higher one first and going round; those of the own pod before those of the next."""
+    def hosts_after(self, home: int, hosts: Iterable[int]) -> list[int]:
+        """Hosts in cyclic order, starting after ``home``; all of one pod before the next pod."""
         pods = len(self._problem.topology.pods)
 
-        def place(host: int) -> tuple[int, bool, int]:
-            away = (self._pod_of[host] - self._pod_of[home]) % pods if pods else 0
-            return away, host < home, host
+        def position(host: int) -> tuple[int, bool, int]:
+            pod_distance = (self._pod_of[host] - self._pod_of[home]) % pods if pods else 0
+            return pod_distance, host < home, host
 
-        return sorted(hosts, key=place)
+        return sorted(hosts, key=position)
 
 
-def _behind(first: int, ranks: list[int]) -> list[int]:
-    """The other ranks, starting with the next higher one and going round."""
+def _ranks_after(first: int, ranks: list[int]) -> list[int]:
+    """The other ranks in cyclic order, starting after ``first``."""
     return sorted((rank for rank in ranks if rank != first), key=lambda rank: (rank < first, rank))
 
 
 def along_trees(problem: Problem, order: Iterable[tuple[int, int]]) -> Routes:
-    """Whole tasks along trees: ``order`` yields ``(task, sender)``."""
+    """Broadcast whole tasks along trees; ``order`` yields ``(task, sender)``."""
     trees = _Trees(problem)
     return Routes.of(problem, [(task, trees.edges(task, sender)) for task, sender in order])

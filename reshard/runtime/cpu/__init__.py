@@ -1,1 +1,1 @@
-"""Runs a program on host memory with torch: staging buffers, posting and waiting, verification."""
+"""Runs a program on CPU tensors: staging buffers, posting and waiting, verification, deferred weight gradients."""

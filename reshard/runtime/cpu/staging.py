@@ -1,4 +1,4 @@
-"""Buffers of one rank's program, and how boxes of its arrays get into and out of them."""
+"""Staging buffers of one rank's program, and copies of boxes between its arrays and those buffers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from reshard.plan.model import num_recv_slots
 from reshard.runtime.byte_runs import box_runs, box_span, copy_runs
 from reshard.runtime.program import Program, Recv, Send, Slices
 
-#: Packed messages that one queue of sends may have under way, whatever windows the plan has.
+#: Upper limit of staging slots of one send queue, whatever windows the plan has.
 MAX_WINDOW = 4
-#: From this many boxes on, a message is packed as byte runs in one call rather than box by box.
+#: A message of at least this many boxes is packed as byte runs in one call instead of box by box.
 MANY_BOXES = 4
 
 
 class Staging:
-    """The buffers of one program, made on first use and kept: half of them for receives, a quarter a send queue."""
+    """The staging slots of one program, allocated on first use: half for receives, a quarter for each send queue."""
 
     def __init__(self, program: Program, staging_bytes: int) -> None:
         self.recv = Pool(program.recvs, num_recv_slots(staging_bytes, _largest(program.recvs)))
@@ -30,15 +30,15 @@ class Staging:
         self._spans: dict[tuple[int, str], tuple[int, int] | None] = {}
 
     def span_of(self, op: Recv | Send, array: torch.Tensor, side: str) -> tuple[int, int] | None:
-        """Where a message of one box lies in a contiguous array, first byte and end; None if not in one run."""
+        """``(start, stop)``, the bytes of a one-box message in a contiguous array; None if not one run. Cached."""
         key = op.id, side
         if key not in self._spans:
-            self._spans[key] = box_span(array.shape, array.element_size(), getattr(op.places[0], side))
+            self._spans[key] = box_span(array.shape, array.element_size(), getattr(op.boxes[0], side))
         return self._spans[key]
 
     def runs_of(self, op: Recv | Send, arrays: Sequence[torch.Tensor | None], side: str) -> _Runs | None:
-        """The boxes of a message as byte runs, worked out once; None if an array is not contiguous."""
-        tensors = {place.tensor for place in op.places}
+        """The boxes of a message as byte runs; None if an array is not contiguous. Cached."""
+        tensors = {box.tensor for box in op.boxes}
         if not all((array := arrays[tensor]) is not None and array.is_contiguous() for tensor in tensors):
             return None
         if (op.id, side) not in self._runs:
@@ -47,7 +47,7 @@ class Staging:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes held now."""
+        """Bytes allocated now."""
         return sum(pool.allocated_bytes for pool in (self.recv, self.across, self.inside))
 
 
@@ -60,7 +60,7 @@ def _num_send_slots(sends: Sequence[Send], staging_bytes: int) -> int:
 
 
 class Pool:
-    """Slots of one size, made on first use."""
+    """Slots of one size, allocated together on first use."""
 
     def __init__(self, ops: Sequence[Recv] | Sequence[Send], num_slots: int) -> None:
         self._slot_bytes = -(-_largest(ops) // 16) * 16
@@ -70,51 +70,51 @@ class Pool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes held now."""
+        """Bytes allocated now."""
         return 0 if self._storage is None else self._storage.numel()
 
     def take(self) -> torch.Tensor | None:
-        """A free slot, None if there is none."""
+        """A free slot as flat uint8; None if all are in use."""
         if self._storage is None:
             self._storage = torch.empty(self._num_slots * self._slot_bytes, dtype=torch.uint8)
             self._free = list(self._storage.split(self._slot_bytes)) if self._slot_bytes else []
         return self._free.pop() if self._free else None
 
     def give(self, slot: torch.Tensor) -> None:
-        """Give a slot back."""
+        """Return a slot to the pool."""
         self._free.append(slot)
 
 
 def flat_bytes(view: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as a flat uint8 tensor on the same memory.
 
-    A view of one element counts as contiguous whatever its strides, but keeps them; hence as_strided.
+    ``as_strided`` because torch calls a view of one element contiguous whatever its strides, and ``view`` keeps them.
     """
     return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
 
 
 class _Runs:
-    """Where the boxes of one message lie in contiguous arrays and in its buffer, as byte runs per tensor."""
+    """The boxes of one message as byte runs, per tensor: offsets in the array, offsets in the buffer, lengths."""
 
     def __init__(self, op: Recv | Send, arrays: Sequence[torch.Tensor | None], side: str) -> None:
         self.rows: list[tuple[int, np.ndarray, np.ndarray, np.ndarray]] = []
         filled = 0
-        for tensor, places in itertools.groupby(op.places, key=lambda place: place.tensor):
+        for tensor, group in itertools.groupby(op.boxes, key=lambda box: box.tensor):
             array = arrays[tensor]
             assert array is not None
-            boxes = [getattr(place, side) for place in places]
+            boxes = [getattr(box, side) for box in group]
             at, length = box_runs(array.shape, array.element_size(), boxes)
             ends = filled + np.cumsum(length)
             self.rows.append((tensor, at, ends - length, length))
             filled = int(ends[-1])
 
     def pack(self, arrays: Sequence[torch.Tensor | None], buffer: torch.Tensor) -> None:
-        """From the arrays into the buffer."""
+        """Copy from the arrays into the buffer."""
         for tensor, at, in_buffer, length in self.rows:
             copy_runs(_flat(arrays[tensor]), buffer.numpy(), at, in_buffer, length)
 
     def unpack(self, buffer: torch.Tensor, arrays: Sequence[torch.Tensor | None]) -> None:
-        """From the buffer into the arrays."""
+        """Copy from the buffer into the arrays."""
         for tensor, at, in_buffer, length in self.rows:
             copy_runs(buffer.numpy(), _flat(arrays[tensor]), in_buffer, at, length)
 
@@ -125,17 +125,17 @@ def _flat(array: torch.Tensor | None) -> np.ndarray:
 
 
 def view_of(arrays: Sequence[torch.Tensor | None], tensor: int, at: Slices | None) -> torch.Tensor:
-    """A box of a rank's array of one tensor."""
+    """A view of a box of the local array of one tensor."""
     array = arrays[tensor]
     assert array is not None and at is not None
     return array[at]
 
 
 class CastSource:
-    """A source array whose elements are cast to another dtype as they are packed; it is never cast as a whole.
+    """A source array whose elements are cast to another dtype while they are packed. It is never cast as a whole.
 
-    It is indexed as the array is, has the itemsize of what it is cast to, and counts as strided: nothing is sent from
-    where it lies.
+    It is indexed like the array and has the itemsize of the target dtype. It reports that it is not contiguous, so that
+    every message of it is packed.
     """
 
     def __init__(self, array: torch.Tensor, dtype: torch.dtype) -> None:
@@ -146,7 +146,7 @@ class CastSource:
         return CastSource(self.array[at], self.dtype)
 
     def is_contiguous(self) -> bool:
-        """False: its elements lie nowhere as they travel."""
+        """False: the cast elements exist only in the packed message."""
         return False
 
     def numel(self) -> int:
@@ -163,7 +163,7 @@ class CastSource:
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor | CastSource) -> None:
-    """Copy between views of one shape, casting if the source says so."""
+    """Copy between views of one shape; a :class:`CastSource` is cast."""
     if isinstance(source, CastSource):
         target.view(source.dtype).copy_(source.array)
     else:
@@ -171,7 +171,7 @@ def copy_into(target: torch.Tensor, source: torch.Tensor | CastSource) -> None:
 
 
 def pack(views: Sequence[torch.Tensor | CastSource], buffer: torch.Tensor) -> None:
-    """Copy strided views one after the other into a flat byte buffer."""
+    """Copy views into consecutive parts of a flat byte buffer."""
     at = 0
     for view in views:
         nbytes = view.numel() * view.element_size()
@@ -180,7 +180,7 @@ def pack(views: Sequence[torch.Tensor | CastSource], buffer: torch.Tensor) -> No
 
 
 def unpack(buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
-    """The inverse of :func:`pack`."""
+    """Copy consecutive parts of a flat byte buffer into views."""
     at = 0
     for view in views:
         nbytes = view.numel() * view.element_size()
@@ -189,16 +189,18 @@ def unpack(buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
 
 
 def _typed(buffer: torch.Tensor, at: int, nbytes: int, like: torch.Tensor | CastSource) -> torch.Tensor:
-    return buffer[at : at + nbytes].view(like.dtype).view(like.shape)  # boxes of a message have one itemsize
+    return (
+        buffer[at : at + nbytes].view(like.dtype).view(like.shape)
+    )  # aligned: all tensors of a message have one itemsize
 
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def carrier(tensor: torch.Tensor | CastSource | None) -> Any:
-    """The same memory as a plain dtype of the same size, so that any dtype can be copied as bytes.
+    """A view of a tensor in a plain dtype of the same itemsize, so that any dtype is copied bit by bit.
 
-    What casts stays as it is; None too.
+    None and :class:`CastSource` are returned unchanged.
     """
     if tensor is None or isinstance(tensor, CastSource):
         return tensor
@@ -206,29 +208,29 @@ def carrier(tensor: torch.Tensor | CastSource | None) -> Any:
 
 
 class TorchMemory:
-    """Tensors on one device, see :class:`~reshard.runtime.rounds.memory.Memory`."""
+    """Implements :class:`~reshard.runtime.rounds.memory.Memory` for torch tensors on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """A flat array of bytes."""
+        """A new flat uint8 tensor."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def view(self, array: torch.Tensor, at: Slices) -> torch.Tensor:
-        """A box of an array."""
+        """A view of a box."""
         return array[at]
 
     def is_contiguous(self, array: torch.Tensor) -> bool:
-        """Whether its elements lie in a row, in order."""
+        """Whether the elements are contiguous in row-major order."""
         return array.is_contiguous()
 
     def itemsize(self, array: torch.Tensor) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return array.element_size()
 
     def address(self, array: torch.Tensor) -> int:
-        """Of its first byte."""
+        """Address of the first byte."""
         return array.data_ptr()
 
     def flat(self, array: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Digests of what passes between ranks: whether each shard holds what its sources held, and if not, who is wrong.
+"""Digests that check that every destination shard holds what its sources held, and otherwise name the wrong rank.
 
-The sender of a message takes a digest of the bytes that it sends, be they its own or passed on; the receiver takes one
-of what lies in its shard afterwards, or in its buffer if it only passes it on. When a transfer is over the first rank
-compares both ends of every hop, and what came in with what went on, and tells all ranks the same.
+The sender of a message takes the digest of the bytes that it sends, its own or forwarded. The receiver takes the digest
+of its destination shard after unpacking; a relay, which has no such shard, takes that of its staging buffer. After the
+transfer, the first rank of the plan compares the two ends of every message, and each forwarded message with the
+received one. It sends the result to all ranks, so that all raise the same error.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from reshard.ragged import NO_RANK
 from reshard.runtime.cpu.staging import CastSource, flat_bytes
 from reshard.sharding.layout import format_box
 
-#: More than any fault takes to say.
-MOST_TEXT_BYTES = 2**20
+#: Longest result that a rank accepts from the first rank.
+MAX_TEXT_BYTES = 2**20
 
 
 class Digests:
-    """Those of one rank in one transfer, by message id."""
+    """The digests of one rank in one transfer, by message id."""
 
     def __init__(self) -> None:
         self.sent: dict[int, int] = {}
-        self.landed: dict[int, int] = {}
-        self.replicas: list[int] = []  # of source tiles that other ranks hold too, see Replicas
+        self.received: dict[int, int] = {}
+        self.replicas: list[int] = []  # of source tiles that other ranks also hold, see Replicas
 
 
 def digest_of(parts: Sequence[torch.Tensor]) -> int:
-    """The digest of views one after the other, each in row-major order; of packed bytes the same."""
+    """The digest of concatenated views, each in row-major order: equal to that of the same bytes when packed."""
     digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(flat_bytes(part.contiguous()).numpy())
@@ -43,7 +44,7 @@ def digest_of(parts: Sequence[torch.Tensor]) -> int:
 
 
 def is_copy_of(target: torch.Tensor, source: torch.Tensor | CastSource) -> bool:
-    """Whether a target holds what was copied into it; NaN casts to any NaN, as torch's kernels differ there."""
+    """Whether a target equals its source. After a cast any two NaNs are equal: torch's kernels differ there."""
     if not isinstance(source, CastSource):
         return digest_of([target]) == digest_of([source])
     found, wanted = target.view(source.dtype), source.array.to(source.dtype)
@@ -53,39 +54,39 @@ def is_copy_of(target: torch.Tensor, source: torch.Tensor | CastSource) -> bool:
     return digest_of([found]) == digest_of([wanted])
 
 
-#: Bytes of a device array that :func:`digest_array` looks at together.
+#: Bytes of a device array that :func:`digest_array` processes at a time.
 _CHUNK_BYTES = 2**24
-#: Odd numbers of 64 bits, as signed ones (from splitmix64).
+#: Odd 64-bit constants of splitmix64, as signed integers.
 _STEP, _FACTOR = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
 
 
 def digest_array(array: torch.Tensor) -> int:
-    """The digest of an array's elements in row-major order; of arrays on one type of device, equal for equal bytes."""
+    """The digest of an array in row-major order. Comparable only between arrays on the same type of device."""
     if array.device.type == "cpu":
         return digest_of([array])
     return _digest_on_device(flat_bytes(array.contiguous()))
 
 
 def _digest_on_device(data: torch.Tensor) -> int:
-    """As :func:`digest_of`, of flat bytes, worked out where they are: a sum of words mixed with their positions."""
+    """The digest of flat bytes, computed on their device: a sum of 64-bit words, each mixed with its position."""
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for first in range(0, data.numel(), _CHUNK_BYTES):
         part = data[first : first + _CHUNK_BYTES]
         if part.numel() % 8 or part.storage_offset() % 8:
             part = torch.nn.functional.pad(part, (0, -part.numel() % 8))
         words = part.view(torch.int64)
-        place = torch.arange(first // 8 + 1, first // 8 + 1 + words.numel(), device=data.device)
-        mixed = (words ^ (place * _STEP)) * _FACTOR
+        position = torch.arange(first // 8 + 1, first // 8 + 1 + words.numel(), device=data.device)
+        mixed = (words ^ (position * _STEP)) * _FACTOR
         mixed ^= mixed >> 29
         total += (mixed * _STEP).sum()
     return (int(total) ^ data.numel()) % 2**64
 
 
-def find_fault(plan: Plan, sent: Mapping[int, int], landed: Mapping[int, int]) -> str | None:
-    """The first hop of a plan at which bytes changed, in words; None if there is none.
+def find_fault(plan: Plan, sent: Mapping[int, int], received: Mapping[int, int]) -> str | None:
+    """Describes the first message of a plan whose bytes changed; None if there is none.
 
     Args:
-        sent, landed: digests of all messages, of all ranks.
+        sent, received: digests at the sender and at the receiver of every message, by id.
     """
     roots: dict[int, int] = {}
     for message in expand_messages(plan):
@@ -93,12 +94,12 @@ def find_fault(plan: Plan, sent: Mapping[int, int], landed: Mapping[int, int]) -
             continue
         ident, source = message.id, message.source
         root = roots[ident] = message.sender if source is None else roots[source]
-        if source is not None and landed.get(source) != sent.get(ident):
+        if source is not None and received.get(source) != sent.get(ident):
             return (
                 f"{_region(plan, message)} from rank {root}: rank {message.sender} passed on other bytes to rank "
                 f"{message.receiver} than it had received (message {ident})"
             )
-        if sent.get(ident) != landed.get(ident):
+        if sent.get(ident) != received.get(ident):
             return (
                 f"{_region(plan, message)} from rank {root}: rank {message.receiver} does not hold what rank "
                 f"{message.sender} sent (message {ident})"
@@ -107,7 +108,7 @@ def find_fault(plan: Plan, sent: Mapping[int, int], landed: Mapping[int, int]) -
 
 
 def describe_copy(plan: Plan, rank: int, message_id: int) -> str:
-    """What a copy inside a rank that went wrong was of."""
+    """Describes a local copy that differs from its source."""
     message = next(message for message in expand_messages(plan) if message.id == message_id)
     return f"{_region(plan, message)}: rank {rank} does not hold what it copied itself (message {message_id})"
 
@@ -116,14 +117,14 @@ def _region(plan: Plan, message: Message) -> str:
     boxes = []
     for tensor, start, stop in message.boxes[:3]:
         name = plan.tensors[tensor].name
-        of = f" of {name!r}" if name is not None else ""
-        boxes.append(f"{format_box([*zip(start, stop, strict=True)])}{of}")
+        suffix = f" of {name!r}" if name is not None else ""
+        boxes.append(f"{format_box([*zip(start, stop, strict=True)])}{suffix}")
     more = f" and {len(message.boxes) - 3} more" if len(message.boxes) > 3 else ""
     return ", ".join(boxes) + more
 
 
 class Replicas:
-    """Source tiles of a plan that several ranks hold, which must be equal."""
+    """Source tiles that several ranks hold, which must be equal. One entry per tile and holder."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -136,14 +137,14 @@ class Replicas:
             entries.append(np.stack([np.full(len(tile), tensor), tile, replica, ranks[tile, replica]], axis=1))
         self.tensor, self.tile, self.replica, self.rank = np.concatenate(entries).T
 
-    def of(self, rank: int) -> np.ndarray:
-        """Entries of a rank."""
+    def entries_of(self, rank: int) -> np.ndarray:
+        """Indices of a rank's entries."""
         return np.flatnonzero(self.rank == rank)
 
     def digest(self, rank: int, src: Sequence[torch.Tensor | CastSource | None]) -> list[int]:
-        """The digest of each entry of a rank, from its source shards."""
+        """The digest of each entry of a rank, taken from its source shards."""
         found = []
-        for entry in self.of(rank).tolist():
+        for entry in self.entries_of(rank).tolist():
             shards, tile = self.plan.tensors[self.tensor[entry]].src_shards, self.tile[entry]
             first = shards.local[tile, self.replica[entry]]
             last = first + shards.stop[tile] - shards.start[tile]
@@ -155,10 +156,14 @@ class Replicas:
         return found
 
     def find_fault(self, digests: Mapping[int, Sequence[int]]) -> str | None:
-        """The first tile of which two ranks hold different elements, in words; None if there is none."""
+        """Describes the first tile of which two ranks hold different elements; None if there is none.
+
+        Args:
+            digests: what :meth:`digest` returned on each rank.
+        """
         value = np.zeros(len(self.rank), dtype=np.uint64)
         for rank, found in digests.items():
-            value[self.of(rank)] = found
+            value[self.entries_of(rank)] = found
         is_first = np.ones(len(value), dtype=bool)
         is_first[1:] = (self.tensor[1:] != self.tensor[:-1]) | (self.tile[1:] != self.tile[:-1])
         first = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
@@ -175,61 +180,70 @@ class Replicas:
 
 
 class Hops:
-    """The messages between ranks of a plan, and which digests of them each rank has."""
+    """The messages between different ranks of a plan, as columns, and the layout of each rank's packed digests.
+
+    Attributes:
+        ident, sender, receiver: ``(messages,)``. forwards: rows of forwarded messages. brought_by: for each of these,
+            the row of the message that brought its data.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         messages = tabulate_messages(plan)
         moves = messages.sender != messages.receiver
-        place = np.cumsum(moves) - 1
+        row = np.cumsum(moves) - 1
         self.ident, self.sender, self.receiver = messages.id[moves], messages.sender[moves], messages.receiver[moves]
         source = messages.source[moves]
-        self.passed_on = np.flatnonzero((source >= 0) & moves[source])
-        self.came_as = place[source[self.passed_on]]
+        self.forwards = np.flatnonzero((source >= 0) & moves[source])
+        self.brought_by = row[source[self.forwards]]
         self.replicas = Replicas(plan)
 
-    def of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of what a rank sends, and of what it receives."""
+    def rows_of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the messages that a rank sends, and of those that it receives."""
         return np.flatnonzero(self.sender == rank), np.flatnonzero(self.receiver == rank)
 
     def pack(self, rank: int, digests: Digests) -> torch.Tensor:
-        """``(sent + received + replicas,)`` int64, the digests of a rank."""
-        sent, landed = (self.ident[rows].tolist() for rows in self.of(rank))
-        found = [digests.sent[i] for i in sent] + [digests.landed[i] for i in landed] + digests.replicas
+        """The digests of a rank: ``(sent + received + replicas,)`` int64."""
+        sent, received = (self.ident[rows].tolist() for rows in self.rows_of(rank))
+        found = [digests.sent[i] for i in sent] + [digests.received[i] for i in received] + digests.replicas
         return torch.from_numpy(np.array(found, dtype=np.uint64).view(np.int64))
 
     def count(self, rank: int) -> int:
-        """How many digests a rank packs."""
-        return sum(map(len, self.of(rank))) + len(self.replicas.of(rank))
+        """Number of digests that a rank packs."""
+        return sum(map(len, self.rows_of(rank))) + len(self.replicas.entries_of(rank))
 
     def find_fault(self, digests: Mapping[int, torch.Tensor]) -> str | None:
-        """The first replica that differs, or as :func:`find_fault`, from what all ranks packed."""
-        sent, landed = (np.zeros(len(self.ident), dtype=np.uint64) for _ in range(2))
+        """Describes the first differing replica or else the first changed message; None if there is neither.
+
+        Args:
+            digests: what :meth:`pack` returned on each rank.
+        """
+        sent, received = (np.zeros(len(self.ident), dtype=np.uint64) for _ in range(2))
         replicas = {}
         for rank, packed in digests.items():
-            sends, lands = self.of(rank)
+            sends, recvs = self.rows_of(rank)
             values = packed.numpy().view(np.uint64)
-            sent[sends], landed[lands] = values[: len(sends)], values[len(sends) : len(sends) + len(lands)]
-            replicas[rank] = values[len(sends) + len(lands) :]
+            sent[sends], received[recvs] = values[: len(sends)], values[len(sends) : len(sends) + len(recvs)]
+            replicas[rank] = values[len(sends) + len(recvs) :]
         fault = self.replicas.find_fault(replicas)
         if fault is not None:
             return fault
-        if (sent == landed).all() and (landed[self.came_as] == sent[self.passed_on]).all():
+        if (sent == received).all() and (received[self.brought_by] == sent[self.forwards]).all():
             return None
-        by_id = (dict(zip(self.ident.tolist(), side.tolist(), strict=True)) for side in (sent, landed))
+        by_id = (dict(zip(self.ident.tolist(), side.tolist(), strict=True)) for side in (sent, received))
         return find_fault(self.plan, *by_id)
 
 
 def compare_digests(
     hops: Hops, rank: int, digests: Digests, transport: Any, tag: int, wait: Callable[[Any, int], None]
 ) -> None:
-    """Every rank of a plan calls when it has all that it needs.
+    """Compare the digests of all ranks after a transfer. Every rank of the plan calls this.
 
     Args:
-        transport: between the ranks; ``tag`` is of this comparison alone. wait: for a work with a rank.
+        tag: used by this comparison only. wait: waits for a work of the transport with the given rank.
 
     Raises:
-        VerificationError: somewhere bytes changed; alike on all ranks.
+        VerificationError: bytes changed; the same error on all ranks.
     """
     first, *others = sorted(hops.plan.ranks)
     own = hops.pack(rank, digests)
@@ -259,9 +273,10 @@ def compare_digests(
 def _recv_text(transport: Any, rank: int, tag: int, wait: Callable[[Any, int], None]) -> str:
     count = torch.zeros(1, dtype=torch.int64)
     wait(transport.recv(flat_bytes(count), rank, tag), rank)
-    if not 0 <= int(count) <= MOST_TEXT_BYTES:
+    if not 0 <= int(count) <= MAX_TEXT_BYTES:
         raise ConnectionError(
-            f"rank {rank} says what it found in {int(count)} bytes: something changed them on the way"
+            f"rank {rank} announced a verification result of {int(count)} bytes, outside 0 to {MAX_TEXT_BYTES}: the "
+            "count was corrupted on the way"
         )
     data = torch.zeros(int(count), dtype=torch.uint8)
     if len(data):

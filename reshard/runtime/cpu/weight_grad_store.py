@@ -1,9 +1,9 @@
-"""Backward in halves: gradients of weights are put off, so that the gradient of what came in can leave earlier.
+"""Split backward: weight gradients are deferred, so that the input gradient can be sent earlier.
 
-While a forward runs under :class:`PutOff`, linear layers and convolutions are replaced by versions whose backward
-computes the gradient of their input at once and leaves that of their weight in a list, with just the two tensors that
-it takes. Gradients of all other parameters (norms, embeddings, biases elsewhere) come with the first half. Source: the
-weight gradient store of zero-bubble schedules (Qi et al., 2023).
+While a forward runs under :class:`WeightGradStore`, linear layers and convolutions are replaced by versions whose
+backward computes the input gradient at once and stores a task for the weight gradient, which holds only the two tensors
+that it needs. All other gradients (norms, embeddings, other biases) are computed in the input-gradient pass. Source:
+the weight gradient store of zero-bubble schedules (Qi et al., 2023).
 """
 
 from __future__ import annotations
@@ -25,35 +25,39 @@ _CONVOLUTIONS = {_F.conv1d: 1, _F.conv2d: 2, _F.conv3d: 3}
 
 
 def later_tasks() -> Tasks | None:
-    """For an autograd function's forward: where its backward may put what can wait for the second half.
+    """The list of tasks for the weight-gradient pass; None if the backward is not split.
 
-    None where the backward will be done whole. Each task adds to ``.grad`` itself.
+    Call it in the forward of a custom autograd function. Its backward may append tasks, each of which must add its
+    gradient to ``.grad`` itself.
     """
     return _tasks.get()
 
 
-class PutOff(TorchFunctionMode):
-    """While it is active, weight gradients of linear layers and convolutions will be left in ``tasks``."""
+class WeightGradStore(TorchFunctionMode):
+    """Defers the weight gradients of linear layers and convolutions whose forward runs inside it.
+
+    Attributes:
+        tasks: one deferred weight gradient each. held: tensors that the tasks will read; they must not change before.
+    """
 
     def __init__(self, tasks: Tasks) -> None:
         super().__init__()
         self.tasks, self.is_active = tasks, False
-        #: What tasks will read; nothing may change it before.
         self.held: list[torch.Tensor] = []
 
     def add(self, task: Callable[[], None], held: Sequence[torch.Tensor] = ()) -> None:
-        """Put something off.
+        """Defer a task.
 
         Args:
-            held: what it will read.
+            held: the tensors that it will read.
 
         Raises:
-            ArgumentError: the forward is still running, so what calls is a backward of its own.
+            ArgumentError: the forward is still running, so the caller is a backward inside it.
         """
         if self.is_active:
             raise ArgumentError(
-                "a forward that calls autograd itself cannot have its backward in halves; give its stage whole ones, "
-                "as fitted(..., can_split=False) does"
+                "the backward of a forward that calls autograd cannot be split; do not split that stage's backward, as "
+                "auto_schedule(..., can_split=False) does"
             )
         versions = [each._version for each in held]
         self.held += held
@@ -61,25 +65,26 @@ class PutOff(TorchFunctionMode):
         def checked() -> None:
             if [each._version for each in held] != versions:
                 raise ArgumentError(
-                    "the input of a layer, or a gradient, was changed in place between the two halves of a backward: "
-                    "change a copy, or give the stage whole backwards, as fitted(..., can_split=False) does"
+                    "the input of a layer, or a gradient, was changed in place between the input-gradient and the "
+                    "weight-gradient pass; change a copy, or do not split that stage's backward, as "
+                    "auto_schedule(..., can_split=False) does"
                 )
             task()
 
         self.tasks.append(checked)
 
     def finish(self) -> None:
-        """Do what was put off, and let go of what it took."""
+        """Run all tasks, then drop them and the tensors that they held."""
         for task in self.tasks:
             task()
         self.forget()
 
     def forget(self) -> None:
-        """Let go of what was put off."""
+        """Drop all tasks and the tensors that they hold."""
         self.tasks.clear()
         self.held.clear()
 
-    def __enter__(self) -> PutOff:
+    def __enter__(self) -> WeightGradStore:
         self._token, self.is_active = _tasks.set(self.tasks), True
         super().__enter__()
         return self
@@ -91,18 +96,18 @@ class PutOff(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or _is_saved_elsewhere():  # what is compiled takes the plain way
+        if torch.compiler.is_compiling() or _has_saved_tensor_hooks():
             return func(*args, **kwargs)
         if func is _F.linear:
             call = _read(args, kwargs, ("input", "weight", "bias"))
-            if call is not None and _can_wait(call, 2):
+            if call is not None and _can_defer(call, 2):
                 return _Linear.apply(*_start(call), self)
         elif func in _CONVOLUTIONS:
             call = _read(args, kwargs, ("input", "weight", "bias", "stride", "padding", "dilation", "groups"))
             dims = _CONVOLUTIONS[func]
             if (
                 call is not None
-                and _can_wait(call, dims + 2)
+                and _can_defer(call, dims + 2)
                 and call["input"].dim() == dims + 2
                 and not isinstance(call.get("padding"), str)
             ):
@@ -115,16 +120,16 @@ _CONVOLUTION_DEFAULTS = (("stride", 1), ("padding", 0), ("dilation", 1))
 
 
 def _read(args: Any, kwargs: Any, names: tuple[str, ...]) -> dict[str, Any] | None:
-    """Arguments by name, None if there are some that are not known here."""
+    """Arguments by name; None if there are unknown ones, which torch reports."""
     if len(args) > len(names) or not set(kwargs) <= set(names):
         return None
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def _can_wait(call: dict[str, Any], weight_dims: int) -> bool:
-    """Only the gradient of a leaf can be put off: another's goes on to where it was made from.
+def _can_defer(call: dict[str, Any], weight_dims: int) -> bool:
+    """Whether a call's weight gradient can be deferred. The weight must be a leaf: no other gradient depends on it.
 
-    What is rare or odd takes torch's own way, and so do mistakes, which torch names.
+    Rare cases and wrong arguments run as in torch, which reports the error.
     """
     array, weight, bias = call["input"], call["weight"], call.get("bias")
     if not torch.is_grad_enabled() or not weight.requires_grad or not weight.is_leaf:
@@ -136,25 +141,25 @@ def _can_wait(call: dict[str, Any], weight_dims: int) -> bool:
         return False
     dtypes = {each.dtype for each in given}
     if _autocast_dtype(array.device.type) is None:
-        alike = len(dtypes) == 1
+        has_one_dtype = len(dtypes) == 1
     else:
-        alike = torch.float64 not in dtypes  # which autocast leaves alone
-    fits = weight.dim() == weight_dims and weight.numel() > 0 and array.dim() > 0
-    return alike and fits and (bias is None or (bias.is_leaf and bias.shape == weight.shape[:1]))
+        has_one_dtype = torch.float64 not in dtypes  # autocast does not cast float64
+    has_valid_shapes = weight.dim() == weight_dims and weight.numel() > 0 and array.dim() > 0
+    return has_one_dtype and has_valid_shapes and (bias is None or (bias.is_leaf and bias.shape == weight.shape[:1]))
 
 
-def _is_saved_elsewhere() -> bool:
-    """Whether hooks take what a forward saves: an activation checkpoint's give back what torch's own way saves."""
+def _has_saved_tensor_hooks() -> bool:
+    """Whether hooks replace saved tensors. An activation checkpoint expects the tensors that torch itself saves."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _is_transformed(array: torch.Tensor) -> bool:
-    """Whether ``torch.func`` is at work."""
+    """Whether the tensor belongs to a ``torch.func`` transform."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(array))
 
 
 def _has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether something is called with its gradient, once for all that a backward brings it."""
+    """Whether hooks expect one call with the whole gradient of a backward."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
@@ -167,7 +172,7 @@ def _autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def _cast(array: torch.Tensor) -> torch.Tensor:
-    """As autocast would; the gradient is cast back."""
+    """Cast as autocast does. Autograd casts the gradient back."""
     dtype = _autocast_dtype(array.device.type)
     return array if dtype is None or not array.is_floating_point() else array.to(dtype)
 
@@ -176,9 +181,10 @@ _Parameters = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def _start(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None, _Parameters]:
-    """The input, something that makes autograd come by if that needs no gradient, and the parameters.
+    """The leading arguments of the autograd function: input, anchor, parameters.
 
-    Those are no inputs of the function, since autograd would call their hooks with the first half already.
+    The anchor requires a gradient, so that autograd calls the backward even if the input requires none. The parameters
+    are wrapped in a tuple, which hides them from autograd: it would call their hooks in the input-gradient pass.
     """
     array = _cast(call["input"])
     anchor = None if array.requires_grad else torch.empty(0, requires_grad=True)
@@ -186,7 +192,7 @@ def _start(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None, _Pa
 
 
 def _add_to_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Through autograd, which knows what else adds to it."""
+    """Accumulate through autograd, so that other uses of the parameter add up correctly."""
     with torch.enable_grad():
         alias = parameter.view_as(parameter)
     torch.autograd.backward([alias], [gradient.to(parameter.dtype)])
@@ -194,11 +200,11 @@ def _add_to_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, array: Any, anchor: Any, parameters: _Parameters, put_off: PutOff) -> Any:
+    def forward(ctx: Any, array: Any, anchor: Any, parameters: _Parameters, store: WeightGradStore) -> Any:
         weight, bias = parameters
         used = weight.to(array.dtype)
         ctx.save_for_backward(array, used)
-        ctx.weight, ctx.bias, ctx.put_off = weight, bias, put_off
+        ctx.weight, ctx.bias, ctx.store = weight, bias, store
         with torch.autocast(array.device.type, enabled=False):
             return _F.linear(array, used, None if bias is None else bias.to(array.dtype))
 
@@ -206,8 +212,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         array, used = ctx.saved_tensors
-        array = array.detach()  # else the task would hold the graph, and the graph the task
-        weight, bias, put_off = ctx.weight, ctx.bias, ctx.put_off
+        array = array.detach()  # otherwise the task and the graph would keep each other alive
+        weight, bias, store = ctx.weight, ctx.bias, ctx.store
 
         def finish() -> None:
             rows = gradient.reshape(-1, gradient.shape[-1])
@@ -215,7 +221,7 @@ class _Linear(torch.autograd.Function):
             if bias is not None and bias.requires_grad:
                 _add_to_gradient(bias, rows.sum(0))
 
-        put_off.add(finish, (gradient, array))
+        store.add(finish, (gradient, array))
         return (gradient @ used if ctx.needs_input_grad[0] else None), None, None, None
 
 
@@ -230,35 +236,37 @@ class _Convolution(torch.autograd.Function):
         padding: Any,
         dilation: Any,
         groups: int,
-        put_off: PutOff,
+        store: WeightGradStore,
     ) -> Any:
         weight, bias = parameters
         used = weight.to(array.dtype)
         ctx.save_for_backward(array, used)
-        ctx.weight, ctx.bias, ctx.put_off = weight, bias, put_off
+        ctx.weight, ctx.bias, ctx.store = weight, bias, store
         ctx.how = (stride, padding, dilation, False, [0] * len(stride), groups)
         with torch.autocast(array.device.type, enabled=False):
-            own = None if bias is None else bias.to(array.dtype)
-            return torch.ops.aten.convolution(array, used, own, *ctx.how)
+            cast_bias = None if bias is None else bias.to(array.dtype)
+            return torch.ops.aten.convolution(array, used, cast_bias, *ctx.how)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         array, used = ctx.saved_tensors
         array = array.detach()
-        weight, bias, how, put_off = ctx.weight, ctx.bias, ctx.how, ctx.put_off
+        weight, bias, how, store = ctx.weight, ctx.bias, ctx.how, ctx.store
         sizes = None if bias is None else list(bias.shape)
 
         def finish() -> None:
-            _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+            _, weight_grad, bias_grad = torch.ops.aten.convolution_backward(
                 gradient, array, used, sizes, *how, [False, True, bias is not None and bias.requires_grad]
             )
-            _add_to_gradient(weight, of_weight)
+            _add_to_gradient(weight, weight_grad)
             if bias is not None and bias.requires_grad:
-                _add_to_gradient(bias, of_bias)
+                _add_to_gradient(bias, bias_grad)
 
-        put_off.add(finish, (gradient, array))
-        of_array = None
+        store.add(finish, (gradient, array))
+        input_grad = None
         if ctx.needs_input_grad[0]:
-            of_array = torch.ops.aten.convolution_backward(gradient, array, used, sizes, *how, [True, False, False])[0]
-        return (of_array, *[None] * 7)
+            input_grad = torch.ops.aten.convolution_backward(gradient, array, used, sizes, *how, [True, False, False])[
+                0
+            ]
+        return (input_grad, *[None] * 7)

@@ -1,1 +1,1 @@
-"""NCCL communicators, streams and the kernel that packs regions."""
+"""Transfers on CUDA devices: NCCL communicators, streams, and the kernel that packs strided regions."""

@@ -1,8 +1,8 @@
-"""NCCL by ctypes: communicators that never block the host without a deadline.
+"""A ctypes binding of NCCL with communicators that never block the host without a deadline.
 
-Communicators are non-blocking (``ncclConfig_t.blocking = 0``). Making one, and connecting two ranks when they first
-meet in a group, goes on in a thread of NCCL's while :meth:`Communicator.wait` polls. Once all pairs are connected, a
-group is launched by the thread that ends it. Decision 18 says why this is not ``ProcessGroupNCCL``.
+Communicators are non-blocking (``ncclConfig_t.blocking = 0``). An NCCL thread creates the communicator, and connects
+two ranks at their first group with each other, while :meth:`Communicator.wait` polls. Once all pairs are connected, the
+thread that ends a group launches it. Decision 18 explains why this is not ``ProcessGroupNCCL``.
 
 Signatures are those of ``nccl.h`` 2.18 and later.
 """
@@ -24,23 +24,24 @@ SUCCESS, IN_PROGRESS = 0, 7
 _CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21700
 _UNDEFINED = -(2**31)
 MIN_VERSION = 21800
-#: ``ncclDataType_t`` of dtypes that collectives add; messages travel as bytes.
+#: ``ncclDataType_t`` of the dtypes that collectives can reduce. Messages are sent as uint8.
 DATA_TYPES = {
     "int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5,
     "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
 }  # fmt: skip
 #: ``ncclRedOp_t``
 REDUCTIONS = {"sum": 0, "product": 1, "max": 2, "min": 3}
-#: How long an abort waits for a call of another thread to return before it aborts all the same.
+#: How long an abort waits for a call of another thread to return before it aborts anyway.
 ABORT_WAIT_SECONDS = 0.5
 
-#: A message: address and size of its bytes on the device, and the rank at the other end.
+#: ``(device address, bytes, rank at the other end)``.
 Message = tuple[int, int, int]
+#: Called now and then during a wait; raises an error if the wait is pointless.
 Look = Callable[[], None]
 
 
 class NcclError(RuntimeError):
-    """A call of NCCL failed, or its communicator did."""
+    """An NCCL call or a communicator failed."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -48,7 +49,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """``ncclConfig_t`` up to the fields of 2.17; newer libraries take their defaults for the rest."""
+    """``ncclConfig_t`` with the fields of 2.17; newer libraries use defaults for the rest."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -95,7 +96,7 @@ class Library:
     """A loaded ``libnccl``.
 
     Raises:
-        NcclError: it lacks a function, or is older than 2.18.
+        NcclError: the library lacks a function, or is older than 2.18.
     """
 
     def __init__(self, path: str) -> None:
@@ -109,30 +110,30 @@ class Library:
             function.argtypes, function.restype = arguments, result
         version = ctypes.c_int()
         self.check("ncclGetVersion", ctypes.byref(version))
-        #: As ``NCCL_VERSION_CODE``: 22705 is 2.27.5.
+        #: ``NCCL_VERSION_CODE``: 22705 is 2.27.5.
         self.version = version.value
         if self.version < MIN_VERSION:
             raise NcclError(f"{path} is NCCL version code {self.version}; {MIN_VERSION} or later is needed")
 
     def call(self, name: str, *arguments: object) -> int:
-        """The result of a function."""
+        """Call a function; returns its ``ncclResult_t``."""
         return int(getattr(self._library, name)(*arguments))
 
     def check(self, name: str, *arguments: object, also: Sequence[int] = ()) -> int:
-        """As :meth:`call`; raises NcclError unless the result is success, or one of ``also``."""
+        """Like :meth:`call`, but raise NcclError unless the result is success or in ``also``."""
         result = self.call(name, *arguments)
         if result != SUCCESS and result not in also:
             raise NcclError(f"{name}: {self.describe(result)}")
         return result
 
     def describe(self, result: int) -> str:
-        """A result in NCCL's words, with its last warning."""
+        """NCCL's text for a result, with its last warning."""
         text = self._library.ncclGetErrorString(result).decode(errors="replace")
         last = (self._library.ncclGetLastError(None) or b"").decode(errors="replace").strip()
         return f"{text}: {last}" if last else text
 
     def make_unique_id(self) -> bytes:
-        """What the ranks of one communicator share; one of them makes it."""
+        """An id for one communicator. One rank makes it and shares it with the others."""
         unique_id = _UniqueId()
         self.check("ncclGetUniqueId", ctypes.byref(unique_id))
         return bytes(unique_id)
@@ -140,14 +141,14 @@ class Library:
 
 @functools.cache
 def find_library() -> Library:
-    """The library that torch has loaded, else that of the package ``nvidia-nccl-*``, else the system's.
+    """The NCCL library that is already loaded (by torch), or else the system's, or else that of ``nvidia-nccl-*``.
 
-    Two versions of NCCL in one process can hang each other, so one that is loaded comes first.
+    A loaded library comes first because two versions of NCCL in one process can deadlock.
 
     Raises:
-        NcclError: there is none.
+        NcclError: no library was found.
     """
-    candidates = ["libnccl.so.2"]  # finds what is loaded already under that name
+    candidates = ["libnccl.so.2"]  # dlopen returns the loaded library of that name, if any
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         candidates += map(str, sorted(Path(folder).glob("nccl/lib/libnccl.so*")))
@@ -157,22 +158,22 @@ def find_library() -> Library:
             return Library(path)
         except OSError as error:
             failures.append(str(error))
-    raise NcclError(f"no NCCL library is found ({'; '.join(failures)})")
+    raise NcclError(f"no NCCL library found; install nvidia-nccl-cu12 or -cu13 ({'; '.join(failures)})")
 
 
 class Communicator:
-    """A non-blocking communicator, on the current CUDA device.
+    """A non-blocking communicator on the current CUDA device.
 
-    Calls of different threads exclude each other. :meth:`abort` may come from any thread at any time.
+    A lock serializes calls of different threads. Any thread may call :meth:`abort` at any time.
 
     Args:
-        library: to call. unique_id: of :meth:`Library.make_unique_id`, the same on all ranks.
-        rank, size: of this communicator.
-        timeout_seconds: how long ranks may take to come, and a group to be launched.
-        look: called now and then while waiting; raises when there is no use in waiting.
+        unique_id: from :meth:`Library.make_unique_id`, the same on all ranks.
+        rank, size: this rank within the communicator, and the number of its ranks.
+        timeout_seconds: limit for creating the communicator, and for launching a group.
+        look: called now and then during a wait; raises an error if the wait is pointless.
 
     Raises:
-        NcclError: NCCL cannot make it. TimeoutError: not all ranks came in time.
+        NcclError: NCCL could not create it. TimeoutError: not all ranks joined in time. Or what ``look`` raises.
     """
 
     def __init__(
@@ -200,16 +201,19 @@ class Communicator:
             also=(IN_PROGRESS,),
         )  # fmt: skip
         try:
-            self.wait("making a communicator")
+            self.wait("creating a communicator")
         except BaseException:
             self.abort()
             raise
 
     def wait(self, what: str = "launching a group") -> None:
-        """Return when nothing of NCCL's is in progress on this communicator.
+        """Wait until NCCL has no operation in progress on this communicator.
+
+        Args:
+            what: the operation, for errors.
 
         Raises:
-            NcclError: it failed or was aborted. TimeoutError: it took longer than allowed; or what ``look`` raises.
+            NcclError: it failed or was aborted. TimeoutError: it took longer than allowed. Or what ``look`` raises.
         """
         begun = looked = time.monotonic()
         while (result := self._async_result()) == IN_PROGRESS:
@@ -224,7 +228,7 @@ class Communicator:
             raise NcclError(f"NCCL failed {what}: {self.nccl.describe(result)}")
 
     def find_error(self) -> str | None:
-        """What broke this communicator, such as a peer that is gone; None if nothing did."""
+        """Why this communicator failed, such as an exited peer; None if it works or was aborted or closed."""
         if self._aborted or self._closed:
             return None
         result = self._async_result()
@@ -239,13 +243,13 @@ class Communicator:
             return result.value
 
     def exchange(self, recvs: Sequence[Message], sends: Sequence[Message], stream: int) -> None:
-        """Put receives and sends on a stream as one group; messages of two ranks match by order.
+        """Enqueue receives and sends on a stream as one group. Messages between two ranks match by order.
 
         Args:
-            recvs, sends: messages. stream: the handle of a CUDA stream (``torch.cuda.Stream.cuda_stream``).
+            stream: the handle of a CUDA stream (``torch.cuda.Stream.cuda_stream``).
 
         Raises:
-            NcclError: NCCL refuses one, or the communicator failed. TimeoutError: ranks did not meet in time.
+            NcclError: NCCL rejected a message, or the communicator failed. TimeoutError: ranks did not connect in time.
         """
         with self._group():
             for name, messages in (("ncclRecv", recvs), ("ncclSend", sends)):
@@ -256,8 +260,8 @@ class Communicator:
         """Reduce an array over all ranks, in place.
 
         Args:
-            address, count: of the array and its elements. dtype: a name in :data:`DATA_TYPES`.
-            reduction: a name in :data:`REDUCTIONS`. stream: see :meth:`exchange`.
+            address, count: device address and number of elements. dtype: a name in :data:`DATA_TYPES`.
+            reduction: a name in :data:`REDUCTIONS`. stream: as for :meth:`exchange`.
         """
         with self._group():
             self._check(
@@ -265,7 +269,7 @@ class Communicator:
             )
 
     def broadcast(self, address: int, nbytes: int, root: int, stream: int) -> None:
-        """Copy an array of ``root`` over those of all ranks."""
+        """Overwrite an array on all ranks with that of ``root``."""
         with self._group():
             self._check("ncclBroadcast", address, address, nbytes, DATA_TYPES["uint8"], root, stream=stream)
 
@@ -274,7 +278,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def _group(self) -> Iterator[None]:
-        """A group of calls. It is ended whatever happens inside, or the thread would never leave it."""
+        """A group of calls. It always ends, even after an error: otherwise the thread would stay in the group."""
         with self._lock:
             if self._aborted or self._closed:
                 raise NcclError(f"the communicator is {'aborted' if self._aborted else 'closed'}")
@@ -285,12 +289,12 @@ class Communicator:
                 self.nccl.call("ncclGroupEnd")
                 raise
             result = self.nccl.check("ncclGroupEnd", also=(IN_PROGRESS,))
-        if result == IN_PROGRESS:  # pairs of ranks connect
+        if result == IN_PROGRESS:  # NCCL connects pairs of ranks
             self.wait()
 
     def abort(self) -> None:
-        """End what is under way, here at once and soon at the other ranks; no call is possible after it."""
-        locked = self._lock.acquire(timeout=ABORT_WAIT_SECONDS)  # another thread may hang inside NCCL
+        """Cancel operations under way, here at once and at the other ranks soon. Later calls fail."""
+        locked = self._lock.acquire(timeout=ABORT_WAIT_SECONDS)  # another thread may block inside NCCL
         try:
             if not (self._aborted or self._closed):
                 self._aborted = True
@@ -300,7 +304,7 @@ class Communicator:
                 self._lock.release()
 
     def close(self) -> None:
-        """Give the communicator back once what is under way on it is done; one that is broken is aborted."""
+        """Wait for operations under way, then destroy the communicator. Abort it if it failed."""
         try:
             with self._lock:
                 if self._aborted or self._closed:

@@ -1,8 +1,9 @@
-"""Communicators between ranks that share a store: groups of messages, and sums over ranks."""
+"""NCCL communicators between ranks that share a store: rounds of messages, and collectives."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -18,9 +19,9 @@ from reshard.runtime.cuda.stream import STREAMS, current_stream_handle
 from reshard.runtime.rounds.memory import Posted
 from reshard.runtime.rounds.schedule import Round
 
-#: Types of devices between which messages go over NCCL.
+#: Device types whose messages NCCL transfers.
 NCCL_DEVICES = {"cuda"}
-#: How often a rank that waits for a device looks.
+#: Interval at which a host polls the device.
 POLL_SECONDS = 0.0005
 _ID_KEY = "id"
 
@@ -28,13 +29,14 @@ _ID_KEY = "id"
 def make_communicator(
     store: dist.Store, rank: int, size: int, device: torch.device, timeout_seconds: float, look: Look
 ) -> Communicator:
-    """A communicator of ``size`` ranks; the first makes its id, which the others find in the store.
+    """A communicator of ``size`` ranks. Rank 0 creates its id and publishes it in the store.
 
     Args:
-        store: polled, so that waiting holds up nobody. look: raises when there is no use in waiting.
+        store: one whose waits poll, so that they do not block other users of the connection.
+        look: called now and then during a wait; raises an error if the wait is pointless.
 
     Raises:
-        RuntimeError, TimeoutError: not all ranks came in time, or NCCL failed.
+        RuntimeError, TimeoutError: not all ranks joined in time, or NCCL failed.
     """
     library = find_library()
     if rank == 0:
@@ -46,7 +48,11 @@ def make_communicator(
 
 
 class NcclExchange:
-    """Posts receives and sends of one round as one group, on the current stream."""
+    """Posts the receives and sends of a round as one group on the current stream.
+
+    Args:
+        position: ``{global rank: rank in the communicator}``.
+    """
 
     def __init__(self, communicator: Communicator, position: Mapping[int, int], device: torch.device) -> None:
         self._communicator, self._position, self._device = communicator, position, device
@@ -54,7 +60,7 @@ class NcclExchange:
         self.streams = STREAMS[device.type](device)
 
     def __call__(self, recvs: Sequence[Posted], sends: Sequence[Posted]) -> None:
-        """What is put on the current stream after this finds the messages done."""
+        """Enqueue one round; later work on the current stream runs after it."""
         handle = current_stream_handle(self._device)
         self._communicator.exchange(self._messages(recvs), self._messages(sends), handle)
 
@@ -64,15 +70,15 @@ class NcclExchange:
         ]
 
     def connect(self, rank: int, rounds: Sequence[Round], timeout_seconds: float, look: Look) -> None:
-        """Connect the pairs of ranks of a program, by a byte each in the order of its rounds, and wait for the device.
+        """Connect the pairs of ranks of a program by sending one byte each in round order, and wait for the device.
 
-        NCCL connects two ranks when both are in a group with each other. Where ranks first meet in a step they may be
-        in different groups, and wait for ever; so all ranks of a plan call this where they have just agreed.
+        NCCL connects two ranks when both post a group that has messages between them. During a training step they may
+        post different groups first and deadlock, so all ranks of a plan call this right after they agree on it.
 
         Raises:
-            RuntimeError, TimeoutError: not all ranks came in time, or NCCL failed; or what ``look`` raises.
+            RuntimeError, TimeoutError: not all ranks connected in time, or NCCL failed. Or what ``look`` raises.
         """
-        done = []
+        marks = []
         for one in rounds:
             new = {
                 "recvs": {recv.sender for recv in one.recvs if (recv.sender, rank) not in self._connected},
@@ -82,12 +88,12 @@ class NcclExchange:
                 continue
             byte = torch.zeros(2, dtype=torch.uint8, device=self._device)
             recvs, sends = ([(byte[i : i + 1], peer) for peer in sorted(new[side])] for i, side in enumerate(new))
-            mark = self.streams.put(lambda recvs=recvs, sends=sends: self(recvs, sends), [byte])  # type: ignore[misc]
-            done.append(mark)
+            mark = self.streams.enqueue(functools.partial(self, recvs, sends), [byte])
+            marks.append(mark)
             self._connected |= {(peer, rank) for peer in new["recvs"]} | {(rank, peer) for peer in new["sends"]}
         deadline = time.monotonic() + timeout_seconds
         looked = time.monotonic()
-        for mark in done:
+        for mark in marks:
             while mark is not None and not mark.query():
                 now = time.monotonic()
                 if now > deadline:
@@ -105,20 +111,20 @@ class NcclExchange:
             raise RuntimeError(error)
 
     def find_error(self) -> str | None:
-        """What broke the communicator, None if nothing did."""
+        """Why the communicator failed; None if it works."""
         return self._communicator.find_error()
 
     def abort(self) -> None:
-        """End what is under way, here and soon at the other ranks."""
+        """Cancel operations under way, here and soon at the other ranks."""
         self._communicator.abort()
 
     def close(self) -> None:
-        """Give the communicator back."""
+        """Destroy the communicator."""
         self._communicator.close()
 
 
 class NcclCollectives:
-    """Sums and copies over all ranks, with the calls of a backend of ``torch.distributed`` that are used here."""
+    """All-reduce and broadcast, with the interface of a ``torch.distributed`` backend."""
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self._communicator, self._device = communicator, device
@@ -127,7 +133,7 @@ class NcclCollectives:
         """Reduce an array over all ranks, in place.
 
         Raises:
-            ArgumentError: the array is sparse, not contiguous, or of a dtype that NCCL does not add.
+            ArgumentError: the array is sparse, not contiguous, or of a dtype that NCCL cannot reduce.
         """
         (array,) = arrays
         if array.layout is not torch.strided:
@@ -138,23 +144,23 @@ class NcclCollectives:
                 f"{list(array.stride())}"
             )
         if dtype_name(array.dtype) not in DATA_TYPES:
-            raise ArgumentError(f"NCCL cannot add elements of {array.dtype}; it adds {', '.join(sorted(DATA_TYPES))}")
+            raise ArgumentError(f"NCCL cannot reduce {array.dtype}; it reduces {', '.join(sorted(DATA_TYPES))}")
         reduction = _REDUCTIONS[str(options.reduceOp).rsplit(".", 1)[-1]]
-        return self._put(
+        return self._enqueue(
             lambda stream: self._communicator.all_reduce(
                 array.data_ptr(), array.numel(), dtype_name(array.dtype), reduction, stream
             )
         )
 
     def broadcast(self, arrays: Sequence[torch.Tensor], options: Any) -> CollectiveWork:
-        """Copy an array of bytes of the root over those of all ranks."""
+        """Overwrite an array on all ranks with that of the root."""
         (array,) = arrays
         nbytes = array.numel() * array.element_size()
-        return self._put(
+        return self._enqueue(
             lambda stream: self._communicator.broadcast(array.data_ptr(), nbytes, options.rootRank, stream)
         )
 
-    def _put(self, work: Callable[[int], None]) -> CollectiveWork:
+    def _enqueue(self, work: Callable[[int], None]) -> CollectiveWork:
         work(current_stream_handle(self._device))
         event: Any = None
         if self._device.type == "cuda":
@@ -163,11 +169,11 @@ class NcclCollectives:
         return CollectiveWork(self._communicator, event)
 
     def abort(self) -> None:
-        """End what is under way, here and soon at the other ranks."""
+        """Cancel operations under way, here and soon at the other ranks."""
         self._communicator.abort()
 
     def shutdown(self) -> None:
-        """Give the communicator back."""
+        """Destroy the communicator."""
         self._communicator.close()
 
 
@@ -175,17 +181,17 @@ _REDUCTIONS = {"SUM": "sum", "MAX": "max", "MIN": "min", "PRODUCT": "product"}
 
 
 class CollectiveWork:
-    """A collective under way on the stream where it was put."""
+    """A collective that was enqueued on a stream."""
 
     def __init__(self, communicator: Communicator, event: Any) -> None:
         self._communicator, self._event = communicator, event
 
     def is_completed(self) -> bool:
-        """Whether the device is done with it; raises RuntimeError if the communicator failed."""
+        """Whether the device has finished it; raises RuntimeError if the communicator failed."""
         error = self._communicator.find_error()
         if error is not None:
             raise RuntimeError(error)
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
-        """Nothing: what comes later on the stream finds it done."""
+        """Does nothing: later work on the same stream runs after the collective."""

@@ -1,4 +1,4 @@
-"""Copies many strided regions between arrays and a buffer on a GPU, one launch for each table, with Triton."""
+"""A Triton kernel that copies strided regions between arrays and a buffer, one launch for each table."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from reshard.runtime.strided_regions import (
 )
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-#: Tables of addresses that are kept, beside those that a graph has captured.
+#: Cached address tables, not counting those that a CUDA graph has captured.
 MAX_ADDRESS_TABLES = 32
 
 
-# Triton compiles annotations too, and knows no others than its own.
+# Triton compiles annotations and accepts only its own.
 @triton.jit  # type: ignore[untyped-decorator]
 def _copy_regions(  # type: ignore[no-untyped-def]
     addresses, buffer, rows, programs, like,
@@ -42,10 +42,10 @@ def _copy_regions(  # type: ignore[no-untyped-def]
     AT_SIZE: tl.constexpr,
     AT_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Each program copies one tile: some rows of a region, and some words of each."""
+    """Each program copies one tile: a block of rows of a region, and a block of words of each row."""
     program = programs + tl.program_id(0) * 3
     row = rows + tl.load(program) * NUM_COLUMNS
-    # divisions are done once a row and in 32 bits: a region has fewer than 2**31 rows
+    # Divide once per row, in 32 bits: a region has fewer than 2**31 rows.
     lines = tl.load(program + 1) + tl.arange(0, DOWN)
     columns = tl.multiple_of(tl.load(program + 2), 16) + tl.arange(0, ACROSS)
     n0 = tl.load(row + AT_SIZE).to(tl.int32)
@@ -59,7 +59,7 @@ def _copy_regions(  # type: ignore[no-untyped-def]
     start += inner.to(tl.int64) * tl.load(row + AT_STRIDE + 2) + tl.load(row + AT_ARRAY)
     packed = tl.load(row + AT_BUFFER) + lines.to(tl.int64) * length
     array = tl.load(addresses + tl.load(row + AT_TENSOR)).to(like.dtype)
-    if PAIRS:  # every number is even, so that two words are loaded together
+    if PAIRS:  # all offsets and lengths are even, so two words are loaded at once
         length = tl.multiple_of(length, 2)
         start = tl.multiple_of(start, 2)
         packed = tl.multiple_of(packed, 2)
@@ -74,10 +74,10 @@ def _copy_regions(  # type: ignore[no-untyped-def]
 
 
 class RegionCopier:
-    """Places tables on a device, and launches what follows them.
+    """Uploads tables to a device and launches the kernel on them.
 
-    Tables and addresses go to the device from pinned memory before anything of a transfer is posted: a copy from
-    ordinary memory could wait for a receive that waits for another rank.
+    Tables and addresses are uploaded from pinned memory before a transfer posts its first operation: a copy from
+    pageable memory could block on a receive that waits for another rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,15 +85,15 @@ class RegionCopier:
         self._addresses: dict[tuple[int, ...], torch.Tensor] = {}
         self._captured: set[tuple[int, ...]] = set()
 
-    def place(self, table: RegionTable) -> tuple[RegionTable, torch.Tensor, torch.Tensor]:
-        """A table on the device."""
+    def upload(self, table: RegionTable) -> tuple[RegionTable, torch.Tensor, torch.Tensor]:
+        """A table, and its arrays on the device."""
         return table, self._upload(torch.from_numpy(table.rows)), self._upload(torch.from_numpy(table.programs))
 
     def find_addresses(self, known: tuple[int, ...]) -> torch.Tensor:
-        """Addresses of arrays on the device, uploaded once; those that a graph has captured are kept for good.
+        """A cached device array of addresses. Entries that a CUDA graph has captured are never dropped.
 
         Raises:
-            ArgumentError: a graph is being captured, and these arrays were not moved before.
+            ArgumentError: a graph is being captured and these addresses are not cached.
         """
         found = self._addresses.get(known)
         if found is None:
@@ -106,7 +106,7 @@ class RegionCopier:
         return found
 
     def warm_up(self, buffer: torch.Tensor) -> None:
-        """Compile and load every kernel; one that is loaded later can wait for a receive that is under way."""
+        """Compile and load every kernel variant. Loading one later could block on a receive under way."""
         addresses = self.find_addresses((buffer.data_ptr(),))
         for unit in (16, 8, 4, 2, 1):
             for _, across in TILES:
@@ -114,14 +114,14 @@ class RegionCopier:
                 region = (0, 0, 0, width, 1, 1, 1, 0, 0, 0)
                 for table in make_tables([region], [unit]) if width <= buffer.numel() else ():
                     for to_buffer in (True, False):
-                        self.copy(self.place(table), addresses, buffer, to_buffer)
+                        self.copy(self.upload(table), addresses, buffer, to_buffer)
 
     def copy(
-        self, placed: tuple[RegionTable, torch.Tensor, torch.Tensor], addresses: torch.Tensor, buffer: torch.Tensor,
+        self, uploaded: tuple[RegionTable, torch.Tensor, torch.Tensor], addresses: torch.Tensor, buffer: torch.Tensor,
         to_buffer: bool,
     ) -> None:  # fmt: skip
-        """Between contiguous arrays and a flat byte buffer, on the current stream."""
-        table, rows, programs = placed
+        """Copy from contiguous arrays into a flat byte buffer, or back, on the current stream."""
+        table, rows, programs = uploaded
         flat = flat_bytes(buffer).view(_WORDS[table.word_bytes])
         down, across = table.tile
         _copy_regions[(len(table.programs),)](

@@ -1,11 +1,11 @@
-"""Transfers on a GPU: put on a stream of their own, in rounds, while the caller's stream goes on.
+"""Transfers on a GPU: they run in rounds on a separate stream, concurrently with the caller's stream.
 
-The processor only puts work on streams. A transfer begins when what the caller had put on its stream is done, and what
-the caller puts there behind ``handle.wait()`` begins when the transfer is done. A Mover's transfers can be captured in
-a CUDA graph: nothing in them waits for the device, allocates, or depends on values.
+The host only enqueues work. A transfer starts after the work that the caller's stream already has, and work that the
+caller enqueues after ``handle.wait()`` starts after the transfer. A Mover's transfers can be captured in a CUDA graph:
+they never wait for the device, allocate memory, or depend on values.
 
-Transfers between the same ranks share a communicator and its stream, so all ranks start them in the same order, as in
-any NCCL program.
+Transfers between the same ranks share a communicator and its stream, so all ranks must start them in the same order, as
+in any NCCL program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reshard.plan.model import Plan
 from reshard.runtime.cpu.staging import TorchMemory
 from reshard.runtime.program import Program
 from reshard.runtime.rounds.executor import RoundRunner
-from reshard.runtime.rounds.memory import PACK, UNPACK, Copier, Exchange, Lanes, OneLane
+from reshard.runtime.rounds.memory import PACK, UNPACK, Copier, Exchange, OneStream, RoundStreams
 from reshard.runtime.rounds.schedule import find_rounds
 
 
@@ -32,38 +32,38 @@ class Mark(Protocol):
         """Whether the device has reached it."""
 
     def wait(self) -> None:
-        """Let what the caller puts on its current stream from here on begin behind it."""
+        """Let later work on the caller's current stream wait for it."""
 
     def synchronize(self) -> None:
         """Block until the device has reached it."""
 
 
-class Streams(Protocol):
-    """A stream beside the caller's."""
+class TransferStream(Protocol):
+    """A stream that transfers run on, separate from the caller's."""
 
-    def put(self, work: Callable[[], None], arrays: Sequence[torch.Tensor]) -> Mark | None:
-        """Put work on the stream, behind what the caller has put on its own.
+    def enqueue(self, work: Callable[[], None], arrays: Sequence[torch.Tensor]) -> Mark | None:
+        """Enqueue work after the work that the caller's stream already has.
 
         Args:
-            work: puts things on the current stream. arrays: what it uses.
+            work: enqueues operations on the current stream. arrays: the tensors that it uses.
 
         Returns:
-            Its end; None while a graph is captured.
+            The end of the work; None while a graph is captured.
         """
 
     def join(self) -> None:
-        """Let the caller's stream wait for all that was put there."""
+        """Let the caller's stream wait for all work enqueued so far."""
 
 
 class CudaMark:
-    """An event, which may be queried while a graph is captured elsewhere in the process."""
+    """A CUDA event. It may be queried while another thread captures a graph."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
         self._event.record()  # type: ignore[no-untyped-call]
 
     def query(self) -> bool:
-        """See :class:`Mark`; while a capture forbids to ask, not yet."""
+        """See :class:`Mark`; False while a capture forbids the query."""
         try:
             return bool(self._event.query())
         except RuntimeError as error:
@@ -80,26 +80,26 @@ class CudaMark:
         self._event.synchronize()
 
 
-class CudaStreams:
-    """On a CUDA device."""
+class CudaTransferStream:
+    """A high-priority stream on a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device, priority=-1)
 
-    def put(self, work: Callable[[], None], arrays: Sequence[torch.Tensor]) -> Mark | None:
-        """See :class:`Streams`."""
+    def enqueue(self, work: Callable[[], None], arrays: Sequence[torch.Tensor]) -> Mark | None:
+        """See :class:`TransferStream`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             work()
             if torch.cuda.is_current_stream_capturing():
                 return None
             for array in arrays:
-                array.record_stream(self._stream)  # its memory is not given away before the stream is there
+                array.record_stream(self._stream)  # the allocator must not reuse its memory before
             return CudaMark()
 
     def join(self) -> None:
-        """See :class:`Streams`."""
+        """See :class:`TransferStream`."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
@@ -107,9 +107,12 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 def allow_queries_during_capture() -> bool:
-    """Let this thread query events while another one captures a graph; whether that is settled for good.
+    """Let this thread query events while another thread captures a graph.
 
-    CUDA's default mode of capture forbids such calls in every thread of the process, and they break the capture.
+    In CUDA's default capture mode such a call, from any thread of the process, invalidates the capture.
+
+    Returns:
+        False if CUDA is not initialized yet, so that the caller must try again later.
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return not torch.cuda.is_available()
@@ -122,23 +125,23 @@ def allow_queries_during_capture() -> bool:
 
 
 def current_stream_handle(device: torch.device) -> int:
-    """What C functions take for the current stream of a device; 0 where there are none."""
+    """The ``cudaStream_t`` handle of the current stream of a device; 0 on devices without streams."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
-#: How transfers of each type of device are put on streams; types that are not here move in lanes, by threads.
-STREAMS: dict[str, Callable[[torch.device], Streams]] = {"cuda": CudaStreams}
+#: The transfer stream of each device type. Transfers on other device types run in threads.
+STREAMS: dict[str, Callable[[torch.device], TransferStream]] = {"cuda": CudaTransferStream}
 
 
-def current_device(kind: str) -> torch.device:
-    """The device that this process uses of a type."""
-    if kind == "cuda":
+def current_device(device_type: str) -> torch.device:
+    """The device of a type that this process uses."""
+    if device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(kind)
+    return torch.device(device_type)
 
 
 def find_copier(device: torch.device) -> Copier | None:
-    """What packs and unpacks on a device in few launches; None where boxes are copied one by one."""
+    """The kernel that packs and unpacks on a device; None if there is none and boxes are copied one by one."""
     if device.type != "cuda":
         return None
     try:
@@ -148,35 +151,35 @@ def find_copier(device: torch.device) -> Copier | None:
     return RegionCopier(device)
 
 
-class CudaLanes:
-    """Packing and unpacking on streams of their own, of high priority; the exchange is on the caller's."""
+class CudaRoundStreams:
+    """High-priority streams for packing and for unpacking; the exchange runs on the stream that is current."""
 
     def __init__(self, device: torch.device) -> None:
-        self._streams: dict[str, Any] = {lane: torch.cuda.Stream(device, priority=-1) for lane in (PACK, UNPACK)}
+        self._streams: dict[str, Any] = {stream: torch.cuda.Stream(device, priority=-1) for stream in (PACK, UNPACK)}
 
-    def on(self, lane: str) -> contextlib.AbstractContextManager[Any]:
-        """See :class:`~reshard.runtime.rounds.memory.Lanes`."""
-        return torch.cuda.stream(self._streams[lane])
+    def on(self, stream: str) -> contextlib.AbstractContextManager[Any]:
+        """See :class:`~reshard.runtime.rounds.memory.RoundStreams`."""
+        return torch.cuda.stream(self._streams[stream])
 
     def mark(self) -> Any:
-        """See :class:`~reshard.runtime.rounds.memory.Lanes`."""
+        """See :class:`~reshard.runtime.rounds.memory.RoundStreams`."""
         event = torch.cuda.Event()
         event.record()  # type: ignore[no-untyped-call]
         return event
 
     def wait(self, mark: Any) -> None:
-        """See :class:`~reshard.runtime.rounds.memory.Lanes`."""
+        """See :class:`~reshard.runtime.rounds.memory.RoundStreams`."""
         if mark is not None:
             torch.cuda.current_stream().wait_event(mark)
 
 
-def find_lanes(device: torch.device) -> Lanes:
-    """Where rounds on a device are put."""
-    return CudaLanes(device) if device.type == "cuda" else OneLane()
+def find_round_streams(device: torch.device) -> RoundStreams:
+    """The streams that run the rounds on a device."""
+    return CudaRoundStreams(device) if device.type == "cuda" else OneStream()
 
 
 def make_runner(plan: Plan, program: Program, device_type: str) -> RoundRunner | None:
-    """What runs a rank's part on the current device of a type; None on the processor.
+    """The runner of a rank's rounds on the current device of a type; None if transfers run in threads there.
 
     Raises:
         PlanError: its buffers would exceed the plan's ``staging_bytes``.
@@ -191,7 +194,7 @@ def make_runner(plan: Plan, program: Program, device_type: str) -> RoundRunner |
         [spec.itemsize for spec in plan.tensors],
         find_copier(device),
         plan.staging_bytes,
-        find_lanes(device),
+        find_round_streams(device),
     )
     runner.warm_up()
     return runner
@@ -199,35 +202,42 @@ def make_runner(plan: Plan, program: Program, device_type: str) -> RoundRunner |
 
 @runtime_checkable
 class Breakable(Protocol):
-    """What messages go over, which may break."""
+    """An exchange whose connections may fail."""
 
     def find_error(self) -> str | None:
-        """What broke it, None if nothing did."""
+        """Why it failed; None if it works."""
 
 
 class StreamTransfers:
-    """The transfers of one program."""
+    """Starts the transfers of one program on its stream."""
 
-    def __init__(self, runner: RoundRunner, exchange: Exchange, streams: Streams) -> None:
+    def __init__(self, runner: RoundRunner, exchange: Exchange, streams: TransferStream) -> None:
         self._runner, self._exchange, self.streams = runner, exchange, streams
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes held beyond the shards."""
+        """Bytes allocated for buffers and tables."""
         return self._runner.allocated_bytes
 
     def find_error(self) -> str | None:
-        """What broke the connections, None if nothing did."""
+        """Why the connections failed; None if they work."""
         return self._exchange.find_error() if isinstance(self._exchange, Breakable) else None
 
     def start(self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> Mark | None:
-        """Put one transfer on the stream; arrays are carriers (see :func:`~reshard.runtime.cpu.staging.carrier`)."""
+        """Enqueue one transfer.
+
+        Args:
+            src, dst: one local array per tensor, as carriers (see :func:`~reshard.runtime.cpu.staging.carrier`).
+
+        Returns:
+            Its end; None while a graph is captured.
+        """
         used = [array for array in (*src, *dst) if array is not None]
-        mark = self.streams.put(lambda: self._runner.run(src, dst, self._exchange), used)
+        mark = self.streams.enqueue(lambda: self._runner.run(src, dst, self._exchange), used)
         if mark is None:
             _captured.add(self._runner)
         return mark
 
 
-#: Whose buffers and tables a graph uses, which may be replayed as long as the process lives.
+#: Runners whose buffers and tables a captured graph uses. They are never freed: the graph may be replayed at any time.
 _captured: set[RoundRunner] = set()

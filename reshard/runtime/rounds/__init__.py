@@ -1,1 +1,1 @@
-"""Runs a program in rounds of grouped messages, as NCCL needs. Does not import torch."""
+"""Runs a program in rounds of grouped messages, for transports that match messages by order, such as NCCL. No torch."""

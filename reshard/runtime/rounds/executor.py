@@ -1,9 +1,9 @@
-"""Runs one rank's rounds: packs what it sends, posts each round as one group, unpacks what came.
+"""Runs one rank's rounds: packs the sends of a round, posts the round as one group, unpacks its receives.
 
-Nothing here waits for a device. Packing, exchanging and unpacking are three lanes, streams on a GPU. The buffer has two
-halves, so that a round is packed while the one before is under way. All tables are made, and all that goes from host
-to device goes there, before the first round is posted: a copy that is queued behind a receive could keep the host
-from posting what that receive waits for.
+The host never waits for the device. On CUDA, packing, exchange and unpacking use three streams. The buffer has two
+halves, so that a round is packed while the previous one is under way. All tables are made and copied to the device
+before the first round is posted: a host-to-device copy that is queued after a receive could block the host before it
+posts the operation that the receive waits for.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from typing import Any, NamedTuple
 from reshard.errors import PlanError
 from reshard.runtime.byte_runs import box_span
 from reshard.runtime.program import Program, Recv, Send, Slices
-from reshard.runtime.rounds.memory import PACK, UNPACK, Array, Copier, Exchange, Lanes, Memory, OneLane, Posted
+from reshard.runtime.rounds.memory import PACK, UNPACK, Array, Copier, Exchange, Memory, OneStream, Posted, RoundStreams
 from reshard.runtime.rounds.schedule import Round, rounds_of
 from reshard.runtime.strided_regions import MAX_UNIT, box_regions, make_tables
 
+#: Alignment of messages in the buffer, in bytes.
 ALIGN = 256
 
 
 class ArrayKind(NamedTuple):
-    """What the tables of a run depend on, of one array: shape, bytes of an element, alignment of its address.
+    """The properties of an array that determine its tables.
 
-    The alignment is 0 if it is not contiguous, or is cast as it is packed.
+    Attributes:
+        itemsize: bytes per element. alignment: a power of two that divides the address; 0 if the array is not
+            contiguous or is cast while it is packed.
     """
 
     shape: tuple[int, ...]
@@ -35,7 +38,7 @@ class ArrayKind(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Bytes of one message: of the array with a number, or of the buffer where that is None."""
+    """The bytes of one message, in an array (by number) or in the buffer (None), and the rank at the other end."""
 
     array: int | None
     start: int
@@ -45,7 +48,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """A message that is packed view by view, and where in the buffer."""
+    """A message that is packed or unpacked: its offset in the buffer, and whether its array is a source."""
 
     op: Recv | Send
     start: int
@@ -54,14 +57,20 @@ class Packed:
 
 @dataclass(frozen=True)
 class Step:
-    """One round. ``after_unpack`` is the last step whose unpacking the sends of this one need, -1 for none."""
+    """One round. Tables are copied in one launch each, views box by box.
+
+    Attributes:
+        recvs, sends: the messages to post. pack_tables, pack_views: copied into the buffer before the exchange.
+        unpack_tables, unpack_views: copied out of the buffer after the exchange.
+        after_unpack: the last step whose unpacked data the sends of this one read; -1 if none.
+    """
 
     recvs: tuple[Part, ...]
     sends: tuple[Part, ...]
-    leaving: tuple[Any, ...]
-    leaving_views: tuple[Packed, ...]
-    landing: tuple[Any, ...]
-    landing_views: tuple[Packed, ...]
+    pack_tables: tuple[Any, ...]
+    pack_views: tuple[Packed, ...]
+    unpack_tables: tuple[Any, ...]
+    unpack_views: tuple[Packed, ...]
     after_unpack: int
 
 
@@ -70,18 +79,19 @@ def _aligned(nbytes: int) -> int:
 
 
 class RoundRunner:
-    """A program in rounds, with one buffer for all of them, made on first use and kept.
+    """Runs a program in rounds, with one buffer that is allocated on first use and kept.
 
-    The buffer has two halves that rounds use in turns, or one if two do not fit, and places for what a relay passes on
-    in a later round. With a ``copier`` what a round packs is packed in a few launches, and so unpacked; what it cannot
-    pack (arrays that are not contiguous, or are cast) goes view by view, and so does all if the tables do not fit.
+    The buffer has two halves that rounds use in turn (one if two do not fit), and space for relayed messages. A
+    ``copier`` packs and unpacks a round in a few launches. Arrays that are not contiguous or are cast are copied box by
+    box, and so is everything if the tables do not fit.
 
     Args:
-        itemsizes: bytes of an element of each tensor.
-        staging_bytes: what buffer and tables may take; None for no limit.
+        round_of: the round of each message, from :func:`~reshard.runtime.rounds.schedule.find_rounds`.
+        itemsizes: bytes per element of each tensor.
+        staging_bytes: limit for buffer and tables together; None for no limit.
 
     Raises:
-        PlanError: they would take more, even with one half.
+        PlanError: one half and the relayed messages exceed ``staging_bytes``.
     """
 
     def __init__(
@@ -92,55 +102,55 @@ class RoundRunner:
         itemsizes: Sequence[int],
         copier: Copier | None = None,
         staging_bytes: int | None = None,
-        lanes: Lanes | None = None,
+        streams: RoundStreams | None = None,
     ) -> None:
         self.program, self.memory = program, memory
         self._copier: Copier | None = None
-        self._lanes = OneLane() if lanes is None else lanes
+        self._streams = OneStream() if streams is None else streams
         self.rounds = rounds_of(program, round_of)
         self._relays = {index for index, recv in enumerate(program.recvs) if recv.is_relay}
         self._index = {recv.id: index for index, recv in enumerate(program.recvs)}
         self._half_bytes = max((_scratch_bytes(one) for one in self.rounds), default=0)
-        self._relay_places, self._relay_bytes = self._place_relays()
+        self._relay_offsets, self._relay_bytes = self._allocate_relays()
         self._steps: dict[tuple[ArrayKind | None, ...], tuple[Step, ...]] = {}
         self._storage: Array | None = None
         self.table_bytes = 0
         self.num_halves = 1
-        kinds, most = self._usual_kinds(itemsizes), math.inf if staging_bytes is None else staging_bytes
+        kinds, limit = self._usual_kinds(itemsizes), math.inf if staging_bytes is None else staging_bytes
         for halves, kernel in ((2 if len(self.rounds) > 1 else 1, copier), (1, copier), (1, None)):
             self.num_halves, self._copier, self.table_bytes = halves, kernel, 0
             self._steps.clear()
-            if self.nbytes <= most:
+            if self.nbytes <= limit:
                 self._find_steps(kinds)
-                if self.nbytes + self.table_bytes <= most:
+                if self.nbytes + self.table_bytes <= limit:
                     return
         raise PlanError(
-            f"rank {program.rank} needs {self.nbytes} bytes of buffers for what it packs and passes on in rounds, but "
-            f"staging_bytes is {staging_bytes}: allow more, or choose a strategy without relays"
+            f"rank {program.rank} needs {self.nbytes} bytes of buffers to pack and forward messages in rounds, but "
+            f"staging_bytes is {staging_bytes}: raise it, or choose a strategy without relays"
         )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its buffer."""
+        """Bytes of the buffer, whether allocated or not."""
         return self.num_halves * self._half_bytes + self._relay_bytes
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes held now, tables on the device included."""
+        """Bytes allocated now, including tables on the device."""
         return 0 if self._storage is None else self.nbytes + self.table_bytes
 
     def release(self) -> None:
-        """Give the buffer back; the next run makes a new one."""
+        """Free the buffer; the next run allocates a new one."""
         self._storage = None
 
     def warm_up(self) -> None:
-        """Make the buffer and load the kernels, where no receive is under way that they could wait for."""
+        """Allocate the buffer and load the kernels, which could block if a receive were under way."""
         buffer = self._buffer()
         if self._copier is not None and self.nbytes:
             self._copier.warm_up(buffer)
 
     def _usual_kinds(self, itemsizes: Sequence[int]) -> tuple[ArrayKind | None, ...]:
-        """Those of arrays that are contiguous and aligned."""
+        """The kinds of the program's arrays if all are contiguous and aligned."""
         return tuple(
             None if shape is None else ArrayKind(shape, itemsize, MAX_UNIT)
             for shapes in (self.program.src_shapes, self.program.dst_shapes)
@@ -148,49 +158,49 @@ class RoundRunner:
         )
 
     def run(self, src: Sequence[Array | None], dst: Sequence[Array | None], exchange: Exchange) -> None:
-        """Do this rank's part.
+        """Enqueue all rounds of this rank.
 
         Args:
-            src, dst: per tensor the local arrays as carriers, on the device; see
-                :func:`~reshard.runtime.cpu.staging.carrier`.
-            exchange: how bytes travel.
+            src, dst: one local array per tensor, as carriers (see :func:`~reshard.runtime.cpu.staging.carrier`).
+            exchange: posts one round.
         """
-        arrays, lanes, buffer = [*src, *dst], self._lanes, self._buffer()
+        arrays, streams, buffer = [*src, *dst], self._streams, self._buffer()
         steps = self._find_steps(tuple(map(self._kind_of, arrays)))
         addresses = None
-        if any(step.leaving or step.landing for step in steps):
+        if any(step.pack_tables or step.unpack_tables for step in steps):
             assert self._copier is not None
             addresses = self._copier.find_addresses(tuple(map(self._address_of, arrays)))
         flats = [self._flat_of(array) for array in arrays]
-        begun = lanes.mark()
+        begun = streams.mark()
         exchanged: list[Any] = []
         unpacked: list[Any] = []
-        with lanes.on(UNPACK):
-            lanes.wait(begun)
+        with streams.on(UNPACK):
+            streams.wait(begun)
             for copy in self.program.copies:
-                place = copy.place
-                self.memory.copy(self._view(dst, place.tensor, place.dst), self._view(src, place.tensor, place.src))
+                box = copy.box
+                self.memory.copy(self._view(dst, box.tensor, box.dst), self._view(src, box.tensor, box.src))
         for number, step in enumerate(steps):
-            reused = number - self.num_halves  # the step that used this half before
-            with lanes.on(PACK):
-                lanes.wait(begun if number == 0 else None)
-                lanes.wait(exchanged[reused] if reused >= 0 else None)
-                lanes.wait(unpacked[max(reused, step.after_unpack)] if max(reused, step.after_unpack) >= 0 else None)
-                self._copy(step.leaving, step.leaving_views, src, dst, addresses, True)
-                packed = lanes.mark()
-            lanes.wait(packed)
-            lanes.wait(unpacked[max(reused, step.after_unpack)] if max(reused, step.after_unpack) >= 0 else None)
+            previous = number - self.num_halves  # the step that used this half before
+            after = max(previous, step.after_unpack)
+            with streams.on(PACK):
+                streams.wait(begun if number == 0 else None)
+                streams.wait(exchanged[previous] if previous >= 0 else None)
+                streams.wait(unpacked[after] if after >= 0 else None)
+                self._copy(step.pack_tables, step.pack_views, src, dst, addresses, True)
+                packed = streams.mark()
+            streams.wait(packed)
+            streams.wait(unpacked[after] if after >= 0 else None)
             exchange(*([self._bytes_of(part, flats, buffer) for part in parts] for parts in (step.recvs, step.sends)))
-            exchanged.append(lanes.mark())
-            with lanes.on(UNPACK):
-                lanes.wait(exchanged[-1])
-                self._copy(step.landing, step.landing_views, src, dst, addresses, False)
-                unpacked.append(lanes.mark())
-        with lanes.on(UNPACK):
-            end = lanes.mark()
-        lanes.wait(end)
+            exchanged.append(streams.mark())
+            with streams.on(UNPACK):
+                streams.wait(exchanged[-1])
+                self._copy(step.unpack_tables, step.unpack_views, src, dst, addresses, False)
+                unpacked.append(streams.mark())
+        with streams.on(UNPACK):
+            end = streams.mark()
+        streams.wait(end)
 
-    # What a run looks up
+    # Lookups of a run
 
     def _buffer(self) -> Array:
         if self._storage is None:
@@ -229,26 +239,30 @@ class RoundRunner:
         to_buffer: bool,
     ) -> None:
         buffer = self._buffer()
-        for placed in tables:
+        for table in tables:
             assert self._copier is not None
-            self._copier.copy(placed, addresses, buffer, to_buffer)
+            self._copier.copy(table, addresses, buffer, to_buffer)
         for one in views:
             arrays, side = (src, "src") if one.in_source else (dst, "dst")
-            boxes = [self._view(arrays, place.tensor, getattr(place, side)) for place in one.op.places]
+            boxes = [self._view(arrays, box.tensor, getattr(box, side)) for box in one.op.boxes]
             slot = buffer[one.start : one.start + one.op.nbytes]
             self.memory.pack(boxes, slot) if to_buffer else self.memory.unpack(slot, boxes)
 
     # Steps
 
-    def _place_relays(self) -> tuple[dict[int, int], int]:
-        """Where each relayed message is kept from its round to the last that passes it on, first fit."""
-        until: dict[int, int] = {}
+    def _allocate_relays(self) -> tuple[dict[int, int], int]:
+        """First-fit offsets of relayed messages, each kept from its round to the last that forwards it.
+
+        Returns:
+            ``({index of a receive: offset}, bytes in all)``.
+        """
+        last_round: dict[int, int] = {}
         for number, one in enumerate(self.rounds):
             for send in one.sends:
                 if send.forwards in self._relays:
-                    until[send.forwards] = number  # type: ignore[index]
-        placed: dict[int, int] = {}
-        live: list[tuple[int, int, int]] = []  # (first byte, end, last round)
+                    last_round[send.forwards] = number  # type: ignore[index]
+        offsets: dict[int, int] = {}
+        live: list[tuple[int, int, int]] = []  # (start, stop, last round)
         total = 0
         for number, one in enumerate(self.rounds):
             live = sorted(part for part in live if part[2] >= number)
@@ -257,13 +271,13 @@ class RoundRunner:
                 if index not in self._relays:
                     continue
                 size, at = _aligned(recv.nbytes), 0
-                for first, end, _ in live:
-                    if at + size <= first:
+                for start, stop, _ in live:
+                    if at + size <= start:
                         break
-                    at = max(at, end)
-                live = sorted([*live, (at, at + size, until.get(index, number))])
-                placed[index], total = at, max(total, at + size)
-        return placed, total
+                    at = max(at, stop)
+                live = sorted([*live, (at, at + size, last_round.get(index, number))])
+                offsets[index], total = at, max(total, at + size)
+        return offsets, total
 
     def _find_steps(self, kinds: tuple[ArrayKind | None, ...]) -> tuple[Step, ...]:
         if kinds not in self._steps:
@@ -272,13 +286,13 @@ class RoundRunner:
 
     def _make_steps(self, kinds: Sequence[ArrayKind | None]) -> tuple[Step, ...]:
         steps: list[Step] = []
-        landed_in: dict[int, int] = {}  # receive -> the step that unpacks it
+        unpacked_in: dict[int, int] = {}  # index of a receive -> the step that unpacks it
         for number, one in enumerate(self.rounds):
             at = number % self.num_halves * self._half_bytes
             recvs: list[Part] = []
             sends: list[Part] = []
-            leaving: list[Packed] = []
-            landing: list[Packed] = []
+            to_pack: list[Packed] = []
+            to_unpack: list[Packed] = []
             after_unpack = -1
             for recv in one.recvs:
                 index = self._index[recv.id]
@@ -287,8 +301,8 @@ class RoundRunner:
                 )
                 if part is None:
                     part = Part(None, at, at + recv.nbytes, recv.sender)
-                    landing.append(Packed(recv, at, False))
-                    landed_in[index] = number
+                    to_unpack.append(Packed(recv, at, False))
+                    unpacked_in[index] = number
                 recvs.append(part)
                 at += _aligned(recv.nbytes)
             for send in one.sends:
@@ -296,37 +310,38 @@ class RoundRunner:
                     part = self._relay(send.forwards, send.receiver)  # type: ignore[arg-type]
                 else:
                     part = self._direct(send, kinds, "src" if send.forwards is None else "dst", send.receiver)
-                    after_unpack = max(after_unpack, landed_in.get(-1 if send.forwards is None else send.forwards, -1))
+                    if send.forwards is not None:
+                        after_unpack = max(after_unpack, unpacked_in.get(send.forwards, -1))
                 if part is None:
                     part = Part(None, at, at + send.nbytes, send.receiver)
-                    leaving.append(Packed(send, at, send.forwards is None))
+                    to_pack.append(Packed(send, at, send.forwards is None))
                 sends.append(part)
                 at += _aligned(send.nbytes)
-            sides = [self._split(packed, kinds) for packed in (leaving, landing)]
+            sides = [self._split(packed, kinds) for packed in (to_pack, to_unpack)]
             steps.append(Step(tuple(recvs), tuple(sends), *sides[0], *sides[1], after_unpack))
         return tuple(steps)
 
     def _relay(self, index: int, rank: int) -> Part:
-        start = self.num_halves * self._half_bytes + self._relay_places[index]
+        start = self.num_halves * self._half_bytes + self._relay_offsets[index]
         return Part(None, start, start + self.program.recvs[index].nbytes, rank)
 
     def _direct(self, op: Recv | Send, kinds: Sequence[ArrayKind | None], side: str, rank: int) -> Part | None:
-        """The bytes of a message where they lie in a contiguous array, None if it must be packed."""
-        if len(op.places) > 1:
+        """The bytes of a message inside an array; None if they are not contiguous there and must be packed."""
+        if len(op.boxes) > 1:
             return None
-        place = op.places[0]
-        number = place.tensor + (0 if side == "src" else len(kinds) // 2)
+        box = op.boxes[0]
+        number = box.tensor + (0 if side == "src" else len(kinds) // 2)
         kind = kinds[number]
         assert kind is not None
         if not kind.alignment:
             return None
-        span = box_span(kind.shape, kind.itemsize, getattr(place, side))
+        span = box_span(kind.shape, kind.itemsize, getattr(box, side))
         return None if span is None else Part(number, *span, rank)
 
     def _split(
         self, packed: Sequence[Packed], kinds: Sequence[ArrayKind | None]
     ) -> tuple[tuple[Any, ...], tuple[Packed, ...]]:
-        """Messages as tables, and those that must go view by view."""
+        """``(tables on the device, messages to copy box by box)``."""
         regions: list[tuple[int, ...]] = []
         views: list[Packed] = []
         for one in packed:
@@ -340,20 +355,20 @@ class RoundRunner:
         assert self._copier is not None
         tables = make_tables(regions, [MAX_UNIT if kind is None else max(kind.alignment, 1) for kind in kinds])
         self.table_bytes += sum(table.nbytes for table in tables)
-        return tuple(map(self._copier.place, tables)), tuple(views)
+        return tuple(map(self._copier.upload, tables)), tuple(views)
 
     def _regions_of(self, one: Packed, kinds: Sequence[ArrayKind | None]) -> list[tuple[int, ...]] | None:
-        """The boxes of a message as regions, None if one is of an array that is not contiguous."""
+        """The boxes of a message as regions; None if an array is not contiguous."""
         regions: list[tuple[int, ...]] = []
         at, side = one.start, "src" if one.in_source else "dst"
-        for place in one.op.places:
-            number = place.tensor + (0 if one.in_source else len(kinds) // 2)
-            kind, box = kinds[number], getattr(place, side)
+        for box in one.op.boxes:
+            number = box.tensor + (0 if one.in_source else len(kinds) // 2)
+            kind, slices = kinds[number], getattr(box, side)
             assert kind is not None
             if not kind.alignment:
                 return None
-            regions += box_regions(number, kind.shape, kind.itemsize, box, at)
-            at += math.prod(cut.stop - cut.start for cut in box) * kind.itemsize
+            regions += box_regions(number, kind.shape, kind.itemsize, slices, at)
+            at += math.prod(cut.stop - cut.start for cut in slices) * kind.itemsize
         return regions
 
 

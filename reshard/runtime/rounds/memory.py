@@ -1,4 +1,4 @@
-"""What runs rounds needs of an array library and its device."""
+"""The interfaces of an array library and its device that :class:`~.executor.RoundRunner` needs."""
 
 from __future__ import annotations
 
@@ -9,86 +9,87 @@ from typing import Any, Protocol
 from reshard.runtime.program import Slices
 from reshard.runtime.strided_regions import RegionTable
 
-#: Of the library whose arrays travel: a torch tensor, or a CuPy array.
+#: A torch tensor or a CuPy array.
 Array = Any
-#: A buffer and the rank at the other end.
+#: A flat uint8 buffer and the rank at the other end.
 Posted = tuple[Array, int]
-#: Posts receives and sends as one group. What is put on the stream behind it finds them done.
+#: Posts receives and sends as one group. Work that is enqueued on the current stream afterwards runs after them.
 Exchange = Callable[[Sequence[Posted], Sequence[Posted]], None]
+#: Names of the streams.
 EXCHANGE, PACK, UNPACK = "exchange", "pack", "unpack"
 
 
 class Copier(Protocol):
-    """Copies the regions of tables, each in one launch."""
+    """Copies all regions of a table in one launch."""
 
-    def place(self, table: RegionTable) -> Any:
-        """A table where it can be followed."""
+    def upload(self, table: RegionTable) -> Any:
+        """A table on the device."""
 
     def find_addresses(self, known: tuple[int, ...]) -> Any:
-        """Addresses of arrays where they can be followed."""
+        """The addresses of arrays, on the device."""
 
     def warm_up(self, buffer: Array) -> None:
-        """Do once what the first copy would do besides."""
+        """Compile and load the kernels, so that the first copy does not."""
 
-    def copy(self, placed: Any, addresses: Any, buffer: Array, to_buffer: bool) -> None:
-        """Between contiguous arrays and a flat byte buffer."""
+    def copy(self, table: Any, addresses: Any, buffer: Array, to_buffer: bool) -> None:
+        """Copy from contiguous arrays into a flat byte buffer, or back. ``table`` is what :meth:`upload` returned."""
 
 
 class Memory(Protocol):
-    """Arrays of one library on one device."""
+    """The arrays of one library on one device."""
 
     device: Any
 
     def empty(self, nbytes: int) -> Array:
-        """A flat array of bytes."""
+        """A new flat uint8 array."""
 
     def view(self, array: Array, at: Slices) -> Array:
-        """A box of an array."""
+        """A view of a box."""
 
     def is_contiguous(self, array: Array) -> bool:
-        """Whether its elements lie in a row, in order."""
+        """Whether the elements are contiguous in row-major order."""
 
     def itemsize(self, array: Array) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
 
     def address(self, array: Array) -> int:
-        """Of its first byte."""
+        """Address of the first byte."""
 
     def flat(self, array: Array) -> Array:
-        """A contiguous array as flat bytes, on the same memory."""
+        """A contiguous array as a flat uint8 array on the same memory."""
 
     def copy(self, target: Array, source: Array) -> None:
-        """Between views of one shape and dtype."""
+        """Copy between views of one shape and dtype."""
 
     def pack(self, views: Sequence[Array], buffer: Array) -> None:
-        """Copy views one after the other into flat bytes."""
+        """Copy views into consecutive parts of a flat byte buffer."""
 
     def unpack(self, buffer: Array, views: Sequence[Array]) -> None:
-        """The inverse."""
+        """Copy consecutive parts of a flat byte buffer into views."""
 
 
-class Lanes(Protocol):
-    """Where the three kinds of work of a run are put; :data:`EXCHANGE` is where the caller is."""
+class RoundStreams(Protocol):
+    """Streams for packing, exchange and unpacking. :data:`EXCHANGE` is the stream that is current at the start."""
 
-    def on(self, lane: str) -> contextlib.AbstractContextManager[Any]:
-        """What is put while inside goes to a lane."""
+    def on(self, stream: str) -> contextlib.AbstractContextManager[Any]:
+        """Make a stream the current one inside a ``with`` block."""
 
     def mark(self) -> Any:
-        """The end of what is put on the current lane so far."""
+        """An event at the end of the work on the current stream."""
 
     def wait(self, mark: Any) -> None:
-        """Let the current lane wait for a mark."""
+        """Let later work on the current stream wait for an event."""
 
 
-class OneLane:
-    """Everything in order, as it is put."""
+class OneStream:
+    """All work on one stream, in the order in which it is enqueued."""
 
-    def on(self, lane: str) -> contextlib.AbstractContextManager[Any]:
-        """See :class:`Lanes`."""
+    def on(self, stream: str) -> contextlib.AbstractContextManager[Any]:
+        """See :class:`RoundStreams`."""
         return contextlib.nullcontext()
 
     def mark(self) -> None:
-        """See :class:`Lanes`."""
+        """See :class:`RoundStreams`."""
 
     def wait(self, mark: Any) -> None:
-        """See :class:`Lanes`."""
+        """See :class:`RoundStreams`."""

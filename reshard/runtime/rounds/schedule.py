@@ -1,13 +1,13 @@
-"""A plan in rounds, for transports that match messages by order alone, as NCCL does.
+"""Divides a plan into rounds, for transports that match messages by order only, such as NCCL.
 
-A round is a set of messages; each rank posts its sends and receives of a round as one group (``ncclGroupStart`` to
-``ncclGroupEnd``), in the plan's order, and its groups one after the other.
+A round is a set of messages. Each rank posts its sends and receives of a round as one group (``ncclGroupStart`` to
+``ncclGroupEnd``), in the plan's order, and its groups in round order.
 
-Why it cannot deadlock. A message has the same round at both its ends, and a rank begins a round when it has ended all
-rounds before. Take the first round that some rank has not ended: every rank has ended, or skips, all before it, so each
-that has messages in this round has posted them or will do so without waiting for anything else; both ends of each of
-its messages are posted, and it ends. What is passed on arrives in an earlier round. And between two ranks messages
-match: both post those of a round in the plan's order, and rounds in theirs.
+Why it cannot deadlock. A message is in the same round at both ends, and a rank starts a round when it has finished all
+earlier ones. Take the first round that some rank has not finished. Every rank has finished all earlier rounds in which
+it takes part, so each rank with messages in this round posts them without waiting for anything else. Both ends of every
+message are then posted, and the round finishes. A forwarded message arrives in an earlier round than it is sent.
+Messages between two ranks match because both ranks post them in the same order: by round, then in the plan's order.
 """
 
 from __future__ import annotations
@@ -23,26 +23,30 @@ from reshard.plan.model import Plan
 from reshard.runtime.program import Program, Recv, Send
 from reshard.sharding.tiles import find_overlaps
 
-#: What a rank may send to other hosts in a round, and receive from them, in largest messages; inside its host more,
-#: as links there are faster.
+#: Size limit of a round per rank and direction, in multiples of the largest message: between hosts, and inside a host,
+#: where links are faster.
 ACROSS, INSIDE = 1, 4
-#: How long a round should take at least at the rate of its links, to be worth its launches.
+#: Least duration of a round at the rate of its links. A shorter round costs more in launches than it transfers.
 ROUND_SECONDS = 2e-4
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one rank posts as a group; both lists in the plan's order."""
+    """The messages that one rank posts as a group; both lists in the plan's order."""
 
     recvs: tuple[Recv, ...]
     sends: tuple[Send, ...]
 
 
 def find_rounds(plan: Plan) -> dict[int, int]:
-    """The round of each message of a plan by the message's id, from 0; copies have none.
+    """The round of each message, from 0, by message id. Local copies have none.
 
-    Each message goes into the first round after the one that brings its data, not before what the plan orders before
-    it, in which both its ranks have room; what a rank only passes on, also not before it has room to keep it.
+    A message goes into the first round that
+
+    - comes after the round that brings its data,
+    - comes no earlier than the rounds of the messages that the plan orders before it,
+    - has room for it at both its ranks, and
+    - if its receiver is a relay, leaves the relay room to store it.
     """
     messages = tabulate_messages(plan)
     host = plan.topology.host_by_rank
@@ -55,18 +59,17 @@ def find_rounds(plan: Plan) -> dict[int, int]:
         for host in topology.hosts
         for port in host.nics
     )
-    # a round that is over sooner than its launches take wastes the link
     by_time = {False: int(nic * ROUND_SECONDS), True: int((topology.inside_bytes_per_second or nic) * ROUND_SECONDS)}
     room = {False: max(ACROSS * largest[False], min(by_time[False], plan.staging_bytes // 8))}
-    # both directions of both kinds get at most half of what a rank may hold, the rest is for relays
+    # Sends and receives, across and inside hosts, get at most half of the staging bytes; relays get the rest.
     inside_room = max(INSIDE * largest[True], by_time[True])
     room[True] = max(largest[True], min(inside_room, plan.staging_bytes // 4 - room[False]))
     relays = _Relays(messages, _find_relays(plan, messages), plan.staging_bytes // 2)
-    return _place(messages, inside.tolist(), moves.tolist(), room, relays)
+    return _assign_rounds(messages, inside.tolist(), moves.tolist(), room, relays)
 
 
 def _find_relays(plan: Plan, messages: MessageTable) -> np.ndarray:
-    """``(messages,)`` True where the receiver passes a message on and needs none of it."""
+    """``(messages,)`` bool: whether the receiver forwards the message and needs no element of it."""
     found = np.zeros(len(messages), dtype=bool)
     found[messages.source[messages.source >= 0]] = True
     transfers = plan.transfers
@@ -85,47 +88,51 @@ def _find_relays(plan: Plan, messages: MessageTable) -> np.ndarray:
 
 
 class _Relays:
-    """What ranks keep of what they only pass on, from its round to the last that passes it on."""
+    """Memory of ranks for relayed messages, each kept from the round that brings it to the last that forwards it.
+
+    Args:
+        room: bytes of each rank.
+    """
 
     def __init__(self, messages: MessageTable, is_relay: np.ndarray, room: int) -> None:
         self.is_relay, self._room = is_relay.tolist(), room
-        self._last_use: dict[int, int] = {}  # row -> the last row that passes it on
+        self._last_use: dict[int, int] = {}  # row -> the last row that forwards it
         for row, source in enumerate(messages.source.tolist()):
             if source >= 0 and self.is_relay[source]:
                 self._last_use[source] = row
-        self._kept: dict[int, list[list[int]]] = {}  # rank -> [row, bytes, last round so far] of each
+        self._kept: dict[int, list[list[int]]] = {}  # rank -> [row, bytes, last round so far]
 
-    def find_round(self, row: int, rank: int, nbytes: int) -> int:
-        """The first round from which a rank has room for a message."""
+    def first_round(self, row: int, rank: int, nbytes: int) -> int:
+        """The first round in which a rank has room for a message."""
         kept = self._kept.get(rank, [])
-        waiting = [one for one in kept if self._last_use[one[0]] >= row]
-        ended = sorted((one for one in kept if self._last_use[one[0]] < row), key=lambda one: -one[2])
-        free = self._room - nbytes - sum(one[1] for one in waiting)
-        for place, (_, size, last) in enumerate(ended):
+        in_use = [one for one in kept if self._last_use[one[0]] >= row]
+        used = sorted((one for one in kept if self._last_use[one[0]] < row), key=lambda one: -one[2])
+        free = self._room - nbytes - sum(one[1] for one in in_use)
+        for i, (_, size, last) in enumerate(used):
             free -= size
-            if free < 0:  # those that ended before this one never count again
-                self._kept[rank] = waiting + ended[: place + 1]
+            if free < 0:  # messages with an earlier last round never matter again
+                self._kept[rank] = in_use + used[: i + 1]
                 return last + 1
         return 0
 
     def keep(self, row: int, rank: int, nbytes: int, at: int) -> None:
-        """A message comes in a round."""
+        """Record that a rank receives a message in round ``at``."""
         self._kept.setdefault(rank, []).append([row, nbytes, at])
 
     def use(self, source: int, rank: int, at: int) -> None:
-        """A message is passed on in a round."""
+        """Record that a rank forwards a message in round ``at``."""
         for one in self._kept.get(rank, ()):
             if one[0] == source:
                 one[2] = max(one[2], at)
 
 
-def _place(
+def _assign_rounds(
     messages: MessageTable, inside: list[bool], moves: list[bool], room: Mapping[bool, int], relays: _Relays
 ) -> dict[int, int]:
     found: dict[int, int] = {}
     rounds = [-1] * len(messages)
-    used: dict[tuple[int, bool, bool], list[int]] = {}  # (rank, inside, sends) -> bytes of each round
-    first_free: dict[tuple[int, bool, bool], int] = {}
+    used: dict[tuple[int, bool, bool], list[int]] = {}  # (rank, inside, is_send) -> bytes of each round
+    first_free: dict[tuple[int, bool, bool], int] = {}  # the first round that is not full
     columns = (messages.id, messages.sender, messages.receiver, messages.nbytes, messages.source)
     after_at, after = messages.after_at.tolist(), messages.after.tolist()
     for row, (ident, sender, receiver, nbytes, source) in enumerate(
@@ -137,7 +144,7 @@ def _place(
         for before in after[after_at[row] : after_at[row + 1]]:
             earliest = max(earliest, rounds[before])
         if relays.is_relay[row]:
-            earliest = max(earliest, relays.find_round(row, receiver, nbytes))
+            earliest = max(earliest, relays.first_round(row, receiver, nbytes))
         limit = room[inside[row]]
         ends = [(sender, inside[row], True), (receiver, inside[row], False)]
         at = max(earliest, *(first_free.get(end, 0) for end in ends))
@@ -165,7 +172,7 @@ def _used(used: Mapping[tuple[int, bool, bool], list[int]], end: tuple[int, bool
 
 
 def rounds_of(program: Program, round_of: Mapping[int, int]) -> tuple[Round, ...]:
-    """The groups of one rank, in order; rounds without messages of it are left out."""
+    """The rounds of one rank, in order. Rounds in which it has no message are omitted."""
     recvs: dict[int, list[Recv]] = {}
     sends: dict[int, list[Send]] = {}
     for recv in program.recvs:
@@ -178,21 +185,21 @@ def rounds_of(program: Program, round_of: Mapping[int, int]) -> tuple[Round, ...
     )
 
 
-#: A call as a transport sees it: ``(is_send, peer, bytes)``.
+#: A call of the transport: ``(is_send, peer, bytes)``.
 Call = tuple[bool, int, int]
 
 
 def check_calls(calls: Mapping[int, Sequence[Sequence[Call]]]) -> None:
-    """Replay the groups of all ranks as a transport that matches by order would.
+    """Replay the groups of all ranks on a transport that matches by order.
 
-    A message moves when both ends are posted; a group ends when all its messages have moved; a rank posts its next
-    group then.
+    A message moves when both ends are posted. A group finishes when all its messages have moved; its rank then posts
+    its next group.
 
     Args:
-        calls: of each rank its groups, of each group its calls.
+        calls: ``{rank: groups}``, each group a list of calls.
 
     Raises:
-        PlanError: two ends of a message differ in size, or ranks wait for each other for ever.
+        PlanError: the two ends of a message differ in size, or ranks deadlock.
     """
     at = dict.fromkeys(calls, 0)
     left = {rank: list(groups[0]) if groups else [] for rank, groups in calls.items()}
@@ -212,16 +219,16 @@ def check_calls(calls: Mapping[int, Sequence[Sequence[Call]]]) -> None:
         rank = stuck[0]
         is_send, peer, nbytes = left[rank][0]
         raise PlanError(
-            f"ranks {stuck} wait for ever: rank {rank} in its group {at[rank]} for {nbytes} bytes "
-            f"{'to' if is_send else 'from'} rank {peer}"
+            f"ranks {stuck} deadlock: rank {rank} waits in its group {at[rank]} to "
+            f"{f'send {nbytes} bytes to' if is_send else f'receive {nbytes} bytes from'} rank {peer}"
         )
 
 
 def _match(sender: int, call: Call, left: Mapping[int, list[Call]]) -> None:
-    """Move one message if its receiver has posted its end; it takes the first from that sender."""
+    """Move one message if its receiver has posted the other end: its first receive from that sender."""
     _, receiver, nbytes = call
     if next(one for one in left[sender] if one[:2] == call[:2]) is not call:
-        return  # one before it to the same rank has not moved
+        return  # an earlier message to the same rank has not moved
     end = next((one for one in left.get(receiver, ()) if one[:2] == (False, sender)), None)
     if end is None:
         return
@@ -232,7 +239,7 @@ def _match(sender: int, call: Call, left: Mapping[int, list[Call]]) -> None:
 
 
 def calls_of(rounds: Iterable[Round]) -> list[list[Call]]:
-    """The groups of a rank as :func:`check_calls` takes them."""
+    """The groups of a rank, for :func:`check_calls`."""
     return [
         [
             *((False, recv.sender, recv.nbytes) for recv in one.recvs),

@@ -1,4 +1,4 @@
-"""ReplicaSync of a stage under DDP and FSDP: gradients over several steps whatever the wrapper's options, hooks, failures."""
+"""Stages under DDP and FSDP: gradients over several steps with all wrapper options, hooks, and failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from reshard import ArgumentError, Layout, Mesh, ReshardError
 from reshard.scheduler import Edge, Pipeline, Stage, interleaved_1f1b, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
-from reshard.scheduler.runtime.grad_sync import put_back, set_aside
+from reshard.scheduler.runtime.grad_sync import restore_gradients, stash_gradients
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes
 
@@ -68,7 +68,7 @@ def _plain(gradient):
 
 
 def make_pipeline():
-    """Stage 0 on rank 0, stage 1 on ranks 1 and 2, which see half of the rows each."""
+    """Stage 0 on rank 0, stage 1 on ranks 1 and 2 with half of the rows each."""
     meshes = [Mesh([0]), Mesh([1, 2])]
     x = TensorSpec((4, WIDTH), "float64", Layout(meshes[0], "R R"), Layout(meshes[1], "S0 R"), "x")
     return Pipeline(tuple(Stage(1, 1, 1, mesh=mesh) for mesh in meshes), (Edge(0, 1, 1, 1, tensors=(x,)),))
@@ -109,7 +109,7 @@ def freeze(last):
     last.frozen.requires_grad_(False)
 
 
-def thaw(last):
+def unfreeze(last):
     last.frozen.requires_grad_(True)
 
 
@@ -121,12 +121,19 @@ def thaw(last):
         ({"find_unused_parameters": True}, nothing, nothing, nothing),
         ({}, freeze, nothing, freeze),
         ({}, nothing, freeze, freeze),
-        ({}, freeze, thaw, nothing),
+        ({}, freeze, unfreeze, nothing),
     ],
-    ids=["plain", "bucket views", "finds unused", "frozen before", "frozen behind", "thawed behind"],
+    ids=[
+        "plain",
+        "bucket views",
+        "finds unused",
+        "frozen before wrapping",
+        "frozen after wrapping",
+        "unfrozen after wrapping",
+    ],
 )
-def test_gradients_of_other_data_add_up_over_steps(options, before, after, reference):
-    """Each step has data of its own: what one step left must not be taken for what another made."""
+def test_gradients_accumulate_over_steps(options, before, after, reference):
+    """Each step has different data, so that a gradient of an earlier step is not mistaken for a later one."""
     wanted = single_process(3, reference)
     for got in run_processes(run_ddp, 3, options, before, after, 3)[1:]:
         assert got.keys() == wanted.keys()
@@ -136,18 +143,16 @@ def test_gradients_of_other_data_add_up_over_steps(options, before, after, refer
                 torch.testing.assert_close(torch.from_numpy(got[name]), torch.from_numpy(gradient), rtol=1e-10, atol=0)
 
 
-def run_watched(rank):
-    """What hooks see, and what becomes of buffers that replicas change."""
+def run_with_hooks(rank):
+    """Record hook calls, and a buffer that each replica changes."""
     group = make_groups()[1]
     pipeline, calls, scales = make_pipeline(), [], []
     module = First()
     if rank:
         last = Last()
         last.layer.weight.register_hook(lambda gradient: calls.append(float(gradient.abs().sum())))
-        last.layer.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("behind"))
-        last.register_forward_hook(
-            lambda *_: setattr(last, "scale", last.scale * rank)
-        )  # the second copy's is not the first one's
+        last.layer.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("after"))
+        last.register_forward_hook(lambda *_: setattr(last, "scale", last.scale * rank))  # differs between the replicas
         module = DistributedDataParallel(last, process_group=group)
     with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
         for step in range(2):
@@ -157,15 +162,18 @@ def run_watched(rank):
     return calls, scales
 
 
-def test_hooks_are_called_by_backwards_alone_and_buffers_shared_before_each_step():
-    _, (calls, first), (_, second) = run_processes(run_watched, 3)
-    assert len(calls) == 2 * 2 * NUM and calls[1::2] == ["behind"] * 2 * NUM
+def test_hooks_run_only_in_backwards_and_buffers_are_synced_before_each_step():
+    _, (calls, first), (_, second) = run_processes(run_with_hooks, 3)
+    assert len(calls) == 2 * 2 * NUM and calls[1::2] == ["after"] * 2 * NUM
     assert all(seen > 0 for seen in calls[::2])
-    assert first == [1.0, 1.0] and second == [2.0**NUM, 2.0**NUM]  # not 2 ** (2 * NUM): it began with the first one's
+    assert first == [1.0, 1.0] and second == [
+        2.0**NUM,
+        2.0**NUM,
+    ]  # not 2 ** (2 * NUM): the step began with the buffer of the first replica
 
 
 def run_failing(rank, wrapper):
-    """A step that works, one that rank 2 cannot begin, and, with a new engine, another; seconds of the second."""
+    """Run a good step, one with a wrong feed on rank 0, and one with a new engine; time the failed step."""
     groups = make_groups()
     pipeline = make_pipeline()
     module = First()
@@ -178,7 +186,7 @@ def run_failing(rank, wrapper):
         module = Last()
         module.table = nn.Embedding(5, WIDTH).double()
         fully_shard(module, mesh=DeviceMesh.from_group(groups[1], "cpu"))
-    said = []
+    outcomes = []
     for attempt in range(2):
         try:
             with Engine(
@@ -191,18 +199,18 @@ def run_failing(rank, wrapper):
                     if rank == 0:
                         del wrong[0][-1]
                     engine.step(wrong)
-                said.append("done")
+                outcomes.append("done")
         except ReshardError as error:
-            said.append(f"{type(error).__name__}: {error}")
+            outcomes.append(f"{type(error).__name__}: {error}")
             seconds = time.monotonic() - begun
             module.zero_grad()
-    return said, seconds, {name: _plain(p.grad) for name, p in module.named_parameters()}
+    return outcomes, seconds, {name: _plain(p.grad) for name, p in module.named_parameters()}
 
 
-def test_a_copy_that_fails_before_a_later_step_ends_that_for_all_and_a_new_engine_goes_on():
+def test_new_engine_works_after_a_failed_step_under_ddp():
     wanted = single_process(1)
-    for rank, (said, seconds, gradients) in enumerate(run_processes(run_failing, 3, "ddp", timeout_seconds=60)):
-        assert "stage 0 is fed 2 microbatches" in said[0] and said[1] == "done"
+    for rank, (outcomes, seconds, gradients) in enumerate(run_processes(run_failing, 3, "ddp", timeout_seconds=60)):
+        assert "stage 0 is fed 2 microbatches" in outcomes[0] and outcomes[1] == "done"
         assert seconds < 10
         for name, gradient in gradients.items() if rank else ():
             torch.testing.assert_close(
@@ -210,13 +218,13 @@ def test_a_copy_that_fails_before_a_later_step_ends_that_for_all_and_a_new_engin
             )
 
 
-def test_what_fsdp_keeps_of_a_step_that_failed_is_not_taken_for_gradients():
-    for said, *_ in run_processes(run_failing, 3, "fsdp", timeout_seconds=60):
-        assert "stage 0 is fed 2 microbatches" in said[0]
-        assert "stage 1 is sharded by FSDP, and was in a step that failed" in said[1]
+def test_fsdp_module_of_a_failed_step_is_rejected():
+    for outcomes, *_ in run_processes(run_failing, 3, "fsdp", timeout_seconds=60):
+        assert "stage 0 is fed 2 microbatches" in outcomes[0]
+        assert "stage 1 is sharded by FSDP, and was in a step that failed" in outcomes[1]
 
 
-def run_forgetful(rank):
+def run_without_loss_shards(rank):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -233,10 +241,10 @@ def run_forgetful(rank):
         return str(error)
 
 
-def test_copies_under_fsdp_have_to_be_counted_in_the_loss():
-    for said in run_processes(run_forgetful, 3, timeout_seconds=60)[1:]:
+def test_fsdp_replicas_need_num_loss_shards():
+    for error in run_processes(run_without_loss_shards, 3, timeout_seconds=60)[1:]:
         assert (
-            "stage 1 gives a loss on 2 replicas under FSDP, which see different data, but num_loss_shards is 1" in said
+            "stage 1 gives a loss on 2 replicas under FSDP, which see different data, but num_loss_shards is 1" in error
         )
 
 
@@ -269,7 +277,7 @@ def run_shared(rank):
     return layer.weight.grad.numpy().copy()
 
 
-def test_a_layer_in_two_stages_is_summed_over_copies_once():
+def test_layer_shared_by_two_stages_is_reduced_once():
     torch.manual_seed(3)
     layer = nn.Linear(WIDTH, WIDTH).double()
     for x, target, _ in data(0):
@@ -289,9 +297,9 @@ def run_hooked(rank):
         return str(error)
 
 
-def test_hooks_of_communication_are_refused():
-    for said in run_processes(run_hooked, 3):
-        assert "stage 1 is wrapped by DDP with a communication hook, which would not be called" in said
+def test_ddp_communication_hooks_are_rejected():
+    for error in run_processes(run_hooked, 3):
+        assert "stage 1 is wrapped by DDP with a communication hook, which would not be called" in error
 
 
 def run_plain(rank, wraps_a_layer):
@@ -311,19 +319,21 @@ def run_plain(rank, wraps_a_layer):
 
 
 @pytest.mark.parametrize("wraps_a_layer", [False, True])
-def test_plain_copies_that_see_different_data_get_a_warning(wraps_a_layer):
+def test_unwrapped_replicas_with_different_data_get_a_warning(wraps_a_layer):
     first, second, frozen = run_processes(run_plain, 3, wraps_a_layer)
     assert not first and not frozen and len(second) == 1
-    assert second[0].startswith("test_data_parallel.py: ranks of stage 1 have shards of what crosses its edges"), second
+    assert second[0].startswith("test_data_parallel.py: ranks of stage 1 hold shards of the tensors on its edges"), (
+        second
+    )
 
 
-def test_dense_and_sparse_gradients_of_an_earlier_step_are_added_to_either():
+def test_stashed_gradients_are_added_in_any_layout():
     dense, sparse = torch.ones(3, 2), torch.sparse_coo_tensor([[1]], [[2.0, 3.0]], (3, 2), check_invariants=True)
     for earlier, later in ((dense, sparse), (sparse, dense), (sparse, sparse), (dense, dense)):
         parameter = nn.Parameter(torch.zeros(3, 2))
         parameter.grad = earlier.clone()
-        kept = set_aside([parameter])
+        kept = stash_gradients([parameter])
         assert parameter.grad is None
         parameter.grad = later.clone()
-        put_back(kept)
+        restore_gradients(kept)
         assert parameter.grad.to_dense().equal(earlier.to_dense() + later.to_dense())

@@ -1,4 +1,4 @@
-"""Schedules on real processes: losses and gradients equal to those of one process."""
+"""The engine on real processes: losses and gradients equal those of a single process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reshard.scheduler import (
     zb_h1,
 )
 from reshard.scheduler.runtime.engine import Engine
-from reshard.scheduler.runtime.p2p import StageTransfer, make_channel_movers
+from reshard.scheduler.runtime.p2p import PendingTransfer, plan_channels
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes
 
@@ -27,7 +27,7 @@ BATCH, WIDTH, NUM = 4, 6, 5
 
 
 class Skip(torch.nn.Module):
-    """Stage 0: what goes on, a skip that two later stages use, and a mask that needs no gradient."""
+    """Stage 0. Returns the main output, a skip tensor used by both later stages, and a mask without gradient."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ def run_rank(rank, make, ranks, dtype, sizes, num_steps):
         for number in range(num_steps):
             for module in modules.values():
                 module.zero_grad()
-            # what the last microbatch weighs follows from its tensors too
+            # without loss_weights, the engine derives the last microbatch's weight from its tensors
             step = engine.step(feed, loss_weights=[n / sum(sizes) for n in sizes] if number else None)
             grads = {
                 s: {n: p.grad.numpy().copy() for n, p in module.named_parameters()} for s, module in modules.items()
@@ -137,15 +137,15 @@ BUILDERS = {
 @pytest.mark.parametrize(
     ("name", "dtype", "rtol"), [*((name, "float64", 1e-10) for name in BUILDERS), ("auto_schedule", "float32", 1e-5)]
 )
-def test_losses_and_gradients_are_those_of_one_process(name, dtype, rtol):
+def test_losses_and_gradients_equal_a_single_process(name, dtype, rtol):
     ranks = [0, 1, 0] if name == "rows" else [0, 1, 2]
     sizes = [BATCH] * (NUM - 1) + [2]
     losses, grads = single_process(getattr(torch, dtype), sizes)
     results = run_processes(run_rank, max(ranks) + 1, BUILDERS[name], ranks, dtype, sizes, 2)
     for (steps, _), rank in zip(results, range(len(results)), strict=True):
-        for said, by_stage in steps:
+        for found, by_stage in steps:
             if rank == ranks[2]:
-                assert said == pytest.approx(losses, rel=rtol)
+                assert found == pytest.approx(losses, rel=rtol)
             for stage, named in by_stage.items():
                 for key, grad in named.items():
                     torch.testing.assert_close(torch.from_numpy(grad), grads[stage][key], rtol=rtol, atol=rtol * 1e-2)
@@ -154,7 +154,7 @@ def test_losses_and_gradients_are_those_of_one_process(name, dtype, rtol):
     assert {span.row for span in timeline.spans} == set(ranks)
 
 
-def test_what_stays_where_it_is_needs_no_plan():
+def test_channels_within_a_rank_need_no_plan():
     mesh = Mesh([0, 1])
     whole, half = Layout(mesh), Layout(mesh, "S0")
     stays, also = (TensorSpec((4,), "float32", half, half, name) for name in "xz")
@@ -167,7 +167,7 @@ def test_what_stays_where_it_is_needs_no_plan():
         (pipeline, (0, 1, 0), {(2, 1), (0, 2), (2, 0)}),
         (mixed, (0, 0, 0), set()),
     ):
-        ways = make_channel_movers(of, rows, Topology((0, 0)), None)
-        assert {(way.channel.sender, way.channel.receiver) for way in ways if way.plan is None} == without
-    there = StageTransfer(None, {"x": torch.ones(4)})
-    assert there.is_over() and list(there.wait()) == ["x"]
+        plans = plan_channels(of, rows, Topology((0, 0)), None)
+        assert {(each.channel.sender, each.channel.receiver) for each in plans if each.plan is None} == without
+    local = PendingTransfer(None, {"x": torch.ones(4)})
+    assert local.is_done() and list(local.wait()) == ["x"]

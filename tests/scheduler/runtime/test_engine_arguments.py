@@ -1,4 +1,4 @@
-"""What an engine is given that makes no sense: each is an error that names it, and nothing is excluded."""
+"""Wrong arguments of an Engine and of its steps raise errors that name the argument."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from reshard.scheduler import (
     to_svg,
 )
 from reshard.scheduler.runtime import grad_sync
-from reshard.scheduler.runtime.engine import Engine, _describe, _find_rows, _weigh_last
+from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.engine_arguments import describe_arguments, find_rows, weigh_last
 from reshard.scheduler.runtime.p2p import find_device_type
 from reshard.scheduler.runtime.stage import _localize
 from reshard.scheduler.runtime.tied_params import TiedParameter
@@ -37,7 +38,7 @@ NUM = 4
 
 
 class Model(torch.nn.Module):
-    """A stage that is a whole model."""
+    """A whole model in one stage."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +59,7 @@ TWO = Pipeline(tuple(Stage(1.0, 1.0, 1.0, mesh=Mesh([r])) for r in (0, 1)), (Edg
 
 @pytest.fixture(scope="module")
 def group():
-    """A group of one."""
+    """A group of one rank."""
     return join(dist.HashStore(), 0, 1)
 
 
@@ -82,22 +83,22 @@ def test_losses_are_weighted(group, weights):
 
 
 STEPS = {
-    "three weights": ({"loss_weights": [1, 1, 1]}, r"loss_weights are 4 finite numbers, not [1, 1, 1]"),
-    "infinite": ({"loss_weights": [1, 1, 1, math.inf]}, "loss_weights are 4 finite numbers, not [1, 1, 1, inf]"),
-    "a number": ({"loss_weights": 5}, "loss_weights are 4 numbers, not 5"),
-    "feed": ({"feed": 5}, "feed is {stage: [{name: tensor}, ...]}, not int"),
-    "rows of none": ({"feed": {0: 5}}, "stage 0 is fed int; it needs a list, one for each microbatch"),
-    "no such stage": ({"feed": {1: []}}, "stage 1 is fed; there are stages 0 to 0"),
+    "three weights": ({"loss_weights": [1, 1, 1]}, r"loss_weights must be 4 finite numbers, not [1, 1, 1]"),
+    "infinite": ({"loss_weights": [1, 1, 1, math.inf]}, "loss_weights must be 4 finite numbers, not [1, 1, 1, inf]"),
+    "a number": ({"loss_weights": 5}, "loss_weights must be 4 numbers, not 5"),
+    "feed": ({"feed": 5}, "feed must be {stage: [{name: tensor}, ...]}, not int"),
+    "rows of none": ({"feed": {0: 5}}, "stage 0 is fed int; it needs a list with one entry per microbatch"),
+    "no such stage": ({"feed": {1: []}}, "feed names stage 1; there are stages 0 to 0"),
     "rows of tensors": ({"feed": {0: [torch.ones(2, 3)] * NUM}}, "stage 0 is fed 4 microbatches; it needs 4, each"),
     "too many rows": ({"feed": {0: [{}] * 5}}, "stage 0 is fed 5 microbatches; it needs 4, each {name: tensor}"),
 }
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_steps_are_given_what_makes_sense(group, name):
-    given, said = STEPS[name]
+def test_wrong_arguments_of_a_step(group, name):
+    given, error = STEPS[name]
     engine = Engine(one_f_one_b(ONE, NUM), ONE, {0: Model()}, group=group)
-    with engine, pytest.raises(ArgumentError, match=re.escape(said)):
+    with engine, pytest.raises(ArgumentError, match=re.escape(error)):
         engine.step(**{"feed": _feed(), **given})
 
 
@@ -106,9 +107,9 @@ ENGINES = {
     "pipeline": ({"pipeline": None}, "pipeline must be a Pipeline, not NoneType"),
     "last pipeline": ({"last_pipeline": 5}, "last_pipeline must be a Pipeline, not int"),
     "another last pipeline": ({"last_pipeline": TWO}, "last_pipeline must have the stages and edges of the pipeline"),
-    "ties": ({"ties": 5}, "ties are a list of TiedParameter, not int"),
+    "ties": ({"ties": 5}, "ties must be a list of TiedParameter, not int"),
     "a tie": ({"ties": [5]}, "a tie must be a TiedParameter, not int"),
-    "mesh": ({"pipeline": Pipeline((Stage(1.0, 1.0, 1.0),), ())}, "stage 0 has no mesh; to run a pipeline each needs"),
+    "mesh": ({"pipeline": Pipeline((Stage(1.0, 1.0, 1.0),), ())}, "stage 0 has no mesh; an Engine needs one for every stage"),
     "other ranks": (
         {"pipeline": Pipeline((Stage(1.0, 1.0, 1.0, mesh=Mesh([1])),), ())}, "rank"
     ),
@@ -122,15 +123,15 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_engines_are_given_what_makes_sense(group, name):
-    given, said = ENGINES[name]
+def test_wrong_arguments_of_an_engine(group, name):
+    given, error = ENGINES[name]
     arguments = {"schedule": one_f_one_b(ONE, NUM), "pipeline": ONE, "modules": {0: Model()}, **given}
-    with pytest.raises(ReshardError, match=re.escape(said)):
+    with pytest.raises(ReshardError, match=re.escape(error)):
         Engine(**arguments, group=group, **({} if "timeout_seconds" in given else {"timeout_seconds": 20}))
 
 
-def _shrunk(*shapes):
-    """Two stages with two tensors between them, and the last microbatch's."""
+def _with_last(*shapes):
+    """A pipeline with two tensors on its edge, and the same with other shapes for the last microbatch."""
     edges = [replace(TWO.edges[0], tensors=(_spec("x", a), _spec("y", b))) for a, b in (((8, 3), (8, 5)), shapes)]
     return [replace(TWO, edges=(edge,)) for edge in edges]
 
@@ -138,35 +139,35 @@ def _shrunk(*shapes):
 @pytest.mark.parametrize(
     ("shapes", "weight"),
     [(((8, 3), (8, 5)), 1), (((2, 3), (2, 5)), 0.25), (((2, 3), (8, 5)), 0.25),
-     (((2, 3), (4, 5)), "0.25, 0.5 of the others in size"), (((0, 3), (8, 5)), "tensors of last_pipeline are empty")],
+     (((2, 3), (4, 5)), "have 0.25, 0.5 times the size"), (((0, 3), (8, 5)), "tensors of last_pipeline are empty")],
 )  # fmt: skip
-def test_the_last_microbatch_weighs_what_its_tensors_are_of_the_others(shapes, weight):
-    whole, last = _shrunk(*shapes)
+def test_weight_of_the_last_microbatch_is_its_relative_size(shapes, weight):
+    whole, last = _with_last(*shapes)
     if isinstance(weight, str):
         with pytest.raises(ArgumentError, match=weight):
-            _weigh_last(whole, last)
+            weigh_last(whole, last)
     else:
-        assert _weigh_last(whole, last) == weight
+        assert weigh_last(whole, last) == weight
 
 
-def test_rows_are_of_ranks_of_their_own():
+def test_each_rank_is_on_one_row():
     spec = TensorSpec((2, 3), "float32", Layout(Mesh([0])), Layout(Mesh([0])), "x")
     of_one = Pipeline((TWO.stages[0],) * 2, (Edge(0, 1, 0.5, 0.5, tensors=(spec,)),))
     apart, together = gpipe(TWO, 2), replace(gpipe(TWO, 2), row_of_stage=(0, 0), rows=((),))
-    assert _find_rows(apart, TWO) == [(0,), (1,)] and _find_rows(together, of_one) == [(0,)]
-    for schedule, pipeline, said in (
-        (apart, of_one, "rank 0 is on rows 0 and 1; it can be on one"),
-        (together, TWO, "row 0 has stages on ranks 0 and on 1; those of one row need the same"),
+    assert find_rows(apart, TWO) == [(0,), (1,)] and find_rows(together, of_one) == [(0,)]
+    for schedule, pipeline, error in (
+        (apart, of_one, "rank 0 is on rows 0 and 1; it must be on one row"),
+        (together, TWO, "row 0 has stages on ranks 0 and on ranks 1; all stages of a row must be on the same ranks"),
         (replace(together, rows=((), ())), of_one, "row 1 has no stage"),
         (apart, replace(TWO, edges=(Edge(0, 1, 0.5, 0.5),)), "edge 0 -> 1 has no tensors"),
     ):
-        with pytest.raises(ArgumentError, match=said):
-            _find_rows(schedule, pipeline)
+        with pytest.raises(ArgumentError, match=error):
+            find_rows(schedule, pipeline)
 
 
-def test_engines_that_differ_in_one_thing_say_in_which():
+def test_differences_between_engines_are_named():
     def described(pipeline=TWO, last=None, schedule=None, strategy="auto", topology=None):
-        return dict(_describe(schedule or gpipe(pipeline, 2), pipeline, last, strategy, topology))
+        return dict(describe_arguments(schedule or gpipe(pipeline, 2), pipeline, last, strategy, topology))
 
     wider = replace(TWO, edges=(replace(TWO.edges[0], tensors=(_spec(shape=(2, 4)),)),))
     without = replace(TWO, edges=(replace(TWO.edges[0], without_gradient=frozenset({"x"})),))
@@ -184,7 +185,7 @@ def test_engines_that_differ_in_one_thing_say_in_which():
         assert {key for key in same.keys() | other.keys() if same.get(key) != other.get(key)} == names
 
 
-def test_actions_of_stages_and_microbatches_next_to_the_last_are_refused():
+def test_actions_of_unknown_stages_and_microbatches_are_rejected():
     for action in (Action(Kind.F, 2, 0), Action(Kind.F, 0, 2), Action(Kind.F, 0, -1), Action(Kind.SEND_F, 0, 0, 2)):
         schedule = gpipe(TWO, 2)
         wrong = replace(schedule, rows=((*schedule.rows[0], action), schedule.rows[1]))
@@ -195,7 +196,7 @@ def test_actions_of_stages_and_microbatches_next_to_the_last_are_refused():
                 simulate(wrong, TWO)
 
 
-def test_what_is_given_as_a_list_is_kept_as_a_tuple():
+def test_lists_are_stored_as_tuples():
     edge = Edge(0, 1, 0.5, 0.5, tensors=[_spec()], without_gradient=["x"])
     assert edge.tensors == (_spec(),) and edge.without_gradient == frozenset({"x"})
     pipeline = Pipeline(list(TWO.stages), [edge])
@@ -203,7 +204,7 @@ def test_what_is_given_as_a_list_is_kept_as_a_tuple():
     assert TiedParameter({0: "a", 1: "b"}, [3, 4]).shape == (3, 4)
 
 
-def test_a_picture_needs_a_timeline():
+def test_picture_needs_a_schedule_and_a_timeline():
     schedule = gpipe(TWO, 2)
     with pytest.raises(ArgumentError, match="a PipelineTimeline is needed, not NoneType"):
         to_svg(schedule, None)
@@ -221,8 +222,8 @@ def test_modules_of_a_rank_are_on_one_type_of_device():
             find_device_type(modules)
 
 
-def test_gradients_are_added_in_buckets(monkeypatch):
-    """In order, each as full as it can be; one that is larger goes alone."""
+def test_gradients_are_reduced_in_buckets(monkeypatch):
+    """Buckets fill up in order; a gradient larger than a bucket is alone."""
     monkeypatch.setattr(grad_sync, "BUCKET_BYTES", 40)
     sizes = [16, 16, 12, 28, 4, 80, 8, 40, 0, 8]
     found = grad_sync._buckets(torch.zeros(size, dtype=torch.int8) for size in sizes)
@@ -231,13 +232,13 @@ def test_gradients_are_added_in_buckets(monkeypatch):
 
 @pytest.fixture
 def mesh_of_one():
-    """A device mesh of torch, of this process alone."""
+    """A DeviceMesh of this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
 
-def test_a_dtensor_is_on_the_ranks_of_its_edge(mesh_of_one):
+def test_dtensor_must_be_on_the_ranks_of_its_edge(mesh_of_one):
     given = DTensor.from_local(torch.full((2, 3), 2.0), mesh_of_one, [Partial()])
     here = _spec()
     assert torch.equal(_localize(given, here), torch.full((2, 3), 2.0))

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank ends the step on all, soon, with one error."""
+"""An error on one rank ends the step on all ranks quickly and with the same error."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def make_pipeline(num=3):
 
 
 def run_rank(rank, fault):
-    """What each rank gets, and after how many seconds."""
+    """Run a step with a fault on one rank; returns error class, text and seconds, or None without an error."""
     at = 2 if fault in ("no loss", "complex loss") else 1
     pipeline, build, num, modules = make_pipeline(), one_f_one_b, NUM, {rank: Part(rank, fault if rank == at else None)}
     ties = ()
@@ -103,7 +103,7 @@ def run_rank(rank, fault):
         if fault == "tie elsewhere":
             layouts = {1: Layout(Mesh([2]))}
             ties = (TiedParameter({0: "layer.weight", 1: "layer.weight"}, (3, 3), layouts=layouts),)
-        if fault == "late":  # rank 2 waits for what it shares with rank 0 by then
+        if fault == "late":  # rank 2 then waits for the tied parameter of rank 0
             ties = (TiedParameter({0: "layer.weight", 2: "layer.weight"}, (3, 3)),)
         engine = Engine(
             build(pipeline, num),
@@ -125,7 +125,7 @@ def run_rank(rank, fault):
         try:
             engine.step(feed, loss_weights=weights)
         except Exception:
-            with pytest.raises(ArgumentError, match="cannot go on"):
+            with pytest.raises(ArgumentError, match="this engine failed"):
                 engine.step(feed)
             raise
         return None
@@ -147,9 +147,9 @@ FAULTS = {
     "name": ("ArgumentError", r"stage 1 returns \['z'\], not 'x', which stage 2 needs"),
     "detached": ("ArgumentError", r"stage 1 gives 'x' without a gradient: was it detached\?"),
     "no loss": ("ArgumentError", r"returns \['Loss'\]; it must return a 'loss'"),
-    "sometimes": ("ArgumentError", "stage 1 gives a loss for some microbatches and none for others; see 2"),
+    "sometimes": ("ArgumentError", "stage 1 gives a loss for some microbatches and none for others, see microbatch 2"),
     "feed": ("ArgumentError", "stage 0 is fed 3 microbatches; it needs 4"),
-    "fed twice": ("ArgumentError", r"stage 1 gets \['x'\] from another stage and is fed it too"),
+    "fed twice": ("ArgumentError", r"stage 1 receives \['x'\] from another stage and from feed"),
     "schedule": ("DisagreementError", "ranks disagree on the schedule: ranks 0,2 pass 1f1b, rank 1 passes gpipe"),
     "count": ("DisagreementError", "number of microbatches: ranks 0,2 pass 4, rank 1 passes 5"),
     "modules": ("ArgumentError", r"rank 1 computes stages \[1\], but has modules for \[\]"),
@@ -160,62 +160,62 @@ FAULTS = {
     "tied twice": ("ArgumentError", "'layer.weight' of stage 1 is in two ties"),
     "tie elsewhere": ("ArgumentError", "the layout of 'layer.weight' in a tie must be on the ranks of stage 1"),
     "no topology": ("ArgumentError", "rank 1: topology must be a Topology, not str"),
-    "weights in a text": ("ArgumentError", "loss_weights are 4 numbers, not '1111'"),
-    "modules are none": ("ArgumentError", "rank 1: modules are {stage: module}, not NoneType"),
+    "weights in a text": ("ArgumentError", "loss_weights must be 4 numbers, not '1111'"),
+    "modules are none": ("ArgumentError", "rank 1: modules must be {stage: module}, not NoneType"),
     "bad timeout": ("ArgumentError", "rank 1: timeout_seconds is -1"),
-    "loss weights": ("ArgumentError", r"loss_weights are 4 finite numbers, not \['a', 1, 1, 1\]|are 4 numbers"),
+    "loss weights": ("ArgumentError", r"loss_weights must be 4 finite numbers, not \['a', 1, 1, 1\]|must be 4 numbers"),
     "no module": ("ArgumentError", "stage 1 needs a torch.nn.Module, not str"),
     "tie": ("ArgumentError", "stage 1 has no parameter 'layer.wait', which a tie names"),
 }
 
 
 def run_all(rank):
-    """One fault after the other: after each the ranks can make a new engine, but for the last."""
+    """Run all faults in turn; after each but the last one, the ranks must be able to create a new engine."""
     found = [run_rank(rank, fault) for fault in (*FAULTS, None, "no schedule")]
-    time.sleep(0.5 * (rank == 1))  # else the others hear that it has ended
+    time.sleep(0.5 * (rank == 1))  # otherwise the other ranks report that rank 1 has exited
     return found
 
 
-def test_one_rank_fails_and_all_say_so():
+def test_error_of_one_rank_is_raised_on_all():
     results = run_processes(run_all, 3, timeout_seconds=90)
     for rank, found in enumerate(results):
         assert found[-2] is None  # without a fault
-        name, said, seconds = found[-1]
+        name, error, seconds = found[-1]
         assert (name, seconds < 6) == ("ArgumentError" if rank == 1 else "DisagreementError", True)
-        assert "schedule must be a Schedule, not list" in said
+        assert "schedule must be a Schedule, not list" in error
         for (fault, (kind, text)), result in zip(FAULTS.items(), found, strict=False):
             assert result is not None, fault
-            name, said, seconds = result
+            name, error, seconds = result
             assert seconds < 6
             if fault in ("raises", "late") and rank == 1:
                 assert name == "ValueError"
-                assert said in text
+                assert error in text
                 continue
-            assert name == kind, said
-            assert re.search(text, said), said
+            assert name == kind, error
+            assert re.search(text, error), error
 
 
-def test_a_rank_that_dies_is_named():
+def test_dead_rank_is_named():
     with pytest.raises(LaunchError) as caught:
         run_processes(run_rank, 3, "dies", timeout_seconds=60, grace_seconds=15)
     assert {failure.rank for failure in caught.value.failures} == {1}
     for rank in (0, 2):
-        kind, said, seconds = caught.value.results[rank]
+        kind, error, seconds = caught.value.results[rank]
         assert kind == "RemoteError"
-        assert "rank 1" in said
+        assert "rank 1" in error
         assert seconds < 12
 
 
-def run_wrong(rank, cases):
-    said = []
+def make_wrong_engines(rank, cases):
+    errors = []
     for pipeline, schedule in cases:
         with pytest.raises(ReshardError) as caught:
             Engine(schedule, pipeline, {}, timeout_seconds=5)
-        said.append((type(caught.value), str(caught.value)))
-    return said
+        errors.append((type(caught.value), str(caught.value)))
+    return errors
 
 
-def test_pipelines_that_cannot_run_are_refused():
+def test_pipelines_that_cannot_run_are_rejected():
     pipeline = make_pipeline(2)
     schedule = one_f_one_b(pipeline, 2)
     bare = replace(pipeline, stages=(pipeline.stages[0], replace(pipeline.stages[1], mesh=None)))
@@ -230,15 +230,15 @@ def test_pipelines_that_cannot_run_are_refused():
         "stage 1 has no mesh": (ArgumentError, bare, schedule),
         "edge 0 -> 1 has no tensors": (ArgumentError, empty, schedule),
         "rank 0 is on rows 0 and 1": (ArgumentError, doubled, schedule),
-        "1SEND_B1>0 is there 0 times, not 1": (ScheduleError, pipeline, short),
+        "1SEND_B1>0 occurs 0 times, not 1": (ScheduleError, pipeline, short),
     }
-    for told in run_processes(run_wrong, 2, [case[1:] for case in cases.values()]):
-        for (kind, said), (text, (expected, *_)) in zip(told, cases.items(), strict=True):
-            assert kind is expected and text in said
+    for found in run_processes(make_wrong_engines, 2, [case[1:] for case in cases.values()]):
+        for (kind, error), (text, (expected, *_)) in zip(found, cases.items(), strict=True):
+            assert kind is expected and text in error
 
 
 class Reentrant(torch.nn.Module):
-    """Calls the step that it is computed in."""
+    """A stage whose forward calls ``step`` of its own engine."""
 
     def forward(self, x):
         self.engine.step({})
@@ -249,14 +249,14 @@ def run_reentrant(rank):
     module = Reentrant()
     with Engine(one_f_one_b(pipeline, 1), pipeline, {0: module}, timeout_seconds=20) as engine:
         module.engine = engine
-        with pytest.raises(ArgumentError, match="in a step already") as caught:
+        with pytest.raises(ArgumentError, match="already in a step") as caught:
             engine.step({0: [{"x": torch.ones(1)}]})
     with pytest.raises(ArgumentError, match="this engine is closed"):
         engine.step({})
     return caught.value.__notes__
 
 
-def test_a_step_within_a_step_is_refused():
+def test_step_inside_a_step_is_rejected():
     assert run_processes(run_reentrant, 1) == [["in 0F0, microbatch 0 of stage 0 of the schedule '1f1b'"]]
 
 
@@ -267,18 +267,18 @@ def run_on_topologies(rank):
         used.append(topology)
         return []
 
-    engine_module.make_channel_movers = note
+    engine_module.plan_channels = note
     for given in (None, Topology.uniform((0,), 1e9)):
         Engine(one_f_one_b(pipeline, 1), pipeline, {0: Reentrant()}, topology=given).close()
     return used
 
 
-def test_a_topology_that_is_given_is_used():
+def test_given_topology_is_used():
     assert run_processes(run_on_topologies, 1) == [[Topology.from_hostnames(["here"]), Topology.uniform((0,), 1e9)]]
 
 
 class Counter(torch.nn.Module):
-    """Stage 0 counts in a tensor that it gives away: a buffer, or one that nobody knows of."""
+    """Stage 0 counts in place in a tensor that it returns: a registered buffer, or a plain attribute."""
 
     def __init__(self, stage, is_buffer):
         super().__init__()
@@ -317,7 +317,7 @@ def run_on_one_row(rank):
     order = ["F0", "F1", "f0", "f1", "b0", "B0", "b1", "B1"]
     row = tuple(Action(Kind(word[0].upper()), int(word[0].islower()), int(word[1])) for word in order)
     engine = Engine(Schedule("one row", (row,), (0, 0), 2), pipeline, {s: Counter(s, False) for s in (0, 1)})
-    with pytest.raises(ArgumentError, match="stage 0 changed 'count' in place after it gave it to stage 1"):
+    with pytest.raises(ArgumentError, match="stage 0 changed 'count' in place after returning it, so stage 1"):
         engine.step({0: [{"x": torch.ones(2, 3)}] * 2})
     shared = torch.nn.Linear(3, 3)
     modules = {0: torch.nn.Sequential(shared), 1: torch.nn.Sequential(shared)}
@@ -331,12 +331,12 @@ def run_on_one_row(rank):
     return True
 
 
-def test_what_stays_on_a_rank_is_watched_too():
+def test_in_place_changes_are_found_between_stages_of_one_rank():
     assert run_processes(run_on_one_row, 1) == [True]
 
 
-class Impatient(Counter):
-    """Stage 1 changes what it is given."""
+class InputChanger(Counter):
+    """Stage 1 changes its input in place."""
 
     def forward(self, x, count=None):
         if self.stage:
@@ -344,12 +344,12 @@ class Impatient(Counter):
         return super().forward(x, count)
 
 
-def test_what_was_given_away_does_not_change():
+def test_in_place_changes_of_sent_tensors():
     _, losses = run_processes(run_counter, 2, True, timeout_seconds=60)
     assert losses == (1, 2, 3, 4, 5, 6)
     _, losses = run_processes(run_counter, 2, True, None, True, timeout_seconds=60)
-    assert losses == (0,) * 6  # nothing but a signal is moved, and zeros are computed on
-    said, _ = run_processes(run_counter, 2, False, timeout_seconds=60)
-    assert "stage 0 changed 'count' in place after it gave it to stage 1" in said
-    _, said = run_processes(run_counter, 2, True, Impatient, timeout_seconds=60)
-    assert "stage 1 changed 'count' in place, which another stage gave it" in said
+    assert losses == (0,) * 6  # no data is sent, so stage 1 computes on zeros
+    error, _ = run_processes(run_counter, 2, False, timeout_seconds=60)
+    assert "stage 0 changed 'count' in place after returning it, so stage 1" in error
+    _, error = run_processes(run_counter, 2, True, InputChanger, timeout_seconds=60)
+    assert "stage 1 changed its input 'count' in place, but the sending stage" in error

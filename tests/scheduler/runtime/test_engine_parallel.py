@@ -1,4 +1,4 @@
-"""Stages that torch makes parallel inside: replicated, sharded, tensor-parallel; and parameters that stages share."""
+"""Stages with DDP, FSDP or tensor parallelism, and parameters tied between stages."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def whole(gradient):
 
 
 def run_rank(rank, sizes, how, build, tied, adds_up=False):
-    """Stage 0 on the first ranks, stage 1 on those behind; each is replicated by DDP, sharded by FSDP, or split by TP."""
+    """Run steps with stage 0 on the first ranks and stage 1 on the others, each plain or under DDP, FSDP or TP."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Partial, Replicate
@@ -97,7 +97,7 @@ def run_rank(rank, sizes, how, build, tied, adds_up=False):
             fully_shard(module, mesh=mesh)
         else:
             out = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
-            # with a local output it is a tensor that the all-reduce has yet to fill
+            # a local output is a tensor that the asynchronous all-reduce has not filled yet
             plan = {"up": ColwiseParallel(), "down": out if (stage, kind) == (0, "tp") else RowwiseParallel()}
             parallelize_module(module, mesh, plan)
     del init_device_mesh, Replicate
@@ -117,7 +117,7 @@ def run_rank(rank, sizes, how, build, tied, adds_up=False):
         for _ in range(2):
             module.zero_grad()
             step = engine.step(feed)
-        if adds_up:  # gradients of two steps
+        if adds_up:  # accumulate the gradients of two steps
             step = engine.step(feed)
     for thread in threading.enumerate():
         if thread.name == "reshard-progress":
@@ -138,18 +138,18 @@ def run_rank(rank, sizes, how, build, tied, adds_up=False):
         ((1, 2), ("plain", "fsdp"), one_f_one_b),
     ],
 )
-def test_gradients_are_those_of_one_process_whatever_is_parallel(sizes, how, build):
+def test_gradients_equal_a_single_process(sizes, how, build):
     losses, grads = single_process(False)
     results = run_processes(run_rank, 3, sizes, how, build, False)
     for rank, (_, named) in enumerate(results):
         for name, gradient in named.items():
             expected = grads[int(rank >= sizes[0])][name]
             torch.testing.assert_close(torch.from_numpy(gradient), expected, rtol=1e-10, atol=1e-14)
-    said = [loss for loss, _ in results[sizes[0] :]]
-    assert sum(said) / len(said) == pytest.approx(sum(losses) / NUM, rel=1e-12)
+    found = [loss for loss, _ in results[sizes[0] :]]
+    assert sum(found) / len(found) == pytest.approx(sum(losses) / NUM, rel=1e-12)
 
 
-def test_tied_weights_stay_alike():
+def test_tied_weights_get_equal_gradients():
     losses, grads = single_process(True)
     results = run_processes(run_rank, 3, (2, 1), ("ddp", "plain"), zb_h1, True)
     assert results[2][0] == pytest.approx(sum(losses) / NUM, rel=1e-12)
@@ -160,7 +160,7 @@ def test_tied_weights_stay_alike():
 
 
 @pytest.mark.parametrize("how", [("ddp", "plain"), ("fsdp", "plain")])
-def test_gradients_of_steps_add_up(how):
+def test_gradients_accumulate_over_steps(how):
     _, grads = single_process(True)
     results = run_processes(run_rank, 3, (2, 1), how, one_f_one_b, how[0] == "ddp", True)
     tied = how[0] == "ddp"
@@ -171,8 +171,8 @@ def test_gradients_of_steps_add_up(how):
             torch.testing.assert_close(torch.from_numpy(gradient), 2 * expected, rtol=1e-10, atol=1e-14)
 
 
-class Choosy(nn.Module):
-    """One layer that only the first copy uses, one that none does."""
+class PartlyUsed(nn.Module):
+    """A stage with a layer that only the first replica uses, and a layer that no replica uses."""
 
     def __init__(self, is_used):
         super().__init__()
@@ -184,7 +184,7 @@ class Choosy(nn.Module):
         return {"loss": (self.sometimes(y) if self.is_used else y).mean()}
 
 
-def run_choosy(rank, finds_unused):
+def run_partly_used(rank, finds_unused):
     meshes = [Mesh([0]), Mesh([1, 2])]
     groups = [dist.new_group(mesh.ranks) for mesh in meshes]
     x = TensorSpec((4, 3), "float32", Layout(meshes[0], "R R"), Layout(meshes[1], "S0 R"), "x")
@@ -193,7 +193,7 @@ def run_choosy(rank, finds_unused):
     module = nn.Linear(3, 3)
     if rank:
         module = nn.parallel.DistributedDataParallel(
-            Choosy(rank == 1), process_group=groups[1], find_unused_parameters=finds_unused
+            PartlyUsed(rank == 1), process_group=groups[1], find_unused_parameters=finds_unused
         )
     feed = {0: [{"input": torch.ones(4, 3)}] * 2}
     with Engine(one_f_one_b(pipeline, 2), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
@@ -202,8 +202,8 @@ def run_choosy(rank, finds_unused):
 
 
 @pytest.mark.parametrize("finds_unused", [False, True])
-def test_what_no_copy_uses_has_no_gradient(finds_unused):
-    _, first, second = run_processes(run_choosy, 3, finds_unused, timeout_seconds=60)
+def test_parameters_unused_by_all_replicas_have_no_gradient(finds_unused):
+    _, first, second = run_processes(run_partly_used, 3, finds_unused, timeout_seconds=60)
     assert {name for name, gradient in first.items() if gradient is None} == {
         "module.never.weight",
         "module.never.bias",
@@ -215,10 +215,10 @@ def test_what_no_copy_uses_has_no_gradient(finds_unused):
 
 
 def run_wrapped(rank):
-    """Wrappers whose gradients would be wrong, and what is said of each."""
+    """Use wrappers that would give wrong gradients; returns the error of each."""
     mesh = Mesh([0, 1])
     pipeline = Pipeline((Stage(1, 1, 1, mesh=mesh),), ())
-    schedule, said = one_f_one_b(pipeline, 1), []
+    schedule, errors = one_f_one_b(pipeline, 1), []
 
     def ddp(module, **options):
         return nn.parallel.DistributedDataParallel(module, **options)
@@ -234,13 +234,13 @@ def run_wrapped(rank):
             with Engine(schedule, pipeline, {0: module}, num_loss_shards=shards, timeout_seconds=20) as engine:
                 engine.step({0: [{"input": torch.ones(1, 3)}]})
         except ArgumentError as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
-def test_wrappers_that_would_give_wrong_gradients_are_refused():
-    said, other = run_processes(run_wrapped, 2, timeout_seconds=60)
-    for one in (said, other):
+def test_wrappers_that_would_give_wrong_gradients_are_rejected():
+    first, second = run_processes(run_wrapped, 2, timeout_seconds=60)
+    for one in (first, second):
         assert "the module of stage 0 has '0', which is wrapped by DistributedDataParallel; only the whole" in one[0]
         assert "static_graph=True" in one[1]
         assert (
@@ -251,7 +251,7 @@ def test_wrappers_that_would_give_wrong_gradients_are_refused():
 
 
 def run_timeline(rank):
-    """A pipeline on some ranks of the world; then one of them ends, and does not ask for the timeline."""
+    """Run a pipeline on ranks 1 and 3 of the world. Rank 3 then ends without a second call of ``timeline``."""
     if rank in (0, 2):
         return None
     meshes = [Mesh([1]), Mesh([3])]
@@ -274,7 +274,7 @@ def run_timeline(rank):
             return rows, str(error)
 
 
-def test_a_timeline_needs_the_ranks_of_the_pipeline_and_no_others():
-    _, (rows, said), _, (others, _) = run_processes(run_timeline, 4, timeout_seconds=60)
+def test_timeline_needs_all_ranks_of_the_pipeline_and_no_others():
+    _, (rows, error), _, (others, _) = run_processes(run_timeline, 4, timeout_seconds=60)
     assert rows == others == ([0, 1], 4)
-    assert "rank 3 is gone" in said
+    assert "rank 3 is gone" in error

@@ -1,4 +1,4 @@
-"""ReplicaSync of a stage under DDP: connections of their own, buffers, losses of several stages, deaths."""
+"""Gradient synchronization of stage replicas: failures, buffers, losses of several stages, and dead ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import reshard
 from reshard import Mesh, RemoteError, ReshardError
 from reshard.scheduler import Pipeline, Stage, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
-from reshard.scheduler.runtime.grad_sync import is_of_a_connection
+from reshard.scheduler.runtime.grad_sync import is_connection_error
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.stages_with_replicas import (
     NUM,
@@ -44,17 +44,17 @@ def catch(call):
     return "done", time.monotonic() - begun
 
 
-def plant():
-    raise ValueError("planted")
+def fail():
+    raise ValueError("injected fault")
 
 
 def run_failing(rank, where):
-    """A step in which copy 2 fails, two with a new engine; and, before each, a forward that arms DDP's reducer."""
+    """Run a step in which rank 2 fails, then two with a new engine, each after a forward that arms DDP's reducer."""
     pipeline = make_pipeline(2)
     inner = Last() if rank else First()
     inner.register_buffer("scale", torch.ones(3))
     module = wrap(rank, 2, inner)
-    schedule, said = one_f_one_b(pipeline, NUM), []
+    schedule, outcomes = one_f_one_b(pipeline, NUM), []
     for attempt in range(2):
         with Engine(schedule, pipeline, {int(rank > 0): module}, num_loss_shards=2, timeout_seconds=20) as engine:
             fed = feed(rank, 2)
@@ -63,12 +63,12 @@ def run_failing(rank, where):
             inner.zero_grad()
             if attempt == 0 and rank == 2:
                 if where == "forward":
-                    inner.fault = plant
+                    inner.fault = fail
                 elif where == "backward":
-                    hook = inner.layer.bias.register_post_accumulate_grad_hook(lambda _: plant())
+                    hook = inner.layer.bias.register_post_accumulate_grad_hook(lambda _: fail())
                 else:
                     del fed[1][-1]
-            said.append(catch(lambda fed=fed, engine=engine: engine.step(fed)))
+            outcomes.append(catch(lambda fed=fed, engine=engine: engine.step(fed)))
             if attempt == 1:
                 module.zero_grad()
                 engine.step(fed)
@@ -76,20 +76,20 @@ def run_failing(rank, where):
                 inner.fault, inner.calls = None, 0
                 if where == "backward":
                     hook.remove()
-    return said, gradients(module)
+    return outcomes, gradients(module)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "feed"])
-def test_a_new_engine_goes_on_after_a_copy_has_failed(where):
+def test_new_engine_works_after_a_replica_failed(where):
     wanted = single_process()
-    for rank, (said, got) in enumerate(run_processes(run_failing, 3, where, timeout_seconds=60)):
-        assert ("planted" in said[0][0] or "is fed 2 microbatches" in said[0][0]) and said[0][1] < 5
-        assert said[1][0] == "done"
+    for rank, (outcomes, got) in enumerate(run_processes(run_failing, 3, where, timeout_seconds=60)):
+        assert ("injected fault" in outcomes[0][0] or "is fed 2 microbatches" in outcomes[0][0]) and outcomes[0][1] < 5
+        assert outcomes[1][0] == "done"
         check(got, wanted[rank > 0])
 
 
 def run_buffers(rank, kinds):
-    """For each kind of buffer what a step said, and what the buffer holds then; steps that fail are followed by others."""
+    """Run a step for each kind of buffer; returns the outcome and the buffer's content after it, by kind."""
     inner = Last() if rank else First()
     module = wrap(rank, 2, inner)
     pipeline, found = make_pipeline(2), {}
@@ -114,18 +114,20 @@ def run_buffers(rank, kinds):
                     inner.held = whole[:2]
                 engine.step(feed(rank, 2))
 
-        said, seconds = catch(step)
+        outcome, seconds = catch(step)
         assert seconds < 20
         if kind == "sliced" and rank == 2:
-            assert whole[:, 1::2].equal(torch.arange(24.0).reshape(4, 6)[:, 1::2] + 200)  # what lies between
-        found[kind] = said, made.resolve_conj().tolist()
+            assert whole[:, 1::2].equal(
+                torch.arange(24.0).reshape(4, 6)[:, 1::2] + 200
+            )  # elements between those of the buffer
+        found[kind] = outcome, made.resolve_conj().tolist()
     return found
 
 
-def test_copies_take_the_buffers_of_the_first_one_whatever_their_memory():
+def test_replicas_receive_the_buffers_of_the_first_replica():
     shared = ["sliced", "transposed on one", "int16", "conjugated", "empty"]
     refused = {
-        "expanded": "buffer 'held' of stage 1 has strides (0, 1)",
+        "expanded": "buffer 'held' of stage 1 has overlapping elements (strides (0, 1))",
         "of other shapes": "ranks disagree on buffers of stage 1: rank 1 passes held torch.float32 [3, 6], rank 2",
         "reshaped": "replicas of stage 1 have different buffers; rank ",
     }
@@ -138,7 +140,7 @@ def test_copies_take_the_buffers_of_the_first_one_whatever_their_memory():
 
 
 def run_losses(rank, numbers):
-    """Stage 0 on ranks 0 and 1 gives a loss too; stage 1 is on rank 2 alone. What a step with each number gave."""
+    """Run a step for each ``num_loss_shards``; stage 0 on ranks 0 and 1 returns a loss too, stage 1 is on rank 2."""
     pipeline = make_pipeline(1, first=2)
     inner = First() if rank < 2 else Last()
     inner.gives_loss = True
@@ -155,12 +157,12 @@ def run_losses(rank, numbers):
     return found
 
 
-def test_stages_with_a_loss_may_have_different_numbers_of_copies():
+def test_stages_with_a_loss_may_have_different_numbers_of_replicas():
     refused = [
         (2, "stage 1 gives a loss on 1 rank, but num_loss_shards is 2"),
         (1, "stage 0 gives a loss on 2 replicas under DDP, which see different data, but num_loss_shards is 1"),
         ({0: 2, 1: 2}, "num_loss_shards of stage 1 is 2; it must be an integer from 1 to 1"),
-        ({2: 1}, "num_loss_shards names stage 2; there are 0 to 1"),
+        ({2: 1}, "num_loss_shards names stage 2; there are stages 0 to 1"),
         ({0: True}, "num_loss_shards of stage 0 is True"),
     ]
     wanted = single_process(first_gives_loss=True)
@@ -175,7 +177,7 @@ def test_stages_with_a_loss_may_have_different_numbers_of_copies():
     assert (found[0][-1][2] + found[1][-1][2]) / 2 == pytest.approx(whole, rel=1e-12)
 
 
-def run_dying(rank, orderly):
+def run_dying(rank, raises):
     pipeline = make_pipeline(3)
     inner = Last() if rank else First()
     module = wrap(rank, 3, inner)
@@ -184,36 +186,36 @@ def run_dying(rank, orderly):
     ) as engine:
         engine.step(feed(rank, 3))
         if rank == 2:
-            if orderly:
-                raise ValueError("planted")
+            if raises:
+                raise ValueError("injected fault")
             os._exit(7)
         return catch(lambda: engine.step(feed(rank, 3)))
 
 
-@pytest.mark.parametrize("orderly", [False, True])
-def test_a_copy_that_ends_is_named_by_every_rank(orderly):
+@pytest.mark.parametrize("raises", [False, True])
+def test_ended_replica_is_named_on_every_rank(raises):
     with pytest.raises(LaunchError) as caught:
-        run_processes(run_dying, 4, orderly, timeout_seconds=60, grace_seconds=20)
+        run_processes(run_dying, 4, raises, timeout_seconds=60, grace_seconds=20)
     assert sorted(caught.value.results) == [0, 1, 3]
-    for said, seconds in caught.value.results.values():
-        assert said.startswith(RemoteError.__name__) and "rank 2" in said, said
+    for error, seconds in caught.value.results.values():
+        assert error.startswith(RemoteError.__name__) and "rank 2" in error, error
         assert seconds < 5
 
 
 def run_alone(rank):
-    """One stage, so that nothing crosses: what a copy raises reaches the other all the same."""
+    """Run a pipeline of one stage, which has no transfers between stages; rank 1 raises an error."""
     pipeline = Pipeline((Stage(1, 1, 1, mesh=Mesh([0, 1])),), ())
     inner = Last()
-    inner.fault = plant if rank else None
+    inner.fault = fail if rank else None
     fed = {0: [{"x": x.chunk(2)[rank], "target": target.chunk(2)[rank]} for x, target in data()]}
     module = DistributedDataParallel(inner)
     with Engine(one_f_one_b(pipeline, NUM), pipeline, {0: module}, num_loss_shards=2, timeout_seconds=20) as engine:
         return catch(lambda: engine.step(fed))
 
 
-def test_copies_of_a_single_stage_hear_of_each_other():
-    (said, seconds), _ = run_processes(run_alone, 2)
-    assert "rank 1 in 0F2, microbatch 2 of stage 0: ValueError: planted" in said and seconds < 5
+def test_replicas_of_a_single_stage_receive_errors():
+    (error, seconds), _ = run_processes(run_alone, 2)
+    assert "rank 1 in 0F2, microbatch 2 of stage 0: ValueError: injected fault" in error and seconds < 5
 
 
 def run_joint(rank, wrapper):
@@ -226,13 +228,13 @@ def run_joint(rank, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP"])
-def test_copies_on_ranks_of_other_stages_are_refused(wrapper):
-    for said in run_processes(run_joint, 2, wrapper):
-        assert f"the module of stage 0 is wrapped by {wrapper} over ranks 0-1, but rank 1 is not of that stage" in said
+def test_replicas_on_ranks_of_other_stages_are_rejected(wrapper):
+    for error in run_processes(run_joint, 2, wrapper):
+        assert f"the module of stage 0 is wrapped by {wrapper} over ranks 0-1, but rank 1 is not of that stage" in error
 
 
 def run_joined(rank):
-    """Ranks of the pipeline are those of a group that knows no world, the other way round."""
+    """Run a step in a joined group whose ranks are in reverse order of the world's ranks."""
     store = dist.PrefixStore("joined", dist.distributed_c10d._get_default_store())
     group = reshard.join(store, 2 - rank, 3)
     groups = [dist.new_group([2]), dist.new_group([0, 1])]
@@ -247,14 +249,14 @@ def run_joined(rank):
     return gradients(module)
 
 
-def test_copies_in_a_joined_group():
+def test_replicas_in_a_joined_group():
     wanted = single_process()
     for rank, got in enumerate(run_processes(run_joined, 3)):
         check(got, wanted[rank < 2])
 
 
-def test_errors_of_connections_are_told_from_those_of_users():
-    gone = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4731"
-    assert is_of_a_connection(RuntimeError(gone)) and is_of_a_connection(dist.DistBackendError("NCCL error"))
-    for error in (RemoteError(gone), RuntimeError("mat1 and mat2 shapes"), ValueError("gloo")):
-        assert not is_of_a_connection(error)
+def test_connection_errors_are_recognized():
+    text = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4731"
+    assert is_connection_error(RuntimeError(text)) and is_connection_error(dist.DistBackendError("NCCL error"))
+    for error in (RemoteError(text), RuntimeError("mat1 and mat2 shapes"), ValueError("gloo")):
+        assert not is_connection_error(error)

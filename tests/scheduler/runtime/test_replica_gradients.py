@@ -1,4 +1,4 @@
-"""Gradients of replicas of a stage: sparse ones, those of other dtypes than the parameters, where they lie."""
+"""Gradients of stage replicas: sparse gradients, gradients of other dtypes, and gradients in user memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.stages_with_replicas import (
 
 
 class Tables(nn.Module):
-    """With sparse gradients and dense ones, of the parameters' dtype and of a wider one."""
+    """Embeddings with sparse and dense gradients, in the dtype of the parameter and in a wider one."""
 
     def __init__(self):
         super().__init__()
@@ -58,19 +58,19 @@ def run_used_once(rank):
     return gradients(inner), [(p.grad.is_sparse, str(p.grad.dtype)) for p in inner.parameters()]
 
 
-def test_a_gradient_that_one_copy_has_is_that_of_all_of_its_kind():
+def test_gradient_of_one_replica_reaches_all_replicas():
     first, last = First(), Tables()
     for x, target in data():
-        halves = zip(first(x)["x"].chunk(2), target.chunk(2), strict=True)
-        for uses, (part, its) in zip((True, False), halves, strict=True):
+        shards = zip(first(x)["x"].chunk(2), target.chunk(2), strict=True)
+        for uses, (x_shard, target_shard) in zip((True, False), shards, strict=True):
             last.uses = uses
-            (last(part, its)["loss"] / (2 * NUM)).backward(retain_graph=True)
+            (last(x_shard, target_shard)["loss"] / (2 * NUM)).backward(retain_graph=True)
     for got, kinds in run_processes(run_used_once, 3)[1:]:
         assert kinds == [(s, f"torch.float{bits}") for bits in (64, 32) for s in (True, False)]
         check(got, gradients(last))
 
 
-def test_sparse_gradients_get_the_dims_of_indices_that_copies_agree_on():
+def test_sparse_gradients_are_converted_to_the_agreed_sparse_dim():
     parameter = torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.float64))
     empty = _sparse(parameter, 1)
     assert (empty.sparse_dim(), empty.dense_dim(), empty._nnz(), empty.dtype) == (1, 1, 0, torch.float64)
@@ -96,9 +96,9 @@ def run_flat(rank):
     return gradients(module), flat.numpy().copy(), len(watched)
 
 
-def test_gradients_stay_in_the_memory_that_they_are_in():
+def test_gradients_keep_their_memory():
     wanted = single_process()
     for rank, (got, flat, num_watched) in enumerate(run_processes(run_flat, 3)):
         check({name: gradient - 1 for name, gradient in got.items()}, wanted[rank > 0])
         assert flat.tolist() == [number for gradient in got.values() for number in gradient.reshape(-1).tolist()]
-        assert num_watched == 0  # a step that is over
+        assert num_watched == 0  # the step has ended

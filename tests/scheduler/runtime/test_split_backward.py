@@ -1,4 +1,4 @@
-"""Backwards in halves in the engine: what a layer left for the second half is what it was in the first."""
+"""Split backwards in the engine: saved tensors must not change between input-gradient and weight-gradient pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH, NUM = 4, 3
 
 
 class Part(nn.Module):
-    """Positions added through a view (or not), once and twice, and a layer used twice whose gradient a hook bounds."""
+    """Parameters used once and twice, directly or through views, and a layer used twice with a gradient hook."""
 
     def __init__(self, stage, views=True):
         super().__init__()
@@ -37,11 +37,11 @@ class Part(nn.Module):
 
 
 def _refuse(gradient):
-    raise ValueError("the gradient is not wanted")
+    raise ValueError("backward fails on purpose")
 
 
-class Refusing(Part):
-    """Fails in its backward."""
+class FailingBackward(Part):
+    """A stage whose backward raises."""
 
     def forward(self, x):
         outputs = super().forward(x)
@@ -51,7 +51,7 @@ class Refusing(Part):
 
 
 class Counter(Part):
-    """The input of its layer is a buffer that the next forward changes."""
+    """A stage whose layer reads a buffer that the next forward changes in place."""
 
     def __init__(self, stage):
         super().__init__(stage)
@@ -69,13 +69,13 @@ def _inputs():
 
 
 def _row(order):
-    """Small letters are stage 1, large ones stage 0."""
+    """Parse a row of actions: lower-case letters are stage 1, capitals stage 0."""
     kinds = {"f": Kind.F, "i": Kind.I, "w": Kind.W, "b": Kind.B}
     return tuple(Action(kinds[word[0].lower()], int(word[0].islower()), int(word[1])) for word in order.split())
 
 
 ORDERS = {
-    "halves": "F0 f0 i0 I0 F1 f1 i1 I1 w0 W0 F2 f2 i2 I2 w1 W1 w2 W2",
+    "split": "F0 f0 i0 I0 F1 f1 i1 I1 w0 W0 F2 f2 i2 I2 w1 W1 w2 W2",
     "whole": "F0 F1 F2 f0 f1 f2 b0 b1 b2 B0 B1 B2",
 }
 
@@ -94,7 +94,7 @@ def _run(rank, order, kind):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_gradients_that_lie_in_each_others_memory_stay_apart(order):
+def test_gradients_that_share_memory_are_separated(order):
     parts = [Part(stage, views=False) for stage in (0, 1)]
     for x in _inputs():
         parts[1](parts[0](x)["x"])["loss"].backward()
@@ -104,14 +104,14 @@ def test_gradients_that_lie_in_each_others_memory_stay_apart(order):
         torch.testing.assert_close(torch.from_numpy(given), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_what_changes_between_the_halves_is_an_error():
-    (said,) = run_processes(_run, 1, "halves", Counter)
-    assert "was changed in place between the two halves of a backward" in said
-    assert "in 1W0, microbatch 0 of stage 1 of the schedule 'by hand'" in said
+def test_in_place_change_between_the_passes_is_an_error():
+    (error,) = run_processes(_run, 1, "split", Counter)
+    assert "was changed in place between the input-gradient and the weight-gradient pass" in error
+    assert "in 1W0, microbatch 0 of stage 1 of the schedule 'by hand'" in error
 
 
-def test_a_backward_that_fails_in_halves_says_that_it_may_be_whole():
-    (said,) = run_processes(_run, 1, "halves", Refusing)
-    assert "needs whole ones: auto_schedule(..., can_split=False)" in said
-    (said,) = run_processes(_run, 1, "whole", Refusing)
-    assert "the gradient is not wanted" in said and "can_split" not in said
+def test_failed_split_backward_suggests_whole_backwards():
+    (error,) = run_processes(_run, 1, "split", FailingBackward)
+    assert "needs whole backwards: auto_schedule(..., can_split=False)" in error
+    (error,) = run_processes(_run, 1, "whole", FailingBackward)
+    assert "backward fails on purpose" in error and "can_split" not in error

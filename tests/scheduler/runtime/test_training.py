@@ -1,4 +1,4 @@
-"""The trainers: configurations of the study on meta devices, and small ones that learn, whatever spreads them."""
+"""Trainers: sizes of the 2023 study's models on meta devices, and training of small models in parallel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_gpt_has_the_sizes_of_the_study(name, parameters, mib):
         x = stages[0].half()(tokens=rows)["x"]
         assert stages[1].half()(x=x, targets=rows)["loss"].shape == ()
     total = sum(p.numel() for stage in stages for p in stage.parameters())
-    total -= config.vocabulary * config.hidden  # the study counts the embedding once
+    total -= config.vocabulary * config.hidden  # the study counts the tied embedding once
     assert total == pytest.approx(parameters, rel=0.03)
     edges = config.edges(config.meshes())
     assert edge_mib(edges) == mib
@@ -112,7 +112,7 @@ def run(config, schedule, steps):
     ],
     ids=["gpt", "u_transformer, 4 stages", "gpt, 2 x 2 devices"],
 )
-def test_losses_are_those_of_one_process(config, schedule):
+def test_losses_equal_single_process_training(config, schedule):
     torch.set_num_threads(1)
     config = replace(config, batch=16, num_microbatches=4)
     assert run(config, schedule, 3) == pytest.approx(single_process(config, 3), rel=2e-4)
