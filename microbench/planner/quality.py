@@ -208,7 +208,9 @@ def main() -> int:
     parser.add_argument("--set", action="append", choices=list(SETS), help="run only this set; may be repeated")
     parser.add_argument("--strategy", action="append", help="strategy to measure (auto); may be repeated")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random sets (0)")
-    parser.add_argument("--count", type=int, help="pairs per random set (default: by set); listed and one holder are fixed")
+    parser.add_argument(
+        "--count", type=int, help="pairs per random set (default: by set); listed and one holder are fixed"
+    )
     parser.add_argument("--worst", type=int, default=0, help="number of worst pairs to print (0)")
     options = parser.parse_args()
     strategies = options.strategy or ["auto"]

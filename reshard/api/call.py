@@ -247,17 +247,7 @@ class _Call:
     def _recovery(
         self, channel: Channel, plan: Plan, src: Sequence[Any], dst: Sequence[Any], lost: Collection[int] = ()
     ) -> Recovery:
-        return Recovery(
-            channel,
-            plan,
-            src,
-            dst,
-            lost,
-            strategy=None if callable(self.options.strategy) else self.options.strategy,
-            timeout_seconds=self.timeout_seconds,
-            verify=self.options.verify,
-            is_automatic=self.options.on_loss == "recover",
-        )
+        return Recovery(channel, plan, src, dst, lost, self.options, self.timeout_seconds)
 
     def _plan(
         self, channel: Channel, request: Request, decision: Decision

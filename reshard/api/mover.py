@@ -32,7 +32,14 @@ from reshard.errors import ArgumentError, RankLostError, ReshardError, Verificat
 from reshard.formatting import format_ranks
 from reshard.plan.check import ensure_checked
 from reshard.plan.model import Plan
-from reshard.runtime.cpu.executor import NOTIFY_TAG, VERIFY_TAG, WrongCopyError, describe_progress, run_program
+from reshard.runtime.cpu.executor import (
+    NOTIFY_TAG,
+    VERIFY_TAG,
+    RunOptions,
+    WrongCopyError,
+    describe_progress,
+    run_program,
+)
 from reshard.runtime.cpu.staging import Staging, carrier
 from reshard.runtime.cpu.verification import Digests, Hops, compare_digests, describe_copy
 from reshard.runtime.cuda.stream import STREAMS, StreamTransfers, make_runner
@@ -323,11 +330,7 @@ class Mover:
                 list(map(carrier, src)),
                 list(map(carrier, dst)),
                 self._staging,
-                tag=self._tag,
-                deadline=deadline,
-                check=handle.check,
-                digests=digests,
-                tally=handle.tally,
+                RunOptions(tag=self._tag, deadline=deadline, check=handle.check, digests=digests, tally=handle.tally),
             )
             if digests is not None and self._transport is not None:
                 self._compare(digests, handle, deadline)

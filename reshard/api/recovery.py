@@ -20,6 +20,7 @@ import torch
 
 from reshard.api.handle import Handle
 from reshard.api.mover import Mover
+from reshard.api.validation import Options
 from reshard.coordination.communicator import Channel, find_channel
 from reshard.coordination.decide import gather_reports
 from reshard.coordination.liveness.call_sequence import calling
@@ -44,10 +45,9 @@ class Recovery:
         plan: the original plan.
         src, dst: this rank's arrays, one per tensor of the plan.
         lost: ranks that were lost before the transfer began.
-        strategy: name of the strategy for recovery plans; None for the automatic choice.
+        options: of the call. Recovery plans ignore a strategy that is a function. With ``verify``, each attempt
+            is verified, and all data of a failed one is resent, because it was not verified.
         timeout_seconds: time limit of each attempt.
-        verify: verify each attempt, and resend all data of a failed one, because it was not verified.
-        is_automatic: recover without being asked (``on_loss="recover"``).
     """
 
     def __init__(
@@ -56,20 +56,18 @@ class Recovery:
         plan: Plan,
         src: Sequence[torch.Tensor | None],
         dst: Sequence[torch.Tensor | None],
-        lost: Collection[int] = (),
-        *,
-        strategy: str | None,
+        lost: Collection[int],
+        options: Options,
         timeout_seconds: float,
-        verify: bool,
-        is_automatic: bool,
     ) -> None:
         self._group: Group = channel.group
         self._lost = set(lost)
         self._members = tuple(rank for rank in channel.members if rank not in self._lost)
         self._handled_losses: set[int] = set()  # lost ranks that the current plan already excludes
         self._original, self._src, self._dst = plan, src, dst
-        self._strategy, self.timeout_seconds = strategy, timeout_seconds
-        self._verify, self._is_automatic = verify, is_automatic
+        self._strategy = None if callable(options.strategy) else options.strategy
+        self.timeout_seconds, self._verify = timeout_seconds, options.verify
+        self._is_automatic = options.on_loss == "recover"  # without being asked
         self._plan, self._pieces = plan, whole_tensors(plan)  # of the current attempt
         channel.transfers += 1
         self._name = f"transfer {channel.transfers} of ranks {format_ranks(channel.members)}"

@@ -5,6 +5,7 @@ All ranks of a row do the same actions. Stages are ordinary modules; torch handl
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from reshard.coordination.liveness.call_sequence import report_error
 from reshard.coordination.messages import Request, describe_error
 from reshard.coordination.process_group import check_inside, find_group
 from reshard.errors import ArgumentError, RemoteError, ReshardError
+from reshard.planner.planning import plan_tensors
 from reshard.planner.strategies.problem import Strategy
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology.model import Topology
@@ -151,7 +153,8 @@ class Engine:
             for each in transfers:  # ranks of other stages may already wait in a step
                 each.fail(error)
             raise
-        tied = TiedParameters(ties, pipeline, modules, self._group, topology, strategy, timeout_seconds, device)
+        plan_tied = functools.partial(plan_tensors, strategy=strategy, topology=topology)
+        tied = TiedParameters(ties, pipeline, modules, self._group, plan_tied, timeout_seconds, device)
         tied.share_values()
         self._parts = Parts(
             schedule, self.row, self._stages, pipelines, tuple(transfers), tuple(replicas), tied, num_loss_shards

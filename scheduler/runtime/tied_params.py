@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from reshard.api.mover import Mover
 from reshard.coordination.process_group import Group
 from reshard.errors import ArgumentError
-from reshard.planner.planning import plan_tensors
-from reshard.planner.strategies.problem import Strategy
+from reshard.plan.model import Plan
 from reshard.sharding.dim_cuts import check_shape
 from reshard.sharding.layout import AnyLayout, Layout
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Topology
 
 from ..graph import Pipeline
 from .data_parallel import is_sharded
@@ -69,9 +67,10 @@ class TiedParameters:
     """Synchronizes all tied parameters of one rank.
 
     Args:
-        ties, pipeline, topology, strategy: the same on all ranks.
+        ties, pipeline: the same on all ranks.
         modules: ``{stage: module}`` for the stages of this rank.
         group: group of the engine.
+        make_plan: makes the same plan for a tensor on all ranks.
         timeout_seconds: limit for one transfer.
         device: device type of the modules.
     """
@@ -82,8 +81,7 @@ class TiedParameters:
         pipeline: Pipeline,
         modules: Mapping[int, torch.nn.Module],
         group: Group,
-        topology: Topology,
-        strategy: str | Strategy | None,
+        make_plan: Callable[[list[TensorSpec]], Plan],
         timeout_seconds: float,
         device: str = "cpu",
     ) -> None:
@@ -94,9 +92,7 @@ class TiedParameters:
                 for b in sorted(tie.names):
                     src, dst = (_layout(tie, pipeline, stage) for stage in (a, b))
                     if a != b and group.rank in (*src.ranks, *dst.ranks):
-                        plan = plan_tensors(
-                            [TensorSpec(tie.shape, tie.dtype, src, dst)], strategy=strategy, topology=topology
-                        )
+                        plan = make_plan([TensorSpec(tie.shape, tie.dtype, src, dst)])
                         movers[a, b] = Mover(
                             plan, group, timeout_seconds=timeout_seconds, device=device, both_ways=True
                         )

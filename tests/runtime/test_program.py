@@ -24,7 +24,7 @@ from reshard.coordination.connections import ABORT_TAG
 from reshard.plan.text_parser import parse_plan
 from reshard.planner.planning import plan_tensors
 from reshard.runtime.cpu import executor
-from reshard.runtime.cpu.executor import Tally, WrongCopyError, describe_progress, run_program
+from reshard.runtime.cpu.executor import RunOptions, Tally, WrongCopyError, describe_progress, run_program
 from reshard.runtime.cpu.staging import MANY_BOXES, MAX_WINDOW, Pool, Staging, carrier
 from reshard.runtime.cpu.verification import Digests, find_fault
 from reshard.runtime.program import build_program
@@ -121,7 +121,9 @@ def test_program_that_cannot_proceed_fails_at_once():
     staging.recv = Pool([], 0)  # no slot for a message that must be unpacked
     out = torch.zeros(2, 6, dtype=torch.uint8)
     with pytest.raises(PlanError, match=r"rank 2: message \d can never start"):
-        run_program(program, MemoryTransport(MemoryHub(), 2), [None], [out], staging, deadline=time.monotonic() + 60)
+        run_program(
+            program, MemoryTransport(MemoryHub(), 2), [None], [out], staging, RunOptions(deadline=time.monotonic() + 60)
+        )
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -137,7 +139,7 @@ def test_progress_is_described_in_messages_and_bytes(others):
     with pytest.raises(TransferTimeoutError, match=r"rank 2: message \d+ from rank \d did not finish in time"):
         run_program(
             program, MemoryTransport(hub, 2), [None] * len(specs), outs, Staging(program, plan.staging_bytes),
-            deadline=time.monotonic() + 0.5, tally=tally,
+            RunOptions(deadline=time.monotonic() + 0.5, tally=tally),
         )  # fmt: skip
     total, more = (24, "") if not others else (26, " and 1 more tensor")
     text = describe_progress(plan, program, tally)
@@ -159,7 +161,7 @@ def test_local_copies_count_after_they_are_made(transport, copied):
     with pytest.raises((ConnectionError, TransferTimeoutError)):
         run_program(
             program, transport(MemoryHub(), 1), [torch.ones(2, dtype=torch.uint8)], [out],
-            Staging(program, plan.staging_bytes), deadline=time.monotonic() + 0.1, tally=tally,
+            Staging(program, plan.staging_bytes), RunOptions(deadline=time.monotonic() + 0.1, tally=tally),
         )  # fmt: skip
     assert tally == Tally(copied, 0, 0) and out.tolist() == [0, 0, copied, copied]
 
@@ -186,7 +188,13 @@ def test_failing_rank_aborts_the_transport_once(rank, aborts):
     ]
     transport = _CountingAborts(MemoryHub(), rank)
     with pytest.raises(TransferTimeoutError):
-        run_program(program, transport, *sides, Staging(program, plan.staging_bytes), deadline=time.monotonic() + 0.2)
+        run_program(
+            program,
+            transport,
+            *sides,
+            Staging(program, plan.staging_bytes),
+            RunOptions(deadline=time.monotonic() + 0.2),
+        )
     assert transport.aborts == aborts
 
 
@@ -297,7 +305,7 @@ def test_message_is_posted_only_after_its_waits(seed):
         staging = Staging(programs[rank], plan.staging_bytes)
         try:
             transport = _CheckingWaits(hub, programs[rank], done)
-            run_program(programs[rank], transport, *arrays, staging, deadline=time.monotonic() + 5)
+            run_program(programs[rank], transport, *arrays, staging, RunOptions(deadline=time.monotonic() + 5))
         except Exception as error:
             errors.append(error)
 
@@ -343,7 +351,7 @@ def test_receives_under_way_stay_within_the_limit():
 
     def run(rank):
         staging = Staging(programs[rank], plan.staging_bytes)
-        run_program(programs[rank], transports[rank], *sides[rank], staging, deadline=time.monotonic() + 20)
+        run_program(programs[rank], transports[rank], *sides[rank], staging, RunOptions(deadline=time.monotonic() + 20))
 
     sender = threading.Thread(target=run, args=(0,))
     sender.start()
@@ -362,7 +370,7 @@ def test_local_copy_is_verified_only_with_digests(verifies, monkeypatch):
     digests = Digests() if verifies else None
     run = functools.partial(
         run_program, program, MemoryTransport(MemoryHub(), 0), *sides, Staging(program, plan.staging_bytes),
-        deadline=time.monotonic() + 5, digests=digests,
+        options=RunOptions(time.monotonic() + 5, digests=digests),
     )  # fmt: skip
     if verifies:
         with pytest.raises(WrongCopyError) as caught:

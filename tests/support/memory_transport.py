@@ -14,7 +14,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 
-from reshard.runtime.cpu.executor import run_program
+from reshard.runtime.cpu.executor import RunOptions, run_program
 from reshard.runtime.cpu.staging import Staging, TorchMemory, carrier
 from reshard.runtime.program import build_program
 from reshard.runtime.rounds.executor import RoundRunner
@@ -218,7 +218,7 @@ def run_in_threads(plan, sources, outs, seconds=5.0, in_rounds=False, digests=No
                 staging = Staging(program, plan.staging_bytes)
                 run_program(
                     program, MemoryTransport(hub, rank), *arrays, staging,
-                    deadline=time.monotonic() + seconds, digests=digests and digests[rank],
+                    RunOptions(deadline=time.monotonic() + seconds, digests=digests and digests[rank]),
                 )  # fmt: skip
             staged[rank] = staging.allocated_bytes
         except BaseException as error:

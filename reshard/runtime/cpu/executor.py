@@ -22,7 +22,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -91,6 +91,24 @@ class _Queue:
         return self.next == len(self.ops) and not self.posted
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """How a program runs.
+
+    Attributes:
+        deadline: ``time.monotonic()`` at which waits time out.
+        tag: the same on all ranks; distinguishes concurrent programs on a transport.
+        check: called while waiting; raises to stop the run.
+        digests: receives the digest of every message. tally: updated with this rank's progress.
+    """
+
+    deadline: float
+    tag: int = 0
+    check: Callable[[], None] = lambda: None
+    digests: Digests | None = None
+    tally: Tally = field(default_factory=Tally)
+
+
 class _Execution:
     def __init__(
         self,
@@ -99,16 +117,12 @@ class _Execution:
         src: Sequence[torch.Tensor | None],
         dst: Sequence[torch.Tensor | None],
         staging: Staging,
-        tag: int,
-        deadline: float,
-        check: Callable[[], None],
-        digests: Digests | None = None,
-        tally: Tally | None = None,
+        options: RunOptions,
     ) -> None:
-        self.program, self.transport, self.tag = program, transport, tag
-        self.digests = digests
+        self.program, self.transport, self.tag = program, transport, options.tag
+        self.digests = options.digests
         self.src, self.dst, self.staging = src, dst, staging
-        self.deadline, self.check = deadline, check
+        self.deadline, self.check = options.deadline, options.check
         # Flattened once, so that each message is one slice.
         self.flat_src, self.flat_dst = _flatten(src), _flatten(dst)
         self.lock = threading.Lock()  # guards every attribute below
@@ -129,7 +143,7 @@ class _Execution:
         self.notifying: list[tuple[Work, torch.Tensor, int]] = []  # (work, its byte, receiver)
         self.slot_of: dict[int, torch.Tensor] = {}  # index of a receive -> its staging slot
         self.num_readers: dict[int, int] = {}  # index of a receive -> forwards that still read its slot
-        self.tally = Tally() if tally is None else tally
+        self.tally = options.tally
         self.num_threads = 0
         self.error: BaseException | None = None
 
@@ -348,26 +362,19 @@ def run_program(
     src: Sequence[torch.Tensor | None],
     dst: Sequence[torch.Tensor | None],
     staging: Staging,
-    *,
-    tag: int = 0,
-    deadline: float,
-    check: Callable[[], None] = lambda: None,
-    digests: Digests | None = None,
-    tally: Tally | None = None,
+    options: RunOptions,
 ) -> None:
     """Run one rank's program; returns when all its operations are finished.
 
     Args:
         src, dst: one local array per tensor, as carriers (see :func:`carrier`); None where the rank has none.
-        staging: buffers of this program. tag: the same on all ranks; distinguishes concurrent programs on a transport.
-        deadline: ``time.monotonic()`` at which waits time out. check: called while waiting; raises to stop the run.
-        digests: receives the digest of every message. tally: updated with this rank's progress.
+        staging: buffers of this program. options: deadline, tag and what else a run needs.
 
     Raises:
         TransferTimeoutError: the deadline passed. ConnectionError: the transport failed.
         PlanError: an operation can never start. WrongCopyError: with ``digests``, a local copy differs from its source.
     """
-    _Execution(program, transport, src, dst, staging, tag, deadline, check, digests, tally).run()
+    _Execution(program, transport, src, dst, staging, options).run()
 
 
 def describe_progress(plan: Plan, program: Program, tally: Tally) -> str:

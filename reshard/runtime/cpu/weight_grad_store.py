@@ -112,7 +112,7 @@ class WeightGradStore(TorchFunctionMode):
                 and not isinstance(call.get("padding"), str)
             ):
                 how = [_each(call.get(name, default), dims) for name, default in _CONVOLUTION_DEFAULTS]
-                return _Convolution.apply(*_start(call), *how, call.get("groups", 1), self)
+                return _Convolution.apply(*_start(call), (*how, call.get("groups", 1)), self)
         return func(*args, **kwargs)
 
 
@@ -232,13 +232,11 @@ class _Convolution(torch.autograd.Function):
         array: Any,
         anchor: Any,
         parameters: _Parameters,
-        stride: Any,
-        padding: Any,
-        dilation: Any,
-        groups: int,
+        how: tuple[Any, Any, Any, int],
         store: WeightGradStore,
     ) -> Any:
         weight, bias = parameters
+        stride, padding, dilation, groups = how
         used = weight.to(array.dtype)
         ctx.save_for_backward(array, used)
         ctx.weight, ctx.bias, ctx.store = weight, bias, store
@@ -269,4 +267,4 @@ class _Convolution(torch.autograd.Function):
             input_grad = torch.ops.aten.convolution_backward(gradient, array, used, sizes, *how, [True, False, False])[
                 0
             ]
-        return (input_grad, *[None] * 7)
+        return (input_grad, *[None] * 4)
