@@ -33,7 +33,7 @@ from microbench.harness.suite import (
     stderr,
 )
 from reshard.errors import ReshardError
-from reshard.topology.files import parse_rate
+from reshard.topology import parse_rate
 
 #: On an idle machine a run takes less. The rest is the budget for repeating disturbed turns.
 DEFAULT_MINUTES, FULL_MINUTES = 10, 60

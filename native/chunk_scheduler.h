@@ -35,7 +35,7 @@ class ChunkScheduler {
         for (int64_t p = 0; p < ports.count(); ++p)
             if (!ports.ranks[p].empty())
                 host_out_[ports.host[p]] += ports.out[p], host_into_[ports.host[p]] += ports.into[p];
-        is_even_ = ports.are_alike();
+        is_even_ = ports.have_equal_rates();
         partner_.assign(ports.host.size(), -1);
         keeps_partners_ = workload.keeps_partners;
         served_.assign(ports.host.size(), -1);

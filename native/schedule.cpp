@@ -124,7 +124,7 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
             RankAssignment assignment(ports, workload, scheduler->chunk_sends);
             assignment.run();
             made = std::move(assignment.messages);
-            if (ports.are_alike()) { // then the order of ends fits both senders and receivers
+            if (ports.have_equal_rates()) { // then sorting by end time suits senders and receivers alike
                 for (size_t i = 0; i < made.piece.size(); ++i)
                     order.push_back(static_cast<int64_t>(i));
                 std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return made.ends_before(a, b); });

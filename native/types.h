@@ -18,8 +18,8 @@ namespace nb = nanobind;
 using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-constexpr double NO_RATE = 1e-9; // rates below this are 0
-constexpr double UNITS = 1024; // integer size that a port of rate 1 passes in one step of the clock
+constexpr double NO_RATE = 1e-9; // rates up to this count as 0
+constexpr double UNITS = 1024;   // size of a chunk that a port of rate 1 sends in one clock step
 
 // Rows of integers: row k is values[at[k]:at[k + 1]].
 class Members {
@@ -63,9 +63,9 @@ class Bits {
     std::vector<uint64_t> words_;
 };
 
-// A port direction or an uplink whose rate flows share. `room` lists the free parts of the rate, oldest first: each
-// with the transfer whose end freed it (-1: free from the start) and that transfer's sender. A transfer that takes a
-// part must start after the transfer that freed it.
+// One direction of a port or uplink. Flows share its rate. `room` lists the free parts of the rate, oldest first. Each
+// part names the send whose end freed it (-1: free from the start) and that send's sender. A send that takes a part
+// must start after the send that freed the part.
 struct Resource {
     int64_t number;
     double rate, free;
@@ -75,8 +75,8 @@ struct Resource {
     };
     std::vector<Room> room;
     Resource(int64_t n, double r) : number(n), rate(r), free(r), room{{-1, -1, r}} {}
-    // Takes part of the rate, parts freed by the same sender first. Calls before() with each transfer that freed a
-    // part.
+    // Takes `taken` of the rate, from parts freed by the same sender first. Calls before() with each send that freed
+    // one of those parts.
     template <typename F> void take(double taken, int64_t sender, F before) {
         free -= taken;
         std::stable_partition(room.begin(), room.end(), [&](const Room &entry) { return entry.sender == sender; });
@@ -96,17 +96,18 @@ struct Resource {
     }
 };
 
-// One port per NIC. host: of each port; of_rank: the port of each rank, -1 for none; pod: of each host, empty without
-// pods. out, into: rates of ports; up, down: rates of pod uplinks.
+// The network, with one port per NIC.
 struct Ports {
-    std::vector<int64_t> host, of_rank, pod;
-    std::vector<double> out, into, up, down;
-    std::vector<std::vector<int64_t>> ranks; // at each port
+    std::vector<int64_t> host;    // of each port
+    std::vector<int64_t> of_rank; // port of each rank, -1 for ranks that do not participate
+    std::vector<int64_t> pod;     // of each host; empty without pods
+    std::vector<double> out, into, up, down; // egress and ingress rates of ports, then of pod uplinks
+    std::vector<std::vector<int64_t>> ranks; // of each port
     int64_t num_hosts = 0;
     bool are_shared = false; // some host has several ports with ranks
 
     // Whether all ports and uplinks have the same rate.
-    bool are_alike() const {
+    bool have_equal_rates() const {
         for (const auto *rates : {&out, &into, &up, &down})
             for (const double rate : *rates)
                 if (rate != out[0])
@@ -129,29 +130,30 @@ struct Ports {
     }
 };
 
-// What to schedule; see Workload in planner/multicast/workload.py. A chunk belongs to a host class, which gives the
-// hosts that hold and need it. It consists of pieces; a piece belongs to a class, which gives the ranks.
+// The chunks to schedule; see Workload in planner/multicast/workload.py. A chunk belongs to a host class, which lists
+// the hosts that hold it and those that need it. A chunk consists of pieces. A piece belongs to a class, which lists
+// the ranks that hold it and those that need it.
 struct Workload {
     Members host_class_holders, host_class_receivers;
     std::vector<int64_t> host_class_size, host_class_of;
     Members class_holders, class_receivers;
     std::vector<int64_t> piece_at, piece_class, piece_bytes;
-    int64_t run;     // pieces that a rank handles in a row before another rank of its host takes over
-    bool near_first; // whether chunks that ranks at the ports hold or need come before rarer chunks
-    bool keeps_partners; // whether a sender keeps serving its first receiver as long as it can
-    double inside_each, inside_per_byte; // time of a message inside a host, in steps of the clock
+    int64_t run;         // a rank is used until it is this many pieces ahead of the least loaded rank at its port
+    bool near_first;     // whether ports prefer chunks that their own ranks hold or need over the rarest chunks
+    bool keeps_partners; // whether a sender keeps its first receiver for as long as it can
+    double inside_each, inside_per_byte; // time of a message inside a host, per message and per byte, in clock steps
 };
 
-// One chunk from port to port. source: the send that brought the chunk to the sending host, -1 if the host holds it.
-// after: the sends whose ends freed the rate that this one uses.
+// A send of one chunk from port to port. source: the send that brought the chunk to the sending host, -1 if the host
+// holds it from the start. after: the sends whose ends freed the rate that this send uses.
 struct ChunkSend {
     int64_t chunk, sender, receiver, source;
     std::vector<int64_t> after;
     double start, end;
 };
 
-// A send in progress between ports s and r. rate: reserved at its resources; speed: its current rate, which may be
-// higher; left: remaining part of its chunk.
+// A send in progress from port s to port r. rate: the rate reserved at its resources; speed: its current rate, which
+// may be higher; left: the part of the chunk that remains.
 struct Flow {
     int64_t s, r, chunk;
     double rate;

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from reshard.cost.port_loads import find_loads
-from reshard.cost.simulator import simulate
+from reshard.cost import find_loads, simulate
 from reshard.errors import ArgumentError
-from reshard.plan.model import Plan
-from reshard.planner.planning import plan_tensors
-from reshard.planner.strategies.problem import Strategy
-from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Topology
+from reshard.plan import Plan
+from reshard.planner import Strategy, plan_tensors
+from reshard.sharding import TensorSpec
+from reshard.topology import Topology
 
 from .graph import Edge, Loads
 

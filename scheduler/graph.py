@@ -9,8 +9,7 @@ from functools import cached_property
 
 from reshard.errors import ArgumentError
 from reshard.formatting import format_ranks
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.tensor_spec import TensorSpec
+from reshard.sharding import Mesh, TensorSpec
 
 #: ``((link, seconds), ...)``: how long one transfer keeps each link busy.
 Loads = tuple[tuple[str, float], ...]

@@ -14,11 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from reshard.cli.demo_cases import study_cases
-from reshard.sharding.layout import Layout
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.files import read_topology
-from reshard.topology.model import Topology
+from reshard.sharding import Layout, Mesh, TensorSpec
+from reshard.topology import Topology, read_topology
 
 CLUSTERS = Path(__file__).parents[1] / "emulation" / "topologies"
 _MIB = 2**20

@@ -31,7 +31,7 @@ from microbench.emulation.links import port_name
 from microbench.emulation.namespaces import why_unsupported
 from microbench.emulation.processes import SET_UP_SECONDS, run_and_exit, run_cluster
 from reshard.testing.processes import GRACE_SECONDS, collect_results
-from reshard.topology.model import Topology
+from reshard.topology import Topology
 
 #: Time for ranks to exit after all of them returned a result.
 EXIT_GRACE_SECONDS = 2.0

@@ -12,7 +12,7 @@ import os
 import subprocess
 from dataclasses import astuple, dataclass, replace
 
-from reshard.topology.model import Port, Topology
+from reshard.topology import Port, Topology
 
 #: TCP payload as a part of the rate, at MTU 1500: 1448 of every 1514 bytes.
 PAYLOAD_SHARE = 1448 / 1514

@@ -1,4 +1,4 @@
-"""Linux namespaces for emulated hosts, through the C library: Python 3.11 has no functions for them."""
+"""Linux namespaces for emulated hosts. Calls the C library, because Python 3.11 lacks ``unshare`` and ``setns``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 def why_unsupported() -> str | None:
     """Why this machine cannot emulate hosts and how to fix it, or None if it can."""
     if sys.platform != "linux":
-        return "emulated hosts need Linux namespaces; run the rows on real machines with torchrun instead"
+        return "emulated hosts need Linux namespaces; run the benchmark on real machines with torchrun instead"
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None and not Path(f"/usr/sbin/{tool}").exists():
             return f"the command {tool!r} is missing: install iproute2 (apt install iproute2, dnf install iproute-tc)"
@@ -42,23 +42,24 @@ def why_unsupported() -> str | None:
     return (
         f"this process may not create namespaces ({os.strerror(code)}): run as root, or allow user namespaces "
         "(sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, "
-        "user.max_user_namespaces above 0; in a container --privileged)"
+        "user.max_user_namespaces above 0; in a container, use --privileged)"
     )
 
 
 def enter_cluster() -> None:
-    """Move this process into new network and mount namespaces; without root, also into a new user namespace."""
+    """Move this process into new network and mount namespaces. Without root rights, also create a user namespace."""
     if os.geteuid() == 0:
         try:
             _unshare(_CLONE_NEWNET | _CLONE_NEWNS)
         except PermissionError:
-            _become_root_of_a_user_namespace()
+            _enter_user_namespace()
     else:
-        _become_root_of_a_user_namespace()
+        _enter_user_namespace()
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
 
 
-def _become_root_of_a_user_namespace() -> None:
+def _enter_user_namespace() -> None:
+    """Move this process into new user, network and mount namespaces, in which it is root."""
     uid, gid = os.geteuid(), os.getegid()
     _unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWNS)
     Path("/proc/self/setgroups").write_text("deny")
@@ -67,7 +68,7 @@ def _become_root_of_a_user_namespace() -> None:
 
 
 def enter_host() -> None:
-    """Move this process into new network, ipc, uts and mount namespaces, and its children into a new pid namespace."""
+    """Move this process into new network, IPC, UTS and mount namespaces. Its children get a new PID namespace."""
     _unshare(_CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWNS)
 
 
@@ -77,44 +78,44 @@ def enter_nic() -> None:
 
 
 def join_nic(pid: int) -> None:
-    """Move this process into the network namespace of another process."""
+    """Move this process into the network namespace of process ``pid``."""
     descriptor = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
     if _libc().setns(descriptor, _CLONE_NEWNET):
         raise _last_error("setns")
     os.close(descriptor)
 
 
-def name_hosts(etc_hosts: str) -> None:
-    """Replace /etc/hosts in this mount namespace and in those created from it."""
+def replace_etc_hosts(text: str) -> None:
+    """Replace /etc/hosts and /dev/shm in this mount namespace and in those created from it."""
     _mount("tmpfs", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV)
-    names = Path("/dev/shm/hosts")
-    names.write_text(etc_hosts)
+    file = Path("/dev/shm/hosts")
+    file.write_text(text)
     with contextlib.suppress(OSError):  # optional: ranks connect by address
-        _mount(str(names), "/etc/hosts", None, _MS_BIND)
+        _mount(str(file), "/etc/hosts", None, _MS_BIND)
 
 
 def set_up_host(name: str) -> None:
-    """Give this host its own host name, /proc and /dev/shm; called by its init process."""
+    """Give this host its own host name, /proc and /dev/shm. The init process of the host calls this."""
     socket.sethostname(name)
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
-    with contextlib.suppress(PermissionError):  # some containers mask /proc; keep the old one there
+    with contextlib.suppress(PermissionError):  # a container that masks /proc forbids this; keep the old /proc
         _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     _mount("tmpfs", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV)
 
 
 def mount_private(folder: str) -> None:
-    """Mount an empty folder that only the ranks of this host share."""
+    """Mount an empty folder that only processes of this host see."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends for any reason."""
+    """Have the kernel kill this process when its parent exits for any reason."""
     parent = os.getppid()
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent == 0:  # the parent is outside this pid namespace
+    if parent == 0:  # the parent is outside this PID namespace
         return
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # the parent exited before the prctl call
         os._exit(1)
 
 

@@ -34,10 +34,10 @@ from microbench.emulation.namespaces import (
     enter_host,
     enter_nic,
     join_nic,
-    name_hosts,
+    replace_etc_hosts,
     set_up_host,
 )
-from reshard.topology.model import Topology
+from reshard.topology import Topology
 
 SET_UP_SECONDS = 20.0
 
@@ -62,7 +62,7 @@ def run_cluster(topology: Topology, controls: list[socket.socket]) -> None:
     control, hosts = controls[0], controls[1:]
     enter_cluster()
     die_with_parent()
-    name_hosts(etc_hosts(topology))
+    replace_etc_hosts(etc_hosts(topology))
     pids = []
     for number, host in enumerate(hosts):
         pid = os.fork()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from microbench.emulation.cluster import Cluster
 from microbench.emulation.links import address
 from microbench.emulation.namespaces import mount_private
-from reshard.topology.files import topology_from_json
+from reshard.topology import topology_from_json
 
 PORT = 6379
 OBJECT_STORE_BYTES = 2**29

@@ -1,8 +1,8 @@
 """Measure the link rates of a cluster with plain Gloo traffic.
 
-A port is one direction of a NIC or uplink. Each port is the bottleneck of one test, whose flows have enough capacity at
-their other ends. Tests without a common port run at the same time. A flow is a train of messages. Its rate is the
-Theil-Sen slope through the arrival times, which is robust against short stalls of the machine.
+A port is one direction of a NIC or uplink. Each test saturates one port, or two of equal rate. The other ends of its
+flows have enough capacity. Tests without a common port form a round and run at the same time. A flow is a train of
+messages. Its rate is the Theil-Sen slope through the arrival times, which short stalls of the machine hardly change.
 """
 
 from __future__ import annotations
@@ -30,29 +30,35 @@ from microbench.harness.steal_time import (
 )
 from microbench.harness.worker import Stopwatch
 from reshard import Layout, Mesh, Mover, make_plan
-from reshard.topology.model import Host, Port, Topology
+from reshard.topology import Host, Port, Topology
 
+#: Duration and number of messages of a flow. The first ``WARMUP_MESSAGES`` arrivals do not count.
 TRAIN_SECONDS = 0.6
 TRAIN_MESSAGES = 24
 WARMUP_MESSAGES = 4
-#: A round repeats until all rates are within this part of the expected rates, or until enough rounds were undisturbed.
+#: A round is repeated until all rates are within this fraction of the expected rates, until ``MIN_QUIET_REPEATS`` runs
+#: of it were undisturbed by steal time, or until it has run ``MAX_REPEATS`` times.
 TOLERANCE = 0.01
-MIN_QUIET_ROUNDS = 3
-MAX_ROUNDS = 8
-#: Longest time that one measurement waits for steal time to end, and the timeout of the whole measurement.
+MIN_QUIET_REPEATS = 3
+MAX_REPEATS = 8
+#: Longest time that a measurement waits for steal time to end, and the timeout of the whole measurement.
 RETRY_SECONDS = 60.0
 MEASURE_SECONDS = 600.0
-START_TURNS = 9
-#: ``(kind, host or pod, nic)``; the kind is ``egress``, ``ingress``, ``up`` or ``down``.
+#: Number of transfers whose median is the start-up time.
+START_REPEATS = 9
+#: ``(kind, host, nic)`` with kind ``egress`` or ``ingress``, or ``(kind, pod, 0)`` with kind ``up`` or ``down``.
 PortName = tuple[str, int, int]
+#: ``(host, nic)``.
+NicName = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Test:
+class PortTest:
     """Concurrent flows that saturate some ports.
 
     Attributes:
-        fills: the saturated ports. flows: ``(sender, receiver, bytes per second)``. uses: all ports that carry traffic.
+        fills: the saturated ports. flows: ``(sender, receiver, bytes per second)``.
+        uses: the ports that no other test of the round may use.
     """
 
     fills: tuple[PortName, ...]
@@ -60,47 +66,47 @@ class Test:
     uses: frozenset[PortName]
 
 
-def plan_tests(topology: Topology) -> list[list[Test]]:
-    """Rounds of tests that together saturate every port once. Tests of one round use disjoint ports."""
-    nics: dict[tuple[int, int], int] = {}
+def plan_tests(topology: Topology) -> list[list[PortTest]]:
+    """Plan rounds of tests that together saturate every port once. Tests of one round use disjoint ports."""
+    rank_of_nic: dict[NicName, int] = {}
     for rank in range(len(topology.host_of_rank)):
-        nics.setdefault((topology.host_of_rank[rank], topology.nic_of_rank[rank]), rank)
-    tests: list[Test] = []
+        rank_of_nic.setdefault((topology.host_of_rank[rank], topology.nic_of_rank[rank]), rank)
+    tests: list[PortTest] = []
     done: set[PortName] = set()
-    places = sorted(nics)  # (host, nic)
-    for shift, here in enumerate(places):
-        port = topology.host(here[0]).nics[here[1]]
+    nics = sorted(rank_of_nic)
+    for position, nic in enumerate(nics):
+        port = topology.host(nic[0]).nics[nic[1]]
         for kind, other_kind, rate in (
             ("egress", "ingress", port.egress_bytes_per_second),
             ("ingress", "egress", port.ingress_bytes_per_second),
         ):
-            if (kind, *here) in done:
+            if (kind, *nic) in done:
                 continue
-            others = [there for there in places[shift + 1 :] + places[:shift] if there[0] != here[0]]
-            pod = topology.host(here[0]).pod
-            others = [there for there in others if topology.host(there[0]).pod == pod] or others
+            others = [other for other in nics[position + 1 :] + nics[:position] if other[0] != nic[0]]
+            pod = topology.host(nic[0]).pod
+            others = [other for other in others if topology.host(other[0]).pod == pod] or others
             if not others:  # a single host has no link to another host
                 continue
-            ends = _split_rate(rate, [(there, _rate(topology, there, other_kind)) for there in others])
-            flows = [(nics[here], nics[there], part) for there, part in ends]
+            peers = _split_rate(rate, [(other, _rate(topology, other, other_kind)) for other in others])
+            flows = [(rank_of_nic[nic], rank_of_nic[peer], part) for peer, part in peers]
             if kind == "ingress":
                 flows = [(b, a, part) for a, b, part in flows]
-            fills = [(kind, *here)]
+            fills = [(kind, *nic)]
             if (
-                len(ends) == 1
-                and _rate(topology, ends[0][0], other_kind) == rate
-                and (other_kind, *ends[0][0]) not in done
+                len(peers) == 1
+                and _rate(topology, peers[0][0], other_kind) == rate
+                and (other_kind, *peers[0][0]) not in done
             ):
-                fills.append((other_kind, *ends[0][0]))
+                fills.append((other_kind, *peers[0][0]))
             done.update(fills)
-            uses = {(kind, *here), *((other_kind, *there) for there, _ in ends)}
-            for there in [here, *(there for there, _ in ends)]:
+            uses = {(kind, *nic), *((other_kind, *peer) for peer, _ in peers)}
+            for end in [nic, *(peer for peer, _ in peers)]:
                 # on an asymmetric NIC another test in the opposite direction would delay the acknowledgements
-                if _rate(topology, there, "egress") != _rate(topology, there, "ingress"):
-                    uses |= {("egress", *there), ("ingress", *there)}
-            tests.append(Test(tuple(fills), tuple(flows), frozenset(uses)))
-    tests += _uplink_tests(topology, nics)
-    rounds: list[list[Test]] = []
+                if _rate(topology, end, "egress") != _rate(topology, end, "ingress"):
+                    uses |= {("egress", *end), ("ingress", *end)}
+            tests.append(PortTest(tuple(fills), tuple(flows), frozenset(uses)))
+    tests += _uplink_tests(topology, rank_of_nic)
+    rounds: list[list[PortTest]] = []
     for test in tests:
         for current in rounds:
             if all(test.uses.isdisjoint(other.uses) for other in current):
@@ -111,11 +117,12 @@ def plan_tests(topology: Topology) -> list[list[Test]]:
     return rounds
 
 
-def _uplink_tests(topology: Topology, nics: dict[tuple[int, int], int]) -> list[Test]:
+def _uplink_tests(topology: Topology, rank_of_nic: dict[NicName, int]) -> list[PortTest]:
+    """Tests that saturate the uplinks of pods, with flows between NICs inside and NICs outside the pod."""
     tests = []
     for number, pod in enumerate(topology.pods):
-        inner = [place for place in sorted(nics) if topology.host(place[0]).pod == number]
-        outer = [place for place in sorted(nics) if topology.host(place[0]).pod != number]
+        inner = [nic for nic in sorted(rank_of_nic) if topology.host(nic[0]).pod == number]
+        outer = [nic for nic in sorted(rank_of_nic) if topology.host(nic[0]).pod != number]
         if not inner or not outer:
             continue
         for kind, rate in (("up", pod.egress_bytes_per_second), ("down", pod.ingress_bytes_per_second)):
@@ -128,29 +135,34 @@ def _uplink_tests(topology: Topology, nics: dict[tuple[int, int], int]) -> list[
                 part = min(left, _rate(topology, a, a_kind), _rate(topology, b, b_kind))
                 if part <= 0:
                     break
-                flows.append((nics[a], nics[b], part) if kind == "up" else (nics[b], nics[a], part))
+                sender, receiver = (a, b) if kind == "up" else (b, a)
+                flows.append((rank_of_nic[sender], rank_of_nic[receiver], part))
                 uses |= {(a_kind, *a), (b_kind, *b)}
                 uses.add(("down" if kind == "up" else "up", topology.host(b[0]).pod or 0, 0))
                 left -= part
-            tests.append(Test(((kind, number, 0),), tuple(flows), frozenset(uses)))
+            tests.append(PortTest(((kind, number, 0),), tuple(flows), frozenset(uses)))
     return tests
 
 
-def _rate(topology: Topology, place: tuple[int, int], kind: str) -> float:
-    port = topology.host(place[0]).nics[place[1]]
+def _rate(topology: Topology, nic: NicName, kind: str) -> float:
+    port = topology.host(nic[0]).nics[nic[1]]
     return port.egress_bytes_per_second if kind == "egress" else port.ingress_bytes_per_second
 
 
-def _split_rate(rate: float, ends: list[tuple[tuple[int, int], float]]) -> list[tuple[tuple[int, int], float]]:
-    """NICs that together carry ``rate``, with the part of each. Prefers one NIC of equal rate, then a faster one."""
-    alone = next((there for there, capacity in ends if capacity == rate), None)
-    alone = alone or next((there for there, capacity in ends if capacity > rate), None)
+def _split_rate(rate: float, nics: list[tuple[NicName, float]]) -> list[tuple[NicName, float]]:
+    """Choose NICs that together carry ``rate``, and the part of each. Prefers one NIC of equal rate, then a faster one.
+
+    Args:
+        nics: the candidates, each with its rate.
+    """
+    alone = next((nic for nic, capacity in nics if capacity == rate), None)
+    alone = alone or next((nic for nic, capacity in nics if capacity > rate), None)
     if alone is not None:
         return [(alone, rate)]
     chosen, left = [], rate
-    for there, capacity in sorted(ends, key=lambda end: -end[1]):
+    for nic, capacity in sorted(nics, key=lambda candidate: -candidate[1]):
         if left > 0:
-            chosen.append((there, min(capacity, left)))
+            chosen.append((nic, min(capacity, left)))
             left -= capacity
     return chosen
 
@@ -159,47 +171,46 @@ def measure_links(rank: int, report: Callable[[Any], None], topology: Topology) 
     """Run all tests on every rank.
 
     Returns:
-        ``"rates"``: bytes per second of each port; ``"inside"``: bytes per second between two ranks of one host;
-        ``"start"``, ``"latency"``, ``"inside_latency"``: seconds.
+        ``"rates"``: bytes per second of each port; ``"inside"``: bytes per second between two ranks of a host, or None;
+        ``"start"``: seconds of a minimal transfer; ``"latency"``, ``"inside_latency"``: seconds of a message, or None.
     """
     rates: dict[PortName, float] = {}
     retries = RetryBudget(RETRY_SECONDS)
     for tests in plan_tests(topology):
-        rounds: list[tuple[float, list[float]]] = []
-        while len(rounds) < MAX_ROUNDS and sum(stolen <= MAX_STEAL_SHARE for stolen, _ in rounds) < MIN_QUIET_ROUNDS:
-            rounds.append(_run_round(rank, tests))
-            found = _medians(rounds)
+        runs: list[tuple[float, list[float]]] = []
+        while len(runs) < MAX_REPEATS and sum(stolen <= MAX_STEAL_SHARE for stolen, _ in runs) < MIN_QUIET_REPEATS:
+            runs.append(_run_round(rank, tests))
+            found = _medians(runs)
             errors = [abs(rate / expected_payload_rate(test) - 1) for rate, test in zip(found, tests, strict=True)]
             if max(errors) <= TOLERANCE:
                 break
-            if rounds[-1][0] > MAX_STEAL_SHARE and rank == 0:
+            if runs[-1][0] > MAX_STEAL_SHARE and rank == 0:
                 retries.wait_until_quiet()
         for test, rate in zip(tests, found, strict=True):
             rates.update(dict.fromkeys(test.fills, rate))
     return {"rates": rates, "start": _measure_start(rank, topology), **_measure_inside(rank, topology)}
 
 
-def _medians(rounds: list[tuple[float, list[float]]]) -> list[float]:
-    """Median rate of each test over the undisturbed rounds, or else over the least disturbed ones."""
-    least = max(MAX_STEAL_SHARE, min(stolen for stolen, _ in rounds))
-    return [
-        statistics.median(seen) for seen in zip(*(rates for stolen, rates in rounds if stolen <= least), strict=True)
-    ]
+def _medians(runs: list[tuple[float, list[float]]]) -> list[float]:
+    """Median rate of each test over the undisturbed runs of a round, or else over the least disturbed runs."""
+    limit = max(MAX_STEAL_SHARE, min(stolen for stolen, _ in runs))
+    kept = [rates for stolen, rates in runs if stolen <= limit]
+    return [statistics.median(rates_of_test) for rates_of_test in zip(*kept, strict=True)]
 
 
-def expected_payload_rate(test: Test) -> float:
-    """Expected payload of all flows of a test, in bytes per second."""
+def expected_payload_rate(test: PortTest) -> float:
+    """Expected payload rate of all flows of a test together, in bytes per second."""
     return PAYLOAD_SHARE * sum(part for _, _, part in test.flows)
 
 
-def _run_round(rank: int, tests: list[Test]) -> tuple[float, list[float]]:
+def _run_round(rank: int, tests: list[PortTest]) -> tuple[float, list[float]]:
     """Run the tests once. Returns the largest steal-time share of any machine, and the rate of each test."""
     works: list[tuple[int, list[Any]]] = []
     buffers = []
-    mine = [(number, flow) for number, test in enumerate(tests) for flow in test.flows]
-    sizes = {flow: int(flow[2] * TRAIN_SECONDS / TRAIN_MESSAGES) for _, flow in mine}
-    receiving = [(number, flow) for number, flow in mine if flow[1] == rank]
-    sending = [(number, flow) for number, flow in mine if flow[0] == rank]
+    all_flows = [(number, flow) for number, test in enumerate(tests) for flow in test.flows]
+    sizes = {flow: int(flow[2] * TRAIN_SECONDS / TRAIN_MESSAGES) for _, flow in all_flows}
+    receiving = [(number, flow) for number, flow in all_flows if flow[1] == rank]
+    sending = [(number, flow) for number, flow in all_flows if flow[0] == rank]
     dist.barrier()
     begun, stolen_before = time.monotonic(), steal_seconds()
     for number, flow in receiving:
@@ -233,16 +244,16 @@ def _run_round(rank: int, tests: list[Test]) -> tuple[float, list[float]]:
 
 
 def _measure_start(rank: int, topology: Topology) -> float:
-    """Seconds of one transfer of one element per rank, from the first half of the ranks to the second half."""
+    """Seconds of a transfer of one element per rank from the first half of the ranks to the second half."""
     half = len(topology.host_of_rank) // 2
     if not half:
         return 0.0
     src, dst = Layout(Mesh.of(half), "S0"), Layout(Mesh.of(half, first_rank=half), "S0")
     plan = make_plan(src, dst, (half,), "float32", strategy="send_recv", topology=topology)
-    stopwatch, laps = Stopwatch(), Laps(START_TURNS)
+    stopwatch, laps = Stopwatch(), Laps(START_REPEATS)
     source = torch.zeros(1) if rank < half else None
     mover = Mover(plan) if rank < 2 * half else None
-    for number in range(MAX_TRIES * START_TURNS + 1):
+    for number in range(MAX_TRIES * START_REPEATS + 1):  # the first one is a warm-up
         if number and not laps.needs_more():
             break
         stopwatch.start()
@@ -259,7 +270,7 @@ def _measure_start(rank: int, topology: Topology) -> float:
 
 
 def _measure_inside(rank: int, topology: Topology) -> dict[str, float | None]:
-    """Rate and latency between two ranks of one host, and latency between two hosts."""
+    """Rate and latency between two ranks of one host, and latency between two hosts; None without such ranks."""
     found: dict[str, float | None] = {"inside": None, "latency": None, "inside_latency": None}
     hosts = topology.host_of_rank
     inside = next(((a, b) for a in range(len(hosts)) for b in range(a + 1, len(hosts)) if hosts[a] == hosts[b]), None)
@@ -273,7 +284,7 @@ def _measure_inside(rank: int, topology: Topology) -> dict[str, float | None]:
 
 
 def _ping_pong(rank: int, a: int, b: int, nbytes: int, count: int) -> float:
-    """Median one-way seconds."""
+    """Median seconds of a message from one rank to the other."""
     buffer = torch.zeros(nbytes, dtype=torch.uint8)
     times = []
     dist.barrier()
@@ -327,12 +338,12 @@ def measured_topology(topology: Topology, found: dict[str, Any]) -> Topology:
         latency_seconds=found["latency"] or 0.0,
         inside_latency_seconds=found["inside_latency"] or 0.0,
         start_seconds=found["start"],
-        turn_seconds=0.0,  # the burst that an idle shaped link accumulates hides the cost of a turn
+        turn_seconds=0.0,  # a shaped link that was idle passes a burst at once, which hides this delay
     )
 
 
 def mean_topology(before: Topology, after: Topology) -> Topology:
-    """The mean of two measurements of the same links."""
+    """The mean rates and start-up time of two measurements of the same links; latencies are those of ``before``."""
 
     def mean(a: Port, b: Port) -> Port:
         return Port(

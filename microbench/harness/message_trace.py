@@ -17,9 +17,9 @@ from microbench.emulation.links import nominal
 from microbench.harness.calibrate import measure_cluster
 from microbench.harness.worker import Stopwatch
 from reshard.cli.demo import shard_of_positions
-from reshard.cost.simulator import Timeline, simulate
-from reshard.plan.model import Plan
-from reshard.planner.planning import plan_tensors
+from reshard.cost import Timeline, simulate
+from reshard.plan import Plan
+from reshard.planner import plan_tensors
 from reshard.runtime.cpu.executor import NOTIFY_TAG
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from microbench.harness.message_trace import Trace
-from reshard.cost.lower_bound import find_bound
-from reshard.topology.model import Topology
+from reshard.cost import find_bound
+from reshard.topology import Topology
 
 #: Longer bars are cut off here and labelled with their ratio.
 MAX_RATIO = 5.0

@@ -1,7 +1,8 @@
 """Detect measurements disturbed by other users of a shared machine.
 
-The kernel of a virtual machine counts steal time: how long a CPU was ready to run while the hypervisor ran something
-else. Turns are repeated on this count alone, never on the measured time, so repeating does not bias the results.
+The methods of a row take turns. A lap is one turn of one method. The kernel of a virtual machine counts steal time: how
+long a CPU was ready to run while the hypervisor ran something else. Only steal time decides whether a turn is repeated.
+The measured time never does, so repeating does not bias the results.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-#: A turn is disturbed if steal time, less one kernel tick, exceeds this part of the CPU time while it ran.
+#: A turn is disturbed if steal time, less one kernel tick, exceeds this fraction of its CPU time.
 MAX_STEAL_SHARE = 0.01
-#: A contender runs at most this many times its wanted number of turns.
+#: A method runs at most this many times its wanted number of turns.
 MAX_TRIES = 3
-#: Duration of a run over the duration of its turns: it also measures links and starts processes.
+#: Duration of a run divided by the duration of its turns. A run also measures links and starts processes.
 OVERHEAD_FACTOR = 1.06
 #: A row may use this multiple of its proportional share of the spare time.
 SHARE_FACTOR = 4.0
+#: Duration of one check for steal time, and of the pause after a check that finds some.
 PROBE_SECONDS = 0.1
 PAUSE_SECONDS = 1.0
 
 
-def _processor_seconds(column: int) -> float:
-    """Seconds in a column of the first line of ``/proc/stat``; 0 if the file or the column is missing."""
+def _cpu_seconds(column: int) -> float:
+    """Seconds in a column of the ``cpu`` line of ``/proc/stat``; 0 if the file or the column is missing."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     except OSError:
@@ -34,17 +36,17 @@ def _processor_seconds(column: int) -> float:
 
 
 def idle_seconds() -> float:
-    """Idle time of all CPUs together since boot."""
-    return _processor_seconds(4) + _processor_seconds(5)
+    """Idle time of all CPUs together since boot, including time that they waited for I/O."""
+    return _cpu_seconds(4) + _cpu_seconds(5)
 
 
 def steal_seconds() -> float:
     """Steal time of all CPUs together since boot."""
-    return _processor_seconds(8)
+    return _cpu_seconds(8)
 
 
 def steal_share(stolen: float, seconds: float) -> float:
-    """Steal time as a part of the CPU time in ``seconds``. One tick, the resolution of the counter, is ignored."""
+    """Steal time as a fraction of the CPU time in ``seconds``. Ignores one tick, the resolution of the counter."""
     available = seconds * (os.cpu_count() or 1)
     return max(0.0, stolen - 1 / os.sysconf("SC_CLK_TCK")) / available
 
@@ -56,7 +58,7 @@ class RetryBudget:
         self._left = seconds
 
     def spend(self, seconds: float) -> None:
-        """Charge a repeated turn."""
+        """Charge the duration of a repeated turn."""
         self._left -= seconds
 
     @property
@@ -65,7 +67,7 @@ class RetryBudget:
         return self._left <= 0
 
     def wait_until_quiet(self) -> None:
-        """Keep one CPU busy for a moment; while that shows steal time, pause and try again."""
+        """Wait until a busy CPU shows no steal time, or until the budget is used up. Charges the pauses."""
         while self._left > 0:
             begun, stolen = time.monotonic(), steal_seconds()
             while time.monotonic() < begun + PROBE_SECONDS:
@@ -77,10 +79,10 @@ class RetryBudget:
 
 
 class TimeBudget:
-    """Divides the spare time of a run among its rows.
+    """Divides the spare time of a run among its rows, which run one after the other.
 
     Args:
-        limit_seconds: time limit of the run. expected_seconds: duration of all wanted turns without repeats.
+        limit_seconds: time limit of the run. expected_seconds: duration of all turns if none is repeated.
     """
 
     def __init__(self, limit_seconds: float, expected_seconds: float) -> None:
@@ -98,7 +100,7 @@ class TimeBudget:
         A row gets several times its proportional share, because most rows need no spare time.
 
         Args:
-            expected_seconds: duration of the row's turns without repeats.
+            expected_seconds: duration of the row's turns if none is repeated.
         """
         spare = max(0.0, self._limit - self.elapsed_seconds - OVERHEAD_FACTOR * self._left)
         share = min(1.0, SHARE_FACTOR * expected_seconds / self._left) if self._left else 0.0
@@ -107,7 +109,7 @@ class TimeBudget:
 
 
 class Lap(NamedTuple):
-    """One turn of a contender: its seconds, and the parts of the CPU time that were busy and stolen."""
+    """One turn of a method: its duration, and the fractions of CPU time that were busy and stolen."""
 
     seconds: float
     busy: float
@@ -121,14 +123,14 @@ class Lap(NamedTuple):
 
 @dataclass
 class Laps:
-    """The laps of one contender, which needs ``wanted`` undisturbed ones."""
+    """The laps of one method, which needs ``wanted`` undisturbed ones."""
 
     wanted: int
     max_tries: int = MAX_TRIES
     done: list[Lap] = field(default_factory=list)
 
     def needs_more(self) -> bool:
-        """Whether too few laps were undisturbed and the limit is not reached."""
+        """Whether there are too few undisturbed laps and another lap is allowed."""
         return len(self.done) < self.max_tries * self.wanted and self.wanted > sum(
             not lap.is_disturbed for lap in self.done
         )
@@ -139,7 +141,7 @@ class Laps:
 
 
 def merge_laps(laps_of_ranks: list[Laps]) -> Laps:
-    """Merge the laps of all ranks: a lap takes the maximum over the ranks."""
+    """Merge the laps of all ranks: each value of a lap becomes its maximum over the ranks."""
     first = laps_of_ranks[0]
-    together = zip(*(laps.done for laps in laps_of_ranks), strict=True)
-    return Laps(first.wanted, first.max_tries, [Lap(*map(max, zip(*ranks, strict=True))) for ranks in together])
+    lap_of_ranks = zip(*(laps.done for laps in laps_of_ranks), strict=True)
+    return Laps(first.wanted, first.max_tries, [Lap(*map(max, zip(*laps, strict=True))) for laps in lap_of_ranks])

@@ -24,15 +24,11 @@ from microbench.harness.calibrate import deviations, mean_topology, measure_clus
 from microbench.harness.steal_time import TimeBudget
 from microbench.harness.worker import RETRY_SECONDS, Job, Turn, run_jobs
 from microbench.peers.base import are_replicated
-from microbench.peers.registry import OTHERS
-from reshard.cost.lower_bound import find_bound
-from reshard.cost.simulator import simulate
-from reshard.plan.model import Plan
-from reshard.plan.transfers import Transfers
-from reshard.planner.planning import plan_tensors
-from reshard.planner.registry import AUTO
-from reshard.topology.files import topology_to_json
-from reshard.topology.model import Topology
+from microbench.peers.registry import PEERS
+from reshard.cost import find_bound, simulate
+from reshard.plan import Plan, Transfers
+from reshard.planner import AUTO, plan_tensors
+from reshard.topology import Topology, topology_to_json
 
 #: Largest relative change of a link rate during a run, and largest relative error to the shaped rate.
 MAX_DEVIATION = 0.03
@@ -42,7 +38,7 @@ OURS = AUTO
 DEFAULT_CONTENDERS = (OURS, "send_recv", "local_all_gather", "awex")
 #: Additional default contenders of some suites. They take 5 to 20 times the bound, so other suites omit them.
 ALSO_BY_DEFAULT = {"peers": ("full_tensor + broadcast",), "one to many": ("gloo broadcast",)}
-SLOW_OTHERS = ("full_tensor + broadcast", "gloo broadcast")
+SLOW_PEERS = ("full_tensor + broadcast", "gloo broadcast")
 ALL_CONTENDERS = (
     OURS,
     "send_recv",
@@ -52,7 +48,7 @@ ALL_CONTENDERS = (
     "broadcast_size",
     "broadcast_greedy",
     "broadcast_search",
-    *OTHERS,
+    *PEERS,
 )
 
 Record = dict[str, Any]
@@ -89,7 +85,7 @@ class Planned:
         receivers = len({rank for spec in self.row.tensors for rank in spec.dst.ranks})
         if name == "gloo broadcast" and not are_replicated(self.row.tensors):
             return 0.0
-        if name in SLOW_OTHERS:
+        if name in SLOW_PEERS:
             return self.row.nbytes / slowest * receivers
         plan = self.plans.get("send_recv")
         return self.bound_seconds if plan is None else simulate(plan, self.topology).makespan_seconds
@@ -108,10 +104,10 @@ def plan_row(row: Row, key: str, contenders: Sequence[str], repeats: int, topolo
     turns = []
     bound = 0.0
     for name in contenders:
-        if name in OTHERS:
+        if name in PEERS:
             # contenders without a plan take about as long as plain sends
             likely = plans.get("send_recv") or plan_tensors(row.tensors, strategy="send_recv", topology=topology)
-            slow = name in SLOW_OTHERS or _is_slow(likely)
+            slow = name in SLOW_PEERS or _is_slow(likely)
             turns.append(Turn(name, None, min(repeats, SLOW_REPEATS) if slow else repeats))
             continue
         plan = plan_tensors(row.tensors, strategy=name, topology=topology)

@@ -1,6 +1,6 @@
-"""The picture of the README, from a page of results: ``python -m microbench.harness.summary_plot PAGE OUT.svg``.
+"""Draw the chart of the README from a page of results: ``python -m microbench.harness.summary_plot PAGE OUT.svg``.
 
-The page has one line for each way to move tensors, such as ``auto  1.035 times the bound (62 rows), worst 1.13``.
+The page has one line per method, such as ``auto  1.035 times the bound (62 rows), worst 1.13``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from html import escape
 from pathlib import Path
 
-#: What the bars show, from top to bottom: the name on the page, and what a reader should see.
+#: The bars from top to bottom: the name of the method on the page, and its label in the chart.
 BARS = (
     ("auto", "reshard"),
     ("send_recv", "each receiver fetches its part"),
@@ -20,21 +20,21 @@ BARS = (
     ("full_tensor + broadcast", "DTensor full_tensor, then broadcast"),
 )
 _LINE = re.compile(r"^(\S.*?) {2,}([\d.]+) times the bound \((\d+) rows\), worst ([\d.]+)$", flags=re.MULTILINE)
-_WIDTH, _LEFT, _ROW, _TOP = 700, 245, 34, 58
+_WIDTH, _LEFT, _ROW_HEIGHT, _TOP = 700, 245, 34, 58
 
 
 def draw(page: str) -> str:
-    """The SVG: one bar for each of :data:`BARS`, on a logarithmic axis that begins at the bound.
+    """Draw the chart as SVG: one bar per method of :data:`BARS`, on a logarithmic axis that starts at the bound.
 
     Raises:
-        KeyError: the page lacks one of them.
+        KeyError: the page lacks a method.
     """
     found: dict[str, tuple[float, int, float]] = {}
     for name, mean, rows, worst in _LINE.findall(page):
-        found.setdefault(name, (float(mean), int(rows), float(worst)))  # the first table is of all suites
-    end = 64.0
-    scale = (_WIDTH - _LEFT - 20) / math.log(end)
-    height = _TOP + _ROW * len(BARS) + 46
+        found.setdefault(name, (float(mean), int(rows), float(worst)))  # the first table covers all suites
+    axis_end = 64.0
+    scale = (_WIDTH - _LEFT - 20) / math.log(axis_end)
+    height = _TOP + _ROW_HEIGHT * len(BARS) + 46
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' height='{height}' "
         "font-family='Helvetica, Arial, sans-serif' font-size='13' fill='#222' role='img'>",
@@ -43,22 +43,22 @@ def draw(page: str) -> str:
         "<text x='12' y='22' font-size='15' font-weight='bold'>Transfer time over the network's lower bound</text>",
         "<text x='12' y='41' fill='#555'>bar: geometric mean of the rows; line: the worst row; 1 is the limit</text>",
     ]
-    bottom = _TOP + _ROW * len(BARS)
+    bottom = _TOP + _ROW_HEIGHT * len(BARS)
     for tick in (1, 2, 4, 8, 16, 32, 64):
         x = _LEFT + scale * math.log(tick)
         parts.append(f"<line x1='{x:.1f}' y1='{_TOP - 6}' x2='{x:.1f}' y2='{bottom}' stroke='#ddd'/>")
         parts.append(f"<text x='{x:.1f}' y='{bottom + 17}' text-anchor='middle' fill='#555'>{tick}x</text>")
-    for place, (name, label) in enumerate(BARS):
+    for index, (name, label) in enumerate(BARS):
         mean, rows, worst = found[name]
-        y = _TOP + _ROW * place
-        colour = "#1a7f5a" if place == 0 else "#9aa5b1"
-        length, reach = scale * math.log(mean), scale * math.log(min(worst, end))
+        y = _TOP + _ROW_HEIGHT * index
+        colour = "#1a7f5a" if index == 0 else "#9aa5b1"
+        mean_length, worst_length = scale * math.log(mean), scale * math.log(min(worst, axis_end))
         parts += [
             f"<text x='{_LEFT - 10}' y='{y + 16}' text-anchor='end'>{escape(label)}</text>",
-            f"<rect x='{_LEFT}' y='{y + 2}' width='{max(length, 3):.1f}' height='19' fill='{colour}'/>",
-            f"<line x1='{_LEFT}' y1='{y + 25}' x2='{_LEFT + reach:.1f}' y2='{y + 25}' stroke='{colour}' "
+            f"<rect x='{_LEFT}' y='{y + 2}' width='{max(mean_length, 3):.1f}' height='19' fill='{colour}'/>",
+            f"<line x1='{_LEFT}' y1='{y + 25}' x2='{_LEFT + worst_length:.1f}' y2='{y + 25}' stroke='{colour}' "
             "stroke-width='2'/>",
-            f"<text x='{_LEFT + max(length, 3) + 6:.1f}' y='{y + 16}' font-weight='bold'>{mean:.4g}"
+            f"<text x='{_LEFT + max(mean_length, 3) + 6:.1f}' y='{y + 16}' font-weight='bold'>{mean:.4g}"
             f"<tspan font-weight='normal' fill='#555'> in {rows} rows, worst {worst:.1f}</tspan></text>",
         ]
     parts.append(f"<text x='{_LEFT}' y='{bottom + 36}' fill='#555'>seconds over the bound, logarithmic</text></svg>")
@@ -66,10 +66,10 @@ def draw(page: str) -> str:
 
 
 def main() -> None:
-    """Write the picture."""
+    """Draw the chart of the README from a page of results."""
     parser = argparse.ArgumentParser(prog="python -m microbench.harness.summary_plot", description=main.__doc__)
-    parser.add_argument("page", type=Path, help="results, such as docs/benchmarks/2026-11-22-emulated-hosts.md")
-    parser.add_argument("out", type=Path, help="the SVG")
+    parser.add_argument("page", type=Path, help="page of results, such as docs/benchmarks/2026-11-22-emulated-hosts.md")
+    parser.add_argument("out", type=Path, help="SVG file to write")
     options = parser.parse_args()
     options.out.write_text(draw(options.page.read_text()))
 

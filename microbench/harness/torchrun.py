@@ -17,8 +17,7 @@ from microbench.harness.calibrate import deviations, mean_topology, measure_link
 from microbench.harness.suite import MAX_DEVIATION, Planned, Record, make_records, plan_row
 from microbench.harness.worker import Job, run_jobs
 from reshard.errors import TopologyError
-from reshard.topology.files import parse_rate, read_topology, topology_to_json
-from reshard.topology.model import Host, Port, Topology
+from reshard.topology import Host, Port, Topology, parse_rate, read_topology, topology_to_json
 
 
 def _join_job(topology_file: Path | None, rate: str) -> tuple[int, Topology]:

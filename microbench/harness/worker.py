@@ -25,11 +25,11 @@ from microbench.harness.steal_time import (
 )
 from microbench.peers.base import NotApplicable
 from microbench.peers.ours import make_ours
-from microbench.peers.registry import OTHERS
+from microbench.peers.registry import PEERS
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.errors import ReshardError
-from reshard.plan.model import Plan
-from reshard.sharding.tensor_spec import TensorSpec
+from reshard.plan import Plan
+from reshard.sharding import TensorSpec
 
 #: Delay between agreeing on a start time and the start. All ranks must have received the time and sleep by then.
 SETTLE_SECONDS = 0.02
@@ -42,7 +42,7 @@ class Turn:
     """One contender of a row.
 
     Attributes:
-        plan: the plan to run, or None for a contender in :data:`OTHERS`. repeats: timed turns after the first one.
+        plan: the plan to run, or None for a contender in :data:`PEERS`. repeats: timed turns after the first one.
     """
 
     name: str
@@ -163,7 +163,7 @@ def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stop
 def _make(turn: Turn, job: Job, rank: int, sources: Sequence[Any], outs: Sequence[Any]) -> Callable[[], None]:
     if turn.plan is not None:
         return make_ours(turn.plan, rank, sources, outs)
-    return OTHERS[turn.name](job.tensors, rank, sources, outs)
+    return PEERS[turn.name](job.tensors, rank, sources, outs)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -13,15 +13,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from reshard.cost.fluid import flow
-from reshard.cost.simulator import network_of
-from reshard.plan.messages import tabulate_messages
-from reshard.planner.planning import make_plan
+from reshard.cost import flow, network_of
+from reshard.plan import tabulate_messages
+from reshard.planner import make_plan
 from reshard.runtime.byte_runs import copy_runs
-from reshard.sharding.layout import Layout
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Topology
+from reshard.sharding import Layout, Mesh, TensorSpec
+from reshard.topology import Topology
 from tests.reference.byte_runs import copy_runs_python
 from tests.reference.fluid import flow_python
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from microbench.peers.base import NotApplicable, Tensors, slices_of
-from reshard.sharding.tensor_spec import TensorSpec
+from reshard.sharding import TensorSpec
 
 _NAME = "weight"
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from reshard.sharding.layout import Layout
-from reshard.sharding.tensor_spec import TensorSpec
+from reshard.sharding import Layout, TensorSpec
 
 
 class NotApplicable(Exception):

@@ -7,7 +7,7 @@ from typing import Any
 
 import reshard
 from microbench.peers.base import Tensors
-from reshard.plan.model import Plan
+from reshard.plan import Plan
 
 
 def make_ours(plan: Plan, rank: int, sources: Tensors, outs: Tensors) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""The contenders from other libraries, by name."""
+"""The contenders (methods to compare) from other libraries, by name."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 
 from microbench.peers.base import MakeContender, Tensors
 from microbench.peers.torch_baselines import FullTensor, GlooBroadcast
-from reshard.sharding.tensor_spec import TensorSpec
+from reshard.sharding import TensorSpec
 
 
 def make_awex(specs: Sequence[TensorSpec], rank: int, sources: Tensors, outs: Tensors) -> Callable[[], None]:
-    """Create the awex contender; imports awex on first use."""
+    """Create the awex contender. Importing awex is delayed until then, since it is optional."""
     from microbench.peers.awex import Awex
 
     return Awex(specs, rank, sources, outs)
 
 
-#: Contenders from other libraries, by name.
-OTHERS: dict[str, MakeContender] = {
+#: Makes the contender of each name.
+PEERS: dict[str, MakeContender] = {
     "gloo broadcast": GlooBroadcast,
     "full_tensor + broadcast": FullTensor,
     "awex": make_awex,

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from microbench.peers.base import NotApplicable, Tensors, are_replicated, slices_of
-from reshard.sharding.layout import Layout
-from reshard.sharding.tensor_spec import TensorSpec
+from reshard.sharding import Layout, TensorSpec
 
 
 class GlooBroadcast:

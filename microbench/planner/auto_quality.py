@@ -20,19 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reshard.cost.simulator import simulate
+from reshard.cost import simulate
 from reshard.errors import ReshardError
-from reshard.planner.auto import CANDIDATES
-from reshard.planner.estimates import Floors, floor_of_transfers
-from reshard.planner.planning import plan_tensors
-from reshard.planner.registry import AUTO
-from reshard.planner.strategies.problem import Problem
+from reshard.planner import AUTO, CANDIDATES, Floors, Problem, floor_of_transfers, plan_tensors
 from reshard.ragged import NO_RANK
-from reshard.sharding.layout import Layout
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Host, Port, Topology
-from reshard.topology.presets import MACHINES, load_preset
+from reshard.sharding import Layout, Mesh, TensorSpec
+from reshard.topology import MACHINES, Host, Port, Topology, load_preset
 
 MAX_RANKS = 256
 #: Smallest and largest tensor of a pair, in bytes.

@@ -20,16 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.plan.check import check_plan
-from reshard.plan.model import Plan
-from reshard.plan.transfers import Transfers
-from reshard.planner.planning import plan_tensors
-from reshard.sharding.layout import Layout, RegionLayout
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.spec import Strided
-from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.files import topology_from_json
-from reshard.topology.model import Topology
+from reshard.plan import Plan, Transfers, check_plan
+from reshard.planner import plan_tensors
+from reshard.sharding import Layout, Mesh, RegionLayout, Strided, TensorSpec
+from reshard.topology import Topology, topology_from_json
 
 STAGING_BYTES = 2**20
 

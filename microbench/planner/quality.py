@@ -13,13 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from reshard.cost.lower_bound import find_bound
-from reshard.cost.simulator import simulate
-from reshard.planner.planning import plan_tensors
-from reshard.sharding.layout import Layout
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Host, Port, Topology
+from reshard.cost import find_bound, simulate
+from reshard.planner import plan_tensors
+from reshard.sharding import Layout, Mesh, TensorSpec
+from reshard.topology import Host, Port, Topology
 
 TEN_GBIT = 1.25e9
 _SHAPES = ((1024, 1024, 32), (1000, 1100, 40), (840, 840, 64), (2048, 512, 48), (1021, 997, 37), (96, 4096, 128))

@@ -16,11 +16,9 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from reshard.planner.planning import plan_tensors
-from reshard.sharding.layout import Layout
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Topology
+from reshard.planner import plan_tensors
+from reshard.sharding import Layout, Mesh, TensorSpec
+from reshard.topology import Topology
 
 DEVICES = 8
 _RANKS = (16, 32, 64, 128, 256, 512, 1024)

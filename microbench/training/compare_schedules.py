@@ -2,7 +2,7 @@
 
 The models are small, with the layouts, stage graphs and communication-to-compute ratios of the 2023 study, and 64
 microbatches. Settings with real computation have two stages of one device each. In settings with timed computation a
-device sleeps instead of computing, so they have two or four stages of several devices. All methods run in turns.
+device sleeps instead of computing, so they have two or four stages of several devices. Methods run in turns.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from reshard.scheduler import (
 from reshard.scheduler.costs import price_edge
 from reshard.scheduler.training.gpt import GPTConfig
 from reshard.scheduler.training.u_transformer import UTransformerConfig
-from reshard.topology.files import topology_from_json
-from reshard.topology.model import Topology
+from reshard.topology import Topology, topology_from_json
 
 NUM_MICROBATCHES = 64
 _BALANCING_STEPS = 8
+#: Predecessor: the baseline, local all-gather with 1F1B that receives just before each consumer. Signal only: our
+#: schedule with messages of one element.
 OURS, SIGNAL, PREDECESSOR = "ours", "signal only", "predecessor"
 #: Communication-to-compute ratio: time of one microbatch's forward transfers on the busiest link, over the forward time
 #: of a stage. With skip connections, the busiest link carries all traffic between the two halves of the stages.
@@ -55,7 +56,7 @@ Build = Callable[[Pipeline, int], Schedule]
 
 @dataclass(frozen=True)
 class Setting:
-    """The setting of one table: a model on stages, with real or timed computation."""
+    """What one table compares methods on: a model on stages, with real or timed computation."""
 
     model: str
     config: Any
@@ -112,8 +113,8 @@ def make_pipeline(
 
     Args:
         costs: forward, input-gradient and weight-gradient seconds of each stage, and optionally whole-backward seconds.
-        topology: what edges are planned for. strategy: of the plans. links: what the plans are simulated on.
-        message_seconds: added to each transfer for starting it and for waking the waiting processes.
+        topology: for planning the edges. strategy: of the plans. links: for simulating the plans.
+        message_seconds: added to each transfer: the time to start it and to wake the waiting processes.
     """
     meshes = setting.config.meshes()
     stages = tuple(
@@ -123,13 +124,13 @@ def make_pipeline(
     edges = []
     for edge in setting.config.edges(meshes):
         priced = price_edge(edge, topology, strategy=strategy, links=links)
-        there, back = priced.forward_seconds + message_seconds, priced.backward_seconds + message_seconds
-        edges.append(replace(priced, forward_seconds=there, backward_seconds=back))
+        forward, backward = priced.forward_seconds + message_seconds, priced.backward_seconds + message_seconds
+        edges.append(replace(priced, forward_seconds=forward, backward_seconds=backward))
     return Pipeline(stages, tuple(edges))
 
 
 def with_transfers(pipeline: Pipeline, seconds: float) -> Pipeline:
-    """The pipeline with ``seconds`` per transfer and without shared links."""
+    """The same pipeline with ``seconds`` for each transfer and no shared links."""
     edges = [
         replace(e, forward_seconds=seconds, backward_seconds=seconds, forward_loads=(), backward_loads=())
         for e in pipeline.edges
@@ -138,7 +139,7 @@ def with_transfers(pipeline: Pipeline, seconds: float) -> Pipeline:
 
 
 def busiest_seconds(edges: list[Edge]) -> float:
-    """Time that one microbatch's forward transfers take on the busiest link."""
+    """Time that the forward transfers of one microbatch take on the busiest link."""
     busy: dict[str, float] = {}
     for edge in edges:
         for link, seconds in edge.forward_loads:
@@ -151,7 +152,7 @@ class MethodSpec:
     """A method to compare: its plan strategy and its schedule builder.
 
     Attributes:
-        strategy: None for the default. is_blocking: whether both ends of a transfer wait for it.
+        strategy: None for the default strategy. is_blocking: whether both ends of a transfer wait for it.
     """
 
     name: str
@@ -164,12 +165,12 @@ def _blocking(pipeline: Pipeline, num: int) -> Schedule:
     return block_transfers(one_f_one_b(pipeline, num), pipeline)
 
 
-def _at_consumer(pipeline: Pipeline, num: int) -> Schedule:
+def _receiving_at_consumer(pipeline: Pipeline, num: int) -> Schedule:
     return defer_recvs(one_f_one_b(pipeline, num), pipeline)
 
 
-def _in_memory_of(other: Build) -> Build:
-    """A builder of our schedule that may use the peak memory of another builder's schedule."""
+def _with_memory_of(other: Build) -> Build:
+    """A builder of our schedule. Its memory limit is the peak memory of the other builder's schedule."""
 
     def build(pipeline: Pipeline, num: int) -> Schedule:
         return auto_schedule(pipeline, num, memory_limit_bytes=max(other(pipeline, num).peak_bytes(pipeline)))
@@ -179,17 +180,17 @@ def _in_memory_of(other: Build) -> Build:
 
 METHODS = (
     MethodSpec("send/recv, blocking 1F1B", "send_recv", _blocking, is_blocking=True),
-    MethodSpec(PREDECESSOR, "local_all_gather", _at_consumer),
+    MethodSpec(PREDECESSOR, "local_all_gather", _receiving_at_consumer),
     MethodSpec("broadcast, blocking 1F1B", "broadcast_greedy", _blocking, is_blocking=True),
     MethodSpec("broadcast, overlapped 1F1B", "broadcast_greedy", one_f_one_b),
     MethodSpec("eager-1F1B", "broadcast_greedy", eager_1f1b),
-    MethodSpec("ours, memory of 1F1B", None, _in_memory_of(one_f_one_b)),
-    MethodSpec(OURS, None, _in_memory_of(eager_1f1b)),
+    MethodSpec("ours, memory of 1F1B", None, _with_memory_of(one_f_one_b)),
+    MethodSpec(OURS, None, _with_memory_of(eager_1f1b)),
 )
 
 
 def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> dict[str, Any]:
-    """Measure all methods of a setting in turns and return the record."""
+    """Measure all methods of a setting in turns. Returns the record of the results."""
     calibration = _calibrate(setting, log)
     rate, costs = calibration.rate, calibration.costs
     message = {spec.name: calibration.blocked if spec.is_blocking else calibration.message for spec in METHODS}
@@ -218,8 +219,8 @@ def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> d
             on_report=lambda rank, report: log(f"  {report[0]}: {report[1].seconds:.2f} s"),
         )
         after = measure_cluster(cluster, plain)
-    links = replace(mean_topology(before, after), start_seconds=0.0)  # the message costs include the engine's start-up
-    moved = max(map(abs, deviations(after, before).values()))
+    links = replace(mean_topology(before, after), start_seconds=0.0)  # message costs already include it
+    drift = max(map(abs, deviations(after, before).values()))
     rows, predicted = [], {}
     alone = None if setting.is_timed else train_alone(setting.config, repeats)
     for method in methods:
@@ -252,15 +253,15 @@ def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> d
         "blocked_seconds": calibration.blocked,
         "transfer_seconds": {f"{e.src}->{e.dst}": e.forward_seconds for e in pipelines[OURS].edges},
         "rate": rate,
-        "moved": moved,
-        "valid": moved <= MAX_DEVIATION,
+        "moved": drift,
+        "valid": drift <= MAX_DEVIATION,
         "rows": rows,
         "timelines": {name: (measured, predicted[name]) for name, measured in results[0]["timelines"].items()},
     }
 
 
 def _relative_error(alone: tuple[float, float], results: list[dict[str, Any]], name: str) -> float:
-    """Relative error of the loss or of the gradient norm to single-process training, whichever is larger."""
+    """Relative error against single-process training: that of the loss or of the gradient norm, whichever is larger."""
     loss = next(result["losses"][name] for result in results if result["losses"][name] is not None)
     squares = sum(result["squares"][name] for result in results)
     return max(abs(loss / alone[0] - 1), abs(math.sqrt(squares / alone[1]) - 1))
@@ -271,9 +272,9 @@ class _Calibration:
     """Link rate and measured costs of a setting, in seconds.
 
     Attributes:
-        rate: of each link. nominal_costs: what timed stages sleep. costs: what stages were measured to take.
-        message: cost of a message that overlaps with computation. blocked: cost of a message that both ends wait for;
-            it differs because the receiver is not busy with other work when the message arrives.
+        rate: of each link. nominal_costs: sleep times of timed stages. costs: measured durations of the stages.
+        message: cost of a message that overlaps with computation. blocked: cost of a message that both ends wait for.
+            It differs because such a receiver is not busy with other work when the message arrives.
     """
 
     rate: float | str
@@ -284,15 +285,15 @@ class _Calibration:
 
 
 def _calibrate(setting: Setting, log: Callable[[str], None]) -> _Calibration:
-    """Measure the stages without communication; choose sleep times or link rate to match the setting's ratio."""
+    """Measure the stages without communication. Choose sleep times or the link rate to match the setting's ratio."""
     meshes = setting.config.meshes()
 
-    def transfer(rate: float | str) -> float:
+    def transfer_seconds(rate: float | str) -> float:
         topology = nominal(make_topology(setting, rate))
         return busiest_seconds([price_edge(edge, topology) for edge in setting.config.edges(meshes)])
 
     log(f"{setting.title}: measuring stages")
-    forward = transfer(setting.rate) / setting.ratio if setting.is_timed else 1.0
+    forward = transfer_seconds(setting.rate) / setting.ratio if setting.is_timed else 1.0
     nominal_costs: list[tuple[float, ...]] = [(forward, forward, forward)] * setting.config.pp
     topology = make_topology(setting, setting.rate)
     pipeline = make_pipeline(setting, nominal_costs, topology, None, topology)
@@ -306,19 +307,19 @@ def _calibrate(setting: Setting, log: Callable[[str], None]) -> _Calibration:
     rate: float | str = setting.rate
     if not setting.is_timed:
         rate = 1.25e8
-        for _ in range(_BALANCING_STEPS):  # iterate: the burst at the start of a transfer does not scale with the rate
-            rate *= transfer(rate) / (setting.ratio * max(cost[0] for cost in costs))
+        for _ in range(_BALANCING_STEPS):  # iterate: a transfer starts with a burst of fixed size
+            rate *= transfer_seconds(rate) / (setting.ratio * max(cost[0] for cost in costs))
     return _Calibration(rate, nominal_costs, costs, found[0]["transfer"], found[0]["blocked"])
 
 
 def format_setting(record: dict[str, Any]) -> str:
-    """A text table of a setting's record.
+    """Format the record of a setting as a text table.
 
     Columns: seconds; measured and predicted speed-up over the predecessor; fraction of the signal-only throughput;
-    predicted over measured seconds; CPU use; steal time; error of loss and gradients; microbatches in flight per stage.
+    predicted divided by measured seconds; CPU use; steal time; error of loss and gradients; microbatches in flight.
     """
     rows = {row["method"]: row for row in record["rows"]}
-    before, signal = rows[PREDECESSOR], rows[SIGNAL]
+    base, signal = rows[PREDECESSOR], rows[SIGNAL]
     costs = ", ".join("/".join(f"{1e3 * s:.1f}" for s in stage) for stage in record["stage_seconds"])
     transfers = ", ".join(f"{edge} {1e3 * s:.1f}" for edge, s in record["transfer_seconds"].items())
     lines = [
@@ -332,7 +333,7 @@ def format_setting(record: dict[str, Any]) -> str:
         median = row["median_seconds"]
         lines.append(
             f"{row['method']:28}{median:10.3f}{min(row['seconds']):9.3f}{max(row['seconds']):9.3f}"
-            f"{before['median_seconds'] / median:7.3f}{before['predicted_seconds'] / row['predicted_seconds']:10.3f}"
+            f"{base['median_seconds'] / median:7.3f}{base['predicted_seconds'] / row['predicted_seconds']:10.3f}"
             f"{signal['median_seconds'] / median:10.3f}{row['predicted_seconds'] / median:10.3f}"
             f"{row['busy']:6.0%}{row['stolen']:6.1%}"
             f"{'-' if row['off'] is None else format(row['off'], '.0e'):>9}"
@@ -367,8 +368,8 @@ def main(arguments: list[str] | None = None) -> int:
         epilog="example: python -m microbench.training.compare_schedules gpt --setting 'timed 2' --trace build/traces",
     )
     parser.add_argument("model", choices=sorted(RATIOS), help="model to train")
-    parser.add_argument("--setting", action="append", help="timed 2, timed 4 or real 2 (all); may be repeated")
-    parser.add_argument("--repeats", type=int, default=5, help="timed iterations of each method, after one warm-up (5)")
+    parser.add_argument("--setting", action="append", help="timed 2, timed 4 or real 2; may be repeated (default: all)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed iterations of each method (default: 5)")
     parser.add_argument("--out", type=Path, help="write JSON lines to this file")
     parser.add_argument("--trace", type=Path, help="write measured and predicted Chrome traces to this folder")
     options = parser.parse_args(arguments)

@@ -18,7 +18,7 @@ from microbench.training.timed_stages import TimedStage
 from reshard.scheduler import Kind, Pipeline, PipelineTimeline, Schedule, block_transfers, one_f_one_b, zb_h1
 from reshard.scheduler.runtime.engine import Engine, Feed
 from reshard.scheduler.training.train import make_stages
-from reshard.topology.model import Topology
+from reshard.topology import Topology
 
 Modules = dict[int, torch.nn.Module]
 #: Signal-only steps from which the costs of stages are measured.

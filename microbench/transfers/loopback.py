@@ -34,9 +34,7 @@ import torch.distributed as dist
 import reshard
 from microbench.peers.torch_baselines import FullTensor
 from reshard.cli.demo import count_unlike, shard_of_positions
-from reshard.sharding.layout import Layout
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.tensor_spec import TensorSpec
+from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.testing.processes import run_processes
 
 Slices = tuple[slice, ...]

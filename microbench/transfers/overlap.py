@@ -19,8 +19,7 @@ import reshard
 from microbench.emulation.cluster import Cluster, ClusterError
 from microbench.harness.suite import describe_machine, stderr
 from microbench.harness.worker import Stopwatch
-from reshard.topology.files import topology_from_json
-from reshard.topology.model import Topology
+from reshard.topology import Topology, topology_from_json
 
 SIDE = 256
 

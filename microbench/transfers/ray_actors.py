@@ -24,7 +24,7 @@ from microbench.emulation.links import PAYLOAD_SHARE
 from microbench.emulation.ray import ray_cluster
 from microbench.harness.steal_time import Lap, Laps, RetryBudget, idle_seconds, steal_seconds, steal_share
 from microbench.harness.suite import describe_machine, stderr
-from reshard.topology.files import parse_rate
+from reshard.topology import parse_rate
 
 RETRY_SECONDS = 60.0
 COLLECTIVE = "receivers and sender"

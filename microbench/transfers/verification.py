@@ -1,8 +1,8 @@
 """Measure the cost of ``verify=True``: ``python -m microbench.transfers.verification``.
 
-It runs on emulated links and over loopback.
-Movers with and without verification run the same transfers in turns, between two meshes of four devices on two hosts
-each. A turn ends when the last rank has its shard and, with ``verify=True``, has checked it.
+It runs on emulated links and over loopback. A Mover with and a Mover without verification take turns to run the same
+transfers between two meshes. Each mesh has four devices on two hosts. A turn ends when the last rank has its shard and,
+with ``verify=True``, has checked it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from microbench.harness.suite import describe_machine, stderr
 from microbench.harness.worker import Stopwatch
 from reshard import Layout, Mesh
 from reshard.testing.processes import run_processes
-from reshard.topology.files import topology_from_json
-from reshard.topology.model import Topology
+from reshard.topology import Topology, topology_from_json
 
 PAIRS = (("S0 R", "R S0"), ("S0 R", "R R"), ("R S1", "S0 R"))
 COLUMNS = 1024
@@ -32,16 +31,16 @@ COLUMNS = 1024
 def measure(
     rank: int, report: Callable[[Any], None] | None, topology: Topology, mib: int, repeats: int
 ) -> list[dict[bool, list[float]]]:
-    """Seconds of each turn on this rank: one dict per layout pair, keyed by ``verify``."""
+    """Time the turns of this rank: for each pair of layouts, ``{verify: seconds of each turn}``."""
     shape = (mib * 2**20 // (4 * COLUMNS), COLUMNS)
-    stopwatch, found = Stopwatch(), []
+    stopwatch, timings = Stopwatch(), []
     for src_spec, dst_spec in PAIRS:
         src, dst = Layout(Mesh.of("2x2"), src_spec), Layout(Mesh.of("2x2", first_rank=4), dst_spec)
         plan = reshard.make_plan(src, dst, shape, "float32", topology=topology)
         local = plan.tensors[0].src_shards.local_shape(rank) if rank in src.ranks else None
         tensor = None if local is None else torch.rand(local)
         movers = {verify: reshard.Mover(plan, verify=verify) for verify in (False, True)}
-        outs = {verify: mover(tensor) for verify, mover in movers.items()}  # the warm-up
+        outs = {verify: mover(tensor) for verify, mover in movers.items()}  # warm-up
         seconds: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(repeats):
             for verify in (False, True) if turn % 2 else (True, False):
@@ -50,23 +49,23 @@ def measure(
                 seconds[verify].append(stopwatch.stop().seconds)
         for mover in movers.values():
             mover.close()
-        found.append(seconds)
-    return found
+        timings.append(seconds)
+    return timings
 
 
 def main() -> int:
-    """Print a Markdown table with the median times without and with verification, and their ratio."""
+    """Print a Markdown table: median times without and with verification, and their ratio."""
     parser = argparse.ArgumentParser(
         prog="python -m microbench.transfers.verification",
         description=__doc__,
         epilog="example: python -m microbench.transfers.verification --mib 16 --repeats 5",
     )
-    parser.add_argument("--mib", type=int, default=64, help="MiB of the tensor (64)")
-    parser.add_argument("--rate", default="1 Gbit/s", help="rate of each link (1 Gbit/s)")
-    parser.add_argument("--repeats", type=int, default=9, help="timed turns of each Mover (9)")
+    parser.add_argument("--mib", type=int, default=64, help="size of the tensor in MiB (default: 64)")
+    parser.add_argument("--rate", default="1 Gbit/s", help="rate of each emulated link (default: 1 Gbit/s)")
+    parser.add_argument("--repeats", type=int, default=9, help="timed turns of each Mover (default: 9)")
     options = parser.parse_args()
     if not 1 <= options.mib <= 4096 or not 1 <= options.repeats <= 1000:
-        parser.error("--mib must be 1 to 4096, --repeats 1 to 1000")
+        parser.error("--mib must be from 1 to 4096, and --repeats from 1 to 1000")
     run = describe_machine([])
     print(f"{options.mib} MiB, {run['machine']}, torch {torch.__version__}, {run['date']}\n")
     print("| links | layouts | plain, s | verified, s | verified / plain |\n|---|---|---|---|---|")
@@ -85,8 +84,8 @@ def main() -> int:
         for number, pair in enumerate(PAIRS):
             medians = {}
             for verify in (False, True):
-                columns = zip(*(result[number][verify] for result in results), strict=True)
-                medians[verify] = statistics.median(max(column) for column in columns)
+                turns = zip(*(result[number][verify] for result in results), strict=True)
+                medians[verify] = statistics.median(max(seconds_of_ranks) for seconds_of_ranks in turns)
             print(
                 f"| {links} | {' -> '.join(pair)} | {medians[False]:.4f} | {medians[True]:.4f} "
                 f"| {medians[True] / medians[False]:.3f} |",

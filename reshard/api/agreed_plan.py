@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reshard.coordination.communicator import Channel
-from reshard.coordination.messages import Decision
-from reshard.plan.model import Plan
+from reshard.coordination import Channel, Decision
+from reshard.plan import Plan
 from reshard.runtime.program import Program
 from reshard.runtime.rounds.executor import RoundRunner
 

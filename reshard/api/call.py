@@ -16,25 +16,34 @@ from reshard.api.mover import Mover
 from reshard.api.recovery import FaultTolerantHandle, Recovery
 from reshard.api.tensor_checks import check_array
 from reshard.api.validation import Options, make_request
-from reshard.coordination.communicator import MAX_CACHED, Channel, find_channel
-from reshard.coordination.decide import plan_arguments, resolve_partial
-from reshard.coordination.liveness.call_sequence import calling, publish_interruption, report_error
-from reshard.coordination.liveness.membership import count_call, remaining_ranks
-from reshard.coordination.messages import Decision, Request
-from reshard.coordination.process_group import Group, find_group, known_groups
-from reshard.coordination.topology_discovery import topology_of_names
+from reshard.coordination import (
+    MAX_CACHED,
+    Channel,
+    Decision,
+    Group,
+    Request,
+    calling,
+    count_call,
+    find_channel,
+    find_group,
+    known_groups,
+    plan_arguments,
+    publish_interruption,
+    remaining_ranks,
+    report_error,
+    resolve_partial,
+    topology_of_names,
+)
 from reshard.errors import ArgumentError, RankLostError, ReshardError
 from reshard.formatting import format_ranks
-from reshard.plan.check import ensure_checked
-from reshard.plan.model import DEFAULT_STAGING_BYTES, Plan
-from reshard.planner.planning import plan_tensors
-from reshard.planner.strategies.problem import Strategy
+from reshard.plan import DEFAULT_STAGING_BYTES, Plan, ensure_checked
+from reshard.planner import Strategy, plan_tensors
 from reshard.runtime.cuda.stream import current_device, make_runner
 from reshard.runtime.program import Program, build_program
 from reshard.runtime.rounds.executor import RoundRunner
-from reshard.sharding.tensor_spec import TensorSpec
+from reshard.sharding import TensorSpec
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
-from reshard.topology.model import Topology
+from reshard.topology import Topology
 
 
 def reshard(

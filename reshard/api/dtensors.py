@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from reshard.coordination.process_group import Group
+from reshard.coordination import Group
 from reshard.errors import ArgumentError
-from reshard.sharding.layout import AnyLayout, Layout
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.tiles import cut_shards, find_overlaps
+from reshard.sharding import AnyLayout, Layout, Mesh, cut_shards, find_overlaps
 
 
 def is_dtensor(value: Any) -> bool:

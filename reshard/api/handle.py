@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from reshard.coordination.communicator import Channel
-from reshard.coordination.liveness.heartbeat import Monitor, call_at_exit
+from reshard.coordination import Channel, Monitor, call_at_exit
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.forks import call_in_child
 from reshard.formatting import describe_ranks

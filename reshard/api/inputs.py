@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.api.dtensors import check_same_layout, is_device_mesh, is_dtensor, mesh_of
-from reshard.coordination.communicator import find_channel
-from reshard.coordination.decide import resolve
-from reshard.coordination.liveness.call_sequence import report_error
-from reshard.coordination.liveness.membership import count_call, remaining_ranks
-from reshard.coordination.messages import Request, describe_error
-from reshard.coordination.process_group import Group
+from reshard.coordination import (
+    Group,
+    Request,
+    count_call,
+    describe_error,
+    find_channel,
+    remaining_ranks,
+    report_error,
+    resolve,
+)
 from reshard.errors import ArgumentError, ReshardError
 from reshard.formatting import compare_names
-from reshard.sharding.layout import AnyLayout, Layout, RegionLayout
-from reshard.sharding.mesh import Mesh
+from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
 

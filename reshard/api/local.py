@@ -10,15 +10,10 @@ import xxhash
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
-from reshard.plan.check import ensure_checked
-from reshard.plan.messages import expand_messages
-from reshard.plan.model import Plan
-from reshard.planner.planning import make_plan
-from reshard.planner.strategies.problem import Strategy
-from reshard.sharding.layout import AnyLayout, Layout, RegionLayout
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.tiles import Shards
-from reshard.topology.model import Topology
+from reshard.plan import Plan, ensure_checked, expand_messages
+from reshard.planner import Strategy, make_plan
+from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Shards
+from reshard.topology import Topology
 
 Array = Any
 

@@ -20,18 +20,25 @@ from reshard.api.handle import EXIT_SECONDS, Handle, StreamHandle
 from reshard.api.mover_arrays import MoverArrays
 from reshard.api.options import check_device_type, check_verify
 from reshard.api.tensor_checks import check_no_aliasing, detach_source
-from reshard.coordination.calling_threads import Owner
-from reshard.coordination.communicator import find_channel
-from reshard.coordination.decide import plan_arguments, resolve_partial
-from reshard.coordination.liveness.call_sequence import calling, publish_interruption, report_error
-from reshard.coordination.liveness.heartbeat import Monitor, call_at_exit
-from reshard.coordination.messages import Request, describe_error
-from reshard.coordination.process_group import check_inside, find_group
-from reshard.coordination.topology_discovery import warn_of_hosts
+from reshard.coordination import (
+    Monitor,
+    Owner,
+    Request,
+    call_at_exit,
+    calling,
+    check_inside,
+    describe_error,
+    find_channel,
+    find_group,
+    plan_arguments,
+    publish_interruption,
+    report_error,
+    resolve_partial,
+    warn_of_hosts,
+)
 from reshard.errors import ArgumentError, RankLostError, ReshardError, VerificationError
 from reshard.formatting import format_ranks
-from reshard.plan.check import ensure_checked
-from reshard.plan.model import Plan
+from reshard.plan import Plan, ensure_checked
 from reshard.runtime.cpu.executor import (
     NOTIFY_TAG,
     VERIFY_TAG,

@@ -9,13 +9,12 @@ import torch
 
 from reshard.api.dtensors import check_same_layout, is_dtensor, layout_of
 from reshard.api.tensor_checks import check_array, wait_for_collective
-from reshard.coordination.process_group import Group
+from reshard.coordination import Group
 from reshard.errors import ArgumentError
-from reshard.plan.model import Plan
+from reshard.plan import Plan
 from reshard.runtime.cuda.stream import current_device
 from reshard.runtime.program import Program
-from reshard.sharding.layout import AnyLayout
-from reshard.sharding.tensor_spec import TensorSpec
+from reshard.sharding import AnyLayout, TensorSpec
 
 
 class MoverArrays:

@@ -21,14 +21,20 @@ import torch
 from reshard.api.handle import Handle
 from reshard.api.mover import Mover
 from reshard.api.validation import Options
-from reshard.coordination.communicator import Channel, find_channel
-from reshard.coordination.decide import gather_reports
-from reshard.coordination.liveness.call_sequence import calling
-from reshard.coordination.messages import Decision, Request, describe_error, rebuild_error
-from reshard.coordination.process_group import Group
+from reshard.coordination import (
+    Channel,
+    Decision,
+    Group,
+    Request,
+    calling,
+    describe_error,
+    find_channel,
+    gather_reports,
+    rebuild_error,
+)
 from reshard.errors import RankLostError, ReshardError, TransferTimeoutError
 from reshard.formatting import describe_ranks, format_ranks
-from reshard.plan.model import Plan
+from reshard.plan import Plan
 from reshard.planner.recovery import Arrived, find_missing, plan_remainder, view_pieces, whole_tensors
 from reshard.runtime.cpu.executor import Tally
 from reshard.timeouts import check_wait_timeout

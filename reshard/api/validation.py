@@ -10,16 +10,13 @@ from reshard.api.casts import check_cast
 from reshard.api.inputs import Item
 from reshard.api.options import check_on_loss, check_verify
 from reshard.api.tensor_checks import check_movable, check_no_aliasing, detach_source, wait_for_collective
-from reshard.coordination.messages import Request, TensorRequest
-from reshard.coordination.process_group import Group, check_inside
+from reshard.coordination import Group, Request, TensorRequest, check_inside
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError
-from reshard.planner.registry import find_strategy
-from reshard.planner.strategies.problem import Strategy
+from reshard.planner import Strategy, find_strategy
 from reshard.runtime.cpu.verification import digest_array
-from reshard.sharding.dim_cuts import check_shape
-from reshard.topology.files import topology_to_json
-from reshard.topology.model import Topology
+from reshard.sharding import check_shape
+from reshard.topology import Topology, topology_to_json
 from reshard.version import __version__
 
 

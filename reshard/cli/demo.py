@@ -13,13 +13,11 @@ import torch.distributed as dist
 
 from reshard.api.call import reshard
 from reshard.cli.demo_cases import Case, hard_cases, study_cases
-from reshard.cost.report import NOTABLE_LATENCY, CostReport
-from reshard.planner.planning import make_plan
-from reshard.planner.registry import AUTO
-from reshard.sharding.layout import AnyLayout
-from reshard.sharding.tiles import cut_shards
+from reshard.cost import NOTABLE_LATENCY, CostReport
+from reshard.planner import AUTO, make_plan
+from reshard.sharding import AnyLayout, cut_shards
 from reshard.testing.processes import run_processes
-from reshard.topology.model import MESSAGE_SECONDS, Topology
+from reshard.topology import MESSAGE_SECONDS, Topology
 
 STRATEGIES = (AUTO, "send_recv", "local_all_gather")
 REPEATS = 3

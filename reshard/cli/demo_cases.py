@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reshard.sharding.layout import AnyLayout, Layout, RegionLayout
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.spec import Strided
+from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Strided
 
 
 @dataclass(frozen=True)

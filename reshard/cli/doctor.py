@@ -21,8 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.coordination.addresses import own_address
-from reshard.coordination.process_group import serve_store
+from reshard.coordination import own_address, serve_store
 from reshard.errors import ArgumentError, TransferTimeoutError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.timeouts import check_timeout

@@ -10,24 +10,23 @@ from html import escape
 import numpy as np
 
 from reshard.cli.report import describe_plan
-from reshard.cost.lower_bound import find_bound
-from reshard.cost.port_loads import find_loads
-from reshard.cost.report import CostReport
-from reshard.cost.simulator import Timeline, simulate
+from reshard.cost import CostReport, Timeline, find_bound, find_loads, simulate
 from reshard.formatting import format_bytes, format_rate
-from reshard.plan.model import Plan
+from reshard.plan import Plan
 
 Tree = tuple[tuple[int, int], ...]
 
-#: Trees that a page draws, largest first.
+#: Most trees that a page draws; the trees with the most bytes come first.
 MAX_TREES = 24
-#: Rows of a page. If there are more hosts, each row is a group of consecutive hosts.
+#: Most rows of a page. If there are more hosts, each row is a group of consecutive hosts.
 MAX_GROUPS = 32
-#: Ports in the table, busiest first.
+#: Most ports in the table; the busiest come first.
 MAX_PORTS = 2 * MAX_GROUPS
-#: Messages of one pair of hosts are drawn as one if the gap between them is at most this fraction of the makespan.
-_GAP = 0.002
-_WIDTH, _LANE, _ROW, _LEFT, _TICKS = 1000, 14, 10, 110, 5
+#: Two messages of one pair of hosts are drawn as one if the gap between them is at most this fraction of the time axis.
+_MAX_GAP = 0.002
+#: Sizes of the timeline in pixels. A lane is one direction of one host, and has one row or more.
+_WIDTH, _LABEL_WIDTH, _ROW_HEIGHT, _MIN_LANE_HEIGHT = 1000, 110, 10, 14
+_NUM_TICKS = 5
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1120px; padding: 0 1em; }
 pre { background: #f4f4f4; padding: 0.8em; overflow-x: auto; }
@@ -41,14 +40,14 @@ svg text { font: 11px system-ui, sans-serif; } .trees { display: flex; flex-wrap
 
 
 @dataclass(frozen=True)
-class _Groups:
+class _HostGroups:
     """The hosts of a plan, in groups of ``size`` consecutive hosts."""
 
     num_hosts: int
     size: int
 
     @classmethod
-    def of(cls, plan: Plan) -> _Groups:
+    def of(cls, plan: Plan) -> _HostGroups:
         return cls(plan.topology.num_hosts, -(-plan.topology.num_hosts // MAX_GROUPS))
 
     def by_rank(self, plan: Plan) -> np.ndarray:
@@ -60,12 +59,12 @@ class _Groups:
 
 
 def format_html(plan: Plan) -> str:
-    """A self-contained HTML page.
+    """Format a plan as a self-contained HTML page.
 
-    A page for more than :data:`MAX_GROUPS` hosts shows groups of hosts. A plan that is too large to simulate is drawn
-    without times.
+    A page for more than :data:`MAX_GROUPS` hosts shows groups of hosts. If the plan is too large to simulate, the page
+    has no timeline.
     """
-    groups = _Groups.of(plan)
+    groups = _HostGroups.of(plan)
     timeline = None if CostReport(plan).predicted_seconds is None else simulate(plan)
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>reshard plan</title>",
@@ -75,21 +74,23 @@ def format_html(plan: Plan) -> str:
         parts.append(f"<p>and {len(plan.tensors) - 1} more tensors</p>")
     parts.append(f"<pre>{escape(describe_plan(plan, max_lines=0).split('...')[0].strip())}</pre>")
     parts.append("<h2>Links</h2><p>Bytes from the host of the row to the host of the column.</p>")
-    parts.append(_links(plan, groups))
-    parts.append("<h2>Ports</h2><p>The bytes through each port, and the time that they take.</p>")
-    parts.append(_ports(plan, find_bound(plan).seconds if timeline is None else timeline.makespan_seconds))
+    parts.append(_link_table(plan, groups))
+    parts.append("<h2>Ports</h2><p>The bytes through each port, and the time to transfer them at its rate.</p>")
+    parts.append(_port_table(plan, find_bound(plan).seconds if timeline is None else timeline.makespan_seconds))
     if groups.size == 1:
-        parts.append("<h2>Trees</h2><p>The paths of regions between hosts, and the bytes of all regions on each.</p>")
-        parts.append(_trees(plan))
+        parts.append(
+            "<h2>Trees</h2><p>How regions pass between hosts, and the bytes of all regions that take each tree.</p>"
+        )
+        parts.append(_tree_figures(plan))
     if timeline is None:
-        parts.append(f"<p>Times are not drawn: {plan.num_messages:,} messages are too many to simulate.</p>")
+        parts.append(f"<p>There is no timeline: {plan.num_messages:,} messages are too many to simulate.</p>")
     else:
         parts.append(
-            "<h2>Times</h2><p>Simulated times of the messages that leave and enter each host. The colour is that of "
-            "the other host; the dashed line is the lower bound.</p>"
+            "<h2>Times</h2><p>Simulated times of the messages that leave and enter each host. The colour shows the "
+            "other host. The dashed line is the lower bound.</p>"
         )
         parts.append(_legend(plan, groups))
-        parts.append(_timeline_of_hosts(plan, timeline, groups))
+        parts.append(_draw_timeline(plan, timeline, groups))
     parts.append("</body></html>")
     return "\n".join(parts) + "\n"
 
@@ -99,7 +100,7 @@ def _colour(host: int) -> str:
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
-def _inter_host_edges(plan: Plan, groups: _Groups) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _inter_host_edges(plan: Plan, groups: _HostGroups) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The transfer, source group, destination group and bytes of each edge between hosts: ``(edges,)`` each."""
     hosts, transfers = plan.topology.host_by_rank, plan.transfers
     edges = np.flatnonzero(hosts[transfers.sender] != hosts[transfers.receiver])
@@ -107,7 +108,7 @@ def _inter_host_edges(plan: Plan, groups: _Groups) -> tuple[np.ndarray, np.ndarr
     return transfer, group[transfers.sender[edges]], group[transfers.receiver[edges]], plan.message_bytes[transfer]
 
 
-def _links(plan: Plan, groups: _Groups) -> str:
+def _link_table(plan: Plan, groups: _HostGroups) -> str:
     _, a, b, nbytes = _inter_host_edges(plan, groups)
     if not len(a):
         return "<p>Nothing crosses hosts.</p>"
@@ -131,9 +132,9 @@ def _links(plan: Plan, groups: _Groups) -> str:
     return "\n".join(lines)
 
 
-def _ports(plan: Plan, seconds: float) -> str:
+def _port_table(plan: Plan, seconds: float) -> str:
     end = seconds or 1.0
-    lines = ["<table><tr><th></th><th>bytes</th><th>rate</th><th>busy, s</th><th>of the whole</th></tr>"]
+    lines = ["<table><tr><th></th><th>bytes</th><th>rate</th><th>busy, s</th><th>busy, %</th></tr>"]
     loads = find_loads(plan)
     if len(loads) > MAX_PORTS:
         loads = sorted(loads, key=lambda load: -load.seconds)
@@ -150,7 +151,7 @@ def _ports(plan: Plan, seconds: float) -> str:
     return "\n".join([*lines, "</table>", more])
 
 
-def _legend(plan: Plan, groups: _Groups) -> str:
+def _legend(plan: Plan, groups: _HostGroups) -> str:
     _, a, b, _ = _inter_host_edges(plan, groups)
     hosts = sorted({*a.tolist(), *b.tolist()})
     return (
@@ -164,9 +165,12 @@ def _legend(plan: Plan, groups: _Groups) -> str:
 
 
 def _find_trees(plan: Plan) -> list[tuple[Tree, int]]:
-    """``(tree, bytes of the regions that take it)``, most bytes first. A tree is the set of host pairs of a region."""
+    """Pairs ``(tree, bytes of the regions that take it)``, most bytes first.
+
+    A tree is the set of ``(sending host, receiving host)`` pairs of one region.
+    """
     transfers = plan.transfers
-    transfer_of, a, b, nbytes = _inter_host_edges(plan, _Groups(plan.topology.num_hosts, 1))
+    transfer_of, a, b, nbytes = _inter_host_edges(plan, _HostGroups(plan.topology.num_hosts, 1))
     first = transfers.first_box
     key = np.concatenate([transfers.box_tensor[first, None], transfers.box_start[first]], axis=1)
     edges: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -182,7 +186,7 @@ def _find_trees(plan: Plan) -> list[tuple[Tree, int]]:
     return sorted(total.items(), key=lambda entry: (-entry[1], entry[0]))
 
 
-def _trees(plan: Plan) -> str:
+def _tree_figures(plan: Plan) -> str:
     found = _find_trees(plan)
     lines = ["<div class='trees'>"]
     for tree, nbytes in found[:MAX_TREES]:
@@ -194,14 +198,13 @@ def _trees(plan: Plan) -> str:
 
 
 def _draw_tree(tree: Tree) -> str:
-    """An SVG with the hosts in columns, by their distance from a source."""
+    """An SVG of a tree. The column of a host is its number of hops from a source."""
     entered = {host for _, host in tree}
     depth = {host: 0 for host, _ in tree if host not in entered}
-    while True:
+    while any(x not in depth or y not in depth for x, y in tree):
         more = {y: depth[x] + 1 for x, y in tree if x in depth and y not in depth}
-        if not more:
-            break
-        depth.update(more)
+        # Hosts that exchange replicas in both directions have no source among them: start with one of their senders.
+        depth.update(more or {next(x for x, _ in tree if x not in depth): 0})
     columns: dict[int, list[int]] = {}
     for host, column in sorted(depth.items()):
         columns.setdefault(column, []).append(host)
@@ -219,7 +222,7 @@ def _draw_tree(tree: Tree) -> str:
     return "".join(lines)
 
 
-def _timeline_of_hosts(plan: Plan, timeline: Timeline, groups: _Groups) -> str:
+def _draw_timeline(plan: Plan, timeline: Timeline, groups: _HostGroups) -> str:
     hosts, group = plan.topology.host_by_rank, groups.by_rank(plan)
     messages = timeline.messages
     a, b = group[messages.sender], group[messages.receiver]
@@ -227,50 +230,52 @@ def _timeline_of_hosts(plan: Plan, timeline: Timeline, groups: _Groups) -> str:
     if not len(between):
         return "<p>Nothing crosses hosts.</p>"
     end = max(timeline.makespan_seconds, find_bound(plan).seconds)
-    scale = (_WIDTH - _LEFT - 40) / end
+    scale = (_WIDTH - _LABEL_WIDTH - 40) / end
     lines: list[str] = []
     top = 4
     for host in sorted({*a[between].tolist(), *b[between].tolist()}):
         for side, (mine, other) in enumerate(((a, b), (b, a))):
             which = between[mine[between] == host]
-            spans = sorted(_join(which, other, timeline, _GAP * end), key=lambda span: span[1:])
-            rows: list[float] = [0.0]  # end of the last span of each row; overlapping spans get different rows
+            spans = sorted(_merge_spans(which, other, timeline, _MAX_GAP * end), key=lambda span: span[1:])
+            rows: list[float] = [0.0]  # end of the last span in each row; spans that overlap go to different rows
             name = f"{groups.label(host)} {('out', 'in')[side]}"
-            lines.append(f"<text x='{_LEFT - 6}' y='{top + 10}' text-anchor='end'>{name}</text>")
+            lines.append(f"<text x='{_LABEL_WIDTH - 6}' y='{top + 10}' text-anchor='end'>{name}</text>")
             for peer, start, stop in spans:
-                free = next((i for i, until in enumerate(rows) if until <= start + _GAP * end), len(rows))
+                free = next((i for i, until in enumerate(rows) if until <= start + _MAX_GAP * end), len(rows))
                 if free == len(rows):
                     rows.append(0.0)
                 rows[free] = stop
                 lines.append(
-                    f"<rect x='{_LEFT + start * scale:.2f}' y='{top + free * _ROW}' "
-                    f"width='{max((stop - start) * scale, 0.3):.2f}' height='{_ROW - 1}' fill='{_colour(peer)}'>"
+                    f"<rect x='{_LABEL_WIDTH + start * scale:.2f}' y='{top + free * _ROW_HEIGHT}' "
+                    f"width='{max((stop - start) * scale, 0.3):.2f}' height='{_ROW_HEIGHT - 1}' fill='{_colour(peer)}'>"
                     f"<title>{('to', 'from')[side]} {groups.label(peer)}: {start:.6g} to {stop:.6g} s</title></rect>"
                 )
-            top += max(_LANE, _ROW * len(rows) + 3)
-    for tick in range(_TICKS + 1):
-        x = _LEFT + tick / _TICKS * end * scale
+            top += max(_MIN_LANE_HEIGHT, _ROW_HEIGHT * len(rows) + 3)
+    for tick in range(_NUM_TICKS + 1):
+        x = _LABEL_WIDTH + tick / _NUM_TICKS * end * scale
         lines.append(f"<line x1='{x:.2f}' y1='0' x2='{x:.2f}' y2='{top}' stroke='#888' stroke-opacity='0.3'/>")
-        lines.append(f"<text x='{x:.2f}' y='{top + 14}' text-anchor='middle'>{tick / _TICKS * end:.3g} s</text>")
-    x = _LEFT + find_bound(plan).seconds * scale
+        lines.append(f"<text x='{x:.2f}' y='{top + 14}' text-anchor='middle'>{tick / _NUM_TICKS * end:.3g} s</text>")
+    x = _LABEL_WIDTH + find_bound(plan).seconds * scale
     lines.append(f"<line x1='{x:.2f}' y1='0' x2='{x:.2f}' y2='{top + 18}' stroke='#c22' stroke-dasharray='4 3'/>")
     lines.append(f"<text x='{x:.2f}' y='{top + 30}' text-anchor='middle'>bound {find_bound(plan).seconds:.4g} s</text>")
     size = f"viewBox='0 0 {_WIDTH} {top + 36}' style='width: 100%; max-width: {_WIDTH}px'"
     return "\n".join([f"<svg {size}>", *lines, "</svg>"])
 
 
-def _join(which: np.ndarray, other: np.ndarray, timeline: Timeline, gap: float) -> Iterator[tuple[int, float, float]]:
-    """``(peer, start, stop)`` of messages, merging those of one peer with gaps of at most ``gap`` seconds."""
+def _merge_spans(
+    which: np.ndarray, other: np.ndarray, timeline: Timeline, gap: float
+) -> Iterator[tuple[int, float, float]]:
+    """Spans ``(peer, start, stop)``. Messages of one peer form one span if their gaps are at most ``gap`` seconds."""
     order: Sequence[int] = which[np.argsort(timeline.start[which], kind="stable")].tolist()
-    open_: dict[int, tuple[float, float]] = {}
+    current: dict[int, tuple[float, float]] = {}
     for message in order:
         peer = int(other[message])
         start, stop = float(timeline.start[message]), float(timeline.finish[message])
-        if peer in open_ and start <= open_[peer][1] + gap:
-            open_[peer] = open_[peer][0], max(stop, open_[peer][1])
+        if peer in current and start <= current[peer][1] + gap:
+            current[peer] = current[peer][0], max(stop, current[peer][1])
             continue
-        if peer in open_:
-            yield peer, *open_[peer]
-        open_[peer] = start, stop
-    for peer, (start, stop) in open_.items():
+        if peer in current:
+            yield peer, *current[peer]
+        current[peer] = start, stop
+    for peer, (start, stop) in current.items():
         yield peer, start, stop

@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError, ReshardError, TopologyError
 from reshard.formatting import format_ranks
-from reshard.sharding.layout import Layout
-from reshard.sharding.mesh import Mesh
-from reshard.topology.files import read_topology
-from reshard.topology.model import Topology
-from reshard.topology.presets import MACHINES, load_preset
+from reshard.sharding import Layout, Mesh
+from reshard.topology import MACHINES, Topology, load_preset, read_topology
 from reshard.version import __version__
 
 if TYPE_CHECKING:
-    from reshard.plan.model import Plan
+    from reshard.plan import Plan
 
 #: ``--format json`` refuses to print more messages than this.
 MAX_PRINTED_MESSAGES = 1_000_000
@@ -119,8 +116,8 @@ def _plan(options: argparse.Namespace) -> int:
     """Print a plan, and the lower bound of the time that the network needs."""
     from reshard.cli.html_report import format_html
     from reshard.cli.report import describe_plan
-    from reshard.plan.messages import expand_messages
-    from reshard.planner.planning import make_plan
+    from reshard.plan import expand_messages
+    from reshard.planner import make_plan
 
     src_mesh = Mesh.of(options.src_mesh)
     first = src_mesh.size if options.dst_first_rank is None else options.dst_first_rank
@@ -181,8 +178,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _to_json(plan: Plan, rank: int | None) -> dict[str, Any]:
     """The plan's JSON together with its cost."""
-    from reshard.cost.report import CostReport
-    from reshard.plan.json import plan_to_json
+    from reshard.cost import CostReport
+    from reshard.plan import plan_to_json
 
     report = CostReport(plan)
     cost = {
@@ -195,9 +192,8 @@ def _to_json(plan: Plan, rank: int | None) -> dict[str, Any]:
 
 def _compare(plan_with: Callable[[str | None], Plan]) -> int:
     """Print a table of all strategies."""
-    from reshard.cost.lower_bound import find_bound
-    from reshard.cost.report import CostReport
-    from reshard.planner.registry import AUTO, STRATEGIES
+    from reshard.cost import CostReport, find_bound
+    from reshard.planner import AUTO, STRATEGIES
 
     chosen = plan_with(None)
     bound = find_bound(chosen).seconds

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from reshard.cost.report import CostReport
+from reshard.cost import CostReport
 from reshard.formatting import format_ranks
-from reshard.plan.model import Plan
-from reshard.plan.text_writer import format_plan
+from reshard.plan import Plan, format_plan
 
 
 def describe_plan(plan: Plan, max_lines: int = 40) -> str:

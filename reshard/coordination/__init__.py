@@ -2,3 +2,48 @@
 
 Imports :mod:`reshard.runtime` and the packages below it.
 """
+
+from reshard.coordination.addresses import own_address
+from reshard.coordination.calling_threads import Owner
+from reshard.coordination.communicator import MAX_CACHED, Channel, find_channel
+from reshard.coordination.decide import gather_reports, plan_arguments, resolve, resolve_partial
+from reshard.coordination.liveness.call_sequence import calling, publish_interruption, report_error
+from reshard.coordination.liveness.heartbeat import Monitor, call_at_exit
+from reshard.coordination.liveness.membership import count_call, remaining_ranks
+from reshard.coordination.liveness.status import report_dead
+from reshard.coordination.messages import Decision, Request, TensorRequest, describe_error, rebuild_error
+from reshard.coordination.process_group import Group, check_inside, find_group, join, known_groups, serve_store
+from reshard.coordination.topology_discovery import topology_of_names, warn_of_hosts
+
+__all__ = [
+    "MAX_CACHED",
+    "Channel",
+    "Decision",
+    "Group",
+    "Monitor",
+    "Owner",
+    "Request",
+    "TensorRequest",
+    "call_at_exit",
+    "calling",
+    "check_inside",
+    "count_call",
+    "describe_error",
+    "find_channel",
+    "find_group",
+    "gather_reports",
+    "join",
+    "known_groups",
+    "own_address",
+    "plan_arguments",
+    "publish_interruption",
+    "rebuild_error",
+    "remaining_ranks",
+    "report_dead",
+    "report_error",
+    "resolve",
+    "resolve_partial",
+    "serve_store",
+    "topology_of_names",
+    "warn_of_hosts",
+]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.coordination.descriptors import check_room
+from reshard.coordination.descriptors import check_descriptors
 from reshard.coordination.store import POLL_SECONDS, run_with_timeout
 from reshard.forks import keep_in_child
 from reshard.formatting import format_ranks
@@ -87,7 +87,7 @@ class Connections:
 
     def _make_group(self, name: str, limit: timedelta, check_error: Callable[[], None]) -> Any:
         ranks = sorted(self._position)
-        check_room(self._rank, len(ranks) - 1 + GROUP_DESCRIPTORS, f"connecting ranks {format_ranks(ranks)}")
+        check_descriptors(self._rank, len(ranks) - 1 + GROUP_DESCRIPTORS, f"connecting ranks {format_ranks(ranks)}")
         store = _PolledStore(dist.PrefixStore(name, self._store), check_error)
         self._stores.append(store)
         group = keep_in_child(dist.ProcessGroupGloo(store, self._own, len(ranks), limit))

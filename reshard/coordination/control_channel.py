@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from reshard.coordination.addresses import is_loopback, own_address
-from reshard.coordination.descriptors import is_shortage, out_of_descriptors
+from reshard.coordination.descriptors import is_descriptor_shortage, out_of_descriptors
 from reshard.coordination.store import Store
 from reshard.errors import RemoteError
 from reshard.forks import close_in_child
@@ -135,7 +135,7 @@ class Hub:
         try:
             return cls(store, others, seconds)
         except OSError as error:
-            if is_shortage(error):
+            if is_descriptor_shortage(error):
                 raise out_of_descriptors(
                     rank, f"the rendezvous of ranks {format_ranks(sorted((rank, *others)))}"
                 ) from error
@@ -218,7 +218,7 @@ class Hub:
             connection, _ = self._listener.accept()
             self._unverified.append(_Peer(connection))
         except OSError as error:
-            if is_shortage(error):
+            if is_descriptor_shortage(error):
                 raise
 
     def _read_hello(self, peer: _Peer) -> None:
@@ -305,7 +305,7 @@ class Spoke:
                     f"ended or its group is closed{advice}"
                 ) from None
             except OSError as error:
-                if is_shortage(error):
+                if is_descriptor_shortage(error):
                     raise out_of_descriptors(rank, f"the rendezvous with rank {hub}") from None
                 if time.monotonic() - begun > CONNECT_SECONDS:
                     raise RemoteError(

@@ -9,11 +9,9 @@ from typing import Any
 from reshard.coordination.messages import Decision, Request, TensorRequest, describe_error, name_rank, rebuild_error
 from reshard.errors import ArgumentError, DisagreementError, ReshardError, TransferTimeoutError
 from reshard.formatting import describe_ranks, format_ranks
-from reshard.plan.model import Plan
-from reshard.sharding.layout import AnyLayout, Layout, RegionLayout
-from reshard.sharding.spec import axis_of
-from reshard.sharding.tiles import cut_shards
-from reshard.topology.files import topology_to_json
+from reshard.plan import Plan
+from reshard.sharding import AnyLayout, Layout, RegionLayout, axis_of, cut_shards
+from reshard.topology import topology_to_json
 
 #: Maximum number of characters of an argument in an error text.
 MAX_VALUE_TEXT = 240

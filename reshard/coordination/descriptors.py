@@ -1,4 +1,4 @@
-"""Checks that this process may open the file descriptors that it is about to need."""
+"""Check that the file descriptor limit leaves room for the descriptors that this process is about to open."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from pathlib import Path
 
 from reshard.errors import ResourceError
 
-#: Descriptors kept free for other code in the process, such as module imports. Gloo aborts the process when it runs
-#: out of descriptors.
-SPARE = 8
+#: Number of descriptors to leave for other code in the process, such as module imports. Gloo aborts a process that has
+#: run out of descriptors.
+SPARE_DESCRIPTORS = 8
 
 
-def has_room(needed: int) -> bool:
-    """Whether the process may open ``needed`` more descriptors and keep :data:`SPARE` free."""
+def has_descriptors(needed: int) -> bool:
+    """Whether the process may open ``needed`` more descriptors with :data:`SPARE_DESCRIPTORS` left."""
     found, limit = _count_open()
-    return found + needed + SPARE <= limit
+    return found + needed + SPARE_DESCRIPTORS <= limit
 
 
-def check_room(rank: int, needed: int, purpose: str) -> None:
-    """Raise unless the process may open ``needed`` more descriptors and keep :data:`SPARE` free.
+def check_descriptors(rank: int, needed: int, purpose: str) -> None:
+    """Raise an error unless :func:`has_descriptors`.
 
     Args:
-        rank: named in the error. needed: number of descriptors. purpose: what they are for, as a noun phrase.
+        rank, purpose: for the error text; ``purpose`` is a noun phrase. needed: number of descriptors.
 
     Raises:
         ResourceError: the limit is too low.
     """
-    if not has_room(needed):
+    if not has_descriptors(needed):
         found, limit = _count_open()
-        raise _describe(rank, found, limit, f"{purpose} needs {needed} more plus {SPARE} spare")
+        raise _describe(rank, found, limit, f"{purpose} needs {needed} more plus {SPARE_DESCRIPTORS} spare")
 
 
-def is_shortage(error: OSError) -> bool:
-    """Whether an error means that no file descriptor was available."""
+def is_descriptor_shortage(error: OSError) -> bool:
+    """Whether an error means that the process or the system has no free file descriptor."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def out_of_descriptors(rank: int, purpose: str) -> ResourceError:
-    """The error to raise after the system refused a descriptor."""
+    """The error to raise after the system refused to open a descriptor."""
     return _describe(rank, *_count_open(), f"{purpose} needs one more")
 
 
@@ -52,12 +52,12 @@ def _describe(rank: int, found: int, limit: float, need: str) -> ResourceError:
 
 
 def _count_open() -> tuple[int, float]:
-    """The number of open descriptors (0 if unknown) and the limit."""
+    """The number of open descriptors and the limit. The number is 0 if it is unknown or if there is no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return 0, math.inf
     try:
-        # Descriptors at or above the limit were opened before it was lowered. One belongs to this listing.
+        # Descriptors at or above the limit were opened before it was lowered. One descriptor is that of this listing.
         return sum(int(each.name) < limit for each in Path("/dev/fd").iterdir()) - 1, limit
     except OSError as error:
-        return limit if is_shortage(error) else 0, limit
+        return limit if is_descriptor_shortage(error) else 0, limit

@@ -127,8 +127,8 @@ def rebuild_error(name: str, text: str) -> ReshardError:
 
 
 def name_rank(rank: int, text: str) -> str:
-    """An error text with the rank that raised it, unless the text names that rank already."""
-    return text if re.search(rf"\brank {rank}\b|^rank \d+: ", text) else f"rank {rank}: {text}"
+    """An error text with the rank that raised it, unless the text names that rank or starts with another one."""
+    return text if re.search(rf"\brank {rank}\b|^rank \d+\b", text) else f"rank {rank}: {text}"
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from reshard.coordination.descriptors import has_room
+from reshard.coordination.descriptors import has_descriptors
 from reshard.coordination.messages import RankStatus
 from reshard.coordination.store import Store
 from reshard.errors import ArgumentError
@@ -245,7 +245,7 @@ def serve_store(listener: socket.socket) -> dist.TCPStore:
 def own_client(store: dist.Store) -> dist.Store:
     """A separate connection to a store, so that waiting on it does not block other users of the store."""
     keep_in_child(store)
-    if not has_room(1):  # torch would retry for minutes; the first call of the group reports the shortage
+    if not has_descriptors(1):  # torch would retry for minutes; the first call of the group reports the shortage
         return store
     try:
         return keep_in_child(store.clone())

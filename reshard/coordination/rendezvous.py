@@ -19,7 +19,7 @@ from typing import Any
 
 from reshard.coordination.control_channel import DeadlineError, Hub, Spoke
 from reshard.coordination.decide import missing_error
-from reshard.coordination.descriptors import check_room, is_shortage, out_of_descriptors
+from reshard.coordination.descriptors import check_descriptors, is_descriptor_shortage, out_of_descriptors
 from reshard.coordination.links import Links
 from reshard.coordination.liveness.call_sequence import (
     CallLeftError,
@@ -101,7 +101,7 @@ class Rendezvous:
             ReshardError: the error of the decision, the same on all ranks; TransferTimeoutError if members are missing.
         """
         check_membership(self.group, self.members, fault_tolerant)
-        self._check_room()
+        self._check_descriptors()
         self.rounds += 1
         args = _RoundArgs(request, decide, timeout_seconds, fault_tolerant, time.monotonic() + timeout_seconds)
         try:
@@ -125,14 +125,14 @@ class Rendezvous:
         decision.raise_error()
         return decision
 
-    def _check_room(self) -> None:
+    def _check_descriptors(self) -> None:
         """Raise ResourceError, and publish it, if this rank has too few descriptors for its connections."""
         is_hub = self.group.rank == self.members[0]
         if len(self.members) == 1 or (self.links.hub if is_hub else self.links.spoke) is not None:
             return
         try:
             needed = len(self.members) if is_hub else 1
-            check_room(self.group.rank, needed, f"the rendezvous of ranks {format_ranks(self.members)}")
+            check_descriptors(self.group.rank, needed, f"the rendezvous of ranks {format_ranks(self.members)}")
         except ResourceError as error:
             report_error(self.group, error)
             self.group.abandoned_call = True  # as on the ranks that read the error
@@ -219,7 +219,7 @@ class Rendezvous:
             generation = max(error.decision.generation, request.generation)
             decision = replace(error.decision, generation=generation)
         except OSError as error:  # ranks that this rank cannot accept read the error in its status
-            if not is_shortage(error):
+            if not is_descriptor_shortage(error):
                 raise
             known = out_of_descriptors(request.rank, f"the rendezvous of ranks {format_ranks(self.members)}")
             decision = Decision(error=describe_error(known), out_of_sync=str(known))

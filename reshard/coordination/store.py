@@ -1,13 +1,14 @@
-"""Store calls with a bounded duration.
+"""Store calls with a timeout.
 
-A ``TCPStore`` call waits as long as its connection is open, which is forever if the store's host is partitioned. So a
-separate thread makes the calls, and the caller gives up on a call that takes too long. A busy machine may take seconds
-to answer, so read-only calls are worth repeating; a store that answers nothing for half a minute counts as lost.
+A ``TCPStore`` call has no timeout of its own while its connection is open. If the store's host is partitioned, the call
+never returns. So a separate thread makes the calls, and the caller stops waiting after a timeout. A store on a busy
+machine may take seconds to answer, so callers may repeat a read. A store that answers nothing for
+:data:`LOST_STORE_SECONDS` counts as lost.
 
 Keys of a group:
 
 ``u/<members>/hub``        address and secret of the first member
-``told/<rank>/<attempt>``  error for the rank to raise in that round
+``told/<rank>/<attempt>``  error for the rank to raise in that round (its rounds are numbered)
 ``status/<rank>``          what a rank waits for, or why it left
 ``beat/<rank>``            heartbeat counter
 """
@@ -26,17 +27,17 @@ import torch.distributed as dist
 
 #: Default timeout of a call.
 STORE_SECONDS = 1.5
-#: A store that has not answered for this long counts as lost.
+#: A store that has not answered a call for this long counts as lost.
 LOST_STORE_SECONDS = 30.0
 #: Interval of checks for reported errors while waiting.
 POLL_SECONDS = 0.2
 
 
 class StoreSilentError(RuntimeError):
-    """The store has not answered yet; it may still be alive."""
+    """The store has not answered in time, but may still be alive."""
 
 
-class _Job:
+class _Call:
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
         self.done = threading.Event()
@@ -52,15 +53,15 @@ class _Job:
 
 
 class _Worker:
-    """Makes store calls one at a time on its own thread, and holds the store until closed."""
+    """Makes store calls one at a time on its own thread. Keeps the store alive until closed."""
 
     def __init__(self, raw: dist.Store) -> None:
         self.raw: dist.Store | None = raw
         self.thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._unanswered: _Job | None = None  # the last job that timed out
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._unanswered: _Call | None = None  # the last call that timed out
         self._unanswered_since = 0.0
 
     def call(self, function: Callable[[dist.Store], Any], seconds: float) -> Any:
@@ -71,22 +72,24 @@ class _Worker:
             unanswered.done.wait(seconds)
         with self._lock:
             if self.thread is None:
-                self.thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name="reshard-store", daemon=True)
+                self.thread = threading.Thread(
+                    target=_run_calls, args=(self._calls,), name="reshard-store", daemon=True
+                )
                 self.thread.start()
             if self._unanswered is not None and not self._unanswered.done.is_set():
                 self._raise_silent()
-            job = _Job(functools.partial(function, raw))
-            self._jobs.put(job)
-        if not job.done.wait(max(begun + seconds - time.monotonic(), 0.0)):
-            self._unanswered, self._unanswered_since = job, begun
+            pending = _Call(functools.partial(function, raw))
+            self._calls.put(pending)
+        if not pending.done.wait(max(begun + seconds - time.monotonic(), 0.0)):
+            self._unanswered, self._unanswered_since = pending, begun
             self._raise_silent()
-        error, job.error = job.error, None  # breaks a reference cycle with the traceback, which holds the store
+        error, pending.error = pending.error, None  # breaks a reference cycle with the traceback, which holds the store
         if error is not None:
             raise error
-        return job.result
+        return pending.result
 
     def check_usable(self) -> dist.Store:
-        """The store; raises RuntimeError if closed, or in a forked child, which shares the parent's connection."""
+        """The store. Raises RuntimeError if it is closed or belongs to a parent process, whose connection it shares."""
         if self._pid != os.getpid():
             raise RuntimeError(f"this store was connected in process {self._pid}")
         if self.raw is None:
@@ -100,20 +103,20 @@ class _Worker:
 
     def close(self) -> None:
         self.raw = self._unanswered = None
-        self._jobs.put(None)
+        self._calls.put(None)
 
 
-def _run_jobs(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job.run()
-        del job  # it refers to the store
+def _run_calls(calls: queue.SimpleQueue[_Call | None]) -> None:
+    while (pending := calls.get()) is not None:
+        pending.run()
+        del pending  # it refers to the store
 
 
 class Store:
     """A ``torch.distributed`` store whose calls raise RuntimeError if not answered in time.
 
-    The error is a :class:`StoreSilentError` until :data:`LOST_STORE_SECONDS` have passed. Calls that cannot be repeated
-    take their own timeout ``seconds``.
+    The error is a :class:`StoreSilentError` until :data:`LOST_STORE_SECONDS` have passed. The argument ``seconds`` sets
+    the timeout of one call.
     """
 
     def __init__(self, raw: dist.Store, worker: _Worker | None = None, prefix: str = "") -> None:
@@ -122,7 +125,7 @@ class Store:
 
     @property
     def raw(self) -> dist.Store:
-        """The torch store itself; raises RuntimeError if closed."""
+        """The torch store, with this store's key prefix. Raises RuntimeError if it is closed."""
         raw = self._worker.check_usable()
         return dist.PrefixStore(self._prefix[:-1], raw) if self._prefix else raw
 
@@ -135,7 +138,7 @@ class Store:
         self._worker.call(lambda raw: raw.set(self._prefix + key, value), seconds)
 
     def get(self, key: str, seconds: float = STORE_SECONDS) -> bytes:
-        """The value of an existing key, see :meth:`check`."""
+        """The value of a key that exists (see :meth:`check`); torch would wait for a missing key."""
         found: bytes = self._worker.call(lambda raw: raw.get(self._prefix + key), seconds)
         return found
 
@@ -174,15 +177,15 @@ class Store:
 
 
 def run_with_timeout(function: Callable[[], Any], seconds: float) -> Any:
-    """The result of ``function``, called on a new thread.
+    """Call ``function`` on a new thread; returns its result or raises its exception.
 
     Raises:
-        RuntimeError: it did not return in time; its thread keeps running. Otherwise the exception of ``function``.
+        RuntimeError: it did not return in time. Its thread keeps running.
     """
-    job = _Job(function)
-    threading.Thread(target=job.run, name="reshard-in-time", daemon=True).start()
-    if not job.done.wait(seconds):
+    pending = _Call(function)
+    threading.Thread(target=pending.run, name="reshard-timeout", daemon=True).start()
+    if not pending.done.wait(seconds):
         raise RuntimeError(f"timed out after {seconds:g} s")
-    if job.error is not None:
-        raise job.error
-    return job.result
+    if pending.error is not None:
+        raise pending.error
+    return pending.result

@@ -1,4 +1,4 @@
-"""Derives a topology from host names."""
+"""Topologies from the host names of a group's ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from reshard.coordination.decide import resolve
 from reshard.coordination.messages import Request, describe_error
 from reshard.coordination.process_group import find_group
 from reshard.errors import ArgumentError
-from reshard.plan.model import Plan
+from reshard.plan import Plan
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
-from reshard.topology.model import Topology
+from reshard.topology import Topology
 
 
 def topology_of_names(hostnames: Mapping[int, str], num_ranks: int) -> Topology:
@@ -25,14 +25,14 @@ def topology_of_names(hostnames: Mapping[int, str], num_ranks: int) -> Topology:
 def find_topology(group: Any = None, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Topology:
     """The topology that :func:`reshard.reshard` uses by default; pass it to :func:`reshard.make_plan`.
 
-    Every rank of the group calls it. Hosts are distinguished by host name, and all links are equal.
+    Every rank of the group must call it. Ranks with the same host name share a host, and all links are equal.
 
     Args:
         group: a process group or the result of :func:`reshard.join`; None for the default group.
         timeout_seconds: how long to wait for the other ranks.
 
     Raises:
-        ArgumentError, TransferTimeoutError, RemoteError: the same error on every rank.
+        ArgumentError, TransferTimeoutError, RemoteError: the call failed; every rank raises the same error.
     """
     found = find_group(group)
     members = tuple(range(found.size))
@@ -53,7 +53,7 @@ def warn_of_hosts(plan: Plan, hostnames: Mapping[int, str]) -> None:
     hosts = len(set(hostnames.values()))
     if hosts > 1 and plan.topology == Topology((0,) * len(plan.topology.host_of_rank)):
         warnings.warn(
-            f"this plan assumes that all ranks are on one host, but they are on {hosts}, so data may cross between "
-            "hosts more than once: make it with topology=reshard.find_topology()",
+            f"this plan assumes that all ranks are on one host, but they are on {hosts} hosts, so the same data may "
+            "cross between hosts more than once; pass topology=reshard.find_topology() to make_plan",
             stacklevel=4,
         )

@@ -2,3 +2,11 @@
 
 Imports :mod:`reshard.plan` and the layers below it.
 """
+
+from reshard.cost.fluid import flow
+from reshard.cost.lower_bound import find_bound
+from reshard.cost.port_loads import find_loads
+from reshard.cost.report import NOTABLE_LATENCY, CostReport
+from reshard.cost.simulator import Timeline, network_of, simulate
+
+__all__ = ["NOTABLE_LATENCY", "CostReport", "Timeline", "find_bound", "find_loads", "flow", "network_of", "simulate"]

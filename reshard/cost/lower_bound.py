@@ -10,10 +10,10 @@ import numpy as np
 from reshard.cost.pod_lower_bound import bound_in_pods
 from reshard.errors import ArgumentError
 from reshard.formatting import format_bytes, format_rate
-from reshard.plan.model import Plan
+from reshard.plan import Plan
 from reshard.ragged import NO_RANK
-from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Port, Topology
+from reshard.sharding import TensorSpec
+from reshard.topology import Port, Topology
 
 HostSet = tuple[int, ...]
 #: Bytes of regions by ``(holders, destinations)``: the places that hold a region, and those that need it and do not

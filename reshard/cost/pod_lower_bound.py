@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from reshard.topology.model import Port
+from reshard.topology import Port
 
 
 class _Rows:

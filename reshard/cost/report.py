@@ -9,7 +9,7 @@ from reshard.cost.lower_bound import Bound, find_bound
 from reshard.cost.port_loads import Load, find_loads
 from reshard.cost.simulator import simulate
 from reshard.formatting import format_bytes, format_rate
-from reshard.plan.model import Plan
+from reshard.plan import Plan
 
 #: The report mentions latency if it makes more than this fraction of the predicted time.
 NOTABLE_LATENCY = 0.05

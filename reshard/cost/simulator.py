@@ -9,11 +9,9 @@ import numpy as np
 
 from reshard.cost.fluid import Network, flow
 from reshard.errors import PlanError, TopologyError
-from reshard.plan.messages import MessageTable, tabulate_messages
-from reshard.plan.model import Plan, recvs_ahead
-from reshard.plan.ordering import find_turns
+from reshard.plan import MessageTable, Plan, find_turns, recvs_ahead, tabulate_messages
 from reshard.ragged import ranges
-from reshard.topology.model import MAX_NICS, Topology
+from reshard.topology import MAX_NICS, Topology
 
 #: The rate of a link that the topology does not limit.
 _UNLIMITED = 1e18

@@ -13,13 +13,12 @@ import numpy as np
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError, DisagreementError, PlanError
 from reshard.formatting import format_ranks
-from reshard.plan.check import ensure_checked
-from reshard.plan.model import Plan
+from reshard.plan import Plan, ensure_checked
 from reshard.runtime.program import Slices, build_program
 from reshard.runtime.rounds.executor import RoundRunner
 from reshard.runtime.rounds.memory import Posted
 from reshard.runtime.rounds.schedule import find_rounds
-from reshard.sharding.tensor_spec import TensorSpec
+from reshard.sharding import TensorSpec
 
 Array = Any
 #: The CuPy dtypes that hold the bits of dtypes that CuPy lacks.

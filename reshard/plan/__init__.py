@@ -2,3 +2,32 @@
 
 Imports the root, :mod:`reshard.sharding` and :mod:`reshard.topology.model`. It neither solves nor simulates.
 """
+
+from reshard.plan.check import check_plan, check_ranks, ensure_checked
+from reshard.plan.json import plan_to_json
+from reshard.plan.messages import Message, MessageTable, expand_messages, message_nbytes, tabulate_messages
+from reshard.plan.model import DEFAULT_STAGING_BYTES, Plan, mark_sound, num_recv_slots, recvs_ahead
+from reshard.plan.ordering import find_turns, find_waits
+from reshard.plan.text_writer import format_plan
+from reshard.plan.transfers import Transfers
+
+__all__ = [
+    "DEFAULT_STAGING_BYTES",
+    "Message",
+    "MessageTable",
+    "Plan",
+    "Transfers",
+    "check_plan",
+    "check_ranks",
+    "ensure_checked",
+    "expand_messages",
+    "find_turns",
+    "find_waits",
+    "format_plan",
+    "mark_sound",
+    "message_nbytes",
+    "num_recv_slots",
+    "plan_to_json",
+    "recvs_ahead",
+    "tabulate_messages",
+]

@@ -12,7 +12,7 @@ from reshard.plan.check_owners import Marks, add_by, describe_pieces
 from reshard.plan.check_staging import check_staging
 from reshard.plan.model import Plan, is_sound, mark_sound
 from reshard.ragged import hash_rows
-from reshard.sharding.box_search import find_overlapping
+from reshard.sharding import find_overlapping
 
 #: Limit on the messages of a plan; the arrays of a larger one would take gigabytes.
 MAX_CHECKED = 2**24

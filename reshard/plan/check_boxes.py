@@ -10,8 +10,7 @@ import numpy as np
 from reshard.plan.check_owners import Owners
 from reshard.plan.messages import MessageTable, cut_chunks, tabulate_messages
 from reshard.plan.model import Plan
-from reshard.sharding.layout import format_box
-from reshard.sharding.tiles import Shards
+from reshard.sharding import Shards, format_box
 
 
 @dataclass(frozen=True, eq=False)

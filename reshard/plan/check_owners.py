@@ -9,10 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from reshard.ragged import NO_RANK
-from reshard.sharding.box_search import locate_points
-from reshard.sharding.layout import Layout
-from reshard.sharding.spec import axis_of
-from reshard.sharding.tiles import Shards
+from reshard.sharding import Layout, Shards, axis_of, locate_points
 
 _U64 = np.uint64
 

@@ -12,11 +12,8 @@ from reshard.plan.messages import expand_messages
 from reshard.plan.model import Plan
 from reshard.plan.text_parser import parse_plan, read_plan_topology
 from reshard.plan.text_writer import format_transfer
-from reshard.sharding.layout import AnyLayout, Layout, RegionLayout
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.spec import read_spec, write_2023, write_ours
-from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.files import topology_to_json
+from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, TensorSpec, read_spec, write_2023, write_axis_names
+from reshard.topology import topology_to_json
 
 
 def plan_to_json(plan: Plan, rank: int | None = None) -> dict[str, Any]:
@@ -70,7 +67,7 @@ def layout_to_json(layout: AnyLayout, ndim: int) -> dict[str, Any]:
     try:
         spec = write_2023(layout.mesh, layout.spec, ndim)
     except LayoutError:
-        spec = write_ours(layout.spec)
+        spec = write_axis_names(layout.spec)
     return {"ranks": layout.mesh.array.tolist(), "axes": list(layout.mesh.axes), "spec": spec}
 
 

@@ -16,9 +16,8 @@ from reshard.formatting import compare_names
 from reshard.plan.text_writer import format_plan
 from reshard.plan.transfers import Transfers
 from reshard.ragged import hash_rows
-from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.files import topology_to_json
-from reshard.topology.model import Topology
+from reshard.sharding import TensorSpec
+from reshard.topology import Topology, topology_to_json
 
 #: Default limit on the bytes that a rank holds beyond its source and destination shards.
 DEFAULT_STAGING_BYTES = 64 * 2**20

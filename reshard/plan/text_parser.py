@@ -15,12 +15,8 @@ from reshard.errors import PlanError, ReshardError
 from reshard.plan.model import Plan
 from reshard.plan.text_writer import LATENCIES
 from reshard.plan.transfers import Transfers
-from reshard.sharding.layout import AnyLayout, Box, Layout, RegionLayout
-from reshard.sharding.mesh import Mesh, parse_ranks
-from reshard.sharding.spec import parse_ours
-from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.files import topology_from_json
-from reshard.topology.model import Topology
+from reshard.sharding import AnyLayout, Box, Layout, Mesh, RegionLayout, TensorSpec, parse_axis_names, parse_ranks
+from reshard.topology import Topology, topology_from_json
 
 MAX_TEXT_BYTES = 2**30
 
@@ -255,7 +251,7 @@ def parse_layout(text: str) -> AnyLayout:
     """The inverse of ``str(layout)``."""
     match = _LAYOUT.fullmatch(text)
     if match is not None:
-        return Layout(parse_mesh(match[2]), parse_ours(match[1]))
+        return Layout(parse_mesh(match[2]), parse_axis_names(match[1]))
     match = _REGIONS.fullmatch(text)
     if match is None:
         raise PlanError(f"{text[:80]!r} is not a layout")

@@ -1,4 +1,4 @@
-"""The text form of plans, which people can read and :func:`reshard.parse_plan` reads back.
+"""Write plans as readable text. :func:`reshard.parse_plan` reads the text back.
 
 ::
 
@@ -8,10 +8,17 @@
     0: t0 [0:4, 0:4] 0 -> 2 splits 1x1 window 4
     1: t0 [4:8, 0:4] + t0 [4:8, 4:8] 1 -> 2 -> 3 splits 1x1 window 2
 
-The line of a transfer has the id of its first message, its boxes, its tree, the number of parts that each dim is cut
-into (splits), and the window. The tree lists edges in order; consecutive edges that form a path are written as one:
-``0 -> 2 -> 3, 2 -> 4``. Two parts are optional: ``from 12`` is the message that brings the data to the first sender,
-``after 7,9`` are other messages that must have finished. Lines that begin with # are comments.
+A topology that this short form cannot express is written as JSON. A tensor may have a name: ``named "x"``.
+
+The line of a transfer holds the id of its first message, its boxes, its tree, and:
+
+- ``splits``: the number of chunks along each dim
+- ``window``: the number of unfinished messages that its sender may have
+- ``from 12`` (optional): the message that brings the data to the first sender
+- ``after 7,9`` (optional): other messages that must finish before the transfer starts
+
+The tree lists its edges in order. Consecutive edges that form a path are written as a chain: ``0 -> 2 -> 3, 2 -> 4``.
+Lines that begin with # are comments.
 """
 
 from __future__ import annotations
@@ -22,19 +29,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.plan.transfers import Transfers
-from reshard.sharding.layout import format_box
-from reshard.topology.files import topology_to_json
-from reshard.topology.model import Topology
+from reshard.sharding import format_box
+from reshard.topology import Topology, topology_to_json
 
 if TYPE_CHECKING:
     from reshard.plan.model import Plan
 
-#: Latencies of a topology that the text of a plan includes unless they are 0.
+#: Latencies of the topology. The text omits those that are 0.
 LATENCIES = ("latency_seconds", "inside_latency_seconds")
 
 
 def format_plan(plan: Plan) -> str:
-    """The whole plan, one line per transfer."""
+    """The text of a plan: its header, its topology, its tensors, then one line per transfer."""
     lines = [f"plan {plan.strategy} staging_bytes={plan.staging_bytes}", _format_topology(plan.topology)]
     for number, spec in enumerate(plan.tensors):
         name = f" named {json.dumps(spec.name)}" if spec.name is not None else ""
@@ -44,7 +50,7 @@ def format_plan(plan: Plan) -> str:
 
 
 def format_transfer(plan: Plan, transfer: int) -> str:
-    """One line: ``0: t0 [0:4, 0:1] 0 -> 2 splits 1x1 window 4``."""
+    """The line of a transfer, such as ``0: t0 [0:4, 0:1] 0 -> 2 splits 1x1 window 4``."""
     transfers = plan.transfers
     boxes = []
     first = int(transfers.first_box[transfer])
@@ -56,11 +62,12 @@ def format_transfer(plan: Plan, transfer: int) -> str:
     splits = "x".join(map(str, transfers.splits[transfer].tolist())) or "1"
     return (
         f"{transfers.first_message[transfer]}: {' + '.join(boxes)} {format_edges(transfers.edges_of(transfer))} "
-        f"splits {splits} window {transfers.window[transfer]}{_format_after(transfers, transfer)}"
+        f"splits {splits} window {transfers.window[transfer]}{_format_dependencies(transfers, transfer)}"
     )
 
 
-def _format_after(transfers: Transfers, transfer: int) -> str:
+def _format_dependencies(transfers: Transfers, transfer: int) -> str:
+    """The optional end of a line, such as `` from 12 after 7,9``."""
     after = transfers.after[transfers.after_at[transfer] : transfers.after_at[transfer + 1]]
     if not len(after):
         return ""
@@ -71,7 +78,7 @@ def _format_after(transfers: Transfers, transfer: int) -> str:
 
 
 def format_edges(edges: Sequence[tuple[int, int]]) -> str:
-    """``0 -> 2 -> 3, 2 -> 4``."""
+    """The edges of a tree, such as ``0 -> 2 -> 3, 2 -> 4``."""
     text, last = "", None
     for sender, receiver in edges:
         if sender == last:

@@ -2,3 +2,22 @@
 
 May import :mod:`reshard.cost` and the layers below it.
 """
+
+from reshard.planner.auto import CANDIDATES
+from reshard.planner.estimates import Floors, floor_of_transfers
+from reshard.planner.planning import make_plan, plan_tensors
+from reshard.planner.registry import AUTO, STRATEGIES, find_strategy
+from reshard.planner.strategies.problem import Problem, Strategy
+
+__all__ = [
+    "AUTO",
+    "CANDIDATES",
+    "STRATEGIES",
+    "Floors",
+    "Problem",
+    "Strategy",
+    "find_strategy",
+    "floor_of_transfers",
+    "make_plan",
+    "plan_tensors",
+]

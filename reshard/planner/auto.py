@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator
 from functools import cached_property
 
-from reshard.cost.simulator import simulate
-from reshard.plan.model import Plan
-from reshard.plan.transfers import Transfers
+from reshard.cost import simulate
+from reshard.plan import Plan, Transfers
 from reshard.planner.estimates import Floors, floor_of_transfers
 from reshard.planner.multicast.classes import Pieces
 from reshard.planner.multicast.strategy import (
@@ -26,7 +25,7 @@ from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.branch_and_bound import broadcast_earliest
 from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
 from reshard.ragged import NO_RANK
-from reshard.topology.model import Topology
+from reshard.topology import Topology
 
 #: All candidates by name. A plan made by a variant of multicast is named "multicast".
 CANDIDATES: dict[str, Strategy] = {

@@ -7,12 +7,12 @@ from functools import cached_property
 
 import numpy as np
 
-from reshard.plan.transfers import Transfers
+from reshard.plan import Transfers
 from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
 from reshard.planner.strategies.problem import DIRECT_CHUNK_BYTES, TREE_CHUNK_BYTES, Problem
 from reshard.ragged import NO_RANK
-from reshard.topology.model import MAX_NICS, Topology
+from reshard.topology import MAX_NICS, Topology
 
 
 @dataclass(frozen=True, eq=False)

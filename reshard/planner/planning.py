@@ -7,15 +7,12 @@ from typing import Any
 
 from reshard.errors import ArgumentError
 from reshard.formatting import compare_names
-from reshard.plan.model import DEFAULT_STAGING_BYTES, Plan, mark_sound
-from reshard.plan.transfers import Transfers
+from reshard.plan import DEFAULT_STAGING_BYTES, Plan, Transfers, mark_sound
 from reshard.planner.auto import choose_fastest
 from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
-from reshard.sharding.dim_cuts import check_shape
-from reshard.sharding.layout import AnyLayout
-from reshard.sharding.tensor_spec import TensorSpec, check_tensors
-from reshard.topology.model import Topology
+from reshard.sharding import AnyLayout, TensorSpec, check_shape, check_tensors
+from reshard.topology import Topology
 
 #: Limit on (region, rank that holds or needs it) pairs; a plan with more takes more than 4 GB.
 MAX_HOLDINGS = 10_000_000

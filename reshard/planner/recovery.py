@@ -13,13 +13,9 @@ import torch
 
 from reshard.errors import RankLostError
 from reshard.formatting import describe_ranks
-from reshard.plan.messages import expand_messages
-from reshard.plan.model import Plan
+from reshard.plan import Plan, expand_messages
 from reshard.planner.planning import plan_tensors
-from reshard.sharding.layout import Layout, format_box
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.tensor_spec import TensorSpec
-from reshard.sharding.tiles import Shards, find_overlaps
+from reshard.sharding import Layout, Mesh, Shards, TensorSpec, find_overlaps, format_box
 
 #: An error names at most this many lost regions.
 _MAX_NAMED = 3

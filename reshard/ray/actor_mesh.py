@@ -21,10 +21,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, MeshError, RemoteError, TransferTimeoutError
 from reshard.ray.driver import call_actors, check_open, session, store_address
 from reshard.ray.worker import Device, pack_array, shard_of, unpack_array, whole_of
-from reshard.sharding.dim_cuts import check_shape
-from reshard.sharding.layout import Layout
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.tiles import cut_shards
+from reshard.sharding import Layout, Mesh, check_shape, cut_shards
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
 #: After waiting this long for free resources, warn with what the cluster has.

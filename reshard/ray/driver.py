@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from reshard.coordination.messages import rebuild_error
+from reshard.coordination import rebuild_error
 from reshard.errors import ArgumentError, RankLostError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.ray.worker import StoreServer
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout

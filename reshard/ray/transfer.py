@@ -9,14 +9,14 @@ from typing import Any
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.formatting import compare_names
-from reshard.plan.model import DEFAULT_STAGING_BYTES
-from reshard.planner.strategies.problem import Strategy
+from reshard.plan import DEFAULT_STAGING_BYTES
+from reshard.planner import Strategy
 from reshard.ray.actor_mesh import ActorMesh, ShardedArray, join_meshes
 from reshard.ray.driver import GRACE_SECONDS, ActorCall, PendingCalls, check_open, order_lock, store_address
 from reshard.ray.worker import ShardRef, replace_each
-from reshard.sharding.layout import Layout
+from reshard.sharding import Layout
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
-from reshard.topology.model import Topology
+from reshard.topology import Topology
 
 
 def reshard(

@@ -29,13 +29,10 @@ import torch
 import torch.distributed as dist
 
 from reshard.api.call import reshard
-from reshard.coordination.liveness.status import report_dead
-from reshard.coordination.messages import describe_error
-from reshard.coordination.process_group import Group, join, serve_store
+from reshard.coordination import Group, describe_error, join, report_dead, serve_store
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
-from reshard.sharding.layout import AnyLayout
-from reshard.sharding.tiles import cut_shards
+from reshard.sharding import AnyLayout, cut_shards
 from reshard.testing.processes import join_world
 
 Packed = tuple[str, tuple[int, ...], np.ndarray]

@@ -9,12 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.plan.check import check_ranks
-from reshard.plan.messages import Message, expand_messages, message_nbytes
-from reshard.plan.model import Plan, recvs_ahead
-from reshard.plan.ordering import find_waits
-from reshard.sharding.layout import format_box
-from reshard.sharding.tiles import Shards
+from reshard.plan import Message, Plan, check_ranks, expand_messages, find_waits, message_nbytes, recvs_ahead
+from reshard.sharding import Shards, format_box
 
 Slices = tuple[slice, ...]
 

@@ -2,3 +2,36 @@
 
 Imports only the modules at the root of :mod:`reshard`.
 """
+
+from reshard.sharding.box_search import find_overlapping, locate_points
+from reshard.sharding.dim_cuts import check_shape
+from reshard.sharding.layout import AnyLayout, Box, Layout, RegionLayout, format_box
+from reshard.sharding.mesh import MAX_RANK, Mesh, parse_ranks
+from reshard.sharding.spec import Strided, axis_of, parse_axis_names, read_spec, write_2023, write_axis_names
+from reshard.sharding.tensor_spec import TensorSpec, check_tensors
+from reshard.sharding.tiles import Shards, cut_shards, find_overlaps
+
+__all__ = [
+    "MAX_RANK",
+    "AnyLayout",
+    "Box",
+    "Layout",
+    "Mesh",
+    "RegionLayout",
+    "Shards",
+    "Strided",
+    "TensorSpec",
+    "axis_of",
+    "check_shape",
+    "check_tensors",
+    "cut_shards",
+    "find_overlapping",
+    "find_overlaps",
+    "format_box",
+    "locate_points",
+    "parse_axis_names",
+    "parse_ranks",
+    "read_spec",
+    "write_2023",
+    "write_axis_names",
+]

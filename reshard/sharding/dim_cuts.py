@@ -1,4 +1,4 @@
-"""Cuts of one tensor dim over mesh axes. Only this module implements the chunk rule."""
+"""Cuts one tensor dim over mesh axes. All other modules get their cuts from here."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ MAX_NDIM = 8
 
 @dataclass(frozen=True, eq=False)
 class DimCuts:
-    """One tensor dim cut into disjoint intervals, ascending, without empty ones.
+    """One tensor dim, cut into parts.
+
+    A part holds the elements of one position on the dim's mesh axes. It is one interval of the dim, several if a step
+    is :class:`~reshard.sharding.spec.Strided`, or empty. Parts are numbered major first, in the order of steps.
+    Intervals are disjoint, not empty, and in ascending order.
 
     Attributes:
-        lo, hi: ``(intervals,)`` half-open bounds. coord: the part that each interval belongs to, counted major first
-            over the dim's mesh axes. local: where the interval starts in that part.
-        local_size: ``(parts,)`` elements of each part.
+        lo, hi: ``(intervals,)`` half-open bounds of each interval.
+        coord: ``(intervals,)`` part of each interval.
+        local: ``(intervals,)`` offset of each interval in its part.
+        local_size: ``(parts,)`` number of elements of each part.
     """
 
     lo: np.ndarray
@@ -34,7 +39,7 @@ class DimCuts:
 
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape as a tuple of integers; raises LayoutError if it is not a sequence of integers."""
+    """Convert a shape to a tuple of integers; raises LayoutError if it is not a sequence of integers."""
     try:
         if isinstance(shape, str):
             raise TypeError
@@ -44,7 +49,7 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_sizes(shape: Sequence[int]) -> tuple[int, ...]:
-    """As :func:`check_shape`; also raises LayoutError for too many dims, negative sizes or too many elements."""
+    """Like :func:`check_shape`, but also reject too many dims, negative sizes and too many elements."""
     shape = check_shape(shape)
     if len(shape) > MAX_NDIM:
         raise LayoutError(f"shape {list(shape)} has {len(shape)} dims; at most {MAX_NDIM} are supported")
@@ -85,18 +90,21 @@ def cut_dim(size: int, steps: Sequence[Step], axis_sizes: Sequence[int]) -> DimC
                 f"steps {' '.join(map(str, steps))} cut {size} elements into more than {MAX_PIECES} pieces"
             )
     rows = []
-    for coord_index, part in enumerate(parts):
+    for number, part in enumerate(parts):
         local = 0
-        for lo_, hi_ in part:
-            rows.append((lo_, hi_, coord_index, local))
-            local += hi_ - lo_
+        for first, end in part:
+            rows.append((first, end, number, local))
+            local += end - first
     table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
-    local_size = np.array([sum(hi_ - lo_ for lo_, hi_ in part) for part in parts], dtype=np.int64)
+    local_size = np.array([sum(end - first for first, end in part) for part in parts], dtype=np.int64)
     return DimCuts(table[:, 0], table[:, 1], table[:, 2], table[:, 3], local_size)
 
 
 def _cut_strided(part: list[tuple[int, int]], split_factor: int, num_parts: int) -> list[list[tuple[int, int]]]:
-    """Cut the elements of ``part``, in order, into ``split_factor`` chunks, and each chunk over ``num_parts``."""
+    """Cut the elements of a part into ``split_factor`` chunks, and each chunk into ``num_parts`` pieces.
+
+    Returns the new parts: part ``i`` has piece ``i`` of every chunk. A part is a list of half-open intervals.
+    """
     total = sum(hi - lo for lo, hi in part)
     split_factor = min(split_factor, max(total, 1))
     if min(split_factor, total) * num_parts > MAX_PIECES:

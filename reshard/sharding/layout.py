@@ -14,7 +14,7 @@ from reshard.errors import LayoutError
 from reshard.formatting import format_ranks
 from reshard.sharding.dim_cuts import MAX_NDIM, DimCuts, check_sizes, cut_dim
 from reshard.sharding.mesh import MAX_RANK, Mesh
-from reshard.sharding.spec import Spec, axis_of, read_spec, write_2023, write_jax, write_ours, write_placements
+from reshard.sharding.spec import Spec, axis_of, read_spec, write_2023, write_axis_names, write_jax, write_placements
 
 #: A half-open interval per tensor dim.
 Box = tuple[tuple[int, int], ...]
@@ -120,7 +120,7 @@ class Layout:
         return write_jax(self.spec)
 
     def __str__(self) -> str:
-        return f"{write_ours(self.spec)} on {self.mesh}"
+        return f"{write_axis_names(self.spec)} on {self.mesh}"
 
 
 @dataclass(frozen=True)

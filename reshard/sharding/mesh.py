@@ -16,7 +16,7 @@ from reshard.errors import MeshError
 from reshard.formatting import format_ranks
 
 _AXIS = re.compile(r"[A-Za-z0-9_.]+\Z")
-#: Keeps arrays that are indexed by rank small.
+#: Bounds the size of arrays that are indexed by rank.
 MAX_RANK = 2**22 - 1
 MAX_MESH_RANKS = 2**20
 MAX_AXES = 16
@@ -28,11 +28,11 @@ class Mesh:
 
     Args:
         ranks: the ranks in row-major order, as one list or a nested one such as ``[[0, 1], [2, 3]]``.
-        axis_sizes: ``{axis name: size}`` in axis order; the product of the sizes is the number of ranks. Omitted: the
-            axes of the nested list, named "0", "1", ...
+        axis_sizes: ``{axis name: size}`` in axis order; the product of the sizes is the number of ranks. Default: the
+            axes of the list, named "0", "1", ...
 
-    Ranks may have gaps and any order, and several meshes may share ranks. They are ranks of the group that is passed
-    to a call, by default the world. Two meshes are equal if their sizes, axis names and ranks are.
+    Ranks are those of the group that is passed to a call, by default the world. They may have gaps and any order, and
+    several meshes may share ranks. Two meshes are equal if their sizes, axis names and ranks are equal.
 
     >>> print(Mesh.of("2x4", first_rank=8))
     Mesh(0=2, 1=4; ranks 8-15)
@@ -57,7 +57,7 @@ class Mesh:
             if axis_sizes is None:
                 axis_sizes = {"0": len(flat)}
             if not isinstance(axis_sizes, Mapping):
-                raise MeshError(f"axis sizes are a mapping such as {{'dp': 2, 'tp': 4}}, not {axis_sizes!r}")
+                raise MeshError(f"axis sizes must be a mapping such as {{'dp': 2, 'tp': 4}}, not {axis_sizes!r}")
             sizes = tuple(index(size) for size in axis_sizes.values())
         except (TypeError, ValueError, OverflowError) as error:
             raise MeshError(f"ranks and axis sizes must be integers: {error}") from None
@@ -66,7 +66,7 @@ class Mesh:
             raise MeshError(f"a mesh has at most {MAX_AXES} axes, not {len(axes)}")
         for axis in axes:
             if not isinstance(axis, str) or not _AXIS.match(axis):
-                raise MeshError(f"axis name {axis!r} must be letters, digits, '_' and '.'")
+                raise MeshError(f"axis name {axis!r} must be letters, digits, '_' or '.'")
         for axis, size in zip(axes, sizes, strict=True):
             if size < 1:
                 raise MeshError(f"axis {axis!r} has size {size}; every axis needs at least 1")
@@ -78,15 +78,15 @@ class Mesh:
                 raise MeshError(f"rank {rank} is outside 0..{MAX_RANK}")
         if len(set(flat)) != len(flat):
             seen: set[int] = set()
-            doubled = next(rank for rank in flat if rank in seen or seen.add(rank))  # type: ignore[func-returns-value]
-            raise MeshError(f"rank {doubled} appears {flat.count(doubled)} times; a mesh holds each rank once")
+            repeated = next(rank for rank in flat if rank in seen or seen.add(rank))  # type: ignore[func-returns-value]
+            raise MeshError(f"rank {repeated} appears {flat.count(repeated)} times; a mesh holds each rank once")
         object.__setattr__(self, "ranks", flat)
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "sizes", sizes)
 
     @classmethod
     def of(cls, grid: str | int | Sequence[int], *, first_rank: int = 0, axes: Sequence[str] | None = None) -> Mesh:
-        """A mesh of consecutive ranks: ``"2x4"``, ``(2, 4)`` or ``8``; axes are named ``0, 1, ...`` unless given.
+        """A mesh of consecutive ranks, such as ``"2x4"``, ``(2, 4)`` or ``8``. By default axes are named ``0, 1, ...``.
 
         A string may also name the axes: ``"dp=2,tp=4"``.
         """
@@ -120,7 +120,7 @@ class Mesh:
 
     @classmethod
     def from_device_mesh(cls, device_mesh: Any) -> Mesh:
-        """A mesh from a ``torch.distributed.DeviceMesh``, whose ranks are global ranks."""
+        """A mesh from a ``torch.distributed.DeviceMesh``, which holds global ranks."""
         if not hasattr(device_mesh, "mesh_dim_names"):
             raise MeshError(f"{type(device_mesh).__name__} is not a DeviceMesh")
         names = device_mesh.mesh_dim_names
@@ -135,7 +135,7 @@ class Mesh:
 
     @cached_property
     def array(self) -> np.ndarray:
-        """The ranks as an int64 array of shape :attr:`sizes`, read-only."""
+        """The ranks as a read-only int64 array of shape :attr:`sizes`."""
         grid = np.array(self.ranks, dtype=np.int64).reshape(self.sizes)
         grid.setflags(write=False)
         return grid
@@ -174,7 +174,7 @@ class Mesh:
 
 
 def _as_grid(ranks: Any) -> np.ndarray:
-    """Nested ranks as an array of integers."""
+    """Convert nested ranks to an array of integers."""
     try:
         grid = np.asarray(ranks)
     except (ValueError, TypeError, OverflowError) as error:
@@ -185,7 +185,7 @@ def _as_grid(ranks: Any) -> np.ndarray:
 
 
 def _axis_names(axes: Sequence[str] | None, count: int) -> list[str]:
-    """The names given, or ``0, 1, ...``."""
+    """Check and return the given names; without any, return ``0, 1, ...``."""
     if axes is None:
         return [str(i) for i in range(count)]
     if isinstance(axes, str) or not isinstance(axes, Sequence) or not all(isinstance(name, str) for name in axes):
@@ -194,23 +194,23 @@ def _axis_names(axes: Sequence[str] | None, count: int) -> list[str]:
         raise MeshError(f"{len(axes)} axis names for {count} axes")
     for name in axes:
         if list(axes).count(name) > 1:
-            raise MeshError(f"axis {name!r} appears {list(axes).count(name)} times; axis names are distinct")
+            raise MeshError(f"axis {name!r} appears {list(axes).count(name)} times; axis names must be distinct")
     return list(axes)
 
 
 def parse_ranks(text: str) -> list[int]:
-    """The inverse of :func:`format_ranks`.
+    """Parse the text of :func:`format_ranks`, such as ``0-3,8``.
 
     Raises:
-        MeshError: the text has another form, or names more than 2**20 ranks.
+        MeshError: the text is malformed, or names more than 2**20 ranks.
     """
     ranks: list[int] = []
     for run in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,10})(?:-([0-9]{1,10}))?\s*", run)
         if not match:
-            raise MeshError(f"{run!r} is not a rank or a run of ranks such as 0-3")
+            raise MeshError(f"{run!r} is not a rank or a range of ranks such as 0-3")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or len(ranks) + last - first >= MAX_MESH_RANKS:
-            raise MeshError(f"run of ranks {run!r} is empty or too long")
+            raise MeshError(f"range of ranks {run!r} is empty or too long")
         ranks.extend(range(first, last + 1))
     return ranks

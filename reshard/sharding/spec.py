@@ -1,17 +1,21 @@
-"""Reads and writes specs in the common notations.
+"""Reads and writes specs: which mesh axes shard which tensor dims.
 
-============  ==========================================  =============================================
-notation      example on ``Mesh(dp=2, tp=4)``             meaning
-============  ==========================================  =============================================
-ours          ``("dp", None, ("dp", "tp"))``              for each tensor dim, its axes, major first
-ours as text  ``"(dp, -, dp+tp)"``                        the same, as printed in plans
-2023 study    ``"S0 R S01"``                              for each tensor dim; digits are axis positions
-torch         ``[Shard(0), Replicate()]``                 for each mesh axis, the dim that it shards
-JAX           ``PartitionSpec("dp", None, ("dp", "tp"))``  as ours
-============  ==========================================  =============================================
+Every row of this table writes the same spec on ``Mesh(dp=2, tp=4, cp=2)``, which does not shard dim 1:
 
-All are converted to one form: for each tensor dim, a tuple of the steps that cut it, in order. A step is an axis
-name, or :class:`Strided` for torch's ``_StridedShard``.
+==================  ==========================================  ====================================================
+notation            example                                     meaning
+==================  ==========================================  ====================================================
+axis names          ``("dp", None, ("tp", "cp"))``              for each tensor dim, its mesh axes, major first
+axis names as text  ``"(dp, -, tp+cp)"``                        the same, as printed in plans
+2023 notation       ``"S0 R S12"``                              for each tensor dim; digits are positions of axes
+torch placements    ``[Shard(0), Shard(2), Shard(2)]``          for each mesh axis, the dim that it shards
+JAX                 ``PartitionSpec("dp", None, ("tp", "cp"))``  as axis names
+==================  ==========================================  ====================================================
+
+The 2023 notation is that of Alpa and of the cross-mesh resharding study (Zhuang et al., MLSys 2023).
+
+All notations are converted to one normal form: for each tensor dim, a tuple of the steps that cut it, in order. A step
+is an axis name, or :class:`Strided` for torch's ``_StridedShard``.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ _SPEC_2023 = re.compile(r"R|S([0-9]+)")
 
 @dataclass(frozen=True)
 class Strided:
-    """One cut as made by torch's ``_StridedShard``.
+    """The cut that torch's ``_StridedShard`` makes.
 
     The elements are first cut into ``split_factor`` chunks. Each chunk is cut over ``axis``, and a rank keeps its
     piece of every chunk, in order.
@@ -57,10 +61,10 @@ def split_factor_of(step: Step) -> int:
 
 
 def read_spec(mesh: Mesh, spec: Any, ndim: int | None = None) -> Spec:
-    """The normal form of a spec in any notation; trailing unsharded dims are dropped.
+    """Convert a spec in any notation to the normal form, without trailing unsharded dims.
 
     Args:
-        ndim: the number of tensor dims, which resolves placements such as ``Shard(-1)``.
+        ndim: number of tensor dims; needed for placements that count dims from the end, such as ``Shard(-1)``.
 
     Raises:
         LayoutError: the spec is malformed, or names an unknown axis or an axis twice.
@@ -69,19 +73,21 @@ def read_spec(mesh: Mesh, spec: Any, ndim: int | None = None) -> Spec:
     if spec is None:
         steps: list[tuple[Step, ...]] = []
     elif isinstance(spec, str):
-        steps = list(parse_ours(spec)) if spec.lstrip().startswith("(") else _read_2023(mesh, spec)
-    elif type(spec).__name__ == "PartitionSpec" or hasattr(spec, "UNCONSTRAINED"):  # newer JAX names it P
+        steps = list(parse_axis_names(spec)) if spec.lstrip().startswith("(") else _read_2023(mesh, spec)
+    elif type(spec).__name__ == "PartitionSpec" or hasattr(
+        spec, "UNCONSTRAINED"
+    ):  # newer versions of JAX name the class P
         if getattr(spec, "unreduced", None):
-            raise PartialError(_partial_text(f"unreduced axes {sorted(spec.unreduced)}"))
-        steps = _read_ours(mesh, list(spec))
+            raise PartialError(_partial_error_text(f"unreduced axes {sorted(spec.unreduced)}"))
+        steps = _read_axis_names(mesh, list(spec))
     elif not isinstance(spec, Sequence):
         raise LayoutError(
-            f"spec {spec!r} is none of: a string such as 'S0 R' or '(dp, -)', a tuple of axis names, placements"
+            f"spec {spec!r} must be a string such as 'S0 R' or '(dp, -)', a tuple of axis names, or placements"
         )
     elif any(_is_placement(entry) for entry in spec):
         steps = _read_placements(mesh, list(spec), ndim)
     else:
-        steps = _read_ours(mesh, list(spec))
+        steps = _read_axis_names(mesh, list(spec))
     seen: set[str] = set()
     for dim in steps:
         for step in dim:
@@ -116,7 +122,7 @@ def _read_2023(mesh: Mesh, text: str) -> list[tuple[Step, ...]]:
     return steps
 
 
-def _read_ours(mesh: Mesh, entries: list[Any]) -> list[tuple[Step, ...]]:
+def _read_axis_names(mesh: Mesh, entries: list[Any]) -> list[tuple[Step, ...]]:
     steps: list[tuple[Step, ...]] = []
     for entry in entries:
         if entry is None:
@@ -126,11 +132,11 @@ def _read_ours(mesh: Mesh, entries: list[Any]) -> list[tuple[Step, ...]]:
         elif isinstance(entry, (tuple, list)) and all(isinstance(step, (str, Strided)) for step in entry):
             steps.append(tuple(entry))
         else:
-            raise LayoutError(f"spec entry {entry!r} is none of: None, an axis name, a tuple of axis names")
+            raise LayoutError(f"spec entry {entry!r} must be None, an axis name, or a tuple of axis names")
     for dim in steps:
         for step in dim:
             if not isinstance(split_factor_of(step), int) or split_factor_of(step) < 1:
-                raise LayoutError(f"split factor of {step} must be at least 1")
+                raise LayoutError(f"split factor of {step} must be an integer of at least 1")
     return steps
 
 
@@ -138,7 +144,7 @@ def _is_placement(entry: Any) -> bool:
     return all(callable(getattr(entry, name, None)) for name in ("is_shard", "is_replicate", "is_partial"))
 
 
-def _partial_text(what: str) -> str:
+def _partial_error_text(what: str) -> str:
     return (
         f"{what}: a pending reduction is not supported; reduce it first, for example with "
         "dtensor.redistribute(placements=[Replicate()]) or Shard(dim) on its own mesh"
@@ -153,7 +159,7 @@ def _read_placements(mesh: Mesh, placements: list[Any], ndim: int | None) -> lis
         if not _is_placement(placement):
             raise LayoutError(f"placement {placement!r} for axis {axis!r} is not a torch placement")
         if placement.is_partial():
-            raise PartialError(_partial_text(f"placement {placement} on axis {axis!r}"))
+            raise PartialError(_partial_error_text(f"placement {placement} on axis {axis!r}"))
         if placement.is_replicate():
             continue
         dim = getattr(placement, "dim", None)
@@ -162,8 +168,8 @@ def _read_placements(mesh: Mesh, placements: list[Any], ndim: int | None) -> lis
         if dim < 0:
             if ndim is None:
                 raise LayoutError(
-                    f"placement {placement} for axis {axis!r}: the number of dims is unknown here; count the dim from "
-                    "0, pass shape= in a call, or ndim= to a Layout"
+                    f"placement {placement} for axis {axis!r}: a negative dim needs the number of tensor dims; count "
+                    "from 0, pass shape= to the call, or pass ndim= to the Layout"
                 )
             if dim < -ndim:
                 raise LayoutError(f"placement {placement} for axis {axis!r}: the tensor has {ndim} dims")
@@ -174,10 +180,10 @@ def _read_placements(mesh: Mesh, placements: list[Any], ndim: int | None) -> lis
 
 
 def write_2023(mesh: Mesh, spec: Spec, ndim: int | None = None) -> str:
-    """The 2023 notation, padded with ``R`` to ``ndim`` tensor dims.
+    """Write a spec in the 2023 notation, padded with ``R`` to ``ndim`` tensor dims.
 
     Raises:
-        LayoutError: the spec has a :class:`Strided` step or an axis past the tenth, which the notation lacks.
+        LayoutError: the notation cannot express the spec: it has a :class:`Strided` step or an axis after the tenth.
     """
     words = []
     for dim in spec:
@@ -189,14 +195,15 @@ def write_2023(mesh: Mesh, spec: Spec, ndim: int | None = None) -> str:
 
 
 def write_placements(mesh: Mesh, spec: Spec) -> list[Any]:
-    """Torch placements, one per mesh axis.
+    """Write a spec as torch placements, one per mesh axis.
 
-    An axis that cuts a dim after a later axis of the mesh becomes a ``_StridedShard``. Its split factor is the product
-    of the later axes that cut before it, as torch encodes a shard order. Spec and placements agree if sizes divide
-    evenly; otherwise torch's rule for strided shards differs from nested chunks.
+    Torch applies placements in mesh order. If a spec cuts a dim in another order, say by axis 1 and then by axis 0,
+    axis 0 becomes a ``_StridedShard``, as in torch's own encoding of shard orders. Its split factor is the product of
+    the sizes of the later mesh axes that cut the dim before it. The placements mean the same as the spec if all sizes
+    divide evenly. Otherwise the shards differ, because torch cuts strided shards by another rule.
 
     Raises:
-        LayoutError: a :class:`Strided` step is out of mesh order.
+        LayoutError: a dim has a :class:`Strided` step, and its steps are not in mesh order.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -207,9 +214,9 @@ def write_placements(mesh: Mesh, spec: Spec) -> list[Any]:
         strided = any(not isinstance(step, str) for step in steps)
         if strided and positions != sorted(positions):
             raise LayoutError(f"torch placements cannot express {' '.join(map(str, steps))} on dim {dim}")
-        for nth, (step, position) in enumerate(zip(steps, positions, strict=True)):
+        for at, (step, position) in enumerate(zip(steps, positions, strict=True)):
             factor = split_factor_of(step)
-            for earlier in positions[:nth]:
+            for earlier in positions[:at]:
                 if earlier > position:
                     factor *= mesh.sizes[earlier]
             placements[position] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
@@ -217,7 +224,7 @@ def write_placements(mesh: Mesh, spec: Spec) -> list[Any]:
 
 
 def write_jax(spec: Spec) -> Any:
-    """A ``jax.sharding.PartitionSpec``.
+    """Write a spec as a ``jax.sharding.PartitionSpec``.
 
     Raises:
         LayoutError: the spec has a :class:`Strided` step.
@@ -231,13 +238,13 @@ def write_jax(spec: Spec) -> Any:
     return PartitionSpec(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in spec))
 
 
-def write_ours(spec: Spec) -> str:
-    """The notation of this package as text: ``(dp, -, tp+pp)``."""
+def write_axis_names(spec: Spec) -> str:
+    """Write a spec with axis names, as text: ``(dp, -, tp+pp)``."""
     return "(" + ", ".join("+".join(map(str, dim)) or "-" for dim in spec) + ")"
 
 
-def parse_ours(text: str) -> Spec:
-    """The inverse of :func:`write_ours`."""
+def parse_axis_names(text: str) -> Spec:
+    """The inverse of :func:`write_axis_names`."""
     match = re.fullmatch(r"\s*\((.*)\)\s*", text)
     if not match:
         raise LayoutError(f"spec {text!r} is not of the form (dp, -, tp+pp)")

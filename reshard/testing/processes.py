@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.coordination.process_group import serve_store
+from reshard.coordination import serve_store
 from reshard.errors import ArgumentError, ReshardError
 from reshard.timeouts import check_timeout
 

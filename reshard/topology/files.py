@@ -1,4 +1,4 @@
-"""Topologies as JSON or YAML, in files and inside plans."""
+"""Conversion of topologies to and from JSON and YAML, in files and inside plans."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import ReshardError, TopologyError
-from reshard.sharding.mesh import MAX_RANK
+from reshard.sharding import MAX_RANK
 from reshard.topology.model import MAX_HOSTS, TEN_GBIT, Host, Port, Topology, brief, check_indices, check_rate
 
 MAX_TOPOLOGY_BYTES = 2**26
 MAX_YAML_CHARACTERS = 2**20
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+#: JSON keys with a single number; each has the name of a field of :class:`Topology`.
 _LATENCIES = ("latency_seconds", "inside_latency_seconds")
 _NUMBERS = (
     *_LATENCIES,
@@ -27,7 +28,7 @@ _NUMBERS = (
 
 
 def read_topology(path: str | Path) -> Topology:
-    """The topology in a JSON file, or in a YAML file (``.yaml`` or ``.yml``) of the same structure.
+    """Read a topology from a JSON file, or from a YAML file (``.yaml`` or ``.yml``) of the same structure.
 
     Raises:
         TopologyError: the file cannot be read, or does not describe a topology.
@@ -48,7 +49,7 @@ def read_topology(path: str | Path) -> Topology:
 
 
 def _reject_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """The pairs as a dict; raises TopologyError if a name repeats."""
+    """Make a dict of (name, value) pairs; raises TopologyError if a name repeats."""
     found: dict[Any, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -69,7 +70,7 @@ def _load_yaml(text: str) -> Any:
 
     class Loader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):  # nested aliases can expand without limit
+            if self.check_event(yaml.AliasEvent):  # nested aliases can grow to any size
                 raise yaml.YAMLError("aliases such as *name are not supported; repeat the value")
             return super().compose_node(parent, index)
 
@@ -91,23 +92,27 @@ def _load_yaml(text: str) -> Any:
         return yaml.load(text, Loader=Loader)
     except (RecursionError, TopologyError):
         raise
-    except Exception as error:  # bad tags such as !!timestamp raise many types
+    except Exception as error:  # PyYAML raises errors of many types for values that do not fit tags like !!timestamp
         raise TopologyError(f"not YAML: {' '.join(str(error).split())[:300]}") from None
 
 
 def topology_from_json(data: Any) -> Topology:
-    """A topology from its JSON object.
+    """Make a topology from its JSON object.
 
-    Either ``{"host_of_rank": [0, 0, 1, 1], "nic_bytes_per_second": 1.25e9, "latency_seconds": 2e-5, ...}``, or a list
-    of hosts::
+    If every host has one NIC of the same rate, the object may list the host of each rank::
+
+        {"host_of_rank": [0, 0, 1, 1], "nic_bytes_per_second": 1.25e9, "latency_seconds": 2e-5, ...}
+
+    Otherwise it lists the hosts::
 
         {"hosts": [{"devices": 4, "nics": ["25 Gbit/s"], "count": 2, "pod": 0}, ...],
          "pods": ["100 Gbit/s", {"egress": ..., "ingress": ...}],
          "inside": "400 Gbit/s", "latency_seconds": 2e-5, "inside_latency_seconds": 5e-6,
          "send_buffer_bytes": 0, "burst_bytes": 0}
 
-    ``count`` repeats a host. Hosts get consecutive ranks in order, unless every host lists its ``"ranks": [...]``
-    in place of ``"devices"``. ``"nic_of_device": [0, 0, 1, 1]`` is the NIC of each device of a host.
+    ``count`` repeats a host. Ranks are assigned to hosts consecutively, in the order of the list. To assign them
+    explicitly, replace ``"devices"`` by ``"ranks": [...]`` in every host. A host with several NICs may give the NIC of
+    each device, as ``"nic_of_device": [0, 0, 1, 1]``. Both forms accept the times and byte counts of :class:`Topology`.
 
     Raises:
         TopologyError: the object does not describe a topology.
@@ -142,15 +147,15 @@ def _numbers(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def topology_to_json(topology: Topology) -> dict[str, Any]:
-    """The inverse of :func:`topology_from_json`, rates in bytes per second.
+    """The inverse of :func:`topology_from_json`. Rates are in bytes per second.
 
-    Both latencies are always written, because an omitted latency means the default, not 0.
+    The object always has both latencies, because an omitted latency means the default, not 0.
     """
     numbers = {name: getattr(topology, name) for name in _NUMBERS if name in _LATENCIES or getattr(topology, name) != 0}
     first = topology.hosts[0]
-    plain = len(topology.hosts) == 1 and len(first.nics) == 1 and not topology.pods
+    one_nic = len(topology.hosts) == 1 and len(first.nics) == 1 and not topology.pods
     rate = first.nics[0].egress_bytes_per_second
-    if plain and topology == Topology.uniform(topology.host_of_rank, rate).without_latency():
+    if one_nic and topology == Topology.uniform(topology.host_of_rank, rate).without_latency():
         return {"host_of_rank": list(topology.host_of_rank), "nic_bytes_per_second": rate, **numbers}
     ranks_of: dict[int, list[int]] = {}
     for rank, number in enumerate(topology.host_of_rank):
@@ -193,10 +198,10 @@ _PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def parse_rate(value: Any) -> float:
-    """Bytes per second from a number, or from text such as ``"25 Gbit/s"`` or ``"450 GB/s"``.
+    """Convert a rate to bytes per second: a number stays as it is, text is such as ``"25 Gbit/s"`` or ``"450 GB/s"``.
 
     Raises:
-        TopologyError: the value is neither, or not positive and finite.
+        TopologyError: the value is not a rate, or the rate is not positive and finite.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return check_rate(value, "a rate")
@@ -215,7 +220,7 @@ def _check_keys(data: dict[Any, Any], known: set[str], what: str) -> None:
 
 
 def _read_hosts(rows: Any) -> tuple[tuple[Host, ...], list[int | list[int]], list[list[int] | None]]:
-    """Hosts; for each host, its number of devices or its ranks; and, if given, the NIC of each device."""
+    """Return the hosts; the number of devices or the ranks of each; and the NIC of each device, None if not given."""
     if not isinstance(rows, list) or not rows:
         raise TopologyError('a topology must be {"hosts": [...]} with at least one host, or {"host_of_rank": [...]}')
     hosts: list[Host] = []
@@ -227,7 +232,7 @@ def _read_hosts(rows: Any) -> tuple[tuple[Host, ...], list[int | list[int]], lis
         except TopologyError as error:
             raise TopologyError(f"entry {number} of hosts: {error}") from None
         if len(ranks) + count > MAX_HOSTS or (isinstance(devices, int) and devices * count > MAX_RANK):
-            raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks on at most {MAX_HOSTS} hosts")
+            raise TopologyError(f"a topology has at most {MAX_RANK} ranks on at most {MAX_HOSTS} hosts")
         ranks.extend([devices] * count)
         hosts.extend([host] * count)
         nics.extend([nic_of_device] * count)
@@ -235,11 +240,11 @@ def _read_hosts(rows: Any) -> tuple[tuple[Host, ...], list[int | list[int]], lis
 
 
 def _read_host(row: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
-    """A host, its count, its number of devices or its ranks, and, if given, the NIC of each device."""
+    """Return a host, its count, its number of devices or its ranks, and the NIC of each device, None if not given."""
     if not isinstance(row, dict):
         raise TopologyError(f"a host must be an object, not {brief(row)}")
     known = ("devices", "ranks", "nics", "nic_of_device", "pod", "count")
-    _check_keys(row, set(known), f"a host, which has {', '.join(known)}")
+    _check_keys(row, set(known), f"a host (known keys: {', '.join(known)})")
     if ("devices" in row) == ("ranks" in row):
         raise TopologyError("a host must have either devices (a number) or ranks (a list)")
     count = row.get("count", 1)
@@ -248,16 +253,16 @@ def _read_host(row: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
         raise TopologyError("nics must be a list of ports")
     host = Host(tuple(_read_port(port) for port in ports), row.get("pod"))
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_RANK:
-        raise TopologyError(f"count is {brief(count)}; it must be a positive integer")
+        raise TopologyError(f"count is {brief(count)}; it must be an integer from 1 to {MAX_RANK}")
     devices: int | list[int]
     if "ranks" in row:
         if count > 1 or not isinstance(row["ranks"], list):
-            raise TopologyError("ranks must be a list and needs count 1")
+            raise TopologyError("ranks must be a list, and only a host with count 1 can have them")
         devices = list(check_indices(row["ranks"], "ranks"))
     else:
         devices = row["devices"]
         if isinstance(devices, bool) or not isinstance(devices, int) or not 0 <= devices <= MAX_RANK:
-            raise TopologyError(f"devices is {brief(devices)}; it must be a number of ranks")
+            raise TopologyError(f"devices is {brief(devices)}; it must be an integer from 0 to {MAX_RANK}")
     nic_of_device = row.get("nic_of_device")
     if nic_of_device is not None and not isinstance(nic_of_device, list):
         raise TopologyError("nic_of_device must be a list")
@@ -267,23 +272,23 @@ def _read_host(row: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
 def _place_ranks(
     ranks_of: list[int | list[int]], nics_of: list[list[int] | None], num_nics: list[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The host of each rank, and its NIC if some host has ``nic_of_device`` (else empty)."""
+    """Return the host of each rank, and the NIC of each rank: an empty tuple if no host has ``nic_of_device``."""
     if len({isinstance(ranks, int) for ranks in ranks_of}) > 1:
         raise TopologyError("hosts mix devices and ranks: either every host has devices, or every host has ranks")
-    placed: dict[int, tuple[int, int]] = {}
+    placed: dict[int, tuple[int, int]] = {}  # rank -> (host, NIC)
     next_rank = 0
     for host, (ranks, nics) in enumerate(zip(ranks_of, nics_of, strict=True)):
         numbers = list(range(next_rank, next_rank + ranks)) if isinstance(ranks, int) else ranks
         next_rank += len(numbers)
         if next_rank > MAX_RANK:
-            raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks")
+            raise TopologyError(f"a topology has at most {MAX_RANK} ranks")
         if nics is not None and len(nics) != len(numbers):
             raise TopologyError(f"host {host} has {len(numbers)} devices, but nic_of_device has NICs for {len(nics)}")
         for position, rank in enumerate(numbers):
             if rank in placed:
                 raise TopologyError(f"rank {rank} is on hosts {placed[rank][0]} and {host}")
-            block = position * num_nics[host] // len(numbers)
-            placed[rank] = (host, block if nics is None else nics[position])
+            default_nic = position * num_nics[host] // len(numbers)
+            placed[rank] = (host, default_nic if nics is None else nics[position])
     missing = next((rank for rank in range(len(placed)) if rank not in placed), None)
     if missing is not None:
         raise TopologyError(f"rank {missing} has no host: ranks must be 0 to {len(placed) - 1}")

@@ -12,24 +12,25 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import TopologyError
-from reshard.sharding.mesh import MAX_RANK
+from reshard.sharding import MAX_RANK
 
 #: Bytes per second of a 10 Gbit/s NIC, in each direction.
 TEN_GBIT = 1.25e9
-#: Default latency between hosts: TCP and the work at both ends. Measured with Gloo between emulated hosts without a
-#: switch: half a round trip of one byte takes 60 to 80 us.
+#: Default latency between hosts, for TCP with the work at both ends. Half a round trip of one byte took 60 to 80 us
+#: over Gloo between emulated hosts. A real network adds a switch.
 MESSAGE_SECONDS = 1e-4
-#: Default latency inside a host. Measured with Gloo over loopback: 44 to 74 us.
+#: Default latency inside a host. Half a round trip of one byte took 44 to 74 us with Gloo over loopback.
 INSIDE_MESSAGE_SECONDS = 5e-5
-#: Bytes per second. The limits keep quotients of rates and sizes finite.
+#: Limits on rates, in bytes per second. They keep quotients of rates and sizes finite.
 MIN_RATE, MAX_RATE = 1e-6, 1e18
+#: Limit on the NICs of one host.
 MAX_NICS = 128
-#: Limit on the hosts of a topology, unless all are equal and have one NIC.
+#: Limit on the hosts of a topology. It does not apply if all hosts are equal and have one NIC, and there are no pods.
 MAX_HOSTS = 2**16
 
 
 def brief(value: Any) -> str:
-    """A short text of any value, for error messages."""
+    """A short text for any value, for error messages."""
     try:
         return reprlib.repr(value)[:60]  # plain repr() would expand repeated aliases in full
     except ValueError:  # an integer of thousands of digits
@@ -52,7 +53,7 @@ class Port:
     """A full-duplex link end: the NIC of a host, or the uplink of a pod.
 
     Raises:
-        TopologyError: a rate that is not positive and finite.
+        TopologyError: a rate is not positive and finite.
     """
 
     egress_bytes_per_second: float
@@ -113,15 +114,15 @@ class Topology:
         latency_seconds, inside_latency_seconds: time from sending the first byte of a message to its arrival, between
             hosts and inside a host. The sender's port is occupied during that time. Omitted: 100 us and 50 us, as over
             TCP.
-        turn_seconds: extra delay of a message that waits for a message of another rank to end at the same receiving
-            port, from that end to its own first byte.
-        start_seconds: time from a call to the first byte of its transfer; delays all messages.
-        send_buffer_bytes: size of the send buffer of each connection; a sender need not wait for bytes that fit in it.
-        burst_bytes: token bucket size of each NIC and uplink: unused bytes that an idle port saves and later passes at
-            once.
+        turn_seconds: extra delay of a message that waits until a message of another rank ends at its receiving port. It
+            counts from that end to the first byte of the waiting message.
+        start_seconds: time from a call to the first byte of its transfer. It delays all messages.
+        send_buffer_bytes: send buffer of each connection. A sender does not wait for bytes that fit in it.
+        burst_bytes: token bucket size of each NIC and uplink: an idle port saves up to this many bytes and later passes
+            them at once.
 
     Raises:
-        TopologyError: a negative or missing host, NIC or pod, or an impossible rate or latency.
+        TopologyError: a host, NIC or pod index is negative or out of range, or a rate or latency is out of range.
     """
 
     host_of_rank: tuple[int, ...]
@@ -149,10 +150,13 @@ class Topology:
                 f"a topology describes at least one host and at most {MAX_HOSTS}, not {len(self.hosts)}"
             )
         if len(set(self.hosts)) == 1:
-            set_(self, "hosts", self.hosts[:1])  # equal topologies have one form
+            set_(self, "hosts", self.hosts[:1])  # so that equal topologies compare equal
         most = max(self.host_of_rank, default=0)
         if (len(self.hosts) > 1 or len(self.hosts[0].nics) > 1 or self.pods) and most >= MAX_HOSTS:
-            raise TopologyError(f"a topology of unequal hosts has at most {MAX_HOSTS} hosts, not {most + 1}")
+            raise TopologyError(
+                f"a topology with unequal hosts, several NICs per host or pods has at most {MAX_HOSTS} hosts, "
+                f"not {most + 1}"
+            )
         if len(self.hosts) > 1 and most >= len(self.hosts):
             raise TopologyError(f"a rank is on host {most}, but only {len(self.hosts)} hosts are described")
         for number, host in enumerate(self.hosts):
@@ -205,7 +209,8 @@ class Topology:
     def from_hostnames(cls, hostnames: Sequence[str]) -> Topology:
         """Hosts with one 10 Gbit/s NIC each, numbered by the first appearance of their names.
 
-        A message takes 100 us between hosts, 50 us inside a host, and 200 us more if it waits for its turn.
+        The latency is 100 us between hosts and 50 us inside a host. A message that waits for another one at its
+        receiving port takes 200 us more (``turn_seconds``).
         """
         number: dict[str, int] = {}
         host_of_rank = tuple(number.setdefault(name, len(number)) for name in hostnames)
@@ -213,7 +218,7 @@ class Topology:
 
     @property
     def num_hosts(self) -> int:
-        """Number of hosts, up to the last one that has a rank."""
+        """One more than the highest host index of any rank; hosts without ranks in between count."""
         return 1 + max(self.host_of_rank, default=-1)
 
     def host(self, number: int) -> Host:
@@ -238,7 +243,7 @@ class Topology:
         return replace(self, latency_seconds=0.0, inside_latency_seconds=0.0, turn_seconds=0.0, start_seconds=0.0)
 
     def first(self, count: int) -> Topology:
-        """The topology of the first ``count`` ranks. Plans use it so that unused hosts do not change their hash."""
+        """The topology of the first ``count`` ranks. Unused hosts then do not change a plan's hash."""
         if len(self.host_of_rank) <= count:
             return self
         host_of_rank = self.host_of_rank[:count]
@@ -254,7 +259,7 @@ class Topology:
         kept = sorted({self.host_of_rank[rank] for rank in ranks})
         if kept == list(range(self.num_hosts)):
             return self
-        number = {host: place for place, host in enumerate(kept)}
+        number = {host: new for new, host in enumerate(kept)}
         return replace(
             self,
             host_of_rank=tuple(number.get(host, 0) for host in self.host_of_rank),
@@ -288,5 +293,5 @@ def check_indices(values: Iterable[Any], name: str) -> tuple[int, ...]:
     if len(numbers) > MAX_RANK + 1:
         raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks, not {len(numbers)}")
     if any(not 0 <= number <= MAX_RANK for number in numbers):
-        raise TopologyError(f"{name} are counted from 0 and are at most {MAX_RANK}; got a negative or larger one")
+        raise TopologyError(f"{name} must be from 0 to {MAX_RANK}; got a negative or larger one")
     return numbers

@@ -13,16 +13,11 @@ from typing import Any
 
 import torch
 
-from reshard.coordination.communicator import find_channel
-from reshard.coordination.decide import resolve
-from reshard.coordination.liveness.call_sequence import report_error
-from reshard.coordination.messages import Request, describe_error
-from reshard.coordination.process_group import check_inside, find_group
+from reshard.coordination import Request, check_inside, describe_error, find_channel, find_group, report_error, resolve
 from reshard.errors import ArgumentError, RemoteError, ReshardError
-from reshard.planner.planning import plan_tensors
-from reshard.planner.strategies.problem import Strategy
+from reshard.planner import Strategy, plan_tensors
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
-from reshard.topology.model import Topology
+from reshard.topology import Topology
 
 from ..graph import Pipeline
 from ..ir.schedule import Kind, Schedule

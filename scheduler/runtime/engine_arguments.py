@@ -9,8 +9,7 @@ from typing import Any
 
 from reshard.errors import ArgumentError
 from reshard.formatting import format_ranks
-from reshard.topology.files import topology_to_json
-from reshard.topology.model import Topology
+from reshard.topology import Topology, topology_to_json
 
 from ..graph import Pipeline
 from ..ir.schedule import Schedule

@@ -20,14 +20,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard.api.tensor_checks import has_overlapping_elements
-from reshard.coordination.communicator import find_channel
-from reshard.coordination.decide import resolve
-from reshard.coordination.liveness.heartbeat import Monitor
-from reshard.coordination.messages import Request
-from reshard.coordination.process_group import Group
+from reshard.coordination import Group, Monitor, Request, find_channel, resolve
 from reshard.errors import ArgumentError, DisagreementError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.formatting import describe_ranks
-from reshard.sharding.mesh import Mesh
+from reshard.sharding import Mesh
 
 from .data_parallel import fsdp_ranks
 

@@ -1,4 +1,4 @@
-"""Transfers between stages: one :class:`~reshard.Mover` per channel, made once."""
+"""Transfers between stages. Each channel (an edge and a direction) has one :class:`~reshard.Mover`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import torch
 
 from reshard.api.handle import Handle
 from reshard.api.mover import Mover
-from reshard.coordination.process_group import Group
+from reshard.coordination import Group
 from reshard.errors import ArgumentError
-from reshard.plan.model import Plan
-from reshard.planner.planning import plan_tensors
-from reshard.planner.strategies.problem import Strategy
-from reshard.sharding.layout import Layout
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Topology
+from reshard.plan import Plan
+from reshard.planner import Strategy, plan_tensors
+from reshard.sharding import Layout, Mesh, TensorSpec
+from reshard.topology import Topology
 
 from ..graph import Edge, Pipeline
 from ..ir.schedule import Channel
@@ -29,7 +26,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ChannelPlan:
-    """The tensors and the plan of a channel. The plan is None if there is nothing to move between ranks."""
+    """The tensors and the plan of a channel. The plan is None if no rank has to send data to another one."""
 
     channel: Channel
     tensors: tuple[TensorSpec, ...]
@@ -37,10 +34,10 @@ class ChannelPlan:
 
 
 def find_device_type(modules: Mapping[int, torch.nn.Module]) -> str:
-    """The device type of the parameters and buffers of a rank's stages; "cpu" if there are none.
+    """The device type of the parameters and buffers of a rank's stages; "cpu" if the stages have none.
 
     Raises:
-        ArgumentError: they are on several device types.
+        ArgumentError: the parameters and buffers are on several device types.
     """
     kinds: dict[str, str] = {}
     for stage, module in modules.items():
@@ -59,14 +56,18 @@ def plan_channels(
     *,
     signal_only: bool = False,
 ) -> list[ChannelPlan]:
-    """Plans of both channels of every edge, in the same order on all ranks."""
+    """Plan both channels of every edge. All ranks get the same plans in the same order.
+
+    Args:
+        signal_only: move one element per tensor.
+    """
     rows = tuple(row_of_stage)
     plans = []
     for edge in pipeline.edges:
         for channel, tensors in _directions(edge):
-            moved = [_signal(spec) for spec in tensors] if signal_only else tensors
-            stays = rows[edge.src] == rows[edge.dst] and all(spec.src == spec.dst for spec in tensors)
-            plan = None if stays or not moved else plan_tensors(moved, strategy=strategy, topology=topology)
+            moved = [_one_element(spec) for spec in tensors] if signal_only else tensors
+            is_local = rows[edge.src] == rows[edge.dst] and all(spec.src == spec.dst for spec in tensors)
+            plan = None if is_local or not moved else plan_tensors(moved, strategy=strategy, topology=topology)
             plans.append(ChannelPlan(channel, tensors, plan))
     return plans
 
@@ -78,16 +79,20 @@ def _directions(edge: Edge) -> list[tuple[Channel, tuple[TensorSpec, ...]]]:
     ]
 
 
-def _signal(spec: TensorSpec) -> TensorSpec:
-    """A tensor of one element in place of another, on the same ranks and with replicas on all of them."""
+def _one_element(spec: TensorSpec) -> TensorSpec:
+    """A spec of the same name and dtype with one element, replicated on all ranks of the given spec."""
     return replace(spec, shape=(1,), src=Layout(Mesh(spec.src.ranks)), dst=Layout(Mesh(spec.dst.ranks)))
 
 
 class PendingTransfer:
-    """One end of a transfer in progress.
+    """A transfer in progress, on its sender or its receiver.
+
+    Args:
+        handle: handle of the Mover; None if nothing moves between ranks.
+        tensors: the tensors that :meth:`wait` returns; None: those that the handle returns.
 
     Attributes:
-        computed_at: when this rank computed the tensors, by ``time.monotonic()``; None on the receiver.
+        computed_at: on the sender, the ``time.monotonic()`` at which it had computed the tensors; None on the receiver.
         versions: in-place version counter of each tensor at that time.
     """
 
@@ -98,15 +103,15 @@ class PendingTransfer:
         self._check: Callable[[], None] | None = None
 
     def check_at_end(self, check: Callable[[], None]) -> None:
-        """Call ``check`` when :meth:`wait` finds the transfer done."""
+        """Let :meth:`wait` call ``check`` once, after the transfer."""
         self._check = check
 
     def is_done(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """Whether :meth:`wait` would return without blocking."""
         return self.handle is None or self.handle.done()
 
     def wait(self) -> dict[str, Any]:
-        """Block until the transfer is done. Returns the tensors that this rank received."""
+        """Wait for the transfer, and return the tensors that this rank received."""
         received = None if self.handle is None else self.handle.wait()
         if self._check is not None:
             self._check()
@@ -114,22 +119,22 @@ class PendingTransfer:
         return dict(self._tensors if self._tensors is not None else received or {})
 
     def synchronize(self) -> None:
-        """Block until the device is done too. Raises the error of the transfer, if any."""
+        """Block the host until the device has finished the transfer. Raises the error of the transfer, if any."""
         if self.handle is not None:
             self.handle.synchronize()
 
 
 class StageTransfers:
-    """The Movers of one rank.
+    """The Movers of all channels of one rank.
 
     Args:
         channels: plans of all channels of the pipeline, in the same order on all ranks.
-        group: group whose ranks the plans name.
+        group: the group of the ranks in the plans.
         timeout_seconds: limit for one transfer.
         device: device type of the tensors.
         signal_only: move one element per tensor and receive zeros, to measure communication costs.
-        separate_connections: use a connection per channel. Needed if two rows post the transfers between them in
-            different orders.
+        separate_connections: give each channel its own connection. Required if two rows post the transfers between
+            them in different orders.
     """
 
     def __init__(
@@ -146,11 +151,11 @@ class StageTransfers:
         self._plans: dict[Channel, ChannelPlan] = {}
         self._movers: dict[Channel, Mover] = {}
         self._zeros: dict[Channel, Tensors] = {}
-        for number, each in enumerate(channels):
-            self._plans[each.channel] = each
-            if each.plan is not None and group.rank in each.plan.ranks:
-                self._movers[each.channel] = Mover(
-                    each.plan,
+        for number, entry in enumerate(channels):
+            self._plans[entry.channel] = entry
+            if entry.plan is not None and group.rank in entry.plan.ranks:
+                self._movers[entry.channel] = Mover(
+                    entry.plan,
                     group,
                     timeout_seconds=timeout_seconds,
                     device=device,
@@ -159,7 +164,7 @@ class StageTransfers:
                 )
 
     def send(self, channel: Channel, tensors: Tensors) -> PendingTransfer:
-        """Start to send."""
+        """Start to send the tensors of one microbatch."""
         mover = self._movers.get(channel)
         if mover is None:
             return PendingTransfer(None, tensors)
@@ -168,11 +173,13 @@ class StageTransfers:
         return PendingTransfer(mover.start(tensors))
 
     def recv(self, channel: Channel) -> PendingTransfer:
-        """Start to receive."""
+        """Start to receive the tensors of one microbatch."""
         mover = self._movers.get(channel)
         if mover is None:
             return PendingTransfer(None)
-        if self._signal_only and channel not in self._zeros:  # made once, so that they take no time later
+        if (
+            self._signal_only and channel not in self._zeros
+        ):  # kept for all microbatches, so that they cost no time later
             self._zeros[channel] = {
                 str(spec.name): torch.zeros(
                     spec.dst_shards.local_shape(self._rank), dtype=getattr(torch, spec.dtype), device=self._device
@@ -187,7 +194,7 @@ class StageTransfers:
             mover.check()
 
     def fail(self, error: BaseException) -> None:
-        """End all transfers of this rank with an error, on all ranks that take part in them."""
+        """Fail all transfers of this rank: every rank that takes part in one gets ``error``."""
         for mover in self._movers.values():
             mover.fail(error)
 

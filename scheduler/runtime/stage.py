@@ -14,8 +14,7 @@ from reshard.api.tensor_checks import check_movable, wait_for_collective
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.runtime.cpu.weight_grad_store import WeightGradStore
-from reshard.sharding.layout import Layout
-from reshard.sharding.tensor_spec import TensorSpec
+from reshard.sharding import Layout, TensorSpec
 
 from ..graph import Pipeline
 from .data_parallel import (

@@ -10,12 +10,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard.api.mover import Mover
-from reshard.coordination.process_group import Group
+from reshard.coordination import Group
 from reshard.errors import ArgumentError
-from reshard.plan.model import Plan
-from reshard.sharding.dim_cuts import check_shape
-from reshard.sharding.layout import AnyLayout, Layout
-from reshard.sharding.tensor_spec import TensorSpec
+from reshard.plan import Plan
+from reshard.sharding import AnyLayout, Layout, TensorSpec, check_shape
 
 from ..graph import Pipeline
 from .data_parallel import is_sharded

@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard.coordination.communicator import Channel as AgreementChannel
-from reshard.coordination.decide import resolve
-from reshard.coordination.messages import Decision, Request
+from reshard.coordination import Channel as AgreementChannel, Decision, Request, resolve
 
 from ..ir.schedule import Action, Channel, Kind
 from ..simulation.replay import PipelineTimeline, Span, StageTransfer

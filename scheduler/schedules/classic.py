@@ -12,7 +12,10 @@ from ..ir.schedule import MOST_ACTIONS, Action, Kind, Schedule
 
 
 def gpipe(pipeline: Pipeline, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards. Most in flight: all microbatches. Source: GPipe (Huang et al., 2019)."""
+    """All forwards, then all backwards.
+
+    Peak in flight: all microbatches. Source: GPipe (Huang et al., 2019).
+    """
     check_microbatches(pipeline, num_microbatches)
     return from_warmups("gpipe", pipeline, num_microbatches, [num_microbatches] * len(pipeline.stages))
 
@@ -20,7 +23,7 @@ def gpipe(pipeline: Pipeline, num_microbatches: int) -> Schedule:
 def one_f_one_b(pipeline: Pipeline, num_microbatches: int) -> Schedule:
     """1F1B: stage i of n starts with n - i forwards, then alternates backwards and forwards.
 
-    Most in flight: ``min(m, n - i)``. Source: PipeDream-Flush (Narayanan et al., 2021).
+    Peak in flight on stage i, of m microbatches: ``min(m, n - i)``. Source: PipeDream-Flush (Narayanan et al., 2021).
     """
     check_microbatches(pipeline, num_microbatches)
     num = len(pipeline.stages)
@@ -28,10 +31,10 @@ def one_f_one_b(pipeline: Pipeline, num_microbatches: int) -> Schedule:
 
 
 def eager_1f1b(pipeline: Pipeline, num_microbatches: int) -> Schedule:
-    """1F1B with two more forwards at the start for each later stage, instead of one. Ignores communication costs.
+    """1F1B with more warm-up: stage i of n starts with ``2 * (n - i) - 1`` forwards. Ignores communication costs.
 
-    Most in flight: ``min(m, 2 * (n - i) - 1)``. Source: "On Optimizing the Communication of Model Parallelism" (Zhuang
-    et al., 2023).
+    Peak in flight on stage i, of m microbatches: ``min(m, 2 * (n - i) - 1)``. Source: "On Optimizing the Communication
+    of Model Parallelism" (Zhuang et al., 2023).
     """
     check_microbatches(pipeline, num_microbatches)
     num = len(pipeline.stages)
@@ -54,7 +57,7 @@ def interleaved_1f1b(pipeline: Pipeline, num_microbatches: int, num_rows: int) -
         raise ArgumentError(
             f"interleaved 1F1B: {num_rows} rows must divide {num_stages} stages and {num_microbatches} microbatches"
         )
-    num_chunks = num_stages // num_rows  # stages per row
+    num_chunks = num_stages // num_rows  # model chunks per row, one stage each
     total = num_chunks * num_microbatches
 
     def forward(row: int, nth: int) -> Action:
@@ -68,12 +71,12 @@ def interleaved_1f1b(pipeline: Pipeline, num_microbatches: int, num_rows: int) -
 
     rows = []
     for row in range(num_rows):
-        ahead = min(total, 2 * (num_rows - 1 - row) + (num_chunks - 1) * num_rows + 1)
-        actions = [forward(row, nth) for nth in range(ahead)]
+        num_warmup = min(total, 2 * (num_rows - 1 - row) + (num_chunks - 1) * num_rows + 1)
+        actions = [forward(row, nth) for nth in range(num_warmup)]
         for nth in range(total):
             actions.append(backward(row, nth))
-            if ahead + nth < total:
-                actions.append(forward(row, ahead + nth))
+            if num_warmup + nth < total:
+                actions.append(forward(row, num_warmup + nth))
         rows.append(actions)
     row_of_stage = [stage % num_rows for stage in range(num_stages)]
     return add_transfers("interleaved-1f1b", rows, pipeline, row_of_stage, num_microbatches)
@@ -82,22 +85,22 @@ def interleaved_1f1b(pipeline: Pipeline, num_microbatches: int, num_rows: int) -
 def zb_h1(pipeline: Pipeline, num_microbatches: int) -> Schedule:
     """1F1B with split backwards: stage i defers weight-gradient passes by i microbatches, which fills its bubbles.
 
-    Most in flight: ``min(m, n)`` on every stage. Source: ZB-H1 in "Zero Bubble Pipeline Parallelism" (Qi et
-    al., 2023).
+    Peak in flight on each of n stages, of m microbatches: ``min(m, n)``. Source: ZB-H1 in "Zero Bubble Pipeline
+    Parallelism" (Qi et al., 2023).
     """
     check_microbatches(pipeline, num_microbatches)
     num = len(pipeline.stages)
     rows = []
     for stage in range(num):
         row: list[Action] = []
-        ahead = min(num_microbatches, num - stage)
-        row += [Action(Kind.F, stage, nth) for nth in range(ahead)]
+        num_warmup = min(num_microbatches, num - stage)
+        row += [Action(Kind.F, stage, nth) for nth in range(num_warmup)]
         for nth in range(num_microbatches):
             row.append(Action(Kind.I, stage, nth))
             if nth >= stage:
                 row.append(Action(Kind.W, stage, nth - stage))
-            if ahead + nth < num_microbatches:
-                row.append(Action(Kind.F, stage, ahead + nth))
+            if num_warmup + nth < num_microbatches:
+                row.append(Action(Kind.F, stage, num_warmup + nth))
         row += [Action(Kind.W, stage, nth) for nth in range(max(0, num_microbatches - stage), num_microbatches)]
         rows.append(row)
     return add_transfers("zero-bubble", rows, pipeline, range(num), num_microbatches)
@@ -109,16 +112,16 @@ def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: 
     Args:
         name: name of the schedule.
         pipeline, num_microbatches: what to schedule.
-        warmups: for each stage, the number of forwards before its first backward, at least one. Numbers above
-            ``num_microbatches`` mean all of them.
+        warmups: for each stage, the number of forwards before its first backward, at least one. Larger numbers than
+            ``num_microbatches`` stand for all microbatches.
 
     Raises:
-        ArgumentError: an argument is out of range, or a stage has fewer warm-up forwards than a later stage that needs
-            its outputs, which would deadlock.
+        ArgumentError: an argument is out of range, or a stage has fewer warm-up forwards than a stage that receives its
+            outputs, which would deadlock.
     """
     check_microbatches(pipeline, num_microbatches)
     if not isinstance(warmups, Sequence):
-        raise ArgumentError(f"warmups must be a list with a number for each stage, not {warmups!r}")
+        raise ArgumentError(f"warmups must be a list with one number per stage, not {warmups!r}")
     if len(warmups) != len(pipeline.stages) or not all(isinstance(depth, int) and depth > 0 for depth in warmups):
         raise ArgumentError(
             f"warmups {list(warmups)}: each of {len(pipeline.stages)} stages needs an integer of at least 1"
@@ -128,25 +131,27 @@ def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: 
         if a < b:
             raise ArgumentError(
                 f"stage {edge.dst} needs {b} forwards of stage {edge.src} before its first backward, but stage "
-                f"{edge.src} waits for that backward after {a}: raise its warm-up"
+                f"{edge.src} waits for that backward after {a}; give stage {edge.src} at least {b} warm-up forwards"
             )
     rows = []
     for stage, warmup in enumerate(warmups):
-        ahead = min(num_microbatches, warmup)
-        row = [Action(Kind.F, stage, nth) for nth in range(ahead)]
+        num_warmup = min(num_microbatches, warmup)
+        row = [Action(Kind.F, stage, nth) for nth in range(num_warmup)]
         for nth in range(num_microbatches):
             row.append(Action(Kind.B, stage, nth))
-            if ahead + nth < num_microbatches:
-                row.append(Action(Kind.F, stage, ahead + nth))
+            if num_warmup + nth < num_microbatches:
+                row.append(Action(Kind.F, stage, num_warmup + nth))
         rows.append(row)
     return add_transfers(name, rows, pipeline, range(len(warmups)), num_microbatches)
 
 
 def check_microbatches(pipeline: Pipeline, num_microbatches: int) -> None:
-    """Raise ArgumentError unless there is a pipeline and a valid number of microbatches."""
+    """Raise ArgumentError if the pipeline or the number of microbatches is invalid."""
     check_pipeline(pipeline)
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ArgumentError(f"num_microbatches is {num_microbatches!r}; it must be an integer of at least 1")
     most = MOST_ACTIONS // len(pipeline.stages)
     if num_microbatches > most:
-        raise ArgumentError(f"at most {most:,} microbatches can be scheduled on {len(pipeline.stages)} stages")
+        raise ArgumentError(
+            f"num_microbatches is {num_microbatches:,}; at most {most:,} microbatches fit {len(pipeline.stages)} stages"
+        )

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from reshard.sharding.layout import Layout
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.tensor_spec import TensorSpec
+from reshard.sharding import Layout, Mesh, TensorSpec
 
 from .. import Edge
 

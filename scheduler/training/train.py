@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from reshard.errors import ReshardError
 from reshard.testing.processes import run_processes
-from reshard.topology.model import Topology
+from reshard.topology import Topology
 
 from .. import (
     Pipeline,

@@ -1,4 +1,4 @@
-"""Fault-tolerant transfers: survivors get their shards, a recovery plan, or the same error about lost regions."""
+"""Transfers that lose ranks: the survivors get their shards, a recovery plan, or one error that names lost regions."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ NO_REPLICAS = Layout(Mesh.of("4"), "S0")
 
 
 def _die_at(moment):
-    """Kill this process at its n-th send or receive, or after the agreement, when it plans ("planning")."""
+    """Kill this process at send or receive number ``moment``, or when it plans (``"planning"``)."""
     if moment == "planning":
         reshard.api.call.plan_tensors = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
         return
     count = [0]
 
-    def fatal(plain):
+    def count_and_die(plain):
         def operation(self, *args):
             count[0] += 1
             if count[0] == moment:
@@ -44,17 +44,18 @@ def _die_at(moment):
 
         return operation
 
-    GlooTransport.send, GlooTransport.recv = fatal(GlooTransport.send), fatal(GlooTransport.recv)
+    GlooTransport.send, GlooTransport.recv = count_and_die(GlooTransport.send), count_and_die(GlooTransport.recv)
 
 
 def _move(rank, victims, src, on_loss, strategy="multicast", **options):
+    """Move a tensor twice. In the second transfer, each rank of ``victims`` dies at its moment."""
     source, wanted = (shard_of_positions(layout, rank, SHAPE, "float32") for layout in (src, DST))
     options = {"strategy": strategy, "topology": TOPOLOGY, "timeout_seconds": 20, "staging_bytes": 2**18} | options
     first = reshard.reshard(source, src, DST, shape=SHAPE, **options)  # connects all ranks
     assert wanted is None or not count_unlike(first, wanted)
     if rank in victims:
         _die_at(victims[rank])
-    kept, begun = None if source is None else source.clone(), time.monotonic()
+    kept, start = None if source is None else source.clone(), time.monotonic()
     outcome = {"rank": rank}
     try:
         out = reshard.reshard(source, src, DST, shape=SHAPE, on_loss=on_loss, **options)
@@ -67,7 +68,7 @@ def _move(rank, victims, src, on_loss, strategy="multicast", **options):
             outcome["unlike"] = 0 if wanted is None else count_unlike(out, wanted)
     else:
         outcome["unlike"] = 0 if wanted is None else count_unlike(out, wanted)
-    outcome["seconds"] = time.monotonic() - begun
+    outcome["seconds"] = time.monotonic() - start
     assert kept is None or torch.equal(kept, source)
     return outcome
 
@@ -92,27 +93,27 @@ def _move_with(rank, victims, src, on_loss, options):
         pytest.param({7: 1}, id="a destination"),
         pytest.param(
             {0: 1, 5: 2}, id="the first source and a destination", marks=pytest.mark.slow
-        ),  # 5 s without a response
+        ),  # takes 5 s more, in which a rank does not answer
         pytest.param({0: "planning"}, id="the first source while planning"),
         pytest.param({6: "planning", 1: 2}, id="one while planning and one later"),
     ],
 )
 def test_survivors_recover(victims):
-    for one in _run(victims, SRC, "recover"):
-        assert one["unlike"] == 0 and "error" not in one, one
-        assert one["seconds"] < 15, one
+    for outcome in _run(victims, SRC, "recover"):
+        assert outcome["unlike"] == 0 and "error" not in outcome, outcome
+        assert outcome["seconds"] < 15, outcome
 
 
 def test_survivors_get_a_recovery_plan():
     outcomes = _run({2: 2}, SRC, "offer")
-    assert len({(one["error"], one["plan"]) for one in outcomes}) == 1, outcomes
+    assert len({(outcome["error"], outcome["plan"]) for outcome in outcomes}) == 1, outcomes
     assert outcomes[0]["ranks"] == (2,) and "recover()" in outcomes[0]["error"]
-    assert all(one["unlike"] == 0 for one in outcomes)
+    assert all(outcome["unlike"] == 0 for outcome in outcomes)
 
 
 def test_lost_regions_are_named():
     outcomes = _run({1: 1}, NO_REPLICAS, "recover")
-    assert len({one["error"] for one in outcomes}) == 1, outcomes
+    assert len({outcome["error"] for outcome in outcomes}) == 1, outcomes
     assert outcomes[0]["error"].startswith("rank 1 is lost, and with it "), outcomes
     assert outcomes[0]["ranks"] == (1,) and outcomes[0]["regions"]
 
@@ -123,27 +124,27 @@ def _move_without_loss(rank):
 
 def test_fault_tolerant_transfer_without_losses():
     for both in run_processes(_move_without_loss, 8):
-        assert [one["unlike"] for one in both] == [0, 0]
+        assert [outcome["unlike"] for outcome in both] == [0, 0]
 
 
-def _wrong_on_loss(rank, on_loss):
+def _pass_on_loss(rank, on_loss):
     try:
         reshard.reshard(torch.ones(4), Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2")), on_loss=on_loss[rank])
     except reshard.ReshardError as error:
         return f"{type(error).__name__}: {error}"
 
 
-def test_wrong_on_loss_is_refused():
+def test_wrong_on_loss_is_rejected():
     assert (
-        run_processes(_wrong_on_loss, 2, ["never", "never"])
+        run_processes(_pass_on_loss, 2, ["never", "never"])
         == ["ArgumentError: on_loss is 'never'; it must be one of 'raise', 'offer', 'recover'"] * 2
     )
-    errors = run_processes(_wrong_on_loss, 2, ["raise", "offer"])
+    errors = run_processes(_pass_on_loss, 2, ["raise", "offer"])
     assert errors == ["DisagreementError: ranks disagree on on_loss: rank 0 passes raise, rank 1 passes offer"] * 2
 
 
 def _stop_rank_3(rank):
-    """Rank 3 is stopped; the others continue without it after the timeout."""
+    """Rank 3 stops in its second transfer. The others finish without it after the timeout."""
     if rank == 3:
         plain = GlooTransport.send
 
@@ -192,7 +193,7 @@ def _spawned(rank, port, folder):
 
 
 def test_survivors_recover_under_torch_multiprocessing(tmp_path):
-    """Its launcher kills all ranks after one dies, but only when ``join`` is called."""
+    """Torch's launcher kills all ranks after one dies, but only when ``join`` is called."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     server = multiprocessing.get_context("fork").Process(target=_serve, args=(listener,), daemon=True)
@@ -222,9 +223,9 @@ def _step(rank, step, timeout_seconds=20.0, **options):
     return reshard.reshard_async(source, PAIR, HALVES, **options)
 
 
-def _values_or_error(begin):
+def _values_or_error(function):
     try:
-        out = begin()
+        out = function()
         return None if out is None else sorted(set(out.flatten().tolist()))
     except reshard.ReshardError as error:
         return f"{type(error).__name__}: {error}"
@@ -235,18 +236,18 @@ def _call_late(rank, late):
     for step in range(1, 5):
         if step == 1 and rank == late:
             time.sleep(3)
-        begun = time.monotonic()
+        start = time.monotonic()
         results.append(_values_or_error(lambda step=step: _step(rank, step, 1.0).wait()))
-        seconds.append(time.monotonic() - begun)
+        seconds.append(time.monotonic() - start)
         if step == 3 and rank != late:
-            time.sleep(2)  # so that the late rank calls again while the others call
+            time.sleep(2)  # so that the late rank calls again during the next call of the others
     results.append(_values_or_error(lambda: _step(rank, 5, on_loss="raise").wait()))
     return results, seconds
 
 
 @pytest.mark.parametrize("late", [0, *(pytest.param(late, marks=pytest.mark.slow) for late in (1, 3))])
 def test_late_rank_is_excluded_permanently(late):
-    """The other ranks wait for it only once and never receive its data, which belongs to another step."""
+    """The other ranks wait for the late rank once. They never receive its data, which belongs to another step."""
     by_rank = run_processes(_call_late, 4, late)
     for rank, (results, seconds) in enumerate(by_rank):
         if rank == late:
@@ -264,18 +265,18 @@ def _wait_in_order(rank, orders):
 
 
 @pytest.mark.parametrize("orders", [[(1, 2), (1, 2), (2, 1), (1, 2)], [(1, 2), (1, 2), (1,), (1, 2)]])
-def test_fault_tolerant_transfers_are_waited_for_in_one_order_or_refused(orders):
+def test_fault_tolerant_transfers_must_be_waited_for_in_one_order(orders):
     by_rank = run_processes(_wait_in_order, 4, orders)
     texts = [text for waited, then in by_rank for text in (*waited, then)]
     assert all("create a new group" in then for _, then in by_rank), by_rank
     assert any("ranks disagree on what comes next: rank 0 waits for transfer" in str(text) for text in texts), by_rank
-    for rank in (2, 3):  # data that arrived belongs to its step
+    for rank in (2, 3):  # a handle returns the data of its own step, or an error
         for step, text in zip(orders[rank], by_rank[rank][0], strict=True):
             assert text == [float(step)] or "DisagreementError" in text, by_rank
 
 
 def _late_rank_0(rank):
-    """The others time out on rank 0 at different times; rank 0 calls while some still wait for it."""
+    """Rank 0 calls late: some ranks have already timed out on it, and others still wait for it."""
     results = [_values_or_error(_step(rank, 0).wait)]
     dist.barrier()
     time.sleep({0: 2.25, 1: 0.0, 2: 1.7, 3: 1.7}[rank])
@@ -290,11 +291,11 @@ def test_ranks_that_lose_rank_0_at_different_times_stay_in_one_call():
             assert results[0] is None and "continues without rank 0" in results[1], results
         else:
             wanted = [None if rank < 2 else [float(step)] for step in range(5)]
-            assert results == wanted or all("Error" in str(one) for one in results[1:]), (rank, results)
+            assert results == wanted or all("Error" in str(result) for result in results[1:]), (rank, results)
 
 
 def _learn_of_loss(rank):
-    """Ranks 0, 2 and 3 have excluded rank 1; rank 4 does not know it yet when all call."""
+    """Ranks 0, 2 and 3 have excluded rank 1. Rank 4 learns this in its first call with ranks 0 and 2."""
     large, small = Layout(Mesh.of("3")), Layout(Mesh([1, 2, 4], {"x": 3}))
     options = {"shape": (3, 2), "dtype": "float32", "on_loss": "recover", "timeout_seconds": 1.0}
     if rank == 1:

@@ -42,7 +42,7 @@ from reshard.cli.main import main as cli_main
 from reshard.plan.json import layout_from_json, plan_from_json, plan_to_json
 from reshard.plan.text_parser import parse_layout, parse_plan
 from reshard.scheduler.ir.text import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
-from reshard.sharding.spec import parse_ours
+from reshard.sharding.spec import parse_axis_names
 from reshard.sharding.tiles import cut_shards
 from reshard.topology.files import parse_rate, read_topology, topology_from_json, topology_to_json
 from reshard.topology.presets import MACHINES
@@ -204,7 +204,7 @@ def _read_spec(text: str) -> None:
         with contextlib.suppress(ReshardError):
             Layout(mesh, text)
         with contextlib.suppress(ReshardError):
-            Layout(mesh, parse_ours(text))
+            Layout(mesh, parse_axis_names(text))
 
 
 def _build_layouts(data: Any) -> None:

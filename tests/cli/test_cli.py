@@ -209,3 +209,11 @@ def test_default_hosts_of_a_large_mesh_are_found_quickly():
 def test_unknown_topology_error_lists_the_presets(name, capsys):
     assert main(["plan", "--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--topology", name]) == 2
     assert "presets are p3.8xlarge, dgx_a100" in capsys.readouterr().err
+
+
+def test_html_draws_hosts_that_exchange_replicas():
+    """Each host sends one region to the other, so that no host is the only source of both."""
+    from reshard.cli.html_report import _draw_tree
+
+    assert _draw_tree([(0, 1), (1, 0)]).count("<circle") == 2
+    assert _draw_tree([(0, 1), (2, 3), (3, 2)]).count("<circle") == 4

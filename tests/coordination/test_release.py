@@ -1,4 +1,4 @@
-"""Groups release their threads and descriptors when closed, collected, or when their process group is destroyed."""
+"""Groups release threads and file descriptors when closed, garbage-collected, or with their process group."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def _close_with_a_mover(rank, port, name):
     mover = _mover(group)
     mover(torch.ones(2, 4))
     group.close()
-    return mover  # a mover of a closed group holds no resources
+    return mover  # kept alive: a mover of a closed group holds no resources
 
 
-def _drop(rank, port, name):
+def _drop_group_keep_handle(rank, port, name):
     group = _joined(rank, port, name)
     _move(rank, group)
     handle = reshard.reshard_async(torch.full((2, 4), 1.0), ROWS, COLS, group=group)
@@ -73,19 +73,19 @@ def _destroy_world(rank, port, name):
 
 
 def _repeat_and_count(rank, port, use):
-    gc.disable()  # resources must not depend on the cyclic collector
+    gc.disable()  # release must not depend on the cyclic garbage collector
     kept = [use(rank, port, f"warm-up {number}") for number in range(2)]
     before = _count_resources()
     kept += [use(rank, port, str(number)) for number in range(NUM_GROUPS)]
     deadline = time.monotonic() + 5
     while _count_resources() > before and time.monotonic() < deadline:
         time.sleep(0.05)
-    return before, _count_resources(), len(kept)
+    return before, _count_resources(), len(kept)  # using kept here keeps its objects alive until now
 
 
-@pytest.mark.parametrize("use", [_close, _close_with_a_mover, _drop, _destroy_world])
+@pytest.mark.parametrize("use", [_close, _close_with_a_mover, _drop_group_keep_handle, _destroy_world])
 def test_many_groups_leak_no_descriptors_or_threads(use):
-    for (descriptors, threads), after, _ in run_processes(_repeat_and_count, 2, use, init_group=False):
+    for (descriptors, threads), after, _num_kept in run_processes(_repeat_and_count, 2, use, init_group=False):
         assert after[0] <= descriptors
         assert after[1] <= threads
 
@@ -95,12 +95,12 @@ def _use_closed_group(rank, port):
     mover, other = _mover(group), _mover(group)
     big = torch.full((2000, 4000), float(rank))
     handle = reshard.reshard_async(big, ROWS, COLS, group=group)
-    also = mover.start(torch.full((2, 4), float(rank)))
+    mover_handle = mover.start(torch.full((2, 4), float(rank)))
     group.close()  # finishes transfers in progress
     assert handle.done()
-    assert also.done()
+    assert mover_handle.done()
     assert handle.wait()[:, 0].mean().item() == 0.5
-    assert also.wait()[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert mover_handle.wait()[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
     calls = [
         lambda: _move(rank, group),
         lambda: mover(torch.ones(2, 4)),
@@ -119,8 +119,8 @@ def test_closed_group_finishes_transfers_and_refuses_new_calls():
 
 
 def _close_process_groups(rank):
-    closed, destroyed, open_one = (dist.new_group([0, 1]) for _ in range(3))
-    for group in (closed, destroyed, open_one):
+    closed, destroyed, untouched = (dist.new_group([0, 1]) for _ in range(3))
+    for group in (closed, destroyed, untouched):
         _move(rank, group)
     for _ in range(2):
         reshard.close_group(closed)
@@ -129,12 +129,12 @@ def _close_process_groups(rank):
     for group, text in ((closed, "is closed"), (destroyed, "was destroyed")):
         with pytest.raises(reshard.ArgumentError, match=text):
             _move(rank, group)
-    _move(rank, open_one)
-    dist.barrier(closed)  # torch may still use it
+    _move(rank, untouched)
+    dist.barrier(closed)  # torch can still use the process group
     reshard.close_group()
     with pytest.raises(reshard.ArgumentError, match="is closed"):
         _move(rank, None)
-    _move(rank, open_one)
+    _move(rank, untouched)
     return True
 
 
@@ -166,14 +166,14 @@ def test_group_cannot_be_closed_during_a_call():
     assert run_processes(_close_in_a_call, 2, init_group=False) == [True, True]
 
 
-def _train_then_close(rank, size):
-    pipeline, inner = make_pipeline(size), Last() if rank else First()
-    modules = {int(rank > 0): wrap(rank, size, inner)}
-    engine = Engine(one_f_one_b(pipeline, NUM), pipeline, modules, num_loss_shards=size)
-    engine.step(feed(rank, size))
+def _train_then_close(rank, num_replicas):
+    pipeline, inner = make_pipeline(num_replicas), Last() if rank else First()
+    modules = {int(rank > 0): wrap(rank, num_replicas, inner)}
+    engine = Engine(one_f_one_b(pipeline, NUM), pipeline, modules, num_loss_shards=num_replicas)
+    engine.step(feed(rank, num_replicas))
     reshard.close_group()
     with pytest.raises(reshard.ArgumentError, match="is closed"):
-        engine.step(feed(rank, size))
+        engine.step(feed(rank, num_replicas))
     engine.close()
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("reshard")]
 

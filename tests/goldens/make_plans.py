@@ -1,7 +1,7 @@
-"""Write ``plans.txt`` in this folder: plans of each strategy for fixed cases, with bound and simulated time.
+"""Write the golden file ``plans.txt``: the plans of each strategy for fixed cases, with lower bound and simulated time.
 
-A change of a strategy, an order, the bound or the simulator changes lines. Review the diff before you commit it. Plans
-must not depend on the machine, because all ranks must compute the same plan.
+If you change a strategy, the order of messages, the lower bound or the simulator, run this and review the diff before
+you commit it. Plans must not depend on the machine, because all ranks must compute the same plan.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ TOPOLOGIES = {
         ],
     },
 }
+#: Source mesh and spec; destination mesh, first rank and spec.
 CASES = [
     ("2x4", "S0 R", "3x4", 8, "S0 R"),
     ("2x4", "R R", "2x4", 8, "S0 R"),
@@ -60,6 +61,7 @@ CASES = [
     ("3x4", "S0 R", "2x2", 2, "R R"),
 ]
 LARGE_SHAPE = (3100, 4096)
+#: Topology, source mesh and spec, destination mesh and spec, strategy.
 LARGE = [
     ("latency", "2x4", "S0 R", "3x4", "S0 R", "broadcast_greedy"),
     ("latency", "2x4", "S1 R", "3x4", "S0 R", "broadcast_size"),
@@ -80,8 +82,8 @@ def cases() -> Iterator[tuple[str, Layout | RegionLayout, Layout | RegionLayout,
         layouts = Layout(Mesh.of(src_grid), src), Layout(Mesh.of(dst_grid, first_rank=first), dst)
         shape = (480 + 7 * (number % 3), 512) if number % 2 else (96, 4096)
         yield f"{src} on {src_grid} -> {dst} on {dst_grid}", *layouts, shape, 2**20 if number % 3 else 2**26
-    chance = random.Random(3)
-    rows = sorted(chance.sample(range(1, 300), 5))
+    rng = random.Random(3)
+    rows = sorted(rng.sample(range(1, 300), 5))
     cuts = list(zip([0, *rows], [*rows, 300], strict=True))
     src = RegionLayout({rank: [[cuts[rank], (0, 64)]] for rank in range(6)})
     dst = RegionLayout({rank + 9: [[(0, 300), (16 * rank, 16 * rank + 16)]] for rank in range(4)})
@@ -89,16 +91,16 @@ def cases() -> Iterator[tuple[str, Layout | RegionLayout, Layout | RegionLayout,
 
 
 def small_tensors() -> Iterator[tuple[Layout, Layout, tuple[int, int], str]]:
-    """Tensors of several dtypes, with repeated layouts and some uneven shards."""
+    """Source and destination layout, shape and dtype of 12 small tensors. Layouts repeat; some shards are uneven."""
     src, dst = Mesh.of("2x4"), Mesh.of("3x4", first_rank=8)
     specs = [("S0 R", "R S0"), ("R S1", "S1 R"), ("S0 S1", "R R")]
-    for at in range(12):
-        before, after = specs[at % 3]
+    for index in range(12):
+        src_spec, dst_spec = specs[index % 3]
         yield (
-            Layout(src, before),
-            Layout(dst, after),
-            (24 + at % 5, 16 << at % 4),
-            ("float32", "float16", "int8")[at % 4 % 3],
+            Layout(src, src_spec),
+            Layout(dst, dst_spec),
+            (24 + index % 5, 16 << index % 4),
+            ("float32", "float16", "int8")[index % 4 % 3],
         )
 
 
@@ -108,7 +110,7 @@ def read(description: dict[str, Any]) -> Topology:
 
 
 def make_lines() -> Iterator[str]:
-    """The lines of the file."""
+    """Make the lines of the golden file."""
     for name, src, dst, shape, staging_bytes in cases():
         for network, description in TOPOLOGIES.items():
             if network == "slow inside":
@@ -134,7 +136,7 @@ def make_lines() -> Iterator[str]:
 
 
 def _make_line(tensors: Sequence[tuple[Any, ...]], topology: Topology, strategy: str, staging_bytes: int) -> str:
-    specs = [TensorSpec(shape, dtype, src, dst, str(at)) for at, (src, dst, shape, dtype) in enumerate(tensors)]
+    specs = [TensorSpec(shape, dtype, src, dst, str(index)) for index, (src, dst, shape, dtype) in enumerate(tensors)]
     plan = plan_tensors(specs, strategy=strategy, topology=topology, staging_bytes=staging_bytes)
     check_plan(plan)
     across, inside, copied = plan.bytes_moved()
@@ -145,7 +147,7 @@ def _make_line(tensors: Sequence[tuple[Any, ...]], topology: Topology, strategy:
 
 
 def main() -> int:
-    """Write the file."""
+    """Write the golden file."""
     FILE.write_text("".join(f"{line}\n" for line in make_lines()))
     return 0
 

@@ -1,4 +1,4 @@
-"""The checker accepts the same plans as a reference checker that replays message by message."""
+"""The plan checker accepts the same plans as a reference checker, which replays them message by message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.random_problems import random_problem
 from tests.support.strategies_of_cases import cases
 
 
-def _is_good(check, plan):
+def _accepts(check, plan):
     try:
         check(plan)
     except PlanError:
@@ -31,13 +31,13 @@ def _is_good(check, plan):
 
 
 def _agree(text):
-    """Whether both checkers accept a text; None if it does not parse."""
+    """Assert that both checkers agree on a plan. Returns whether they accept it; None if the text does not parse."""
     try:
         plan = parse_plan(text)
     except ReshardError:
         return None
-    good = _is_good(reference_check.check_plan, plan)
-    assert _is_good(check_plan, plan) == good, text
+    good = _accepts(reference_check.check_plan, plan)
+    assert _accepts(check_plan, plan) == good, text
     return good
 
 
@@ -100,7 +100,7 @@ tensor 0 int8 [8] from () on Mesh(ranks 0) to Regions(ndim=1 join=0; 1: none; 3:
         ("2: t0 [0:4] 0 -> 4\n3: t0 [0:4] 0 -> 4", r"message 3: \[0:4\] delivers 4 elements to rank 4 a second time"),
     ],
 )
-def test_a_box_replaces_the_staged_box_that_contains_it(lines, message):
+def test_a_staged_box_is_replaced_by_a_box_that_it_contains(lines, message):
     text = STAGED + "".join(
         line.replace(" from", " splits 1 window 4 from") + ("" if "from" in line else " splits 1 window 4") + "\n"
         for line in lines.split("\n")
@@ -111,7 +111,7 @@ def test_a_box_replaces_the_staged_box_that_contains_it(lines, message):
             check_plan(parse_plan(text))
 
 
-def test_a_replaced_staged_box_cannot_be_passed_on():
+def test_a_replaced_staged_box_cannot_be_forwarded():
     text = STAGED + (
         "2: t0 [0:4] 0 -> 1 splits 1 window 4\n3: t0 [0:4] 1 -> 4 splits 1 window 4 from 2\n"
         "4: t0 [4:8] 0 -> 4 splits 1 window 4\n"
@@ -134,9 +134,9 @@ def test_find_overlapping_matches_comparing_all_pairs(ndim, size):
         rng = np.random.default_rng(seed)
         start, stop = _boxes(rng, ndim, 300, size)
         group = rng.integers(0, 1 + 20 * (seed % 3), 300)
-        meets = ((start[:, None] < stop[None]) & (start[None] < stop[:, None])).all(axis=2)
-        meets &= (group[:, None] == group[None]) & ~np.eye(300, dtype=bool)
-        assert (find_overlapping(group, start, stop) == meets.any(axis=1)).all()
+        overlaps = ((start[:, None] < stop[None]) & (start[None] < stop[:, None])).all(axis=2)
+        overlaps &= (group[:, None] == group[None]) & ~np.eye(300, dtype=bool)
+        assert (find_overlapping(group, start, stop) == overlaps.any(axis=1)).all()
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
@@ -144,11 +144,11 @@ def test_locate_points_matches_comparing_all_pairs(ndim):
     for seed in range(6):
         rng = np.random.default_rng(seed)
         start, stop = _boxes(rng, ndim, 2000, 60)
-        apart: list[int] = []
-        for i in range(len(start)):  # random disjoint boxes that interlock
-            if not ((start[apart] < stop[i]) & (start[i] < stop[apart])).all(axis=1).any():
-                apart.append(i)
-        start, stop = start[apart], stop[apart]
+        disjoint: list[int] = []
+        for i in range(len(start)):  # random boxes, no two of which overlap
+            if not ((start[disjoint] < stop[i]) & (start[i] < stop[disjoint])).all(axis=1).any():
+                disjoint.append(i)
+        start, stop = start[disjoint], stop[disjoint]
         point = rng.integers(-3, 80, (1000, ndim))
         holds = ((start[None] <= point[:, None]) & (point[:, None] < stop[None])).all(axis=2)
         wanted = np.where(holds.any(axis=1), holds.argmax(axis=1), -1)
@@ -156,7 +156,7 @@ def test_locate_points_matches_comparing_all_pairs(ndim):
 
 
 def test_message_table_matches_expansion():
-    """A tree in which a rank receives the data twice and passes on the last copy, with a huge box in many chunks."""
+    """In this tree, rank 1 receives a huge box twice, in many chunks, and forwards the last copy."""
     dst = RegionLayout({rank: [[(0, 2**50)]] for rank in (1, 2, 3)})
     plan = make_plan(Layout(Mesh.of(1)), dst, (2**50,), "int8", strategy="send_recv", topology=Topology((0, 1, 2, 3)))
     edges = [(0, 1), (1, 2), (0, 1), (1, 3), (2, 2), (2, 3)]
@@ -192,7 +192,7 @@ def test_message_table_matches_expansion():
         ("splits", [[2**40]]),
     ],
 )
-def test_inconsistent_arrays_are_refused(name, value):
+def test_inconsistent_transfer_arrays_are_refused(name, value):
     plan = make_plan(Layout(Mesh.of(1)), Layout(Mesh.of(1, first_rank=1)), (8,), "int8", strategy="send_recv")
     fields = {field: getattr(plan.transfers, field) for field in Transfers.__dataclass_fields__}
     bad: Plan = replace(plan, transfers=Transfers(**(fields | {name: value})))

@@ -13,7 +13,7 @@ from reshard.plan.json import plan_from_json, plan_to_json
 from reshard.plan.messages import expand_messages
 from reshard.plan.text_parser import parse_layout, parse_plan
 from reshard.planner.registry import STRATEGIES
-from reshard.sharding.spec import parse_ours, read_spec, write_ours
+from reshard.sharding.spec import parse_axis_names, read_spec, write_axis_names
 from tests.support.memory_transport import run_in_threads
 from tests.support.strategies_of_cases import cases, layouts
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
@@ -91,7 +91,7 @@ def test_executor_delivers_between_threads(case, strategy):
 
 @given(st.integers(0, 3).flatmap(layouts))
 def test_notations_round_trip(layout):
-    assert parse_ours(write_ours(layout.spec)) == layout.spec
+    assert parse_axis_names(write_axis_names(layout.spec)) == layout.spec
     if all(isinstance(step, str) for steps in layout.spec for step in steps):
         assert read_spec(layout.mesh, layout.to_2023()) == layout.spec
 

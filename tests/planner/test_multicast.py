@@ -1,4 +1,4 @@
-"""Multicast plans: distance from the lower bound, chunks, staging, and equality with the Python twin."""
+"""Multicast plans: time against the lower bound, chunks, staging, and equality with the Python reference."""
 
 import math
 from dataclasses import replace
@@ -33,8 +33,8 @@ ROWS_TO_COLUMNS = ("S0 R", "R S0")
 
 def _plan(src, dst, src_hosts, dst_hosts, shape=(1024, 1024), **topology):
     a, b = Mesh.of((src_hosts, 2)), Mesh.of((dst_hosts, 2), first_rank=2 * src_hosts)
-    free = {"latency_seconds": 0.0, "inside_latency_seconds": 0.0}
-    hosts = Topology(tuple(rank // 2 for rank in range(2 * (src_hosts + dst_hosts))), **(free | topology))
+    no_latency = {"latency_seconds": 0.0, "inside_latency_seconds": 0.0}
+    hosts = Topology(tuple(rank // 2 for rank in range(2 * (src_hosts + dst_hosts))), **(no_latency | topology))
     return make_plan(Layout(a, src), Layout(b, dst), shape, "float32", strategy="multicast", topology=hosts)
 
 
@@ -73,16 +73,18 @@ def test_auto_is_not_slower_than_other_strategies(src, dst, rates):
     layouts = Layout(Mesh.of((2, 2)), src), Layout(Mesh.of((3, 2), first_rank=4), dst)
     for shape in ((3000, 1024), (12, 8)):
         for latency in (0.0, 1e-4):
-            on = replace(topology, latency_seconds=latency)
+            with_latency = replace(topology, latency_seconds=latency)
             seconds = {
-                name: simulate(make_plan(*layouts, shape, "float32", strategy=name, topology=on)).makespan_seconds
+                name: simulate(
+                    make_plan(*layouts, shape, "float32", strategy=name, topology=with_latency)
+                ).makespan_seconds
                 for name in (None, "multicast", "send_recv", "broadcast_greedy", "broadcast_size")
             }
             assert seconds[None] <= 1.01 * min(seconds.values())
 
 
 def test_plan_names_the_chosen_strategy():
-    """With direct sends four ranks of a host pay their latencies at the same time; chunks of a host go one by one."""
+    """Latencies favour direct sends: four ranks of a host send at the same time, but chunks leave it one by one."""
     src, dst = Layout(Mesh.of((4, 4)), "S1 R"), Layout(Mesh.of((1, 4), first_rank=16), "R S1")
     topology = Topology(tuple(rank // 4 for rank in range(20)), latency_seconds=1e-4)
     free = topology.without_latency()
@@ -131,19 +133,20 @@ def test_text_keeps_the_order_across_ranks():
     st.booleans(),
     st.booleans(),
 )
-def test_native_and_twin_schedules_are_equal(problem, nics, in_pods, rates, inside, is_mixed, near_first, partners):
-    shape, src, dst, topology = problem
-    ports = [[Port.of(rate / (1 + 9 * (is_mixed and n % 2))) for n in range(nics)] for rate in rates]
-    hosts = tuple(Host(row, i % 2 if in_pods else None) for i, row in enumerate(ports))
+def test_native_and_reference_schedules_are_equal(case, nics, in_pods, rates, inside, is_mixed, near_first, partners):
+    shape, src, dst, topology = case
+    nic_rates = [[Port.of(rate / (1 + 9 * (is_mixed and n % 2))) for n in range(nics)] for rate in rates]
+    hosts = tuple(Host(row, i % 2 if in_pods else None) for i, row in enumerate(nic_rates))
     topology = replace(topology, hosts=hosts, nic_of_rank=(), pods=(Port.of(5e8), Port.of(1e9)) if in_pods else ())
     topology = replace(topology, inside_bytes_per_second=inside[0], inside_latency_seconds=inside[1])
     plan = make_plan(src, dst, shape, "float32", strategy="multicast", topology=topology)
     check_plan(plan)
-    cut = Problem.of([TensorSpec(shape, "float32", src, dst)], plan.topology)
-    workload = replace(make_workload(cut)[0], near_first=near_first, keeps_partners=partners)
-    native, twin = make_schedule(ports_of(cut), workload), schedule_python(ports_of(cut), workload)
+    problem = Problem.of([TensorSpec(shape, "float32", src, dst)], plan.topology)
+    workload = replace(make_workload(problem)[0], near_first=near_first, keeps_partners=partners)
+    ports = ports_of(problem)
+    native, reference = make_schedule(ports, workload), schedule_python(ports, workload)
     for name in native.__dataclass_fields__:
-        assert (getattr(native, name) == getattr(twin, name)).all(), name
+        assert (getattr(native, name) == getattr(reference, name)).all(), name
 
 
 def _gbit(*rates):
@@ -171,7 +174,7 @@ def _gbit(*rates):
             (0, 0, 1, 1),
             1.02,
         ),
-        # a replica on a host that is much slower than another one
+        # two replicas, one of them on a much slower host
         (
             Layout(Mesh.of("2")),
             Layout(Mesh.of("1", first_rank=2)),
@@ -180,7 +183,7 @@ def _gbit(*rates):
             (0, 1, 2),
             1.02,
         ),
-        # NICs of one rate, but different numbers per host, shared unevenly by ranks
+        # NICs of one rate; hosts have different numbers of NICs, and ranks share them unevenly
         (
             Layout(Mesh([0, 6, 8, 9, 11, 13], {"a": 3, "b": 2}), ("b", "a")),
             Layout(Mesh([2, 11, 15], {"a": 3})),
@@ -203,7 +206,7 @@ def _gbit(*rates):
             [rank // 8 for rank in range(48)],
             1.3,
         ),
-        # fast receivers that exchange what they get from two slow holders and a faster one
+        # fast receivers that exchange the data of two slow holders and a faster one
         (
             Layout(Mesh.of("3x4"), "R S1 R"),
             Layout(Mesh.of("2x4", first_rank=12)),
@@ -213,7 +216,7 @@ def _gbit(*rates):
             1.01,
         ),
     ],
-    ids=["uneven shards", "mixed NICs", "slow replica", "numbers of NICs", "pods of many NICs", "slow holders"],
+    ids=["uneven shards", "mixed NICs", "slow replica", "different numbers of NICs", "pods of many NICs", "slow holders"],
 )  # fmt: skip
 def test_auto_is_near_the_bound_with_unequal_hosts(src, dst, shape, hosts, host_of_rank, most):
     pods = (Port.of(1.5e10),) * 2 if hosts[0].pod is not None else ()
@@ -224,7 +227,10 @@ def test_auto_is_near_the_bound_with_unequal_hosts(src, dst, shape, hosts, host_
 
 
 def test_slow_host_that_needs_a_region_stays_a_holder():
-    src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("3"))  # ranks 0 and 1 hold replicas; slow rank 0 needs its own
+    src, dst = (
+        Layout(Mesh.of("2")),
+        Layout(Mesh.of("3")),
+    )  # ranks 0 and 1 hold replicas; slow rank 0 also needs the region
     topology = Topology((0, 1, 2), (_gbit(1), _gbit(25), _gbit(25)))
     problem = Problem.of([TensorSpec((2**20,), "float32", src, dst)], topology)
     assert without_slow_holders(problem) is None
@@ -244,15 +250,15 @@ def test_slow_host_that_needs_a_region_stays_a_holder():
 
 
 @given(cases(), st.integers(1, 40))
-def test_chunks_cover_their_host_class_evenly(problem, count):
-    shape, src, dst, topology = problem
-    cut = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
-    classes = Classes.of(cut)
+def test_chunks_cover_their_host_class_evenly(case, count):
+    shape, src, dst, topology = case
+    problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
+    classes = Classes.of(problem)
     host_classes = HostClasses.of(classes, topology)
     assert host_classes.nbytes.sum() == classes.nbytes.sum()
     assert (np.diff(host_classes.host_class) >= 0).all()
     pieces = cut_pieces(
-        cut, host_classes.classes, host_classes.host_class, np.full(len(host_classes), count), host_classes.moves
+        problem, host_classes.classes, host_classes.host_class, np.full(len(host_classes), count), host_classes.moves
     )
     numel = (pieces.stop - pieces.start).prod(axis=1)
     assert (numel > 0).all()
@@ -276,9 +282,9 @@ def test_chunks_cover_their_host_class_evenly(problem, count):
         assert 4 * seen.sum() == host_classes.classes.nbytes[k]
 
 
-def test_eight_chunks_fit_the_staging():
+def test_eight_chunks_fit_in_staging():
     src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2), "R S0")
-    topology = Topology((0, 1, 2, 3), latency_seconds=1e-2)  # asks for few chunks
+    topology = Topology((0, 1, 2, 3), latency_seconds=1e-2)  # favours few, large chunks
     for staging in (2**16, 2**20, 2**26):
         plan = make_plan(
             src, dst, (1024, 2048), "float32", strategy="multicast", topology=topology, staging_bytes=staging
@@ -288,7 +294,7 @@ def test_eight_chunks_fit_the_staging():
 
 
 @pytest.mark.parametrize("width", [150, 197, 230, 239])
-def test_eight_chunks_inside_a_host_fit_the_staging(width):
+def test_eight_chunks_inside_a_host_fit_in_staging(width):
     src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(1, first_rank=1))
     for rows in range(20, 120, 7):
         plan = make_plan(src, dst, (rows, width), "float32", strategy="multicast", staging_bytes=2**16)
@@ -296,7 +302,7 @@ def test_eight_chunks_inside_a_host_fit_the_staging(width):
 
 
 def test_rank_with_a_copy_from_its_host_sends_without_staging_again():
-    """Rank 1 needs what rank 0 of its host holds, and its NIC sends half of it to the other host."""
+    """Rank 1 receives the tensor from rank 0 of its host, and sends half of it to the other host."""
     topology = Topology((0, 0, 1, 1), (Host((Port.of(1e9),) * 2),)).without_latency()
     src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(3, first_rank=1))
     plan = make_plan(src, dst, (2**20,), "float32", strategy="multicast", topology=topology)
@@ -309,7 +315,7 @@ def test_rank_with_a_copy_from_its_host_sends_without_staging_again():
 @pytest.mark.parametrize("numel", [10**5, 10**6])
 @pytest.mark.parametrize(("latency", "inside"), [(1e-4, (None, 1e-4)), (0.0, (None, 1e-4)), (0.0, (1e8, 0.0))])
 def test_relays_do_not_deadlock_with_slow_links_inside_hosts(staging, numel, latency, inside):
-    """The rank at each NIC must send what the other rank of its host holds, so everything is staged over a slow hop."""
+    """The rank at the sending NIC does not hold the data, so it stages all of it over a slow link inside the host."""
     topology = Topology(
         (0, 0, 1, 1), (Host((Port.of(1e9),) * 2),), inside_bytes_per_second=inside[0],
         latency_seconds=latency, inside_latency_seconds=inside[1],
@@ -328,7 +334,7 @@ def test_relays_do_not_deadlock_with_slow_links_inside_hosts(staging, numel, lat
 
 @pytest.mark.parametrize("slow", [5e8, 2.5e8, 1e7])
 @pytest.mark.parametrize("numel", [10, 100_000, 2**22])
-def test_slow_port_sends_the_last_chunk_if_the_fast_one_may_not_enter_the_pod(slow, numel):
+def test_slow_port_sends_the_last_chunk_if_the_fast_port_may_not_enter_the_pod(slow, numel):
     hosts = (Host((Port.of(1e9),), 0), Host((Port.of(1e9),), 1), Host((Port.of(slow),), 0))
     topology = Topology((0, 0, 1, 1, 2, 2), hosts, pods=(Port.of(1e9), Port.of(slow)))
     src, dst = Layout(Mesh([4, 2], {"x": 2}), "S0"), Layout(Mesh([0, 1, 2], {"x": 3}))
@@ -346,7 +352,7 @@ def test_unused_hosts_do_not_change_the_plan():
 
 
 def test_loads_are_the_bytes_of_each_port():
-    """A host with two NICs sends 4 MiB to two hosts of another pod, which exchange their halves."""
+    """A host with two NICs sends half of 4 MiB to each of two hosts in another pod, which exchange the halves."""
     hosts = (Host((Port.of(1e9),) * 2, 0), Host((Port.of(5e8),), 1), Host((Port.of(5e8),), 1))
     topology = Topology((0, 0, 1, 2), hosts, pods=(Port.of(1e9), Port.of(2e9)))
     src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2))
@@ -361,17 +367,17 @@ def test_loads_are_the_bytes_of_each_port():
 
 
 def test_auto_prefers_send_recv_if_it_is_as_fast_with_fewer_messages():
-    rows = [Layout(Mesh(ranks), "S0") for ranks in ([0, 1], [2, 3])]
+    layouts = [Layout(Mesh(ranks), "S0") for ranks in ([0, 1], [2, 3])]
     for latency in (8e-5, 0.0):
         topology = replace(Topology.uniform([0, 0, 1, 1], 1.2e8), latency_seconds=latency)
-        plan = make_plan(*rows, (64, 32768), "float32", topology=topology)
+        plan = make_plan(*layouts, (64, 32768), "float32", topology=topology)
         assert plan.strategy == "send_recv"
-        assert make_plan(*rows, (64, 32768), "float32", topology=topology, strategy="multicast").num_messages > 20
+        assert make_plan(*layouts, (64, 32768), "float32", topology=topology, strategy="multicast").num_messages > 20
         assert plan.num_messages <= 2
 
 
 def test_rank_can_stage_a_dropped_piece_again():
-    """Shards so uneven that some NICs only send what other ranks of their host hold, to two hosts."""
+    """The shards are so uneven that ranks at some NICs hold nothing. They stage pieces twice, once per receiving host."""
     src, dst = Layout(Mesh.of("4x4"), "R R S01"), Layout(Mesh.of("2x4", first_rank=16))
     topology = Topology(tuple(rank // 4 for rank in range(24)), (Host((Port.of(1e9),) * 4),)).without_latency()
     plan = make_plan(src, dst, (128, 128, 40), "float32", strategy="multicast", topology=topology)

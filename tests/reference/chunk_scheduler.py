@@ -1,9 +1,13 @@
-"""The twin of ``native/chunk_scheduler.h``: list scheduling of chunks on ports.
+"""Python reference of ``native/chunk_scheduler.h``: list scheduling of chunks on ports.
 
-The unit of time is what one chunk takes at rate 1. Whenever ports are free, the scheduler matches senders and receivers
-so that the ports with the most work left are busy. Each pair transfers the rarest chunk that the sender's host has and
-the receiver's host lacks. With equal rates all transfers end together, so the schedule is a sequence of time slots. With
-different rates the clock advances to the next end of a transfer.
+The scheduler advances a simulated clock. Whenever ports are free, it matches senders and receivers so that the ports
+with the most work left are busy. Each pair transfers the rarest chunk that the sender's host has and the receiver's host
+lacks. The clock then advances to the next end of a transfer. With equal rates, all transfers end together, so the
+schedule is a sequence of time slots.
+
+A time unit is the time that a chunk of full size takes at rate 1. Names are short because the formulas are long: ``s``
+and ``r`` are the sending and the receiving port, ``out`` and ``into`` the two directions of ports, ``up`` and ``down``
+those of pod uplinks.
 """
 
 from __future__ import annotations
@@ -16,10 +20,10 @@ from tests.reference.bipartite_matching import find_pairs
 from tests.reference.chunk_state import ChunkState
 from tests.reference.proportional_fairness import share_ports
 
-#: A transfer starts only if this fraction of the rate of its slowest port or uplink is free.
-_LEAST_PART = 0.25
-#: Transfers whose remaining times differ by less than this fraction end together.
-_TOGETHER = 1e-9
+#: A transfer starts only if it can reserve this fraction of the rate of its slowest port or uplink.
+_MIN_FREE_FRACTION = 0.25
+#: Transfers whose remaining times differ by less than this fraction end at the same time.
+_TIME_TOLERANCE = 1e-9
 #: Rates below this count as zero.
 _NO_RATE = 1e-9
 
@@ -28,8 +32,11 @@ _NO_RATE = 1e-9
 class ChunkSends:
     """Sends of chunks between ports, in the order of their starts.
 
-    ``source`` is the send that brought the chunk to the sending host, or -1 if that host is a holder. ``after`` are the
-    sends that must end before this one starts, which keeps the order at each port.
+    Attributes:
+        chunk, sender, receiver: the chunk and the two ports of each send.
+        source: the send that brought the chunk to the sending host; -1 if that host holds the chunk from the start.
+        after: the sends that must end before this one starts, because it reuses their rate.
+        start, end: times of each send.
     """
 
     chunk: list[int] = field(default_factory=list)
@@ -41,7 +48,7 @@ class ChunkSends:
     end: list[float] = field(default_factory=list)
 
     def add(self, chunk: int, sender: int, receiver: int, source: int, after: list[int], start: float) -> int:
-        """Add a send whose end is not known yet, and return its index."""
+        """Add a send, whose end is set later, and return its index."""
         self.chunk.append(chunk)
         self.sender.append(sender)
         self.receiver.append(receiver)
@@ -53,38 +60,45 @@ class ChunkSends:
 
 
 class _Resource:
-    """A port direction or uplink direction that flows share; records which ended sends freed its rate."""
+    """One direction of a port or uplink, which transfers share. It records which ended sends freed its rate."""
 
-    __slots__ = ("free", "number", "rate", "room")
+    __slots__ = ("free", "freed", "number", "rate")
 
     def __init__(self, number: int, rate: float) -> None:
         self.number = number
         self.rate = self.free = rate
-        self.room = [(-1, -1, rate)]  # ended sends: index, sender, freed rate
+        self.freed = [(-1, -1, rate)]  # (ended send or -1, its sender or -1, freed rate)
 
     def take(self, rate: float, sender: int) -> list[int]:
-        """Reserve rate, first the rate freed by the same sender; return the sends that used it before."""
+        """Reserve rate, preferably rate that this sender has freed; return the ended sends that used it before."""
         self.free -= rate
         before = []
-        self.room.sort(key=lambda entry: entry[1] != sender)
-        while rate > _NO_RATE and self.room:
-            chunk_send, freed_by, freed = self.room.pop(0)
+        self.freed.sort(key=lambda entry: entry[1] != sender)
+        while rate > _NO_RATE and self.freed:
+            chunk_send, freed_by, amount = self.freed.pop(0)
             if chunk_send >= 0:
                 before.append(chunk_send)
-            if freed > rate + _NO_RATE:
-                self.room.insert(0, (chunk_send, freed_by, freed - rate))
-            rate -= freed
+            if amount > rate + _NO_RATE:
+                self.freed.insert(0, (chunk_send, freed_by, amount - rate))
+            rate -= amount
         return before
 
     def give(self, rate: float, chunk_send: int, sender: int) -> None:
         """Free the rate of a send that has ended."""
         self.free += rate
-        self.room.append((chunk_send, sender, rate))
+        self.freed.append((chunk_send, sender, rate))
 
 
 @dataclass(slots=True)
 class _Flow:
-    """A transfer in progress from port ``s`` to port ``r``: reserved rate, amount left of the chunk, current speed."""
+    """A transfer in progress.
+
+    Attributes:
+        rate: the rate that it reserved.
+        chunk_send: its index in :class:`ChunkSends`.
+        left: the fraction of a full-size chunk that has not arrived.
+        speed: the rate at which it runs now.
+    """
 
     s: int
     r: int
@@ -107,7 +121,7 @@ class ChunkScheduler:
         self.ports = ports
         self.chunk_state = ChunkState(ports, workload)
         self.used = [port for port, ranks in enumerate(ports.ranks) if ranks]
-        # by host, the total rate of its ports
+        # total rate of the ports of each host
         self.host_out, self.host_into = ([0.0] * (max(ports.host) + 1) for _ in range(2))
         for port in self.used:
             self.host_out[ports.host[port]] += ports.out[port]
@@ -117,14 +131,14 @@ class ChunkScheduler:
         self.out, self.into, self.up, self.down = (
             list(itertools.islice(resources, len(rates))) for rates in (ports.out, ports.into, ports.up, ports.down)
         )
-        self.price = [0.0] * len(self.capacity)  # start values for the next search for prices
+        self.price = [0.0] * len(self.capacity)  # dual variables of fair sharing, kept as a warm start
         self.chunk_sends = ChunkSends()
         self.partner: dict[int, int] = {}  # last sender of each receiver
         self.keeps_partners = workload.keeps_partners
         self.served: dict[int, int] = {}  # receiver of each sender, if partners are kept
         self.flows: list[_Flow] = []
         self.now = 0.0
-        self.may_be_late = False
+        self.may_be_late = False  # whether would_be_late() is ignored
 
     def run(self) -> ChunkSends:
         """Schedule all chunks.
@@ -139,7 +153,7 @@ class ChunkScheduler:
                 self.advance()
             elif self.may_be_late or not any(self.chunk_state.to_get):
                 break
-            else:  # a faster port has the chunk but cannot send it, so allow the slow one
+            else:  # chunks wait for faster ports, which cannot send them now: allow slow ports too
                 self.may_be_late = True
         if any(self.chunk_state.to_get):
             raise RuntimeError("a chunk cannot reach a host that needs it")
@@ -150,12 +164,12 @@ class ChunkScheduler:
     def match(self) -> bool:
         """Start transfers between free ports; return whether one started."""
         host, out, into, chunk_state = self.ports.host, self.out, self.into, self.chunk_state
-        least = _LEAST_PART / 4
-        senders = [p for p in self.used if out[p].free > least * out[p].rate and chunk_state.have[host[p]]]
-        receivers = [p for p in self.used if into[p].free > least * into[p].rate and chunk_state.miss[host[p]]]
+        min_free = _MIN_FREE_FRACTION / 4  # ports with less free rate are not tried, to save time
+        senders = [p for p in self.used if out[p].free > min_free * out[p].rate and chunk_state.have[host[p]]]
+        receivers = [p for p in self.used if into[p].free > min_free * into[p].rate and chunk_state.miss[host[p]]]
         if not senders or not receivers:
             return False
-        # time that each host still needs to receive and to send
+        # time that the host of each port still needs to receive or to send
         to_get = {p: chunk_state.to_get[host[p]] / UNITS / self.host_into[host[p]] for p in receivers}
         to_give = {p: chunk_state.to_give[host[p]] / UNITS / self.host_out[host[p]] for p in senders}
         receivers.sort(key=lambda p: (-to_get[p], -into[p].rate, p))
@@ -172,7 +186,7 @@ class ChunkScheduler:
         for r in receivers:
             partners[r] = row = [s for s in senders if self.can_start(s, r)]
             last = self.partner.get(r, -1)
-            if last in row and not to_give[last]:  # prefer the last sender if it holds no chunk that only holders have
+            if last in row and not to_give[last]:  # keep a sender that has no unsent chunk
                 row.remove(last)
                 row.insert(0, last)
         sender_of = find_pairs(senders, receivers, partners, to_give)
@@ -184,10 +198,10 @@ class ChunkScheduler:
         return started
 
     def pair_again(self, senders: list[int], receivers: list[int], to_get: dict[int, float]) -> bool:
-        """Start transfers of senders to the receivers that they served before.
+        """Start transfers between pairs that transferred before, or else one transfer of a new pair.
 
-        If there are none, start one new pair: the receiver with the most left to get (ties: the most free rate), and the
-        fastest sender. Each receiver thus gets senders up to its own rate.
+        A new pair is the receiver with the most left to get (ties: the most free rate), and the fastest sender. Each
+        receiver thus gets senders until they use its whole rate.
         """
         again = [s for s in senders if self.served.get(s, -1) in receivers]
         if sum(self.can_start(s, self.served[s]) and self.start(s, self.served[s]) for s in again):
@@ -205,7 +219,7 @@ class ChunkScheduler:
         return self.rate(s, r) > 0 and self.chunk_state.candidates(s, r) > 0 and not self.would_be_late(s, r)
 
     def would_be_late(self, s: int, r: int) -> bool:
-        """Whether a transfer takes longer than its receiver's remaining work and a faster port could carry it."""
+        """Whether a transfer takes longer than its receiver's remaining work, and a faster port could do it instead."""
         host = self.ports.host
         rate, left = self.rate(s, r), self.chunk_state.to_get[host[r]] / UNITS / self.host_into[host[r]]
         if self.ports.have_equal_rates or self.may_be_late or rate * left >= 1:
@@ -219,7 +233,7 @@ class ChunkScheduler:
         return any(self.out[p].rate > self.out[s].rate and have[host[p]] >> chunk & 1 for p in self.used)
 
     def path(self, s: int, r: int) -> list[_Resource]:
-        """The resources that a transfer uses."""
+        """The ports and uplinks that a transfer uses."""
         pod = self.ports.pod
         a, b = self.ports.host[s], self.ports.host[r]
         if pod and pod[a] != pod[b]:
@@ -230,10 +244,10 @@ class ChunkScheduler:
         """The rate that a transfer could reserve now, 0 if that is too little to start."""
         path = self.path(s, r)
         rate = min(resource.free for resource in path)
-        return rate if rate >= _LEAST_PART * min(resource.rate for resource in path) else 0.0
+        return rate if rate >= _MIN_FREE_FRACTION * min(resource.rate for resource in path) else 0.0
 
     def start(self, s: int, r: int, may_enter_again: bool = False) -> bool:
-        """Start a transfer; return whether there was a chunk for it."""
+        """Start a transfer, if a chunk and rate are available; return whether it started."""
         chunk, rate = self.chunk_state.choose(s, r, may_enter_again), self.rate(s, r)
         if chunk < 0 or rate <= 0:
             return False
@@ -252,7 +266,7 @@ class ChunkScheduler:
         """Advance the clock to the next end of a transfer."""
         self.set_speeds()
         step = min(flow.left / flow.speed for flow in self.flows)
-        limit = step * (1 + _TOGETHER)
+        limit = step * (1 + _TIME_TOLERANCE)
         self.now += step
         rest = []
         for flow in self.flows:
@@ -267,7 +281,7 @@ class ChunkScheduler:
         self.flows = rest
 
     def set_speeds(self) -> None:
-        """Set the speed of each transfer; it can exceed the reserved rate if other transfers leave some rate unused."""
+        """Set the speed of each transfer. It can exceed the reserved rate, if the ports have unused rate."""
         if self.ports.have_equal_rates:  # each transfer has its ports to itself
             for flow in self.flows:
                 flow.speed = flow.rate

@@ -1,4 +1,4 @@
-"""The twin of ``native/schedule.cpp``: schedules from a workload."""
+"""Python reference of ``native/schedule.cpp``: makes a schedule from a workload."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def schedule_python(ports: Ports, workload: Workload) -> Schedule:
     )
     host = np.array([ports.host[port] for port in ports.of_rank])
     crosses = host[sender] != host[receiver]
-    if (
-        ports.have_equal_rates
-    ):  # sorting by end keeps dependencies; at equal ends, arrivals come before forwards inside hosts
+    if ports.have_equal_rates:
+        # A message ends after those it depends on. At equal ends, messages between hosts come before those inside hosts.
         order = np.lexsort((~crosses, np.array(messages.end, dtype=np.float64)))
     else:
         order = np.array(linearize(messages, crosses.tolist()), dtype=np.int64)

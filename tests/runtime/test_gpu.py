@@ -1,4 +1,4 @@
-"""Tests on a real GPU: ``make gpu-check``. Several ranks share one GPU; NCCL treats them as different hosts."""
+"""Tests that need a GPU: ``make gpu-check``. Several ranks share one GPU; to NCCL, each is a different host."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SRC, DST = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2", first_rank=2), "R S
 WHOLE = Layout(Mesh.of("1"), "R R")
 RANKS = 4
 CASTS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float8_e4m3fn"), ("int32", "int64")]
-#: How long survivors of a dead rank must keep running. Torch's watchdog would kill them sooner.
+#: Time that the survivors of a dead rank must keep running. Torch's watchdog would kill them sooner.
 SURVIVAL_SECONDS = 90.0
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "complex64", "int64")
 CASES = [
@@ -73,7 +73,7 @@ def _shards(rank, src=SRC, dst=DST, dtype="float32", shape=SHAPE):
     return [None if array is None else array.cuda() for array in found]
 
 
-def _call(rank):
+def _move_all_cases(rank):
     for src_spec, dst_spec, dtype in CASES:
         src, dst = Layout(SRC.mesh, src_spec), Layout(DST.mesh, dst_spec)
         source, wanted = _shards(rank, src, dst, dtype)
@@ -84,10 +84,10 @@ def _call(rank):
 
 
 def test_calls_move_every_element():
-    _run(_call)
+    _run(_move_all_cases)
 
 
-def _cast(rank):
+def _move_and_cast(rank):
     for src, dst in CASTS:
         whole = shard_of_positions(WHOLE, 0, SHAPE, src)
         source = take_shard(SRC, rank, whole)
@@ -97,10 +97,10 @@ def _cast(rank):
 
 
 def test_elements_are_cast_during_the_transfer():
-    _run(_cast)
+    _run(_move_and_cast)
 
 
-def _over_cupy(rank):
+def _move_cupy_arrays(rank):
     import cupy
 
     cupy.cuda.Device(torch.cuda.current_device()).use()
@@ -123,7 +123,7 @@ def _over_cupy(rank):
 
 def test_cupy_arrays_move():
     pytest.importorskip("cupy")
-    _run(_over_cupy)
+    _run(_move_cupy_arrays)
 
 
 def _time_wait(rank):
@@ -132,19 +132,22 @@ def _time_wait(rank):
         mover.start(source).synchronize()
         torch.cuda.synchronize()
         torch.cuda._sleep(2_000_000_000)  # keeps the caller's stream busy for about a second
-        begun = time.perf_counter()
+        start = time.perf_counter()
         out = mover.start(source).wait()
-        took = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         assert wanted is None or not count_unlike(out.cpu(), wanted.cpu())
-    return took
+    return seconds
 
 
 def test_wait_blocks_the_stream_and_not_the_host():
     assert max(_run(_time_wait)) < 0.3
 
 
-def _capture(rank):
-    """Replays alternate with eager transfers of other arrays, whose addresses must not affect the graph."""
+def _capture_transfers(rank):
+    """Alternate graph replays with eager transfers of other arrays. The replays must still move the captured arrays.
+
+    Returns the error of capturing a transfer of arrays that the Mover has not moved before.
+    """
     source, wanted = _shards(rank)
     out = None if wanted is None else torch.zeros_like(wanted)
     other = None if wanted is None else torch.zeros_like(wanted)
@@ -168,26 +171,26 @@ def _capture(rank):
                 mover.start(fresh, out=None if out is None else torch.empty_like(out)).wait()
         except reshard.ArgumentError as error:
             return str(error)
-    return "captured arrays that were not moved before"
+    return "no error"
 
 
 def test_mover_transfers_can_be_captured():
-    errors = _run(_capture)
+    errors = _run(_capture_transfers)
     assert any("call the Mover with them once first" in text for text in errors), errors
 
 
-def _dies(rank):
-    """Survivors name the dead rank, and still run when torch's watchdog would have killed them."""
+def _lose_rank_3(rank):
+    """Kill rank 3. The others return the text of their error and the seconds until it, and then use the GPU again."""
     source, _ = _shards(rank)
     with reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), device="cuda") as mover:
         mover.start(source).synchronize()
         if rank == 3:
             os._exit(9)
-        begun, result = time.monotonic(), None
+        start, result = time.monotonic(), None
         try:
             mover.start(source).synchronize()
         except reshard.ReshardError as error:
-            result = str(error), time.monotonic() - begun
+            result = str(error), time.monotonic() - start
     time.sleep(SURVIVAL_SECONDS)
     assert float(torch.ones(8, device="cuda").sum()) == 8
     return result
@@ -197,14 +200,14 @@ def test_rank_that_dies_is_named_and_survivors_keep_running():
     from reshard.testing.processes import LaunchError
 
     with pytest.raises(LaunchError) as caught:
-        run_processes(_on_ranks, RANKS, _dies, grace_seconds=SURVIVAL_SECONDS + 60.0, timeout_seconds=300.0)
+        run_processes(_on_ranks, RANKS, _lose_rank_3, grace_seconds=SURVIVAL_SECONDS + 60.0, timeout_seconds=300.0)
     assert sorted(caught.value.results) == [0, 1, 2]
-    for error, took in caught.value.results.values():
+    for error, seconds in caught.value.results.values():
         assert "rank 3" in error
-        assert took < 10
+        assert seconds < 10
 
 
-def _train(rank, sizes):
+def _train_one_step(rank, sizes):
     from reshard.scheduler.runtime.engine import Engine
 
     ranks = [0, 1, 2]
@@ -222,14 +225,14 @@ def _train(rank, sizes):
 def test_engine_trains():
     sizes = [4, 4, 2]
     losses, grads = single_process(torch.float64, sizes)
-    for stage, (step_losses, named) in enumerate(_run(_train, sizes, ranks=3)):
+    for stage, (step_losses, named) in enumerate(_run(_train_one_step, sizes, ranks=3)):
         assert stage != 2 or step_losses == pytest.approx(losses, rel=1e-10)
         for name, grad in named.items():
             torch.testing.assert_close(torch.from_numpy(grad), grads[stage][name], rtol=1e-10, atol=1e-12)
 
 
 def _random_case(seed):
-    """Arrays of random alignment, regions of random boxes, and the size of the buffer."""
+    """Random arrays of random alignment, the regions of random boxes of them, and the size of the packed buffer."""
     generator = np.random.default_rng(seed)
     arrays, regions, size = [], [], 0
     for number in range(3):
@@ -246,7 +249,7 @@ def _random_case(seed):
     return arrays, regions, size
 
 
-def _kernel(rank):
+def _compare_kernel(rank):
     from reshard.runtime.cuda.pack_kernel import RegionCopier
 
     copier, units = RegionCopier(torch.device("cuda")), set()
@@ -275,16 +278,16 @@ def _kernel(rank):
 
 
 def test_kernel_matches_its_python_reference():
-    assert _run(_kernel, ranks=1) == [{1, 2, 4, 8, 16}]
+    assert _run(_compare_kernel, ranks=1) == [{1, 2, 4, 8, 16}]
 
 
-class _Hub:
-    """Connects ranks in one process: a message is a copy on the receiver's stream after the sender's event."""
+class _InProcessExchange:
+    """Connects ranks of one process. The receiver's stream waits for the sender's event and copies the buffer."""
 
     def __init__(self):
         self.condition, self.queues = threading.Condition(), defaultdict(deque)
 
-    def exchange(self, rank, recvs, sends):
+    def __call__(self, rank, recvs, sends):
         stream, ready = torch.cuda.current_stream(), torch.cuda.Event()
         ready.record()
         sent = [(buffer, ready, torch.cuda.Event(), threading.Event()) for buffer, _ in sends]
@@ -306,48 +309,41 @@ class _Hub:
             stream.wait_event(copied)
 
 
-def _run_all_ranks(rank):
-    """Runs every strategy with a dtype of each size; each rank of the plan has its own thread and streams."""
+def _run_one_rank(rank, plan, exchange, round_of, src, dst, failures):
+    """Run one rank of a plan twice, and append a failure to ``failures``."""
     from reshard.runtime.cuda.pack_kernel import RegionCopier
 
-    device, failures = torch.device("cuda"), []
+    tensor = plan.tensors[0]
+    device = torch.device("cuda")
+    try:
+        source, wanted = (
+            None if array is None else array.cuda()
+            for array in (shard_of_positions(layout, rank, tensor.shape, tensor.dtype) for layout in (src, dst))
+        )
+        out = None if wanted is None else torch.zeros_like(wanted)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            runner = RoundRunner(
+                build_program(plan, rank), round_of, TorchMemory(device), [tensor.itemsize],
+                RegionCopier(device), plan.staging_bytes, CudaRoundStreams(device),
+            )  # fmt: skip
+            runner.warm_up()
+            for _ in range(2):
+                runner.run([carrier(source)], [carrier(out)], lambda *posted: exchange(rank, *posted))
+            torch.cuda.current_stream().synchronize()
+        assert wanted is None or not count_unlike(out.cpu(), wanted.cpu())
+    except BaseException as error:
+        failures.append((plan.strategy, tensor.dtype, rank, repr(error)))
+
+
+def _run_all_ranks(rank):
+    """Run every strategy with dtypes of all sizes. Each rank of a plan runs in its own thread, on its own streams."""
+    failures = []
     for seed, (strategy, dtype) in enumerate(itertools.product(sorted(STRATEGIES), DTYPES)):
         src, dst, shape, topology = random_problem(seed)
         plan = reshard.make_plan(src, dst, shape, dtype, strategy=strategy, topology=topology, staging_bytes=2**18)
-        hub, round_of, outs = _Hub(), find_rounds(plan), {}
-
-        def part(
-            number,
-            strategy=strategy,
-            plan=plan,
-            hub=hub,
-            round_of=round_of,
-            outs=outs,
-            shape=shape,
-            dtype=dtype,
-            src=src,
-            dst=dst,
-        ):
-            try:
-                source, wanted = (
-                    None if array is None else array.cuda()
-                    for array in (shard_of_positions(layout, number, shape, dtype) for layout in (src, dst))
-                )
-                out = None if wanted is None else torch.zeros_like(wanted)
-                with torch.cuda.stream(torch.cuda.Stream()):
-                    runner = RoundRunner(
-                        build_program(plan, number), round_of, TorchMemory(device), [plan.tensors[0].itemsize],
-                        RegionCopier(device), plan.staging_bytes, CudaRoundStreams(device),
-                    )  # fmt: skip
-                    runner.warm_up()
-                    for _ in range(2):
-                        runner.run([carrier(source)], [carrier(out)], lambda *posted: hub.exchange(number, *posted))
-                    torch.cuda.current_stream().synchronize()
-                assert wanted is None or not count_unlike(out.cpu(), wanted.cpu())
-            except BaseException as error:
-                failures.append((strategy, dtype, number, repr(error)))
-
-        threads = [threading.Thread(target=part, args=(number,), daemon=True) for number in plan.ranks]
+        exchange, round_of = _InProcessExchange(), find_rounds(plan)
+        arguments = (plan, exchange, round_of, src, dst, failures)
+        threads = [threading.Thread(target=_run_one_rank, args=(rank, *arguments), daemon=True) for rank in plan.ranks]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -361,12 +357,12 @@ def test_all_ranks_of_a_plan_in_one_process():
     assert _run(_run_all_ranks, ranks=1) == [[]]
 
 
-def test_two_ranks_share_one_gpu_over_nccl():
-    _run(_transfer, ranks=2)
-
-
-def _transfer(rank):
+def _send_to_rank_1(rank):
     src, dst = Layout(Mesh.of("1"), "R R"), Layout(Mesh.of("1", first_rank=1), "R R")
     source, wanted = _shards(rank, src, dst)
     out = reshard.reshard(source, src, dst, shape=SHAPE, dtype="float32")
     assert out is None or not count_unlike(out.cpu(), wanted.cpu())
+
+
+def test_two_ranks_share_one_gpu_over_nccl():
+    _run(_send_to_rank_1, ranks=2)

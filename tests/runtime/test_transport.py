@@ -1,4 +1,4 @@
-"""wait_for: errors before the deadline, timeouts, and errors reported by other ranks."""
+"""``wait_for`` distinguishes broken connections, timeouts and errors that other ranks reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reshard.runtime.transport import BrokenConnectionError, wait_for
 
 
 class _Failing:
-    """A work whose wait fails after some seconds."""
+    """An operation that fails after ``seconds``, or when its timeout ends."""
 
     def __init__(self, seconds=0.0):
         self.seconds = seconds
@@ -28,12 +28,12 @@ def test_failure_before_the_deadline_is_a_broken_connection():
     assert caught.value.peer == 2
 
 
-@pytest.mark.parametrize("left", [-1.0, 0.05])
-def test_failure_after_the_deadline_is_a_timeout(left):
+@pytest.mark.parametrize("seconds_left", [-1.0, 0.05])
+def test_failure_after_the_deadline_is_a_timeout(seconds_left):
     work = _Failing(seconds=5)
     with pytest.raises(TransferTimeoutError, match="rank 1: message 3 did not finish in time"):
-        wait_for(work, time.monotonic() + left, lambda: None, 1, 2, "message 3")
-    assert 0 < work.timeout <= max(left, 0.001)
+        wait_for(work, time.monotonic() + seconds_left, lambda: None, 1, 2, "message 3")
+    assert 0 < work.timeout <= max(seconds_left, 0.001)
 
 
 def test_error_reported_by_another_rank_takes_precedence():

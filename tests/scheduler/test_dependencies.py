@@ -1,4 +1,4 @@
-"""The dependency graph of a schedule: its cycle if the schedule deadlocks, and its critical path."""
+"""The dependency graph of a schedule: its critical path, and its cycle if the schedule deadlocks."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ PIPELINE = Pipeline(
 @pytest.mark.parametrize("num_microbatches", [1, 4, 7])
 def test_critical_path_is_as_long_as_the_simulation_without_contention(build, num_microbatches):
     schedule = build(PIPELINE, num_microbatches)
-    for one in (schedule, block_transfers(schedule, PIPELINE)):
-        path = critical_path(one, PIPELINE)
-        assert path.seconds == pytest.approx(simulate(one, PIPELINE).makespan_seconds)
+    for variant in (schedule, block_transfers(schedule, PIPELINE)):
+        path = critical_path(variant, PIPELINE)
+        assert path.seconds == pytest.approx(simulate(variant, PIPELINE).makespan_seconds)
         assert path.nodes[0] == "0F0"
 
 
@@ -50,11 +50,11 @@ def test_deadlock_error_names_the_transfers_of_the_cycle():
         "0: 0F0 0RECV_B0<1! 0SEND_F0>1! 0B0\n"
         "1: 1RECV_F0<0! 1F0 1B0 1SEND_B0>0!\n"
     )
-    two = Pipeline((Stage(1.0, 1.0, 1.0),) * 2, (Edge(0, 1, 0.5, 0.5),))
+    pipeline = Pipeline((Stage(1.0, 1.0, 1.0),) * 2, (Edge(0, 1, 0.5, 0.5),))
     with pytest.raises(ScheduleError, match="deadlocks") as raised:
-        simulate(parse_schedule(text), two)
-    said = str(raised.value)
-    assert "activations of microbatch 0 from stage 0 to 1" in said and ", which waits for " in said
-    assert "gradients of microbatch 0 from stage 1 to 0" in said
+        simulate(parse_schedule(text), pipeline)
+    message = str(raised.value)
+    assert "activations of microbatch 0 from stage 0 to 1" in message and ", which waits for " in message
+    assert "gradients of microbatch 0 from stage 1 to 0" in message
     with pytest.raises(ScheduleError, match=r"deadlocks: .* waits for .* which waits for"):
-        critical_path(parse_schedule(text), two)
+        critical_path(parse_schedule(text), pipeline)

@@ -1,4 +1,4 @@
-"""Interoperability with torch: its validator accepts our schedules, and our simulator runs its schedules."""
+"""Torch accepts the schedules of this package, and this package simulates the schedules of torch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from reshard.scheduler import (
 )
 
 
-def chain(num):
-    return Pipeline.of_costs([1.0] * num, [2.0] * num, [0.25] * (num - 1))
+def chain(num_stages):
+    return Pipeline.of_costs([1.0] * num_stages, [2.0] * num_stages, [0.25] * (num_stages - 1))
 
 
-def read(text):
+def read_actions(text):
     rows = csv.reader(io.StringIO(text))
     return {row: [pipelining._Action.from_str(cell) for cell in cells] for row, cells in enumerate(rows)}
 
@@ -38,6 +38,7 @@ def dry_run(actions, row_of_stage):
     return pipelining._simulate_comms_compute(order, lambda stage: row_of_stage[stage], len(row_of_stage))
 
 
+#: Number of stages, and a function that makes the schedule of a pipeline.
 BUILDERS = {
     "1f1b": (4, lambda p: one_f_one_b(p, 8)),
     "gpipe": (3, lambda p: gpipe(p, 5)),
@@ -51,38 +52,40 @@ BUILDERS = {
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_our_schedules_pass_torch_validator_and_dry_run(name):
-    num, build = BUILDERS[name]
-    schedule = build(chain(num))
+    num_stages, build = BUILDERS[name]
+    schedule = build(chain(num_stages))
     rows = len(schedule.rows)
-    computed = read(to_torch_csv(schedule))
-    stage_to_rank = pipelining._validate_schedule(computed, rows, num, schedule.num_microbatches)
-    assert [stage_to_rank[stage] for stage in range(num)] == list(schedule.row_of_stage)
-    lowered = pipelining._add_send_recv({r: list(a) for r, a in computed.items()}, stage_to_rank.__getitem__, num)
+    compute_only = read_actions(to_torch_csv(schedule))
+    stage_to_rank = pipelining._validate_schedule(compute_only, rows, num_stages, schedule.num_microbatches)
+    assert [stage_to_rank[stage] for stage in range(num_stages)] == list(schedule.row_of_stage)
+    copies = {row: list(cells) for row, cells in compute_only.items()}
+    lowered = pipelining._add_send_recv(copies, stage_to_rank.__getitem__, num_stages)
     dry_run(lowered, schedule.row_of_stage)
-    ours = read(to_torch_csv(schedule, transfers=True))
-    steps = dry_run(ours, schedule.row_of_stage)
+    with_transfers = read_actions(to_torch_csv(schedule, transfers=True))
+    steps = dry_run(with_transfers, schedule.row_of_stage)
     assert sum(a is not None for row in steps.values() for a in row) == sum(map(len, schedule.rows))
 
 
-def torch_schedule(make, rows, per_row, num):
+def torch_schedule(make, rows, stages_per_row, num_microbatches):
     stages = [
         SimpleNamespace(
             is_first=index == 0,
-            is_last=index == rows * per_row - 1,
+            is_last=index == rows * stages_per_row - 1,
             stage_index=index,
-            stage_index_to_group_rank={s: s % rows for s in range(rows * per_row)},
-            num_stages=rows * per_row,
+            stage_index_to_group_rank={s: s % rows for s in range(rows * stages_per_row)},
+            num_stages=rows * stages_per_row,
             group_size=rows,
             group_rank=0,
             group=None,
             has_backward=False,
             submod=None,
         )
-        for index in range(0, rows * per_row, rows)
+        for index in range(0, rows * stages_per_row, rows)
     ]
-    return make(stages, num)
+    return make(stages, num_microbatches)
 
 
+#: Class, rows, stages per row, microbatches.
 TORCH_SCHEDULES = {
     "interleaved": (pipelining.ScheduleInterleaved1F1B, 4, 2, 8),
     "looped": (pipelining.ScheduleLoopedBFS, 2, 3, 6),
@@ -93,21 +96,21 @@ TORCH_SCHEDULES = {
 
 @pytest.mark.parametrize("name", TORCH_SCHEDULES)
 def test_torch_schedules_run_in_our_simulator(name, tmp_path):
-    make, rows, per_row, num = TORCH_SCHEDULES[name]
-    theirs = torch_schedule(make, rows, per_row, num)
+    make, rows, stages_per_row, num_microbatches = TORCH_SCHEDULES[name]
+    original = torch_schedule(make, rows, stages_per_row, num_microbatches)
     path = tmp_path / "schedule.csv"
-    theirs._dump_csv(str(path), format="compute_only")
-    pipeline = chain(rows * per_row)
+    original._dump_csv(str(path), format="compute_only")
+    pipeline = chain(rows * stages_per_row)
     schedule = from_torch_csv(path.read_text(), pipeline, name)
     check_schedule(schedule, pipeline)
     timeline = simulate(schedule, pipeline)
-    work = per_row * num * 3.0
+    work = stages_per_row * num_microbatches * 3.0  # of each row: a forward takes 1, a backward 2
     assert work <= timeline.makespan_seconds <= 1.8 * work
     again = from_torch_csv(to_torch_csv(schedule), pipeline, name)
     assert sorted(map(str, again.rows[0])) == sorted(map(str, schedule.rows[0]))
-    # with the transfers added by torch
+    # the same schedule, with the sends and receives that torch adds
     path.write_text("")
-    theirs._dump_csv(str(path), format="compute_comms")
+    original._dump_csv(str(path), format="compute_comms")
     assert "UNSHARD" in path.read_text()
-    with_theirs = from_torch_csv(path.read_text(), pipeline, name)
-    assert simulate(with_theirs, pipeline).makespan_seconds >= work
+    with_transfers = from_torch_csv(path.read_text(), pipeline, name)
+    assert simulate(with_transfers, pipeline).makespan_seconds >= work

@@ -129,7 +129,7 @@ def test_trailing_replicated_dims_are_dropped():
 
 @pytest.mark.parametrize("factor", [0, -1, 2.5, "2"])
 def test_split_factors_must_be_positive_integers(factor):
-    with pytest.raises(LayoutError, match="must be at least 1"):
+    with pytest.raises(LayoutError, match="must be an integer of at least 1"):
         Layout(Mesh.of("2"), (Strided("0", factor),))
 
 

@@ -1,12 +1,12 @@
-"""Which sets of ranks may call together: sets that are out of sync, and ranks excluded after a loss.
+"""Which ranks may still call together: tracks sets of ranks that are out of sync, and ranks that were lost.
 
-The ranks of a set match their calls by order. A rank that leaves a call alone, because of a timeout or an interrupt,
-breaks that order. A rank that arrives later may be in the call that was left or already in the next one, and the call
-itself does not show which. So the set is marked out of sync in the status of each rank, and every rank that reads the
-mark refuses further calls of the set.
+The ranks of a set match their calls by order. If one of them leaves a call alone, because of a timeout or an interrupt,
+the order no longer matches: a rank that arrives later may be in that call or in the next one, and its request does not
+show which. So each rank marks the set as out of sync in its status, and every rank that reads the mark refuses further
+calls of the set.
 
-In fault-tolerant calls, a rank that misses a call is excluded permanently. The other ranks make no more calls with it
-and report that if it calls again.
+A rank that misses a fault-tolerant call is lost: the other ranks exclude it from all further calls. If it calls again,
+it gets an error that says so.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class MembersLostError(RoundEndedError):
         super().__init__(Decision(lost=sorted(lost)))
 
 
-_CALLS = "makes call"
+#: Start of the purpose of a round in a fault-tolerant call, which continues with the number of the call.
+_CALL_PURPOSE = "makes call"
 _ADVICE = "create a new group"
 
 
 class OutOfSyncError(RoundEndedError):
-    """The members of a call may be in different calls."""
+    """The members of a round may be in different calls."""
 
     def __init__(self, members: Sequence[int], why: str) -> None:
         super().__init__(Decision(error=(DisagreementError.__name__, _describe(members, why)), out_of_sync=why))
@@ -53,7 +54,7 @@ def _describe(members: Sequence[int], why: str) -> str:
 
 
 def mark_out_of_sync(group: Group, members: Sequence[int], why: str) -> None:
-    """Publish that calls of these ranks can no longer be matched."""
+    """Mark these ranks as out of sync in the status of this rank, and publish it."""
     if format_ranks(members) not in group.status.out_of_sync:
         group.status.out_of_sync[format_ranks(members)] = why
         publish_status(group)
@@ -97,10 +98,11 @@ def remaining_ranks(group: Group, members: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_published_membership(group: Group, members: Sequence[int], rank: int, status: RankStatus) -> None:
-    """Raise if the status of ``rank`` excludes this rank or marks these ranks as out of sync.
+    """Check the published status of another rank.
 
     Raises:
-        ExcludedError, OutOfSyncError.
+        ExcludedError: ``rank`` counts this rank as lost.
+        OutOfSyncError: ``rank`` marks these ranks as out of sync.
     """
     if group.rank in status.lost:
         raise ExcludedError(
@@ -113,19 +115,19 @@ def check_published_membership(group: Group, members: Sequence[int], rank: int, 
 
 @contextlib.contextmanager
 def count_call(group: Group, members: Sequence[int], fault_tolerant: bool) -> Iterator[str]:
-    """Count a call while its ranks agree; undone if this rank abandons the call because another rank has left it.
+    """Count a call of these members. The count is undone if this rank abandons the call because another has left it.
 
-    In a fault-tolerant call each rank may move to a call with fewer members on its own. The count shows that they are
-    still in the same call.
+    In a fault-tolerant call, each rank may continue without lost members on its own. If ranks then meet in a round, the
+    count shows whether they are in the same call.
 
-    Returns:
-        The purpose that the rounds of the call carry in their requests; "" unless fault tolerant.
+    Yields:
+        The purpose that the requests of the call's rounds carry; "" unless the call is fault tolerant.
     """
     members = tuple(members)
     group.calls[members] = group.calls.get(members, 0) + 1
     group.abandoned_call = False
     try:
-        yield f"{_CALLS} {group.calls[members]} of ranks {format_ranks(members)}" if fault_tolerant else ""
+        yield f"{_CALL_PURPOSE} {group.calls[members]} of ranks {format_ranks(members)}" if fault_tolerant else ""
     finally:
         group.calls[members] -= group.abandoned_call
 
@@ -137,13 +139,13 @@ def find_round_mismatch(requests: Sequence[Request]) -> Decision | None:
         return Decision(error=(DisagreementError.__name__, threads), out_of_sync=threads)
     first = requests[0]
     for request in requests[1:]:
-        places = (first.place, request.place)
-        if "" in places and all(not place or place.startswith(_CALLS) for place in places):
-            continue  # only one call is fault tolerant; the comparison of arguments reports that
+        purposes = (first.place, request.place)
+        if "" in purposes and all(not purpose or purpose.startswith(_CALL_PURPOSE) for purpose in purposes):
+            continue  # only one of the calls is fault tolerant; comparing their arguments reports that
         if request.place != first.place:
-            (a, a_place), (b, b_place) = ((one.rank, one.place or "calls again") for one in (first, request))
-            text = f"ranks disagree on what comes next: rank {a} {a_place}, rank {b} {b_place}"
-            if any(place.startswith("waits for") for place in places):
+            actions = [f"rank {one.rank} {one.place or 'calls again'}" for one in (first, request)]
+            text = f"ranks disagree on what comes next: {', '.join(actions)}"
+            if any(purpose.startswith("waits for") for purpose in purposes):
                 text += "; every rank must wait for fault-tolerant transfers, in the same order"
             return Decision(error=(DisagreementError.__name__, f"{text}; {_ADVICE}"), out_of_sync=text)
     return None

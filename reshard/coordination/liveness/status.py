@@ -1,4 +1,4 @@
-"""Per-rank status in the store: current call, last error, heartbeat."""
+"""What a rank publishes in the store for the others: its status (current call, last error) and its heartbeat."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from reshard.coordination.process_group import Group
 from reshard.coordination.store import Store
 from reshard.errors import RemoteError
 
-#: In fault-tolerant calls, a rank without a connection and without a heartbeat for this long counts as dead.
+#: A fault-tolerant call counts a rank as dead if it has no connection and has sent no heartbeat for this long.
 SILENT_SECONDS = 4.0
 
-#: Key of ``out_of_sync`` that stands for every set of ranks of the group.
+#: Key of :attr:`RankStatus.out_of_sync` that applies to every set of ranks of the group.
 ANY_RANKS = "*"
 
 
@@ -30,10 +30,10 @@ class HeartbeatReader:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._seen: dict[int, tuple[bytes, float]] = {}  # rank -> counter, when it was first seen
+        self._seen: dict[int, tuple[bytes, float]] = {}  # rank -> its counter, and when this value was first read
 
     def read(self, rank: int) -> tuple[bool, float]:
-        """Read a rank's heartbeat; returns whether it ever sent one, and seconds since a change was observed."""
+        """Read a rank's heartbeat. Returns whether it ever sent one, and the seconds since its counter last changed."""
         key, now = beat_key(rank), time.monotonic()
         beat = self._store.get(key) if self._store.check([key]) else b""
         if rank not in self._seen or self._seen[rank][0] != beat:
@@ -41,22 +41,22 @@ class HeartbeatReader:
         return beat != b"", now - self._seen[rank][1]
 
     def is_silent(self, rank: int) -> bool:
-        """Whether a rank has sent heartbeats, but none for :data:`SILENT_SECONDS`."""
-        has_beaten, seconds = self.read(rank)
-        return has_beaten and seconds > SILENT_SECONDS
+        """Whether a rank has sent heartbeats before, but none for :data:`SILENT_SECONDS`."""
+        has_started, seconds = self.read(rank)
+        return has_started and seconds > SILENT_SECONDS
 
     def reset(self) -> None:
-        """Drop earlier observations, after a pause in reading."""
+        """Forget earlier heartbeats. Call this after a pause in reading, which would look like silence."""
         self._seen.clear()
 
 
 def publish_status(group: Group) -> None:
-    """Write this rank's status to the store; does nothing if the store is lost."""
+    """Write this rank's status to the store. Does nothing if the store is lost."""
     with contextlib.suppress(RuntimeError):
         group.store.set(f"status/{group.rank}", group.status.to_json())
 
 
-#: Added to the error count of a dead rank. No rank reaches this count by itself.
+#: :func:`report_dead` adds this to the error count of the dead rank. A live rank never counts this far.
 _DEAD_RANK_ERRORS = 2**40
 
 
@@ -66,10 +66,10 @@ def is_reported_dead(status: RankStatus) -> bool:
 
 
 def report_dead(store: dist.Store | Store, rank: int, text: str) -> None:
-    """Report a dead rank on its behalf, so that ranks that wait for it get an error.
+    """Write to the status of a dead rank that it is dead. Ranks that wait for it then raise an error.
 
     Args:
-        store: store of the group. rank: the dead rank. text: error text that waiting ranks raise.
+        store: store of the group. rank: the dead rank. text: text of the error.
     """
     key = f"status/{rank}"
     status = RankStatus.from_json(store.get(key)) if store.check([key]) else RankStatus()

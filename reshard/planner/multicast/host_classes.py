@@ -9,7 +9,7 @@ import numpy as np
 
 from reshard.planner.multicast.classes import Classes, group_rows, sum_by
 from reshard.ragged import NO_RANK, ranges
-from reshard.topology.model import Topology
+from reshard.topology import Topology
 
 #: Chunks through the busiest port if messages have no latency. With this many, filling the pipeline takes little time.
 SLOTS = 256

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from reshard.plan.model import num_recv_slots
+from reshard.plan import num_recv_slots
 from reshard.planner.multicast.native_schedule import Schedule, put_in_order
 from reshard.planner.multicast.workload import Workload
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.errors import ArgumentError
-from reshard.plan.transfers import Transfers
+from reshard.plan import Transfers
 from reshard.planner.multicast.classes import MIN_SLICES, Classes, Pieces, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, count_chunks, is_fast_inside, members_of
 from reshard.planner.multicast.native_schedule import Schedule, make_schedule

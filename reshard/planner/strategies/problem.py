@@ -9,11 +9,10 @@ from functools import cached_property
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.plan.model import DEFAULT_STAGING_BYTES
-from reshard.plan.transfers import Transfers
+from reshard.plan import DEFAULT_STAGING_BYTES, Transfers
 from reshard.ragged import NO_RANK
-from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Topology
+from reshard.sharding import TensorSpec
+from reshard.topology import Topology
 
 #: Chunk size of transfers with one hop, and of transfers inside a host. Large, so that there are few messages; still
 #: several per transfer, so that packing one overlaps with sending another.

@@ -1,19 +1,19 @@
-"""Runs one rank's program over a transport. Operations are posted, and waited for, in the plan's order.
+"""Run one rank's program over a transport. Each kind of operation is posted and waited for in plan order.
 
 A rank has four queues: receives, sends to other hosts, sends inside its host, and notifications from other ranks. Each
-queue posts in the plan's order and has a thread that waits in that order, so no queue blocks another: a chunk is
-forwarded while the previous one is still being sent, and both directions of a link are busy at once. When a wait
-returns, its thread posts every operation that this made possible, in any queue.
+queue posts its operations in plan order, and its own thread waits for them in that order. No queue blocks another, so a
+rank receives a chunk while it still forwards the previous one, and both directions of a link are busy at once. When a
+wait returns, the thread posts every operation that can now start, in any queue.
 
-Why it cannot deadlock. All ranks share one total order of messages. Each queue has a separate buffer pool and takes
-buffers in that order. A buffer is released by events that come earlier in the order than the message that waits for it.
-Take the earliest unfinished message. All messages before it are finished, and each queue has reached it. So its sender
-has the data, both ends have a buffer, and both ends have posted their operation.
+Why it cannot deadlock: All ranks share one total order of messages. Each queue of messages has its own buffer pool and
+takes buffers in that order. A message waits only for buffers that earlier messages release. Take the earliest
+unfinished message. All messages before it are finished, so it is next in its queue at both ends. Its sender has the
+data, both ends have a buffer, and both ends have posted their operation. So this message finishes too.
 
 Receives are posted before sends: Gloo may otherwise run the two directions one after the other.
 
-A plan may order messages of several ranks of one host. The rank that finishes such a message then sends a one-byte
-notification to each rank that waits for it. Notifications have their own tag and also follow the plan's order.
+A message may have to wait for a message of another rank on the same host. The rank that finishes the earlier message
+then sends a one-byte notification to each waiting rank. Notifications have their own tag and follow plan order too.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from typing import Any
 import torch
 
 from reshard.errors import PlanError
-from reshard.plan.model import Plan
+from reshard.plan import Plan
 from reshard.runtime.cpu.staging import MANY_BOXES, Pool, Staging, copy_into, flat_bytes, pack, unpack, view_of
 from reshard.runtime.cpu.verification import Digests, digest_of, is_copy_of
 from reshard.runtime.program import Event, Program, Recv, Send
 from reshard.runtime.transport import Transport, Work, wait_for
 
-#: Seconds between two calls of ``check`` while a queue has nothing to wait for.
+#: Interval between calls of ``check`` while a queue has no posted operation to wait for.
 POLL_SECONDS = 0.2
-#: Added to the tag of a program for its notifications. Tags of programs are smaller.
+#: Notifications use the tag of the program plus this offset. Program tags are smaller.
 NOTIFY_TAG = 2**29
-#: Added to the tag of a program for the comparison of its digests.
+#: The exchange of digests uses the tag of the program plus this offset.
 VERIFY_TAG = 2**30
-#: Receives of notifications that are posted ahead.
+#: Maximum number of posted receives of notifications.
 _NOTIFY_AHEAD = 8
 
 
 class WrongCopyError(Exception):
-    """A copy inside a rank differs from its source. ``id`` is that of the message."""
+    """A copy inside a rank differs from its source. ``id`` is the id of the message."""
 
     def __init__(self, message: int) -> None:
         super().__init__(f"message {message}")
@@ -54,7 +54,7 @@ class WrongCopyError(Exception):
 
 @dataclass
 class Tally:
-    """Progress of a rank: whether its local copies are made, and how many receives have finished, in order."""
+    """Progress of a rank: whether its local copies are complete, and how many messages and bytes it has received."""
 
     copied: bool = False
     received: int = 0
@@ -63,7 +63,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class _Notification:
-    """A byte from ``sender`` that reports ``event``, the end of message ``id`` on that rank."""
+    """A byte from rank ``sender``, which reports ``event``: message ``id`` has finished on that rank."""
 
     id: int
     sender: int
@@ -74,8 +74,9 @@ class _Queue:
     """Operations of one kind, in the plan's order.
 
     Attributes:
-        ops: all operations; those before index ``next`` are posted. posted: those that are not finished, with their
-            work and staging slot. pool: staging slots; None for notifications.
+        ops: all operations. The operations before index ``next`` have been posted.
+        posted: posted and unfinished operations, each with its work and its staging slot.
+        pool: staging slots; None for notifications.
         changed: wakes the queue's thread, which is ``sleeping`` while nothing is posted.
     """
 
@@ -96,9 +97,9 @@ class RunOptions:
     """How a program runs.
 
     Attributes:
-        deadline: ``time.monotonic()`` at which waits time out.
-        tag: the same on all ranks; distinguishes concurrent programs on a transport.
-        check: called while waiting; raises to stop the run.
+        deadline: value of ``time.monotonic()`` at which waits time out.
+        tag: tells concurrent programs on a transport apart; the same on all ranks.
+        check: called while waiting; an error that it raises stops the run.
         digests: receives the digest of every message. tally: updated with this rank's progress.
     """
 
@@ -123,9 +124,9 @@ class _Execution:
         self.digests = options.digests
         self.src, self.dst, self.staging = src, dst, staging
         self.deadline, self.check = options.deadline, options.check
-        # Flattened once, so that each message is one slice.
+        # flattened once, so that a contiguous message is one slice
         self.flat_src, self.flat_dst = _flatten(src), _flatten(dst)
-        self.lock = threading.Lock()  # guards every attribute below
+        self.lock = threading.Lock()  # guards the attributes below while threads run
         self.recvs = _Queue(self.lock, program.recvs, staging.recv)
         self.sends = [
             _Queue(self.lock, program.sends_across, staging.across),
@@ -136,7 +137,7 @@ class _Execution:
         )
         self.queues = (self.recvs, *self.sends, self.notifications)
         self.done: set[Event] = set()
-        self.to_notify: dict[int, deque[Event]] = {}  # rank -> events not yet sent to it, in the order it expects
+        self.to_notify: dict[int, deque[Event]] = {}  # rank -> events to notify it of, in the order that it expects
         for event, ranks in program.notify.items():
             for rank in ranks:
                 self.to_notify.setdefault(rank, deque()).append(event)
@@ -175,7 +176,7 @@ class _Execution:
             raise self.error
 
     def drain(self, queue: _Queue) -> None:
-        """Wait for the operations of a queue in order, and post what each makes possible."""
+        """Wait for the operations of a queue in order. After each one, post every operation that can now start."""
         try:
             while True:
                 with self.lock:
@@ -183,7 +184,7 @@ class _Execution:
                         if not any(other.posted for other in self.queues):
                             raise PlanError(
                                 f"rank {self.program.rank}: message {queue.ops[queue.next].id} can never start: "
-                                "nothing is under way that could free a buffer or bring its data"
+                                "no posted operation can free a buffer or bring its data"
                             )
                         queue.sleeping = True
                         queue.changed.wait(POLL_SECONDS)
@@ -216,12 +217,12 @@ class _Execution:
                 for other in self.queues:
                     other.changed.notify()
             abort = getattr(self.transport, "abort", None)
-            if first and abort is not None and self.num_threads > 1:  # ends the waits of the other threads
+            if first and abort is not None and self.num_threads > 1:  # end the waits of the other threads
                 with contextlib.suppress(Exception):
                     abort()
 
     def finish_event(self, event: Event) -> None:
-        """Mark an event as done, and notify the ranks that wait for it, each in the order that it expects."""
+        """Mark an event as done. Send each waiting rank the notifications now due, in the order that it expects."""
         self.done.add(event)
         for rank in self.program.notify.get(event, ()):
             unsent = self.to_notify[rank]
@@ -278,7 +279,7 @@ class _Execution:
         return True
 
     def deliver(self, op: Recv, slot: torch.Tensor | None) -> None:
-        """Unpack a received message into the destination arrays, and take its digest."""
+        """Unpack a received message into the destination arrays, and compute its digest."""
         if slot is not None and not op.is_relay:
             self.unpack(op, slot)
         if self.digests is not None:
@@ -348,7 +349,8 @@ class _Execution:
         elif isinstance(op, Send):
             peer, what = op.receiver, f"message {op.id} to rank {op.receiver}"
         else:
-            peer, what = op.sender, f"message {op.id} from rank {op.sender}"
+            notified = "the notification of " if isinstance(op, _Notification) else ""
+            peer, what = op.sender, f"{notified}message {op.id} from rank {op.sender}"
         wait_for(work, self.deadline, self.check, self.program.rank, peer, what)
 
 
@@ -367,8 +369,8 @@ def run_program(
     """Run one rank's program; returns when all its operations are finished.
 
     Args:
-        src, dst: one local array per tensor, as carriers (see :func:`carrier`); None where the rank has none.
-        staging: buffers of this program. options: deadline, tag and what else a run needs.
+        src, dst: one local array per tensor, as carriers (see :func:`~reshard.runtime.cpu.staging.carrier`); None if
+            the rank has none. staging: buffers of this program.
 
     Raises:
         TransferTimeoutError: the deadline passed. ConnectionError: the transport failed.

@@ -1,4 +1,4 @@
-"""Staging buffers of one rank's program, and copies of boxes between its arrays and those buffers."""
+"""Staging buffers of one rank's program, and copies of boxes between the rank's arrays and those buffers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard.plan.model import num_recv_slots
+from reshard.plan import num_recv_slots
 from reshard.runtime.byte_runs import box_runs, box_span, copy_runs
 from reshard.runtime.program import Program, Recv, Send, Slices
 
-#: Upper limit of staging slots of one send queue, whatever windows the plan has.
+#: Most staging slots of one send queue, regardless of the windows in the plan.
 MAX_WINDOW = 4
 #: A message of at least this many boxes is packed as byte runs in one call instead of box by box.
 MANY_BOXES = 4
@@ -26,23 +26,23 @@ class Staging:
         self.recv = Pool(program.recvs, num_recv_slots(staging_bytes, _largest(program.recvs)))
         self.across = Pool(program.sends_across, _num_send_slots(program.sends_across, staging_bytes))
         self.inside = Pool(program.sends_inside, _num_send_slots(program.sends_inside, staging_bytes))
-        self._runs: dict[tuple[int, str], _Runs] = {}
+        self._runs: dict[tuple[int, str], _ByteRuns] = {}
         self._spans: dict[tuple[int, str], tuple[int, int] | None] = {}
 
     def span_of(self, op: Recv | Send, array: torch.Tensor, side: str) -> tuple[int, int] | None:
-        """``(start, stop)``, the bytes of a one-box message in a contiguous array; None if not one run. Cached."""
+        """Byte range ``(start, stop)`` of a one-box message in a contiguous array; None if not one run. Cached."""
         key = op.id, side
         if key not in self._spans:
             self._spans[key] = box_span(array.shape, array.element_size(), getattr(op.boxes[0], side))
         return self._spans[key]
 
-    def runs_of(self, op: Recv | Send, arrays: Sequence[torch.Tensor | None], side: str) -> _Runs | None:
-        """The boxes of a message as byte runs; None if an array is not contiguous. Cached."""
+    def runs_of(self, op: Recv | Send, arrays: Sequence[torch.Tensor | None], side: str) -> _ByteRuns | None:
+        """The boxes of a message as byte runs. None if one of its arrays is not contiguous. Cached."""
         tensors = {box.tensor for box in op.boxes}
         if not all((array := arrays[tensor]) is not None and array.is_contiguous() for tensor in tensors):
             return None
         if (op.id, side) not in self._runs:
-            self._runs[op.id, side] = _Runs(op, arrays, side)
+            self._runs[op.id, side] = _ByteRuns(op, arrays, side)
         return self._runs[op.id, side]
 
     @property
@@ -60,7 +60,7 @@ def _num_send_slots(sends: Sequence[Send], staging_bytes: int) -> int:
 
 
 class Pool:
-    """Slots of one size, allocated together on first use."""
+    """Staging slots of equal size, allocated together on first use."""
 
     def __init__(self, ops: Sequence[Recv] | Sequence[Send], num_slots: int) -> None:
         self._slot_bytes = -(-_largest(ops) // 16) * 16
@@ -88,13 +88,14 @@ class Pool:
 def flat_bytes(view: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as a flat uint8 tensor on the same memory.
 
-    ``as_strided`` because torch calls a view of one element contiguous whatever its strides, and ``view`` keeps them.
+    Torch calls a view of one element contiguous whatever its strides, and ``view`` would keep these strides. So the
+    strides are set by ``as_strided``.
     """
     return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
 
 
-class _Runs:
-    """The boxes of one message as byte runs, per tensor: offsets in the array, offsets in the buffer, lengths."""
+class _ByteRuns:
+    """The boxes of one message as byte runs. Per tensor: array offsets, buffer offsets, lengths."""
 
     def __init__(self, op: Recv | Send, arrays: Sequence[torch.Tensor | None], side: str) -> None:
         self.rows: list[tuple[int, np.ndarray, np.ndarray, np.ndarray]] = []
@@ -125,17 +126,17 @@ def _flat(array: torch.Tensor | None) -> np.ndarray:
 
 
 def view_of(arrays: Sequence[torch.Tensor | None], tensor: int, at: Slices | None) -> torch.Tensor:
-    """A view of a box of the local array of one tensor."""
+    """A view of one box of a tensor's local array."""
     array = arrays[tensor]
     assert array is not None and at is not None
     return array[at]
 
 
 class CastSource:
-    """A source array whose elements are cast to another dtype while they are packed. It is never cast as a whole.
+    """A source array whose elements are cast to another dtype message by message, while they are packed.
 
     It is indexed like the array and has the itemsize of the target dtype. It reports that it is not contiguous, so that
-    every message of it is packed.
+    all its messages are packed.
     """
 
     def __init__(self, array: torch.Tensor, dtype: torch.dtype) -> None:
@@ -163,7 +164,7 @@ class CastSource:
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor | CastSource) -> None:
-    """Copy between views of one shape; a :class:`CastSource` is cast."""
+    """Copy ``source`` into ``target`` of the same shape. A :class:`CastSource` is cast."""
     if isinstance(source, CastSource):
         target.view(source.dtype).copy_(source.array)
     else:
@@ -189,18 +190,18 @@ def unpack(buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
 
 
 def _typed(buffer: torch.Tensor, at: int, nbytes: int, like: torch.Tensor | CastSource) -> torch.Tensor:
-    return (
-        buffer[at : at + nbytes].view(like.dtype).view(like.shape)
-    )  # aligned: all tensors of a message have one itemsize
+    part = buffer[at : at + nbytes]  # aligned, because all tensors of a message have the same itemsize
+    return part.view(like.dtype).view(like.shape)
 
 
+#: A dtype that torch copies without changing bits, by itemsize.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def carrier(tensor: torch.Tensor | CastSource | None) -> Any:
-    """A view of a tensor in a plain dtype of the same itemsize, so that any dtype is copied bit by bit.
+    """View a tensor as a plain dtype of the same itemsize, so that copies preserve the bits of any dtype.
 
-    None and :class:`CastSource` are returned unchanged.
+    None and a :class:`CastSource` are returned unchanged.
     """
     if tensor is None or isinstance(tensor, CastSource):
         return tensor
@@ -218,7 +219,7 @@ class TorchMemory:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def view(self, array: torch.Tensor, at: Slices) -> torch.Tensor:
-        """A view of a box."""
+        """A view of one box of an array."""
         return array[at]
 
     def is_contiguous(self, array: torch.Tensor) -> bool:

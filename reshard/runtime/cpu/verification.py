@@ -16,11 +16,10 @@ import torch
 import xxhash
 
 from reshard.errors import VerificationError
-from reshard.plan.messages import Message, expand_messages, tabulate_messages
-from reshard.plan.model import Plan
+from reshard.plan import Message, Plan, expand_messages, tabulate_messages
 from reshard.ragged import NO_RANK
 from reshard.runtime.cpu.staging import CastSource, flat_bytes
-from reshard.sharding.layout import format_box
+from reshard.sharding import format_box
 
 #: Longest result that a rank accepts from the first rank.
 MAX_TEXT_BYTES = 2**20

@@ -1,4 +1,4 @@
-"""NCCL communicators between ranks that share a store: rounds of messages, and collectives."""
+"""NCCL communicators: grouped point-to-point messages (one group per round), and collectives."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ _ID_KEY = "id"
 def make_communicator(
     store: dist.Store, rank: int, size: int, device: torch.device, timeout_seconds: float, look: Look
 ) -> Communicator:
-    """A communicator of ``size`` ranks. Rank 0 creates its id and publishes it in the store.
+    """Create a communicator of ``size`` ranks. Rank 0 creates its unique id and publishes it in the store.
 
     Args:
-        store: one whose waits poll, so that they do not block other users of the connection.
-        look: called now and then during a wait; raises an error if the wait is pointless.
+        store: a store that polls when it waits, so that a wait does not block other users of its connection.
+        look: called repeatedly while NCCL connects the ranks; raises an error to end the wait, for example because
+            a rank failed.
 
     Raises:
         RuntimeError, TimeoutError: not all ranks joined in time, or NCCL failed.
@@ -48,10 +49,12 @@ def make_communicator(
 
 
 class NcclExchange:
-    """Posts the receives and sends of a round as one group on the current stream.
+    """Posts the receives and sends of a round as one NCCL group on the current stream.
 
     Args:
+        communicator: connects the ranks of a plan.
         position: ``{global rank: rank in the communicator}``.
+        device: device of the buffers.
     """
 
     def __init__(self, communicator: Communicator, position: Mapping[int, int], device: torch.device) -> None:
@@ -70,36 +73,35 @@ class NcclExchange:
         ]
 
     def connect(self, rank: int, rounds: Sequence[Round], timeout_seconds: float, look: Look) -> None:
-        """Connect the pairs of ranks of a program by sending one byte each in round order, and wait for the device.
+        """Connect this rank to its peers, and wait until the device has done so.
 
-        NCCL connects two ranks when both post a group that has messages between them. During a training step they may
-        post different groups first and deadlock, so all ranks of a plan call this right after they agree on it.
+        Each pair of ranks exchanges one byte, in the order of ``rounds``. NCCL connects two ranks when both post a
+        group with messages between them. If they first did so during a training step, they could post different groups
+        and deadlock. Therefore all ranks of a plan call this method right after they agree on the plan.
 
         Raises:
             RuntimeError, TimeoutError: not all ranks connected in time, or NCCL failed. Or what ``look`` raises.
         """
         marks = []
-        for one in rounds:
-            new = {
-                "recvs": {recv.sender for recv in one.recvs if (recv.sender, rank) not in self._connected},
-                "sends": {send.receiver for send in one.sends if (rank, send.receiver) not in self._connected},
-            }
-            if not any(new.values()):
+        for messages in rounds:
+            senders = {recv.sender for recv in messages.recvs if (recv.sender, rank) not in self._connected}
+            receivers = {send.receiver for send in messages.sends if (rank, send.receiver) not in self._connected}
+            if not senders and not receivers:
                 continue
-            byte = torch.zeros(2, dtype=torch.uint8, device=self._device)
-            recvs, sends = ([(byte[i : i + 1], peer) for peer in sorted(new[side])] for i, side in enumerate(new))
-            mark = self.streams.enqueue(functools.partial(self, recvs, sends), [byte])
-            marks.append(mark)
-            self._connected |= {(peer, rank) for peer in new["recvs"]} | {(rank, peer) for peer in new["sends"]}
-        deadline = time.monotonic() + timeout_seconds
-        looked = time.monotonic()
+            scratch = torch.zeros(2, dtype=torch.uint8, device=self._device)
+            recvs = [(scratch[:1], peer) for peer in sorted(senders)]
+            sends = [(scratch[1:], peer) for peer in sorted(receivers)]
+            marks.append(self.streams.enqueue(functools.partial(self, recvs, sends), [scratch]))
+            self._connected |= {(peer, rank) for peer in senders} | {(rank, peer) for peer in receivers}
+        last_look = time.monotonic()
+        deadline = last_look + timeout_seconds
         for mark in marks:
             while mark is not None and not mark.query():
                 now = time.monotonic()
                 if now > deadline:
                     raise TimeoutError(f"ranks did not connect over NCCL within {timeout_seconds:g} s")
-                if now - looked > 0.2:
-                    looked = now
+                if now - last_look > 0.2:
+                    last_look = now
                     look()
                     self.check()
                 time.sleep(POLL_SECONDS)
@@ -111,11 +113,11 @@ class NcclExchange:
             raise RuntimeError(error)
 
     def find_error(self) -> str | None:
-        """Why the communicator failed; None if it works."""
+        """The reason why the communicator failed; None if it works."""
         return self._communicator.find_error()
 
     def abort(self) -> None:
-        """Cancel operations under way, here and soon at the other ranks."""
+        """Cancel all operations in progress. Those on the other ranks end soon after."""
         self._communicator.abort()
 
     def close(self) -> None:
@@ -124,13 +126,13 @@ class NcclExchange:
 
 
 class NcclCollectives:
-    """All-reduce and broadcast, with the interface of a ``torch.distributed`` backend."""
+    """All-reduce and broadcast, with the interface that a ``torch.distributed`` backend has for them."""
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self._communicator, self._device = communicator, device
 
     def allreduce(self, arrays: Sequence[torch.Tensor], options: Any) -> CollectiveWork:
-        """Reduce an array over all ranks, in place.
+        """All-reduce one tensor in place.
 
         Raises:
             ArgumentError: the array is sparse, not contiguous, or of a dtype that NCCL cannot reduce.
@@ -153,7 +155,7 @@ class NcclCollectives:
         )
 
     def broadcast(self, arrays: Sequence[torch.Tensor], options: Any) -> CollectiveWork:
-        """Overwrite an array on all ranks with that of the root."""
+        """Broadcast one tensor from ``options.rootRank`` to all ranks, in place."""
         (array,) = arrays
         nbytes = array.numel() * array.element_size()
         return self._enqueue(
@@ -169,7 +171,7 @@ class NcclCollectives:
         return CollectiveWork(self._communicator, event)
 
     def abort(self) -> None:
-        """Cancel operations under way, here and soon at the other ranks."""
+        """Cancel all operations in progress. Those on the other ranks end soon after."""
         self._communicator.abort()
 
     def shutdown(self) -> None:
@@ -194,4 +196,4 @@ class CollectiveWork:
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
-        """Does nothing: later work on the same stream runs after the collective."""
+        """Return at once: later work on the same stream runs after the collective."""

@@ -1,4 +1,4 @@
-"""The interfaces of an array library and its device that :class:`~.executor.RoundRunner` needs."""
+"""Interfaces through which :class:`~.executor.RoundRunner` uses an array library and its device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from reshard.runtime.strided_regions import RegionTable
 Array = Any
 #: A flat uint8 buffer and the rank at the other end.
 Posted = tuple[Array, int]
-#: Posts receives and sends as one group. Work that is enqueued on the current stream afterwards runs after them.
+#: ``exchange(recvs, sends)`` posts receives and sends as one group. Work that is enqueued on the current stream later
+#: runs after them.
 Exchange = Callable[[Sequence[Posted], Sequence[Posted]], None]
 #: Names of the streams.
 EXCHANGE, PACK, UNPACK = "exchange", "pack", "unpack"
@@ -23,20 +24,27 @@ class Copier(Protocol):
     """Copies all regions of a table in one launch."""
 
     def upload(self, table: RegionTable) -> Any:
-        """A table on the device."""
+        """Copy a table to the device; returns what :meth:`copy` takes."""
 
     def find_addresses(self, known: tuple[int, ...]) -> Any:
-        """The addresses of arrays, on the device."""
+        """Array addresses as a device array, cached."""
 
     def warm_up(self, buffer: Array) -> None:
         """Compile and load the kernels, so that the first copy does not."""
 
     def copy(self, table: Any, addresses: Any, buffer: Array, to_buffer: bool) -> None:
-        """Copy from contiguous arrays into a flat byte buffer, or back. ``table`` is what :meth:`upload` returned."""
+        """Copy regions from contiguous arrays into a flat byte buffer, or from the buffer back into the arrays.
+
+        Args:
+            table: a result of :meth:`upload`.
+            addresses: a result of :meth:`find_addresses`.
+            buffer: the flat byte buffer.
+            to_buffer: the direction.
+        """
 
 
 class Memory(Protocol):
-    """The arrays of one library on one device."""
+    """Array operations of one library on one device."""
 
     device: Any
 
@@ -44,7 +52,7 @@ class Memory(Protocol):
         """A new flat uint8 array."""
 
     def view(self, array: Array, at: Slices) -> Array:
-        """A view of a box."""
+        """A view of one box of an array."""
 
     def is_contiguous(self, array: Array) -> bool:
         """Whether the elements are contiguous in row-major order."""
@@ -59,7 +67,7 @@ class Memory(Protocol):
         """A contiguous array as a flat uint8 array on the same memory."""
 
     def copy(self, target: Array, source: Array) -> None:
-        """Copy between views of one shape and dtype."""
+        """Copy ``source`` into ``target``. Both have the same shape and dtype."""
 
     def pack(self, views: Sequence[Array], buffer: Array) -> None:
         """Copy views into consecutive parts of a flat byte buffer."""
@@ -75,10 +83,10 @@ class RoundStreams(Protocol):
         """Make a stream the current one inside a ``with`` block."""
 
     def mark(self) -> Any:
-        """An event at the end of the work on the current stream."""
+        """Record an event on the current stream, after the work enqueued so far."""
 
     def wait(self, mark: Any) -> None:
-        """Let later work on the current stream wait for an event."""
+        """Make later work on the current stream wait for an event of :meth:`mark`."""
 
 
 class OneStream:

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.plan.messages import MessageTable, tabulate_messages
-from reshard.plan.model import Plan
+from reshard.plan import MessageTable, Plan, tabulate_messages
 from reshard.runtime.program import Program, Recv, Send
-from reshard.sharding.tiles import find_overlaps
+from reshard.sharding import find_overlaps
 
 #: Size limit of a round per rank and direction, in multiples of the largest message: between hosts, and inside a host,
 #: where links are faster.

@@ -1,4 +1,4 @@
-"""An error on one rank ends the step on all ranks quickly and with the same error."""
+"""If one rank fails in a step, all ranks soon raise the same error."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import LaunchError, run_processes
 
-NUM = 4
+NUM_MICROBATCHES = 4
 
 
-def _refuse(gradient):
+def _raise(gradient):
     raise ValueError("the last backward is bad")
 
 
-class Part(torch.nn.Module):
+class FaultyStage(torch.nn.Module):
+    """A linear stage with a fault. Most faults occur in the third forward, "late" in the last backward."""
+
     def __init__(self, stage, fault):
         super().__init__()
         self.layer, self.stage, self.fault, self.calls = torch.nn.Linear(3, 3), stage, fault, 0
@@ -36,8 +38,8 @@ class Part(torch.nn.Module):
     def forward(self, x):
         self.calls += 1
         y = self.layer(x)
-        if self.fault == "late" and self.calls == NUM:
-            y.register_hook(_refuse)
+        if self.fault == "late" and self.calls == NUM_MICROBATCHES:
+            y.register_hook(_raise)
         if self.calls == 3:
             if self.fault == "sometimes":
                 return {"x": y, "loss": y.sum()}
@@ -70,11 +72,12 @@ def make_pipeline(num=3):
 
 
 def run_rank(rank, fault):
-    """Run a step with a fault on one rank; returns error class, text and seconds, or None without an error."""
-    at = 2 if fault in ("no loss", "complex loss") else 1
-    pipeline, build, num, modules = make_pipeline(), one_f_one_b, NUM, {rank: Part(rank, fault if rank == at else None)}
+    """Run a step with a fault on one rank. Returns the class, text and seconds of the error; None without an error."""
+    faulty_rank = 2 if fault in ("no loss", "complex loss") else 1
+    pipeline, build, num = make_pipeline(), one_f_one_b, NUM_MICROBATCHES
+    modules = {rank: FaultyStage(rank, fault if rank == faulty_rank else None)}
     ties = ()
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         if rank == 1:
             if fault == "schedule":
@@ -85,7 +88,7 @@ def run_rank(rank, fault):
                 build = lambda pipeline, num: [one_f_one_b(pipeline, num)]  # noqa: E731
             if fault == "modules":
                 modules = {}
-            if fault == "modules are none":
+            if fault == "modules are None":
                 modules = None
             if fault == "no module":
                 modules = {1: "layer"}
@@ -113,15 +116,15 @@ def run_rank(rank, fault):
             topology="here" if (fault, rank) == ("no topology", 1) else None,
             timeout_seconds=-1 if (fault, rank) == ("bad timeout", 1) else 20,
         )
-        feed = {0: [{"x": torch.ones(2, 3)}] * NUM}
+        feed = {0: [{"x": torch.ones(2, 3)}] * NUM_MICROBATCHES}
         if fault == "feed" and rank == 0:
             feed[0] = feed[0][1:]
-        if fault == "fed twice" and rank == 1:
-            feed = {1: [{"x": torch.ones(2, 3)}] * NUM}
-        if fault == "fed otherwise" and rank == 0:
+        if fault == "two inputs" and rank == 1:
+            feed = {1: [{"x": torch.ones(2, 3)}] * NUM_MICROBATCHES}
+        if fault == "wrong input name" and rank == 0:
             feed = {0: [{"x": torch.ones(2, 3)}, {"y": torch.ones(2, 3)}, *feed[0][2:]]}
-        weights = {"loss weights": ["a", 1, 1, 1], "weights in a text": "1111"}.get(fault) if rank == 1 else None
-        begun = time.monotonic()
+        weights = {"loss weights": ["a", 1, 1, 1], "weights are a string": "1111"}.get(fault) if rank == 1 else None
+        start = time.monotonic()
         try:
             engine.step(feed, loss_weights=weights)
         except Exception:
@@ -130,9 +133,10 @@ def run_rank(rank, fault):
             raise
         return None
     except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - begun
+        return type(error).__name__, str(error), time.monotonic() - start
 
 
+#: Class and text of the error that each fault causes.
 FAULTS = {
     "raises": ("RemoteError", "rank 1 in 1F2, microbatch 2 of stage 1: ValueError: the third is bad"),
     "late": ("RemoteError", "rank 1 in 1B3, microbatch 3 of stage 1: ValueError: the last backward is bad"),
@@ -149,19 +153,19 @@ FAULTS = {
     "no loss": ("ArgumentError", r"returns \['Loss'\]; it must return a 'loss'"),
     "sometimes": ("ArgumentError", "stage 1 gives a loss for some microbatches and none for others, see microbatch 2"),
     "feed": ("ArgumentError", "stage 0 is fed 3 microbatches; it needs 4"),
-    "fed twice": ("ArgumentError", r"stage 1 receives \['x'\] from another stage and from feed"),
+    "two inputs": ("ArgumentError", r"stage 1 receives \['x'\] from another stage and from feed"),
     "schedule": ("DisagreementError", "ranks disagree on the schedule: ranks 0,2 pass 1f1b, rank 1 passes gpipe"),
     "count": ("DisagreementError", "number of microbatches: ranks 0,2 pass 4, rank 1 passes 5"),
     "modules": ("ArgumentError", r"rank 1 computes stages \[1\], but has modules for \[\]"),
     "mixed keys": ("ArgumentError", r"rank 1 computes stages \[1\], but has modules for \['1', 1\]"),
     "sparse": ("ArgumentError", "'x' of stage 1: rank 1 passes a sparse or quantized tensor"),
     "complex loss": ("ArgumentError", "stage 2 gives a loss of complex64; it must be real"),
-    "fed otherwise": ("ArgumentError", r"stage 0 cannot be called with \['y'\]"),
+    "wrong input name": ("ArgumentError", r"stage 0 cannot be called with \['y'\]"),
     "tied twice": ("ArgumentError", "'layer.weight' of stage 1 is in two ties"),
     "tie elsewhere": ("ArgumentError", "the layout of 'layer.weight' in a tie must be on the ranks of stage 1"),
     "no topology": ("ArgumentError", "rank 1: topology must be a Topology, not str"),
-    "weights in a text": ("ArgumentError", "loss_weights must be 4 numbers, not '1111'"),
-    "modules are none": ("ArgumentError", "rank 1: modules must be {stage: module}, not NoneType"),
+    "weights are a string": ("ArgumentError", "loss_weights must be 4 numbers, not '1111'"),
+    "modules are None": ("ArgumentError", "rank 1: modules must be {stage: module}, not NoneType"),
     "bad timeout": ("ArgumentError", "rank 1: timeout_seconds is -1"),
     "loss weights": ("ArgumentError", r"loss_weights must be 4 finite numbers, not \['a', 1, 1, 1\]|must be 4 numbers"),
     "no module": ("ArgumentError", "stage 1 needs a torch.nn.Module, not str"),
@@ -170,7 +174,7 @@ FAULTS = {
 
 
 def run_all(rank):
-    """Run all faults in turn; after each but the last one, the ranks must be able to create a new engine."""
+    """Run all faults in turn. After each one but the last, the ranks must be able to create a new engine."""
     found = [run_rank(rank, fault) for fault in (*FAULTS, None, "no schedule")]
     time.sleep(0.5 * (rank == 1))  # otherwise the other ranks report that rank 1 has exited
     return found
@@ -179,7 +183,7 @@ def run_all(rank):
 def test_error_of_one_rank_is_raised_on_all():
     results = run_processes(run_all, 3, timeout_seconds=90)
     for rank, found in enumerate(results):
-        assert found[-2] is None  # without a fault
+        assert found[-2] is None  # the run without a fault
         name, error, seconds = found[-1]
         assert (name, seconds < 6) == ("ArgumentError" if rank == 1 else "DisagreementError", True)
         assert "schedule must be a Schedule, not list" in error
@@ -206,7 +210,7 @@ def test_dead_rank_is_named():
         assert seconds < 12
 
 
-def make_wrong_engines(rank, cases):
+def make_invalid_engines(rank, cases):
     errors = []
     for pipeline, schedule in cases:
         with pytest.raises(ReshardError) as caught:
@@ -218,21 +222,21 @@ def make_wrong_engines(rank, cases):
 def test_pipelines_that_cannot_run_are_rejected():
     pipeline = make_pipeline(2)
     schedule = one_f_one_b(pipeline, 2)
-    bare = replace(pipeline, stages=(pipeline.stages[0], replace(pipeline.stages[1], mesh=None)))
-    empty = replace(pipeline, edges=(replace(pipeline.edges[0], tensors=()),))
+    no_mesh = replace(pipeline, stages=(pipeline.stages[0], replace(pipeline.stages[1], mesh=None)))
+    no_tensors = replace(pipeline, edges=(replace(pipeline.edges[0], tensors=()),))
     same = Mesh([0, 1])
     stages = tuple(Stage(1, 1, 1, mesh=same) for _ in range(2))
-    doubled = Pipeline(
+    shared_rank = Pipeline(
         stages, (Edge(0, 1, 1, 1, tensors=(TensorSpec((2,), "int8", Layout(same), Layout(same), "x"),)),)
     )
     short = replace(schedule, rows=(schedule.rows[0], schedule.rows[1][:-1]))
     cases = {
-        "stage 1 has no mesh": (ArgumentError, bare, schedule),
-        "edge 0 -> 1 has no tensors": (ArgumentError, empty, schedule),
-        "rank 0 is on rows 0 and 1": (ArgumentError, doubled, schedule),
+        "stage 1 has no mesh": (ArgumentError, no_mesh, schedule),
+        "edge 0 -> 1 has no tensors": (ArgumentError, no_tensors, schedule),
+        "rank 0 is on rows 0 and 1": (ArgumentError, shared_rank, schedule),
         "1SEND_B1>0 occurs 0 times, not 1": (ScheduleError, pipeline, short),
     }
-    for found in run_processes(make_wrong_engines, 2, [case[1:] for case in cases.values()]):
+    for found in run_processes(make_invalid_engines, 2, [case[1:] for case in cases.values()]):
         for (kind, error), (text, (expected, *_)) in zip(found, cases.items(), strict=True):
             assert kind is expected and text in error
 
@@ -263,11 +267,11 @@ def test_step_inside_a_step_is_rejected():
 def run_on_topologies(rank):
     pipeline, used = Pipeline((Stage(1, 1, 1, mesh=Mesh([0])),), ()), []
 
-    def note(of, rows, topology, strategy, **options):
+    def record_topology(pipeline, rows, topology, strategy, **options):
         used.append(topology)
         return []
 
-    engine_module.plan_channels = note
+    engine_module.plan_channels = record_topology
     for given in (None, Topology.uniform((0,), 1e9)):
         Engine(one_f_one_b(pipeline, 1), pipeline, {0: Reentrant()}, topology=given).close()
     return used
@@ -278,7 +282,7 @@ def test_given_topology_is_used():
 
 
 class Counter(torch.nn.Module):
-    """Stage 0 counts in place in a tensor that it returns: a registered buffer, or a plain attribute."""
+    """Stage 0 increments a tensor in place and returns it. The tensor is a registered buffer or a plain attribute."""
 
     def __init__(self, stage, is_buffer):
         super().__init__()

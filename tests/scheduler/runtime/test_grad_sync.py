@@ -1,4 +1,4 @@
-"""Gradient synchronization of stage replicas: failures, buffers, losses of several stages, and dead ranks."""
+"""Gradient synchronization of stage replicas: failures, module buffers, several stages with a loss, and dead ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def fail():
 
 
 def run_failing(rank, where):
-    """Run a step in which rank 2 fails, then two with a new engine, each after a forward that arms DDP's reducer."""
+    """Run a step in which rank 2 fails, then two steps with a new engine.
+
+    Before each engine's first step, the replicas call the module once outside the engine, which arms DDP's reducer.
+    """
     pipeline = make_pipeline(2)
     inner = Last() if rank else First()
     inner.register_buffer("scale", torch.ones(3))
@@ -89,7 +92,7 @@ def test_new_engine_works_after_a_replica_failed(where):
 
 
 def run_buffers(rank, kinds):
-    """Run a step for each kind of buffer; returns the outcome and the buffer's content after it, by kind."""
+    """Run a step for each kind of buffer. Returns the outcome of the step and the buffer's content after it, by kind."""
     inner = Last() if rank else First()
     module = wrap(rank, 2, inner)
     pipeline, found = make_pipeline(2), {}
@@ -117,9 +120,8 @@ def run_buffers(rank, kinds):
         outcome, seconds = catch(step)
         assert seconds < 20
         if kind == "sliced" and rank == 2:
-            assert whole[:, 1::2].equal(
-                torch.arange(24.0).reshape(4, 6)[:, 1::2] + 200
-            )  # elements between those of the buffer
+            untouched = torch.arange(24.0).reshape(4, 6)[:, 1::2] + 200  # the columns that the buffer skips
+            assert whole[:, 1::2].equal(untouched)
         found[kind] = outcome, made.resolve_conj().tolist()
     return found
 
@@ -140,7 +142,7 @@ def test_replicas_receive_the_buffers_of_the_first_replica():
 
 
 def run_losses(rank, numbers):
-    """Run a step for each ``num_loss_shards``; stage 0 on ranks 0 and 1 returns a loss too, stage 1 is on rank 2."""
+    """Run a step for each ``num_loss_shards``. Both stages return a loss: stage 0 on ranks 0 and 1, stage 1 on rank 2."""
     pipeline = make_pipeline(1, first=2)
     inner = First() if rank < 2 else Last()
     inner.gives_loss = True
@@ -177,7 +179,7 @@ def test_stages_with_a_loss_may_have_different_numbers_of_replicas():
     assert (found[0][-1][2] + found[1][-1][2]) / 2 == pytest.approx(whole, rel=1e-12)
 
 
-def run_dying(rank, raises):
+def run_with_dead_replica(rank, raises):
     pipeline = make_pipeline(3)
     inner = Last() if rank else First()
     module = wrap(rank, 3, inner)
@@ -193,17 +195,17 @@ def run_dying(rank, raises):
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_ended_replica_is_named_on_every_rank(raises):
+def test_every_rank_raises_an_error_that_names_the_dead_replica(raises):
     with pytest.raises(LaunchError) as caught:
-        run_processes(run_dying, 4, raises, timeout_seconds=60, grace_seconds=20)
+        run_processes(run_with_dead_replica, 4, raises, timeout_seconds=60, grace_seconds=20)
     assert sorted(caught.value.results) == [0, 1, 3]
     for error, seconds in caught.value.results.values():
         assert error.startswith(RemoteError.__name__) and "rank 2" in error, error
         assert seconds < 5
 
 
-def run_alone(rank):
-    """Run a pipeline of one stage, which has no transfers between stages; rank 1 raises an error."""
+def run_single_stage(rank):
+    """Run a pipeline of one stage, so that no transfers between stages can report the error of rank 1."""
     pipeline = Pipeline((Stage(1, 1, 1, mesh=Mesh([0, 1])),), ())
     inner = Last()
     inner.fault = fail if rank else None
@@ -214,11 +216,11 @@ def run_alone(rank):
 
 
 def test_replicas_of_a_single_stage_receive_errors():
-    (error, seconds), _ = run_processes(run_alone, 2)
+    (error, seconds), _ = run_processes(run_single_stage, 2)
     assert "rank 1 in 0F2, microbatch 2 of stage 0: ValueError: injected fault" in error and seconds < 5
 
 
-def run_joint(rank, wrapper):
+def run_replicas_across_stages(rank, wrapper):
     pipeline = make_pipeline(1)
     module = Last() if rank else First()
     module = (
@@ -229,12 +231,12 @@ def run_joint(rank, wrapper):
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP"])
 def test_replicas_on_ranks_of_other_stages_are_rejected(wrapper):
-    for error in run_processes(run_joint, 2, wrapper):
+    for error in run_processes(run_replicas_across_stages, 2, wrapper):
         assert f"the module of stage 0 is wrapped by {wrapper} over ranks 0-1, but rank 1 is not of that stage" in error
 
 
-def run_joined(rank):
-    """Run a step in a joined group whose ranks are in reverse order of the world's ranks."""
+def run_in_joined_group(rank):
+    """Run a step in a joined group that numbers the ranks of the default group in reverse."""
     store = dist.PrefixStore("joined", dist.distributed_c10d._get_default_store())
     group = reshard.join(store, 2 - rank, 3)
     groups = [dist.new_group([2]), dist.new_group([0, 1])]
@@ -251,7 +253,7 @@ def run_joined(rank):
 
 def test_replicas_in_a_joined_group():
     wanted = single_process()
-    for rank, got in enumerate(run_processes(run_joined, 3)):
+    for rank, got in enumerate(run_processes(run_in_joined_group, 3)):
         check(got, wanted[rank < 2])
 
 
