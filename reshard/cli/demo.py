@@ -61,17 +61,21 @@ def _row(*cells: Any) -> str:
 
 
 def _run_rank(rank: int, cases: Sequence[Case]) -> int:
+    from tqdm import tqdm
+
     failed = 0
-    for case in cases:
-        for strategy in STRATEGIES:
-            seconds, checked, wrong = _run_case(rank, case, strategy)
-            results: list[Any] = [None] * dist.get_world_size() if rank == 0 else []
-            dist.gather_object((seconds, checked, wrong), results if rank == 0 else None)
-            if rank == 0:
-                ok = not any(result[2] for result in results)
-                failed += not ok
-                slowest = sorted(max(result[0][i] for result in results) for i in range(REPEATS))
-                _print_row(case, strategy, 1000 * slowest[REPEATS // 2], sum(result[1] for result in results), ok)
+    runs = [(case, strategy) for case in cases for strategy in STRATEGIES]
+    # disable=None: a bar on a terminal only
+    for case, strategy in tqdm(runs, unit="run", leave=False, disable=None if rank == 0 else True):
+        seconds, checked, wrong = _run_case(rank, case, strategy)
+        results: list[Any] = [None] * dist.get_world_size() if rank == 0 else []
+        dist.gather_object((seconds, checked, wrong), results if rank == 0 else None)
+        if rank == 0:
+            ok = not any(result[2] for result in results)
+            failed += not ok
+            slowest = sorted(max(result[0][i] for result in results) for i in range(REPEATS))
+            tqdm.write(_format_run(case, strategy, 1000 * slowest[REPEATS // 2], sum(r[1] for r in results), ok))
+            sys.stdout.flush()
     return failed
 
 
@@ -96,7 +100,7 @@ def _run_case(rank: int, case: Case, strategy: str) -> tuple[list[float], int, i
     return seconds, checked, wrong
 
 
-def _print_row(case: Case, strategy: str, milliseconds: float, checked: int, ok: bool) -> None:
+def _format_run(case: Case, strategy: str, milliseconds: float, checked: int, ok: bool) -> str:
     plan = make_plan(case.src, case.dst, case.shape, case.dtype, strategy=strategy, topology=_topology(case))
     across, inside, _ = plan.bytes_moved()
     sizes = f"{across / _MIB:.1f}", f"{inside / _MIB:.1f}"
@@ -104,12 +108,8 @@ def _print_row(case: Case, strategy: str, milliseconds: float, checked: int, ok:
     seconds, bound = report.predicted_seconds, report.lower_bound_seconds
     over = f"{seconds / bound:.2f}" if seconds is not None and bound > MESSAGE_SECONDS else "-"
     over += "*" * (over != "-" and report.latency_fraction > NOTABLE_LATENCY)
-    print(
-        _row(
-            case.name, case.title, strategy, *sizes, over, f"{milliseconds:.1f}", f"{checked:,}", "yes" if ok else "NO"
-        )
-    )
-    sys.stdout.flush()
+    result = f"{milliseconds:.1f}", f"{checked:,}", "yes" if ok else "NO"
+    return _row(case.name, case.title, strategy, *sizes, over, *result)
 
 
 def _topology(case: Case) -> Topology:

@@ -49,13 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"reshard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="{plan,demo,info,doctor}")
-    _add_plan(commands.add_parser("plan", help="print the messages of a plan", description=_plan.__doc__))
+    plan = commands.add_parser("plan", help="print the messages of a plan", description=_plan.__doc__)
+    _add_plan(_with_examples(
+        plan,
+        'reshard plan --shape 1024,1024 --src-mesh 2x2 --src "S0 R" --dst-mesh 1x2 --dst "R S1"',
+        "reshard plan --shape 16384,16384 --src-mesh 8x8 --src S0 --dst-mesh 8x8 --topology dgx_h100 --strategy all",
+        "reshard plan --shape 4096 --src-mesh 4 --src S0 --dst-mesh 2 --format html > plan.html",
+    ))  # fmt: skip
     demo = commands.add_parser("demo", help="move real tensors between processes")
+    _with_examples(demo, "reshard demo", "reshard demo --divide 8    # smaller tensors")
     demo.add_argument(
         "--divide", type=int, default=4, help="divide each dim of the study's tensors by this (default: 4)"
     )
-    commands.add_parser("info", help="print versions and backends")
+    _with_examples(commands.add_parser("info", help="print versions and backends"), "reshard info")
     doctor = commands.add_parser("doctor", help="under torchrun: find what keeps ranks from reaching each other")
+    _with_examples(doctor, "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m reshard doctor")
     doctor.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for all ranks (default: 60)")
     options = parser.parse_args(arguments)
     try:
@@ -80,6 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     parser.print_help()
     return 2
+
+
+def _with_examples(parser: argparse.ArgumentParser, *examples: str) -> argparse.ArgumentParser:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n  ".join(["examples:", *examples])
+    return parser
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:

@@ -58,7 +58,8 @@ def check_plan(plan: Plan) -> None:
     * The sender of a message has all of its data at that point, as a source or from messages in its ``after``.
     * Regions lie inside their tensors.
     * Data that a rank neither holds nor needs never exceeds ``staging_bytes``, counted from arrival to the last message
-      that passes it on. A rank may receive such data again for later messages.
+      that passes it on. A rank may receive such data again for later messages. Rounds, as on a GPU, also count packed
+      data: a Mover checks that on every rank before any data moves.
 
     The cost is that of sorting the messages. Exactly-once delivery is checked by sums of random numbers, which miss a
     fault with a probability below 2**-80; all other checks are exact.

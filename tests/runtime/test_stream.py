@@ -5,6 +5,7 @@ Tests that need a GPU are in ``test_gpu.py``.
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import re
 import threading
@@ -127,6 +128,27 @@ def _move(rank):
 
 def test_mover_runs_repeatedly(device):
     run_processes(_move, RANKS)
+
+
+def _too_little_staging(rank):
+    """A plan that the checker accepts: only its rounds need more than these bytes."""
+    plan = dataclasses.replace(reshard.make_plan(SRC, DST, SHAPE, "float32"), staging_bytes=64)
+    reshard.check_plan(plan)
+    source, wanted = _shards(rank)
+    before = None if source is None else source.clone()
+    try:
+        reshard.Mover(plan)
+    except reshard.PlanError as error:
+        assert before is None or torch.equal(before, source)
+        out = reshard.reshard(source, SRC, DST, shape=SHAPE, dtype="float32")  # the group still works
+        assert wanted is None or not count_unlike(out, wanted)
+        return str(error)
+    return ""
+
+
+def test_plan_without_room_for_its_rounds_is_refused_on_every_rank(device):
+    texts = run_processes(_too_little_staging, RANKS)
+    assert len(set(texts)) == 1 and "staging_bytes is 64" in texts[0], texts
 
 
 def _move_both_ways(rank):
