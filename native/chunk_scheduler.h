@@ -15,8 +15,8 @@
 #include "bipartite_matching.h"
 #include "proportional_fairness.h"
 
-constexpr double LEAST_PART = 0.25; // a send starts only if its path has this fraction of its full rate free
-constexpr double TOGETHER = 1e-9;   // ends within this fraction of a step are simultaneous
+constexpr double MIN_FREE_FRACTION = 0.25; // a send starts only if its path has this fraction of its full rate free
+constexpr double TIME_TOLERANCE = 1e-9;   // ends within this fraction of a step are simultaneous
 
 class ChunkScheduler {
   public:
@@ -87,9 +87,9 @@ class ChunkScheduler {
             if (ports_.ranks[p].empty())
                 continue;
             const int64_t host = ports_.host[p];
-            if (out_[p].free > LEAST_PART / 4 * out_[p].rate && chunk_state_.held(host))
+            if (out_[p].free > MIN_FREE_FRACTION / 4 * out_[p].rate && chunk_state_.held(host))
                 senders.push_back(p);
-            if (into_[p].free > LEAST_PART / 4 * into_[p].rate && chunk_state_.untaken(host))
+            if (into_[p].free > MIN_FREE_FRACTION / 4 * into_[p].rate && chunk_state_.untaken(host))
                 receivers.push_back(p);
         }
         if (senders.empty() || receivers.empty())
@@ -199,7 +199,7 @@ class ChunkScheduler {
             free = std::min(free, resource.free);
             full = std::min(full, resource.rate);
         });
-        return free >= LEAST_PART * full ? free : 0;
+        return free >= MIN_FREE_FRACTION * full ? free : 0;
     }
 
     // Starts a send; false if there is no chunk for it.
@@ -240,7 +240,7 @@ class ChunkScheduler {
         double step = std::numeric_limits<double>::infinity();
         for (const Flow &flow : flows_)
             step = std::min(step, flow.left / flow.speed);
-        const double limit = step * (1 + TOGETHER);
+        const double limit = step * (1 + TIME_TOLERANCE);
         now_ += step;
         rest_.clear();
         for (Flow &flow : flows_) {

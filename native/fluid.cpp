@@ -32,7 +32,7 @@ using Times = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 namespace {
 
-constexpr double TOGETHER = 1e-9; // events within this fraction of a step are simultaneous
+constexpr double TIME_TOLERANCE = 1e-9; // events within this fraction of a step are simultaneous
 constexpr double AT_ONCE = 1e18;  // bytes per second of a port with saved tokens
 constexpr double EMPTY = 1.0;     // a bucket of fewer bytes is empty
 
@@ -110,7 +110,7 @@ struct Flow {
         Stream &flowing = streams[s];
         int64_t freed = -1;
         while (flowing.num_released < flowing.line.size() &&
-               flowing.unreleased_bytes <= buffer[s] * (1 + TOGETHER)) {
+               flowing.unreleased_bytes <= buffer[s] * (1 + TIME_TOLERANCE)) {
             freed = queue[flowing.line[flowing.num_released]];
             pass_window(flowing.line[flowing.num_released]);
             if (++flowing.num_released < flowing.line.size())
@@ -269,7 +269,7 @@ struct Flow {
             }
             if (bursts)
                 step = until_empty(step);
-            const double limit = step * (1 + TOGETHER);
+            const double limit = step * (1 + TIME_TOLERANCE);
             now += step;
             if (bursts)
                 save(step, limit);

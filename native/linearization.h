@@ -3,7 +3,7 @@
 // Each rank starts its messages in the plan's order, and completes its receives in that order. So the messages of each
 // sender between hosts are chained by start time, and the messages of each receiver by end time. Two more rules limit
 // staging: a sender stages a chunk at most STAGED_BEFORE messages before it passes the chunk on, and a receiver that
-// only stages a chunk has passed it on within STAGED_BEHIND further receives. A topological sort, smallest end time
+// only stages a chunk has passed it on within STAGED_AFTER further receives. A topological sort, smallest end time
 // first, gives the order. If chains conflict (a cycle), the next message is the one that ends first among those whose
 // `after` is done.
 //
@@ -18,7 +18,7 @@
 #include "rank_assignment.h"
 
 constexpr size_t STAGED_BEFORE = 2; // messages of a sender between staging a chunk and passing it on
-constexpr size_t STAGED_BEHIND = 4; // receives after a staged chunk by which it must have been passed on
+constexpr size_t STAGED_AFTER = 4; // receives after a staged chunk by which it must have been passed on
 
 class Linearization {
   public:
@@ -49,8 +49,8 @@ class Linearization {
             if (m_.source[i] >= 0 && m_.staged[m_.source[i]] && m_.crosses[m_.source[i]] && !m_.crosses[i])
                 uses[m_.source[i]].push_back(i);
         for (const auto &[rank, row] : chain(everything, m_.receiver, [&](int64_t a, int64_t b) { return m_.ends_before(a, b); }))
-            for (size_t k = STAGED_BEHIND; k < row.size(); ++k)
-                if (const auto found = uses.find(row[k - STAGED_BEHIND]); found != uses.end())
+            for (size_t k = STAGED_AFTER; k < row.size(); ++k)
+                if (const auto found = uses.find(row[k - STAGED_AFTER]); found != uses.end())
                     for (const int64_t use : found->second)
                         put(use, row[k]);
         for (int64_t i = 0; i < count; ++i)

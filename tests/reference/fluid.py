@@ -12,7 +12,7 @@ from reshard.cost.fluid import Network
 from tests.reference.proportional_fairness import share_ports
 
 #: Events whose times differ by less than this fraction of the step happen at once.
-_TOGETHER = 1e-9
+_TIME_TOLERANCE = 1e-9
 #: Bytes per second of a port while its burst bucket has bytes.
 _AT_ONCE = 1e18
 #: A bucket with fewer bytes is empty.
@@ -88,7 +88,7 @@ class _Flow:
             step = min(self.until_event(s) / self.streams[s].rate for s in self.active)
             if self.has_bursts:
                 step = min(step, self.until_empty())
-            limit = step * (1 + _TOGETHER)
+            limit = step * (1 + _TIME_TOLERANCE)
             self.now += step
             if self.has_bursts:
                 self.save(step, limit)
@@ -176,7 +176,7 @@ class _Flow:
         stream = self.streams[s]
         queue = None
         while stream.num_released < len(stream.in_flight) and (
-            stream.unreleased_bytes <= self.buffer[s] * (1 + _TOGETHER)
+            stream.unreleased_bytes <= self.buffer[s] * (1 + _TIME_TOLERANCE)
         ):
             queue = self.queue[stream.in_flight[stream.num_released]]
             self.mark_released(stream.in_flight[stream.num_released])
