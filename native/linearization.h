@@ -1,11 +1,16 @@
-// One total order of all messages that fits the start times at senders and the end times at receivers.
+// Puts all messages in one total order that follows the start times at senders and the end times at receivers.
 //
-// Each rank starts its messages in the plan's order, and completes its receives in that order. So the messages of each
-// sender between hosts are chained by start time, and the messages of each receiver by end time. Two more rules limit
-// staging: a sender stages a chunk at most STAGED_BEFORE messages before it passes the chunk on, and a receiver that
-// only stages a chunk has passed it on within STAGED_AFTER further receives. A topological sort, smallest end time
-// first, gives the order. If chains conflict (a cycle), the next message is the one that ends first among those whose
-// `after` is done.
+// A plan is a total order: each rank starts its messages and completes its receives in that order. The order is a
+// topological sort under these constraints; among the messages that are ready, the one with the smallest end time is
+// next:
+//   - A message comes after all messages in its `after`.
+//   - The messages of each sender to other hosts are ordered by start time.
+//   - The messages of each receiver are ordered by end time.
+//   - If a sender stages a piece from its own host, it receives the piece at most STAGED_BEFORE of its sends to other
+//     hosts before the send of the piece.
+//   - If a receiver only stages a piece from another host, it passes the piece on inside its host before its
+//     STAGED_AFTER-th further receive.
+// The constraints may form a cycle. Then the next message is the one that ends first among those whose `after` is done.
 //
 // Python reference: tests/reference/linearization.py.
 
@@ -17,8 +22,8 @@
 
 #include "rank_assignment.h"
 
-constexpr size_t STAGED_BEFORE = 2; // messages of a sender between staging a chunk and passing it on
-constexpr size_t STAGED_AFTER = 4; // receives after a staged chunk by which it must have been passed on
+constexpr size_t STAGED_BEFORE = 2; // how many sends to other hosts ahead a sender may stage a piece
+constexpr size_t STAGED_AFTER = 4;  // a staged piece is passed on before this many further receives
 
 class Linearization {
   public:
@@ -35,7 +40,8 @@ class Linearization {
                 crossing.push_back(i);
         }
         std::vector<char> waiting = m_.staged;
-        for (const auto &[rank, row] : chain(crossing, m_.sender, [&](int64_t a, int64_t b) { return m_.start[a] < m_.start[b]; }))
+        for (const auto &[rank, row] :
+             chain(crossing, m_.sender, [&](int64_t a, int64_t b) { return m_.start[a] < m_.start[b]; }))
             for (size_t k = 0; k < row.size(); ++k) {
                 const int64_t source = m_.source[row[k]];
                 if (source >= 0 && waiting[source] && !m_.crosses[source]) {
@@ -48,7 +54,8 @@ class Linearization {
         for (int64_t i = 0; i < count; ++i)
             if (m_.source[i] >= 0 && m_.staged[m_.source[i]] && m_.crosses[m_.source[i]] && !m_.crosses[i])
                 uses[m_.source[i]].push_back(i);
-        for (const auto &[rank, row] : chain(everything, m_.receiver, [&](int64_t a, int64_t b) { return m_.ends_before(a, b); }))
+        for (const auto &[rank, row] :
+             chain(everything, m_.receiver, [&](int64_t a, int64_t b) { return m_.ends_before(a, b); }))
             for (size_t k = STAGED_AFTER; k < row.size(); ++k)
                 if (const auto found = uses.find(row[k - STAGED_AFTER]); found != uses.end())
                     for (const int64_t use : found->second)
@@ -76,7 +83,7 @@ class Linearization {
     std::vector<std::vector<int64_t>> later_;
     std::vector<int64_t> num_before_;
     std::vector<char> is_done_;
-    using Entry = std::tuple<double, bool, int64_t>;
+    using Entry = std::tuple<double, bool, int64_t>; // end time, whether it stays inside a host, message
     std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ready_;
 
     void make_ready(int64_t i) { ready_.emplace(m_.end[i], !m_.crosses[i], i); }
@@ -87,7 +94,7 @@ class Linearization {
         ++num_before_[second];
     }
 
-    // Sorts the members of each owner and puts them one after another; returns the sorted rows.
+    // Groups members by owner, sorts each group, and adds constraints that keep its order. Returns the groups by owner.
     template <typename Less>
     std::map<int64_t, std::vector<int64_t>> chain(const std::vector<int64_t> &members,
                                                   const std::vector<int64_t> &owner, Less less) {
@@ -102,12 +109,14 @@ class Linearization {
         return rows;
     }
 
+    // Whether message i is not in the order yet, but all messages in its `after` are.
     bool can_come(int64_t i) const {
         return !is_done_[i] &&
                std::all_of(m_.after.begin() + m_.after_at[i], m_.after.begin() + m_.after_at[i + 1],
                            [&](int64_t first) { return is_done_[first] != 0; });
     }
 
+    // Appends ready messages to the order, and the messages that become ready, until none is ready.
     void drain() {
         while (!ready_.empty()) {
             const int64_t i = std::get<2>(ready_.top());

@@ -1,4 +1,4 @@
-// The module reshard._native: loops over flat arrays. tests/reference/ has a Python reference of each function.
+// Defines the Python module reshard._native.
 
 #include <nanobind/nanobind.h>
 
@@ -8,7 +8,7 @@ void bind_greedy(nanobind::module_ &m);
 void bind_schedule(nanobind::module_ &m);
 
 NB_MODULE(_native, m) {
-    m.doc() = "Loops over flat arrays; each has a Python twin in tests/reference.";
+    m.doc() = "Loops over flat arrays. Each function has a Python reference in tests/reference.";
     bind_runs(m);
     bind_fluid(m);
     bind_greedy(m);

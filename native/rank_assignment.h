@@ -1,13 +1,13 @@
 // Turns sends of chunks between ports into messages of pieces between ranks.
 //
-// The pieces of a chunk follow one another. For each piece, the sender is a rank at the sending port that has the
-// piece, and the receiver is a rank at the receiving port that needs it. Without such a rank, another rank at the port
-// stages the piece. From the receiver, the piece is passed on inside its host to all ranks that need it, along a chain
-// or, for many ranks, a binary tree. Among several candidates the last one is kept until it is `run` pieces ahead of
-// the least loaded one: ranks that alternate wait for each other at each change.
+// A chunk is sent piece by piece. The sender of a piece is a rank at the sending port that has the piece. The receiver
+// is a rank at the receiving port that needs it. If a port has no such rank, another rank at the port stages the piece.
+// The receiver passes the piece on to all ranks of its host that need it, along a chain or, for many ranks, a binary
+// tree. Among several candidates, the port keeps the rank that it used last until that rank is `run` pieces ahead of
+// the least loaded one, because each change of rank costs a wait of one rank for the other.
 //
-// A rank stages at most MOST_STAGED pieces for others. It gives up the oldest one, and gets it again if it is needed
-// later.
+// A rank stages at most MOST_STAGED pieces for others. Beyond that it gives up the oldest one. If the piece is needed
+// later, the rank receives it again.
 //
 // Python reference: tests/reference/rank_assignment.py.
 
@@ -17,28 +17,29 @@
 
 #include "types.h"
 
-// All messages. source: the message that brings the piece to the sender, -1 if it holds the piece. Message i starts
-// after messages after[after_at[i]:after_at[i + 1]], source first. start, end: planned times.
+// All messages. source: the message that brings the piece to the sender, -1 if the sender holds the piece. Message i
+// starts after messages after[after_at[i]:after_at[i + 1]] have ended; source comes first among them. start, end:
+// planned times.
 struct Messages {
     std::vector<int64_t> piece, sender, receiver, source, after_at{0}, after;
     std::vector<double> start, end;
-    std::vector<char> crosses; // whether a message is between hosts
-    std::vector<char> staged;  // whether the receiver only passes it on
-    bool ends_before(int64_t a, int64_t b) const { // ties: messages between hosts come before those that pass them on
+    std::vector<char> crosses; // whether sender and receiver are on different hosts
+    std::vector<char> staged;  // whether the receiver only passes the piece on
+    bool ends_before(int64_t a, int64_t b) const { // on a tie, messages between hosts come first
         return end[a] != end[b] ? end[a] < end[b] : crosses[a] > crosses[b];
     }
 };
 
-constexpr size_t LONGEST_CHAIN = 8; // up to so many ranks of a host form a chain; more form a tree
-constexpr size_t MOST_STAGED = 2;   // pieces that a rank stages for others
+constexpr size_t LONGEST_CHAIN = 8; // most ranks of a host that form a chain; more form a binary tree
+constexpr size_t MOST_STAGED = 2;   // most pieces that a rank stages for others at a time
 
 class RankAssignment {
   public:
     Messages messages;
 
     RankAssignment(const Ports &ports, const Workload &workload, const std::vector<ChunkSend> &chunk_sends)
-        : ports_(ports), workload_(workload), chunk_sends_(chunk_sends), sent_(ports.of_rank.size()), landed_(ports.of_rank.size()),
-          last_sender_(ports.host.size(), -1), last_receiver_(ports.host.size(), -1),
+        : ports_(ports), workload_(workload), chunk_sends_(chunk_sends), sent_(ports.of_rank.size()),
+          landed_(ports.of_rank.size()), last_sender_(ports.host.size(), -1), last_receiver_(ports.host.size(), -1),
           where_(workload.piece_class.size()), staged_(ports.of_rank.size()) {
         for (const int64_t port : ports.of_rank)
             host_of_.push_back(port < 0 ? -1 : ports.host[port]);
@@ -87,13 +88,13 @@ class RankAssignment {
     }
 
   private:
-    struct Copy {
+    struct Copy { // a rank that has a piece, and the message that brought it (-1: the rank holds it)
         int64_t rank, message;
     };
     struct Place { // a host and its copies of one piece
         int64_t host;
         std::vector<Copy> copies;
-        std::vector<Copy> given_up; // copies that ranks have given up; the last one of each rank counts
+        std::vector<Copy> given_up; // copies that ranks no longer stage; the last one of each rank counts
     };
     using ByHost = std::vector<std::pair<int64_t, std::vector<int64_t>>>; // hosts in order of first appearance
 
@@ -102,11 +103,11 @@ class RankAssignment {
     const Workload &workload_;
     const std::vector<ChunkSend> &chunk_sends_;
     std::vector<int64_t> host_of_, sent_, landed_, near_, here_; // sent_, landed_: bytes sent and received by each rank
-    std::vector<int64_t> last_sender_, last_receiver_; // rank last used at each port, -1 for none
+    std::vector<int64_t> last_sender_, last_receiver_; // by port: the rank used last, -1 for none
     std::vector<int64_t> after_;
     std::map<int64_t, int64_t> last_use_; // by staged message: the last message that passes its piece on
-    std::vector<std::vector<Place>> where_; // by piece: its copies
-    std::vector<std::vector<std::pair<int64_t, int64_t>>> staged_; // by rank: (piece, host) staged for others, in order
+    std::vector<std::vector<Place>> where_; // by piece: the hosts that have copies
+    std::vector<std::vector<std::pair<int64_t, int64_t>>> staged_; // by rank: (piece, host) staged, oldest first
 
     ByHost by_host(const Members::Row &ranks) const {
         ByHost found;
@@ -125,7 +126,7 @@ class RankAssignment {
         return *std::min_element(ranks.begin(), ranks.end(), [&](int64_t a, int64_t b) { return load[a] < load[b]; });
     }
 
-    // The last rank used, unless its load is `run` pieces above that of the least loaded rank.
+    // Returns the rank used last, unless its load is at least `run` pieces above that of the least loaded rank.
     int64_t keep_or_least(const std::vector<int64_t> &ranks, const std::vector<int64_t> &load, int64_t last,
                           int64_t nbytes) const {
         const int64_t first = least(ranks, load);
@@ -133,7 +134,7 @@ class RankAssignment {
         return is_one && load[last] < load[first] + workload_.run * nbytes ? last : first;
     }
 
-    // Adds a message, which starts no earlier than the ends of source and `after`; returns its number.
+    // Adds a message that starts when `source` and all messages in `after` have ended. Returns its index.
     int64_t send(int64_t piece, int64_t sender, int64_t receiver, int64_t source, const std::vector<int64_t> &after,
                  double start, double end) {
         sent_[sender] += workload_.piece_bytes[piece];
@@ -157,7 +158,7 @@ class RankAssignment {
         return static_cast<int64_t>(m.piece.size()) - 1;
     }
 
-    // Sends a piece between hosts and on to all ranks of the host that need it; returns the message between hosts.
+    // Sends a piece to another host, and there to all ranks that need it. Returns the message between the hosts.
     int64_t pass_on(int64_t piece, const ChunkSend &chunk_send, const std::vector<int64_t> &after, double start,
                     double end) {
         const int64_t port = chunk_send.receiver, host = ports_.host[port];
@@ -188,7 +189,7 @@ class RankAssignment {
         return message;
     }
 
-    // Records that a rank stages a piece; it gives up its oldest staged piece if it has too many.
+    // Records that a rank stages a piece. If the rank now stages too many pieces, it gives up the oldest one.
     void stage(int64_t piece, int64_t host, int64_t rank) {
         auto &kept = staged_[rank];
         kept.push_back({piece, host});
@@ -204,7 +205,9 @@ class RankAssignment {
         kept.erase(kept.begin());
     }
 
-    // Passes a piece on inside a host: ranks above the root first, then those below.
+    // Sends a piece from `root` to the other `ranks` of its host, along a chain or a binary tree: first to the ranks
+    // above the root, then to those below. brought_by: the message that brought the piece to the root, -1 if the root
+    // holds it. when: the time when the root has the piece. took: seconds per message.
     void fan_out(int64_t piece, int64_t root, int64_t brought_by, const std::vector<int64_t> &ranks, Place &place,
                  double when, double took) {
         struct Node {
@@ -217,7 +220,7 @@ class RankAssignment {
                 if (rank != root && (rank > root) == is_above)
                     nodes.push_back({rank, -1, 0});
         const size_t children = nodes.size() <= LONGEST_CHAIN ? 1 : 2;
-        // a relay frees its buffer before its next receive: its own sends take no time here
+        // A relay must free its buffer before its next receive, so its own sends are planned to take no time.
         const bool is_relay = brought_by >= 0 && std::find(ranks.begin(), ranks.end(), root) == ranks.end();
         for (size_t i = 1; i < nodes.size(); ++i) {
             Node &parent = nodes[(i - 1) / children];
@@ -228,8 +231,8 @@ class RankAssignment {
         }
     }
 
-    // A rank at a port that has a piece, and the message that brought it (-1: the rank holds it). If no rank at the
-    // port has the piece, one stages it from another port of the host.
+    // Returns a rank at a port that has a piece, and the message that brought it (-1: the rank holds it). If no rank at
+    // the port has the piece, one of them first receives it from a rank at another port of the host and stages it.
     std::pair<int64_t, int64_t> find_sender(int64_t piece, int64_t port, double when) {
         const int64_t host = ports_.host[port];
         std::vector<Place> &places = where_[piece];
@@ -242,7 +245,8 @@ class RankAssignment {
         }
         std::vector<Copy> &copies = place->copies;
         const bool is_held = std::any_of(copies.begin(), copies.end(), [](const Copy &c) { return c.message < 0; });
-        const auto comes_first = [&](const Copy &copy) { // prefer holders, then the rank where the piece arrived
+        // Prefers holders. Without one, prefers the rank where the piece arrived, or no rank if `run` is at most 1.
+        const auto comes_first = [&](const Copy &copy) {
             return is_held ? copy.message < 0 : workload_.run <= 1 || &copy == &copies.front();
         };
         const Copy *near = nullptr;

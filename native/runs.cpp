@@ -1,4 +1,4 @@
-// Copies many short byte runs. Python reference: tests/reference/byte_runs.py.
+// Copies many short runs of contiguous bytes. Python reference: tests/reference/byte_runs.py.
 
 #include <cstdint>
 #include <cstring>
@@ -13,7 +13,7 @@ using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::dev
 using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Offsets = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Copies length[i] bytes from src[src_at[i]] to dst[dst_at[i]]. All runs are checked before the first byte is copied.
+// Copies length[i] bytes from src[src_at[i]] to dst[dst_at[i]], for every i. Checks all runs before it copies.
 static void copy_runs(ConstBytes src, Bytes dst, Offsets src_at, Offsets dst_at, Offsets length) {
     const size_t n = length.shape(0);
     if (src_at.shape(0) != n || dst_at.shape(0) != n)

@@ -1,5 +1,5 @@
-// make_schedule: checks the arrays of ports and workload, and runs the chunk scheduler, rank assignment and
-// linearization. Python reference: tests/reference/schedule.py.
+// make_schedule checks the arrays of the ports and the workload. It then runs the chunk scheduler, the rank assignment
+// and the linearization. Python reference: tests/reference/schedule.py.
 
 #include <memory>
 #include <stdexcept>
@@ -16,14 +16,14 @@ using namespace nb::literals;
 
 namespace {
 
-// A NumPy array that owns the values.
+// Moves the values into a NumPy array, which owns them.
 template <typename T> nb::object give(std::vector<T> &&values) {
     auto *kept = new std::vector<T>(std::move(values));
     nb::capsule owner(kept, [](void *p) noexcept { delete static_cast<std::vector<T> *>(p); });
     return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
 }
 
-// A copy of an array, whose values must be in [least, below).
+// Copies an array. Throws if a value is not in [least, below).
 std::vector<int64_t> list(const Ints &values, size_t below, int64_t least, const char *name) {
     std::vector<int64_t> found(values.data(), values.data() + values.shape(0));
     for (const int64_t value : found)
@@ -34,7 +34,8 @@ std::vector<int64_t> list(const Ints &values, size_t below, int64_t least, const
 
 std::vector<double> list(const Floats &values) { return {values.data(), values.data() + values.shape(0)}; }
 
-// Rows of indices, whose bounds and values are checked.
+// Rows of indices: row k is values[at[k]:at[k + 1]]. Throws if the rows do not cover the values, or if a value is not
+// in [0, below).
 Members members(const Ints &at, const Ints &values, size_t rows, size_t below, const char *name) {
     bool fits = at.shape(0) == rows + 1 && at.data()[0] == 0 &&
                 at.data()[rows] == static_cast<int64_t>(values.shape(0)) &&
@@ -45,9 +46,10 @@ Members members(const Ints &at, const Ints &values, size_t rows, size_t below, c
     return {at, values};
 }
 
+// The number of rows that `at` divides values into.
 size_t rows(const Ints &at) { return at.shape(0) ? at.shape(0) - 1 : 0; }
 
-// A field of a Python object.
+// A field of a Python object. Throws if it has another type than T.
 template <typename T> T field(nb::handle object, const char *name) {
     try {
         return nb::cast<T>(object.attr(name));
@@ -56,7 +58,7 @@ template <typename T> T field(nb::handle object, const char *name) {
     }
 }
 
-// The rows of a field that is a pair of arrays, (at, values).
+// A field that holds rows as a pair of arrays, (at, values).
 std::pair<Ints, Ints> pair_field(nb::handle object, const char *name) {
     return field<std::pair<Ints, Ints>>(object, name);
 }
@@ -124,7 +126,7 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
             RankAssignment assignment(ports, workload, scheduler->chunk_sends);
             assignment.run();
             made = std::move(assignment.messages);
-            if (ports.have_equal_rates()) { // then sorting by end time suits senders and receivers alike
+            if (ports.have_equal_rates()) { // then the order of end times is right for both senders and receivers
                 for (size_t i = 0; i < made.piece.size(); ++i)
                     order.push_back(static_cast<int64_t>(i));
                 std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return made.ends_before(a, b); });
@@ -143,5 +145,5 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
 
 void bind_schedule(nb::module_ &m) {
     m.def("make_schedule", &make_schedule, "ports"_a, "workload"_a,
-          "piece, sender, receiver, source, after_at, after of all messages, and the order to put them in.");
+          "Returns piece, sender, receiver, source, after_at and after of all messages, and the order of messages.");
 }

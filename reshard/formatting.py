@@ -1,4 +1,4 @@
-"""Ranks, names, bytes and rates as readable text."""
+"""Format ranks, names, bytes and rates as readable text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def format_names(names: Iterable[object]) -> str:
 
 
 def compare_names(given: Iterable[object], expected: Iterable[object]) -> str:
-    """How two sets of names differ: ``lacks 'a' and has unexpected 'b'``; empty if they are equal."""
+    """Describe how two sets of names differ: ``lacks 'a' and has unexpected 'b'``; empty if they are equal."""
     given, expected = set(given), set(expected)
     parts = []
     if expected - given:
@@ -27,7 +27,7 @@ def compare_names(given: Iterable[object], expected: Iterable[object]) -> str:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """``0-3,8,6`` for ``[0, 1, 2, 3, 8, 6]``: consecutive ranks become a range, the order is kept."""
+    """``0-3,8,6`` for ``[0, 1, 2, 3, 8, 6]``: consecutive ranks become a range; the order stays."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:

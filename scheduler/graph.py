@@ -11,7 +11,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import format_ranks
 from reshard.sharding import Mesh, TensorSpec
 
-#: ``((link, seconds), ...)``: how long one transfer keeps each link busy.
+#: ``((link, seconds), ...)``: for each link, how long one transfer keeps it busy.
 Loads = tuple[tuple[str, float], ...]
 #: Largest cost in seconds or bytes. Sums of larger costs would be too inexact to compare.
 MOST_COST = 1e15
@@ -24,13 +24,13 @@ class Stage:
     """A part of the model that one set of devices computes.
 
     Args:
-        forward_seconds: forward of one microbatch.
-        input_grad_seconds: input-gradient pass of one microbatch. Earlier stages wait for its result.
-        weight_grad_seconds: weight-gradient pass of one microbatch.
+        forward_seconds: duration of the forward of one microbatch.
+        input_grad_seconds: duration of the input-gradient pass of one microbatch. Earlier stages wait for its result.
+        weight_grad_seconds: duration of the weight-gradient pass of one microbatch.
         activation_bytes: bytes that a device keeps for one microbatch, from its forward to the end of its backward.
         name: label used in error messages.
         mesh: devices of the stage; needed only to run it.
-        whole_backward_seconds: a backward that is not split; default: both passes together.
+        whole_backward_seconds: duration of a backward that is not split; default: the sum of both passes.
 
     Raises:
         ArgumentError: a cost is not a number from 0 to 1e15, or ``mesh`` is not a Mesh.
@@ -65,16 +65,17 @@ class Edge:
     """Tensors that stage ``src`` sends to stage ``dst`` in a forward. Their gradients return in the backward.
 
     Args:
-        src, dst: stages.
-        forward_seconds, backward_seconds: duration of one transfer that shares its links with no other.
-        forward_loads, backward_loads: how long a transfer keeps each shared link busy, as ``((link, seconds), ...)`` or
-            a dict; default: it shares no link.
-        tensors: named tensors of one microbatch, with their layouts on both stages; may be empty for simulation.
+        src, dst: numbers of the stages.
+        forward_seconds, backward_seconds: duration of one transfer while no other transfer uses its links.
+        forward_loads, backward_loads: for each shared link, how long one transfer keeps it busy, as
+            ``((link, seconds), ...)`` or a dict. Default: the transfer shares no link.
+        tensors: named tensors of one microbatch, with their layouts on both stages; the simulation does not need them.
         without_gradient: names of tensors that need no gradient. Integer and boolean tensors never have one.
 
     Raises:
         ArgumentError: a cost is not a number from 0 to 1e15, a link is busy for longer than the transfer takes, a
-            tensor has no name or a name that is taken or reserved, or ``without_gradient`` names an unknown tensor.
+            tensor has no name or a name that is taken or reserved, ``without_gradient`` names an unknown tensor, or an
+            argument has a wrong type.
     """
 
     src: int
@@ -141,7 +142,7 @@ class Edge:
 
     @property
     def gradients(self) -> tuple[TensorSpec, ...]:
-        """Tensors of a backward transfer: the gradients of tensors that need one, with ``src`` and ``dst`` swapped."""
+        """Gradients that a backward transfer sends, for the tensors that need one; ``src`` and ``dst`` are swapped."""
         return tuple(
             replace(spec, src=spec.dst, dst=spec.src)
             for spec in self.tensors
@@ -153,7 +154,7 @@ class Edge:
 class Pipeline:
     """Stages and the edges between them.
 
-    An edge leads from a stage to any later one. At most one edge joins two stages.
+    An edge leads from a stage to any later stage. At most one edge joins the same two stages.
 
     Raises:
         ArgumentError: there is no stage, an edge names an unknown stage or leads backwards, two edges join the same
@@ -205,12 +206,12 @@ class Pipeline:
         *,
         weight_grad_part: float = 0.5,
     ) -> Pipeline:
-        """A chain of stages from durations alone, in seconds.
+        """A chain of stages, made from durations in seconds only.
 
         Args:
-            forward, backward: forward and backward of one microbatch, for each stage.
-            communication: one transfer between each stage and the next, in either direction.
-            weight_grad_part: share of the backward that the weight-gradient pass takes, from 0 to 1.
+            forward, backward: durations of the forward and the backward of one microbatch, for each stage.
+            communication: duration of one transfer in either direction, between each stage and the next.
+            weight_grad_part: fraction of the backward that the weight-gradient pass takes.
         """
         _check_cost("weight_grad_part", weight_grad_part)
         for what, costs in (("forward", forward), ("backward", backward), ("communication", communication)):
@@ -235,28 +236,28 @@ class Pipeline:
 
     @cached_property
     def inputs(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage, the stages that it receives tensors from in a forward."""
+        """For each stage, the stages from which it receives tensors in a forward."""
         return tuple(tuple(e.src for e in self.edges if e.dst == s) for s in range(len(self.stages)))
 
     @cached_property
     def outputs(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage, the stages that it sends tensors to in a forward."""
+        """For each stage, the stages to which it sends tensors in a forward."""
         return tuple(tuple(e.dst for e in self.edges if e.src == s) for s in range(len(self.stages)))
 
     def ideal_seconds(self, num_microbatches: int) -> float:
-        """Makespan of 1F1B if communication were free and every stage as slow as the slowest."""
+        """Makespan of 1F1B if communication took no time and every stage took as long as the slowest one."""
         slowest = max(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
         return (num_microbatches + len(self.stages) - 1) * slowest
 
 
 def check_pipeline(pipeline: object) -> None:
-    """Raise ArgumentError unless it is a Pipeline."""
+    """Raise ArgumentError unless the argument is a Pipeline."""
     if not isinstance(pipeline, Pipeline):
         raise ArgumentError(f"a Pipeline is needed, not {type(pipeline).__name__}")
 
 
 def check_limit(memory_limit_bytes: object) -> None:
-    """Raise ArgumentError unless it is a number."""
+    """Raise ArgumentError unless the limit is a number. NaN is refused."""
     is_number = isinstance(memory_limit_bytes, (int, float)) and not isinstance(memory_limit_bytes, bool)
     if not is_number or math.isnan(memory_limit_bytes):  # type: ignore[arg-type]
         raise ArgumentError(f"memory_limit_bytes is {memory_limit_bytes!r}; it must be a number")

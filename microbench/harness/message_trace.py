@@ -1,4 +1,4 @@
-"""Trace one transfer: measured post and arrival time of each message, with the simulated timeline."""
+"""Trace one transfer: measured post and arrival times of each message, next to the simulated timeline."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class Trace:
     """One traced transfer.
 
     Attributes:
-        measured: per message id ``(posted, arrived)``, in seconds after the start. A message is posted when both ends
-            have posted it.
-        seconds: duration of the transfer. timeline: the simulation of the same plan on the measured links.
+        measured: ``(posted, arrived)`` of each message id, in seconds after the start. ``posted`` is the time by which
+            both the sender and the receiver have posted the message.
+        seconds: duration of the transfer.
+        timeline: the simulation of the same plan on the measured links.
     """
 
     plan: Plan
@@ -40,7 +41,7 @@ class Trace:
 
 
 class _TimedWork:
-    """Wraps the work of one receive and records when its wait ended."""
+    """The work of one receive; it also records when ``wait`` returns."""
 
     def __init__(self, work: Any, record: Callable[[float], None]) -> None:
         self._work, self._record = work, record
@@ -68,6 +69,7 @@ class _Recorder:
         self.awaited: dict[int, float] = {}
         self.arrived: dict[int, float] = {}
         program = self._program
+        # sends to other hosts, then sends inside the host; the executor keeps the order of each list
         self._next = [iter(program.sends_across), iter(program.sends_inside)]
         self._next_recv = iter(program.recvs)
 
@@ -88,7 +90,7 @@ class _Recorder:
 
 
 def trace_row(row: Row, strategy: str, repeats: int = 3) -> Trace:
-    """Run a row on its cluster ``repeats`` times and return the trace of the last run."""
+    """Run a benchmark row on its cluster ``repeats`` times. Returns the trace of the last run."""
     shaped = read_cluster(row.cluster)
     plan = plan_tensors(row.tensors, strategy=strategy, topology=nominal(shaped))
     with Cluster(shaped) as cluster:
@@ -107,6 +109,7 @@ def trace_row(row: Row, strategy: str, repeats: int = 3) -> Trace:
 def _record(
     rank: int, report: Callable[[Any], None], plan: Plan, repeats: int
 ) -> tuple[float, dict[int, float], dict[int, float], dict[int, float]]:
+    """Run the plan on one rank. Returns the last duration, and when each message was sent, awaited and received."""
     source: Any = {spec.name: shard_of_positions(spec.src, rank, spec.shape, spec.dtype) for spec in plan.tensors}
     out: Any = {spec.name: shard_of_positions(spec.dst, rank, spec.shape, spec.dtype) for spec in plan.tensors}
     if plan.tensors[0].name is None:

@@ -1,4 +1,4 @@
-"""The program of one benchmark rank: run all contenders of each row in turns and check every element."""
+"""The program of one benchmark rank: run the contenders of each row in turn, and check every element."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from reshard.errors import ReshardError
 from reshard.plan import Plan
 from reshard.sharding import TensorSpec
 
-#: Delay between agreeing on a start time and the start. All ranks must have received the time and sleep by then.
+#: Delay between the agreement on a start time and the start. All ranks must receive the time within it.
 SETTLE_SECONDS = 0.02
-#: Longest time a row may spend on repeated turns and on waiting for steal time to end.
+#: Maximum time that a row spends on repeated turns and on waiting until steal time ends.
 RETRY_SECONDS = 30.0
 
 
@@ -42,7 +42,8 @@ class Turn:
     """One contender of a row.
 
     Attributes:
-        plan: the plan to run, or None for a contender in :data:`PEERS`. repeats: timed turns after the first one.
+        plan: the plan to run, or None for a contender in :data:`PEERS`.
+        repeats: timed turns wanted after the first turn, which includes set-up.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Job:
-    """One row to run: its tensors, its contenders, and the time budget for pauses and repeated turns."""
+    """One row to run: its tensors, its contenders, and its time budget for repeated turns and pauses."""
 
     key: str
     tensors: tuple[TensorSpec, ...]
@@ -61,10 +62,10 @@ class Job:
 
 
 class Stopwatch:
-    """Times a collective operation from a common start to the end of the last rank.
+    """Times a collective operation from a common start until the last rank ends.
 
-    Ranks on one kernel share its clock: they agree on a start time and sleep until then. On several machines the ranks
-    start after a barrier, and each measures its own duration; the caller takes the maximum.
+    Ranks on one kernel share its clock. They agree on a start time and sleep until then. Ranks on several machines
+    start after a barrier. Each rank measures its own duration, and the caller takes the maximum.
     """
 
     def __init__(self) -> None:
@@ -87,7 +88,7 @@ class Stopwatch:
         self._idle, self._stolen = idle_seconds(), steal_seconds()
 
     def stop(self) -> Lap:
-        """End the measurement on this rank; returns its lap after all ranks have stopped."""
+        """End the measurement on this rank. Return its lap after all ranks have stopped."""
         seconds = time.monotonic() - self.begun
         dist.barrier()
         passed = time.monotonic() - self.begun
@@ -105,7 +106,7 @@ def run_jobs(rank: int, report: Callable[[Any], None], jobs: Sequence[Job]) -> N
     """
     import warnings
 
-    warnings.filterwarnings("ignore")  # other contenders warn; the tests turn our own warnings into errors
+    warnings.filterwarnings("ignore")  # contenders warn; the tests check for warnings of reshard
     stopwatch = Stopwatch()
     for job in jobs:
         result = _run_job(rank, report if rank == 0 else lambda value: None, job, stopwatch)
@@ -172,7 +173,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _merge(gathered: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Merge the results of all ranks: a turn takes as long as its slowest rank."""
+    """Merge the results of all ranks. The duration of a turn is that of its slowest rank."""
     merged: dict[str, dict[str, Any]] = {}
     for name in gathered[0]:
         rows = [result[name] for result in gathered]

@@ -1,7 +1,7 @@
-"""The interface of a contender.
+"""The interface of a contender: a method of moving the tensors of one benchmark row.
 
-Every rank creates the contender once, which is its set-up, and then calls it once per turn. All turns use the same
-source and output tensors. A contender that does not support a row raises :class:`NotApplicable` on creation.
+Every rank creates the contender once (its set-up), and then calls it once per turn. All turns use the same source and
+output tensors. A contender that does not support a row raises :class:`NotApplicable` on creation.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from reshard.sharding import Layout, TensorSpec
 
 
 class NotApplicable(Exception):
-    """The contender does not support the row. All ranks raise it, with the same reason."""
+    """The contender does not support the row. All ranks must raise this, with the same reason."""
 
 
 Tensors = Sequence[torch.Tensor | None]
-#: ``make(specs, rank, sources, outs)``.
+#: ``make(specs, rank, sources, outs)`` returns a function that fills ``outs`` from ``sources``.
 MakeContender = Callable[[Sequence[TensorSpec], int, Tensors, Tensors], Callable[[], None]]
 
 
 def slices_of(spec: TensorSpec, layout: Any, rank: int) -> tuple[slice, ...]:
-    """The region of a rank's shard in the global tensor.
+    """The region of a rank's shard in the global tensor; empty if the rank has no shard.
 
     Raises:
-        NotApplicable: the shard has several regions.
+        NotApplicable: the shard consists of several boxes.
     """
     shards = spec.src_shards if layout is spec.src else spec.dst_shards
     boxes = [box for box, _ in shards.boxes_of(rank)]
@@ -39,6 +39,6 @@ def slices_of(spec: TensorSpec, layout: Any, rank: int) -> tuple[slice, ...]:
 
 
 def are_replicated(specs: Sequence[TensorSpec]) -> bool:
-    """Whether every rank of both layouts holds the whole tensor."""
+    """Whether all source and destination layouts are plain :class:`Layout` objects that replicate the whole tensor."""
     layouts = [layout for spec in specs for layout in (spec.src, spec.dst)]
     return all(isinstance(layout, Layout) and not any(layout.spec) for layout in layouts)

@@ -1,4 +1,4 @@
-"""Contenders built from torch alone: a Gloo broadcast, and DTensor with a broadcast."""
+"""Baselines that use only torch: a Gloo broadcast, and ``DTensor.full_tensor`` followed by a broadcast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reshard.sharding import Layout, TensorSpec
 
 
 class GlooBroadcast:
-    """Gloo's own ``broadcast`` from the first source rank to all destination ranks."""
+    """Broadcast each whole tensor with Gloo, from the first source rank to all destination ranks."""
 
     def __init__(self, specs: Sequence[TensorSpec], rank: int, sources: Tensors, outs: Tensors) -> None:
         if not are_replicated(specs):
@@ -39,7 +39,7 @@ class GlooBroadcast:
 
 
 class FullTensor:
-    """``DTensor.full_tensor()`` on the source mesh, broadcast to the destination ranks, then slice."""
+    """Gather with ``DTensor.full_tensor()`` on the source mesh, broadcast to the destination ranks, slice there."""
 
     def __init__(self, specs: Sequence[TensorSpec], rank: int, sources: Tensors, outs: Tensors) -> None:
         from torch.distributed.device_mesh import DeviceMesh

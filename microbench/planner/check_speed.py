@@ -1,7 +1,7 @@
 """Time :func:`reshard.check_plan` by number of messages: ``python -m microbench.planner.check_speed``.
 
-It reports the least CPU time of several repetitions. Each case runs in a separate process, so that peak memory belongs
-to the case. ``--reference`` times the reference checker of the tests, which replays messages one by one.
+The benchmark prints the lowest CPU time of several repetitions. Each measurement runs in a separate process, so that
+its peak memory is its own. ``--reference`` times the tests' reference checker, which replays messages one by one.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ STAGING_BYTES = 2**20
 
 
 def _few_ranks(strategy: str) -> Callable[[int], Plan]:
-    """From two ranks on one host to two replicas on each of two other hosts, in many chunks."""
+    """From two ranks on one host to two on each of two other hosts, which all get the whole tensor, in many chunks."""
 
     def make(messages: int) -> Plan:
         src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(4, first_rank=2))
         topology = Topology.uniform([0, 0, 1, 1, 2, 2])
-        shape = (max(1, messages // 32), 2**19)  # about 32 messages a row
+        shape = (max(1, messages // 32), 2**19)  # about 32 messages per row
         return plan_tensors(
             [TensorSpec(shape, "bfloat16", src, dst)], strategy=strategy, topology=topology, staging_bytes=STAGING_BYTES
         )
@@ -43,7 +43,7 @@ def _few_ranks(strategy: str) -> Callable[[int], Plan]:
 
 
 def _relays(messages: int) -> Plan:
-    """Rows to columns between two hosts of four ranks and three NICs; some data is staged on a rank of another NIC."""
+    """Rows to columns between two hosts of four ranks and three NICs. Some data is relayed by a rank on another NIC."""
     src, dst = Layout(Mesh.of(4), "S0 R"), Layout(Mesh.of(4, first_rank=4), "R S0")
     host = {"count": 1, "devices": 4, "nics": ["10 Gbit/s"] * 3}
     rows = min(max(1, messages // 20), 54_000)  # more rows would exceed the planner's chunk limit
@@ -54,7 +54,7 @@ def _relays(messages: int) -> Plan:
 
 
 def _small_boxes(messages: int) -> Plan:
-    """Two ranks to two others, cyclic rows to cyclic columns: every box has one element."""
+    """Cyclic rows on two ranks to cyclic columns on two other ranks, so that every box has one element."""
     side = 2 * max(1, math.isqrt(messages) // 2)
     src = Layout(Mesh.of(2, axes=["a"]), ((Strided("a", side // 2),),))
     dst = Layout(Mesh.of(2, first_rank=2, axes=["a"]), ((), (Strided("a", side // 2),)))
@@ -78,7 +78,7 @@ def _many_tensors(messages: int) -> Plan:
 
 
 def _regions(messages: int) -> Plan:
-    """Explicit regions laid out like bricks in a wall, to four ranks that need rows of it."""
+    """From explicit regions laid out like bricks in a wall to four ranks that need whole rows of the wall."""
     rows = 4 * max(1, math.isqrt(messages) // 4)
     bricks = [
         [(row, row + 1), (max(0, 2 * i - row % 2), min(2 * rows, 2 * i + 2 - row % 2))]
@@ -92,7 +92,7 @@ def _regions(messages: int) -> Plan:
 
 
 def _by_hand(start: np.ndarray, stop: np.ndarray, edges: list[tuple[int, int]], shape: tuple[int, ...]) -> Plan:
-    """A hand-made plan: rank 0 holds a tensor that rank 2 needs, and each box is one transfer along the edges."""
+    """A hand-made plan: rank 0 holds a tensor that rank 2 needs. Each box is one transfer along ``edges``."""
     num = len(start)
     transfers = Transfers(
         box_at=np.arange(num + 1),
@@ -105,27 +105,27 @@ def _by_hand(start: np.ndarray, stop: np.ndarray, edges: list[tuple[int, int]], 
         splits=np.ones((num, len(shape))),
         window=np.full(num, 4),
     )
-    # rank 1 is in the layout with an empty shard, so that it may relay
+    # rank 1 has an empty shard: only ranks of a layout may relay
     dst = RegionLayout({1: [], 2: [[(0, size) for size in shape]]}, ndim=len(shape))
     spec = TensorSpec(shape, "int8", Layout(Mesh.of(1)), dst)
     return Plan((spec,), Topology((0, 0, 0)), "by_hand", transfers)
 
 
 def _overlapping(messages: int) -> Plan:
-    """An invalid plan: all boxes contain the middle of the tensor."""
+    """An invalid plan: all boxes overlap at the center of the tensor."""
     reach = np.arange(1, messages + 1)
     start, stop = np.stack([messages - reach, messages - reach[::-1]], axis=1), np.full((messages, 2), 2 * messages)
     return _by_hand(start, np.minimum(stop, messages + reach[:, None]), [(0, 2)], (2 * messages, 2 * messages))
 
 
 def _staged_overlapping(messages: int) -> Plan:
-    """The invalid plan of :func:`_overlapping`, relayed by a rank that needs nothing."""
+    """The invalid plan of :func:`_overlapping`, relayed by a rank that needs no data."""
     plan = _overlapping(messages // 2)
     return _by_hand(plan.transfers.box_start, plan.transfers.box_stop, [(0, 1), (1, 2)], plan.tensors[0].shape)
 
 
 def _spiral(messages: int) -> Plan:
-    """A valid plan: concentric rings of four interlocking boxes, relayed by a rank that needs nothing."""
+    """A valid plan: concentric rings of four interlocking boxes each, relayed by a rank that needs no data."""
     num = max(1, messages // 8)
     side = 2 * num
     rings = np.arange(num)
@@ -160,7 +160,10 @@ CASES: dict[str, Callable[[int], Plan]] = {
 
 
 def check_case(name: str, messages: int, repeats: int, reference: str) -> tuple[float, int, int, str]:
-    """CPU seconds, messages of the plan, peak MiB of the process, and ``"valid"`` or the checker's error."""
+    """CPU seconds, number of messages, peak MiB of the process, and the checker's error or ``"valid"``.
+
+    ``reference`` is the folder to import the reference checker from; "" to time :func:`reshard.check_plan`.
+    """
     plan = CASES[name](messages)
     check: Callable[[Plan], None] = check_plan
     if reference:
@@ -185,9 +188,11 @@ def main() -> int:
         description=main.__doc__,
         epilog="example: python -m microbench.planner.check_speed --messages 10000 100000 --case multicast",
     )
-    parser.add_argument("--messages", type=int, nargs="+", default=[50_000], help="approximate messages (50000)")
-    parser.add_argument("--repeats", type=int, default=3, help="repetitions, of which the fastest counts (3)")
-    parser.add_argument("--case", action="append", help="run only cases with this text in the name; may be repeated")
+    parser.add_argument(
+        "--messages", type=int, nargs="+", default=[50_000], help="approximate numbers of messages (50000)"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions; the fastest one is printed (3)")
+    parser.add_argument("--case", action="append", help="run only cases whose name contains this text; may be repeated")
     parser.add_argument("--reference", action="store_true", help="time tests/support/reference_check.py instead")
     options = parser.parse_args()
     reference = str(Path(__file__).parents[2]) if options.reference else ""

@@ -1,7 +1,8 @@
-"""Overlap a transfer with a torch computation: ``python -m microbench.transfers.overlap``.
+"""Time a transfer that overlaps a torch computation: ``python -m microbench.transfers.overlap``.
 
-Two emulated hosts with one device each. Sender and receiver multiply matrices for as long as the transfer takes alone.
-The combined run calls ``mover.start`` before the computation and ``handle.wait`` after it.
+The transfer runs between two emulated hosts with one device each. Meanwhile sender and receiver multiply matrices. The
+number of multiplications is chosen so that they take as long as the transfer alone. The combined run calls
+``mover.start`` before the computation and ``handle.wait`` after it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SIDE = 256
 
 
 def measure(rank: int, report: Callable[[Any], None], mib: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each turn on this rank, for the transfer alone, the computation alone, and both together."""
+    """Seconds of each repetition on this rank, for the transfer alone, the computation alone, and both together."""
     src = reshard.Layout(reshard.Mesh.of(1))
     dst = reshard.Layout(reshard.Mesh.of(1, first_rank=1))
     rows = mib * 2**20 // 4096
@@ -65,15 +66,15 @@ def measure(rank: int, report: Callable[[Any], None], mib: int, repeats: int) ->
 
 
 def main() -> int:
-    """Print the three times, and the combined time over the longer of the other two."""
+    """Print the three times, and the ratio of the combined time to the longer of the other two."""
     parser = argparse.ArgumentParser(
         prog="python -m microbench.transfers.overlap",
         description=__doc__,
         epilog="example: python -m microbench.transfers.overlap --mib 256 --rate '2 Gbit/s'",
     )
     parser.add_argument("--mib", type=int, default=64, help="MiB to move (64)")
-    parser.add_argument("--rate", default="1 Gbit/s", help="rate of the link (1 Gbit/s)")
-    parser.add_argument("--repeats", type=int, default=7, help="timed turns of each measurement (7)")
+    parser.add_argument("--rate", default="1 Gbit/s", help="rate of the link between the hosts (1 Gbit/s)")
+    parser.add_argument("--repeats", type=int, default=7, help="repetitions of each measurement (7)")
     options = parser.parse_args()
     if not 1 <= options.mib <= 4096 or not 1 <= options.repeats <= 1000:
         parser.error("--mib must be 1 to 4096, --repeats 1 to 1000")

@@ -1,9 +1,9 @@
 """Fault-tolerant transfers: the surviving ranks find out which ranks are lost, and move the missing data.
 
-When its part of a transfer has ended, with or without an error, every rank reports its outcome in an agreement round.
-The round excludes ranks that are dead or do not respond. If a rank failed and ranks are lost, the surviving ranks make
-a plan for the missing data (see :mod:`reshard.planner.recovery`), execute it and hold another round. This repeats
-until no rank fails.
+Every rank reports its outcome in an agreement round once its part of a transfer has ended, with or without an error.
+The round excludes ranks that are dead or do not respond. If a rank reports an error and ranks are lost, the surviving
+ranks plan how to move the missing data (see :mod:`reshard.planner.recovery`), execute that plan and hold another round.
+They repeat this until no rank reports an error.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from reshard.planner.recovery import Arrived, find_missing, plan_remainder, view
 from reshard.runtime.cpu.executor import Tally
 from reshard.timeouts import check_wait_timeout
 
-#: Time that ranks wait for each other's outcome beyond the time limit of the transfer.
+#: Extra time after the time limit of the transfer in which ranks wait for each other's outcome.
 OUTCOME_SECONDS = 0.5
 
 
 class Recovery:
-    """One rank's view of a fault-tolerant transfer and of the attempts to complete it.
+    """State of a fault-tolerant transfer on one rank, and the attempts to complete it.
 
     Args:
         channel: the channel of the transfer.
         plan: the original plan.
         src, dst: this rank's arrays, one per tensor of the plan.
         lost: ranks that were lost before the transfer began.
-        options: of the call. Recovery plans ignore a strategy that is a function. With ``verify``, each attempt
-            is verified, and all data of a failed one is resent, because it was not verified.
+        options: options of the call. Recovery plans ignore a strategy that is a function. With ``verify``, each
+            attempt is verified. All data of a failed attempt is then sent again, because it was not verified.
         timeout_seconds: time limit of each attempt.
     """
 
@@ -73,7 +73,7 @@ class Recovery:
         self._original, self._src, self._dst = plan, src, dst
         self._strategy = None if callable(options.strategy) else options.strategy
         self.timeout_seconds, self._verify = timeout_seconds, options.verify
-        self._is_automatic = options.on_loss == "recover"  # without being asked
+        self._is_automatic = options.on_loss == "recover"  # else the caller must call recover()
         self._plan, self._pieces = plan, whole_tensors(plan)  # of the current attempt
         channel.transfers += 1
         self._name = f"transfer {channel.transfers} of ranks {format_ranks(channel.members)}"
@@ -85,11 +85,11 @@ class Recovery:
         Args:
             error: the error that ended this rank's part of the transfer, or None.
             tally: progress of this rank's part.
-            deadline: ``time.monotonic()`` after which a rank without a report counts as lost.
+            deadline: value of ``time.monotonic()``; a rank that has not reported by then counts as lost.
 
         Raises:
-            RankLostError: ranks are lost, and either no surviving rank holds some of the missing data, or recovery
-                is not automatic.
+            RankLostError: ranks are lost, and either some missing data is on no surviving rank, or recovery is not
+                automatic.
             ReshardError: the error of the transfer, if it failed and no rank is lost.
         """
         with calling(self._group):
@@ -129,7 +129,7 @@ class Recovery:
             self._complete(*self._run_attempt())
 
     def _exchange_outcomes(self, error: ReshardError | None, tally: Tally, deadline: float) -> dict[int, Any]:
-        """The outcome of each surviving rank. Updates the lost and the surviving ranks."""
+        """Return the outcome of each surviving rank. Update the sets of lost and surviving ranks."""
         outcome = asdict(tally) | {"failed": None if error is None else describe_error(error)}
         self._attempt += 1
         while True:
@@ -156,8 +156,8 @@ class Recovery:
             )
 
     def _run_attempt(self) -> tuple[ReshardError | None, Tally, float]:
-        """Execute this rank's part of the current plan; returns its error, its progress and the outcome deadline."""
-        # One timeout for the agreement of the Mover, one for its transfer.
+        """Execute this rank's part of the current plan. Return its error, its progress and the outcome deadline."""
+        # One timeout for the agreement of the Mover, and one for its transfer.
         deadline = time.monotonic() + 2 * self.timeout_seconds + OUTCOME_SECONDS
         tally = Tally()
         if self._group.rank not in self._plan.ranks:
@@ -179,7 +179,7 @@ def _gather_outcomes(channel: Channel, requests: list[Request]) -> Decision:
 
 
 class FaultTolerantHandle(Handle):
-    """A fault-tolerant transfer. Every rank must call :meth:`wait`, which exchanges the outcomes and recovers."""
+    """A fault-tolerant transfer. Every rank must call :meth:`wait`, which exchanges outcomes and recovers."""
 
     def __init__(self, inner: Handle, recovery: Recovery, finish: Callable[[], Any]) -> None:
         super().__init__(inner._channel, inner._generation, finish)
@@ -194,7 +194,7 @@ class FaultTolerantHandle(Handle):
         return self._inner.done()
 
     def wait(self, timeout_seconds: float | None = None) -> Any:
-        """As :meth:`Handle.wait`; then exchange outcomes with the other ranks, and recover if ranks are lost.
+        """Wait as :meth:`Handle.wait` does. Then exchange outcomes with the other ranks and recover if ranks are lost.
 
         Raises:
             RankLostError: see ``on_loss`` of :func:`reshard.reshard`.

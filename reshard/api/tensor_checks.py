@@ -11,10 +11,10 @@ import torch
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 
-#: Supported device types; all arrays of one transfer are on one type.
+#: Supported device types. All arrays of one transfer must have the same device type.
 DEVICE_TYPES = ("cpu", "cuda")
 
-#: ``max_work`` of ``np.shares_memory``, whose exact search is exponential for unusual strides.
+#: ``max_work`` for ``np.shares_memory``: its exact search can take exponential time for unusual strides.
 _MAX_WORK = 100_000
 
 
@@ -27,10 +27,10 @@ def check_array(
     rank: int,
     device_type: str = "cpu",
 ) -> torch.Tensor | None:
-    """Return the array if it matches this rank's shard.
+    """Return the array after checking that it matches this rank's shard; None if the rank has no shard.
 
     Args:
-        shape: shape of the shard; None if the rank has none and must pass None.
+        shape: shape of the shard; None if the rank has no shard, so ``array`` must be None.
         role: ``"the source"`` or ``"the destination"``, for the error.
         name: name of the tensor; None if the plan has one unnamed tensor.
 
@@ -60,20 +60,20 @@ def check_array(
 
 
 def detach_source(source: torch.Tensor | None) -> torch.Tensor | None:
-    """A source without autograd; a lazily conjugated or negated tensor is copied.
+    """Detach a source from autograd. A tensor with a lazy conjugation or negation is copied.
 
-    Call it after :func:`check_no_aliasing`, which must see the caller's own memory.
+    Call this function after :func:`check_no_aliasing`, because that check needs the caller's memory, not a copy.
     """
     return None if source is None else source.detach().resolve_conj().resolve_neg()
 
 
 def wait_for_collective(array: Any) -> Any:
-    """The result of an ``AsyncCollectiveTensor``, as tensor parallelism returns; any other array unchanged."""
+    """Wait for an ``AsyncCollectiveTensor``, such as tensor parallelism returns. Return other arrays as they are."""
     return array.trigger_wait() if hasattr(array, "trigger_wait") else array
 
 
 def check_movable(array: Any, what: str, rank: int) -> None:
-    """Raise ArgumentError unless the array is a dense torch tensor with storage on a supported, current device."""
+    """Raise ArgumentError unless the array is a dense torch tensor with storage, on the CPU or the current GPU."""
     if not isinstance(array, torch.Tensor):
         raise ArgumentError(f"{what}: rank {rank} passes {type(array).__name__}, not a torch tensor")
     if array.layout is not torch.strided or array.is_quantized:
@@ -122,7 +122,7 @@ def check_no_aliasing(
             raise ArgumentError(f"{what} is a conjugated or negated view; pass out.resolve_conj().resolve_neg()")
         outs.append((start, stop, array, what))
     outs.sort(key=lambda one: one[:2])
-    active: list[tuple[int, int, torch.Tensor, str]] = []  # earlier outs whose address range reaches the next one
+    active: list[tuple[int, int, torch.Tensor, str]] = []  # earlier outs whose address range overlaps the next one
     for out in outs:
         active = [other for other in active if other[1] > out[0]]
         for other in active:
@@ -135,7 +135,7 @@ def check_no_aliasing(
 
 
 def _may_share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two arrays have a byte in common; True if NumPy cannot decide within its work limit."""
+    """Whether two arrays share a byte; also True if NumPy reaches its work limit before it knows."""
     try:
         return np.shares_memory(_Strided(a), _Strided(b), max_work=_MAX_WORK)  # type: ignore[arg-type,call-overload]
     except np.exceptions.TooHardError:
@@ -143,7 +143,7 @@ def _may_share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _Strided:
-    """Address and strides of a tensor as a NumPy array interface; NumPy never reads the elements."""
+    """NumPy array interface with the address and strides of a tensor. NumPy never reads the elements."""
 
     def __init__(self, array: torch.Tensor) -> None:
         size = array.element_size()
@@ -157,13 +157,13 @@ class _Strided:
 
 
 def _address_range(array: torch.Tensor) -> tuple[int, int]:
-    """Addresses of the first byte of an array and of the byte after its last."""
+    """Address of the first byte of an array, and the address after its last byte."""
     last = sum((size - 1) * stride for size, stride in zip(array.shape, array.stride(), strict=True))
     return array.data_ptr(), array.data_ptr() + (last + 1) * array.element_size()
 
 
 def has_overlapping_elements(array: torch.Tensor) -> bool:
-    """Whether two elements may share memory: a stride is not larger than the span of all smaller strides."""
+    """Whether two elements may share memory: some stride does not exceed the span of all dims with smaller strides."""
     span = 0
     for stride, size in sorted(zip(array.stride(), array.shape, strict=True)):
         if size > 1:

@@ -1,4 +1,4 @@
-"""Layout pairs for the demo: those of the 2023 resharding study, and some that the systems it compared cannot do."""
+"""Layout pairs for the demo: those of the 2023 resharding study, and some that no system in the study supports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Case:
     """One pair of layouts.
 
     Attributes:
-        title: for people. devices_per_host: each host has this many consecutive ranks.
+        title: description to print. devices_per_host: number of consecutive ranks on each host.
     """
 
     name: str
@@ -25,14 +25,16 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks that the case needs, counted from rank 0."""
+        """Number of ranks that the case needs: the highest rank plus one."""
         return 1 + max(self.src.ranks + self.dst.ranks)
 
 
 def study_cases(divide: int = 1) -> list[Case]:
-    """The nine n-to-m cases of the 2023 cross-mesh resharding study (arXiv 2211.05322), each dim divided by ``divide``.
+    """The nine n-to-m cases of the 2023 cross-mesh resharding study (arXiv 2211.05322).
 
-    In the study's artifact, case 8 is the same as case 7. Here it is S0 R R -> R S1 R.
+    ``divide`` divides every dim of the study's tensors, to make them smaller.
+
+    The study's published code repeats case 7 as case 8. Case 8 is S0 R R -> R S1 R here.
     """
     table = [
         ("1", "2x4", "S0 R R", "2x4", "S0 R R"),
@@ -57,7 +59,7 @@ def study_cases(divide: int = 1) -> list[Case]:
 
 
 def hard_cases(rows: int = 512) -> list[Case]:
-    """Uneven, in-place, overlapping, empty and irregular layouts. ``rows`` scales the larger ones."""
+    """Uneven, in-place, overlapping, empty and irregular layouts. ``rows`` scales the larger tensors."""
     grid, four, three = Mesh.of("2x2"), Mesh.of("4"), Mesh.of("3")
     heads = 4 * (rows // 4)
     fused = RegionLayout(

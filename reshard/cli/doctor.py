@@ -1,4 +1,4 @@
-"""``torchrun ... -m reshard doctor``: finds what keeps the ranks of a job from resharding.
+"""``torchrun ... -m reshard doctor``: find problems that would prevent the ranks of a job from resharding.
 
 Every rank publishes its versions, interfaces and limits. The first rank of each host tries to connect to every other
 host. Rank 0 prints the problems.
@@ -26,8 +26,9 @@ from reshard.errors import ArgumentError, TransferTimeoutError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.timeouts import check_timeout
 
+#: Time limit of each test connection.
 CONNECT_SECONDS = 3.0
-#: Files that a process opens for each rank that it is connected to, over all groups.
+#: Estimate of the open files that a process needs per rank of the job, over all groups.
 FILES_PER_RANK = 16
 
 Facts = dict[str, Any]
@@ -37,11 +38,11 @@ def examine(timeout_seconds: float = 60.0) -> tuple[list[str], list[str]]:
     """Examine all ranks of a torchrun job. Every rank calls this.
 
     Returns:
-        ``(lines, problems)``: a description of the hosts, and what is wrong; the same on all ranks.
+        ``(lines, problems)``: a description of the hosts, and the problems. All ranks return the same.
 
     Raises:
-        ArgumentError: torchrun did not start this process, or its variables are wrong. TransferTimeoutError: ranks or
-            the store did not respond.
+        ArgumentError: torchrun did not start this process, or its environment variables are invalid.
+        TransferTimeoutError: ranks or the store did not respond.
     """
     timeout_seconds = check_timeout(timeout_seconds)
     store, rank, size = _connect(timeout_seconds)
@@ -61,7 +62,7 @@ def examine(timeout_seconds: float = 60.0) -> tuple[list[str], list[str]]:
 def _connect(timeout_seconds: float) -> tuple[dist.Store, int, int]:
     """``(store, rank, number of ranks)`` of a torchrun job.
 
-    It does not use torch's rendezvous, which waits for all ranks and does not name the missing ones.
+    This avoids the rendezvous of torch, which waits for all ranks and does not name missing ones.
     """
     absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if absent:
@@ -120,7 +121,7 @@ def find_facts(store: dist.Store) -> Facts:
 
 
 def _setting(name: str) -> str | None:
-    """A kernel setting; None if it does not exist."""
+    """The value of a kernel setting, or None if the setting does not exist."""
     try:
         return Path("/proc/sys", name).read_text().strip()
     except OSError:
@@ -132,7 +133,7 @@ def _listen(store: dist.Store) -> socket.socket:
 
 
 def _all_gather(store: dist.Store, what: str, value: Any, rank: int, size: int, timeout_seconds: float) -> list[Any]:
-    """The values of all ranks, in rank order."""
+    """Publish ``value`` under the key ``what``; return the values of all ranks, in rank order."""
     store.set(f"{what}/{rank}", json.dumps(value))
     deadline = time.monotonic() + timeout_seconds
     missing = set(range(size))
@@ -155,7 +156,7 @@ def _first_ranks(facts_by_rank: Sequence[Facts]) -> dict[str, int]:
 
 
 def _find_unreachable(facts_by_rank: Sequence[Facts], rank: int) -> list[tuple[int, int, str]]:
-    """``(rank, other rank, reason)`` for each host whose first rank this one cannot connect to.
+    """``(rank, other rank, reason)`` for each host whose first rank this rank cannot connect to.
 
     Empty unless this is the first rank of its own host.
     """
@@ -175,7 +176,7 @@ def _find_unreachable(facts_by_rank: Sequence[Facts], rank: int) -> list[tuple[i
 
 
 def describe(facts_by_rank: Sequence[Facts]) -> list[str]:
-    """A line for each host, then advice."""
+    """One line per host, then advice."""
     lines = []
     for host, first in _first_ranks(facts_by_rank).items():
         ranks = [rank for rank, facts in enumerate(facts_by_rank) if facts["host"] == host]
@@ -195,10 +196,11 @@ def describe(facts_by_rank: Sequence[Facts]) -> list[str]:
 
 
 def find_problems(facts_by_rank: Sequence[Facts], unreached: Sequence[tuple[int, int, str]]) -> list[str]:
-    """What would keep these ranks from resharding, each with a remedy.
+    """Problems that would prevent these ranks from resharding, each with a remedy.
 
     Args:
-        facts_by_rank: what :func:`find_facts` returned on each rank. unreached: ``(rank, other rank, reason)``.
+        facts_by_rank: the result of :func:`find_facts` on each rank.
+        unreached: ``(rank, other rank, reason)`` for each failed connection.
     """
     problems = []
     hosts = _first_ranks(facts_by_rank)
@@ -246,7 +248,7 @@ def _differences(versions: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def run_doctor(timeout_seconds: float = 60.0) -> int:
-    """Print the result on rank 0; returns 1 if there are problems."""
+    """Print the result on rank 0. Return the exit status: 1 if there are problems, else 0."""
     lines, problems = examine(timeout_seconds)
     if os.environ["RANK"] == "0":
         for line in lines:

@@ -1,4 +1,4 @@
-"""The plan checker: replays all messages of a plan on arrays, independently of the strategy that chose them."""
+"""The plan checker. It replays all messages of a plan on arrays and does not depend on the planning strategy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from reshard.plan.model import Plan, is_sound, mark_sound
 from reshard.ragged import hash_rows
 from reshard.sharding import find_overlapping
 
-#: Limit on the messages of a plan; the arrays of a larger one would take gigabytes.
+#: Limit on the messages of a plan, where each box of a message counts. Arrays of larger plans would take gigabytes.
 MAX_CHECKED = 2**24
-#: Limit on staged boxes that overlap other, different boxes staged by the same rank. They are replayed one by one.
+#: Limit on staged boxes that overlap different boxes staged by the same rank. The checker replays them one by one.
 MAX_REPLAYED = 2**13
+#: Limit on the total bytes of all messages, which must fit int64.
 _MOST_BYTES = 2**62
 
 
@@ -55,14 +56,17 @@ def check_plan(plan: Plan) -> None:
     Checked:
 
     * Each rank receives every element that it needs exactly once.
-    * The sender of a message has all of its data at that point, as a source or from messages in its ``after``.
+    * When a message is sent, its sender has all of its data, as a source or from messages in its ``after``.
     * Regions lie inside their tensors.
-    * Data that a rank neither holds nor needs never exceeds ``staging_bytes``, counted from arrival to the last message
-      that passes it on. A rank may receive such data again for later messages. Rounds, as on a GPU, also count packed
-      data: a Mover checks that on every rank before any data moves.
+    * The staged data of a rank, which it neither holds nor needs, never exceeds ``staging_bytes``. Data counts from its
+      arrival until the last message that forwards it. A rank may receive such data again for later messages.
+
+    The limit on staging does not include packed data. On a GPU, messages run in rounds, which also stage packed data;
+    a Mover checks that on every rank before any data moves.
 
     The cost is that of sorting the messages. Exactly-once delivery is checked by sums of random numbers, which miss a
-    fault with a probability below 2**-80; all other checks are exact.
+    fault with a probability below 2**-80. Equal staged boxes are found by two 64-bit hashes with random seeds. All
+    other checks are exact.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"check_plan needs a Plan, not {type(plan).__name__}")
@@ -134,10 +138,10 @@ def _check_bounds(parts: Parts) -> None:
 
 
 class _Replay:
-    """One replay of a plan. Faults are collected from all checks; the one in the first row is raised.
+    """One replay of a plan. The checks of rows collect faults, and the fault in the lowest row is raised.
 
-    ``_wanted`` marks rows whose receiver needs their box; it stages the boxes of other rows. ``_replaced_at`` is the
-    later row that brings the receiver a staged box again, or the number of rows.
+    ``_wanted`` marks the rows whose receiver needs their box. The receiver stages the boxes of all other rows.
+    ``_replaced_at`` is the later row that delivers a staged box to its receiver again, or the number of rows.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -192,7 +196,7 @@ class _Replay:
         )
 
     def _find_replaced(self, rows: np.ndarray) -> None:
-        """Find boxes that are staged again, and boxes that partly overlap others that their rank stages or needs."""
+        """Find boxes that a rank stages again. Report partial overlaps of boxes that it stages or needs."""
         if not len(rows):
             return
         parts = self._parts
@@ -200,7 +204,7 @@ class _Replay:
         where = parts.receiver[rows] * len(self._plan.tensors) + parts.tensor[piece]
         columns = np.concatenate([where[:, None], parts.start[piece], parts.stop[piece]], axis=1)
         first, second = (hash_rows(columns, secrets.randbits(63)) for _ in range(2))
-        order = np.lexsort((second, first))  # groups rows of the same box at the same rank, in the plan's order
+        order = np.lexsort((second, first))  # groups the rows of a box at a rank, in plan order
         again = (first[order[1:]] == first[order[:-1]]) & (second[order[1:]] == second[order[:-1]])
         self._replaced_at[rows[order[:-1][again]]] = rows[order[1:][again]]
         begins = np.concatenate([[True], ~again])
@@ -223,9 +227,10 @@ class _Replay:
             self._replay_staged(rows[found[box_of_staged]], where[found[box_of_staged]])
 
     def _needed_boxes(self, rows: np.ndarray, names: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Boxes that ranks need of tensors of which they also stage rows. No grids: see ``_find_wanted``.
+        """The boxes that the receivers of staged ``rows`` need of the same tensors.
 
-        ``names`` are numbers of (rank, tensor), ascending. Returns the index in ``names``, start and stop of each box.
+        Grid layouts are omitted, because ``_find_wanted`` checks them. ``names`` holds an ascending number for each
+        pair of a rank and a tensor. Returns the index in ``names``, the start and the stop of each box.
         """
         parts, num_tensors, ndim = self._parts, len(self._plan.tensors), self._parts.start.shape[1]
         found = [(np.zeros(0, dtype=np.int64), parts.start[:0], parts.stop[:0])]
@@ -244,7 +249,7 @@ class _Replay:
         return group, start, stop
 
     def _replay_staged(self, rows: np.ndarray, where: np.ndarray) -> None:
-        """Replay staged rows that overlap. A box that lies inside a staged one replaces it."""
+        """Replay staged rows that overlap. A new box that lies inside one staged box replaces it."""
         parts = self._parts
         if len(rows) > MAX_REPLAYED:
             raise PlanError(
@@ -314,7 +319,7 @@ class _Replay:
         self._faults.append((row, f"{parts.name(row)}: {text}"))
 
     def _check_cover(self) -> None:
-        """Compare the marks of the boxes that each rank receives with those of the boxes that it needs."""
+        """Compare the sum of marks over the boxes that each rank receives with the sum over those that it needs."""
         parts, marks = self._parts, Marks()
         ndim = np.array([spec.ndim for spec in self._plan.tensors], dtype=np.int64)
         of_piece = marks.of_boxes(parts.start, parts.stop, ndim[parts.tensor])

@@ -1,4 +1,4 @@
-"""All boxes of all messages of a plan as rows of arrays, for the plan checker."""
+"""Arrays with one row for each box of each message of a plan, for the plan checker."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from reshard.sharding import Shards, format_box
 class Parts:
     """One row per box of a message, in the plan's total order; the row number is the id of the box.
 
-    A piece is a box of a region, or a chunk of one. All rows that carry it along a tree share the piece.
+    A piece is a box of a region, or one chunk of such a box. A tree sends a piece in several messages; the rows of
+    these messages have the same piece.
 
     Attributes:
         tensor, start, stop, numel: tensor, bounds and number of elements of each piece.
         piece, message: for each row, its piece and its row in ``messages``. sender, receiver: the ranks of each row.
-        source: the row that brings the data to the sender, -1 if the sender holds it.
+        source: for each row, the row that delivers the data to the sender; -1 if the sender holds the data as a source.
     """
 
     plan: Plan
@@ -39,7 +40,7 @@ class Parts:
 
     @classmethod
     def of(cls, plan: Plan) -> Parts:
-        """The rows of a plan."""
+        """Make the rows of a plan."""
         transfers, messages = plan.transfers, tabulate_messages(plan)
         counts = transfers.num_chunks * transfers.num_boxes
         transfer = np.repeat(np.arange(len(transfers)), counts)
@@ -52,7 +53,7 @@ class Parts:
         within = np.arange(len(message)) - messages.id[message]
         source = messages.source[message]
         fed = source >= 0
-        # A source with fewer boxes is a fault that the checker reports later; until then, clamp to its last box.
+        # The checker later reports a source with fewer boxes. Here, clamp to its last box.
         last = num_boxes[source[fed]] - 1
         source[fed] = messages.id[source[fed]] + np.minimum(within[fed], last)
         return cls(
@@ -85,19 +86,22 @@ class Parts:
         return f"message {row}: {format_box([*zip(start, stop, strict=True)])}"
 
     def rows_to(self, rank: int, tensor: int) -> np.ndarray:
-        """Rows that bring boxes of one tensor to a rank."""
+        """Rows that deliver boxes of one tensor to a rank."""
         rows = np.flatnonzero(self.receiver == rank)
         return rows[self.tensor[self.piece[rows]] == tensor]
 
     def shared(self, rows: np.ndarray, row: int) -> np.ndarray:
-        """``(rows,)`` elements that each of ``rows`` shares with ``row``; all are of one tensor."""
+        """``(rows,)`` number of elements that each of ``rows`` shares with ``row``. All rows must be of one tensor."""
         a, b = self.piece[rows], self.piece[row]
         size = np.minimum(self.stop[a], self.stop[b]) - np.maximum(self.start[a], self.start[b])
         return np.maximum(size, 0).prod(axis=1, dtype=np.int64)
 
 
 class Sides:
-    """The :class:`Owners` of all tensors on one side, ``"src"`` or ``"dst"``; equal shapes and layouts share one."""
+    """The :class:`Owners` of all tensors on one side, ``"src"`` or ``"dst"``.
+
+    Tensors with equal shapes and layouts share one Owners.
+    """
 
     def __init__(self, plan: Plan, side: str) -> None:
         number: dict[object, int] = {}
@@ -116,7 +120,7 @@ class Sides:
         self._kinds = kinds
 
     def split(self, parts: Parts, rows: np.ndarray) -> Iterator[tuple[Owners, Sequence[int], np.ndarray]]:
-        """Each Owners with the tensors that it covers, and those of ``rows`` that belong to them, in order."""
+        """Yield each Owners, its tensors, and the members of ``rows`` that are of these tensors, in their order."""
         kinds = self._kinds[parts.tensor[parts.piece[rows]]]
         order = np.argsort(kinds, kind="stable")
         ends = np.cumsum(np.bincount(kinds, minlength=len(self.owners)))
@@ -126,6 +130,6 @@ class Sides:
 
 
 def boxes_of(parts: Parts, rows: np.ndarray, ndim: int) -> tuple[np.ndarray, np.ndarray]:
-    """``(start, stop)`` of rows, each ``(rows, ndim)``."""
+    """``(start, stop)`` of the boxes of ``rows``, each ``(rows, ndim)``."""
     piece = parts.piece[rows]
     return parts.start[piece, :ndim], parts.stop[piece, :ndim]

@@ -1,4 +1,4 @@
-"""A plan as a graph of hops: which edge of which tree waits for which."""
+"""A plan as a graph: its nodes are hops (edges of trees), and its edges say which hop waits for which."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ if TYPE_CHECKING:
 
 
 def plan_to_networkx(plan: Plan) -> nx.DiGraph:
-    """The hops of a plan and the order among them, as a ``networkx.DiGraph``.
+    """Convert a plan to a ``networkx.DiGraph`` of its hops and the dependencies between them.
 
     A node is one hop, ``(transfer, sender, receiver)``. Node attributes:
 
-    * ``nbytes``: bytes of the hop, over all its chunks; ``num_chunks``: into how many chunks they are cut.
+    * ``nbytes``: bytes of the hop, summed over its chunks.
+    * ``num_chunks``: number of chunks.
     * ``crosses_hosts``: whether sender and receiver are on different hosts.
 
-    Edges point from a hop to a later one. Edge attribute ``reason``: "data" (the hop brings the data to the sender of
-    the later one, chunk by chunk) or "order" (the later transfer starts when this one has finished).
+    An edge points from a hop to a later hop that depends on it. Edge attribute ``reason``:
 
-    Copies within a rank are left out. The graph has no cycle, because a transfer can only come after an earlier one.
+    * "data": the earlier hop brings the data to the sender of the later hop, chunk by chunk.
+    * "order": the later transfer starts when the earlier transfer has finished.
+
+    The graph omits copies within a rank. It has no cycles, because a transfer waits only for earlier transfers.
     """
     import networkx as nx
 
     transfers, host = plan.transfers, plan.topology.host_by_rank
     graph = nx.DiGraph()
-    last: list[tuple[int, int, int] | None] = []  # of each transfer, its last hop
+    last: list[tuple[int, int, int] | None] = []  # last hop of each transfer; None if it only copies
     for transfer in range(len(transfers)):
         brought: dict[int, tuple[int, int, int]] = {}
         source = int(transfers.source[transfer])

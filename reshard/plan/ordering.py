@@ -1,4 +1,4 @@
-"""The order between messages of different ranks that a plan requires; each rank orders its own messages itself."""
+"""Order constraints between transfers that ranks must enforce by waiting for each other."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from reshard.plan.model import Plan
 class Waits:
     """Order constraints between transfers that ranks enforce. All arrays have one entry per constraint.
 
-    Some constraints are left out. Transfers between the same two ranks share a connection, which keeps their order.
-    Copies inside a rank use no link. If no rank on either host of ``later`` observes the end of ``earlier``, nothing
-    enforces the constraint; the plan relies on its expected times.
+    These constraints of a plan are left out:
+
+    * ``earlier`` brings the data of ``later``: the sender waits for its data in any case.
+    * Both transfers have the same sender and the same receiver: their connection keeps the order.
+    * ``earlier`` is a copy inside a rank: it uses no link.
+    * No rank on either host of ``later`` observes the end of ``earlier``: nothing enforces the order, and the plan
+      relies on its expected times.
 
     Attributes:
         later, earlier: transfer ``later`` starts after transfer ``earlier`` has ended.
-        waiter: the end of ``later`` that waits, its sender or its receiver.
-        actor: the rank that observes the end of ``earlier``; it is on the waiter's host and may be the waiter itself.
-        is_sent: bool, True if the actor is the sender of ``earlier``, which has finished its send; False if it is the
-            receiver, which has the data.
+        waiter: the rank that waits: the sender or the receiver of ``later``.
+        actor: the rank that observes the end of ``earlier``. It is on the waiter's host and may be the waiter itself.
+        is_sent: bool. True: the actor is the sender of ``earlier``, whose end is its completed send. False: the actor
+            is the receiver, and the end is its completed receive.
     """
 
     later: np.ndarray
@@ -33,7 +37,7 @@ class Waits:
 
 
 def find_turns(plan: Plan) -> np.ndarray:
-    """``(transfers,)`` bool: whether the receiver of a transfer waits until a transfer of another rank has ended."""
+    """``(transfers,)`` bool: whether the receiver of a transfer waits for another transfer into its host to end."""
     waits = find_waits(plan)
     receiver = plan.transfers.receiver[plan.transfers.edge_at[:-1]]
     found = np.zeros(len(plan.transfers), dtype=bool)
@@ -46,7 +50,7 @@ def find_waits(plan: Plan) -> Waits:
     transfers = plan.transfers
     later = np.repeat(np.arange(len(transfers)), np.diff(transfers.after_at))
     earlier = transfers.after
-    order = earlier != transfers.source[later]  # a receive of the data is waited for anyway
+    order = earlier != transfers.source[later]  # the sender waits for its data in any case
     later, earlier = later[order], earlier[order]
     first = transfers.edge_at[:-1]
     host = plan.topology.host_by_rank

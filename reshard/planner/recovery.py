@@ -1,6 +1,6 @@
-"""Recovery plans: what the surviving ranks still miss after ranks are lost, and a plan that delivers it.
+"""Recovery plans: find what the surviving ranks still miss after ranks are lost, and plan how to deliver it.
 
-Pure functions without communication: all survivors derive the same plan from the progress of each of them.
+These functions do not communicate. Every survivor passes the progress of all survivors and gets the same plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class Arrived:
-    """Progress of one rank: whether its local copies are done, and how many of its receives, in order, completed."""
+    """Progress of one rank: whether its local copies are done, and how many receives it completed, in plan order."""
 
     copied: bool = False
     received: int = 0
@@ -31,7 +31,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of one tensor, in global indices, and the ranks that need it and do not have it."""
+    """A box of one tensor, in global indices, and the ranks that need the box and do not have it."""
 
     tensor: int
     start: tuple[int, ...]
@@ -40,23 +40,24 @@ class Piece:
 
 
 def whole_tensors(plan: Plan) -> list[Piece]:
-    """One piece per tensor of a plan, which covers the whole tensor."""
+    """One piece per tensor of a plan. Each piece covers its whole tensor."""
     return [Piece(i, (0,) * spec.ndim, spec.shape) for i, spec in enumerate(plan.tensors)]
 
 
 def find_missing(
     plan: Plan, pieces: Sequence[Piece], arrived: Mapping[int, Arrived], ranks: Iterable[int]
 ) -> list[Piece]:
-    """The pieces that ``ranks`` still miss of an interrupted plan.
+    """Find the pieces that an interrupted plan has not delivered to ``ranks``.
 
     Args:
         plan: the interrupted plan.
-        pieces: the piece that each tensor of ``plan`` stands for.
+        pieces: for each tensor of ``plan``, the piece of an original tensor that it moves. A recovery plan moves the
+            pieces of :func:`plan_remainder`, and the original plan those of :func:`whole_tensors`.
         arrived: progress by rank; a rank without an entry has received nothing.
         ranks: the surviving ranks.
 
     Returns:
-        The missing pieces. Neighbouring chunks of a region that the same ranks miss form one piece.
+        The missing pieces. Neighboring chunks of a region form one piece if the same ranks miss them.
     """
     missing: dict[tuple[int, tuple[int, ...], tuple[int, ...]], set[int]] = {}
     place_of: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, int, int]] = {}
@@ -99,21 +100,21 @@ def find_missing(
 def plan_remainder(
     pieces: Sequence[Piece], plan: Plan, ranks: Iterable[int], lost: Iterable[int], strategy: str | None = None
 ) -> tuple[Plan, list[Piece]]:
-    """A plan over the surviving ranks that sends each piece to the ranks that miss it, one tensor per piece.
+    """Plan how surviving ranks send each piece to the ranks that miss it. The plan has one tensor per piece.
 
     Args:
         pieces: all missing pieces, at least one.
         plan: the original plan, whose layouts define which ranks hold what.
         ranks: the surviving ranks.
         lost: the lost ranks.
-        strategy: the name of a strategy; None is "auto".
+        strategy: the name of a strategy; None means "auto".
 
     Returns:
-        The plan, and the piece that each of its tensors stands for. A piece that no single rank holds is cut into
+        The plan, and the piece that each of its tensors moves. If no rank holds all of a piece, the piece is cut into
         smaller ones.
 
     Raises:
-        RankLostError: no surviving rank holds some of the pieces; the error names their regions.
+        RankLostError: for some piece, no surviving rank holds it. The error names the regions of all such pieces.
     """
     survivors, cut = sorted(ranks), list(pieces)
     while True:
@@ -151,7 +152,7 @@ def view_pieces(
     src: Sequence[torch.Tensor | None],
     dst: Sequence[torch.Tensor | None],
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-    """Views of one rank's arrays: the source and the destination of each piece, or None.
+    """The source and the destination of each piece, as views of one rank's arrays; None if the rank has no part in it.
 
     Args:
         remainder, pieces: the result of :func:`plan_remainder`.
@@ -180,7 +181,7 @@ def view_pieces(
 def find_boxes(
     shards: Shards, rank: int, boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> list[tuple[slice, ...] | None]:
-    """Slices of the rank's local array for each box ``(start, stop)``; None if it does not hold all of the box."""
+    """Slices of the rank's local array for each box ``(start, stop)``; None if the array lacks a part of the box."""
     ndim = len(shards.shape)
     if rank not in shards.layout.ranks:
         return [None] * len(boxes)
@@ -189,7 +190,7 @@ def find_boxes(
 
 
 def _needed(plan: Plan, rank: int, boxes: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> list[bool]:
-    """Whether each box belongs to the destination shard of the rank; it only forwards the others."""
+    """Whether each box belongs to the destination shard of the rank. The rank only forwards the other boxes."""
     needed = [False] * len(boxes)
     for tensor in {box[0] for box in boxes}:
         own = [i for i, box in enumerate(boxes) if box[0] == tensor]
@@ -200,7 +201,7 @@ def _needed(plan: Plan, rank: int, boxes: Sequence[tuple[int, tuple[int, ...], t
 
 
 def _join(first: Piece, second: Piece) -> Piece | None:
-    """The union of two pieces if it is one box and the same ranks miss both; else None."""
+    """The union of two pieces if it is one box and the same ranks miss both pieces; otherwise None."""
     if (first.tensor, first.missing) != (second.tensor, second.missing):
         return None
     different = [
@@ -212,7 +213,7 @@ def _join(first: Piece, second: Piece) -> Piece | None:
 
 
 def _by_tensor(pieces: Sequence[Piece]) -> dict[int, list[int]]:
-    """Indices of the pieces of each tensor."""
+    """Indices of pieces, by tensor."""
     found: dict[int, list[int]] = {}
     for number, piece in enumerate(pieces):
         found.setdefault(piece.tensor, []).append(number)
@@ -220,7 +221,7 @@ def _by_tensor(pieces: Sequence[Piece]) -> dict[int, list[int]]:
 
 
 def _ends(pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
-    """``(pieces, ndim)`` starts and stops of at least one piece, all of the same tensor."""
+    """Starts and stops of pieces, each ``(pieces, ndim)``. There is at least one piece, and all are of one tensor."""
     shape = len(pieces), len(pieces[0].start)
     start, stop = ([getattr(piece, name) for piece in pieces] for name in ("start", "stop"))
     return np.array(start, dtype=np.int64).reshape(shape), np.array(stop, dtype=np.int64).reshape(shape)
@@ -229,7 +230,7 @@ def _ends(pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
 def _find_holders(
     cut: Sequence[Piece], plan: Plan, survivors: Sequence[int], missing: Sequence[Piece]
 ) -> list[list[int]]:
-    """The ranks that hold all of each piece: in the source shard, or in the destination shard if they miss no part."""
+    """For each piece, the ranks that hold all of it: in the source shard, or in a destination shard that has it all."""
     holders: list[list[int]] = [[] for _ in cut]
     missing_of = _by_tensor(missing)
     for tensor, numbers in _by_tensor(cut).items():
@@ -255,7 +256,7 @@ def _overlap(a: Piece, b: Piece) -> bool:
 
 
 def _cut(piece: Piece, missing: Sequence[Piece]) -> list[Piece]:
-    """The piece cut in two at a start or stop of a missing piece that lies inside it, or the whole piece."""
+    """Cut a piece in two where a missing piece starts or stops inside it. Without such a place, return it whole."""
     for other in missing:
         if _overlap(piece, other):
             for d, (start, stop) in enumerate(zip(piece.start, piece.stop, strict=True)):

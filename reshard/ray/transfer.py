@@ -1,4 +1,4 @@
-"""The driver's calls: move arrays between meshes of actors, and run a function on actors."""
+"""Calls for the driver: move arrays between meshes of actors, and run a function on actors."""
 
 from __future__ import annotations
 
@@ -37,23 +37,26 @@ def reshard(
 
     Args:
         array: an array on ``src_mesh``, or ``{name: array}`` for several arrays in one plan.
+        src_mesh: the mesh that holds the arrays.
         dst_mesh: the mesh of the result; may be ``src_mesh``.
         dst_spec: how ``dst_mesh`` shards the result, in any notation of :class:`~reshard.Layout`, or ``{name: ...}``;
             replicated if omitted.
-        dst_dtype: dtype of the result, see :func:`reshard.reshard`, or ``{name: ...}``; that of the source if omitted.
+        dst_dtype: dtype of the result, as for :func:`reshard.reshard`, or ``{name: ...}``; the source dtype if omitted.
+        topology: the network. Its ranks are those of ``src_mesh``, then those of ``dst_mesh`` if that is another mesh.
+            If omitted, each Ray node is a host.
         strategy, staging_bytes, verify: as for :func:`reshard.reshard`.
-        timeout_seconds: limit for the rendezvous of the ranks, and for the transfer.
-        on_loss: ``"raise"``, or ``"recover"``: if actors die, the others complete the transfer among themselves, and
-            ``lost`` of the result names the ranks whose shards it lacks. An actor that does not respond within the
-            timeout counts as dead.
-        topology: hosts of the ranks, first those of ``src_mesh``, then those of ``dst_mesh``; by node if omitted.
+        timeout_seconds: time limit of the rendezvous, and again of the transfer.
+        on_loss: ``"raise"`` or ``"recover"``. With ``"recover"``, if actors die, the others complete the transfer among
+            themselves. ``lost`` of the result then contains the ranks whose shards are missing. An actor that does not
+            respond within the timeout counts as dead.
 
     Returns:
         A new :class:`ShardedArray`, or ``{name: ...}``; the source is unchanged.
 
     Raises:
-        ReshardError: an error of a rank. RemoteError: an actor died; the text names it. RankLostError: with
-            ``"recover"``, no other actor holds the data of one that died.
+        ReshardError: a rank raised it.
+        RemoteError: an actor died; the text names it.
+        RankLostError: with ``"recover"``, some data of a dead actor is on no other actor.
     """
     timeout_seconds = check_timeout(timeout_seconds)
     if on_loss not in ("raise", "recover"):
@@ -109,7 +112,7 @@ def reshard(
 
 
 def _by_name(given: Any, arrays: Mapping[Any, ShardedArray], what: str) -> dict[Any, Any]:
-    """A value for each array, from one value for all or from ``{name: value}``."""
+    """Return ``{name: value}`` for all arrays. ``given`` is such a dict, or one value for all arrays."""
     named = {**given} if isinstance(given, Mapping) else dict.fromkeys(arrays, given)
     if set(named) != set(arrays):
         raise ArgumentError(f"{what} {compare_names(named, arrays)}; there are {len(arrays)} arrays")
@@ -121,19 +124,21 @@ def run(
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on every actor, inside a ``torch.distributed`` world (Gloo) of all actors.
 
-    This starts the pipeline engine on Ray: use one mesh per stage and create an :class:`Engine` in the function.
+    To run a pipeline on Ray, pass one mesh per stage and create an :class:`Engine` in the function.
 
     Args:
-        meshes: ranks are numbered over the meshes in this order. function: its result must be picklable.
-        args: a :class:`ShardedArray`, also inside a dict, list or tuple, is replaced by the actor's own shard (not a
-            copy), or by None on an actor without one.
-        timeout_seconds: limit for all actors to return.
+        meshes: the meshes. Ranks are numbered in this order.
+        function: must return a picklable value.
+        args: further arguments of the function. In place of a :class:`ShardedArray`, also inside a dict, list or tuple,
+            each actor gets its own shard (not a copy), or None if it has no shard.
+        timeout_seconds: time within which all actors must return.
 
     Returns:
         The results in rank order.
 
     Raises:
-        ReshardError: an error of a rank. RemoteError: the function raised, or an actor died; the text names it.
+        ReshardError: a rank raised it.
+        RemoteError: the function raised another exception, or an actor died; the text names the actor.
     """
     check_timeout(timeout_seconds)
     if isinstance(meshes, ActorMesh) or not all(isinstance(mesh, ActorMesh) for mesh in meshes) or not meshes:

@@ -1,6 +1,6 @@
-"""Schedules as values.
+"""Pipeline schedules as immutable values.
 
-A schedule has one row of actions per pipeline rank. A row computes one stage or several, on the same devices.
+A schedule has one row of actions per pipeline rank. All stages of a row run on the same devices.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Kind(enum.StrEnum):
     """What an action does.
 
     ``F`` is a forward and ``B`` a whole backward. A split backward is an input-gradient pass ``I`` and, later, a
-    weight-gradient pass ``W``. The others are one end of a transfer.
+    weight-gradient pass ``W``. Every other kind is one end of a transfer.
     """
 
     F = "F"
     B = "B"
-    I = "I"  # noqa: E741 its name in zero-bubble schedules
+    I = "I"  # noqa: E741 the usual name in zero-bubble schedules
     W = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
@@ -33,20 +33,21 @@ class Kind(enum.StrEnum):
 
     @property
     def is_transfer(self) -> bool:
-        """Whether it is one end of a transfer."""
+        """Whether the action is one end of a transfer."""
         return self in _TRANSFERS
 
     @property
     def is_send(self) -> bool:
-        """Whether it is the sender's end of a transfer."""
+        """Whether the action is the sender's end of a transfer."""
         return self in (Kind.SEND_F, Kind.SEND_B)
 
 
-#: Most actions of a schedule. Parsers and builders refuse more.
+#: Maximum number of actions in a schedule. Parsers and builders reject larger schedules.
 MOST_ACTIONS = 1_000_000
+#: Maximum length of the name of a schedule.
 MOST_NAME = 100
 _TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
-#: Change in the number of microbatches in flight, that is, begun and not finished.
+#: Change in the number of microbatches in flight: those whose forward has run and whose backward has not.
 _IN_FLIGHT_CHANGE = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
 
 
@@ -55,10 +56,10 @@ class Action:
     """One action of a row: compute one microbatch of a stage, or start one end of a transfer.
 
     ``other`` is the stage at the other end of a transfer. Transfers run in the background: a row never waits for a
-    send, and waits for a receive at the computation that needs it. If ``blocks`` is set, the row waits for the transfer
-    at once; it starts when both ends are posted.
+    send. It waits for a receive before the computation that needs the data. If ``blocks`` is set, the row waits for the
+    transfer immediately; such a transfer starts when both ends are posted.
 
-    Printed as ``0F3``, ``0SEND_F3>1`` or ``1RECV_F3<0``, followed by ``!`` if it blocks.
+    The text form is ``0F3``, ``0SEND_F3>1`` or ``1RECV_F3<0``, followed by ``!`` if it blocks.
     """
 
     kind: Kind
@@ -95,7 +96,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """One direction of an edge. Its transfers run one after the other, in the order in which both ends post them."""
+    """One direction of an edge between stages. Its transfers run one at a time, in the order that both ends use."""
 
     sender: int
     receiver: int
@@ -145,7 +146,7 @@ class Schedule:
         return len(self.row_of_stage)
 
     def renamed(self, suffix: str) -> str:
-        """The name with a suffix, shortened to at most 100 characters."""
+        """The name and a suffix. The name is cut so that both have at most :data:`MOST_NAME` characters."""
         return self.name[: MOST_NAME - len(suffix)].rstrip() + suffix
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
@@ -155,7 +156,7 @@ class Schedule:
 
     @cached_property
     def named_stages(self) -> tuple[int, int]:
-        """The lowest and the highest stage that any action names.
+        """The lowest and the highest stage that any action names. Stage 0 always counts as named.
 
         Raises:
             ScheduleError: a transfer names no stage at its other end.
@@ -170,10 +171,10 @@ class Schedule:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """For each stage, the most microbatches in flight at once.
+        """For each stage, the maximum number of microbatches in flight.
 
         Raises:
-            ScheduleError: an action names a stage that does not exist.
+            ScheduleError: an action names a stage that does not exist, or a transfer names no other stage.
         """
         _check_stages(self)
         now, most = [0] * self.num_stages, [0] * self.num_stages
@@ -183,7 +184,11 @@ class Schedule:
         return tuple(most)
 
     def peak_bytes(self, pipeline: Pipeline) -> tuple[int, ...]:
-        """For each row, the most bytes of activations that a device keeps at once."""
+        """For each row, the peak bytes of activations on a device.
+
+        Raises:
+            ArgumentError, ScheduleError: see :func:`check_fits`.
+        """
         check_fits(self, pipeline)
         now, most = [0] * len(self.rows), [0] * len(self.rows)
         for row, action in self:
@@ -192,7 +197,7 @@ class Schedule:
         return tuple(most)
 
     def __str__(self) -> str:
-        """A header line and one line per row; :func:`~reshard.scheduler.parse_schedule` reads it."""
+        """A header line and one line per row; :func:`~reshard.scheduler.parse_schedule` parses this text."""
         rows = " ".join(map(str, self.row_of_stage))
         lines = [f"{self.name}: {self.num_microbatches} microbatches, stages on rows {rows}"]
         lines += [f"{row}: {' '.join(map(str, actions))}".rstrip() for row, actions in enumerate(self.rows)]
@@ -200,11 +205,11 @@ class Schedule:
 
 
 def check_fits(schedule: object, pipeline: object) -> None:
-    """Raise unless the schedule has the stages of the pipeline.
+    """Raise unless the schedule has as many stages as the pipeline and names only those.
 
     Raises:
         ArgumentError: an argument has the wrong type.
-        ScheduleError: the schedule was made for a pipeline with other stages.
+        ScheduleError: the numbers of stages differ, or an action names a stage that does not exist.
     """
     check_pipeline(pipeline)
     if not isinstance(schedule, Schedule):

@@ -1,4 +1,4 @@
-"""Simulate a schedule: rows compute in order, and transfers share links."""
+"""Simulate a schedule: each row computes its actions in order, and transfers share links."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from ..graph import Loads, Pipeline
 from ..ir.schedule import Action, Channel, Kind, Schedule, check_fits
 from .dependencies import describe_cycle
 
-#: Relative tolerance: events closer together than this happen at the same time.
+#: Relative tolerance of times and of transferred shares: smaller differences are rounding errors.
 _TOLERANCE = 1e-12
 
 
 @dataclass(frozen=True)
 class Span:
-    """One action of a row, in seconds. ``exposed_seconds`` is how long the row waited before it for transfers alone."""
+    """One action of a row, in seconds.
+
+    ``exposed_seconds`` is the time that the row was idle, before a computation or in a blocking transfer, although the
+    data was already computed: it waited only for transfers.
+    """
 
     row: int
     action: Action
@@ -30,7 +34,7 @@ class Span:
 
 @dataclass(frozen=True)
 class StageTransfer:
-    """One transfer, in seconds: ``ready`` when its data was computed, ``start`` when it began, ``end`` on arrival."""
+    """One transfer. Times in seconds: its data was computed at ``ready``, and it moved from ``start`` to ``end``."""
 
     channel: Channel
     microbatch: int
@@ -44,8 +48,8 @@ class PipelineTimeline:
     """Start and end times of a schedule.
 
     Attributes:
-        spans: computations, and waits of transfers that block, by start time.
-        transfers: transfers, by start time.
+        spans: computations and blocking transfers of all rows, sorted by start time.
+        transfers: all transfers, sorted by start time.
     """
 
     spans: tuple[Span, ...]
@@ -62,7 +66,7 @@ class PipelineTimeline:
             raise ArgumentError(f"the timeline has no row {row!r}, only {sorted(rows)}")
 
     def exposed_seconds(self, row: int) -> float:
-        """How long a row was idle because transfers of data that was already computed had not arrived."""
+        """How long a row was idle and waited only for transfers, whose data was already computed."""
         self._check_row(row)
         return sum(span.exposed_seconds for span in self.spans if span.row == row)
 
@@ -75,13 +79,13 @@ class PipelineTimeline:
 def simulate(schedule: Schedule, pipeline: Pipeline) -> PipelineTimeline:
     """Predict when each action starts and ends.
 
-    A row does one computation at a time, in order, and each waits for the transfers of its inputs. A transfer starts
-    once both ends have posted it and earlier transfers of its channel have ended. Transfers on shared links progress at
-    max-min fair rates.
+    A row does one computation at a time, in order. Each computation waits for the transfers of its inputs. A transfer
+    starts once both ends have posted it and the earlier transfers of its channel have ended. Transfers that share links
+    progress at max-min fair rates.
 
     Raises:
-        ScheduleError: the schedule deadlocks, or both ends of a channel use different orders. The message shows the
-            position of every row.
+        ScheduleError: the schedule deadlocks, or the two ends of a channel post its transfers in different orders. The
+            error text shows the position of every row.
     """
     check_fits(schedule, pipeline)
     return _Replay(schedule, pipeline).run()
@@ -92,13 +96,15 @@ class ChannelState:
     """The transfers of one channel, in the order in which its ends posted them.
 
     Attributes:
-        seconds: duration of a transfer alone.
-        sent: (microbatch, time when its data was computed) of each send posted.
-        received: microbatch of each receive posted.
+        seconds: duration of a transfer without contention.
+        loads: busy time of each link in one transfer.
+        sent: ``(microbatch, time when its data was computed)`` of each posted send.
+        received: microbatch of each posted receive.
         at: index of the first transfer that has not ended.
-        remaining: share of the current transfer still to move, from 1 to 0; None between transfers.
-        rate: speed of the current transfer relative to a transfer alone.
-        arrived: microbatch -> arrival time.
+        remaining: fraction of the current transfer still to move, from 1 to 0; None between transfers.
+        started: start time of the current transfer.
+        rate: speed of the current transfer relative to its speed without contention.
+        arrived: arrival time by microbatch.
     """
 
     channel: Channel
@@ -114,7 +120,7 @@ class ChannelState:
 
     @cached_property
     def link_shares(self) -> dict[str, float]:
-        """Share of each link that a transfer uses at full rate."""
+        """Fraction of each link's capacity that a transfer uses at rate 1."""
         link_shares: dict[str, float] = {}
         for link, busy in self.loads:
             if busy:
@@ -123,7 +129,7 @@ class ChannelState:
 
     @property
     def seconds_remaining(self) -> float:
-        """Time to the end of the current transfer at its current rate."""
+        """Time until the current transfer ends at its current rate; infinite if nothing moves."""
         return math.inf if self.remaining is None or not self.rate else self.remaining * self.seconds / self.rate
 
     def begin(self, now: float) -> None:
@@ -146,7 +152,7 @@ class ChannelState:
 
 
 def make_channel_states(pipeline: Pipeline) -> dict[Channel, ChannelState]:
-    """Empty states of both channels of every edge."""
+    """Initial states of the forward and the backward channel of every edge."""
     states = {}
     for edge in pipeline.edges:
         forward, backward = Channel(edge.src, edge.dst, True), Channel(edge.dst, edge.src, False)
@@ -156,12 +162,14 @@ def make_channel_states(pipeline: Pipeline) -> dict[Channel, ChannelState]:
 
 
 class _Replay:
+    """The state of one simulation. ``at`` is the index of each row's current action."""
+
     def __init__(self, schedule: Schedule, pipeline: Pipeline) -> None:
         self.schedule, self.pipeline = schedule, pipeline
         self.at = [0] * len(schedule.rows)
         self.until: list[float | None] = [None] * len(schedule.rows)  # end of each row's current computation
         self.idle_since = [0.0] * len(schedule.rows)
-        self.posted = [False] * len(schedule.rows)  # whether the row has posted the blocking transfer it is at
+        self.posted = [False] * len(schedule.rows)  # whether the row has posted its current, blocking transfer
         self.done: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, microbatch) -> end time
         self.channels = make_channel_states(pipeline)
         self.spans: list[Span] = []
@@ -197,7 +205,7 @@ class _Replay:
         )
 
     def describe(self) -> str:
-        """The position of each row."""
+        """The position of each row, as text: nearby actions, with the current one in brackets."""
         rows = []
         for row, (at, actions) in enumerate(zip(self.at, self.schedule.rows, strict=True)):
             before = " ".join(map(str, actions[max(0, at - 4) : at]))
@@ -206,7 +214,7 @@ class _Replay:
         return "; ".join(rows)
 
     def start_all(self) -> None:
-        """Start everything that can start now."""
+        """Start all computations and transfers that can start now."""
         moved = True
         while moved:
             moved = False
@@ -229,7 +237,7 @@ class _Replay:
                     moved = True
 
     def advance(self, row: int, action: Action) -> bool:
-        """Start a row's next action, if it can start now. Returns whether anything changed."""
+        """Start a row's current action if it can start now. Returns whether anything changed."""
         if action.kind.is_transfer:
             return self.post(row, action)
         ready = self.find_ready(action)
@@ -241,7 +249,7 @@ class _Replay:
         return True
 
     def post(self, row: int, action: Action) -> bool:
-        """Post one end of a transfer. If it blocks, the row stays at this action until the transfer ends."""
+        """Post one end of a transfer; a blocking one keeps the row until it ends. Returns whether anything changed."""
         state = self.channels.get(action.channel)
         if state is None:
             raise ScheduleError(f"row {row}: the pipeline has no edge for {action}")
@@ -269,7 +277,7 @@ class _Replay:
         return True
 
     def find_ready(self, action: Action) -> float | None:
-        """When the last input of a computation was computed, or None if one has not arrived."""
+        """When the last input of a computation was computed; None if an input is not computed or has not arrived."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.W:
             return self.done.get((False, stage, microbatch))
@@ -292,6 +300,7 @@ class _Replay:
         return ready
 
     def seconds_of(self, action: Action) -> float:
+        """Duration of a computation."""
         stage = self.pipeline.stages[action.stage]
         return {
             Kind.F: stage.forward_seconds,
@@ -301,6 +310,7 @@ class _Replay:
         }[action.kind]
 
     def finish(self, row: int) -> None:
+        """End the current computation of a row and step to its next action."""
         action = self.schedule.rows[row][self.at[row]]
         if action.kind is not Kind.W:
             self.done[action.kind is Kind.F, action.stage, action.microbatch] = self.now
@@ -310,7 +320,7 @@ class _Replay:
 
 
 def share_links(active: Iterable[ChannelState]) -> None:
-    """Set the rate of each transfer by max-min fairness over shared links. A transfer alone has rate 1."""
+    """Set the rate of each transfer by max-min fairness over shared links. Without contention the rate is 1."""
     states = list(active)
     loads = [state.link_shares for state in states]
     if not any(loads):

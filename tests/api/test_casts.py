@@ -1,4 +1,4 @@
-"""Casts: results with a dtype other than the source's."""
+"""Casts: the result has another dtype than the source."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _peak_bytes():
 
 
 def _growth(rank):
-    """Growth of peak memory and staging bytes of a narrowing and a widening cast, alternately."""
+    """Growth of peak memory and allocated staging bytes: first for a narrowing cast, then for a widening cast."""
     src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2), "R S0")
     found = []
     for before, after in (("float32", "bfloat16"), ("bfloat16", "float32")):
@@ -147,7 +147,7 @@ def _growth(rank):
             out = torch.ones(8192, 1024, dtype=getattr(torch, after))
         reshard.reshard(source if source is None else source[:2], src, dst, shape=(4, 2048), dst_dtype=after)  # warm up
         with open("/proc/self/clear_refs", "w") as refs:
-            refs.write("5")  # resets the peak
+            refs.write("5")  # resets VmHWM, the peak
         begun = _peak_bytes()
         reshard.reshard(source, src, dst, dst_dtype=after, out=out, staging_bytes=2**22)
         channel = next(iter(find_group(None).channels.values()))
@@ -158,7 +158,7 @@ def _growth(rank):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs /proc to measure memory")
 def test_casts_stay_within_staging_bytes():
-    """Casting a whole shard at once would need 16 MiB; staging is limited to 4 MiB."""
+    """Peak memory grows by at most 10 MiB. Casting a whole shard at once would need 16 MiB."""
     for found in run_processes(_growth, 4):
         assert max(found[1::2]) <= 2**22
         assert max(found[0::2]) <= 10 * 2**20, found

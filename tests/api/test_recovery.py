@@ -1,4 +1,4 @@
-"""Transfers that lose ranks: the survivors get their shards, a recovery plan, or one error that names lost regions."""
+"""Transfers that lose ranks: survivors get their shards, a recovery plan, or an error that names the lost regions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NO_REPLICAS = Layout(Mesh.of("4"), "S0")
 
 
 def _die_at(moment):
-    """Kill this process at send or receive number ``moment``, or when it plans (``"planning"``)."""
+    """Make this process kill itself: at send or receive number ``moment``, or when it plans (``"planning"``)."""
     if moment == "planning":
         reshard.api.call.plan_tensors = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
         return
@@ -48,7 +48,7 @@ def _die_at(moment):
 
 
 def _move(rank, victims, src, on_loss, strategy="multicast", **options):
-    """Move a tensor twice. In the second transfer, each rank of ``victims`` dies at its moment."""
+    """Move a tensor twice. In the second transfer, each rank in ``victims`` dies at its moment; see ``_die_at``."""
     source, wanted = (shard_of_positions(layout, rank, SHAPE, "float32") for layout in (src, DST))
     options = {"strategy": strategy, "topology": TOPOLOGY, "timeout_seconds": 20, "staging_bytes": 2**18} | options
     first = reshard.reshard(source, src, DST, shape=SHAPE, **options)  # connects all ranks
@@ -93,7 +93,7 @@ def _move_with(rank, victims, src, on_loss, options):
         pytest.param({7: 1}, id="a destination"),
         pytest.param(
             {0: 1, 5: 2}, id="the first source and a destination", marks=pytest.mark.slow
-        ),  # takes 5 s more, in which a rank does not answer
+        ),  # 5 s longer: the others wait for a rank that does not respond
         pytest.param({0: "planning"}, id="the first source while planning"),
         pytest.param({6: "planning", 1: 2}, id="one while planning and one later"),
     ],
@@ -144,7 +144,7 @@ def test_wrong_on_loss_is_rejected():
 
 
 def _stop_rank_3(rank):
-    """Rank 3 stops in its second transfer. The others finish without it after the timeout."""
+    """Rank 3 receives SIGSTOP in its second transfer. After the timeout, the others finish without it."""
     if rank == 3:
         plain = GlooTransport.send
 
@@ -240,7 +240,7 @@ def _call_late(rank, late):
         results.append(_values_or_error(lambda step=step: _step(rank, step, 1.0).wait()))
         seconds.append(time.monotonic() - start)
         if step == 3 and rank != late:
-            time.sleep(2)  # so that the late rank calls again during the next call of the others
+            time.sleep(2)  # the late rank then calls again during the next call of the others
     results.append(_values_or_error(lambda: _step(rank, 5, on_loss="raise").wait()))
     return results, seconds
 

@@ -27,17 +27,23 @@ from reshard.runtime.cpu.staging import flat_bytes
 from reshard.topology.model import Host, Port
 
 TIMEOUT_SECONDS = 2.0
-#: Time limits of the survivors: from the death of a rank to the error, and from the timeout to the error.
+#: Time limits of the survivors: DEATH_SECONDS from the death of a rank to the error, SILENCE_SECONDS from the timeout
+#: to the error.
 DEATH_SECONDS, SILENCE_SECONDS = 5.0, 2.0
-#: Default extra time for a loaded machine.
+#: Default time added to each limit, for a loaded machine.
 SLACK_SECONDS = 2.0
 MAX_ELEMENTS = 2_000_000
 STRATEGIES = ("auto", "multicast", "send_recv", "local_all_gather", "broadcast_greedy")
 DTYPES = ("float32", "bfloat16", "int64", "bool", "complex64")
 
-#: Required outcome of the survivors by fault: "right" means correct shards; "the same error" and "the same loss" mean an
-#: error with equal text on all survivors, which is a RankLostError for a loss; "names the victim" requires its rank in
-#: the error text.
+#: Required outcome of the survivors, by fault:
+#:
+#: * "right": correct shards.
+#: * "an error": any error of the package.
+#: * "a timeout": a TransferTimeoutError.
+#: * "the same error": an error with equal text on all survivors.
+#: * "the same loss": a RankLostError with equal text on all survivors.
+#: * "names the victim": an error whose text contains the rank of the victim.
 EXPECTED = {
     "none": "right",
     "late": "right",
@@ -73,7 +79,8 @@ class Run:
     """One reshard and its fault.
 
     Attributes:
-        victim: the rank that the fault affects. moment: number of the victim's send or receive at which it strikes.
+        victim: the rank that the fault affects.
+        moment: the fault strikes at the victim's send or receive with this number, counted from 1.
         second_victim: another rank that the same fault affects, or None.
     """
 
@@ -123,7 +130,7 @@ class Run:
 
 
 def make_run(seed: int, faults: Iterable[str] = tuple(EXPECTED)) -> Run:
-    """The run of a seed."""
+    """Derive a random run from a seed. Equal seeds give equal runs."""
     chance = random.Random(seed)
     fault = sorted(faults)[seed % len(tuple(faults))]
     num_ranks = chance.randint(2, 8)
@@ -178,7 +185,7 @@ def _layout(chance: random.Random, ranks: list[int], ndim: int) -> Layout:
 
 
 def _arguments(run: Run, rank: int, source: Any) -> dict[str, Any]:
-    """Arguments of a rank's call. If the fault is a mismatch, the victim's arguments differ."""
+    """The arguments that a rank passes. If the fault is a mismatch, the victim passes different ones."""
     given: dict[str, Any] = {
         "tensor": source,
         "src_mesh": run.src,
@@ -220,7 +227,8 @@ def _strike(run: Run) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         elif "stopped" in run.fault:
             stopped = os.getpid()
-            if os.fork() == 0:  # kills the victim after the survivors' time limit, because the launcher waits for it
+            # The launcher waits for the victim, so a child kills it once the survivors' time limit is over.
+            if os.fork() == 0:
                 time.sleep(run.limit_seconds + run.slack_seconds)
                 os.kill(stopped, signal.SIGKILL)
                 os._exit(0)
@@ -268,7 +276,7 @@ def _inject(run: Run) -> None:
 
 
 class _SecondStore:
-    """A second store, served by a child process of the victim, and a group that uses it."""
+    """A store in a child process of the victim, and a group that uses this store instead of the default one."""
 
     def __init__(self, run: Run, rank: int) -> None:
         world = dist.distributed_c10d._get_default_store()
@@ -287,14 +295,14 @@ class _SecondStore:
         self.group = reshard.join(dist.TCPStore("127.0.0.1", port, is_master=False), rank, run.num_ranks)
 
     def end(self) -> None:
-        """On the victim, kill the store's process."""
+        """On the victim, kill the process that serves the store. On other ranks, do nothing."""
         if self.child is not None:
             os.kill(self.child, signal.SIGKILL)
             os.waitpid(self.child, 0)
 
 
 def take_part_on_host(rank: int, report: Any, run: Run) -> dict[str, Any] | None:
-    """Run :func:`take_part` on an emulated host."""
+    """:func:`take_part` with the signature that the emulated cluster calls."""
     return take_part(rank, run)
 
 
@@ -305,7 +313,7 @@ def take_part(rank: int, run: Run) -> dict[str, Any] | None:
     store = _SecondStore(run, rank) if run.fault == "store lost" else None
     group = None if store is None else store.group
     source, wanted = (shard_of_positions(layout, rank, run.shape, run.dtype) for layout in (run.src, run.dst))
-    kept = None if source is None else _bytes(source).clone()  # as bytes: cloning bools would normalize them to 0 and 1
+    kept = None if source is None else _bytes(source).clone()  # as bytes, because cloning bools turns them into 0 and 1
     first = reshard.reshard(
         source, run.src, run.dst, shape=run.shape, dtype=run.dtype, group=group
     )  # connects all ranks

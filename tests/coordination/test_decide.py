@@ -1,4 +1,4 @@
-"""Requests, their JSON form, and the decision computed from them."""
+"""Requests, their JSON form, and the decision that follows from them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_plan_arguments_show_the_tensor_that_differs():
     ("came", "dead", "lost"),
     [
         ({0: False, 1: False, 2: False}, [], []),
-        ({0: False, 1: False, 2: False}, [2], []),  # died after all ranks had succeeded
+        ({0: False, 1: False, 2: False}, [2], []),  # rank 2 died after all ranks had succeeded
         ({0: False, 1: True, 2: False}, [2], [2]),
         ({0: False, 1: False}, [], [2]),
         ({0: False, 1: False}, [1], [1, 2]),

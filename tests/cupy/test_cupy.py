@@ -1,4 +1,4 @@
-"""The CuPy Mover on a stand-in for CuPy and NCCL."""
+"""Test the CuPy Mover with a stand-in for CuPy and NCCL."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_dtypes_that_cupy_lacks_are_sent_as_unsigned_integers(dtype, carrier):
 
 
 def test_the_first_error_of_a_round_is_not_masked(monkeypatch):
-    """A failed send leaves a group that cannot end. The error of the send is raised, not that of the group."""
+    """After a failed send, ``groupEnd`` fails too. The mover raises the error of the send."""
     plan = make_plan(SRC, DST, (6, 8), "float32")
     nccl = sys.modules["cupy.cuda.nccl"]
 

@@ -1,6 +1,6 @@
-"""Write ``bounds.txt`` in this folder: lower bounds of random problems, with their reasons.
+"""Write ``bounds.txt`` in this folder: the lower bounds of random problems, with the reason for each.
 
-A change of the lower bound changes lines. Review the diff before you commit it.
+A change to the lower bound changes lines of the file. Review the diff before you commit it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The matching of senders and receivers against brute force, and limits on what relays stage."""
+"""The matching of senders and receivers equals brute force, and relays stage no more messages than fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.reference.bipartite_matching import find_pairs
 
 
 def _best(senders, receivers, partners, weight):
-    """Brute force: the best receivers of any matching, then the largest total weight of its senders."""
+    """Brute force over all matchings: prefer earlier receivers, then the largest total weight of the senders."""
     found = []
     for chosen in itertools.product(*([None, *partners[r]] for r in receivers)):
         taken = [s for s in chosen if s is not None]
@@ -43,7 +43,7 @@ def test_matching_prefers_first_receivers_then_heaviest_senders(seed):
     [("R0 R1 R2 S0 S1 S2", 2), ("R0 S0 R1 S1 R2 S2", 0), ("R0 R1 S1 R2 S0 S2", 1), ("R0 R1 S0 R2 S1 S2", 1)],
 )
 def test_staged_messages_count_until_they_are_forwarded(order, most):
-    """Rank 5 receives pieces and forwards them to rank 6; it stages ``most`` pieces when another one arrives."""
+    """Rank 5 receives pieces and forwards them to rank 6; when a message arrives, it stages at most ``most`` pieces."""
     words = order.split()
     of_piece = {int(word[1]): at for at, word in enumerate(words) if word[0] == "R"}
     is_forward = np.array([word[0] == "S" for word in words])

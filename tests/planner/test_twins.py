@@ -1,4 +1,4 @@
-"""The native scheduler and its Python twin, :mod:`tests.reference.schedule`, make equal schedules."""
+"""The native scheduler and its Python reference, :mod:`tests.reference.schedule`, make equal schedules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.sharding.tensor_spec import TensorSpec
 from tests.reference.schedule import schedule_python
 from tests.support.random_problems import random_problem
 
-#: Seeds of rare cases: a slow port sends the last chunk, the first message goes to a relay, or staging changes the order.
+#: Seeds of rare cases: a slow port sends the last chunk, a relay gets the first message, or staging changes the order.
 RARE_SEEDS = (105, 199, 285, 561, 872, 1045)
 
 

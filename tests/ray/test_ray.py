@@ -1,4 +1,4 @@
-"""Actors on a real Ray cluster of emulated hosts: moved elements, wrong calls, dead actors, recovery."""
+"""Actors on a real Ray cluster of emulated hosts: transfers, invalid calls, dead actors, recovery."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _move_there_and_back():
         assert served.shards()[2].tolist() == whole[:, 4:].tolist()
         back = actors.reshard(served, server, trainer, dst_spec="S01")
         assert back.gather().equal(whole)
-        turned = actors.reshard(back, trainer, trainer, dst_spec="R S0")  # in place
+        turned = actors.reshard(back, trainer, trainer, dst_spec="R S0")  # on the same mesh
         assert turned.gather().equal(whole)
         assert weights.gather().equal(whole)
         both = {
@@ -101,7 +101,7 @@ def _wrong_calls():
         note(lambda: actors.run([left], _exit_on_one))
         begun = time.monotonic()
         note(lambda: actors.run([left], _fail_while_others_work))
-        assert time.monotonic() - begun < 5  # less than 8: the exception is raised at once
+        assert time.monotonic() - begun < 5  # the driver raises without waiting for the actor that sleeps 8 s
         note(lambda: actors.run([left], _fail_on_one, timeout_seconds=1.0))  # left[0] is still busy
         note(lambda: actors.run(left, _fail_on_one))
         note(lambda: actors.run([left, left], _fail_on_one))
@@ -114,7 +114,7 @@ def _wrong_calls():
         for array in (np.float32(3.0), np.zeros((0, 4)), np.arange(6.0)[::-1]):
             there = actors.reshard(left.put(array), left, right, verify=True)
             assert there.shape == np.shape(array) and np.array_equal(there.gather().numpy(), array)
-        good = actors.reshard(held, left, right, dst_spec="R S0")  # still works after all errors
+        good = actors.reshard(held, left, right, dst_spec="R S0")  # the actors still work after all errors
         assert good.gather().equal(_whole(4, 4))
         right.close()
         note(lambda: actors.reshard(held, left, right))
@@ -176,7 +176,9 @@ def _run_on_shards():
         weights = trainer.put(whole, "S0")
         served = actors.reshard(weights, trainer, server, dst_spec="R S0")
         added = actors.run([trainer, server], _add_one, {"trained": weights}, [served])
-        assert weights.gather().equal(whole + 1) and served.gather().equal(whole)  # the shards themselves, not copies
+        assert weights.gather().equal(whole + 1) and served.gather().equal(
+            whole
+        )  # functions get the shards themselves, not copies
     return added
 
 
@@ -304,7 +306,7 @@ def test_code_of_the_ray_page_runs(drive):
 
 
 def _recover():
-    """One actor dies before a move and one during it. Every element that they held has a replica, until one more dies."""
+    """Two actors die, one before a move and one in the next; replicas remain. A third death loses data."""
     import ray
 
     import reshard
@@ -358,8 +360,7 @@ def _stop_for_a_while(actor):
 
 
 def _recover_without_a_stopped_one():
-    """An actor is stopped and excluded. When it resumes, it stays excluded and sends no data of an earlier step."""
-
+    """A stopped actor is excluded. After it resumes, it stays excluded and sends no data of an earlier step."""
     import reshard.ray as actors
 
     with actors.ActorMesh(2, name="left") as left, actors.ActorMesh(2, name="right") as right:

@@ -1,4 +1,4 @@
-"""The twin of ``native/fluid.cpp``: the event loop of the simulator."""
+"""Python reference for ``native/fluid.cpp``, the event loop of the simulator."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 from reshard.cost.fluid import Network
 from tests.reference.proportional_fairness import share_ports
 
-#: Events whose times differ by less than this fraction of the step happen at once.
+#: Events are simultaneous if their times differ by less than this fraction of the step.
 _TIME_TOLERANCE = 1e-9
-#: Bytes per second of a port while its burst bucket has bytes.
+#: Rate of a port in bytes per second while its token bucket has bytes.
 _AT_ONCE = 1e18
 #: A bucket with fewer bytes is empty.
 _EMPTY = 1.0
@@ -23,7 +23,7 @@ def flow_python(network: Network) -> tuple[np.ndarray, np.ndarray]:
     """``(start, finish)`` of each message in seconds; a message starts when its latency begins.
 
     Raises:
-        ValueError: a message can never start.
+        ValueError: some message can never start.
     """
     return _Flow(network).run()
 
@@ -34,13 +34,15 @@ class _Stream:
     def __init__(self) -> None:
         self.in_flight: deque[int] = deque()
         self.num_released = 0  # messages in flight that no longer count for the window of their queue
-        self.unreleased_bytes = 0.0  # bytes to send until the next unreleased message is fully sent
+        self.unreleased_bytes = 0.0  # bytes to send up to the end of the first unreleased message
         self.holds = False  # whether the oldest message is in its latency phase
         self.remaining = 0.0  # work left in the phase of the oldest message
         self.rate = 0.0
 
 
 class _Flow:
+    """The event loop and its state. ``s`` is always the number of a stream."""
+
     def __init__(self, network: Network) -> None:
         n = network
         count = len(n.queue)
@@ -49,14 +51,14 @@ class _Flow:
         self.hold_port, self.hold_work = n.hold_port.tolist(), n.hold_work.tolist()
         self.buffer, self.port_rate = n.buffer.tolist(), n.rate.tolist()
         self.burst = n.burst.tolist()
-        self.saved = n.burst.tolist()  # bytes in the bucket of each port
-        self.price = [0.0] * len(self.burst)
+        self.saved = n.burst.tolist()  # bytes in the token bucket of each port
+        self.price = [0.0] * len(self.burst)  # of each port, kept by share_ports between its calls
         self.saving = [0.0] * len(self.burst)  # bytes per second into each bucket, negative while it drains
         self.has_bursts = max(self.burst, default=0.0) > 0
         self.ports = _rows(n.port_at, n.port)
         after = _rows(n.after_at, n.after)
-        self.left = [len(row) for row in after]  # unfinished messages that each message waits for
-        self.next: list[list[int]] = [[] for _ in range(count)]
+        self.left = [len(row) for row in after]  # number of unfinished messages that each message waits for
+        self.next: list[list[int]] = [[] for _ in range(count)]  # messages that wait for each message
         for message, row in enumerate(after):
             for earlier in row:
                 self.next[earlier].append(message)
@@ -115,7 +117,7 @@ class _Flow:
         return np.array(self.start), np.array(self.finish)
 
     def until_event(self, s: int) -> float:
-        """Work of a stream until a message ends a phase or is released."""
+        """Work that a stream does until one of its messages ends a phase or is released."""
         stream = self.streams[s]
         if not stream.holds and stream.num_released < len(stream.in_flight):
             until_release = stream.unreleased_bytes - self.buffer[s]
@@ -129,7 +131,7 @@ class _Flow:
         return min((saved / -saving for saved, saving in ports if saving < 0 < saved), default=math.inf)
 
     def save(self, step: float, limit: float) -> None:
-        """Update the buckets after a step."""
+        """Update the token buckets after a step. Buckets that drain within ``limit`` seconds become empty."""
         for port, saving in enumerate(self.saving):
             if saving < 0 < self.saved[port] and self.saved[port] / -saving <= limit:
                 self.saved[port] = 0.0
@@ -138,7 +140,7 @@ class _Flow:
                 self.saved[port] = min(max(self.saved[port] + saving * step, 0.0), self.burst[port])
 
     def start_from(self, queue: int) -> None:
-        """Start the messages of a queue that can start."""
+        """Put messages of a queue in flight, in order, until one must wait."""
         row = self.of_queue[queue]
         while self.head[queue] < len(row):
             message = row[self.head[queue]]
@@ -151,7 +153,7 @@ class _Flow:
             self.head[queue] += 1
             s = self.stream[message]
             stream = self.streams[s]
-            if stream.num_released == len(stream.in_flight):  # it is the next message to release
+            if stream.num_released == len(stream.in_flight):  # this becomes the first unreleased message
                 stream.unreleased_bytes = self.nbytes[message] + self.unsent_bytes(s)
             stream.in_flight.append(message)
             if len(stream.in_flight) == 1:
@@ -172,7 +174,7 @@ class _Flow:
         return (self.nbytes[stream.in_flight[0]] if stream.holds else stream.remaining) + rest
 
     def release(self, s: int) -> int | None:
-        """Release messages whose unsent bytes fit the send buffer; return their queue if there are any."""
+        """Release messages whose unsent bytes fit the send buffer; return their queue, or None without any."""
         stream = self.streams[s]
         queue = None
         while stream.num_released < len(stream.in_flight) and (
@@ -194,7 +196,7 @@ class _Flow:
             self.done[queue] += 1
 
     def begin(self, s: int) -> None:
-        """Start the oldest message of a stream."""
+        """Begin the first phase of the oldest message of a stream."""
         stream = self.streams[s]
         message = stream.in_flight[0]
         self.start[message] = self.now
@@ -205,6 +207,7 @@ class _Flow:
         stream.remaining = self.hold_work[message] if holds else self.nbytes[message]
 
     def end_phase(self, s: int) -> None:
+        """End the latency phase of the oldest message of a stream, or finish the message."""
         stream = self.streams[s]
         message = stream.in_flight[0]
         if stream.holds:
@@ -250,7 +253,7 @@ class _Flow:
             if self.streams[s].holds:
                 held[self.hold_port[s]] = True
         for port, saved in enumerate(self.saved):
-            if saved > _EMPTY and not held[port]:  # a burst does not shorten a latency
+            if saved > _EMPTY and not held[port]:  # bursts do not shorten latency phases
                 capacity[port] = _AT_ONCE
         rates = share_ports([self.ports_of(s) for s in self.active], capacity, self.price)
         for s, rate in zip(self.active, rates, strict=True):

@@ -1,4 +1,4 @@
-"""Transfers on streams, with a thread as the stand-in for a device and a stand-in library for NCCL.
+"""Test transfers on streams without a GPU: a thread replaces the stream, and a stand-in library replaces NCCL.
 
 Tests that need a GPU are in ``test_gpu.py``.
 """
@@ -48,7 +48,7 @@ class Mark:
 
 
 class ThreadStream:
-    """A stream as a thread: it runs enqueued work in order, concurrently with the caller."""
+    """A thread that acts as a stream: it runs enqueued work in order, concurrently with the caller."""
 
     def __init__(self, device):
         self.mark_of, self.works = Mark, queue.SimpleQueue()
@@ -75,7 +75,7 @@ class ThreadStream:
 
 @pytest.fixture
 def device(monkeypatch, standin):
-    """CPU tensors take the path of CUDA tensors: rounds, a stream, and the NCCL binding on the stand-in library."""
+    """Send CPU tensors through the code for CUDA tensors: rounds, a stream, and the NCCL binding with the stand-in."""
     monkeypatch.setitem(STREAMS, "cpu", ThreadStream)
     monkeypatch.setattr(nccl_exchange, "NCCL_DEVICES", {"cuda", "cpu"})
     monkeypatch.setattr(connections, "NCCL_DEVICES", {"cuda", "cpu"})
@@ -131,7 +131,7 @@ def test_mover_runs_repeatedly(device):
 
 
 def _too_little_staging(rank):
-    """A plan that the checker accepts: only its rounds need more than these bytes."""
+    """``check_plan`` accepts 64 bytes of staging for this plan, but the rounds of the plan need more."""
     plan = dataclasses.replace(reshard.make_plan(SRC, DST, SHAPE, "float32"), staging_bytes=64)
     reshard.check_plan(plan)
     source, wanted = _shards(rank)
@@ -179,7 +179,7 @@ class Broken(Mark):
 def _start_with(rank, kind):
     source, _ = _shards(rank)
     mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"))
-    mover._timeout_seconds = 2.0  # for transfers only: the rendezvous may take longer on a loaded machine
+    mover._timeout_seconds = 2.0  # limits transfers only; the rendezvous may take longer on a loaded machine
     if rank == 4:
         mover._streamed.streams.mark_of = kind
     else:

@@ -1,4 +1,4 @@
-"""``wait_for`` distinguishes broken connections, timeouts and errors that other ranks reported."""
+"""``wait_for`` distinguishes three failures: a broken connection, a timeout, an error that another rank reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reshard.runtime.transport import BrokenConnectionError, wait_for
 
 
 class _Failing:
-    """An operation that fails after ``seconds``, or when its timeout ends."""
+    """A work whose ``wait`` fails after ``seconds`` or after its timeout, whichever comes first."""
 
     def __init__(self, seconds=0.0):
         self.seconds = seconds

@@ -1,4 +1,4 @@
-"""The dependency graph of a schedule: its critical path, and its cycle if the schedule deadlocks."""
+"""The dependency graph of a schedule: its attributes, its critical path, and the cycle that a deadlock error names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of meshes and specs with the real JAX, if it is installed."""
+"""Convert meshes and specs from and to JAX. The test needs the real JAX."""
 
 from __future__ import annotations
 

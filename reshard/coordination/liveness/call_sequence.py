@@ -1,11 +1,16 @@
-"""Counts calls that a rank left alone, so that its next call never matches the call that the others still wait in.
+"""Count the calls that a rank has left, so that its next call never matches a call in which other ranks still wait.
 
-If the arguments of a failed call name its members, the rank reports the error in their round. Otherwise the members
-keep waiting in a call that the rank has left, and its next call would match that one although it has other values. So
-each rank counts, for each other rank, the calls that it may have left: calls that it failed before their members were
-known, and calls with the other rank that it abandoned because a third rank had left them. If two ranks meet in a round,
-the one with the lower count is behind: it is in a call that the other rank has left. That call fails on the rank that
-is behind, and the rank that is ahead waits for the next one.
+A rank leaves a call if the call fails on this rank only. If the arguments of the failed call name its members, the rank
+reports the error in a round with them, and all members fail. Otherwise the members keep waiting, and the next call of
+the rank would match their call although its arguments differ.
+
+Each rank therefore counts, for each other rank, the calls that it may have left:
+
+- calls that failed before their members were known;
+- calls with the other rank that it abandoned because a third rank had left them.
+
+When two ranks meet in a round, the rank with the lower count is behind: it is in a call that the other rank has left.
+The call fails on the rank that is behind. The rank that is ahead waits for the next call of that rank.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from reshard.formatting import format_ranks
 
 
 class RoundEndedError(Exception):
-    """Ends the round that this rank waits in, with ``decision`` as its result."""
+    """Raised to end the round in which this rank waits. ``decision`` is the result of the round."""
 
     def __init__(self, decision: Decision) -> None:
         super().__init__(decision.error and decision.error[1])
@@ -40,7 +45,7 @@ class CallLeftError(RoundEndedError):
 
 
 def report_error(group: Group, error: ReshardError) -> None:
-    """Count and publish a call that this rank failed before its members were known."""
+    """Count and publish a call that failed on this rank before its members were known."""
     group.status.errors += 1
     group.status.error = describe_error(error)
     group.status.many |= len(group.channels) > 1
@@ -49,7 +54,7 @@ def report_error(group: Group, error: ReshardError) -> None:
 
 @contextlib.contextmanager
 def calling(group: Group) -> Iterator[None]:
-    """As ``Group.calling``, but an overlapping call of a second thread makes the group unusable on all ranks."""
+    """Like ``Group.calling``, but an overlapping call from a second thread makes the group unusable on all ranks."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(group.calling())
@@ -62,10 +67,10 @@ def calling(group: Group) -> Iterator[None]:
 
 @contextlib.contextmanager
 def publish_interruption(group: Group) -> Iterator[None]:
-    """Publish that this rank left a call if the call ends with an exception from outside, such as a signal handler's.
+    """Publish that this rank left a call if an exception from outside interrupts it, such as a signal handler's.
 
-    If the rank has not entered a round, it left the call alone. Otherwise the others may be in the next round or in the
-    transfer, and both of those are ended.
+    If this rank has not entered a round, it counts the call as left. Otherwise the other ranks may be in the next round
+    or in the transfer. This rank then ends both: it is out of sync with all ranks, and it fails the channel.
     """
     rounds, errors, reasons = group.attempts, group.status.errors, len(group.status.out_of_sync)
     try:
@@ -86,12 +91,12 @@ def publish_interruption(group: Group) -> Iterator[None]:
 
 
 def record_abandoned_call(group: Group, members: Sequence[int], decision: Decision) -> None:
-    """Record that this rank abandons a call of ``members`` because one of them has left it."""
+    """Record that this rank abandons a call of ``members`` because another member has left the call."""
     given, own = group.status.given, members.index(group.rank)
     for rank in members:
         if rank != group.rank:
             count = given.get(str(rank), 0) + 1
-            if decision.said:  # no rank is ahead: each pair continues from the higher of its two counts
+            if decision.said:  # no rank is ahead: the two ranks of each pair take the higher count
                 count = max(count - 1, decision.said[rank][own] - group.status.errors)
             given[str(rank)] = count
     group.status.error = decision.error or ("RemoteError", "a rank left the call")
@@ -103,12 +108,12 @@ def _count_with(status: RankStatus, rank: int) -> int:
 
 
 def count_left_calls(group: Group, members: Sequence[int]) -> list[int]:
-    """For each member, the number of calls with it that this rank may have left."""
+    """For each member, the number of calls with that member that this rank may have left."""
     return [_count_with(group.status, rank) for rank in members]
 
 
 def add_call_counts(request: Request, group: Group, members: Sequence[int]) -> Request:
-    """The request with the counts that show to the other ranks which call it belongs to."""
+    """Add the counts from which the other ranks find out which call the request belongs to."""
     skipped = group.status.skipped
     made = [ranks for ranks in list(group.channels) if not set(members) <= set(ranks)]
     return replace(
@@ -123,15 +128,15 @@ def add_call_counts(request: Request, group: Group, members: Sequence[int]) -> R
 
 
 def has_left(group: Group, rank: int, status: RankStatus) -> bool:
-    """Whether ``rank`` has left the call that this rank waits in."""
+    """Whether ``rank``, which published ``status``, has left the call in which this rank waits."""
     return _count_with(status, group.rank) > _count_with(group.status, rank)
 
 
 def find_behind(requests: Sequence[Request], members: Sequence[int]) -> Decision | None:
-    """The error decision for ranks that are in a call that another rank has left; None if all are in the same call.
+    """The error for ranks that are in a call that another rank has left; None if all ranks are in the same call.
 
-    If the rank that left also takes part in calls with other ranks, the call that it left is unknown. The error is then
-    for all members, and they are out of sync.
+    If the rank that left also calls with other sets of ranks, the call that it left is unknown. All members then get
+    the error and are out of sync.
     """
     left = {request.rank: dict(zip(members, request.left, strict=True)) for request in requests}
     behind = sorted({b for a in left for b in left if left[a][b] > left[b][a]})
@@ -142,7 +147,7 @@ def find_behind(requests: Sequence[Request], members: Sequence[int]) -> Decision
         text = describe_unknown_members(request.rank, (request.why_left or ("", ""))[1])
         return Decision(error=(DisagreementError.__name__, text), out_of_sync=text)
     ahead = next((request for request in requests if request.rank not in behind), None)
-    if ahead is None:  # each rank has left a call that only some of the others count: equalise the counts first
+    if ahead is None:  # every rank is behind another one: all fail, and each pair equalizes its counts
         text = f"ranks {format_ranks(members)} have each failed calls that only some of the other ranks counted"
         return Decision(error=("RemoteError", text), behind=behind, said={r.rank: r.left for r in requests})
     name, text = ahead.why_left or ("RemoteError", "it left the call")
@@ -150,22 +155,22 @@ def find_behind(requests: Sequence[Request], members: Sequence[int]) -> Decision
 
 
 def describe_unknown_members(rank: int, text: str) -> str:
-    """Why ranks are out of sync after a failed call of a rank that takes part in calls of different sets."""
+    """Why ranks are out of sync: ``rank`` failed a call, and it takes part in calls with several sets of ranks."""
     return f"rank {rank} failed a call whose members are unknown ({text})"
 
 
-# Calls of a rank with other ranks only, while those ranks may wait for it
+# Skipped calls: the rank that makes the call is not one of its members, which may wait for it in another call
 
 
 def record_skipped(group: Group, ranks: Sequence[int]) -> None:
-    """Publish that this rank made a call whose members are other ranks only."""
+    """Publish that this rank made a call whose members, ``ranks``, do not include this rank."""
     count = group.status.skipped.get(_hash_ranks(ranks), [0])[0]
     group.status.skipped[_hash_ranks(ranks)] = [count + 1, list(ranks)]
     publish_status(group)
 
 
 class SkippedError(RoundEndedError):
-    """A rank called with other ranks only while this rank waits for it.
+    """Another rank made a call that does not include itself, while this rank waits for it.
 
     ``decision.skipped`` is ``{name: [count, ranks]}``.
     """
@@ -175,10 +180,10 @@ class SkippedError(RoundEndedError):
 
 
 def check_skipped(group: Group, members: Sequence[int], rank: int, status: RankStatus) -> None:
-    """Raise if ``rank`` made calls with other ranks only, including this one, that this rank has not counted yet.
+    """Raise if ``rank`` made a call with this rank but without itself, and this rank has not counted that call yet.
 
     Raises:
-        SkippedError: its decision lists those calls, so that they are counted once.
+        SkippedError: there is such a call. The decision names it, so that this rank counts it once.
     """
     for name, (count, ranks) in status.skipped.items():
         if group.rank in ranks and count > _count_made(group, ranks):
@@ -186,7 +191,7 @@ def check_skipped(group: Group, members: Sequence[int], rank: int, status: RankS
 
 
 def acknowledge_skipped(group: Group, skipped: dict[str, Any]) -> None:
-    """Count skipped calls as handled: each fails the call that this rank waits in."""
+    """Count skipped calls as handled, so that each fails only one call of this rank."""
     for name, (count, ranks) in skipped.items():
         missing = count - _count_made(group, ranks)
         if group.rank in ranks and missing > 0:

@@ -1,11 +1,11 @@
-"""Which ranks may still call together: tracks sets of ranks that are out of sync, and ranks that were lost.
+"""Membership: decides which ranks may still call together. Tracks out-of-sync sets of ranks, and lost ranks.
 
-The ranks of a set match their calls by order. If one of them leaves a call alone, because of a timeout or an interrupt,
-the order no longer matches: a rank that arrives later may be in that call or in the next one, and its request does not
-show which. So each rank marks the set as out of sync in its status, and every rank that reads the mark refuses further
-calls of the set.
+The ranks of a set match their calls by order. A timeout or an interrupt can make one rank leave a call that the others
+are still in. Then the order no longer matches: a rank that arrives later may be in that call or in the next one, and
+its request does not show which. So ranks mark the set as out of sync in their published status, and every rank
+that reads the mark refuses further calls of the set.
 
-A rank that misses a fault-tolerant call is lost: the other ranks exclude it from all further calls. If it calls again,
+A rank that misses a fault-tolerant call is lost. The other ranks exclude it from all further calls. If it calls again,
 it gets an error that says so.
 """
 
@@ -37,7 +37,7 @@ class MembersLostError(RoundEndedError):
         super().__init__(Decision(lost=sorted(lost)))
 
 
-#: Start of the purpose of a round in a fault-tolerant call, which continues with the number of the call.
+#: Prefix of the purpose of a round in a fault-tolerant call. The number and the ranks of the call follow.
 _CALL_PURPOSE = "makes call"
 _ADVICE = "create a new group"
 
@@ -54,14 +54,14 @@ def _describe(members: Sequence[int], why: str) -> str:
 
 
 def mark_out_of_sync(group: Group, members: Sequence[int], why: str) -> None:
-    """Mark these ranks as out of sync in the status of this rank, and publish it."""
+    """Mark these ranks as out of sync in the status of this rank, and publish the status."""
     if format_ranks(members) not in group.status.out_of_sync:
         group.status.out_of_sync[format_ranks(members)] = why
         publish_status(group)
 
 
 def _find_reason(status: RankStatus, members: Sequence[int]) -> str | None:
-    """Why these ranks are out of sync according to a rank's status; None if they are not."""
+    """The reason that a rank's status gives for these ranks to be out of sync; None if they are in sync."""
     reasons = status.out_of_sync
     return reasons.get(format_ranks(members), reasons.get(ANY_RANKS))
 
@@ -70,8 +70,8 @@ def check_membership(group: Group, members: Sequence[int], fault_tolerant: bool)
     """Raise unless these ranks may call together.
 
     Raises:
-        DisagreementError: they are out of sync.
-        RemoteError: some of them are lost, and the call is not fault tolerant.
+        DisagreementError: the ranks are out of sync.
+        RemoteError: some of the ranks are lost, and the call is not fault tolerant.
     """
     why = _find_reason(group.status, members)
     if why is not None:
@@ -85,7 +85,7 @@ def check_membership(group: Group, members: Sequence[int], fault_tolerant: bool)
 
 
 def record_lost(group: Group, lost: Collection[int]) -> None:
-    """Exclude lost ranks from further calls."""
+    """Exclude lost ranks from further calls, and publish the status of this rank if it changes."""
     known = set(group.status.lost)
     if not known.issuperset(lost):
         group.status.lost = sorted(known.union(lost))
@@ -98,11 +98,11 @@ def remaining_ranks(group: Group, members: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_published_membership(group: Group, members: Sequence[int], rank: int, status: RankStatus) -> None:
-    """Check the published status of another rank.
+    """Raise if the published status of another rank rules out a call of ``members``.
 
     Raises:
-        ExcludedError: ``rank`` counts this rank as lost.
-        OutOfSyncError: ``rank`` marks these ranks as out of sync.
+        ExcludedError: ``rank`` has recorded this rank as lost.
+        OutOfSyncError: ``rank`` has marked ``members`` as out of sync.
     """
     if group.rank in status.lost:
         raise ExcludedError(
@@ -115,13 +115,13 @@ def check_published_membership(group: Group, members: Sequence[int], rank: int, 
 
 @contextlib.contextmanager
 def count_call(group: Group, members: Sequence[int], fault_tolerant: bool) -> Iterator[str]:
-    """Count a call of these members. The count is undone if this rank abandons the call because another has left it.
+    """Count a call of these members. Undo the count if this rank abandons the call because another rank has left it.
 
-    In a fault-tolerant call, each rank may continue without lost members on its own. If ranks then meet in a round, the
-    count shows whether they are in the same call.
+    In a fault-tolerant call, each rank decides by itself to continue without lost members. When ranks then meet in a
+    round, the count shows whether they are in the same call.
 
     Yields:
-        The purpose that the requests of the call's rounds carry; "" unless the call is fault tolerant.
+        The purpose of the call's rounds, which their requests carry; "" unless the call is fault tolerant.
     """
     members = tuple(members)
     group.calls[members] = group.calls.get(members, 0) + 1
@@ -133,7 +133,7 @@ def count_call(group: Group, members: Sequence[int], fault_tolerant: bool) -> It
 
 
 def find_round_mismatch(requests: Sequence[Request]) -> Decision | None:
-    """An error decision if ranks entered one round for different purposes; None if the purposes match."""
+    """An error decision if the threads or the purposes of a round differ between ranks; None if they match."""
     threads = find_thread_mismatch({request.rank: request.caller for request in requests})
     if threads is not None:
         return Decision(error=(DisagreementError.__name__, threads), out_of_sync=threads)
@@ -141,7 +141,7 @@ def find_round_mismatch(requests: Sequence[Request]) -> Decision | None:
     for request in requests[1:]:
         purposes = (first.place, request.place)
         if "" in purposes and all(not purpose or purpose.startswith(_CALL_PURPOSE) for purpose in purposes):
-            continue  # only one of the calls is fault tolerant; comparing their arguments reports that
+            continue  # only one of the calls is fault tolerant; the comparison of arguments reports it
         if request.place != first.place:
             actions = [f"rank {one.rank} {one.place or 'calls again'}" for one in (first, request)]
             text = f"ranks disagree on what comes next: {', '.join(actions)}"

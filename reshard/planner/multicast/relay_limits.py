@@ -1,4 +1,4 @@
-"""Relays, which are ranks that stage pieces for other ranks of their host, and limits on their staging buffers."""
+"""Limits on the staging buffers of relays: ranks that stage pieces for other ranks of their host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from reshard.planner.multicast.workload import Workload
 
 
 def limit_relay_staging(schedule: Schedule, workload: Workload, num_ranks: int, staging_bytes: int) -> Schedule:
-    """Return the schedule if every relay has room for its staged messages; else forward staged messages at once.
+    """Return the schedule if every relay has room for its staged messages. Otherwise, reorder it.
 
-    In the second case each staged message is forwarded immediately after it arrives and waits for no other message.
-    Ports then no longer keep their order, but no rank stages more than one message at a time.
+    In the new order, a relay forwards each staged message as soon as it arrives, and waits for no other message. Ports
+    lose the order that the scheduler chose for them, but no rank stages more than one message at a time.
     """
     relays = _find_relays(schedule, workload, num_ranks)
     if not relays.any() or _fits(schedule, workload, relays, staging_bytes):
@@ -44,7 +44,7 @@ def limit_relay_staging(schedule: Schedule, workload: Workload, num_ranks: int, 
 
 
 def _find_relays(schedule: Schedule, workload: Workload, num_ranks: int) -> np.ndarray:
-    """``(messages,)`` bool, True for messages that the receiver forwards but does not need."""
+    """``(messages,)`` bool: whether the receiver of each message is a relay, which forwards it but does not need it."""
     relays = np.zeros(len(schedule.piece), dtype=bool)
     used = np.zeros(len(schedule.piece), dtype=bool)
     used[schedule.source[schedule.source >= 0]] = True
@@ -52,13 +52,13 @@ def _find_relays(schedule: Schedule, workload: Workload, num_ranks: int) -> np.n
         at, receivers = workload.class_receivers
         needed_keys = np.sort(np.repeat(np.arange(len(at) - 1), np.diff(at)) * num_ranks + receivers)
         used_keys = workload.piece_class[schedule.piece[used]] * num_ranks + schedule.receiver[used]
-        found = np.searchsorted(needed_keys, used_keys)  # numpy.isin would take half of the planning time
+        found = np.searchsorted(needed_keys, used_keys)  # numpy.isin is much slower: half of the planning time
         relays[used] = needed_keys[np.minimum(found, len(needed_keys) - 1)] != used_keys
     return relays
 
 
 def _fits(schedule: Schedule, workload: Workload, relays: np.ndarray, staging_bytes: int) -> bool:
-    """Whether every rank has a free receive slot for each message while it stages messages to forward."""
+    """Whether every message finds a free receive slot at its receiver beside the messages staged there."""
     count = len(schedule.piece)
     nbytes = workload.piece_bytes[schedule.piece]
     largest = np.zeros(int(schedule.receiver.max()) + 1, dtype=np.int64)
@@ -67,7 +67,7 @@ def _fits(schedule: Schedule, workload: Workload, relays: np.ndarray, staging_by
     forwards = np.flatnonzero(schedule.source >= 0)
     last_use = np.arange(count)
     np.maximum.at(last_use, schedule.source[forwards], forwards)
-    # messages that the receiver holds before each message: those staged so far, minus those already forwarded
+    # for each message, the number staged at its receiver before it: those that arrived, minus those forwarded
     staged = np.flatnonzero(relays)
     arrivals = np.sort(schedule.receiver[staged] * count + staged)
     departures = np.sort(schedule.receiver[staged] * count + last_use[staged])

@@ -10,13 +10,13 @@ import numpy as np
 
 from reshard.planner.multicast.host_classes import Members
 
-#: The unit of :attr:`Workload.host_class_size`.
+#: Size of a chunk between the fastest ports, in the unit of :attr:`Workload.host_class_size`.
 UNITS = 1024
 
 
 @dataclass(frozen=True)
 class Ports:
-    """The network: one port per NIC. Rates are relative to the largest.
+    """The network: one full-duplex port per NIC. All rates are relative to the largest one.
 
     Attributes:
         host: host of each port.
@@ -50,28 +50,32 @@ class Ports:
 
     @cached_property
     def are_shared(self) -> bool:
-        """Whether some host has several ports in use."""
+        """Whether the ranks of some host use several ports."""
         hosts = [host for host, ranks in zip(self.host, self.ranks, strict=True) if ranks]
         return len(set(hosts)) < len(hosts)
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """The chunks to schedule. Member lists are ``(at, values)``: row k is ``values[at[k]:at[k + 1]]``.
+    """The chunks to schedule.
 
-    A clock step is the time in which a port of rate 1 passes a chunk of size ``UNITS``.
+    A class is a set of regions with the same holder and receiver ranks. A host class is a set of classes with the same
+    holder and destination hosts. Hosts exchange chunks of host classes. Ranks exchange pieces: the part of a chunk that
+    belongs to one class. All :data:`Members` are ``(at, values)``: row k is ``values[at[k]:at[k + 1]]``.
+
+    A clock step is the time that a port of rate 1 needs for a chunk of size :data:`UNITS`.
 
     Attributes:
         host_class_holders, host_class_receivers: holder and destination hosts of each host class.
-        host_class_size: ``(host_classes,)`` chunk size; chunks between the fastest ports have :data:`UNITS`.
+        host_class_size: ``(host_classes,)`` chunk size; it is :data:`UNITS` between the fastest ports.
         host_class_of: ``(chunks,)`` host class of each chunk.
         class_holders, class_receivers: holder and receiver ranks of each class.
         piece_at: chunk i has pieces ``piece_at[i]:piece_at[i + 1]``.
         piece_class, piece_bytes: ``(pieces,)`` class and bytes of each piece.
-        run: pieces by which a rank may be ahead of the other ranks at its port before another rank takes over.
+        run: a rank serves its port until it is this many pieces ahead of the least loaded rank there.
         near_first: whether ports prefer chunks that their own ranks hold or need over the rarest chunks.
-        keeps_partners: whether senders keep their first receiver for as long as they can.
-        inside_each, inside_per_byte: time of a message inside a host, per message and per byte, in clock steps.
+        keeps_partners: whether each sender keeps its first receiver for as long as it can.
+        inside_each, inside_per_byte: cost of a message inside a host, fixed and per byte, in clock steps.
     """
 
     host_class_holders: Members
@@ -91,7 +95,7 @@ class Workload:
 
     @property
     def num_steps(self) -> int:
-        """Scheduling work: each chunk and destination costs one visit of all hosts, holders and destinations."""
+        """Estimate of the scheduler's work: it visits all hosts, holders and destinations per chunk and destination."""
         holders, destinations = (
             np.diff(members[0])[self.host_class_of] for members in (self.host_class_holders, self.host_class_receivers)
         )

@@ -1,4 +1,4 @@
-"""Broadcasts of whole regions along chunked chains, in several orders."""
+"""Strategies that broadcast whole regions along chunked chains. They differ in the order of the regions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from reshard.planner.strategies.sender_selection import SendLoads, real_ranks, r
 from reshard.planner.strategies.trees import along_trees
 from reshard.ragged import NO_RANK
 
-#: With more tasks than this the greedy order is too slow, and tasks are sent in rotation.
+#: Maximum number of tasks for the greedy order, which is too slow for more. More tasks are sent in rotation.
 _GREEDY_TASKS = 20_000
 
 
 def crosses_hosts(problem: Problem, task: int, sender: int) -> bool:
-    """Whether some receiver of the task is on another host than the sender."""
+    """Whether the task has a receiver on another host than the sender."""
     hosts = problem.topology.host_of_rank
     return any(hosts[rank] != hosts[sender] for rank in real_ranks(problem.receivers[task]))
 
@@ -55,11 +55,12 @@ def broadcast_size(problem: Problem) -> Routes:
 def broadcast_greedy(problem: Problem) -> Routes:
     """Broadcast in rounds of regions that share no port.
 
-    Steps: one chunked chain per region. Bytes between hosts: unique. Each round draws random maximal sets of regions
-    that share no port, and appends the set with the most bytes (ties: the most even sender loads). :func:`port_classes`
-    defines the ports of a region. The seed is fixed, so every rank derives the same plan. Source: the 2023 cross-mesh
-    resharding study, with its weights corrected to the bytes of the slice. More than 20,000 regions are sent in the
-    rotation order of :func:`send_recv` instead.
+    Steps: one chunked chain per region. Bytes between hosts: unique. Each round draws random maximal sets of
+    regions that share no port, and keeps the set with the most bytes (ties: the most even sender loads).
+    :func:`port_classes` defines the ports of a region. The seed is fixed, so every rank derives the same plan. If there
+    are more than 20,000 regions, they are sent in :func:`rotation` order instead.
+
+    Source: the 2023 cross-mesh resharding study. Unlike the study, this function weights a region by its bytes.
     """
     if len(problem) > _GREEDY_TASKS:
         return broadcast_in_rotation(problem)
@@ -84,7 +85,7 @@ def broadcast_in_rotation(problem: Problem) -> Routes:
     return along_trees(problem, with_senders())
 
 
-#: One option to broadcast a region: the sending host, and a bit mask of the ports that the broadcast uses.
+#: One way to broadcast a region: the sending host, and a bit mask of the ports that the broadcast uses.
 Option = tuple[int, int]
 
 
@@ -93,10 +94,11 @@ def port_classes(problem: Problem) -> tuple[list[tuple[tuple[Option, ...], list[
 
     A task uses the egress port of its sender's host (bit ``2 * host``) and the ingress port of each receiving host (bit
     ``2 * host + 1``), plus that host's egress port if the chain goes through several hosts. A task that stays inside a
-    host uses the ports of its ranks instead. Tasks of one class share ports, so only one of them can run at a time.
+    host uses the ports of its ranks instead. Tasks of one class compete for the same ports.
 
     Returns:
-        ``(options, tasks)`` of each class, the task to send first last, and the bit of rank 0's first port.
+        ``(options, tasks)`` of each class, with the task to send first at the end of ``tasks``; and the bit of rank 0's
+        first port.
     """
     host_of = problem.topology.host_of_rank
     rank_port = 2 * (max(host_of, default=0) + 1)
@@ -122,7 +124,7 @@ def port_classes(problem: Problem) -> tuple[list[tuple[tuple[Option, ...], list[
 
 
 def pick_on_host(problem: Problem, task: int, option: Option, rank_port: int, loads: SendLoads) -> int:
-    """The holder that sends a task with this option: the one with the fewest bytes so far."""
+    """Pick the holder that sends a task with this option: the one with the fewest bytes so far. Add to ``loads``."""
     home, mask = option
     holders = [rank for rank in real_ranks(problem.holders[task]) if problem.topology.host_of_rank[rank] == home]
     inside = mask >> rank_port
@@ -159,7 +161,7 @@ def _greedy_order(problem: Problem) -> Iterable[tuple[int, int]]:
 
 
 def ports_of_mask(mask: int) -> list[int]:
-    """The bits of a mask, ascending."""
+    """Positions of the set bits of a mask, ascending."""
     bits = []
     while mask:
         low = mask & -mask

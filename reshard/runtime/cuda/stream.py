@@ -1,8 +1,8 @@
-"""Transfers on a GPU: they run in rounds on a separate stream, concurrently with the caller's stream.
+"""Run transfers on a GPU, in rounds, on a stream of their own that runs concurrently with the caller's stream.
 
-The host only enqueues work. A transfer starts after the work that the caller's stream already has, and work that the
-caller enqueues after ``handle.wait()`` starts after the transfer. A Mover's transfers can be captured in a CUDA graph:
-they never wait for the device, allocate memory, or depend on values.
+The host only enqueues work. A transfer starts after all work that the caller's stream already holds. Work that the
+caller enqueues after ``handle.wait()`` starts after the transfer. A CUDA graph can capture a Mover's transfers, because
+they never block on the device, allocate memory, or depend on tensor values.
 
 Transfers between the same ranks share a communicator and its stream, so all ranks must start them in the same order, as
 in any NCCL program.
@@ -26,37 +26,37 @@ from reshard.runtime.rounds.schedule import find_rounds
 
 
 class Mark(Protocol):
-    """A point on a stream."""
+    """A point on a stream, like a CUDA event."""
 
     def query(self) -> bool:
-        """Whether the device has reached it."""
+        """Whether the device has reached this point."""
 
     def wait(self) -> None:
-        """Let later work on the caller's current stream wait for it."""
+        """Make later work on the caller's current stream wait for this point."""
 
     def synchronize(self) -> None:
-        """Block until the device has reached it."""
+        """Block the host until the device has reached this point."""
 
 
 class TransferStream(Protocol):
     """A stream that transfers run on, separate from the caller's."""
 
     def enqueue(self, work: Callable[[], None], arrays: Sequence[torch.Tensor]) -> Mark | None:
-        """Enqueue work after the work that the caller's stream already has.
+        """Enqueue work that starts after all work that the caller's stream already holds.
 
         Args:
-            work: enqueues operations on the current stream. arrays: the tensors that it uses.
+            work: function that enqueues operations on the current stream. arrays: tensors that these operations use.
 
         Returns:
-            The end of the work; None while a graph is captured.
+            Mark at the end of the work; None during graph capture.
         """
 
     def join(self) -> None:
-        """Let the caller's stream wait for all work enqueued so far."""
+        """Make the caller's stream wait for all work enqueued so far."""
 
 
 class CudaMark:
-    """A CUDA event. It may be queried while another thread captures a graph."""
+    """A CUDA event that is safe to query while another thread captures a graph."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
@@ -95,7 +95,7 @@ class CudaTransferStream:
             if torch.cuda.is_current_stream_capturing():
                 return None
             for array in arrays:
-                array.record_stream(self._stream)  # the allocator must not reuse its memory before
+                array.record_stream(self._stream)  # the allocator must not reuse the memory before the work ends
             return CudaMark()
 
     def join(self) -> None:
@@ -107,12 +107,13 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 def allow_queries_during_capture() -> bool:
-    """Let this thread query events while another thread captures a graph.
+    """Allow this thread to query events while another thread captures a graph.
 
-    In CUDA's default capture mode such a call, from any thread of the process, invalidates the capture.
+    In CUDA's default capture mode, an event query from any thread of the process invalidates the capture. This function
+    does nothing if there is no GPU or if the CUDA runtime library cannot be loaded.
 
     Returns:
-        False if CUDA is not initialized yet, so that the caller must try again later.
+        False if CUDA is not initialized yet. The caller must then try again later.
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return not torch.cuda.is_available()
@@ -129,19 +130,19 @@ def current_stream_handle(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
-#: The transfer stream of each device type. Transfers on other device types run in threads.
+#: Class of the transfer stream, by device type. Transfers on other device types run in threads.
 STREAMS: dict[str, Callable[[torch.device], TransferStream]] = {"cuda": CudaTransferStream}
 
 
 def current_device(device_type: str) -> torch.device:
-    """The device of a type that this process uses."""
+    """The device of this type that this process uses."""
     if device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device_type)
 
 
 def find_copier(device: torch.device) -> Copier | None:
-    """The kernel that packs and unpacks on a device; None if there is none and boxes are copied one by one."""
+    """The kernel that packs and unpacks on a device. If there is none: None, and boxes are copied one by one."""
     if device.type != "cuda":
         return None
     try:
@@ -152,7 +153,7 @@ def find_copier(device: torch.device) -> Copier | None:
 
 
 class CudaRoundStreams:
-    """High-priority streams for packing and for unpacking; the exchange runs on the stream that is current."""
+    """One high-priority stream for packing and one for unpacking. The exchange runs on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams: dict[str, Any] = {stream: torch.cuda.Stream(device, priority=-1) for stream in (PACK, UNPACK)}
@@ -174,15 +175,15 @@ class CudaRoundStreams:
 
 
 def find_round_streams(device: torch.device) -> RoundStreams:
-    """The streams that run the rounds on a device."""
+    """The streams for the pack, exchange and unpack steps of rounds on a device."""
     return CudaRoundStreams(device) if device.type == "cuda" else OneStream()
 
 
 def make_runner(plan: Plan, program: Program, device_type: str) -> RoundRunner | None:
-    """The runner of a rank's rounds on the current device of a type; None if transfers run in threads there.
+    """Make the runner of a rank's rounds on the current device; None if transfers of this device type run in threads.
 
     Raises:
-        PlanError: its buffers would exceed the plan's ``staging_bytes``.
+        PlanError: the buffers of the rounds would exceed the plan's ``staging_bytes``.
     """
     if device_type not in STREAMS:
         return None
@@ -205,7 +206,7 @@ class Breakable(Protocol):
     """An exchange whose connections may fail."""
 
     def find_error(self) -> str | None:
-        """Why it failed; None if it works."""
+        """Why the exchange failed; None if it works."""
 
 
 class StreamTransfers:
@@ -230,7 +231,7 @@ class StreamTransfers:
             src, dst: one local array per tensor, as carriers (see :func:`~reshard.runtime.cpu.staging.carrier`).
 
         Returns:
-            Its end; None while a graph is captured.
+            Mark at the end of the transfer; None during graph capture.
         """
         used = [array for array in (*src, *dst) if array is not None]
         mark = self.streams.enqueue(lambda: self._runner.run(src, dst, self._exchange), used)
@@ -239,5 +240,5 @@ class StreamTransfers:
         return mark
 
 
-#: Runners whose buffers and tables a captured graph uses. They are never freed: the graph may be replayed at any time.
+#: Runners whose buffers and tables a captured graph uses. They are never freed, because a graph can always be replayed.
 _captured: set[RoundRunner] = set()
