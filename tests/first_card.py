@@ -88,7 +88,7 @@ def build(folder: Path) -> None:
     """Build the package from a copy of the sources, and install it with the tests in ``folder``."""
     sources = folder / "sources"
     sources.mkdir()
-    for name in ("pyproject.toml", "README.md", "reshard", "scheduler", "native"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "reshard", "scheduler", "native"):
         path = ROOT / name
         if path.is_dir():
             shutil.copytree(path, sources / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
