@@ -61,7 +61,7 @@ def draw(page: str) -> str:
             f"<text x='{_LEFT + max(mean_length, 3) + 6:.1f}' y='{y + 16}' font-weight='bold'>{mean:.4g}"
             f"<tspan font-weight='normal' fill='#555'> in {rows} rows, worst {worst:.1f}</tspan></text>",
         ]
-    parts.append(f"<text x='{_LEFT}' y='{bottom + 36}' fill='#555'>seconds over the bound, logarithmic</text></svg>")
+    parts.append(f"<text x='{_LEFT}' y='{bottom + 36}' fill='#555'>time over the bound, logarithmic</text></svg>")
     return "\n".join(parts) + "\n"
 
 

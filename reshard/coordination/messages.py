@@ -141,7 +141,9 @@ def describe_error(error: BaseException) -> tuple[str, str]:
 
 @dataclass
 class RankStatus:
-    """What one rank publishes in the store about itself, for ranks that wait for it. Only that rank changes it.
+    """What one rank publishes in the store about itself, for ranks that wait for it.
+
+    Another process changes it only to report the rank dead.
 
     Attributes:
         waiting: members and attempt of the round that the rank waits in; None if it waits in none.

@@ -17,6 +17,7 @@ from collections import deque
 from reshard.errors import ArgumentError, ScheduleError
 
 from ..graph import Pipeline, check_pipeline
+from .communication import add_transfers
 from .schedule import MOST_ACTIONS, Action, Kind, Schedule
 
 _HEADER = re.compile(
@@ -151,8 +152,6 @@ def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedu
     Raises:
         ScheduleError: a cell is not an action, a row has no stage, or the stages are not those of the pipeline.
     """
-    from .communication import add_transfers
-
     _check_text(text)
     check_pipeline(pipeline)
     rows: list[list[Action]] = []
