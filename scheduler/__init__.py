@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from reshard.runtime.cpu.weight_grad_store import later_tasks
 
     from .runtime.engine import Engine
+    from .runtime.stage import StageOutput
     from .runtime.tied_params import TiedParameter
 
 #: Public names whose modules import torch. These modules are imported on first use.
 _WITH_TORCH = {
     "Engine": "reshard.scheduler.runtime.engine",
+    "StageOutput": "reshard.scheduler.runtime.stage",
     "TiedParameter": "reshard.scheduler.runtime.tied_params",
     "later_tasks": "reshard.runtime.cpu.weight_grad_store",
 }
@@ -45,6 +47,7 @@ __all__ = [
     "Report",
     "Schedule",
     "Stage",
+    "StageOutput",
     "TiedParameter",
     "apply_passes",
     "auto_schedule",

@@ -71,11 +71,12 @@ class Edge:
             ``((link, seconds), ...)`` or a dict. Default: the transfer shares no link.
         tensors: named tensors of one microbatch, with their layouts on both stages; the simulation does not need them.
         without_gradient: names of tensors that need no gradient. Integer and boolean tensors never have one.
+        passed_on: names of tensors that stage ``src`` receives and sends on unchanged. Its module does not return them.
 
     Raises:
         ArgumentError: a cost is not a number from 0 to 1e15, a link is busy for longer than the transfer takes, a
-            tensor has no name or a name that is taken or reserved, ``without_gradient`` names an unknown tensor, or an
-            argument has a wrong type.
+            tensor has no name or a name that is taken or reserved, ``without_gradient`` or ``passed_on`` names an unknown
+            tensor, or an argument has a wrong type.
     """
 
     src: int
@@ -86,13 +87,14 @@ class Edge:
     backward_loads: Loads = ()
     tensors: tuple[TensorSpec, ...] = field(default=())
     without_gradient: frozenset[str] = frozenset()
+    passed_on: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        if isinstance(self.without_gradient, str):
-            raise ArgumentError(
-                f"without_gradient must be a set of names, such as {{{self.without_gradient!r}}}, not a string"
-            )
-        for name in ("without_gradient", "tensors"):
+        for name in ("without_gradient", "passed_on"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise ArgumentError(f"{name} must be a set of names, such as {{{value!r}}}, not a string")
+        for name in ("without_gradient", "passed_on", "tensors"):
             if not isinstance(getattr(self, name), Iterable):
                 raise ArgumentError(
                     f"{name} of edge {self.src} -> {self.dst} must be a list, not {getattr(self, name)!r}"
@@ -102,14 +104,15 @@ class Edge:
                 raise ArgumentError(
                     f"tensors of edge {self.src} -> {self.dst} must be TensorSpecs, not {type(spec).__name__}"
                 )
-            if spec.name in ("loss", "self"):
+            if spec.name == "self":
                 raise ArgumentError(
                     f"edge {self.src} -> {self.dst}: no tensor can be called {spec.name!r}: the name is reserved"
                 )
         object.__setattr__(self, "tensors", tuple(self.tensors))
-        if not all(isinstance(name, str) for name in self.without_gradient):
-            raise ArgumentError(f"without_gradient of edge {self.src} -> {self.dst} must be a set of names")
-        object.__setattr__(self, "without_gradient", frozenset(self.without_gradient))
+        for what in ("without_gradient", "passed_on"):
+            if not all(isinstance(name, str) for name in getattr(self, what)):
+                raise ArgumentError(f"{what} of edge {self.src} -> {self.dst} must be a set of names")
+            object.__setattr__(self, what, frozenset(getattr(self, what)))
         for direction in ("forward", "backward"):
             seconds = getattr(self, f"{direction}_seconds")
             _check_cost(f"{direction}_seconds of edge {self.src} -> {self.dst}", seconds)
@@ -138,6 +141,11 @@ class Edge:
             raise ArgumentError(
                 f"edge {self.src} -> {self.dst}: each tensor needs a unique name, and without_gradient must name "
                 f"some of them; tensors are {names}, without_gradient is {sorted(self.without_gradient)}"
+            )
+        if not self.passed_on <= set(names):
+            raise ArgumentError(
+                f"edge {self.src} -> {self.dst}: passed_on must name some of its tensors {names}; it names "
+                f"{sorted(self.passed_on)}"
             )
 
     @property
@@ -196,6 +204,12 @@ class Pipeline:
             names = [spec.name for edge in self.edges if edge.dst == stage for spec in edge.tensors]
             if len(set(names)) < len(names):
                 raise ArgumentError(f"stage {stage} receives two tensors of the same name: {sorted(map(str, names))}")
+            for edge in self.edges:
+                if edge.src == stage and not edge.passed_on <= set(names):
+                    raise ArgumentError(
+                        f"stage {stage} passes on {sorted(edge.passed_on)} to stage {edge.dst}, but receives only "
+                        f"{sorted(map(str, names))}"
+                    )
 
     @classmethod
     def of_costs(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.runtime.cpu.weight_grad_store import later_tasks
-from reshard.scheduler import Pipeline
+from reshard.scheduler import Pipeline, StageOutput
 
 #: Largest oversleep of ``time.sleep``; usual values are 0.1 to 0.3 ms.
 _OVERSLEEP_SECONDS = 3e-4
@@ -39,7 +39,7 @@ class TimedStage(torch.nn.Module):
             for spec in edge.tensors
         }
         if not outgoing:
-            self.outputs = {"loss": torch.zeros(())}
+            self.outputs = StageOutput(loss=torch.zeros(()))
 
     def forward(self, **inputs: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Sleep for ``forward_seconds`` and return the outputs."""

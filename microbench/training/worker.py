@@ -121,7 +121,7 @@ def train_alone(config: Any, step: int) -> tuple[float, float]:
             fed = feed.get(number, [{}] * config.num_microbatches)[microbatch]
             names = {spec.name for edge in config.edges(config.meshes()) if edge.dst == number for spec in edge.tensors}
             made |= stage(**{name: array for name, array in made.items() if name in names}, **fed)
-        loss = made["loss"] / config.num_microbatches
+        loss = made.loss / config.num_microbatches
         loss.backward()
         total += float(loss.detach())
     return total, sum_squares(stages)

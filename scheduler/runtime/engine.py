@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from .engine_arguments import (
     format_loss_shards,
     weigh_last,
 )
-from .executor import Iteration, Parts, Step
+from .executor import Iteration, Parts, Program, Step, StepInputs
 from .grad_sync import ReplicaSync, find_replicas
 from .p2p import StageTransfers, find_device_type, plan_channels
 from .stage import StageRun
@@ -54,8 +54,7 @@ class Engine:
         schedule: schedule to run.
         pipeline: its pipeline, with a mesh for every stage and tensors for every edge.
         modules: ``{stage: module}`` for the stages of this rank. A module takes local shards as keyword arguments: the
-            tensors of incoming edges and those in ``feed``. It returns ``{name: tensor}``: the tensors of outgoing
-            edges, as local shards or DTensors, and a scalar "loss" on a stage where backward starts.
+            tensors of incoming edges and those in ``feed``. It returns a :class:`StageOutput`.
         group: process group whose ranks the meshes name; default: the world.
         topology, strategy: used to plan transfers; default: hosts are found by host name, and the default strategy.
         last_pipeline: the pipeline with the tensor shapes of a smaller last microbatch, whose loss then weighs less.
@@ -132,11 +131,9 @@ class Engine:
         if topology is None:
             topology = Topology.from_hostnames([decision.hostnames.get(rank, "") for rank in range(ranks[-1] + 1)])
         pipelines = tuple(one for one in (pipeline, last_pipeline) if one is not None)
-        transfers = []
-        for one in pipelines:
-            channels = plan_channels(one, schedule.row_of_stage, topology, strategy, signal_only=signal_only)
-            options = {"signal_only": signal_only, "separate_connections": not has_one_order(schedule)}
-            transfers.append(StageTransfers(channels, self._group, timeout_seconds, device=device, **options))
+        self._topology, self._strategy, self._device, self._signal_only = topology, strategy, device, signal_only
+        last = len(pipelines) - 1
+        self._program = self.make_program(schedule, pipelines, (0,) * (schedule.num_microbatches - 1) + (last,))
         for stage, run in self._stages.items():
             warn_of_drift(pipeline, stage, run.module)
         try:
@@ -145,16 +142,32 @@ class Engine:
                 for stage, replica_ranks in self._find_replicas().items()
             ]
         except ReshardError as error:
-            for each in transfers:  # ranks of other stages may already wait in a step
+            for each in self._program.transfers:  # ranks of other stages may already wait in a step
                 each.fail(error)
             raise
         plan_tied = functools.partial(plan_tensors, strategy=strategy, topology=topology)
         tied = TiedParameters(ties, pipeline, modules, self._group, plan_tied, timeout_seconds, device)
         tied.share_values()
-        self._parts = Parts(
-            schedule, self.row, self._stages, pipelines, tuple(transfers), tuple(replicas), tied, num_loss_shards
-        )
+        self._parts = Parts(self.row, self._stages, tuple(replicas), tied, num_loss_shards)
         self._iteration: Iteration | None = None
+
+    def make_program(self, schedule: Schedule, pipelines: Sequence[Pipeline], used: Sequence[int]) -> Program:
+        """What this rank does in ``schedule`` with tensors of the shapes of ``pipelines``. All ranks pass the same.
+
+        Args:
+            schedule: a checked schedule with the rows of this engine.
+            pipelines: pipelines that differ from that of this engine in tensor shapes and costs only.
+            used: for each microbatch, the index of its pipeline.
+        """
+        transfers = []
+        for one in pipelines:
+            options = {"signal_only": self._signal_only}
+            channels = plan_channels(one, schedule.row_of_stage, self._topology, self._strategy, **options)
+            options["separate_connections"] = not has_one_order(schedule)
+            transfers.append(
+                StageTransfers(channels, self._group, self._timeout_seconds, device=self._device, **options)
+            )
+        return Program(schedule, tuple(pipelines), tuple(transfers), tuple(used))
 
     def _make_stages(self, modules: Mapping[int, torch.nn.Module]) -> dict[int, StageRun]:
         ours = [stage for stage, row in enumerate(self.schedule.row_of_stage) if row == self.row]
@@ -189,6 +202,22 @@ class Engine:
         Raises:
             ReshardError: this rank or another failed. All ranks raise, and the engine cannot be used again.
         """
+        return self.run(
+            self._program, lambda: StepInputs(self._check_feed(feed or {}), self._check_weights(loss_weights))
+        )
+
+    def evaluate(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:
+        """Run the forward of every microbatch without gradients. Arguments and errors are those of :meth:`step`.
+
+        Modules are run in the mode that they are in: call ``module.eval()`` first if it matters.
+        """
+        return self.run(
+            self._program,
+            lambda: StepInputs(self._check_feed(feed or {}), self._check_weights(loss_weights), train=False),
+        )
+
+    def run(self, program: Program, make_inputs: Callable[[], StepInputs]) -> Step:
+        """Run one iteration of a program. All ranks pass the same program; ``make_inputs`` makes those of this rank."""
         self._group.check_usable()
         if self._closed:
             raise ArgumentError("this engine is closed")
@@ -197,22 +226,26 @@ class Engine:
         if not self._stepping.acquire(blocking=False):
             raise ArgumentError("this engine is already in a step, called by another thread or by one of its modules")
         try:
-            fed = self._check_feed({} if feed is None else feed)
-            self._iteration = Iteration(self._parts, fed, self._check_weights(loss_weights))
+            self._iteration = None
+            self._iteration = Iteration(self._parts, program, make_inputs())
             return self._iteration.run()
         except BaseException as error:
-            self._error = error
-            error = self._add_context(error)
-            for stage in self._stages.values():
-                stage.forget()
-            for transfers in self._parts.transfers:
-                transfers.fail(error)
-            for replicas in self._parts.replicas:
-                replicas.fail(error)
-            self._parts.ties.fail(error)
+            self.fail(program, error)
             raise
         finally:
             self._stepping.release()
+
+    def fail(self, program: Program, error: BaseException) -> None:
+        """End a step on all ranks with the error of this rank. The engine cannot be used again."""
+        self._error = error
+        error = self._add_context(error)
+        for stage in self._stages.values():
+            stage.forget()
+        for transfers in program.transfers:
+            transfers.fail(error)
+        for replicas in self._parts.replicas:
+            replicas.fail(error)
+        self._parts.ties.fail(error)
 
     def _add_context(self, error: BaseException) -> BaseException:
         """Note on the error which action failed. Returns the error to report to other ranks."""
@@ -244,8 +277,7 @@ class Engine:
     def close(self) -> None:
         """Stop the threads that move tensors."""
         self._closed = True
-        for transfers in self._parts.transfers:
-            transfers.close()
+        self._program.close()
         self._parts.ties.close()
 
     def __enter__(self) -> Engine:

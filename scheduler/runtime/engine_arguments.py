@@ -100,6 +100,7 @@ def check_last(pipeline: Pipeline, last: Pipeline | None) -> None:
                 edge.src,
                 edge.dst,
                 edge.without_gradient,
+                edge.passed_on,
                 [(t.name, t.dtype, t.src.ranks, t.dst.ranks) for t in edge.tensors],
             )
             for edge in one.edges
@@ -129,7 +130,8 @@ def describe_arguments(
     for name, one in (("pipeline", pipeline), ("last_pipeline", last)):
         for edge in one.edges if one is not None else ():
             tensors = "; ".join(map(str, edge.tensors))
-            described.append((f"edge {edge.src} -> {edge.dst} of {name}", f"{tensors} {sorted(edge.without_gradient)}"))
+            names = f"{sorted(edge.without_gradient)} {sorted(edge.passed_on)}"
+            described.append((f"edge {edge.src} -> {edge.dst} of {name}", f"{tensors} {names}"))
     described.append(("strategy", getattr(strategy, "__name__", str(strategy))))
     described.append(("topology", "by host names" if topology is None else str(topology_to_json(topology))))
     return described

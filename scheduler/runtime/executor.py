@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,29 +29,71 @@ class Step:
 
     Attributes:
         losses: loss of each microbatch; empty if no stage of this rank returns a loss.
-        loss: weighted sum of ``losses``, or None.
+        loss: weighted sum of ``losses``, or None. metrics: weighted sums over microbatches.
         seconds: from the first action to the last gradient sum.
         waited_seconds: time that this rank waited for transfers, including the computation of their data.
     """
 
     losses: tuple[float, ...]
     loss: float | None
+    metrics: Mapping[str, float]
     seconds: float
     waited_seconds: float
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What an engine holds on one rank. The last of ``pipelines`` and ``transfers`` are for the last microbatch."""
+class Program:
+    """A schedule with the transfers of this rank, for given tensor shapes.
+
+    Attributes:
+        schedule: the schedule.
+        pipelines: pipelines that differ in tensor shapes only. transfers: the Movers of each.
+        used: for each microbatch, the index of its pipeline.
+    """
 
     schedule: Schedule
-    row: int
-    stages: Mapping[int, StageRun]
     pipelines: tuple[Pipeline, ...]
     transfers: tuple[StageTransfers, ...]
+    used: tuple[int, ...]
+
+    def close(self) -> None:
+        """Close the Movers."""
+        for each in self.transfers:
+            each.close()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine holds on one rank, for all programs."""
+
+    row: int
+    stages: Mapping[int, StageRun]
     replicas: tuple[ReplicaSync, ...]
     ties: TiedParameters
     num_loss_shards: LossShards
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What an iteration computes on.
+
+    Attributes:
+        feed: ``{stage: [{name: tensor} per microbatch]}``.
+        weights: weight of each microbatch's loss on this rank in the loss that the step returns.
+        loss_grads: ``{stage: [gradient that the loss of each microbatch starts its backward with]}``; default: the
+            weights over the number of replicas that see different data.
+        train: run backwards and sum gradients; otherwise run forwards only.
+        stash: keep all gradients of earlier steps apart until ``on_gradients`` returns, not only those summed over
+            ranks.
+        on_gradients: called with the gradients of this step only, once they are summed.
+    """
+
+    feed: Mapping[int, Sequence[Mapping[str, Any]]]
+    weights: Sequence[float]
+    loss_grads: Mapping[int, Sequence[float]] | None = None
+    train: bool = True
+    stash: bool = False
+    on_gradients: Callable[[], None] | None = None
 
 
 class Iteration:
@@ -59,16 +101,17 @@ class Iteration:
 
     Args:
         parts: what the engine holds.
-        feed: ``{stage: [{name: tensor} per microbatch]}``.
-        weights: weight of each microbatch's loss in the total.
+        program: what to run.
+        inputs: what to compute on.
     """
 
-    def __init__(self, parts: Parts, feed: Mapping[int, Sequence[Mapping[str, Any]]], weights: Sequence[float]) -> None:
-        self.parts, self.feed, self.weights = parts, feed, weights
-        self.schedule, self.pipeline, self.stages = parts.schedule, parts.pipelines[0], parts.stages
+    def __init__(self, parts: Parts, program: Program, inputs: StepInputs) -> None:
+        self.parts, self.program, self.inputs = parts, program, inputs
+        self.schedule, self.pipeline, self.stages = program.schedule, program.pipelines[0], parts.stages
         self.pending: dict[tuple[Channel, int], PendingTransfer] = {}  # receives posted, and outputs not yet sent
         self.sends: deque[PendingTransfer] = deque()
         self.losses: dict[int, torch.Tensor] = {}
+        self.metrics: dict[int, dict[str, float]] = {}  # by microbatch
         self.has_loss: dict[int, bool] = {}  # by stage
         self.measured = StepRecord(parts.row)
         self.waited = 0.0
@@ -79,14 +122,24 @@ class Iteration:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """Actions of this rank, in order."""
-        return self.schedule.rows[self.parts.row]
+        """Actions of this rank, in order. Without training, those of the forwards."""
+        row = self.schedule.rows[self.parts.row]
+        if self.inputs.train:
+            return row
+        return tuple(
+            action
+            for action in row
+            if (action.channel.is_forward if action.kind.is_transfer else action.kind is Kind.F)
+        )
 
     def run(self) -> Step:
         """Run the iteration."""
         begun = time.monotonic()
         summed = [parameter for replicas in self.parts.replicas for parameter in replicas.parameters()]
-        stashed = stash_gradients([*summed, *self.parts.ties.parameters()])
+        summed += self.parts.ties.parameters()
+        if self.inputs.stash:
+            summed += [parameter for run in self.stages.values() for parameter in run.module.parameters()]
+        stashed = stash_gradients(summed) if self.inputs.train else []
         try:
             for replicas in self.parts.replicas:
                 replicas.begin(self.check_errors)
@@ -99,10 +152,13 @@ class Iteration:
             self.doing = None
             for transfer in self.sends:
                 transfer.wait()
-            already: set[int] = set()
-            for replicas in self.parts.replicas:
-                replicas.add_gradients(self.check_errors, already)
-            self.parts.ties.add_gradients()
+            if self.inputs.train:
+                already: set[int] = set()
+                for replicas in self.parts.replicas:
+                    replicas.add_gradients(self.check_errors, already)
+                self.parts.ties.add_gradients()
+                if self.inputs.on_gradients is not None:
+                    self.inputs.on_gradients()
             for record in self.measured.transfers:  # on a GPU, a transfer can fail after wait() has returned
                 record.transfer.synchronize()
         except Exception as error:
@@ -115,23 +171,24 @@ class Iteration:
                 replicas.end()
         num = self.schedule.num_microbatches
         losses = tuple(float(self.losses[m]) for m in range(num)) if self.losses else ()
-        loss = sum(w * x for w, x in zip(self.weights, losses, strict=True)) if losses else None
-        return Step(losses, loss, time.monotonic() - begun, self.waited)
+        weights = self.inputs.weights
+        loss = sum(w * x for w, x in zip(weights, losses, strict=True) if w) if losses else None
+        metrics: dict[str, float] = {}
+        for microbatch, values in self.metrics.items():
+            for name, value in values.items():
+                metrics[name] = metrics.get(name, 0.0) + (weights[microbatch] * value if weights[microbatch] else 0.0)
+        return Step(losses, loss, metrics, time.monotonic() - begun, self.waited)
 
     def check_errors(self) -> None:
         """Raise an error that another rank reported, if any."""
-        for transfers in self.parts.transfers:
+        for transfers in self.program.transfers:
             transfers.check_errors()
         for replicas in self.parts.replicas:
             replicas.check_errors()
 
-    def is_last(self, microbatch: int) -> bool:
-        """Whether a microbatch is the last one, which may be smaller."""
-        return microbatch == self.schedule.num_microbatches - 1
-
     def transfers(self, microbatch: int) -> StageTransfers:
         """The Movers for a microbatch."""
-        return self.parts.transfers[-1 if self.is_last(microbatch) else 0]
+        return self.program.transfers[self.program.used[microbatch]]
 
     def move(self, action: Action) -> None:
         """Start one end of a transfer, and wait for the transfer if the action blocks."""
@@ -170,7 +227,10 @@ class Iteration:
         else:
             received = self.collect(stage, microbatch, is_forward=False)
             begun = time.monotonic()
-            weight = self.weights[microbatch] / loss_shards_of(stage, self.parts.num_loss_shards)
+            if self.inputs.loss_grads is not None:
+                weight = self.inputs.loss_grads[stage][microbatch]
+            else:
+                weight = self.inputs.weights[microbatch] / loss_shards_of(stage, self.parts.num_loss_shards)
             is_last = self.last_backward[stage] == microbatch
             back = self.stages[stage].backward(microbatch, received, weight, is_last=is_last)
             self.hand_on(stage, microbatch, back, is_forward=False)
@@ -180,11 +240,14 @@ class Iteration:
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensors]) -> None:
         """Run one forward, check its outputs, and pass them on."""
         run = self.stages[stage]
-        sent = run.forward(microbatch, received, self.feed[stage][microbatch])
-        tensors = self.parts.pipelines[-1 if self.is_last(microbatch) else 0]
+        train = self.inputs.train
+        sent = run.forward(microbatch, received, self.inputs.feed[stage][microbatch], train=train)
+        tensors = self.program.pipelines[self.program.used[microbatch]]
         expected = {edge.dst: edge.tensors for edge in tensors.edges if edge.src == stage}
         run.check_sizes(microbatch, sent, expected)
-        loss = run.loss_of(microbatch)
+        loss, metrics = run.loss_of(microbatch)
+        if metrics:
+            self.metrics.setdefault(microbatch, {}).update(metrics)
         if self.has_loss.setdefault(stage, loss is not None) != (loss is not None):
             raise ArgumentError(
                 f"stage {stage} gives a loss for some microbatches and none for others, see microbatch {microbatch}"
@@ -194,6 +257,8 @@ class Iteration:
             assert mesh is not None
             check_loss_replicas(stage, run.module, self.parts.num_loss_shards, mesh.size)
             self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss
+        if not train:
+            run.drop(microbatch)
         self.hand_on(stage, microbatch, sent, is_forward=True)
 
     def collect(self, stage: int, microbatch: int, *, is_forward: bool) -> dict[int, Tensors]:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,9 +25,24 @@ from .data_parallel import (
     without_ddp,
 )
 
-#: Name of the output that backward starts from.
-LOSS = "loss"
 Tensors = dict[str, torch.Tensor]
+
+
+class StageOutput(NamedTuple):
+    """What the module of a stage returns.
+
+    A module may also return a dict, which is ``tensors`` alone, or one tensor: the only tensor of its outgoing edges,
+    or the loss of a stage without outgoing edges.
+
+    Attributes:
+        tensors: ``{name: tensor}`` of the outgoing edges, as local shards or DTensors.
+        loss: scalar that backward starts from, the mean over the rows of this rank; None: this stage has no loss.
+        metrics: ``{name: scalar}``, each the mean over the rows of this rank. They get no gradient.
+    """
+
+    tensors: Mapping[str, Any] = {}  # noqa: RUF012 a field of a named tuple, which nothing changes
+    loss: Any = None
+    metrics: Mapping[str, Any] = {}  # noqa: RUF012
 
 
 @dataclass
@@ -37,13 +52,14 @@ class _Microbatch:
     Attributes:
         leaves: inputs from other stages, as leaves of the autograd graph.
         sent: outputs for each later stage, with their graph.
-        loss: the loss, with its graph.
+        loss: the loss, with its graph. metrics: without theirs.
         weight_grads: deferred weight-gradient pass.
     """
 
     leaves: Tensors
     sent: dict[int, Tensors]
     loss: torch.Tensor | None
+    metrics: dict[str, float] = field(default_factory=dict)
     weight_grads: WeightGradStore = field(default_factory=lambda: WeightGradStore([]))
 
 
@@ -52,7 +68,7 @@ class StageRun:
 
     Args:
         stage: index of the stage.
-        module: takes tensors as keyword arguments and returns ``{name: tensor}``.
+        module: takes tensors as keyword arguments and returns a :class:`StageOutput`.
         pipeline: the pipeline, for its edges.
         rank: this rank.
         split: microbatches whose backward is split into two passes.
@@ -69,13 +85,16 @@ class StageRun:
         self._in_flight: dict[int, _Microbatch] = {}
         self._checked_names: set[str] | None = None
 
-    def forward(self, microbatch: int, received: Mapping[int, Tensors], fed: Mapping[str, Any]) -> dict[int, Tensors]:
+    def forward(
+        self, microbatch: int, received: Mapping[int, Tensors], fed: Mapping[str, Any], *, train: bool = True
+    ) -> dict[int, Tensors]:
         """Run the forward of a microbatch. Returns the local shards to send to each later stage.
 
         Args:
             microbatch: index of the microbatch.
             received: tensors from each earlier stage.
             fed: inputs that no edge brings.
+            train: keep the graph for a backward; otherwise run without gradients.
 
         Raises:
             ArgumentError: an output is missing or does not match its edge.
@@ -84,28 +103,32 @@ class StageRun:
         for edge in self._incoming:
             with_gradient = {spec.name for spec in edge.gradients}
             for name, array in received[edge.src].items():
-                leaves[name] = array.detach().requires_grad_(name in with_gradient)
+                leaves[name] = array.detach().requires_grad_(train and name in with_gradient)
         duplicates = leaves.keys() & fed.keys()
         if duplicates:
             raise ArgumentError(f"stage {self.stage} receives {sorted(duplicates)} from another stage and from feed")
         self._check_call({*leaves, *fed})
         live = _Microbatch(leaves, {}, None)
-        defer = live.weight_grads if microbatch in self._split else contextlib.nullcontext()
+        defer = live.weight_grads if train and microbatch in self._split else contextlib.nullcontext()
         versions = {name: leaf._version for name, leaf in leaves.items()}
-        with no_grad_sync(self.module), defer:
-            outputs = self._name(self.module(**leaves, **fed))
-            live.sent = {edge.dst: self._take(outputs, edge.dst, edge.tensors) for edge in self._outgoing}
+        with no_grad_sync(self.module), torch.set_grad_enabled(train), defer:
+            output = self._name(self.module(**leaves, **fed))
+            for edge in self._outgoing:
+                passed_on = {name: leaves[name] for name in edge.passed_on}
+                live.sent[edge.dst] = self._take({**output.tensors, **passed_on}, edge.dst, edge.tensors)
         for name, leaf in leaves.items():
             if leaf._version != versions[name]:
                 raise ArgumentError(
                     f"stage {self.stage} changed its input {name!r} in place, but the sending stage may still use it; "
                     "change a copy"
                 )
-        loss = outputs.get(LOSS)
-        if loss is not None and not isinstance(loss, torch.Tensor):
-            raise ArgumentError(f"stage {self.stage} gives {type(loss).__name__} as loss; it must be a tensor")
-        live.loss = _full_loss(loss)
-        self._check_gradients(live, outputs)
+        if output.loss is not None and not isinstance(output.loss, torch.Tensor):
+            raise ArgumentError(f"stage {self.stage} gives {type(output.loss).__name__} as loss; it must be a tensor")
+        live.loss = _full(output.loss)
+        live.metrics = {str(name): self._metric(name, value) for name, value in output.metrics.items()}
+        self._check_loss(live.loss, output)
+        if train:
+            self._check_gradients(live)
         self._in_flight[microbatch] = live
         buffers = [array for array in self.module.buffers() if not _is_dtensor(array)]
         buffer_storages = {array.untyped_storage().data_ptr() for array in buffers if array.layout is torch.strided}
@@ -132,19 +155,36 @@ class StageRun:
                 f"stage {self.stage} cannot be called with {sorted(names)}, the names from its edges and feed: {error}"
             ) from None
 
-    def _check_gradients(self, live: _Microbatch, outputs: Mapping[str, Any]) -> None:
+    def _check_loss(self, loss: torch.Tensor | None, output: StageOutput) -> None:
+        """Raise ArgumentError unless the loss is a real scalar, which a stage without outgoing edges must have."""
+        if loss is None:
+            if self._outgoing:
+                return
+            raise ArgumentError(
+                f"stage {self.stage} sends nothing to another stage and returns the tensors "
+                f"{sorted(map(str, output.tensors))} without a loss; return StageOutput(loss=...), or it could not be "
+                "trained"
+            )
+        if loss.numel() != 1:
+            raise ArgumentError(f"stage {self.stage} gives a loss of shape {list(loss.shape)}; it must be a scalar")
+        if not loss.is_floating_point():
+            raise ArgumentError(f"stage {self.stage} gives a loss of {dtype_name(loss.dtype)}; it must be real")
+
+    def _metric(self, name: Any, value: Any) -> float:
+        """A metric as a number."""
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1 or value.is_complex():
+                raise ArgumentError(
+                    f"stage {self.stage} gives the metric {name!r} as {dtype_name(value.dtype)} {list(value.shape)}; "
+                    "it must be a real scalar"
+                )
+            return float(_full(value.detach()))  # type: ignore[arg-type]
+        if isinstance(value, (int, float)):
+            return float(value)
+        raise ArgumentError(f"stage {self.stage} gives the metric {name!r} as {type(value).__name__}, not a number")
+
+    def _check_gradients(self, live: _Microbatch) -> None:
         """Raise ArgumentError if a backward would not reach parameters or inputs that need gradients."""
-        if not self._outgoing and live.loss is None:
-            raise ArgumentError(
-                f"stage {self.stage} sends nothing to another stage and returns {sorted(map(str, outputs))}; it must "
-                f"return a {LOSS!r}, or it could not be trained"
-            )
-        if live.loss is not None and live.loss.numel() != 1:
-            raise ArgumentError(
-                f"stage {self.stage} gives a loss of shape {list(live.loss.shape)}; it must be a scalar"
-            )
-        if live.loss is not None and not live.loss.is_floating_point():
-            raise ArgumentError(f"stage {self.stage} gives a loss of {dtype_name(live.loss.dtype)}; it must be real")
         learns = any(parameter.requires_grad for parameter in self.module.parameters())
         if not learns and not any(leaf.requires_grad for leaf in live.leaves.values()):
             return
@@ -158,10 +198,14 @@ class StageRun:
                         f"none, name it in without_gradient of edge {edge.src} -> {edge.dst}"
                     )
 
-    def loss_of(self, microbatch: int) -> torch.Tensor | None:
-        """The loss of a microbatch in flight, without its graph."""
-        loss = self._in_flight[microbatch].loss
-        return None if loss is None else loss.detach()
+    def loss_of(self, microbatch: int) -> tuple[torch.Tensor | None, dict[str, float]]:
+        """The loss of a microbatch in flight, without its graph, and its metrics."""
+        live = self._in_flight[microbatch]
+        return None if live.loss is None else live.loss.detach(), live.metrics
+
+    def drop(self, microbatch: int) -> None:
+        """Forget a microbatch that gets no backward."""
+        del self._in_flight[microbatch]
 
     def backward(
         self, microbatch: int, gradients: Mapping[int, Tensors], loss_weight: float, *, is_last: bool
@@ -233,17 +277,21 @@ class StageRun:
         self._in_flight.clear()
         mark_failed(self.module)
 
-    def _name(self, outputs: Any) -> Mapping[str, Any]:
-        """Outputs by name. A single tensor is the only output of the edges, or the loss if there are none."""
-        if isinstance(outputs, Mapping):
-            return outputs
-        names = {spec.name for edge in self._outgoing for spec in edge.tensors} or {LOSS}
-        if not isinstance(outputs, torch.Tensor) or len(names) != 1:
+    def _name(self, output: Any) -> StageOutput:
+        """The output of the module as a StageOutput."""
+        if isinstance(output, StageOutput):
+            return output
+        if isinstance(output, Mapping):
+            return StageOutput(output)
+        names = {spec.name for edge in self._outgoing for spec in edge.tensors}
+        if isinstance(output, torch.Tensor) and not names:
+            return StageOutput(loss=output)
+        if not isinstance(output, torch.Tensor) or len(names) != 1:
             raise ArgumentError(
-                f"stage {self.stage} must return {{name: tensor}} for {sorted(map(str, names))}, "
-                f"not {type(outputs).__name__}"
+                f"stage {self.stage} must return a StageOutput with the tensors {sorted(map(str, names))}, "
+                f"not {type(output).__name__}"
             )
-        return {str(names.pop()): outputs}
+        return StageOutput({str(names.pop()): output})
 
     def _take(self, outputs: Mapping[str, Any], dst: int, tensors: tuple[TensorSpec, ...]) -> Tensors:
         taken = {}
@@ -322,7 +370,7 @@ def _localize(value: Any, spec: TensorSpec) -> torch.Tensor:
     return _plain(value.redistribute(placements=layout.to_placements()).to_local())
 
 
-def _full_loss(loss: Any) -> torch.Tensor | None:
+def _full(loss: Any) -> torch.Tensor | None:
     if _is_dtensor(loss):
         return _plain(loss.full_tensor())
     return None if loss is None else _plain(loss)

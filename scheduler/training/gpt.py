@@ -17,7 +17,7 @@ from torch import nn
 
 from reshard.sharding import Layout, Mesh, TensorSpec
 
-from .. import Edge
+from .. import Edge, StageOutput
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class GPTStage(nn.Module):
             return {"x": x}
         assert targets is not None
         logits = self.head(self.norm(x))
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())}
+        return StageOutput(loss=nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()))
 
 
 def parallelize(stage: GPTStage, tp_mesh: Any) -> GPTStage:

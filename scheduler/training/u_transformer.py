@@ -16,7 +16,7 @@ from torch import nn
 
 from reshard.sharding import Layout, Mesh, TensorSpec
 
-from .. import Edge
+from .. import Edge, StageOutput
 
 LEVELS = 4
 NUM_LAYERS = 3 * LEVELS + 1
@@ -245,7 +245,7 @@ class UTransformerStage(nn.Module):
         if not self.is_last:
             return {"x": x, **skips}
         denoised = self.out(nn.functional.silu(self.norm(x)))
-        return {"loss": nn.functional.mse_loss(denoised.float(), clean)}
+        return StageOutput(loss=nn.functional.mse_loss(denoised.float(), clean))
 
 
 def _pictures(step: int, count: int, side: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

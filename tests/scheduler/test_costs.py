@@ -183,7 +183,7 @@ WRONG = {
         lambda: Edge(0, 1, 1, 1, tensors=(TENSOR,), without_gradient={"y"}),
         "without_gradient must name some of them",
     ),
-    "loss": (lambda: Edge(0, 1, 1, 1, tensors=(replace(TENSOR, name="loss"),)), "no tensor can be called 'loss'"),
+    "self": (lambda: Edge(0, 1, 1, 1, tensors=(replace(TENSOR, name="self"),)), "no tensor can be called 'self'"),
     "no stage": (lambda: Pipeline(()), "at least one stage"),
     "back": (lambda: Pipeline((Stage(1, 1, 1),) * 2, (Edge(1, 1),)), "edge 1 -> 1 must lead forward"),
     "unknown stage": (lambda: Pipeline((Stage(1, 1, 1),) * 2, (Edge(0, 2),)), "forward between stages 0 to 1"),

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard import Layout, Mesh
-from reshard.scheduler import Edge, Pipeline, Stage
+from reshard.scheduler import Edge, Pipeline, Stage, StageOutput
 from reshard.sharding.tensor_spec import TensorSpec
 
 WIDTH, NUM, ROWS = 4, 3, 12
@@ -23,7 +23,7 @@ class First(nn.Module):
 
     def forward(self, x):
         out = self.layer(x)
-        return {"x": out, "loss": (out**2).mean()} if self.gives_loss else {"x": out}
+        return StageOutput({"x": out}, (out**2).mean()) if self.gives_loss else {"x": out}
 
 
 class Last(nn.Module):
@@ -39,7 +39,7 @@ class Last(nn.Module):
         self.calls += 1
         if self.fault is not None and self.calls % NUM == 0:
             self.fault()
-        return {"loss": ((torch.tanh(self.layer(x)) - target) ** 2).mean()}
+        return StageOutput(loss=((torch.tanh(self.layer(x)) - target) ** 2).mean())
 
 
 def data():
@@ -78,7 +78,8 @@ def single_process(first_gives_loss=False):
     first.gives_loss = first_gives_loss
     for x, target in data():
         out = first(x)
-        loss = last(out["x"], target)["loss"] + (out["loss"] if first_gives_loss else 0.0)
+        x, first_loss = (out.tensors["x"], out.loss) if first_gives_loss else (out["x"], 0.0)
+        loss = last(x, target).loss + first_loss
         (loss / NUM).backward()
     return gradients(first), gradients(last)
 

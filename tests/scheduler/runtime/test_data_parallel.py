@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard import ArgumentError, Layout, Mesh, ReshardError
-from reshard.scheduler import Edge, Pipeline, Stage, interleaved_1f1b, one_f_one_b
+from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, interleaved_1f1b, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.grad_sync import restore_gradients, stash_gradients
 from reshard.sharding.tensor_spec import TensorSpec
@@ -42,7 +42,7 @@ class Last(nn.Module):
 
     def forward(self, x, target, rows):
         out = self.frozen(torch.tanh(self.layer(x) * self.scale)) + self.table(rows)
-        return {"loss": ((out - target) ** 2).mean()}
+        return StageOutput(loss=((out - target) ** 2).mean())
 
 
 def data(step):
@@ -56,7 +56,7 @@ def single_process(steps, change=lambda last: None):
     change(last)
     for step in range(steps):
         for x, target, rows in data(step):
-            (last(first(x)["x"], target, rows)["loss"] / NUM).backward()
+            (last(first(x)["x"], target, rows).loss / NUM).backward()
     return {name: _plain(p.grad) for name, p in last.named_parameters()}
 
 
@@ -255,7 +255,7 @@ class Twice(nn.Module):
 
     def forward(self, x, target=None):
         out = self.layer(x)
-        return {"x": out} if target is None else {"loss": ((out - target) ** 2).mean()}
+        return {"x": out} if target is None else StageOutput(loss=((out - target) ** 2).mean())
 
 
 def run_shared(rank):

@@ -10,6 +10,7 @@ from reshard.scheduler import (
     Edge,
     Pipeline,
     Stage,
+    StageOutput,
     auto_schedule,
     block_transfers,
     defer_recvs,
@@ -54,7 +55,7 @@ class Head(torch.nn.Module):
 
     def forward(self, g, skip, mask, target):
         y = self.d(torch.cat([g * mask, skip * skip], 1))
-        return {"loss": ((y - target) ** 2).mean()}
+        return StageOutput(loss=((y - target) ** 2).mean())
 
 
 def make_modules(dtype):
@@ -88,7 +89,7 @@ def single_process(dtype, sizes):
     for x, target in make_data(dtype, sizes):
         first = modules[0](x)
         g = modules[1](first["h"], first["skip"])
-        loss = modules[2](g, first["skip"], first["mask"], target)["loss"]
+        loss = modules[2](g, first["skip"], first["mask"], target).loss
         losses.append(float(loss.detach()))
         (loss * len(x) / sum(sizes)).backward()
     return losses, [{n: p.grad for n, p in module.named_parameters()} for module in modules]

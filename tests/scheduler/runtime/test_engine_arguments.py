@@ -20,6 +20,7 @@ from reshard.scheduler import (
     Kind,
     Pipeline,
     Stage,
+    StageOutput,
     check_schedule,
     gpipe,
     one_f_one_b,
@@ -46,7 +47,7 @@ class Model(torch.nn.Module):
         self.layer = torch.nn.Linear(3, 1)
 
     def forward(self, x):
-        return {"loss": (self.layer(x) ** 2).mean()}
+        return StageOutput(loss=(self.layer(x) ** 2).mean())
 
 
 def _spec(name="x", shape=(2, 3), dtype="float32"):
@@ -73,7 +74,7 @@ def test_losses_are_weighted(group, weights):
     model, alone = Model(), Model()
     with Engine(one_f_one_b(ONE, NUM), ONE, {0: model}, group=group) as engine:
         step = engine.step(_feed(), loss_weights=weights)
-    losses = [alone(**row)["loss"] for row in _feed()[0]]
+    losses = [alone(**row).loss for row in _feed()[0]]
     total = sum(
         loss * weight for loss, weight in zip(losses, [0.25] * NUM if weights is None else weights, strict=True)
     )

@@ -13,7 +13,7 @@ import torch
 
 from reshard import Layout, Mesh, Topology
 from reshard.errors import ArgumentError, ReshardError, ScheduleError
-from reshard.scheduler import Edge, Pipeline, Stage, gpipe, one_f_one_b
+from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, gpipe, one_f_one_b
 from reshard.scheduler.ir.schedule import Action, Kind, Schedule
 from reshard.scheduler.runtime import engine as engine_module
 from reshard.scheduler.runtime.engine import Engine
@@ -42,7 +42,7 @@ class FaultyStage(torch.nn.Module):
             y.register_hook(_raise)
         if self.calls == 3:
             if self.fault == "sometimes":
-                return {"x": y, "loss": y.sum()}
+                return StageOutput({"x": y}, y.sum())
             if self.fault == "raises":
                 raise ValueError("the third is bad")
             if self.fault == "dies":
@@ -59,7 +59,7 @@ class FaultyStage(torch.nn.Module):
                 y = y.double()
             if self.fault == "sparse":
                 y = y.to_sparse()
-        return {"x": y} if self.stage < 2 else {"loss": y.sum() * (1j if self.fault == "complex loss" else 1)}
+        return {"x": y} if self.stage < 2 else StageOutput(loss=y.sum() * (1j if self.fault == "complex loss" else 1))
 
 
 def make_pipeline(num=3):
@@ -150,7 +150,7 @@ FAULTS = {
     ),
     "name": ("ArgumentError", r"stage 1 returns \['z'\], not 'x', which stage 2 needs"),
     "detached": ("ArgumentError", r"stage 1 gives 'x' without a gradient: was it detached\?"),
-    "no loss": ("ArgumentError", r"returns \['Loss'\]; it must return a 'loss'"),
+    "no loss": ("ArgumentError", r"returns the tensors \['Loss'\] without a loss"),
     "sometimes": ("ArgumentError", "stage 1 gives a loss for some microbatches and none for others, see microbatch 2"),
     "feed": ("ArgumentError", "stage 0 is fed 3 microbatches; it needs 4"),
     "two inputs": ("ArgumentError", r"stage 1 receives \['x'\] from another stage and from feed"),
@@ -295,7 +295,7 @@ class Counter(torch.nn.Module):
     def forward(self, x, count=None):
         y = self.layer(x)
         if self.stage:
-            return {"loss": y.sum() * 0 + count.mean()}
+            return StageOutput(loss=y.sum() * 0 + count.mean())
         self.count += 1
         return {"x": y, "count": self.count}
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from reshard import ArgumentError, Layout, Mesh, RemoteError
-from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, one_f_one_b, zb_h1
+from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, auto_schedule, one_f_one_b, zb_h1
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.sharding.tensor_spec import TensorSpec
@@ -37,7 +37,7 @@ class Last(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, x, targets):
-        return {"loss": nn.functional.cross_entropy(self.head(self.down(self.up(x).relu())), targets)}
+        return StageOutput(loss=nn.functional.cross_entropy(self.head(self.down(self.up(x).relu())), targets))
 
 
 def make_modules():
@@ -56,7 +56,7 @@ def single_process(tied):
         last.head.weight = first.embed.weight
     losses = []
     for tokens, targets in data():
-        loss = last(first(tokens)["x"], targets)["loss"]
+        loss = last(first(tokens)["x"], targets).loss
         losses.append(float(loss.detach()))
         (loss / NUM).backward()
     return losses, [{n: p.grad for n, p in module.named_parameters()} for module in (first, last)]
@@ -181,7 +181,7 @@ class PartlyUsed(nn.Module):
 
     def forward(self, x):
         y = self.always(x)
-        return {"loss": (self.sometimes(y) if self.is_used else y).mean()}
+        return StageOutput(loss=(self.sometimes(y) if self.is_used else y).mean())
 
 
 def run_partly_used(rank, finds_unused):

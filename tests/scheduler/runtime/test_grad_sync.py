@@ -62,7 +62,7 @@ def run_failing(rank, where):
         with Engine(schedule, pipeline, {int(rank > 0): module}, num_loss_shards=2, timeout_seconds=20) as engine:
             fed = feed(rank, 2)
             if rank:
-                module(torch.ones(1, WIDTH, dtype=torch.float64), target=0.0)["loss"].detach()
+                module(torch.ones(1, WIDTH, dtype=torch.float64), target=0.0).loss.detach()
             inner.zero_grad()
             if attempt == 0 and rank == 2:
                 if where == "forward":

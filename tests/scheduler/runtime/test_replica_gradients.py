@@ -7,7 +7,7 @@ from torch import nn
 
 from reshard.coordination.liveness.heartbeat import Monitor
 from reshard.coordination.process_group import find_group
-from reshard.scheduler import one_f_one_b
+from reshard.scheduler import StageOutput, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.grad_sync import ReplicaSync, _sparse
 from reshard.testing.processes import run_processes
@@ -44,7 +44,7 @@ class Tables(nn.Module):
         out = x
         for table in self.tables.values():
             out = out + table(torch.arange(len(x)) % 3) if self.uses else out
-        return {"loss": ((out - target) ** 2).mean()}
+        return StageOutput(loss=((out - target) ** 2).mean())
 
 
 def run_used_once(rank):
@@ -64,7 +64,7 @@ def test_gradient_of_one_replica_reaches_all_replicas():
         shards = zip(first(x)["x"].chunk(2), target.chunk(2), strict=True)
         for uses, (x_shard, target_shard) in zip((True, False), shards, strict=True):
             last.uses = uses
-            (last(x_shard, target_shard)["loss"] / (2 * NUM)).backward(retain_graph=True)
+            (last(x_shard, target_shard).loss / (2 * NUM)).backward(retain_graph=True)
     for got, kinds in run_processes(run_used_once, 3)[1:]:
         assert kinds == [(s, f"torch.float{bits}") for bits in (64, 32) for s in (True, False)]
         check(got, gradients(last))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from reshard import ArgumentError, Layout, Mesh
-from reshard.scheduler import Edge, Pipeline, Stage
+from reshard.scheduler import Edge, Pipeline, Stage, StageOutput
 from reshard.scheduler.ir.schedule import Action, Kind, Schedule
 from reshard.scheduler.runtime.engine import Engine
 from reshard.sharding.tensor_spec import TensorSpec
@@ -33,7 +33,7 @@ class Part(nn.Module):
         y = self.a(x.view(1, WIDTH) + first) + once + pos
         y = self.b(torch.tanh(self.b(torch.tanh(y) * self.frozen)))
         y = y + (self.pos[None] if self.views else self.pos)
-        return {"loss": y.pow(2).sum()} if self.stage else {"x": y}
+        return StageOutput(loss=y.pow(2).sum()) if self.stage else {"x": y}
 
 
 def _refuse(gradient):
@@ -45,8 +45,7 @@ class FailingBackward(Part):
 
     def forward(self, x):
         outputs = super().forward(x)
-        for each in outputs.values():
-            each.register_hook(_refuse)
+        (outputs.loss if self.stage else outputs["x"]).register_hook(_refuse)
         return outputs
 
 
@@ -60,7 +59,7 @@ class Counter(Part):
     def forward(self, x):
         self.mean = self.mean.add_(x.detach().mean(0))
         y = torch.tanh(x + self.a(self.mean))
-        return {"loss": y.pow(2).sum()} if self.stage else {"x": y}
+        return StageOutput(loss=y.pow(2).sum()) if self.stage else {"x": y}
 
 
 def _inputs():
@@ -97,7 +96,7 @@ def _run(rank, order, kind):
 def test_gradients_that_share_memory_are_separated(order):
     parts = [Part(stage, views=False) for stage in (0, 1)]
     for x in _inputs():
-        parts[1](parts[0](x)["x"])["loss"].backward()
+        parts[1](parts[0](x)["x"]).loss.backward()
     wanted = [p.grad for part in parts for p in part.parameters() if p.requires_grad]
     (found,) = run_processes(_run, 1, order, Part)
     for given, expected in zip(found, wanted, strict=True):

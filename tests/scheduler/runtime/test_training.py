@@ -31,7 +31,7 @@ def test_gpt_has_the_sizes_of_the_study(name, parameters, mib):
         stages = [config.make_stage(stage) for stage in range(config.pp)]
         rows = torch.zeros(config.microbatch // config.dp, config.sequence, dtype=torch.long)
         x = stages[0].half()(tokens=rows)["x"]
-        assert stages[1].half()(x=x, targets=rows)["loss"].shape == ()
+        assert stages[1].half()(x=x, targets=rows).loss.shape == ()
     total = sum(p.numel() for stage in stages for p in stage.parameters())
     total -= config.vocabulary * config.hidden  # the study counts the tied embedding once
     assert total == pytest.approx(parameters, rel=0.03)
@@ -50,7 +50,7 @@ def test_u_transformer_has_the_sizes_of_the_study(name, parameters):
         stages = [config.make_stage(stage) for stage in range(2)]
         each = config.microbatch // len(config.meshes()[0].ranks)
         outputs = stages[0](pictures=torch.zeros(each, 3, 32, 32))
-        assert stages[1](**outputs, clean=torch.zeros(each, 3, 32, 32))["loss"].shape == ()
+        assert stages[1](**outputs, clean=torch.zeros(each, 3, 32, 32)).loss.shape == ()
     total = sum(p.numel() for stage in stages for p in stage.parameters())
     assert total == pytest.approx(parameters, rel=0.15)
     (edge,) = config.edges(config.meshes())
@@ -89,7 +89,7 @@ def single_process(config, steps):
         optimizer.zero_grad()
         total = 0.0
         for row in whole.feed(number)[0]:
-            loss = module(**row)["loss"] / whole.num_microbatches
+            loss = module(**row).loss / whole.num_microbatches
             loss.backward()
             total += float(loss.detach())
         optimizer.step()
