@@ -116,7 +116,7 @@ def train_alone(config: Any, step: int) -> tuple[float, float]:
     stages = make_stages(config)
     feed, total = config.feed(step), 0.0
     for microbatch in range(config.num_microbatches):
-        made: dict[str, torch.Tensor] = {}
+        made: Any = {}
         for number, stage in enumerate(stages):
             fed = feed.get(number, [{}] * config.num_microbatches)[microbatch]
             names = {spec.name for edge in config.edges(config.meshes()) if edge.dst == number for spec in edge.tensors}

@@ -22,8 +22,8 @@ from reshard.errors import ArgumentError
 from ..graph import Pipeline
 
 
-def check_module(stage: int, module: Any, is_split: bool) -> None:
-    """Raise ArgumentError unless the module can run as its schedule requires."""
+def check_module(stage: int, module: Any) -> None:
+    """Raise ArgumentError unless the module can run in a pipeline."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"stage {stage} needs a torch.nn.Module, not {type(module).__name__}")
     for name, each in module.named_modules():
@@ -54,7 +54,11 @@ def check_module(stage: int, module: Any, is_split: bool) -> None:
             "that cannot be cleared, and its process group may be out of sync; make a new group and a new module, for "
             "example from a checkpoint"
         )
-    if is_split and _fsdp_modules(module):
+
+
+def check_split(stage: int, module: Any) -> None:
+    """Raise ArgumentError unless the backward of the module can be split into two passes."""
+    if _fsdp_modules(module):
         raise ArgumentError(
             f"stage {stage} is sharded by FSDP, which frees its weights after the input-gradient pass; use whole "
             "backwards, for example auto_schedule(..., can_split=False)"
@@ -69,6 +73,28 @@ def mark_failed(module: Any) -> None:
     """Mark the FSDP modules inside, so that no later engine uses them."""
     for each in _fsdp_modules(module):
         setattr(each, _FAILED, True)
+
+
+def find_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
+    """A parameter by its name in the module without wrappers, or in the wrapped module.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    with contextlib.suppress(AttributeError):
+        return module.get_parameter(name)
+    for wrapped, parameter in module.named_parameters(remove_duplicate=False):
+        if plain_name(wrapped) == name:
+            return parameter
+    raise AttributeError(f"{type(module).__name__} has no parameter {name!r}")
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter or buffer without the parts that wrappers add: DDP, torch.compile, checkpointing."""
+    parts = name.split(".")
+    if parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(part for part in parts if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
 
 
 def without_ddp(module: torch.nn.Module) -> torch.nn.Module:

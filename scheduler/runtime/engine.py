@@ -23,7 +23,7 @@ from ..graph import Pipeline
 from ..ir.schedule import Kind, Schedule
 from ..simulation.replay import PipelineTimeline
 from ..simulation.validate import check_schedule, has_one_order
-from .data_parallel import LossShards, check_loss_shards, warn_of_drift
+from .data_parallel import LossShards, check_loss_shards, check_split, warn_of_drift
 from .engine_arguments import (
     check_last,
     check_types,
@@ -38,7 +38,7 @@ from .grad_sync import ReplicaSync, find_replicas
 from .p2p import StageTransfers, find_device_type, plan_channels
 from .stage import StageRun
 from .tied_params import TiedParameter, TiedParameters, check_ties
-from .timeline_gather import gather
+from .timeline_gather import gather, gather_values
 
 #: ``{stage: [{name: tensor} of each microbatch]}``
 Feed = Mapping[int, Sequence[Mapping[str, Any]]]
@@ -61,6 +61,7 @@ class Engine:
         ties: parameters that several stages share. All stages take the values of the first stage now.
         num_loss_shards: replicas that see different data on the stage with the loss; the total is the mean over them.
             For several such stages, ``{stage: number}``; the default is 1.
+        autocast: dtype of ``torch.autocast`` in the forwards; default: no autocast.
         signal_only: move one element instead of each tensor and compute on zeros, to measure communication costs.
         timeout_seconds: limit for agreeing, and for each transfer including the sender's computation. Silent ranks are
             detected after 30 s; with a shorter timeout, errors may name a rank that waits for the silent one.
@@ -83,10 +84,11 @@ class Engine:
         last_pipeline: Pipeline | None = None,
         ties: Sequence[TiedParameter] = (),
         num_loss_shards: LossShards = 1,
+        autocast: torch.dtype | None = None,
         signal_only: bool = False,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
-        self.schedule, self.pipeline = schedule, pipeline
+        self.schedule, self.pipeline, self._autocast = schedule, pipeline, autocast
         self._group = find_group(group)
         self._error: BaseException | None = None  # of the step that failed
         self._closed = False
@@ -123,6 +125,7 @@ class Engine:
                 *((f"tie {i}", str(tie)) for i, tie in enumerate(ties)),
             ]
             arguments += [("num_loss_shards", format_loss_shards(num_loss_shards)), ("signal_only", str(signal_only))]
+            arguments.append(("autocast", str(autocast)))
             arguments.append(("the type of device", device := find_device_type(modules)))
         except Exception as error:  # any error of this rank must reach the other ranks
             failure = describe_error(error)
@@ -159,6 +162,7 @@ class Engine:
             pipelines: pipelines that differ from that of this engine in tensor shapes and costs only.
             used: for each microbatch, the index of its pipeline.
         """
+        self._check_split(schedule, self._stages)
         transfers = []
         for one in pipelines:
             options = {"signal_only": self._signal_only}
@@ -175,11 +179,15 @@ class Engine:
             raise ArgumentError(f"modules must be {{stage: module}}, not {type(modules).__name__}")
         if set(modules) != set(ours):
             raise ArgumentError(f"rank {self._group.rank} computes stages {ours}, but has modules for {[*modules]}")
-        split: dict[int, set[int]] = {stage: set() for stage in ours}  # microbatches with a weight-gradient pass
-        for action in self.schedule.rows[self.row]:
-            if action.kind is Kind.W:
-                split[action.stage].add(action.microbatch)
-        return {stage: StageRun(stage, modules[stage], self.pipeline, self._group.rank, split[stage]) for stage in ours}
+        autocast = None if self._autocast is None else (find_device_type(modules), self._autocast)
+        stages = {stage: StageRun(stage, modules[stage], self.pipeline, self._group.rank, autocast) for stage in ours}
+        self._check_split(self.schedule, stages)
+        return stages
+
+    def _check_split(self, schedule: Schedule, stages: Mapping[int, StageRun]) -> None:
+        """Raise ArgumentError if the schedule splits the backward of a stage that cannot be split."""
+        for stage in {action.stage for action in schedule.rows[self.row] if action.kind is Kind.W}:
+            check_split(stage, stages[stage].module)
 
     def _find_replicas(self) -> dict[int, tuple[int, ...]]:
         """``{stage: ranks}`` of the replicas that DDP joins, for the stages of this rank under DDP."""
@@ -262,6 +270,22 @@ class Engine:
                 "needs whole backwards: auto_schedule(..., can_split=False)"
             )
         return RemoteError(f"rank {self._group.rank} {where}: {type(error).__name__}: {error}")
+
+    def exchange(self, value: Any = None, error: BaseException | None = None) -> dict[int, Any]:
+        """The values of all ranks, by rank. Every rank of the pipeline must call this; the engine stays usable.
+
+        Args:
+            value: plain values that JSON can hold.
+            error: an error of this rank, raised on all ranks.
+
+        Raises:
+            ReshardError: the error of the first rank that passes one, or a rank does not call.
+        """
+        self._group.check_usable()
+        failure = None if error is None else describe_error(error)
+        request = Request(self._group.rank, hostname=self._group.hostname, error=failure, said=value)
+        _, decision = self._channel.agree(request, gather_values, self._timeout_seconds)
+        return dict(decision.said)
 
     def timeline(self) -> PipelineTimeline:
         """Measured times of the last step, of all rows. Every rank of the pipeline must call this.

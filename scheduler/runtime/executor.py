@@ -116,6 +116,7 @@ class Iteration:
         self.measured = StepRecord(parts.row)
         self.waited = 0.0
         self.doing: Action | None = None
+        self.split = {(action.stage, action.microbatch) for action in self.actions if action.kind is Kind.W}
         self.last_backward = {
             action.stage: action.microbatch for action in self.actions if action.kind in (Kind.B, Kind.I)
         }
@@ -241,7 +242,8 @@ class Iteration:
         """Run one forward, check its outputs, and pass them on."""
         run = self.stages[stage]
         train = self.inputs.train
-        sent = run.forward(microbatch, received, self.inputs.feed[stage][microbatch], train=train)
+        is_split = (stage, microbatch) in self.split
+        sent = run.forward(microbatch, received, self.inputs.feed[stage][microbatch], train=train, is_split=is_split)
         tensors = self.program.pipelines[self.program.used[microbatch]]
         expected = {edge.dst: edge.tensors for edge in tensors.edges if edge.src == stage}
         run.check_sizes(microbatch, sent, expected)

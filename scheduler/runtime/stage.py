@@ -53,13 +53,14 @@ class _Microbatch:
         leaves: inputs from other stages, as leaves of the autograd graph.
         sent: outputs for each later stage, with their graph.
         loss: the loss, with its graph. metrics: without theirs.
-        weight_grads: deferred weight-gradient pass.
+        is_split: whether the backward has two passes. weight_grads: deferred weight-gradient pass.
     """
 
     leaves: Tensors
     sent: dict[int, Tensors]
     loss: torch.Tensor | None
     metrics: dict[str, float] = field(default_factory=dict)
+    is_split: bool = False
     weight_grads: WeightGradStore = field(default_factory=lambda: WeightGradStore([]))
 
 
@@ -71,22 +72,35 @@ class StageRun:
         module: takes tensors as keyword arguments and returns a :class:`StageOutput`.
         pipeline: the pipeline, for its edges.
         rank: this rank.
-        split: microbatches whose backward is split into two passes.
+        autocast: device type and dtype of ``torch.autocast`` in the forward; None: no autocast.
 
     Raises:
-        ArgumentError: the module cannot run as the schedule requires.
+        ArgumentError: the module cannot run in a pipeline.
     """
 
-    def __init__(self, stage: int, module: Any, pipeline: Pipeline, rank: int, split: Collection[int]) -> None:
-        check_module(stage, module, bool(split))
-        self.stage, self.module, self._rank, self._split = stage, module, rank, split
+    def __init__(
+        self,
+        stage: int,
+        module: Any,
+        pipeline: Pipeline,
+        rank: int,
+        autocast: tuple[str, torch.dtype] | None = None,
+    ) -> None:
+        check_module(stage, module)
+        self.stage, self.module, self._rank, self._autocast = stage, module, rank, autocast
         self._incoming = [edge for edge in pipeline.edges if edge.dst == stage]
         self._outgoing = [edge for edge in pipeline.edges if edge.src == stage]
         self._in_flight: dict[int, _Microbatch] = {}
         self._checked_names: set[str] | None = None
 
     def forward(
-        self, microbatch: int, received: Mapping[int, Tensors], fed: Mapping[str, Any], *, train: bool = True
+        self,
+        microbatch: int,
+        received: Mapping[int, Tensors],
+        fed: Mapping[str, Any],
+        *,
+        train: bool = True,
+        is_split: bool = False,
     ) -> dict[int, Tensors]:
         """Run the forward of a microbatch. Returns the local shards to send to each later stage.
 
@@ -95,6 +109,7 @@ class StageRun:
             received: tensors from each earlier stage.
             fed: inputs that no edge brings.
             train: keep the graph for a backward; otherwise run without gradients.
+            is_split: whether the backward is split into two passes.
 
         Raises:
             ArgumentError: an output is missing or does not match its edge.
@@ -108,10 +123,11 @@ class StageRun:
         if duplicates:
             raise ArgumentError(f"stage {self.stage} receives {sorted(duplicates)} from another stage and from feed")
         self._check_call({*leaves, *fed})
-        live = _Microbatch(leaves, {}, None)
-        defer = live.weight_grads if train and microbatch in self._split else contextlib.nullcontext()
+        live = _Microbatch(leaves, {}, None, is_split=is_split)
+        defer = live.weight_grads if train and is_split else contextlib.nullcontext()
+        autocast = torch.autocast(*self._autocast) if self._autocast is not None else contextlib.nullcontext()
         versions = {name: leaf._version for name, leaf in leaves.items()}
-        with no_grad_sync(self.module), torch.set_grad_enabled(train), defer:
+        with no_grad_sync(self.module), torch.set_grad_enabled(train), autocast, defer:
             output = self._name(self.module(**leaves, **fed))
             for edge in self._outgoing:
                 passed_on = {name: leaves[name] for name in edge.passed_on}
@@ -241,7 +257,7 @@ class StageRun:
             leaves = {str(spec.name): live.leaves[str(spec.name)] for spec in edge.gradients}
             to_send[edge.src] = {name: _gradient_of(leaf, in_use) for name, leaf in leaves.items()}
         live.leaves, live.sent, live.loss = {}, {}, None
-        if microbatch not in self._split:
+        if not live.is_split:
             del self._in_flight[microbatch]
         return to_send
 

@@ -16,7 +16,7 @@ from reshard.plan import Plan
 from reshard.sharding import AnyLayout, Layout, TensorSpec, check_shape
 
 from ..graph import Pipeline
-from .data_parallel import is_sharded
+from .data_parallel import find_parameter, is_sharded
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ class TiedParameters:
                         movers[a, b] = Mover(
                             plan, group, timeout_seconds=timeout_seconds, device=device, both_ways=True
                         )
-            mine = {stage: modules[stage].get_parameter(name) for stage, name in tie.names.items() if stage in modules}
+            mine = {
+                stage: find_parameter(modules[stage], name) for stage, name in tie.names.items() if stage in modules
+            }
             self._ties.append((tie, mine, movers))
 
     def parameters(self) -> list[torch.Tensor]:
@@ -170,7 +172,7 @@ def check_ties(
             if stage not in modules:
                 continue
             try:
-                local = _local(modules[stage].get_parameter(name).detach())
+                local = _local(find_parameter(modules[stage], name).detach())
             except AttributeError as error:
                 raise ArgumentError(f"stage {stage} has no parameter {name!r}, which a tie names") from error
             if _is_plain(modules[stage], name) and is_sharded(pipeline, stage):
@@ -178,7 +180,7 @@ def check_ties(
                     f"a tie names {name!r} of stage {stage}, whose ranks see different data and so have different "
                     "gradients; wrap the module in DistributedDataParallel or fully_shard, which sum them"
                 )
-            other = objects.setdefault(id(modules[stage].get_parameter(name)), stage)
+            other = objects.setdefault(id(find_parameter(modules[stage], name)), stage)
             if other != stage:
                 raise ArgumentError(
                     f"{name!r} of stage {stage} is the same Parameter as that of stage {other}: its gradients already "
@@ -195,7 +197,7 @@ def check_ties(
 
 def _is_plain(module: torch.nn.Module, name: str) -> bool:
     """Whether no wrapper sums the gradients of the replicas of a parameter."""
-    return not isinstance(module, DistributedDataParallel) and not hasattr(module.get_parameter(name), "to_local")
+    return not isinstance(module, DistributedDataParallel) and not hasattr(find_parameter(module, name), "to_local")
 
 
 def _layout(tie: TiedParameter, pipeline: Pipeline, stage: int) -> AnyLayout:

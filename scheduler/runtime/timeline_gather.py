@@ -67,13 +67,16 @@ def gather(measured: StepRecord, channel: AgreementChannel, timeout_seconds: flo
         begun, ended = (None, None) if handle is None else (handle.begun_at, handle.ended_at)
         transfers.append((record.channel, record.microbatch, record.is_send, computed, begun, ended))
     rank = channel.group.rank
-    channel.agree(Request(rank), _decide, timeout_seconds)  # a rendezvous: all ranks leave it at about the same time
+    channel.agree(
+        Request(rank), gather_values, timeout_seconds
+    )  # a rendezvous: all ranks leave it at about the same time
     own = (measured.row, measured.actions, transfers, _boot_id(), time.monotonic())
-    _, decision = channel.agree(Request(rank, said=_to_json(own)), _decide, timeout_seconds)
+    _, decision = channel.agree(Request(rank, said=_to_json(own)), gather_values, timeout_seconds)
     return _merge([_from_json(decision.said[rank]) for rank in sorted(decision.said)])
 
 
-def _decide(requests: list[Request]) -> Decision:
+def gather_values(requests: list[Request]) -> Decision:
+    """A decision with the value of each rank."""
     return dataclasses.replace(resolve(requests, {}), said={request.rank: request.said for request in requests})
 
 

@@ -1,0 +1,122 @@
+"""Blocks of models of ``transformers``, whose forwards torch.fx cannot trace. Write your own in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .blocks import Block
+
+
+def find_blocks(model: torch.nn.Module) -> Callable[[Any], Sequence[Block]] | None:
+    """The function that returns the blocks of a model of this class, if there is one."""
+    if hasattr(type(model), "pipeline_blocks"):
+        return type(model).pipeline_blocks
+    for base in type(model).__mro__:
+        if base.__module__.startswith("transformers.") and base.__name__ in _ADAPTERS:
+            return _ADAPTERS[base.__name__]
+    return None
+
+
+def gpt2_blocks(model: Any) -> list[Block]:
+    """Blocks of ``transformers.GPT2LMHeadModel``: inputs input_ids, labels, attention_mask, position_ids."""
+    from transformers.masking_utils import create_causal_mask
+
+    body = model.transformer
+
+    def embed(input_ids: Any, position_ids: Any = None) -> dict[str, Any]:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        return {"hidden_states": body.drop(body.wte(input_ids) + body.wpe(position_ids))}
+
+    def mask(hidden_states: Any, attention_mask: Any = None, position_ids: Any = None) -> dict[str, Any]:
+        made = create_causal_mask(
+            config=model.config,
+            inputs_embeds=hidden_states,
+            attention_mask=attention_mask,
+            past_key_values=None,
+            position_ids=position_ids,
+        )
+        return {"causal_mask": made}
+
+    def layer(number: int) -> Callable[..., dict[str, Any]]:
+        def run(hidden_states: Any, causal_mask: Any) -> dict[str, Any]:
+            made = body.h[number](hidden_states, None, causal_mask, use_cache=False)
+            return {"hidden_states": made[0] if isinstance(made, tuple) else made}
+
+        return run
+
+    def norm(hidden_states: Any) -> dict[str, Any]:
+        return {"hidden_states": body.ln_f(hidden_states)}
+
+    return [
+        Block("transformer.wte", embed, ("transformer.wte", "transformer.wpe", "transformer.drop")),
+        Block("causal_mask", mask, (), recomputed=("causal_mask",)),
+        *(Block(f"transformer.h.{number}", layer(number)) for number in range(len(body.h))),
+        Block("transformer.ln_f", norm),
+        Block("lm_head", _causal_lm_head(model)),
+    ]
+
+
+def llama_blocks(model: Any) -> list[Block]:
+    """Blocks of ``transformers.LlamaForCausalLM``: inputs input_ids, labels, attention_mask, position_ids."""
+    from transformers.masking_utils import create_causal_mask
+
+    body = model.model
+
+    def embed(input_ids: Any) -> dict[str, Any]:
+        return {"hidden_states": body.embed_tokens(input_ids)}
+
+    def prepare(hidden_states: Any, attention_mask: Any = None, position_ids: Any = None) -> dict[str, Any]:
+        if position_ids is None:
+            position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
+        mask = create_causal_mask(
+            config=model.config,
+            inputs_embeds=hidden_states,
+            attention_mask=attention_mask,
+            past_key_values=None,
+            position_ids=position_ids,
+        )
+        return {"causal_mask": mask, "positions": position_ids, "rotary": body.rotary_emb(hidden_states, position_ids)}
+
+    def layer(number: int) -> Callable[..., dict[str, Any]]:
+        def run(hidden_states: Any, causal_mask: Any, positions: Any, rotary: Any) -> dict[str, Any]:
+            made = body.layers[number](
+                hidden_states,
+                attention_mask=causal_mask,
+                position_ids=positions,
+                position_embeddings=rotary,
+                use_cache=False,
+            )
+            return {"hidden_states": made[0] if isinstance(made, tuple) else made}
+
+        return run
+
+    def norm(hidden_states: Any) -> dict[str, Any]:
+        return {"hidden_states": body.norm(hidden_states)}
+
+    return [
+        Block("model.embed_tokens", embed),
+        Block("rotary", prepare, ("model.rotary_emb",), recomputed=("causal_mask", "positions", "rotary")),
+        *(Block(f"model.layers.{number}", layer(number)) for number in range(len(body.layers))),
+        Block("model.norm", norm),
+        Block("lm_head", _causal_lm_head(model)),
+    ]
+
+
+def _causal_lm_head(model: Any) -> Callable[..., Any]:
+    from ..runtime.stage import StageOutput
+
+    def head(hidden_states: Any, labels: Any) -> Any:
+        logits = model.lm_head(hidden_states)
+        return StageOutput(loss=model.loss_function(logits, labels, vocab_size=model.config.vocab_size))
+
+    return head
+
+
+_ADAPTERS: dict[str, Callable[[Any], Sequence[Block]]] = {
+    "GPT2LMHeadModel": gpt2_blocks,
+    "LlamaForCausalLM": llama_blocks,
+}

@@ -1,0 +1,146 @@
+"""Batches: what they contain, and how they are divided into parts, microbatches and rows of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError
+from reshard.sharding import Layout, Mesh
+
+#: ``{name: value}``; tensors whose first dim has one entry per row, and values that are not divided
+Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of a batch: the dtype and shape of a tensor, without rows if they are divided, or another value."""
+
+    name: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    is_divided: bool = False
+    value: Any = None
+
+    def __str__(self) -> str:
+        if not self.dtype:
+            return f"{self.name}={self.value!r}"
+        return f"{self.name}: {self.dtype} {['rows', *self.shape] if self.is_divided else list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class BatchOutline:
+    """What a batch contains: its number of rows, and its entries sorted by name."""
+
+    rows: int
+    entries: tuple[Entry, ...]
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows of {', '.join(map(str, self.entries))}"
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the entries."""
+        return [entry.name for entry in self.entries]
+
+    def empty(self, rows: int) -> dict[str, Any]:
+        """A batch of this outline with another number of rows and uninitialized values."""
+        made: dict[str, Any] = {}
+        for entry in self.entries:
+            shape = (rows, *entry.shape) if entry.is_divided else entry.shape
+            made[entry.name] = torch.empty(shape, dtype=getattr(torch, entry.dtype)) if entry.dtype else entry.value
+        return made
+
+    def to_json(self) -> list[Any]:
+        """Plain values."""
+        return [self.rows, [[e.name, e.dtype, list(e.shape), e.is_divided, e.value] for e in self.entries]]
+
+    @classmethod
+    def from_json(cls, data: Any) -> BatchOutline:
+        """The inverse of :meth:`to_json`."""
+        rows, entries = data
+        return cls(rows, tuple(Entry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in entries))
+
+
+def name_batch(batch: Any, names: Sequence[str]) -> Batch:
+    """A batch as ``{name: value}``. A tensor or a tuple gets the names of the model's inputs, in order.
+
+    Raises:
+        ArgumentError: there are more values than names, or the batch is of another type.
+    """
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    values = [batch] if isinstance(batch, torch.Tensor) else batch
+    if not isinstance(values, (list, tuple)):
+        raise ArgumentError(
+            f"a batch must be a dict of tensors, a tensor or a tuple of tensors, not {type(batch).__name__}"
+        )
+    if len(values) > len(names):
+        raise ArgumentError(f"the batch has {len(values)} values, but the model takes {', '.join(names)}")
+    return dict(zip(names, values, strict=False))
+
+
+def outline_batch(batch: Batch) -> BatchOutline:
+    """What a batch contains.
+
+    The first tensor with a dim gives the number of rows. Other tensors are divided if their first dim has as many; a
+    scalar or a tensor whose first dim is 1 goes to all replicas as a whole.
+
+    Raises:
+        ArgumentError: a value cannot be passed to a stage, or tensors have different numbers of rows.
+    """
+    rows = next((each.shape[0] for each in batch.values() if isinstance(each, torch.Tensor) and each.dim()), None)
+    if rows is None:
+        raise ArgumentError(f"the batch has no tensor with rows; it has {sorted(map(str, batch))}")
+    if rows == 0:
+        raise ArgumentError("the batch has 0 rows; it needs at least 1")
+    entries = []
+    for name, value in sorted(batch.items()):
+        if not isinstance(name, str):
+            raise ArgumentError(f"the batch has a key {name!r}; keys must be names")
+        if isinstance(value, torch.Tensor):
+            is_divided = value.dim() > 0 and value.shape[0] == rows
+            if not is_divided and value.dim() > 0 and value.shape[0] != 1:
+                raise ArgumentError(
+                    f"{name!r} of the batch has {value.shape[0]} rows, but the first tensor has {rows}; the first dim "
+                    "must be the rows, or 1"
+                )
+            shape = tuple(value.shape[1:] if is_divided else value.shape)
+            entries.append(Entry(name, dtype_name(value.dtype), shape, is_divided))
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            entries.append(Entry(name, value=value))
+        else:
+            raise ArgumentError(
+                f"{name!r} of the batch is {type(value).__name__}; it must be a tensor, a number, a string or None"
+            )
+    return BatchOutline(rows, tuple(entries))
+
+
+def split_rows(rows: int, parts: int) -> list[int]:
+    """Sizes of at most ``parts`` parts, as equal as possible, larger ones first, and none empty."""
+    parts = min(parts, rows)
+    share, extra = divmod(rows, parts)
+    return [share + (part < extra) for part in range(parts)]
+
+
+def replica_rows(rows: int, mesh: Mesh, rank: int) -> range:
+    """The rows of a microbatch that a rank of a stage computes."""
+    layout = Layout(mesh, ("dp",))
+    if not layout.local_shape((rows,), rank)[0]:
+        return range(0)
+    ((interval,),) = layout.regions((rows,), rank)
+    return range(*interval)
+
+
+def take_rows(batch: Batch, outline: BatchOutline, names: Sequence[str], rows: range) -> dict[str, Any]:
+    """The named entries of a batch, with some of its rows."""
+    taken = {}
+    for entry in outline.entries:
+        if entry.name in names:
+            value = batch[entry.name]
+            taken[entry.name] = value[rows.start : rows.stop] if entry.is_divided else value
+    return taken

@@ -1,0 +1,95 @@
+"""The norm of the gradients of a whole model, over stages, replicas, shards and ties."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..runtime.data_parallel import plain_name
+
+
+def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of the parameters, as the tensors that this rank holds."""
+    return [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def local_power_sum(
+    modules: Mapping[int, torch.nn.Module],
+    ranks: Mapping[int, int],
+    tied_elsewhere: Mapping[int, set[str]],
+    norm_type: float,
+) -> float:
+    """This rank's part of the sum of all gradients' magnitudes to the power ``norm_type``; the largest one for inf.
+
+    Args:
+        modules: ``{stage: module}`` of this rank.
+        ranks: ``{stage: number of ranks}``. Each of them adds the same share of what is replicated.
+        tied_elsewhere: ``{stage: names}`` of tied parameters that an earlier stage counts.
+    """
+    total, seen = 0.0, set()
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters():
+            gradient = parameter.grad
+            if gradient is None or id(parameter) in seen or plain_name(name) in tied_elsewhere.get(stage, ()):
+                continue
+            seen.add(id(parameter))
+            holders = _num_shards(gradient)
+            if _has_partial(gradient):
+                gradient = gradient.full_tensor()
+                holders = 1
+            local = _local(gradient)
+            if local.is_sparse:
+                local = local.coalesce().values()
+            if not local.numel():
+                continue
+            norm = float(torch.linalg.vector_norm(local, norm_type, dtype=_accumulate_in(local.dtype)))
+            if math.isinf(norm_type):
+                total = norm if math.isnan(norm) else max(total, norm)
+            else:
+                total += norm**norm_type * holders / ranks[stage]
+    return total
+
+
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
+    """Multiply all gradients of this rank in place."""
+    gradients = local_gradients(parameters)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    with torch.no_grad():
+        for group in by_kind.values():
+            torch._foreach_mul_(group, factor)
+
+
+def are_finite(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether no gradient of this rank has an infinite or NaN element."""
+    gradients = [each.coalesce().values() if each.is_sparse else each for each in local_gradients(parameters)]
+    gradients = [each for each in gradients if each.numel()]
+    if not gradients:
+        return True
+    # the largest magnitude is NaN or infinite if any element is, in every dtype
+    return all(bool(norm.isfinite()) for norm in torch._foreach_norm(gradients, math.inf))
+
+
+def _accumulate_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _local(gradient: Any) -> torch.Tensor:
+    local: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return getattr(local, "elem", local) if hasattr(local, "trigger_wait") else local
+
+
+def _num_shards(gradient: Any) -> int:
+    """Number of different shards of a gradient."""
+    if not hasattr(gradient, "placements"):
+        return 1
+    sizes = gradient.device_mesh.shape
+    return math.prod(size for size, each in zip(sizes, gradient.placements, strict=True) if each.is_shard())
+
+
+def _has_partial(gradient: Any) -> bool:
+    return any(each.is_partial() for each in getattr(gradient, "placements", ()))

@@ -1,0 +1,103 @@
+"""Seconds per stage: medians of measured steps, kept as JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from reshard.errors import ArgumentError
+
+from ..graph import Pipeline, Stage
+from ..ir.schedule import Kind, Schedule
+from ..simulation.replay import PipelineTimeline
+
+#: A function of a pipeline and a number of microbatches that returns a schedule.
+ScheduleBuilder = Callable[..., Schedule]
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Median seconds of one stage for one microbatch, and bytes kept per device from its forward to its backward."""
+
+    forward_seconds: float
+    input_grad_seconds: float
+    weight_grad_seconds: float
+    whole_backward_seconds: float
+    activation_bytes: int = 1
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times of all stages, for microbatches of ``rows`` rows."""
+
+    rows: int
+    stages: tuple[StageTimes, ...]
+
+    def apply(self, pipeline: Pipeline, rows: int) -> Pipeline:
+        """The pipeline with these times, scaled to microbatches of ``rows`` rows."""
+        if len(self.stages) != len(pipeline.stages):
+            raise ArgumentError(
+                f"the profile has {len(self.stages)} stages, but the pipeline has {len(pipeline.stages)}"
+            )
+        scale = rows / self.rows
+        stages = [
+            Stage(
+                times.forward_seconds * scale,
+                times.input_grad_seconds * scale,
+                times.weight_grad_seconds * scale,
+                max(1, round(times.activation_bytes * scale)),
+                stage.name,
+                stage.mesh,
+                times.whole_backward_seconds * scale,
+            )
+            for times, stage in zip(self.stages, pipeline.stages, strict=True)
+        ]
+        return replace(pipeline, stages=tuple(stages))
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON."""
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ArgumentError: the file is not a profile.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+            return cls(int(data["rows"]), tuple(StageTimes(**stage) for stage in data["stages"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArgumentError(f"{path} is not a profile: {type(error).__name__}: {error}") from error
+
+
+def profile_timelines(
+    timelines: Iterable[PipelineTimeline], num_stages: int, rows: int, activation_bytes: Sequence[int]
+) -> Profile:
+    """Medians over all microbatches of measured timelines.
+
+    If no timeline has split backwards, half of a whole backward counts as its weight-gradient pass.
+    """
+    seconds: dict[tuple[int, Kind], list[float]] = {}
+    for timeline in timelines:
+        for span in timeline.spans:
+            if not span.action.kind.is_transfer:
+                seconds.setdefault((span.action.stage, span.action.kind), []).append(span.end - span.start)
+    stages = []
+    for stage in range(num_stages):
+        median = {kind: statistics.median(seconds[stage, kind]) for kind in Kind if (stage, kind) in seconds}
+        whole = median.get(Kind.B, median.get(Kind.I, 0.0) + median.get(Kind.W, 0.0))
+        stages.append(
+            StageTimes(
+                median.get(Kind.F, 0.0),
+                median.get(Kind.I, whole / 2),
+                median.get(Kind.W, whole / 2),
+                whole,
+                activation_bytes[stage],
+            )
+        )
+    return Profile(rows, tuple(stages))

@@ -1,0 +1,220 @@
+"""The graph of stages: which tensors each edge carries, found by a run on tensors without data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError
+from reshard.sharding import Layout, Mesh, TensorSpec
+
+from ..graph import Edge
+from ..runtime import torch_compat
+from .batches import BatchOutline
+from .blocks import BlockStage
+
+
+class Cut(Protocol):
+    """A model that is cut into stages."""
+
+    num_stages: int
+
+    def build(self, root: torch.nn.Module) -> Sequence[torch.nn.Module]:
+        """The modules of all stages, which share their parts with ``root``."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that one stage writes and later stages read.
+
+    Attributes:
+        name, dtype: of the tensor. shape: for one row; the size of dim ``row_dim`` is that for each row of the batch.
+        row_dim: dim that grows with the rows of the batch; None: all replicas have the whole tensor.
+        writer: stage that writes it. readers: stages that read it, ascending.
+        has_gradient: whether the readers return a gradient.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    row_dim: int | None
+    writer: int
+    readers: tuple[int, ...]
+    has_gradient: bool
+
+    def shape_for(self, rows: int) -> tuple[int, ...]:
+        """The shape for a number of rows."""
+        return tuple(size * rows if dim == self.row_dim else size for dim, size in enumerate(self.shape))
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """What the stages of a model exchange, for one outline of a batch.
+
+    Attributes:
+        values: tensors that cross from one stage to others.
+        inputs: for each stage, the names of the inputs of the batch that it reads.
+    """
+
+    values: tuple[Value, ...]
+    inputs: tuple[tuple[str, ...], ...]
+
+    def edges(self, rows: int, meshes: Sequence[Mesh]) -> tuple[Edge, ...]:
+        """Edges without costs, for a microbatch of ``rows`` rows.
+
+        If several stages read a tensor, each passes it on to the next, so that its writer sends it once.
+        """
+        tensors: dict[tuple[int, int], list[TensorSpec]] = {}
+        without_gradient: dict[tuple[int, int], set[str]] = {}
+        passed_on: dict[tuple[int, int], set[str]] = {}
+        for value in self.values:
+            hops = list(zip((value.writer, *value.readers), value.readers, strict=False))
+            for src, dst in hops:
+                layouts = [_layout(value, meshes[stage], rows) for stage in (src, dst)]
+                spec = TensorSpec(value.shape_for(rows), value.dtype, layouts[0], layouts[1], value.name)
+                tensors.setdefault((src, dst), []).append(spec)
+                if not value.has_gradient:
+                    without_gradient.setdefault((src, dst), set()).add(value.name)
+                if src != value.writer:
+                    passed_on.setdefault((src, dst), set()).add(value.name)
+        return tuple(
+            Edge(
+                *ends,
+                tensors=tuple(specs),
+                without_gradient=frozenset(without_gradient.get(ends, ())),
+                passed_on=frozenset(passed_on.get(ends, ())),
+            )
+            for ends, specs in sorted(tensors.items())
+        )
+
+
+def _layout(value: Value, mesh: Mesh, rows: int) -> Layout:
+    if value.row_dim is None:
+        return Layout(mesh)
+    replicas, per_row = mesh.shape["dp"], value.shape[value.row_dim]
+    if per_row > 1 and rows % replicas:
+        raise ArgumentError(
+            f"{value.name!r} has {per_row} entries of dim {value.row_dim} for each row, so a microbatch of {rows} rows "
+            f"cannot be divided over {replicas} replicas; use a multiple of {replicas} rows"
+        )
+    return Layout(mesh, tuple("dp" if dim == value.row_dim else None for dim in range(len(value.shape))))
+
+
+class Skeleton:
+    """A copy of a model without data, which finds the stage graph for any outline of a batch.
+
+    Args:
+        model: the whole model, before it is parallelized. It is not changed.
+        cut: the cut of the model.
+        device_type: device type that the stages will run on.
+        autocast: dtype of autocast in the stages; None: no autocast.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, cut: Cut, device_type: str = "cpu", autocast: torch.dtype | None = None
+    ) -> None:
+        self._mode = torch_compat.fake_mode()
+        self._autocast = autocast
+        self._device_type = device_type
+        tensors = [*model.parameters(), *model.buffers()]
+        with self._mode:
+            memo: dict[int, Any] = {id(each): _without_data(each) for each in tensors}
+        self._stages = cut.build(copy.deepcopy(model, memo))
+
+    def find(self, outline: BatchOutline) -> StageGraph:
+        """The stage graph for batches of this outline.
+
+        Raises:
+            ArgumentError: the model does not accept the batch, or a stage sends something that is not a tensor.
+        """
+        few, many = (self._run(outline, rows) for rows in (outline.rows, 2 * outline.rows))
+        values = []
+        for (writer, name), (one, readers) in few.values.items():
+            other = many.values[writer, name][0]
+            for each in (one, other):
+                if not isinstance(each, torch.Tensor):
+                    raise ArgumentError(
+                        f"stage {writer} makes {name!r} ({type(each).__name__}), which stage {readers[0]} reads; only "
+                        "tensors can be sent: cut elsewhere, or pass blocks="
+                    )
+            row_dim = _row_dim(name, tuple(one.shape), tuple(other.shape))
+            shape = tuple(size // outline.rows if dim == row_dim else size for dim, size in enumerate(one.shape))
+            values.append(Value(name, dtype_name(one.dtype), shape, row_dim, writer, tuple(readers), one.requires_grad))
+        return StageGraph(tuple(values), tuple(tuple(sorted(names)) for names in few.inputs))
+
+    def _run(self, outline: BatchOutline, rows: int) -> _Run:
+        result = _Run({}, [])
+        autocast = torch.autocast(self._device_type, self._autocast, enabled=self._autocast is not None)
+        with torch_compat.keep_rng(self._device_type), self._mode, autocast:
+            batch = outline.empty(rows)
+            latest: dict[str, tuple[Any, int]] = {}  # value and the stage that wrote it
+            for stage, module in enumerate(self._stages):
+                given = {**batch, **{name: value for name, (value, _) in latest.items()}}
+                try:
+                    written, read = _run_stage(module, given)
+                except ArgumentError:
+                    raise
+                except Exception as error:
+                    raise ArgumentError(
+                        f"stage {stage} of the model does not run on a batch of {outline}: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
+                for name in read & set(latest):
+                    value, writer = latest[name]
+                    result.values.setdefault((writer, name), (value, []))[1].append(stage)
+                result.inputs.append(read - set(latest))
+                latest |= {name: (value, stage) for name, value in written.items()}
+        return result
+
+
+@dataclass(frozen=True)
+class _Run:
+    """``values``: ``{(writer, name): (tensor, readers)}``. ``inputs``: for each stage, the inputs that it reads."""
+
+    values: dict[tuple[int, str], tuple[Any, list[int]]]
+    inputs: list[set[str]]
+
+
+def _run_stage(module: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """The values that a stage writes, and the names that it reads."""
+    if isinstance(module, BlockStage):
+        written, read, _, _ = module.run(given)
+        return written, read
+    names = [node.target for node in module.graph.nodes if node.op == "placeholder"]
+    missing = sorted(set(names) - set(given))
+    if missing:
+        raise ArgumentError(f"the batch has no {missing[0]!r}, which the model reads; it has {sorted(given)}")
+    output = module(**{name: given[name] for name in names})
+    return dict(output) if isinstance(output, Mapping) else {}, set(names)
+
+
+def _row_dim(name: str, few: tuple[int, ...], many: tuple[int, ...]) -> int | None:
+    """The dim that doubles when the batch has twice as many rows."""
+    changed = [dim for dim in range(len(few)) if len(many) == len(few) and few[dim] != many[dim]]
+    if len(few) != len(many) or len(changed) > 1 or any(many[dim] != 2 * few[dim] for dim in changed):
+        raise ArgumentError(
+            f"{name!r}, which crosses between stages, has shape {list(few)}, and {list(many)} for twice as many rows; "
+            "one dim must be proportional to the rows"
+        )
+    return changed[0] if changed else None
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def find_ties(stages: Sequence[torch.nn.Module]) -> list[dict[int, str]]:
+    """``{stage: parameter name}`` of each parameter that several stages use."""
+    names: dict[int, dict[int, str]] = {}
+    for stage, module in enumerate(stages):
+        for name, parameter in module.named_parameters():
+            names.setdefault(id(parameter), {})[stage] = name
+    return [where for where in names.values() if len(where) > 1]
