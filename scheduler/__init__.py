@@ -23,43 +23,66 @@ from .simulation.visualize import to_chrome_trace, to_svg
 if TYPE_CHECKING:
     from reshard.runtime.cpu.weight_grad_store import later_tasks
 
+    from .pipe.engine import PipelineEngine, StepResult
+    from .pipe.partition.blocks import Block
+    from .pipe.pipe import Pipe
+    from .pipe.placement import Placement, ddp, fsdp
+    from .pipe.profile import Profile, StageTimes
     from .runtime.engine import Engine
     from .runtime.stage import StageOutput
     from .runtime.tied_params import TiedParameter
 
 #: Public names whose modules import torch. These modules are imported on first use.
 _WITH_TORCH = {
+    "Block": "reshard.scheduler.pipe.partition.blocks",
     "Engine": "reshard.scheduler.runtime.engine",
+    "Pipe": "reshard.scheduler.pipe.pipe",
+    "PipelineEngine": "reshard.scheduler.pipe.engine",
+    "Placement": "reshard.scheduler.pipe.placement",
+    "Profile": "reshard.scheduler.pipe.profile",
     "StageOutput": "reshard.scheduler.runtime.stage",
+    "StageTimes": "reshard.scheduler.pipe.profile",
+    "StepResult": "reshard.scheduler.pipe.engine",
     "TiedParameter": "reshard.scheduler.runtime.tied_params",
+    "ddp": "reshard.scheduler.pipe.placement",
+    "fsdp": "reshard.scheduler.pipe.placement",
     "later_tasks": "reshard.runtime.cpu.weight_grad_store",
 }
 
 __all__ = [
     "Action",
+    "Block",
     "Channel",
     "CriticalPath",
     "Edge",
     "Engine",
     "Kind",
+    "Pipe",
     "Pipeline",
+    "PipelineEngine",
     "PipelineTimeline",
+    "Placement",
+    "Profile",
     "Report",
     "Schedule",
     "Stage",
     "StageOutput",
+    "StageTimes",
+    "StepResult",
     "TiedParameter",
     "apply_passes",
     "auto_schedule",
     "block_transfers",
     "check_schedule",
     "critical_path",
+    "ddp",
     "defer_recvs",
     "eager_1f1b",
     "edge_plans",
     "format_schedule",
     "from_torch_csv",
     "from_warmups",
+    "fsdp",
     "gpipe",
     "interleaved_1f1b",
     "later_tasks",

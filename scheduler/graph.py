@@ -71,12 +71,13 @@ class Edge:
             ``((link, seconds), ...)`` or a dict. Default: the transfer shares no link.
         tensors: named tensors of one microbatch, with their layouts on both stages; the simulation does not need them.
         without_gradient: names of tensors that need no gradient. Integer and boolean tensors never have one.
-        passed_on: names of tensors that stage ``src`` receives and sends on unchanged. Its module does not return them.
+        passed_on: names of tensors that stage ``src`` sends on as it received them, so that its module does not
+            return them.
 
     Raises:
         ArgumentError: a cost is not a number from 0 to 1e15, a link is busy for longer than the transfer takes, a
-            tensor has no name or a name that is taken or reserved, ``without_gradient`` or ``passed_on`` names an unknown
-            tensor, or an argument has a wrong type.
+            tensor has no name or a name that is taken or reserved, ``without_gradient`` or ``passed_on`` names an
+            unknown tensor, or an argument has a wrong type.
     """
 
     src: int

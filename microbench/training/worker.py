@@ -116,12 +116,14 @@ def train_alone(config: Any, step: int) -> tuple[float, float]:
     stages = make_stages(config)
     feed, total = config.feed(step), 0.0
     for microbatch in range(config.num_microbatches):
-        made: Any = {}
+        made: dict[str, torch.Tensor] = {}
+        output: Any = None
         for number, stage in enumerate(stages):
             fed = feed.get(number, [{}] * config.num_microbatches)[microbatch]
             names = {spec.name for edge in config.edges(config.meshes()) if edge.dst == number for spec in edge.tensors}
-            made |= stage(**{name: array for name, array in made.items() if name in names}, **fed)
-        loss = made.loss / config.num_microbatches
+            output = stage(**{name: array for name, array in made.items() if name in names}, **fed)
+            made |= output if isinstance(output, dict) else {}
+        loss = output.loss / config.num_microbatches
         loss.backward()
         total += float(loss.detach())
     return total, sum_squares(stages)

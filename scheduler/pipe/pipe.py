@@ -7,26 +7,34 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
+from reshard.formatting import format_ranks
+from reshard.sharding import Layout, Mesh
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
 
-from ..graph import Pipeline, Stage
+from ..graph import Pipeline
 from ..ir.schedule import Schedule
-from ..runtime import torch_compat
+from ..runtime.data_parallel import find_parameter
+from ..runtime.engine import Engine
 from ..runtime.tied_params import TiedParameter
 from ..schedules.auto import auto_schedule
-from .adapters import find_blocks
-from .batches import name_batch, outline_batch
-from .blocks import Block, BlockCut
-from .engine import PipelineEngine, Plan
-from .materialize import Init, is_on_meta, materialize
-from .placement import Placement, find_meshes, find_rows, parse_placements
+from ..schedules.classic import one_f_one_b
+from .engine import PipelineEngine
+from .gradients import LossScale
+from .partition.adapters import find_blocks
+from .partition.batches import name_batch, outline_batch, split_rows
+from .partition.blocks import Block, BlockCut, BlockStage
+from .partition.materialize import Init, is_on_meta, materialize
+from .partition.stage_graph import Cut, Skeleton, find_ties
+from .partition.tracing import TracedCut
+from .placement import Placement, ddp, find_meshes, find_rows, fsdp, parse_placements
+from .planner import Planner
 from .profile import Profile, ScheduleBuilder
-from .stage_graph import Cut, Skeleton, find_ties
-from .tensor_parallel import find_plan
-from .tracing import TracedCut
+from .tensor_parallel import find_plan, parallelize
 
 
 class Pipe:
@@ -92,25 +100,17 @@ class Pipe:
             return BlockCut(self._blocks, self.model, self.cut_before)
         return TracedCut(self.model, self.cut_before, inputs, self._loss)
 
-    def pipeline(
-        self, example: Any, microbatches: int, *, profile: Profile | None = None, topology: Topology | None = None
-    ) -> Pipeline:
-        """The pipeline without any process: shapes from a run without data, costs from a profile and a topology.
+    def pipeline(self, example: Any, microbatches: int, profile: Profile, topology: Topology) -> Pipeline:
+        """The pipeline with the costs of its stages and edges. It needs no other process, and no data.
 
         Args:
             example: a whole batch. microbatches: number of microbatches that it is divided into.
-            profile: seconds of each stage; default: estimated from counted operations.
-            topology: hosts and links; default: one host per stage.
+            profile: seconds of each stage. topology: hosts and links of all ranks.
         """
-        batch = name_batch(example, self.input_names)
-        outline = outline_batch(batch)
+        outline = outline_batch(name_batch(example, self.input_names))
         skeleton = Skeleton(self.model, self.cut(outline.names), autocast=self.autocast)
-        plan = Plan(skeleton, self.meshes, [Stage(0, 0, 0, mesh=mesh) for mesh in self.meshes])
-        if topology is None:
-            topology = Topology(tuple(stage for stage, mesh in enumerate(self.meshes) for _ in mesh.ranks))
-        if profile is None:
-            profile = skeleton.estimate(outline, microbatches, self.meshes)
-        return plan.pipeline(outline, -(-outline.rows // microbatches), topology, profile)
+        rows = split_rows(outline.rows, microbatches)[0]
+        return Planner(skeleton, self.meshes).priced(outline, rows, topology, profile)
 
     def compile(
         self,
@@ -122,7 +122,7 @@ class Pipe:
         device: str | torch.device = "cpu",
         group: Any = None,
         topology: Topology | None = None,
-        memory_limit_bytes: float | None = None,
+        memory_limit_bytes: int | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> PipelineEngine:
         """Parallelize the stages of this rank and make the engine. Every rank must call this.
@@ -151,45 +151,114 @@ class Pipe:
         batch = name_batch(example, self.input_names)
         outline = outline_batch(batch)
         cut = self.cut(outline.names)
-        skeleton = Skeleton(self.model, cut, device.type, self.autocast)
+        planner = Planner(Skeleton(self.model, cut, device.type, self.autocast), self.meshes)
         stages = list(cut.build(self.model))
-        graph = skeleton.find(outline)
         for stage, module in enumerate(stages):
-            if hasattr(module, "outputs"):
-                module.outputs = tuple(value.name for value in graph.values if value.writer == stage)
+            if isinstance(module, BlockStage):
+                values = planner.graph(outline).values
+                module.outputs = tuple(value.name for value in values if value.writer == stage)
         ties = find_ties(stages)
-        shapes = [
-            (tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
-            for parameter in (stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties)
-        ]
-        rank = torch.distributed.get_rank(group)
-        mine = [stage for stage, mesh in enumerate(self.meshes) if rank in mesh.ranks]
-        if not mine:
-            raise ArgumentError(f"rank {rank} is in no stage; the stages need {self._num_ranks()} ranks")
-        with torch_compat.keep_rng(device.type) if not is_on_meta(self.model) else _nothing():
-            if is_on_meta(self.model):
-                materialize(self.model, [stages[stage] for stage in mine], self.cut_before, self._init)
-        modules = self._parallelize(stages, mine, device)
-        engine_stages = [Stage(1.0, 1.0, 1.0, mesh=mesh) for mesh in self.meshes]
-        plan = Plan(skeleton, self.meshes, engine_stages)
-        tied = [
-            TiedParameter(_names_now(tie, modules), *shape, _tied_layouts(tie, modules, self.meshes))
-            for tie, shape in zip(ties, shapes, strict=True)
-        ]
-        return PipelineEngine(
-            plan,
+        mine = self._stages_of(torch.distributed.get_rank(group))
+        if is_on_meta(self.model):
+            materialize(self.model, [stages[stage] for stage in mine], self.cut_before, self._init)
+        tied_tensors = [stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties]
+        shapes = [(tuple(each.shape), dtype_name(each.dtype)) for each in tied_tensors]
+        modules = self._parallelize({stage: stages[stage].to(device) for stage in mine}, device)
+        rows = split_rows(outline.rows, microbatches)
+        first = planner.pipeline(outline, rows[0])
+        row_of_stage = find_rows(self.meshes)
+        if row_of_stage == list(range(len(row_of_stage))):
+            trial = one_f_one_b(first, len(rows))
+        else:
+            trial = auto_schedule(first, len(rows), row_of_stage=row_of_stage, can_split=False)
+        layouts = _exchange_layouts(ties, modules, self.meshes, group)
+        engine = Engine(
+            trial,
+            first,
             modules,
-            batch,
-            microbatches,
-            build_schedule=schedule,
-            profile=profile,
-            ties=tied,
-            row_of_stage=find_rows(self.meshes),
-            input_names=self.input_names,
             group=group,
             topology=topology,
+            ties=[
+                TiedParameter(tie, shape, dtype, layouts=where)
+                for tie, (shape, dtype), where in zip(ties, shapes, layouts, strict=True)
+            ],
             autocast=self.autocast,
-            device=device,
-            memory_limit_bytes=memory_limit_bytes,
             timeout_seconds=timeout_seconds,
         )
+        made = PipelineEngine(
+            engine,
+            planner,
+            modules,
+            microbatches=microbatches,
+            build_schedule=schedule,
+            input_names=self.input_names,
+            ties=ties,
+            device=device,
+            loss_scale=LossScale() if self.autocast is torch.float16 else None,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        made.prepare(batch, profile)
+        return made
+
+    def _stages_of(self, rank: int) -> list[int]:
+        mine = [stage for stage, mesh in enumerate(self.meshes) if rank in mesh.ranks]
+        if not mine:
+            raise ArgumentError(
+                f"rank {rank} is in no stage; the stages are on ranks "
+                f"{format_ranks(sorted({each for mesh in self.meshes for each in mesh.ranks}))}"
+            )
+        return mine
+
+    def _parallelize(self, modules: Mapping[int, Any], device: torch.device) -> dict[int, torch.nn.Module]:
+        """Shard and wrap the modules of this rank. Every rank makes the meshes of all stages."""
+        made: dict[int, torch.nn.Module] = {}
+        for stage, (placement, mesh) in enumerate(zip(self.placements, self.meshes, strict=True)):
+            device_mesh = DeviceMesh(device.type, torch.tensor(mesh.array), mesh_dim_names=("dp", "tp"))
+            if stage not in modules:
+                continue
+            module = modules[stage]
+            if placement.tp > 1:
+                parallelize(module, device_mesh["tp"], self._tp_plans[stage])
+            if placement.prepare is not None:
+                module = placement.prepare(module)
+            if placement.dp > 1:
+                wrap = placement.wrap or (fsdp if placement.tp > 1 else ddp)
+                module = wrap(module, device_mesh["dp"])
+            made[stage] = module
+        return made
+
+
+def _exchange_layouts(
+    ties: Sequence[Mapping[int, str]], modules: Mapping[int, torch.nn.Module], meshes: Sequence[Mesh], group: Any
+) -> list[dict[int, Layout]]:
+    """For each tie, the layout of the parameter on each stage that shards it."""
+    own = {}
+    for number, tie in enumerate(ties):
+        for stage, name in tie.items():
+            if stage in modules:
+                spec = _dims_of(find_parameter(modules[stage], name))
+                if spec is not None:
+                    own[number, stage] = spec
+    gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(gathered, own, group=group)
+    merged = {key: spec for each in gathered for key, spec in each.items()}
+    return [
+        {stage: Layout(meshes[stage], merged[number, stage]) for stage in tie if (number, stage) in merged}
+        for number, tie in enumerate(ties)
+    ]
+
+
+def _dims_of(parameter: Any) -> tuple[Any, ...] | None:
+    """The mesh axes that shard each dim of a DTensor; None for a plain tensor."""
+    if not hasattr(parameter, "placements"):
+        return None
+    dims: list[Any] = [()] * parameter.dim()
+    for axis, placement in zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True):
+        if placement.is_replicate():
+            continue
+        if not placement.is_shard():
+            raise ArgumentError(
+                f"a parameter that several stages share is sharded as {placement}; shard different dims by tp and fsdp"
+            )
+        dims[placement.dim] = (*dims[placement.dim], axis)
+    return tuple(axes or None for axes in dims)

@@ -75,7 +75,11 @@ def parse_placements(stages: str | Sequence[Placement]) -> tuple[Placement, ...]
         ArgumentError: the text or the list is malformed.
     """
     if not isinstance(stages, str):
-        if not isinstance(stages, Sequence) or not stages or not all(isinstance(each, Placement) for each in stages):
+        if (
+            not isinstance(stages, (list, tuple))
+            or not stages
+            or not all(isinstance(each, Placement) for each in stages)
+        ):
             raise ArgumentError(f'stages must be a list of Placements or a text such as "1x2,2x2", not {stages!r}')
         return tuple(stages)
     placements = []

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+import torch
 
 from reshard.errors import ArgumentError
 
@@ -101,3 +104,27 @@ def profile_timelines(
             )
         )
     return Profile(rows, tuple(stages))
+
+
+@dataclass
+class SavedBytes:
+    """Bytes that autograd saved for backwards."""
+
+    nbytes: int = 0
+
+
+@contextlib.contextmanager
+def count_saved_bytes() -> Iterator[SavedBytes]:
+    """Count the bytes of the tensors that autograd saves inside, each storage once, without parameters."""
+    counted, seen = SavedBytes(), set()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
+            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                counted.nbytes += storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield counted

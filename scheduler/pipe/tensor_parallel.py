@@ -44,8 +44,8 @@ def _style(path: str, style: Any) -> Any:
     if not isinstance(style, str):
         return style
     known = {
-        "colwise": lambda: ColwiseParallel(),
-        "rowwise": lambda: RowwiseParallel(),
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
         "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
         "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
         "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),

@@ -196,5 +196,10 @@ def fsdp_ranks(module: Any) -> list[int]:
     return []
 
 
+def is_fsdp(module: Any) -> bool:
+    """Whether FSDP shards parameters of the module."""
+    return bool(_fsdp_modules(module))
+
+
 def _fsdp_modules(module: Any) -> list[Any]:
     return [each for each in module.modules() if hasattr(each, "set_requires_gradient_sync")]

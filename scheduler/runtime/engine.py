@@ -224,8 +224,8 @@ class Engine:
             lambda: StepInputs(self._check_feed(feed or {}), self._check_weights(loss_weights), train=False),
         )
 
-    def run(self, program: Program, make_inputs: Callable[[], StepInputs]) -> Step:
-        """Run one iteration of a program. All ranks pass the same program; ``make_inputs`` makes those of this rank."""
+    def run(self, program: Program, inputs: StepInputs | Callable[[], StepInputs]) -> Step:
+        """Run one iteration of a program, the same on all ranks, on inputs of this rank or on what makes them."""
         self._group.check_usable()
         if self._closed:
             raise ArgumentError("this engine is closed")
@@ -235,7 +235,7 @@ class Engine:
             raise ArgumentError("this engine is already in a step, called by another thread or by one of its modules")
         try:
             self._iteration = None
-            self._iteration = Iteration(self._parts, program, make_inputs())
+            self._iteration = Iteration(self._parts, program, inputs() if callable(inputs) else inputs)
             return self._iteration.run()
         except BaseException as error:
             self.fail(program, error)
@@ -270,6 +270,16 @@ class Engine:
                 "needs whole backwards: auto_schedule(..., can_split=False)"
             )
         return RemoteError(f"rank {self._group.rank} {where}: {type(error).__name__}: {error}")
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the group of the engine."""
+        return self._group.rank
+
+    @property
+    def topology(self) -> Topology:
+        """Hosts and links of the ranks."""
+        return self._topology
 
     def exchange(self, value: Any = None, error: BaseException | None = None) -> dict[int, Any]:
         """The values of all ranks, by rank. Every rank of the pipeline must call this; the engine stays usable.

@@ -257,7 +257,8 @@ class Iteration:
         if loss is not None:
             mesh = self.pipeline.stages[stage].mesh
             assert mesh is not None
-            check_loss_replicas(stage, run.module, self.parts.num_loss_shards, mesh.size)
+            if self.inputs.loss_grads is None:
+                check_loss_replicas(stage, run.module, self.parts.num_loss_shards, mesh.size)
             self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss
         if not train:
             run.drop(microbatch)

@@ -40,9 +40,9 @@ class StageOutput(NamedTuple):
         metrics: ``{name: scalar}``, each the mean over the rows of this rank. They get no gradient.
     """
 
-    tensors: Mapping[str, Any] = {}  # noqa: RUF012 a field of a named tuple, which nothing changes
+    tensors: Mapping[str, Any] = {}
     loss: Any = None
-    metrics: Mapping[str, Any] = {}  # noqa: RUF012
+    metrics: Mapping[str, Any] = {}
 
 
 @dataclass

@@ -129,7 +129,7 @@ class GPTStage(nn.Module):
 
     def forward(
         self, x: Any = None, tokens: torch.Tensor | None = None, targets: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, torch.Tensor] | StageOutput:
         """Return hidden states ``x``, or the loss on the last stage. The first stage takes ``tokens``, not ``x``."""
         if self.is_first:
             assert tokens is not None

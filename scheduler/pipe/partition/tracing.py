@@ -12,7 +12,7 @@ from torch import fx
 
 from reshard.errors import ArgumentError
 
-from ..runtime.stage import StageOutput
+from ...runtime.stage import StageOutput
 
 #: Attributes and methods that return no data of a tensor.
 _METADATA = {"shape", "dtype", "device", "ndim", "size", "dim", "numel"}
@@ -162,8 +162,8 @@ def _trace(
         graph = _Tracer(cut_before).trace(model, concrete_args=unset or None)
     except Exception as error:  # whatever the forward of the model raises on proxies
         raise ArgumentError(
-            f"{name} cannot be cut by module paths, because torch.fx cannot trace its forward: {error}. Pass blocks=, a "
-            "function that returns its blocks, or cut at modules that contain the untraceable part"
+            f"{name} cannot be cut by module paths, because torch.fx cannot trace its forward: {error}. Pass blocks=, "
+            "a function that returns its blocks, or cut at modules that contain the untraceable part"
         ) from error
     for node in reversed(list(graph.nodes)):
         is_check = node.op == "call_function" and getattr(node.target, "__name__", "") in ("_assert_is_none", "_assert")
@@ -230,6 +230,6 @@ def _finish(output: Any) -> StageOutput:
     if isinstance(output, torch.Tensor):
         return StageOutput(loss=output)
     raise ArgumentError(
-        f"the model returns {type(output).__name__}; it must return the loss, (loss, metrics) or a StageOutput, or Pipe "
-        "needs loss="
+        f"the model returns {type(output).__name__}; it must return the loss, (loss, metrics) or a StageOutput, or "
+        "Pipe needs loss="
     )

@@ -107,7 +107,7 @@ def llama_blocks(model: Any) -> list[Block]:
 
 
 def _causal_lm_head(model: Any) -> Callable[..., Any]:
-    from ..runtime.stage import StageOutput
+    from ...runtime.stage import StageOutput
 
     def head(hidden_states: Any, labels: Any) -> Any:
         logits = model.lm_head(hidden_states)

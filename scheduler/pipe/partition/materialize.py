@@ -10,7 +10,7 @@ import torch
 
 from reshard.errors import ArgumentError
 
-from ..runtime import torch_compat
+from ...runtime import torch_compat
 
 #: Initializes the parameters and buffers that a module holds itself, as ``module.apply(init)`` would.
 Init = Callable[[torch.nn.Module], Any]

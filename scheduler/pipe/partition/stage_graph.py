@@ -13,8 +13,8 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.sharding import Layout, Mesh, TensorSpec
 
-from ..graph import Edge
-from ..runtime import torch_compat
+from ...graph import Edge
+from ...runtime import torch_compat
 from .batches import BatchOutline
 from .blocks import BlockStage
 
@@ -96,7 +96,7 @@ class StageGraph:
 def _layout(value: Value, mesh: Mesh, rows: int) -> Layout:
     if value.row_dim is None:
         return Layout(mesh)
-    replicas, per_row = mesh.shape["dp"], value.shape[value.row_dim]
+    replicas, per_row = mesh.axis_size("dp"), value.shape[value.row_dim]
     if per_row > 1 and rows % replicas:
         raise ArgumentError(
             f"{value.name!r} has {per_row} entries of dim {value.row_dim} for each row, so a microbatch of {rows} rows "

@@ -1,9 +1,10 @@
-"""The norm of the gradients of a whole model, over stages, replicas, shards and ties."""
+"""Gradients of a whole model: their norm over stages, replicas, shards and ties, and the scale of the loss."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def local_power_sum(
     tied_elsewhere: Mapping[int, set[str]],
     norm_type: float,
 ) -> float:
-    """This rank's part of the sum of all gradients' magnitudes to the power ``norm_type``; the largest one for inf.
+    """Sum of the magnitudes of this rank's gradients to the power ``norm_type``; the largest one for inf.
 
     Args:
         modules: ``{stage: module}`` of this rank.
@@ -84,12 +85,41 @@ def _local(gradient: Any) -> torch.Tensor:
 
 
 def _num_shards(gradient: Any) -> int:
-    """Number of different shards of a gradient."""
+    """Number of different shards of a gradient that has no partial sums."""
     if not hasattr(gradient, "placements"):
         return 1
     sizes = gradient.device_mesh.shape
-    return math.prod(size for size, each in zip(sizes, gradient.placements, strict=True) if each.is_shard())
+    return math.prod(size for size, each in zip(sizes, gradient.placements, strict=True) if not each.is_replicate())
 
 
 def _has_partial(gradient: Any) -> bool:
     return any(each.is_partial() for each in getattr(gradient, "placements", ()))
+
+
+@dataclass
+class LossScale:
+    """A factor of the loss that halves after a step that is not finite, and doubles after many that are.
+
+    As ``torch.amp.GradScaler``, whose constants it uses; but the engine divides the gradients by it at once.
+    """
+
+    value: float = 65536.0
+    growth_interval: int = 2000
+    finite_steps: int = 0
+
+    def update(self, finite: bool) -> None:
+        """Adapt the factor after a step."""
+        if not finite:
+            self.value, self.finite_steps = self.value / 2, 0
+            return
+        self.finite_steps += 1
+        if self.finite_steps == self.growth_interval:
+            self.value, self.finite_steps = self.value * 2, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as plain values."""
+        return {"value": self.value, "finite_steps": self.finite_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state."""
+        self.value, self.finite_steps = float(state["value"]), int(state["finite_steps"])

@@ -11,7 +11,7 @@ import torch
 
 from reshard.errors import ArgumentError
 
-from ..runtime.stage import StageOutput
+from ...runtime.stage import StageOutput
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class BlockStage(torch.nn.Module):
         """Run the blocks. Returns the values written, the names of ``given`` that were read, the loss and metrics."""
         written: dict[str, Any] = {}
         read: set[str] = set()
-        loss, metrics = None, {}
+        loss: Any = None
+        metrics: dict[str, Any] = {}
         for block in self._blocks:
             arguments = {}
             for name, is_required in block.reads.items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from reshard.dtypes import dtype_name
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, DisagreementError
 from reshard.sharding import Layout, Mesh
 
 #: ``{name: value}``; tensors whose first dim has one entry per row, and values that are not divided
@@ -144,3 +144,37 @@ def take_rows(batch: Batch, outline: BatchOutline, names: Sequence[str], rows: r
             value = batch[entry.name]
             taken[entry.name] = value[rows.start : rows.stop] if entry.is_divided else value
     return taken
+
+
+def common_outline(
+    outlines: Mapping[int, BatchOutline], said: Mapping[int, Any], meshes: Sequence[Mesh]
+) -> BatchOutline:
+    """The outline of the whole batch.
+
+    Raises:
+        ArgumentError: no rank passes a batch. DisagreementError: ranks pass different ones.
+    """
+    if not outlines:
+        raise ArgumentError("no rank passes a batch")
+    (first, outline), *others = sorted(outlines.items())
+    settings = {rank: value[1:] for rank, value in said.items()}
+    for rank, each in others:
+        if each.entries != outline.entries:
+            raise DisagreementError(f"ranks {first} and {rank} pass different batches: {outline}; {each}")
+    for rank, value in settings.items():
+        if value != settings[first]:
+            raise DisagreementError(
+                f"ranks {first} and {rank} pass different accumulate and local_batch: {settings[first]}; {value}"
+            )
+    if not settings[first][1]:
+        for rank, each in others:
+            if each.rows != outline.rows:
+                raise DisagreementError(
+                    f"ranks {first} and {rank} pass batches of {outline.rows} and {each.rows} rows; if each passes its "
+                    "own rows, set local_batch=True"
+                )
+        return outline
+    rows = {rank: each.rows for rank, each in outlines.items()}
+    return BatchOutline(
+        max(sum(rows.get(rank, 0) for rank in mesh.ranks[:: mesh.axis_size("tp")]) for mesh in meshes), outline.entries
+    )

@@ -1,0 +1,360 @@
+"""``PipelineEngine``: train, evaluate, clip, save and resume a model that ``Pipe`` has cut and placed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reshard.errors import ArgumentError
+
+from ..ir.schedule import Schedule
+from ..runtime import torch_compat
+from ..runtime.data_parallel import is_fsdp, plain_name
+from ..runtime.engine import Engine
+from ..runtime.executor import Step, StepInputs
+from ..schedules.classic import zb_h1
+from ..simulation.replay import PipelineTimeline
+from .gradients import LossScale, are_finite, local_power_sum, scale_gradients
+from .partition.batches import (
+    Batch,
+    BatchOutline,
+    common_outline,
+    name_batch,
+    outline_batch,
+    replica_rows,
+    split_rows,
+    take_rows,
+)
+from .planner import Planner, Programs
+from .profile import Profile, ScheduleBuilder, count_saved_bytes, profile_timelines
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of a step or an evaluation, the same on every rank.
+
+    Attributes:
+        loss: mean over all rows of the batch.
+        metrics: means over all rows of the batch.
+        finite: whether the loss and all gradients are finite.
+        timeline: measured times, if they were asked for.
+    """
+
+    loss: float
+    metrics: Mapping[str, float]
+    finite: bool = True
+    timeline: PipelineTimeline | None = None
+
+
+class PipelineEngine:
+    """Runs a model over pipeline stages. Every rank makes one, by :meth:`Pipe.compile`, and calls each method.
+
+    Attributes:
+        modules: ``{stage: module}`` of this rank, parallelized.
+        schedule: schedule of a step with the usual number of microbatches.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        planner: Planner,
+        modules: Mapping[int, torch.nn.Module],
+        *,
+        microbatches: int,
+        build_schedule: Schedule | ScheduleBuilder,
+        input_names: Sequence[str],
+        ties: Sequence[Mapping[int, str]],
+        device: torch.device,
+        loss_scale: LossScale | None,
+        memory_limit_bytes: float | None = None,
+    ) -> None:
+        self._engine, self._planner, self.modules = engine, planner, dict(modules)
+        self._microbatches, self._input_names = microbatches, list(input_names)
+        self._device, self._loss_scale = device, loss_scale
+        self._rank = engine.rank
+        self._tied_elsewhere: dict[int, set[str]] = {}
+        for tie in ties:
+            for stage in sorted(tie)[1:]:
+                self._tied_elsewhere.setdefault(stage, set()).add(tie[stage])
+        self._can_split = not any(engine.exchange(any(map(is_fsdp, modules.values()))).values())
+        options: dict[str, Any] = {"can_split": self._can_split, "memory_limit_bytes": memory_limit_bytes}
+        row_of_stage = engine.schedule.row_of_stage
+        self._is_chain = list(row_of_stage) == list(range(len(row_of_stage)))
+        if not self._is_chain:
+            options["row_of_stage"] = row_of_stage
+        self._programs = Programs(engine, planner, build_schedule, options)
+
+    # Parameters
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters of this rank's stages, each once, for an optimizer."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The parameters of this rank's stages under the names of the whole model, each once."""
+        seen: set[int] = set()
+        named = []
+        for module in self.modules.values():
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    named.append((plain_name(name), parameter))
+        return named
+
+    # Steps
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of a step with the usual number of microbatches."""
+        return self._programs.schedules[self._microbatches]
+
+    def step(
+        self, batch: Any = None, *, accumulate: int = 1, local_batch: bool = False, timeline: bool = False
+    ) -> StepResult:
+        """Add the gradients of the mean loss over all rows of a batch to each parameter's ``.grad``.
+
+        Args:
+            batch: ``{name: tensor}``, a tensor or a tuple, the same on all ranks; None on ranks whose stages read none
+                of it. It may have other sizes than the example, and fewer rows than there are microbatches.
+            accumulate: number of parts that run one after the other; each has its own microbatches.
+            local_batch: the batch has only the rows of this rank, in the order of :meth:`local_rows`.
+            timeline: measure the times of the last part.
+
+        Raises:
+            ArgumentError: the batch does not fit the model, on all ranks alike; the engine can still be used.
+            DisagreementError: ranks pass different batches; the engine can still be used.
+            ReshardError: a rank failed in the step; the engine cannot be used again.
+        """
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        finite = True
+
+        def unscale() -> None:
+            nonlocal finite
+            parameters = self.parameters()
+            finite = finite and are_finite(parameters)
+            if scale != 1.0:
+                scale_gradients(parameters, 1 / scale)
+
+        steps = self._run(batch, accumulate, local_batch, scale=scale, on_gradients=unscale)
+        measured = self._engine.timeline() if timeline else None
+        result = self._totals(steps, finite, measured)
+        if self._loss_scale is not None:
+            self._loss_scale.update(result.finite)
+        return result
+
+    def evaluate(self, batch: Any = None, *, local_batch: bool = False) -> StepResult:
+        """The mean loss over all rows of a batch, in evaluation mode and without gradients. Arguments: :meth:`step`."""
+        modes = [(each, each.training) for module in self.modules.values() for each in module.modules()]
+        for module in self.modules.values():
+            module.eval()
+        try:
+            return self._totals(self._run(batch, 1, local_batch, train=False), True, None)
+        finally:
+            for each, was_training in modes:
+                each.training = was_training
+
+    def local_rows(self, rows: int, accumulate: int = 1) -> torch.Tensor:
+        """The rows of a batch of ``rows`` rows that this rank passes with ``local_batch=True``, in this order."""
+        parts = self._divide(rows, accumulate)
+        return torch.tensor([row for part in parts for microbatch in part for row in self._own(microbatch)])
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scale the gradients of the whole model so that their norm is at most ``max_norm``. Returns the norm before.
+
+        As ``torch.nn.utils.clip_grad_norm_`` on the model in one process: tied parameters count once.
+        """
+        ranks = {stage: self._planner.meshes[stage].size for stage in self.modules}
+        own = local_power_sum(self.modules, ranks, self._tied_elsewhere, norm_type)
+        parts = list(self._engine.exchange(own).values())
+        if math.isinf(norm_type):
+            norm = math.nan if any(map(math.isnan, parts)) else max(parts)
+        else:
+            norm = math.fsum(parts) ** (1 / norm_type) if all(map(math.isfinite, parts)) else sum(parts)
+        scale_gradients(self.parameters(), min(1.0, max_norm / (norm + 1e-6)))
+        return norm
+
+    def close(self) -> None:
+        """Stop the threads that move tensors."""
+        self._programs.close()
+        self._engine.close()
+
+    def __enter__(self) -> PipelineEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # One step
+
+    def _run(
+        self,
+        batch: Any,
+        accumulate: int,
+        is_local: bool,
+        *,
+        train: bool = True,
+        scale: float = 1.0,
+        on_gradients: Callable[[], None] | None = None,
+        schedule: Schedule | None = None,
+    ) -> list[Step]:
+        """Run all parts of a batch."""
+        named, outline = self._agree_on_batch(batch, accumulate, is_local)
+        graph = self._planner.graph(outline)
+        parts = self._divide(outline.rows, accumulate)
+        steps, taken = [], 0
+        for part in parts:
+            program = self._programs.find(outline, tuple(map(len, part)), schedule)
+            feed: dict[int, list[dict[str, Any]]] = {stage: [] for stage in self.modules}
+            weights = []
+            for rows in part:
+                own = self._own(rows)
+                weights.append(len(own) / outline.rows)
+                source = range(taken, taken + len(own)) if is_local else own
+                taken += len(own)
+                for stage, fed in feed.items():
+                    fed.append(take_rows(named, outline, graph.inputs[stage], source))
+            grads = {stage: [weight * scale for weight in weights] for stage in feed}
+            inputs = StepInputs(feed, weights, grads, train, stash=True, on_gradients=on_gradients)
+            steps.append(self._engine.run(program, inputs))
+        return steps
+
+    def _agree_on_batch(self, batch: Any, accumulate: int, is_local: bool) -> tuple[Batch, BatchOutline]:
+        """The batch by name, and its outline, once all ranks have passed batches that fit."""
+        named: Batch = {}
+        own: BatchOutline | None = None
+        failure: ArgumentError | None = None
+        try:
+            if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+                raise ArgumentError(f"accumulate is {accumulate!r}; it must be a positive integer")
+            if batch is not None:
+                named = name_batch(batch, self._input_names)
+                own = outline_batch(named)
+        except ArgumentError as error:
+            failure = error
+        said = self._engine.exchange([own.to_json() if own else None, accumulate, is_local], failure)
+        outlines = {rank: BatchOutline.from_json(value[0]) for rank, value in said.items() if value[0] is not None}
+        outline = common_outline(outlines, said, self._planner.meshes)
+        if outline.rows < accumulate:
+            raise ArgumentError(f"accumulate is {accumulate}, but the batch has only {outline.rows} rows")
+        self._check_given(outline, outlines, is_local, accumulate)
+        return named or outline.empty(0), outline
+
+    def _check_given(
+        self, outline: BatchOutline, outlines: Mapping[int, BatchOutline], is_local: bool, accumulate: int
+    ) -> None:
+        """Raise ArgumentError, on all ranks alike, unless each rank passes what its stages read."""
+        graph = self._planner.graph(outline)
+        parts = self._divide(outline.rows, accumulate)
+        for stage, mesh in enumerate(self._planner.meshes):
+            for rank in mesh.ranks:
+                wanted = sum(len(self._own(rows, rank)) for part in parts for rows in part)
+                given = outlines[rank].rows if rank in outlines else 0
+                if graph.inputs[stage] and rank not in outlines and not (is_local and wanted == 0):
+                    raise ArgumentError(
+                        f"rank {rank} passes no batch, but stage {stage} reads {', '.join(graph.inputs[stage])}"
+                    )
+                if is_local and rank in outlines and given != wanted:
+                    raise ArgumentError(
+                        f"rank {rank} passes {given} rows of its own; of a batch of {outline.rows} rows, it computes "
+                        f"{wanted} (see local_rows)"
+                    )
+
+    def _divide(self, rows: int, accumulate: int) -> list[list[range]]:
+        """The rows of each microbatch of each part."""
+        parts, first = [], 0
+        for size in split_rows(rows, accumulate):
+            part = []
+            for each in split_rows(size, self._microbatches):
+                part.append(range(first, first + each))
+                first += each
+            parts.append(part)
+        return parts
+
+    def _own(self, rows: range, rank: int | None = None) -> range:
+        """The rows of a microbatch that a rank computes; default: this rank."""
+        rank = self._rank if rank is None else rank
+        mesh = next(mesh for mesh in self._planner.meshes if rank in mesh.ranks)
+        own = replica_rows(len(rows), mesh, rank)
+        return range(rows.start + own.start, rows.start + own.stop)
+
+    def _totals(self, steps: Sequence[Step], is_finite: bool, timeline: PipelineTimeline | None) -> StepResult:
+        """The result of all parts over all ranks. Tensor-parallel ranks have the same loss, so one of them counts."""
+        own: list[Any] = [None, {}, is_finite]
+        mesh = next(mesh for mesh in self._planner.meshes if self._rank in mesh.ranks)
+        if mesh.ranks.index(self._rank) % mesh.axis_size("tp") == 0:
+            losses = [step.loss for step in steps if step.loss is not None]
+            own[0] = _sum(losses) if losses else None
+            own[1] = {name: _sum(step.metrics[name] for step in steps) for name in steps[0].metrics}
+        said = self._engine.exchange(own)
+        loss = _sum(value[0] for value in said.values() if value[0] is not None)
+        names = sorted({name for value in said.values() for name in value[1]})
+        metrics = {name: _sum(value[1][name] for value in said.values() if name in value[1]) for name in names}
+        finite = math.isfinite(loss) and all(value[2] for value in said.values())
+        return StepResult(loss, metrics, finite, timeline)
+
+    # Profile
+
+    def prepare(self, example: Any, profile: Profile | None) -> None:
+        """Measure the stages unless a profile is given, and make the program for batches like the example."""
+        self._programs.profile = profile if profile is not None else self.measure(example)
+        _, outline = self._agree_on_batch(example, 1, False)
+        self._programs.find(outline, tuple(map(len, self._divide(outline.rows, 1)[0])), None)
+
+    def profile(self) -> Profile:
+        """The seconds of each stage that the schedule was made for."""
+        assert self._programs.profile is not None
+        return self._programs.profile
+
+    def measure(self, batch: Any) -> Profile:
+        """Measure the seconds of each stage in trial steps, which leave no trace in the model.
+
+        Parameters, buffers, random number generators and ``.grad`` are left as they were.
+        """
+        named, outline = self._agree_on_batch(batch, 1, False)
+        rows = [len(each) for each in self._divide(outline.rows, 1)[0]]
+        pipeline = self._planner.pipeline(outline, rows[0])
+        trials = [self._engine.schedule]
+        if self._can_split and self._is_chain:
+            trials.append(zb_h1(pipeline, len(rows)))
+        with self._leave_no_trace():
+            with count_saved_bytes() as saved:
+                self._run(named, 1, False, schedule=self._engine.schedule)
+            timelines = []
+            for schedule in trials:
+                self._run(named, 1, False, schedule=schedule)
+                timelines.append(self._engine.timeline())
+        said = self._engine.exchange([sorted(self.modules), saved.nbytes / len(rows) / len(self.modules)])
+        kept = [1] * len(pipeline.stages)
+        for stages, nbytes in said.values():
+            for stage in stages:
+                kept[stage] = max(kept[stage], round(nbytes))
+        return profile_timelines(timelines, len(pipeline.stages), rows[0], kept)
+
+    @contextlib.contextmanager
+    def _leave_no_trace(self) -> Iterator[None]:
+        """Restore gradients, buffers and random number generators at the end."""
+        parameters = self.parameters()
+        gradients = [parameter.grad for parameter in parameters]
+        buffers = [(each, each.detach().clone()) for module in self.modules.values() for each in module.buffers()]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            with torch_compat.keep_rng(self._device.type):
+                yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+
+def _sum(values: Iterable[float]) -> float:
+    """The sum, also of values that are not finite."""
+    each = list(values)
+    return math.fsum(each) if all(map(math.isfinite, each)) else sum(each)

@@ -1,0 +1,127 @@
+"""Pipelines and programs for batches of any shape."""
+
+from __future__ import annotations
+
+import collections
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from reshard.errors import ArgumentError
+from reshard.sharding import Mesh
+from reshard.topology import Topology
+
+from ..costs import price_edge
+from ..graph import Pipeline, Stage
+from ..ir.schedule import Schedule
+from ..ir.text import format_schedule, parse_schedule
+from ..runtime.engine import Engine
+from ..runtime.executor import Program
+from ..simulation.validate import check_schedule
+from .partition.batches import BatchOutline
+from .partition.stage_graph import Skeleton, StageGraph
+from .profile import Profile, ScheduleBuilder
+
+#: Most programs that an engine keeps, for batches of different shapes.
+MOST_PROGRAMS = 8
+
+
+class Planner:
+    """Plans the stages of one model for batches of any shape. It does not communicate.
+
+    Args:
+        skeleton: finds the stage graph.
+        meshes: mesh of each stage.
+    """
+
+    def __init__(self, skeleton: Skeleton, meshes: Sequence[Mesh]) -> None:
+        self._skeleton, self.meshes = skeleton, tuple(meshes)
+        self._graphs: dict[tuple[Any, ...], StageGraph] = {}
+
+    def graph(self, outline: BatchOutline) -> StageGraph:
+        """The stage graph for batches of this outline, whatever their number of rows."""
+        key = outline.entries
+        if key not in self._graphs:
+            self._graphs[key] = self._skeleton.find(outline)
+        return self._graphs[key]
+
+    def pipeline(self, outline: BatchOutline, rows: int) -> Pipeline:
+        """The pipeline for microbatches of ``rows`` rows, without costs."""
+        edges = self.graph(outline).edges(rows, self.meshes)
+        return Pipeline(tuple(Stage(1.0, 1.0, 1.0, mesh=mesh) for mesh in self.meshes), edges)
+
+    def priced(self, outline: BatchOutline, rows: int, topology: Topology, profile: Profile) -> Pipeline:
+        """The pipeline with the costs of its stages and edges."""
+        pipeline = profile.apply(self.pipeline(outline, rows), rows)
+        return Pipeline(pipeline.stages, tuple(price_edge(edge, topology) for edge in pipeline.edges))
+
+
+class Programs:
+    """The schedules and programs of one engine. All ranks keep the same ones.
+
+    Args:
+        engine: the engine that runs them.
+        planner: plans the stages.
+        build: a schedule, or a function that builds one.
+        options: given to ``build`` as far as it has such parameters.
+    """
+
+    def __init__(
+        self, engine: Engine, planner: Planner, build: Schedule | ScheduleBuilder, options: dict[str, Any]
+    ) -> None:
+        self._engine, self._planner, self._build, self._options = engine, planner, build, options
+        self.profile: Profile | None = None
+        self.schedules: dict[int, Schedule] = {}  # by number of microbatches
+        self._programs: collections.OrderedDict[Any, Program] = collections.OrderedDict()
+
+    def find(self, outline: BatchOutline, sizes: tuple[int, ...], schedule: Schedule | None) -> Program:
+        """The program for microbatches of these numbers of rows. All ranks keep the same programs."""
+        key = (outline.entries, sizes, schedule)
+        if key in self._programs:
+            self._programs.move_to_end(key)
+            return self._programs[key]
+        distinct = sorted(set(sizes), reverse=True)
+        pipelines = [self._planner.pipeline(outline, size) for size in distinct]
+        if schedule is None:
+            schedule = self._schedule_for(len(sizes), outline, sizes[0])
+        program = self._engine.make_program(schedule, pipelines, [distinct.index(size) for size in sizes])
+        self._programs[key] = program
+        if len(self._programs) > MOST_PROGRAMS:
+            self._programs.popitem(last=False)[1].close()
+        return program
+
+    def _schedule_for(self, num_microbatches: int, outline: BatchOutline, rows: int) -> Schedule:
+        """The schedule for a number of microbatches, which the first rank builds for all."""
+        if num_microbatches in self.schedules:
+            return self.schedules[num_microbatches]
+        text: str | None = None
+        failure: Exception | None = None
+        if self._engine.rank == min(rank for mesh in self._planner.meshes for rank in mesh.ranks):
+            try:
+                text = format_schedule(self._build_schedule(num_microbatches, outline, rows))
+            except Exception as error:  # whatever the user's function raises must reach the other ranks
+                failure = error
+        said = self._engine.exchange(text, failure)
+        schedule = parse_schedule(next(text for text in said.values() if text is not None))
+        check_schedule(schedule, self._planner.pipeline(outline, rows))
+        self.schedules[num_microbatches] = schedule
+        return schedule
+
+    def _build_schedule(self, num_microbatches: int, outline: BatchOutline, rows: int) -> Schedule:
+        if isinstance(self._build, Schedule):
+            if self._build.num_microbatches != num_microbatches:
+                raise ArgumentError(
+                    f"the schedule {self._build.name!r} has {self._build.num_microbatches} microbatches, but this "
+                    f"batch has {num_microbatches}; pass a function such as auto_schedule instead"
+                )
+            return self._build
+        assert self.profile is not None
+        pipeline = self._planner.priced(outline, rows, self._engine.topology, self.profile)
+        accepted = inspect.signature(self._build).parameters
+        options = {name: value for name, value in self._options.items() if name in accepted}
+        return self._build(pipeline, num_microbatches, **options)
+
+    def close(self) -> None:
+        """Close the Movers of all programs."""
+        for program in self._programs.values():
+            program.close()
