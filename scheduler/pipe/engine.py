@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,15 +20,10 @@ from ..runtime.engine import Engine
 from ..runtime.executor import Step, StepInputs
 from ..schedules.classic import zb_h1
 from ..simulation.replay import PipelineTimeline
+from . import checkpoint
+from .feeding import Feeder
 from .gradients import LossScale, are_finite, local_power_sum, scale_gradients
 from .partition.batches import (
-    Batch,
-    BatchOutline,
-    common_outline,
-    name_batch,
-    outline_batch,
-    replica_rows,
-    split_rows,
     take_rows,
 )
 from .planner import Planner, Programs
@@ -72,11 +68,14 @@ class PipelineEngine:
         device: torch.device,
         loss_scale: LossScale | None,
         memory_limit_bytes: float | None = None,
+        process_group: Any = None,
     ) -> None:
         self._engine, self._planner, self.modules = engine, planner, dict(modules)
-        self._microbatches, self._input_names = microbatches, list(input_names)
+        self._microbatches = microbatches
+        self._feeder = Feeder(engine, planner, list(input_names), microbatches)
         self._device, self._loss_scale = device, loss_scale
-        self._rank = engine.rank
+        self._rank, self._ties, self._process_group = engine.rank, list(ties), process_group
+        self._is_first = self._rank == min(rank for mesh in planner.meshes for rank in mesh.ranks)
         self._tied_elsewhere: dict[int, set[str]] = {}
         for tie in ties:
             for stage in sorted(tie)[1:]:
@@ -160,8 +159,8 @@ class PipelineEngine:
 
     def local_rows(self, rows: int, accumulate: int = 1) -> torch.Tensor:
         """The rows of a batch of ``rows`` rows that this rank passes with ``local_batch=True``, in this order."""
-        parts = self._divide(rows, accumulate)
-        return torch.tensor([row for part in parts for microbatch in part for row in self._own(microbatch)])
+        parts = self._feeder.divide(rows, accumulate)
+        return torch.tensor([row for part in parts for microbatch in part for row in self._feeder.own(microbatch)])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale the gradients of the whole model so that their norm is at most ``max_norm``. Returns the norm before.
@@ -177,6 +176,83 @@ class PipelineEngine:
             norm = math.fsum(parts) ** (1 / norm_type) if all(map(math.isfinite, parts)) else sum(parts)
         scale_gradients(self.parameters(), min(1.0, max_norm / (norm + 1e-6)))
         return norm
+
+    # Checkpoints
+
+    def save(
+        self,
+        path: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
+        loader: Any = None,
+        step: int = 0,
+        *,
+        keep: int = 2,
+    ) -> None:
+        """Save the model and what else is given to ``path/step-XXXXXXXX``, and the random number generators.
+
+        Args:
+            path: folder on a file system that all ranks share.
+            optimizer: optimizer of :meth:`parameters`. lr_scheduler, loader: have ``state_dict()``.
+            step: number of steps taken, which :meth:`load` returns.
+            keep: number of checkpoints that stay; older ones are deleted.
+        """
+        folder, failure = checkpoint.folder_of(path, step), None
+        if self._is_first:
+            try:
+                checkpoint.begin(folder)
+            except OSError as error:
+                failure = ArgumentError(f"cannot make the checkpoint {folder}: {error}")
+        self._engine.exchange(error=failure)
+        checkpoint.save(folder, self._training_state(optimizer, lr_scheduler, loader, step), self._process_group)
+        if self._is_first:
+            checkpoint.prune(path, keep)
+
+    def load(
+        self,
+        path: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
+        loader: Any = None,
+        *,
+        missing_ok: bool = False,
+    ) -> int:
+        """Load the newest complete checkpoint at ``path``, whatever the stages that saved it. Returns its step.
+
+        A folder ``step-XXXXXXXX`` that another program saved by ``torch.distributed.checkpoint`` with the keys "model"
+        and "optimizer" is loaded too; its step counts as 0. The random number generators are restored if as many ranks
+        saved them. Arguments: :meth:`save`.
+
+        Args:
+            missing_ok: return 0 if there is no checkpoint, instead of an error.
+
+        Raises:
+            ArgumentError: there is no checkpoint, or it lacks something that is asked for.
+        """
+        found = checkpoint.find_checkpoints(path) if self._is_first else []
+        said = self._engine.exchange(str(found[-1][1]) if found else None)
+        folder = next((value for value in said.values() if value is not None), None)
+        if folder is None:
+            if missing_ok:
+                return 0
+            raise ArgumentError(f"there is no complete checkpoint at {path}")
+        request, failure = None, None
+        state = self._training_state(optimizer, lr_scheduler, loader, 0)
+        try:
+            request = checkpoint.find_entries(Path(folder), state)
+        except (ArgumentError, OSError) as error:
+            failure = error
+        self._engine.exchange(error=failure)
+        assert request is not None
+        counters = checkpoint.load(Path(folder), request, state, self._process_group)
+        if self._loss_scale is not None and counters.get("loss_scale") is not None:
+            self._loss_scale.load_state_dict(counters["loss_scale"])
+        return int(counters.get("step", 0))
+
+    def _training_state(self, optimizer: Any, lr_scheduler: Any, loader: Any, step: int) -> checkpoint.TrainingState:
+        scale = None if self._loss_scale is None else self._loss_scale.state_dict()
+        counters = {"step": step, "loss_scale": scale, "world_size": torch.distributed.get_world_size()}
+        return checkpoint.TrainingState(self._rank, self.modules, self._ties, optimizer, lr_scheduler, loader, counters)
 
     def close(self) -> None:
         """Stop the threads that move tensors."""
@@ -203,16 +279,16 @@ class PipelineEngine:
         schedule: Schedule | None = None,
     ) -> list[Step]:
         """Run all parts of a batch."""
-        named, outline = self._agree_on_batch(batch, accumulate, is_local)
+        named, outline = self._feeder.agree(batch, accumulate, is_local)
         graph = self._planner.graph(outline)
-        parts = self._divide(outline.rows, accumulate)
+        parts = self._feeder.divide(outline.rows, accumulate)
         steps, taken = [], 0
         for part in parts:
             program = self._programs.find(outline, tuple(map(len, part)), schedule)
             feed: dict[int, list[dict[str, Any]]] = {stage: [] for stage in self.modules}
             weights = []
             for rows in part:
-                own = self._own(rows)
+                own = self._feeder.own(rows)
                 weights.append(len(own) / outline.rows)
                 source = range(taken, taken + len(own)) if is_local else own
                 taken += len(own)
@@ -222,65 +298,6 @@ class PipelineEngine:
             inputs = StepInputs(feed, weights, grads, train, stash=True, on_gradients=on_gradients)
             steps.append(self._engine.run(program, inputs))
         return steps
-
-    def _agree_on_batch(self, batch: Any, accumulate: int, is_local: bool) -> tuple[Batch, BatchOutline]:
-        """The batch by name, and its outline, once all ranks have passed batches that fit."""
-        named: Batch = {}
-        own: BatchOutline | None = None
-        failure: ArgumentError | None = None
-        try:
-            if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-                raise ArgumentError(f"accumulate is {accumulate!r}; it must be a positive integer")
-            if batch is not None:
-                named = name_batch(batch, self._input_names)
-                own = outline_batch(named)
-        except ArgumentError as error:
-            failure = error
-        said = self._engine.exchange([own.to_json() if own else None, accumulate, is_local], failure)
-        outlines = {rank: BatchOutline.from_json(value[0]) for rank, value in said.items() if value[0] is not None}
-        outline = common_outline(outlines, said, self._planner.meshes)
-        if outline.rows < accumulate:
-            raise ArgumentError(f"accumulate is {accumulate}, but the batch has only {outline.rows} rows")
-        self._check_given(outline, outlines, is_local, accumulate)
-        return named or outline.empty(0), outline
-
-    def _check_given(
-        self, outline: BatchOutline, outlines: Mapping[int, BatchOutline], is_local: bool, accumulate: int
-    ) -> None:
-        """Raise ArgumentError, on all ranks alike, unless each rank passes what its stages read."""
-        graph = self._planner.graph(outline)
-        parts = self._divide(outline.rows, accumulate)
-        for stage, mesh in enumerate(self._planner.meshes):
-            for rank in mesh.ranks:
-                wanted = sum(len(self._own(rows, rank)) for part in parts for rows in part)
-                given = outlines[rank].rows if rank in outlines else 0
-                if graph.inputs[stage] and rank not in outlines and not (is_local and wanted == 0):
-                    raise ArgumentError(
-                        f"rank {rank} passes no batch, but stage {stage} reads {', '.join(graph.inputs[stage])}"
-                    )
-                if is_local and rank in outlines and given != wanted:
-                    raise ArgumentError(
-                        f"rank {rank} passes {given} rows of its own; of a batch of {outline.rows} rows, it computes "
-                        f"{wanted} (see local_rows)"
-                    )
-
-    def _divide(self, rows: int, accumulate: int) -> list[list[range]]:
-        """The rows of each microbatch of each part."""
-        parts, first = [], 0
-        for size in split_rows(rows, accumulate):
-            part = []
-            for each in split_rows(size, self._microbatches):
-                part.append(range(first, first + each))
-                first += each
-            parts.append(part)
-        return parts
-
-    def _own(self, rows: range, rank: int | None = None) -> range:
-        """The rows of a microbatch that a rank computes; default: this rank."""
-        rank = self._rank if rank is None else rank
-        mesh = next(mesh for mesh in self._planner.meshes if rank in mesh.ranks)
-        own = replica_rows(len(rows), mesh, rank)
-        return range(rows.start + own.start, rows.start + own.stop)
 
     def _totals(self, steps: Sequence[Step], is_finite: bool, timeline: PipelineTimeline | None) -> StepResult:
         """The result of all parts over all ranks. Tensor-parallel ranks have the same loss, so one of them counts."""
@@ -302,8 +319,8 @@ class PipelineEngine:
     def prepare(self, example: Any, profile: Profile | None) -> None:
         """Measure the stages unless a profile is given, and make the program for batches like the example."""
         self._programs.profile = profile if profile is not None else self.measure(example)
-        _, outline = self._agree_on_batch(example, 1, False)
-        self._programs.find(outline, tuple(map(len, self._divide(outline.rows, 1)[0])), None)
+        _, outline = self._feeder.agree(example, 1, False)
+        self._programs.find(outline, tuple(map(len, self._feeder.divide(outline.rows, 1)[0])), None)
 
     def profile(self) -> Profile:
         """The seconds of each stage that the schedule was made for."""
@@ -315,8 +332,8 @@ class PipelineEngine:
 
         Parameters, buffers, random number generators and ``.grad`` are left as they were.
         """
-        named, outline = self._agree_on_batch(batch, 1, False)
-        rows = [len(each) for each in self._divide(outline.rows, 1)[0]]
+        named, outline = self._feeder.agree(batch, 1, False)
+        rows = [len(each) for each in self._feeder.divide(outline.rows, 1)[0]]
         pipeline = self._planner.pipeline(outline, rows[0])
         trials = [self._engine.schedule]
         if self._can_split and self._is_chain:

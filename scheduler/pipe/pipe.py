@@ -196,6 +196,7 @@ class Pipe:
             device=device,
             loss_scale=LossScale() if self.autocast is torch.float16 else None,
             memory_limit_bytes=memory_limit_bytes,
+            process_group=group,
         )
         made.prepare(batch, profile)
         return made

@@ -1,0 +1,288 @@
+"""Checkpoints by ``torch.distributed.checkpoint``, under the names of the whole model.
+
+A checkpoint of step 100 is the folder ``step-00000100``. Its keys are ``model.NAME``, and ``optimizer.state.NAME.KEY``
+and ``optimizer.param_groups.NAME.KEY`` as torch's flattened optimizer state has them. Therefore
+``torch.distributed.checkpoint`` loads it into the model in one process. All ranks need the same file system.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import random
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from reshard.errors import ArgumentError
+
+from ..runtime.data_parallel import plain_name
+
+_FOLDER = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a checkpoint holds, on one rank.
+
+    Attributes:
+        rank: of this process. modules: ``{stage: module}`` of this rank.
+        ties: ``{stage: name}`` of each parameter that several stages share.
+        optimizer, lr_scheduler, loader: None: not saved, not loaded.
+        counters: plain values of the engine.
+    """
+
+    rank: int
+    modules: Mapping[int, torch.nn.Module]
+    ties: Sequence[Mapping[int, str]]
+    optimizer: Any
+    lr_scheduler: Any
+    loader: Any
+    counters: dict[str, Any]
+
+    def model(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers, by their names in the whole model."""
+        return {
+            plain_name(name): value
+            for module in self.modules.values()
+            for name, value in module.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def names(self) -> dict[torch.Tensor, list[str]]:
+        """The names of each parameter in the whole model."""
+        named: dict[torch.Tensor, list[str]] = {}
+        for module in self.modules.values():
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                named.setdefault(parameter, []).append(plain_name(name))
+        return named
+
+    def aliases(self, name: str) -> list[str]:
+        """The name, then the other names of the same parameter."""
+        return [name, *(each for tie in self.ties if name in tie.values() for each in tie.values() if each != name)]
+
+
+def find_checkpoints(path: str | Path) -> list[tuple[int, Path]]:
+    """Steps and folders of the complete checkpoints at ``path``, oldest first."""
+    found = []
+    for folder in Path(path).glob("step-*"):
+        match = _FOLDER.fullmatch(folder.name)
+        if match and (folder / ".metadata").exists():  # written last
+            found.append((int(match[1]), folder))
+    return sorted(found)
+
+
+def folder_of(path: str | Path, step: int) -> Path:
+    """The folder of the checkpoint of a step."""
+    return Path(path) / f"step-{step:08d}"
+
+
+def begin(folder: Path) -> None:
+    """Make an empty folder. One rank calls this before all save."""
+    if folder.exists():
+        (folder / ".metadata").unlink(missing_ok=True)  # from here on, it is no complete checkpoint
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def prune(path: str | Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` complete checkpoints, and incomplete ones that are older than these."""
+    complete = find_checkpoints(path)
+    kept = [step for step, _ in complete[-keep:]]
+    for folder in Path(path).glob("step-*"):
+        match = _FOLDER.fullmatch(folder.name)
+        if match and kept and int(match[1]) not in kept and int(match[1]) < kept[-1]:
+            shutil.rmtree(folder)
+
+
+def save(folder: Path, state: TrainingState, process_group: Any) -> None:
+    """Write this rank's part. All ranks call this."""
+    saved: dict[str, Any] = {"model": state.model(), "engine": pickle.dumps(state.counters)}
+    saved[f"rng.{state.rank}"] = pickle.dumps(_rng_state())
+    if state.optimizer is not None:
+        saved["optimizer"] = _optimizer_state(state)
+    if state.lr_scheduler is not None:
+        saved["lr_scheduler"] = pickle.dumps(state.lr_scheduler.state_dict())
+    if state.loader is not None:
+        saved[f"loader.{state.rank}"] = pickle.dumps(state.loader.state_dict())
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(folder), process_group=process_group)
+
+
+def _optimizer_state(state: TrainingState) -> dict[str, Any]:
+    names = state.names()
+    flat: dict[str, Any] = {}
+    for group in state.optimizer.param_groups:
+        for parameter in group["params"]:
+            for name in names.get(parameter, ()):
+                for key, value in state.optimizer.state.get(parameter, {}).items():
+                    flat[f"state.{name}.{key}"] = value
+                for key, value in group.items():
+                    if key != "params":
+                        flat[f"param_groups.{name}.{key}"] = value
+    return flat
+
+
+def find_entries(folder: Path, state: TrainingState) -> Request:
+    """What to read from the checkpoint for this rank.
+
+    Raises:
+        ArgumentError: the checkpoint lacks something that is asked for.
+    """
+    known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    request = Request(known)
+    for name, tensor in state.model().items():
+        request.want([f"model.{each}" for each in state.aliases(name)], tensor)
+    if state.optimizer is not None:
+        _want_optimizer(request, state)
+    for keys in (["engine"], [f"rng.{state.rank}", "rng.0"]):  # missing in a checkpoint of another program
+        if any(key in known for key in keys):
+            request.want(keys)
+    if state.lr_scheduler is not None:
+        request.want(["lr_scheduler"])
+    if state.loader is not None:
+        request.want([f"loader.{state.rank}", "loader.0"])
+    request.check(folder)
+    return request
+
+
+def load(folder: Path, request: Request, state: TrainingState, process_group: Any) -> dict[str, Any]:
+    """Read this rank's part into its modules, optimizer, scheduler and loader.
+
+    Returns:
+        The counters of the engine that saved it; empty if another program did.
+    """
+    dcp.load(request.wanted, storage_reader=dcp.FileSystemReader(folder), process_group=process_group)
+    for restore in request.restore:
+        restore()
+    if state.lr_scheduler is not None:
+        state.lr_scheduler.load_state_dict(pickle.loads(request.wanted["lr_scheduler"]))
+    if state.loader is not None:
+        state.loader.load_state_dict(pickle.loads(request.first(f"loader.{state.rank}", "loader.0")))
+    if "engine" not in request.wanted:
+        return {}
+    counters: dict[str, Any] = pickle.loads(request.wanted["engine"])
+    if counters["world_size"] == state.counters["world_size"]:
+        _restore_rng(pickle.loads(request.first(f"rng.{state.rank}", "rng.0")))
+    return counters
+
+
+class Request:
+    """What to read from a checkpoint.
+
+    Attributes:
+        wanted: ``{key: tensor to fill, or None}``; after loading, the values.
+        restore: called after loading.
+    """
+
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        self.known = known
+        self.wanted: dict[str, Any] = {}
+        self.restore: list[Callable[[], None]] = []
+        self._missing: list[str] = []
+
+    def want(self, keys: Sequence[str], tensor: torch.Tensor | None = None) -> str | None:
+        """Ask for the first of these keys that is there, to fill ``tensor``. Returns the key."""
+        key = next((each for each in keys if each in self.known), None)
+        if key is None:
+            self._missing.append(keys[0])
+            return None
+        if tensor is not None:
+            stored = self.known[key]
+            if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != tuple(tensor.shape):
+                found = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "another kind of value"
+                self._missing.append(f"{key} of shape {list(tensor.shape)} (it has {found})")
+                return None
+        if key in self.wanted and tensor is not None:  # two names of one parameter, of which the checkpoint has one
+            first = self.wanted[key]
+            if first is not tensor:
+                self.restore.append(lambda: _copy(tensor, first))
+            return key
+        self.wanted[key] = tensor
+        return key
+
+    def first(self, *keys: str) -> Any:
+        """The value of the first of these keys that was asked for."""
+        return next(self.wanted[key] for key in keys if key in self.wanted)
+
+    def check(self, folder: Path) -> None:
+        """Raise ArgumentError if something is missing."""
+        if self._missing:
+            others = f" and {len(self._missing) - 3} more" if len(self._missing) > 3 else ""
+            raise ArgumentError(
+                f"the checkpoint {folder} has no {', '.join(self._missing[:3])}{others}; it has {len(self.known)} "
+                f"entries, such as {', '.join(sorted(self.known)[:3])}"
+            )
+
+
+def _copy(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(source)
+
+
+def _want_optimizer(request: Request, state: TrainingState) -> None:
+    """Ask for the state and the settings of each parameter in the optimizer."""
+    names = state.names()
+    keys_of: dict[str, dict[str, str]] = {}  # {parameter name: {key of its state: key in the checkpoint}}
+    prefix = "optimizer.state."
+    for stored in request.known:
+        if stored.startswith(prefix):
+            name, _, key = stored.removeprefix(prefix).rpartition(".")
+            keys_of.setdefault(name, {})[key] = stored
+    for group in state.optimizer.param_groups:
+        for parameter in group["params"]:
+            aliases = [alias for name in names.get(parameter, ()) for alias in state.aliases(name)]
+            for key, stored in next((keys_of[each] for each in aliases if each in keys_of), {}).items():
+                _want_state(request, state.optimizer.state[parameter], parameter, key, stored)
+        first = next((parameter for parameter in group["params"] if parameter in names), None)
+        if first is None:
+            continue
+        aliases = [alias for name in names[first] for alias in state.aliases(name)]
+        for key in group:
+            if key != "params":
+                setting = request.want([f"optimizer.param_groups.{alias}.{key}" for alias in aliases])
+                if setting is not None:
+                    request.restore.append(functools.partial(_set_from, group, key, request, setting))
+
+
+def _want_state(request: Request, values: dict[str, Any], parameter: torch.Tensor, key: str, stored: str) -> None:
+    """Ask for one entry of the optimizer's state of a parameter, sharded as the parameter is."""
+    metadata = request.known[stored]
+    if isinstance(metadata, TensorStorageMetadata):
+        dtype = metadata.properties.dtype
+        if stored in request.wanted:
+            values[key] = request.wanted[stored]
+        elif tuple(metadata.size) == tuple(parameter.shape):
+            values[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        else:
+            values[key] = torch.zeros(metadata.size, dtype=dtype)
+        request.want([stored], values[key])
+    else:
+        request.want([stored])
+        request.restore.append(functools.partial(_set_from, values, key, request, stored))
+
+
+def _set_from(values: dict[str, Any], key: str, request: Request, stored: str) -> None:
+    values[key] = request.wanted[stored]
+
+
+def _rng_state() -> dict[str, Any]:
+    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_rng(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,94 @@
+"""Agree on the batch of a step, and divide it into microbatches and rows of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reshard.errors import ArgumentError
+
+from ..runtime.engine import Engine
+from .partition.batches import (
+    Batch,
+    BatchOutline,
+    common_outline,
+    name_batch,
+    outline_batch,
+    replica_rows,
+    split_rows,
+)
+from .planner import Planner
+
+
+class Feeder:
+    """Checks and divides the batches of one engine.
+
+    Args:
+        engine: lets ranks exchange what they pass.
+        planner: knows what each stage reads.
+        input_names: names of the values of a batch that is a tuple.
+        microbatches: number of microbatches of a part; fewer if it has fewer rows.
+    """
+
+    def __init__(self, engine: Engine, planner: Planner, input_names: Sequence[str], microbatches: int) -> None:
+        self._engine, self._planner = engine, planner
+        self._input_names, self._microbatches = input_names, microbatches
+
+    def agree(self, batch: Any, accumulate: int, is_local: bool) -> tuple[Batch, BatchOutline]:
+        """The batch by name, and its outline, once all ranks have passed batches that fit."""
+        named: Batch = {}
+        own: BatchOutline | None = None
+        failure: ArgumentError | None = None
+        try:
+            if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+                raise ArgumentError(f"accumulate is {accumulate!r}; it must be a positive integer")
+            if batch is not None:
+                named = name_batch(batch, self._input_names)
+                own = outline_batch(named)
+        except ArgumentError as error:
+            failure = error
+        said = self._engine.exchange([own.to_json() if own else None, accumulate, is_local], failure)
+        outlines = {rank: BatchOutline.from_json(value[0]) for rank, value in said.items() if value[0] is not None}
+        outline = common_outline(outlines, said, self._planner.meshes)
+        if outline.rows < accumulate:
+            raise ArgumentError(f"accumulate is {accumulate}, but the batch has only {outline.rows} rows")
+        self._check_given(outline, outlines, is_local, accumulate)
+        return named or outline.empty(0), outline
+
+    def _check_given(
+        self, outline: BatchOutline, outlines: Mapping[int, BatchOutline], is_local: bool, accumulate: int
+    ) -> None:
+        """Raise ArgumentError, on all ranks alike, unless each rank passes what its stages read."""
+        graph = self._planner.graph(outline)
+        parts = self.divide(outline.rows, accumulate)
+        for stage, mesh in enumerate(self._planner.meshes):
+            for rank in mesh.ranks:
+                wanted = sum(len(self.own(rows, rank)) for part in parts for rows in part)
+                given = outlines[rank].rows if rank in outlines else 0
+                if graph.inputs[stage] and rank not in outlines and not (is_local and wanted == 0):
+                    raise ArgumentError(
+                        f"rank {rank} passes no batch, but stage {stage} reads {', '.join(graph.inputs[stage])}"
+                    )
+                if is_local and rank in outlines and given != wanted:
+                    raise ArgumentError(
+                        f"rank {rank} passes {given} rows of its own; of a batch of {outline.rows} rows, it computes "
+                        f"{wanted} (see local_rows)"
+                    )
+
+    def divide(self, rows: int, accumulate: int) -> list[list[range]]:
+        """The rows of each microbatch of each part."""
+        parts, first = [], 0
+        for size in split_rows(rows, accumulate):
+            part = []
+            for each in split_rows(size, self._microbatches):
+                part.append(range(first, first + each))
+                first += each
+            parts.append(part)
+        return parts
+
+    def own(self, rows: range, rank: int | None = None) -> range:
+        """The rows of a microbatch that a rank computes; default: this rank."""
+        rank = self._engine.rank if rank is None else rank
+        mesh = next(mesh for mesh in self._planner.meshes if rank in mesh.ranks)
+        own = replica_rows(len(rows), mesh, rank)
+        return range(rows.start + own.start, rows.start + own.stop)

@@ -1,0 +1,150 @@
+"""Checkpoints: the same run after a resume, on the same and on other meshes, and in one process without us."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import reshard.scheduler as rs
+from reshard.errors import ArgumentError
+from reshard.testing import run_processes
+
+from .test_pipe import Chain, make_batch, make_chain
+
+CUTS = {2: ["layers.2"], 3: ["layers.1", "layers.3"]}
+
+
+class Loader:
+    """Batches in the order of a counter, some of whose positions are dropped at random."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __next__(self):
+        self.position += 1 + int(torch.rand(()) < 0.3)
+        return make_batch(self.position)
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def parts_of(model_parameters):
+    optimizer = torch.optim.AdamW(model_parameters, 1e-2)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), Loader()
+
+
+def train(rank, stages, folder, until, wrap):
+    """Resume, train until a step, and save. Returns the losses."""
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    number = stages.count(",") + 1
+    placements = [rs.Placement(dp=int(each[0]), wrap=wrap if int(each[0]) > 1 else None) for each in stages.split(",")]
+    engine = rs.Pipe(make_chain(), CUTS[number], stages=placements).compile(
+        make_batch(0), 4, schedule=rs.one_f_one_b if wrap is rs.fsdp else rs.auto_schedule
+    )
+    optimizer, lr_scheduler, loader = parts_of(engine.parameters())
+    start = engine.load(folder, optimizer, lr_scheduler, loader, missing_ok=True)
+    losses = []
+    for _ in range(start, until):
+        optimizer.zero_grad()
+        losses.append(engine.step(next(loader)).loss)
+        optimizer.step()
+        lr_scheduler.step()
+    engine.save(folder, optimizer, lr_scheduler, loader, until)
+    engine.close()
+    return losses
+
+
+def run(stages, folder, until, wrap=None):
+    size = sum(int(each[0]) for each in stages.split(","))
+    results = run_processes(train, size, stages, str(folder), until, wrap)
+    assert all(each == results[0] for each in results)
+    return results[0]
+
+
+def test_resume_on_the_same_meshes_is_bitwise(tmp_path):
+    whole = run("1x1,2x1", tmp_path / "a", 6)
+    assert run("1x1,2x1", tmp_path / "b", 3) + run("1x1,2x1", tmp_path / "b", 6) == whole
+
+
+def train_alone(source, start, until, target):
+    """Load a checkpoint with torch alone, train on numbered batches, and save with torch alone. Returns the losses."""
+    model = Chain()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+    dcp.load(state, checkpoint_id=source / f"step-{start:08d}", no_dist=True)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    losses = []
+    for number in range(start, until):
+        optimizer.zero_grad()
+        loss, _ = model(**make_batch(number))
+        loss.backward()
+        losses.append(loss.detach().item())
+        optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+    dcp.save(state, checkpoint_id=target / f"step-{until:08d}", no_dist=True)
+    return losses
+
+
+def follow(rank, stages, source, start, until, wrap):
+    """Load a checkpoint and train on numbered batches. Returns the losses."""
+    torch.set_num_threads(1)
+    number = stages.count(",") + 1
+    placements = [rs.Placement(dp=int(each[0]), wrap=wrap) for each in stages.split(",")]
+    pipe = rs.Pipe(make_chain(), CUTS[number], stages=placements)
+    with pipe.compile(make_batch(0), 4, schedule=rs.one_f_one_b) as engine:
+        optimizer = torch.optim.AdamW(engine.parameters(), 1.0)
+        engine.load(source, optimizer)
+        losses = []
+        for each in range(start, until):
+            optimizer.zero_grad()
+            losses.append(engine.step(make_batch(each)).loss)
+            optimizer.step()
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(
+    ("first", "second", "wrap"), [("2x1,2x1", "1x1,2x1,1x1", rs.ddp), ("2x1,1x1", "1x1,2x1", rs.fsdp)]
+)
+def test_checkpoint_loads_in_one_process_and_on_other_meshes(tmp_path, first, second, wrap):
+    run(first, tmp_path / "a", 2, wrap)
+    train_alone(tmp_path / "a", 2, 5, tmp_path / "b")
+    for source, start in (("a", 2), ("b", 5)):
+        expected = train_alone(tmp_path / source, start, 7, tmp_path / f"after {source}")
+        size = sum(int(each[0]) for each in second.split(","))
+        for losses in run_processes(follow, size, second, str(tmp_path / source), start, 7, wrap):
+            assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def ask_for_more(rank, folder):
+    torch.set_num_threads(1)
+    with rs.Pipe(make_chain(), CUTS[2], stages="1x1,1x1").compile(make_batch(0), 2) as engine:
+        errors = []
+        for path, loader in (("nowhere", None), (folder, Loader())):
+            with pytest.raises(ArgumentError) as caught:
+                engine.load(path, None, None, loader)
+            errors.append(str(caught.value))
+        return [*errors, engine.load("nowhere", missing_ok=True), engine.step(make_batch(0)).finite]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_missing_checkpoint_and_missing_entry_are_errors_on_all_ranks(tmp_path):
+    torch.manual_seed(0)
+    dcp.save({"model": Chain().state_dict()}, checkpoint_id=tmp_path / "step-00000001", no_dist=True)
+    results = run_processes(ask_for_more, 2, str(tmp_path))
+    for first, second, step, finite in results:
+        assert first == "there is no complete checkpoint at nowhere"
+        assert "has no loader.0; it has" in second
+        assert (step, finite) == (0, True)
