@@ -8,6 +8,7 @@ from reshard.coordination.calling_threads import Owner
 from reshard.coordination.communicator import MAX_CACHED, Channel, find_channel
 from reshard.coordination.decide import gather_reports, plan_arguments, resolve, resolve_partial
 from reshard.coordination.liveness.call_sequence import calling, publish_interruption, report_error
+from reshard.coordination.liveness.failure_detector import explain_lost_store
 from reshard.coordination.liveness.heartbeat import Monitor, call_at_exit
 from reshard.coordination.liveness.membership import count_call, remaining_ranks
 from reshard.coordination.liveness.status import report_dead
@@ -29,6 +30,7 @@ __all__ = [
     "check_inside",
     "count_call",
     "describe_error",
+    "explain_lost_store",
     "find_channel",
     "find_group",
     "gather_reports",

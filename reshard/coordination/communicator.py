@@ -209,6 +209,7 @@ class Channel:
             return error
         if self.broken is None:
             self.broken = error
+            self.rendezvous.links.reason = describe_error(error)
             if self._connections is not None and self._connections[0] == generation:
                 self._connections[1].abort()
         return self.broken

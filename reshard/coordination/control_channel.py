@@ -15,6 +15,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from reshard.coordination.addresses import is_loopback, own_address
@@ -81,10 +82,14 @@ class _Peer:
         except (ValueError, RecursionError) as error:
             raise EOFError(f"a frame is not JSON: {error}") from None
 
-    def say_goodbye(self) -> None:
-        """Send a last frame that distinguishes a regular end from a death."""
+    def say_goodbye(self, reason: tuple[str, str] | None) -> None:
+        """Send a last frame that distinguishes a regular end from a death.
+
+        Args:
+            reason: class and text of the error that ended the last call of this rank, if one did.
+        """
         with contextlib.suppress(OSError):
-            self.send({"bye": True})
+            self.send({"bye": reason})
 
     def is_closed(self) -> bool:
         """Whether the other side has closed the connection and nothing is left to read, not even a goodbye.
@@ -122,6 +127,7 @@ class Hub:
         self.in_round = False  # whether this rank is in a round
         self.timed_out: set[int] = set()  # ranks with a pending request whose deadline has passed
         self._departed: set[int] = set()  # ranks that said goodbye
+        self.reason: Sequence[str] | None = None  # error that the first of them gave
         store.set("hub", json.dumps([address, self._listener.getsockname()[1], self._secret]), seconds)
 
     @classmethod
@@ -205,10 +211,10 @@ class Hub:
         """The lowest rank that said goodbye, if any."""
         return min(self._departed, default=None)
 
-    def close(self) -> None:
-        """Say goodbye and close all connections."""
+    def close(self, reason: tuple[str, str] | None = None) -> None:
+        """Say goodbye and close all connections. For ``reason``, see :meth:`_Peer.say_goodbye`."""
         for peer in self._peers.values():
-            peer.say_goodbye()
+            peer.say_goodbye(reason)
         for peer in (*self._peers.values(), *self._unverified):
             peer.close()
         self._listener.close()
@@ -253,6 +259,7 @@ class Hub:
             while (frame := self._peers[rank].frame()) is not None:
                 if "bye" in frame:
                     self._departed.add(rank)
+                    self.reason = self.reason or frame["bye"]
                     continue
                 number = int(frame["number"])
                 if "hurry" in frame:
@@ -282,6 +289,7 @@ class Spoke:
         self.number = -1  # number of the last request
         self.answer: Any = None
         self.has_left = False  # whether the hub said goodbye
+        self.reason: Sequence[str] | None = None  # error that it gave
 
     @classmethod
     def connect(cls, store: Store, rank: int, hub: int, seconds: float) -> Spoke:
@@ -354,6 +362,7 @@ class Spoke:
             self._peer.read()
             while (frame := self._peer.frame()) is not None:
                 self.has_left |= "bye" in frame
+                self.reason = frame.get("bye") or self.reason
                 if frame.get("number") == self.number:
                     self.answer = frame["decision"]
 
@@ -361,7 +370,7 @@ class Spoke:
         """Whether the hub closed the connection without a goodbye."""
         return not self.has_left and self._peer.is_closed()
 
-    def close(self) -> None:
-        """Say goodbye and close the connection."""
-        self._peer.say_goodbye()
+    def close(self, reason: tuple[str, str] | None = None) -> None:
+        """Say goodbye and close the connection. For ``reason``, see :meth:`_Peer.say_goodbye`."""
+        self._peer.say_goodbye(reason)
         self._peer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Sequence
 
 from reshard.coordination.control_channel import Hub, Spoke
 from reshard.coordination.liveness.heartbeat import call_at_exit
@@ -12,13 +13,15 @@ from reshard.coordination.liveness.heartbeat import call_at_exit
 class Links:
     """Control connections of one rank: ``hub`` on the first member only, ``spoke`` on all others only.
 
-    Both are None before the rank's first round.
+    Both are None before the rank's first round. ``reason`` is the class and text of the error that ended the last call
+    of this rank, if one did.
     """
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self.members = members
         self.hub: Hub | None = None
         self.spoke: Spoke | None = None
+        self.reason: tuple[str, str] | None = None
 
     def reaches(self, rank: int) -> bool:
         """Whether this rank has an open connection to ``rank``, which shows that its process is alive."""
@@ -41,16 +44,21 @@ class Links:
                 self.hub.drain()
             return self.hub.find_left()
         if self.spoke is not None:
-            with contextlib.suppress(EOFError):
+            with contextlib.suppress(EOFError, OSError):
                 self.spoke.pump(0.0)
             return self.members[0] if self.spoke.has_left else None
         return None
 
+    def find_reason(self) -> Sequence[str] | None:
+        """Class and text of the error that a member gave when it said goodbye, if any."""
+        self.find_left()
+        return next((end.reason for end in (self.hub, self.spoke) if end is not None and end.reason), None)
+
     def close(self) -> None:
-        """Say goodbye and close, so that the other ranks know that this rank left on purpose."""
+        """Say goodbye and close, so that the other ranks know that this rank left on purpose, and after which error."""
         for end in (self.hub, self.spoke):
             if end is not None:
-                end.close()
+                end.close(self.reason)
 
     def close_at_exit(self) -> None:
         """Say goodbye and close when the process ends."""

@@ -30,7 +30,7 @@ from reshard.coordination.liveness.call_sequence import (
     record_abandoned_call,
     report_error,
 )  # fmt: skip
-from reshard.coordination.liveness.failure_detector import check_rank_status, explain_loss
+from reshard.coordination.liveness.failure_detector import check_rank_status, explain_loss, explain_lost_store
 from reshard.coordination.liveness.membership import (
     ExcludedError,
     check_membership,
@@ -159,7 +159,7 @@ class Rendezvous:
         except RuntimeError as error:
             if isinstance(error, ReshardError):
                 raise
-            raise RemoteError(f"rank {self.group.rank}: the store is lost: {error}") from error
+            raise explain_lost_store(self.group, error) from error
         finally:
             self._publish_waiting(None)
 

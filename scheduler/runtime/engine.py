@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 
-from reshard.coordination import Request, check_inside, describe_error, find_channel, find_group, report_error, resolve
+from reshard.coordination import (
+    Request,
+    check_inside,
+    describe_error,
+    explain_lost_store,
+    find_channel,
+    find_group,
+    report_error,
+    resolve,
+)
 from reshard.errors import ArgumentError, RemoteError, ReshardError
 from reshard.planner import Strategy, plan_tensors
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
@@ -34,7 +43,7 @@ from .engine_arguments import (
     weigh_last,
 )
 from .executor import Iteration, Parts, Program, Step, StepInputs
-from .grad_sync import ReplicaSync, find_replicas
+from .grad_sync import ReplicaSync, find_replicas, is_store_error
 from .p2p import StageTransfers, find_device_type, plan_channels
 from .stage import StageRun
 from .tied_params import TiedParameter, TiedParameters, check_ties
@@ -238,6 +247,10 @@ class Engine:
             self._iteration = Iteration(self._parts, program, inputs() if callable(inputs) else inputs)
             return self._iteration.run()
         except BaseException as error:
+            if is_store_error(error):
+                explained = explain_lost_store(self._group, error)
+                self.fail(program, explained)
+                raise explained from error
             self.fail(program, error)
             raise
         finally:

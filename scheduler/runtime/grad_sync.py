@@ -317,6 +317,11 @@ def is_connection_error(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
+def is_store_error(error: BaseException) -> bool:
+    """Whether an error is that of a store that cannot be reached."""
+    return isinstance(error, (dist.DistNetworkError, dist.DistStoreError)) and not isinstance(error, ReshardError)
+
+
 def stash_gradients(parameters: Iterable[torch.Tensor]) -> Gradients:
     """Remove gradients of earlier steps, so that only those of this step are summed over ranks."""
     stashed = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 
 from reshard.coordination.liveness.call_sequence import (
@@ -13,10 +14,13 @@ from reshard.coordination.liveness.call_sequence import (
     has_left,
 )
 from reshard.coordination.liveness.membership import MembersLostError, OutOfSyncError, check_published_membership
-from reshard.coordination.messages import Decision, RankStatus, describe_error, name_rank
+from reshard.coordination.messages import Decision, RankStatus, describe_error, name_rank, rebuild_error
 from reshard.coordination.process_group import Group
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.formatting import format_ranks
+
+#: After the store is lost, how long to wait for a connection that shows which rank ended.
+LOST_STORE_SECONDS = 1.0
 
 
 def check_rank_status(
@@ -72,3 +76,21 @@ def explain_loss(check_status: Callable[[], None], text: str) -> Decision:
     except RuntimeError:  # the store is lost too
         pass
     return Decision(error=(RemoteError.__name__, text))
+
+
+def explain_lost_store(group: Group, error: BaseException) -> ReshardError:
+    """The error of a call that lost the store: the one that ended another rank, or the name of a rank that is gone."""
+    deadline = time.monotonic() + LOST_STORE_SECONDS
+    while True:
+        for channel in list(group.channels.values()):
+            reason = channel.rendezvous.links.find_reason()
+            if reason is not None:
+                return rebuild_error(*reason)
+            lost = channel.rendezvous.links.find_lost()
+            if lost is not None:
+                return RemoteError(f"rank {lost} is gone: it closed its connection, and the store is lost: {error}")
+        if time.monotonic() > deadline:
+            return RemoteError(
+                f"rank {group.rank}: the store is lost: {error}. With init_method env://, rank 0 serves the store"
+            )
+        time.sleep(0.02)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from reshard.coordination.liveness.failure_detector import explain_lost_store
 from reshard.coordination.liveness.status import HeartbeatReader, beat_key
 from reshard.coordination.process_group import Group
 from reshard.coordination.store import StoreSilentError
@@ -128,8 +129,10 @@ class Monitor:
         except Exception as error:
             if group.resources.is_released:
                 return 0.0
+            explained = explain_lost_store(group, error) if self._list_watched() else None
             for transfer in self._list_watched():
-                transfer.stop(RemoteError(f"rank {self._rank}: the store is lost: {error}"))
+                if explained is not None:
+                    transfer.stop(explained)
             return BEAT_SECONDS
         # A new transfer does not wake this thread: most end before the next check and then cost nothing here.
         return POLL_SECONDS

@@ -164,7 +164,7 @@ class Skeleton:
                         f"stage {stage} of the model does not run on a batch of {outline}: "
                         f"{type(error).__name__}: {error}"
                     ) from error
-                for name in read & set(latest):
+                for name in sorted(read & set(latest)):  # the same order on all ranks
                     value, writer = latest[name]
                     result.values.setdefault((writer, name), (value, []))[1].append(stage)
                 result.inputs.append(read - set(latest))
