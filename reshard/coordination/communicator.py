@@ -181,6 +181,8 @@ class Channel:
             while lost not in losers and self._store.check([f"broken/{generation}/{lost}"]):
                 losers.add(lost)
                 loser, lost = lost, int(self._store.get(f"broken/{generation}/{lost}"))
+        if self.rendezvous.links.find_lost() == lost:
+            return RemoteError(f"rank {lost} is gone: it closed its connection during a transfer")
         if lost in losers or loser == self.group.rank:
             return error
         return RemoteError(f"rank {loser} lost its connection to rank {lost}")

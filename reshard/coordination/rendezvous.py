@@ -265,7 +265,10 @@ class Rendezvous:
         except EOFError as error:
             if fault_tolerant:
                 return Decision(lost=[hub], generation=request.generation)
-            text = f"rank {self.group.rank} lost its connection to rank {hub}: {error}"
+            if self.links.find_lost() == hub:
+                text = f"rank {hub} is gone: its connection to rank {self.group.rank} ended ({error})"
+            else:
+                text = f"rank {self.group.rank} lost its connection to rank {hub}: {error}"
             return explain_loss(lambda: self._check_absent(hub, fault_tolerant=False), text)
         except DeadlineError:
             # Without the store no other member can be found either.
