@@ -49,7 +49,7 @@ def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dic
                 data = staging[message.source + i, message.sender]
             else:
                 data = _view(spec.dst_shards, message.sender, out[tensor][message.sender], start, stop)
-            assert data is not None, f"message {message.id + i}: the sender does not have it; see check_plan"
+            assert data is not None, f"message {message.id}: the sender does not have it; see check_plan"
             target = None
             if message.receiver in spec.dst.ranks:
                 target = _view(spec.dst_shards, message.receiver, out[tensor][message.receiver], start, stop)

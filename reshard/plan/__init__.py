@@ -5,7 +5,7 @@ Imports the root, :mod:`reshard.sharding` and :mod:`reshard.topology.model`. It 
 
 from reshard.plan.check import check_plan, check_ranks, ensure_checked
 from reshard.plan.json import plan_to_json
-from reshard.plan.messages import Message, MessageTable, expand_messages, message_nbytes, tabulate_messages
+from reshard.plan.messages import Message, MessageTable, expand_messages, message_nbytes, name_box, tabulate_messages
 from reshard.plan.model import DEFAULT_STAGING_BYTES, Plan, mark_sound, num_recv_slots, recvs_ahead
 from reshard.plan.ordering import find_turns, find_waits
 from reshard.plan.text_writer import format_plan
@@ -26,6 +26,7 @@ __all__ = [
     "format_plan",
     "mark_sound",
     "message_nbytes",
+    "name_box",
     "num_recv_slots",
     "plan_to_json",
     "recvs_ahead",

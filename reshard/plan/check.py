@@ -14,7 +14,7 @@ from reshard.plan.model import Plan, is_sound, mark_sound
 from reshard.ragged import hash_rows
 from reshard.sharding import find_overlapping
 
-#: Limit on the messages of a plan, where each box of a message counts. Arrays of larger plans would take gigabytes.
+#: Limit on the boxes of all messages of a plan. Arrays of larger plans would take gigabytes.
 MAX_CHECKED = 2**24
 #: Limit on staged boxes that overlap different boxes staged by the same rank. The checker replays them one by one.
 MAX_REPLAYED = 2**13
@@ -116,9 +116,9 @@ def _check_form(plan: Plan) -> None:
     if (beyond & ((transfers.box_start != 0) | (transfers.box_stop != 1))).any():
         raise PlanError("a box must be 0:1 in dims past those of its tensor")
     per_edge = transfers.num_boxes * transfers.splits.prod(axis=1, dtype=np.float64)
-    num_messages = float((per_edge * np.maximum(np.diff(transfers.edge_at), 1)).sum())
-    if num_messages > MAX_CHECKED:
-        raise PlanError(f"the plan has {num_messages:.0f} messages; at most {MAX_CHECKED} can be checked")
+    rows = float((per_edge * np.maximum(np.diff(transfers.edge_at), 1)).sum())
+    if rows > MAX_CHECKED:
+        raise PlanError(f"the messages of the plan have {rows:.0f} boxes; at most {MAX_CHECKED} can be checked")
 
 
 def _check_bounds(parts: Parts) -> None:
@@ -215,7 +215,7 @@ class _Replay:
         try:
             found = find_overlapping(*map(np.concatenate, zip((group, start, stop), needed, strict=True)))
         except PlanError as error:
-            raise PlanError(f"staged boxes of {len(rows)} messages: {error}") from None
+            raise PlanError(f"staged boxes of {parts.count_messages(rows)} messages: {error}") from None
         hit = np.flatnonzero(found[len(one) :])
         if len(hit):
             group_of, need_start, need_stop = (column[hit[0]] for column in needed)
@@ -307,15 +307,14 @@ class _Replay:
         earlier = earlier[(earlier < row) & (self._replaced_at[earlier] >= row)]
         shared = parts.shared(earlier, row)
         others = earlier[(shared > 0) & (earlier != source)]
-        brought = int(parts.messages.id[parts.message[source]])
         if shared.sum() != numel:
             text = f"rank {rank} sends {numel} elements, but has only {shared.sum()} at that point"
         elif len(others):
-            text = f"rank {rank} receives it with message {others[0]}, which is not in `after`"
+            text = f"rank {rank} receives it with message {parts.id_of(others[0])}, which is not in `after`"
         elif parts.sender[source] == parts.receiver[source]:
-            text = f"message {brought} is a copy on rank {rank}, and copies cannot be passed on"
+            text = f"message {parts.id_of(source)} is a copy on rank {rank}, and copies cannot be passed on"
         else:
-            text = f"rank {rank} passes on other boxes than message {brought} brings"
+            text = f"rank {rank} passes on other boxes than message {parts.id_of(source)} brings"
         self._faults.append((row, f"{parts.name(row)}: {text}"))
 
     def _check_cover(self) -> None:
@@ -344,7 +343,8 @@ class _Replay:
             found = find_overlapping(np.zeros(len(rows), dtype=np.int64), parts.start[piece], parts.stop[piece])
         except PlanError as error:
             raise PlanError(
-                f"rank {rank} does not receive each element once; the boxes of its {len(rows)} messages: {error}"
+                f"rank {rank} does not receive each element once; the boxes of its {parts.count_messages(rows)} "
+                f"messages: {error}"
             ) from None
         twice = rows[found]
         if len(twice):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.plan.check_owners import Owners
-from reshard.plan.messages import MessageTable, cut_chunks, tabulate_messages
+from reshard.plan.messages import MessageTable, cut_chunks, name_box, tabulate_messages
 from reshard.plan.model import Plan
 from reshard.sharding import Shards, format_box
 
@@ -81,9 +81,18 @@ class Parts:
         return tensor, self.start[piece, :ndim].tolist(), self.stop[piece, :ndim].tolist()
 
     def name(self, row: int) -> str:
-        """``message 3: [0:4, 0:8]``."""
+        """``message 3: [0:4, 0:8]``, or ``message 3 (box id 5): [0:4, 0:8]`` if the message has several boxes."""
         _, start, stop = self.box_of(row)
-        return f"message {row}: {format_box([*zip(start, stop, strict=True)])}"
+        num_boxes = int(self.plan.transfers.num_boxes[self.messages.transfer[self.message[row]]])
+        return f"{name_box(self.id_of(row), row, num_boxes)}: {format_box([*zip(start, stop, strict=True)])}"
+
+    def id_of(self, row: int) -> int:
+        """The id of the message of one row."""
+        return int(self.messages.id[self.message[row]])
+
+    def count_messages(self, rows: np.ndarray) -> int:
+        """The number of messages that ``rows`` belong to."""
+        return len(np.unique(self.message[rows]))
 
     def rows_to(self, rank: int, tensor: int) -> np.ndarray:
         """Rows that deliver boxes of one tensor to a rank."""

@@ -28,7 +28,7 @@ def check_staging(parts: Parts, staged: np.ndarray) -> None:
     if len(unused):
         row = int(unused[0])
         raise PlanError(
-            f"message {row} brings {nbytes[row]} bytes to rank {parts.receiver[row]}, "
+            f"{parts.name(row)} brings {nbytes[row]} bytes to rank {parts.receiver[row]}, "
             "which neither needs nor passes on the data"
         )
     is_relayed = np.logical_or.reduceat(staged, messages.id)

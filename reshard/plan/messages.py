@@ -217,6 +217,11 @@ def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
                 )
 
 
+def name_box(message_id: int, box_id: int, num_boxes: int) -> str:
+    """``message 3``, or ``message 3 (box id 5)`` if the message has several boxes."""
+    return f"message {message_id}" + (f" (box id {box_id})" if num_boxes > 1 else "")
+
+
 def message_nbytes(plan: Plan, message: Message) -> int:
     """Bytes of one message."""
     total = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.plan import Message, Plan, check_ranks, expand_messages, find_waits, message_nbytes, recvs_ahead
+from reshard.plan import Message, Plan, check_ranks, expand_messages, find_waits, message_nbytes, name_box, recvs_ahead
 from reshard.sharding import Shards, format_box
 
 Slices = tuple[slice, ...]
@@ -132,7 +132,7 @@ def build_program(plan: Plan, rank: int) -> Program:
                 box = LocalBox(tensor, src.find(message.id + i), dst.find(message.id + i))
                 if box.src is None or box.dst is None:
                     raise PlanError(
-                        f"message {message.id + i}: rank {rank} cannot copy "
+                        f"{name_box(message.id, message.id + i, len(message.boxes))}: rank {rank} cannot copy "
                         f"{format_box([*zip(start, stop, strict=True)])}: its source or destination lacks it"
                     )
                 copies.append(Copy(message.id + i, box))

@@ -270,3 +270,83 @@ def test_relays_above_the_window_are_refused():
         PlanError, match="message 6: rank 1 must receive it while staging 2 messages for others, but its"
     ):
         check_plan(parse_plan("\n".join([*head, *lines])))
+
+
+#: Rank 0 holds two stripes. Each message has two boxes, so the messages have ids 0 and 2.
+STRIPES = """\
+plan by_hand staging_bytes=65536
+topology nic_bytes_per_second=1.0 hosts 0*4
+tensor 0 int8 [4] named "a" from () on Mesh(ranks 0) to {dst}
+tensor 1 int8 [6] named "b" from () on Mesh(ranks 0) to {dst}
+"""
+
+
+@pytest.mark.parametrize(
+    ("dst", "lines", "refused"),
+    [
+        (
+            "() on Mesh(ranks 2)",
+            ["0: t0 [0:4] + t1 [0:6] 0 -> 2", "2: t0 [0:4] + t1 [0:6] 0 -> 2"],
+            "message 2 (box id 2): [0:4] delivers 4 elements to rank 2 a second time",
+        ),
+        (
+            "() on Mesh(ranks 2)",
+            ["0: t0 [0:2] + t1 [0:6] 0 -> 2", "2: t0 [2:4] + t1 [2:6] 0 -> 2"],
+            "message 2 (box id 3): [2:6] delivers 4 elements to rank 2 a second time",
+        ),
+        (
+            "Regions(ndim=1 join=0; 2: none; 3: [0:4])",
+            ["0: t0 [0:4] + t1 [0:4] 0 -> 3", "2: t0 [0:2] + t1 [0:2] 0 -> 2"],
+            "message 2 (box id 2): [0:2] brings 2 bytes to rank 2, which neither needs nor passes on the data",
+        ),
+        (
+            "Regions(ndim=1 join=0; 2: [0:4]; 3: [0:4])",
+            ["0: t0 [0:4] + t1 [0:4] 0 -> 2", "2: t1 [0:4] + t0 [0:4] 2 -> 3"],
+            "message 2 (box id 2): [0:4]: rank 2 receives it with message 0, which is not in `after`",
+        ),
+        (
+            "Regions(ndim=1 join=0; 2: [0:4]; 3: [0:4])",
+            ["0: t1 [0:4] + t0 [0:4] 0 -> 2", "2: t0 [0:4] + t1 [0:4] 2 -> 3 from 0"],
+            "message 2 (box id 2): [0:4]: rank 2 receives it with message 0, which is not in `after`",
+        ),
+        (
+            "Regions(ndim=1 join=0; 2: [0:4]; 3: [0:4])",
+            ["0: t0 [0:4] + t1 [0:4] 0 -> 2", "2: t0 [0:4] + t1 [2:4] 2 -> 3 from 0"],
+            "message 2 (box id 3): [2:4]: rank 2 passes on other boxes than message 0 brings",
+        ),
+    ],
+)
+def test_errors_name_the_message_of_each_box(dst, lines, refused):
+    text = STRIPES.format(dst=dst)
+    for line in lines:
+        head, *source = line.split(" from ")
+        text += f"{head} splits 1 window 4{''.join(f' from {one}' for one in source)}\n"
+    with pytest.raises(PlanError) as caught:
+        check_plan(parse_plan(text))
+    assert str(caught.value) == refused
+
+
+def test_errors_count_messages_and_not_their_boxes(monkeypatch):
+    """Too many boxes are staged; the error counts the 2 messages that brought the 4 boxes."""
+
+    def refuse(*boxes):
+        raise PlanError("too many")
+
+    monkeypatch.setattr("reshard.plan.check.find_overlapping", refuse)
+    text = STRIPES.format(dst="Regions(ndim=1 join=0; 2: none; 3: [0:4])")
+    for line in ("0: t0 [0:2] + t1 [0:2] 0 -> 2 splits 1 window 4", "2: t0 [2:4] + t1 [2:4] 0 -> 2 splits 1 window 4"):
+        text += f"{line}\n"
+    with pytest.raises(PlanError, match=r"^staged boxes of 2 messages: too many$"):
+        check_plan(parse_plan(text))
+    needed = STRIPES.format(dst="() on Mesh(ranks 2)") + "0: t0 [0:2] + t0 [1:3] 0 -> 2 splits 1 window 4\n"
+    with pytest.raises(PlanError, match=r"the boxes of its 1 messages: too many$"):
+        check_plan(parse_plan(needed))
+
+
+def test_a_copy_of_a_missing_box_names_its_message():
+    text = STRIPES.format(dst="() on Mesh(ranks 0)").replace(
+        'named "b" from () on Mesh(ranks 0)', 'named "b" from () on Mesh(ranks 1)'
+    )
+    bad = parse_plan(text + "0: t0 [0:4] + t1 [0:6] 0 -> 0 splits 1 window 4\n")
+    with pytest.raises(PlanError, match=re.escape("message 0 (box id 1): rank 0 cannot copy [0:6]")):
+        build_program(bad, 0)

@@ -123,7 +123,9 @@ def test_plans_of_custom_strategies_are_checked():
 def test_plans_with_too_many_messages_are_refused():
     text = TEXT.split("0: t0", maxsplit=1)[0].replace("[8, 2]", "[8000, 8000]")
     plan = parse_plan(text + "0: t0 [0:8000, 0:8000] 0 -> 1 splits 8000x8000 window 4\n")
-    with pytest.raises(PlanError, match="the plan has 64000000 messages; at most 16777216 can be checked"):
+    with pytest.raises(
+        PlanError, match="the messages of the plan have 64000000 boxes; at most 16777216 can be checked"
+    ):
         execute_local(plan, [{0: np.zeros((8000, 8000), dtype=np.float32)}])
 
 
@@ -207,3 +209,12 @@ def test_messages_in_json_must_match_the_transfers():
             plan_from_json(data | {"messages": wrong})
     del data["messages"]
     assert plan_from_json(data) == parse_plan(TEXT)
+    two = TEXT.split("0: t0", maxsplit=1)[0] + (
+        "0: t0 [0:4, 0:1] + t0 [0:4, 1:2] 0 -> 1 splits 1x1 window 4\n2: t0 [4:8, 0:2] 0 -> 2 splits 1x1 window 4\n"
+    )
+    data = plan_to_json(parse_plan(two))
+    assert len(data["messages"]) == 3
+    with pytest.raises(
+        PlanError, match="messages lists 2, but the transfers make 2 messages with 3 boxes, each listed on its own"
+    ):
+        plan_from_json(data | {"messages": data["messages"][:2]})

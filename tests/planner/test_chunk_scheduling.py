@@ -118,7 +118,7 @@ def test_check_plan_limits_messages():
     plan = make_plan(Layout(Mesh([0])), Layout(Mesh([1])), (2**13, 2**12), "int8", strategy="send_recv")
     columns = {name: getattr(plan.transfers, name) for name in Transfers.__dataclass_fields__}
     cut = Transfers(**(columns | {"splits": np.array([[4097, 4096]])}))
-    with pytest.raises(PlanError, match="16781312 messages; at most 16777216"):
+    with pytest.raises(PlanError, match="16781312 boxes; at most 16777216"):
         check_plan(replace(plan, transfers=cut))
 
 
