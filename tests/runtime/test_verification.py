@@ -13,8 +13,10 @@ from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.coordination.connections import GlooTransport
 from reshard.plan.messages import expand_messages
+from reshard.plan.text_parser import parse_plan
 from reshard.runtime.cpu import executor
 from reshard.runtime.cpu.verification import Digests, Hops, compare_digests, describe_copy, find_fault
+from reshard.runtime.program import build_program
 from reshard.testing.processes import run_processes
 from tests.support.memory_transport import MemoryHub, MemoryTransport
 
@@ -72,6 +74,16 @@ def test_wrong_copy_error_names_the_region():
         f"[0:{size}] of {name!r}: rank 0 does not hold what it copied itself (message {one.id})"
         for one, name, size in zip(copies, "ab", (2, 3), strict=True)
     }
+
+
+def test_wrong_copy_error_names_one_box_of_a_message():
+    plan = parse_plan(
+        "plan by_hand staging_bytes=65536\ntopology nic_bytes_per_second=1.0 hosts 0*1\n"
+        "tensor 0 int8 [5] from () on Mesh(ranks 0) to () on Mesh(ranks 0)\n"
+        "0: t0 [0:2] + t0 [2:5] 0 -> 0 splits 1 window 4\n"
+    )
+    assert [copy.id for copy in build_program(plan, 0).copies] == [0, 1]
+    assert describe_copy(plan, 0, 1) == "[2:5]: rank 0 does not hold what it copied itself (message 0 (box id 1))"
 
 
 class _Recording(MemoryTransport):

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from reshard.errors import VerificationError
-from reshard.plan import Message, Plan, expand_messages, tabulate_messages
+from reshard.plan import Message, Plan, expand_messages, name_box, tabulate_messages
 from reshard.ragged import NO_RANK
 from reshard.runtime.cpu.staging import CastSource, flat_bytes
 from reshard.sharding import format_box
@@ -106,18 +106,22 @@ def find_fault(plan: Plan, sent: Mapping[int, int], received: Mapping[int, int])
     return None
 
 
-def describe_copy(plan: Plan, rank: int, message_id: int) -> str:
-    """Describes a local copy that differs from its source."""
-    message = next(message for message in expand_messages(plan) if message.id == message_id)
-    return f"{_region(plan, message)}: rank {rank} does not hold what it copied itself (message {message_id})"
+def describe_copy(plan: Plan, rank: int, box_id: int) -> str:
+    """Describes a local copy that differs from its source. Each box of a message is a copy with an id."""
+    message = next(m for m in expand_messages(plan, rank) if m.id <= box_id < m.id + len(m.boxes))
+    box = _describe_box(plan, *message.boxes[box_id - message.id])
+    name = name_box(message.id, box_id, len(message.boxes))
+    return f"{box}: rank {rank} does not hold what it copied itself ({name})"
+
+
+def _describe_box(plan: Plan, tensor: int, start: Sequence[int], stop: Sequence[int]) -> str:
+    name = plan.tensors[tensor].name
+    suffix = f" of {name!r}" if name is not None else ""
+    return f"{format_box([*zip(start, stop, strict=True)])}{suffix}"
 
 
 def _region(plan: Plan, message: Message) -> str:
-    boxes = []
-    for tensor, start, stop in message.boxes[:3]:
-        name = plan.tensors[tensor].name
-        suffix = f" of {name!r}" if name is not None else ""
-        boxes.append(f"{format_box([*zip(start, stop, strict=True)])}{suffix}")
+    boxes = [_describe_box(plan, *box) for box in message.boxes[:3]]
     more = f" and {len(message.boxes) - 3} more" if len(message.boxes) > 3 else ""
     return ", ".join(boxes) + more
 
