@@ -80,9 +80,11 @@ def enter_nic() -> None:
 def join_nic(pid: int) -> None:
     """Move this process into the network namespace of process ``pid``."""
     descriptor = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
-    if _libc().setns(descriptor, _CLONE_NEWNET):
-        raise _last_error("setns")
-    os.close(descriptor)
+    try:
+        if _libc().setns(descriptor, _CLONE_NEWNET):
+            raise _last_error("setns")
+    finally:
+        os.close(descriptor)
 
 
 def replace_etc_hosts(text: str) -> None:

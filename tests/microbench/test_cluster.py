@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import signal
 import socket
@@ -250,6 +252,19 @@ def test_errors_if_hosts_cannot_be_emulated(monkeypatch):
         Cluster(_cluster(count=251))
     with pytest.raises(ClusterError, match="rates of emulated links"):
         Cluster(Topology.uniform((0, 1), 1.0))
+
+
+def test_a_network_namespace_that_cannot_be_joined_leaves_no_open_file(monkeypatch):
+    class Refusing:
+        def setns(self, descriptor, kind):
+            ctypes.set_errno(errno.EPERM)
+            return -1
+
+    monkeypatch.setattr(namespaces, "_libc", Refusing)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(PermissionError, match="setns: Operation not permitted"):
+        namespaces.join_nic(os.getpid())
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_every_row_fits_its_cluster():
