@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -272,10 +271,12 @@ def check_pipeline(pipeline: object) -> None:
 
 
 def check_limit(memory_limit_bytes: object) -> None:
-    """Raise ArgumentError unless the limit is a number. NaN is refused."""
+    """Raise ArgumentError unless the limit is a number of at least 0, which may be infinite. NaN is refused."""
     is_number = isinstance(memory_limit_bytes, (int, float)) and not isinstance(memory_limit_bytes, bool)
-    if not is_number or math.isnan(memory_limit_bytes):  # type: ignore[arg-type]
-        raise ArgumentError(f"memory_limit_bytes is {memory_limit_bytes!r}; it must be a number")
+    if not is_number or not memory_limit_bytes >= 0:  # type: ignore[operator]
+        raise ArgumentError(
+            f"memory_limit_bytes is {memory_limit_bytes!r}; it must be a number of at least 0; omit it for the default"
+        )
 
 
 def _check_cost(what: str, value: object) -> None:

@@ -95,8 +95,9 @@ def auto_schedule(
         for policy in _policies(depths, can_split):
             search.try_policy(policy)
     if search.best is None:
+        limit = math.inf if memory_limit_bytes is None else memory_limit_bytes
         raise ScheduleError(
-            f"no schedule was found that keeps at most {memory_limit_bytes or math.inf:,} bytes of activations; one "
+            f"no schedule was found that keeps at most {limit:,} bytes of activations; one "
             f"microbatch takes {max(stage.activation_bytes for stage in pipeline.stages):,}"
         )
     search.improve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -149,8 +150,25 @@ def test_memory_limit_excludes_eager_1f1b():
         check_schedule(eager_1f1b(pipeline, 16), pipeline, limit)
     took = simulate(ours, pipeline).makespan_seconds
     assert took < simulate(zb_h1(pipeline, 16), pipeline).makespan_seconds
-    with pytest.raises(ScheduleError, match="one microbatch takes 1"):
+    with pytest.raises(ScheduleError, match="keeps at most 0 bytes of activations; one microbatch takes 1"):
         auto_schedule(pipeline, 4, memory_limit_bytes=0)
+
+
+@pytest.mark.parametrize("limit", [-1, -0.5, -math.inf, math.nan])
+def test_negative_memory_limits_are_refused(limit):
+    pipeline = chain(1.0)
+    for use in (
+        lambda: auto_schedule(pipeline, 2, memory_limit_bytes=limit),
+        lambda: check_schedule(gpipe(pipeline, 2), pipeline, limit),
+    ):
+        with pytest.raises(ArgumentError, match=f"memory_limit_bytes is {limit}; it must be a number of at least 0"):
+            use()
+
+
+def test_memory_limits_may_be_infinite_or_fractions():
+    pipeline = chain(1.0)
+    for limit in (math.inf, 2.5):
+        check_schedule(auto_schedule(pipeline, 2, memory_limit_bytes=limit), pipeline, limit)
 
 
 def test_auto_schedule_is_not_slower_than_interleaved_1f1b():
