@@ -122,7 +122,7 @@ def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: 
     check_microbatches(pipeline, num_microbatches)
     if not isinstance(warmups, Sequence):
         raise ArgumentError(f"warmups must be a list with one number per stage, not {warmups!r}")
-    if len(warmups) != len(pipeline.stages) or not all(isinstance(depth, int) and depth > 0 for depth in warmups):
+    if len(warmups) != len(pipeline.stages) or not all(type(depth) is int and depth > 0 for depth in warmups):
         raise ArgumentError(
             f"warmups {list(warmups)}: each of {len(pipeline.stages)} stages needs an integer of at least 1"
         )

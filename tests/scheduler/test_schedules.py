@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -193,8 +194,9 @@ def test_arguments_of_builders_are_checked():
     pipeline = chain(1.0)
     with pytest.raises(ArgumentError, match=r"warmups \[1\]"):
         from_warmups("x", pipeline, 2, [1])
-    with pytest.raises(ArgumentError, match=r"warmups \[1, 0\]"):
-        from_warmups("x", pipeline, 2, [1, 0])
+    for wrong in ([1, 0], [2, True], [True, 1], [2, 1.0]):
+        with pytest.raises(ArgumentError, match=re.escape(f"warmups {wrong}: each of 2 stages needs an integer")):
+            from_warmups("x", pipeline, 2, wrong)
     for build in (*BUILDERS, auto_schedule, lambda pipeline, num: interleaved_1f1b(pipeline, num, 2)):
         for num in (0, True, 1.5):
             with pytest.raises(ArgumentError, match="num_microbatches"):
