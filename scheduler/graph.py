@@ -225,9 +225,9 @@ class Pipeline:
         Args:
             forward, backward: durations of the forward and the backward of one microbatch, for each stage.
             communication: duration of one transfer in either direction, between each stage and the next.
-            weight_grad_part: fraction of the backward that the weight-gradient pass takes.
+            weight_grad_part: fraction of the backward that the weight-gradient pass takes, from 0 to 1.
         """
-        _check_cost("weight_grad_part", weight_grad_part)
+        _check_cost("weight_grad_part", weight_grad_part, most=1)
         for what, costs in (("forward", forward), ("backward", backward), ("communication", communication)):
             if not isinstance(costs, Sequence) or isinstance(costs, str):
                 raise ArgumentError(f"{what} must be a list of seconds, not {type(costs).__name__}")
@@ -279,9 +279,9 @@ def check_limit(memory_limit_bytes: object) -> None:
         )
 
 
-def _check_cost(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MOST_COST:
-        raise ArgumentError(f"{what} is {_short(value)}; it must be a number from 0 to {MOST_COST:g}")
+def _check_cost(what: str, value: object, most: float = MOST_COST) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+        raise ArgumentError(f"{what} is {_short(value)}; it must be a number from 0 to {most:g}")
 
 
 def _short(value: object) -> str:

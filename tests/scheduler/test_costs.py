@@ -151,6 +151,10 @@ WRONG = {
     "backward": (lambda: Pipeline.of_costs([1.0, 1.0], [math.nan, 1.0], [0.5]), "backward is nan"),
     "communication": (lambda: Pipeline.of_costs([1.0, 1.0], [1.0, 1.0], [math.inf]), "communication is inf"),
     "part": (lambda: Pipeline.of_costs([1.0], [1.0], [], weight_grad_part=-0.5), "weight_grad_part is -0.5"),
+    "large part": (
+        lambda: Pipeline.of_costs([1.0], [1.0], [], weight_grad_part=1.5),
+        "weight_grad_part is 1.5; it must be a number from 0 to 1",
+    ),
     "backwards": (
         lambda: Pipeline.of_costs([1.0, 1.0], [1.0], [0.5]),
         "2 stages need 2 backward and 1 communication times, but 1 and 1",
@@ -203,6 +207,7 @@ def test_costs_may_be_zero_and_a_load_the_whole_transfer():
     assert Edge(0, 1, 1, 1, {"net": 1.0}, {"net": 0.0}).forward_loads == (("net", 1.0),)
     assert Stage(0, 0, 0, 0, whole_backward_seconds=0).backward_seconds == 0
     assert Pipeline.of_costs([0.0], [0.0], [], weight_grad_part=0).stages[0].backward_seconds == 0
+    assert Pipeline.of_costs([1.0], [3.0], [], weight_grad_part=1).stages[0].weight_grad_seconds == 3
 
 
 @pytest.mark.parametrize("method", ["busy_seconds", "exposed_seconds"])
