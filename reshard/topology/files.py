@@ -9,8 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import ReshardError, TopologyError
-from reshard.sharding import MAX_RANK
-from reshard.topology.model import MAX_HOSTS, TEN_GBIT, Host, Port, Topology, brief, check_indices, check_rate
+from reshard.topology.model import (
+    MAX_HOSTS,
+    MAX_RANKS,
+    TEN_GBIT,
+    Host,
+    Port,
+    Topology,
+    brief,
+    check_indices,
+    check_rate,
+)
 
 MAX_TOPOLOGY_BYTES = 2**26
 MAX_YAML_CHARACTERS = 2**20
@@ -231,8 +240,8 @@ def _read_hosts(rows: Any) -> tuple[tuple[Host, ...], list[int | list[int]], lis
             host, count, devices, nic_of_device = _read_host(row)
         except TopologyError as error:
             raise TopologyError(f"entry {number} of hosts: {error}") from None
-        if len(ranks) + count > MAX_HOSTS or (isinstance(devices, int) and devices * count > MAX_RANK):
-            raise TopologyError(f"a topology has at most {MAX_RANK} ranks on at most {MAX_HOSTS} hosts")
+        if len(ranks) + count > MAX_HOSTS or (isinstance(devices, int) and devices * count > MAX_RANKS):
+            raise TopologyError(f"a topology has at most {MAX_RANKS} ranks on at most {MAX_HOSTS} hosts")
         ranks.extend([devices] * count)
         hosts.extend([host] * count)
         nics.extend([nic_of_device] * count)
@@ -252,8 +261,8 @@ def _read_host(row: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
     if not isinstance(ports, list):
         raise TopologyError("nics must be a list of ports")
     host = Host(tuple(_read_port(port) for port in ports), row.get("pod"))
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_RANK:
-        raise TopologyError(f"count is {brief(count)}; it must be an integer from 1 to {MAX_RANK}")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_RANKS:
+        raise TopologyError(f"count is {brief(count)}; it must be an integer from 1 to {MAX_RANKS}")
     devices: int | list[int]
     if "ranks" in row:
         if count > 1 or not isinstance(row["ranks"], list):
@@ -261,8 +270,8 @@ def _read_host(row: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
         devices = list(check_indices(row["ranks"], "ranks"))
     else:
         devices = row["devices"]
-        if isinstance(devices, bool) or not isinstance(devices, int) or not 0 <= devices <= MAX_RANK:
-            raise TopologyError(f"devices is {brief(devices)}; it must be an integer from 0 to {MAX_RANK}")
+        if isinstance(devices, bool) or not isinstance(devices, int) or not 0 <= devices <= MAX_RANKS:
+            raise TopologyError(f"devices is {brief(devices)}; it must be an integer from 0 to {MAX_RANKS}")
     nic_of_device = row.get("nic_of_device")
     if nic_of_device is not None and not isinstance(nic_of_device, list):
         raise TopologyError("nic_of_device must be a list")
@@ -280,8 +289,8 @@ def _place_ranks(
     for host, (ranks, nics) in enumerate(zip(ranks_of, nics_of, strict=True)):
         numbers = list(range(next_rank, next_rank + ranks)) if isinstance(ranks, int) else ranks
         next_rank += len(numbers)
-        if next_rank > MAX_RANK:
-            raise TopologyError(f"a topology has at most {MAX_RANK} ranks")
+        if next_rank > MAX_RANKS:
+            raise TopologyError(f"a topology has at most {MAX_RANKS} ranks, not {next_rank}")
         if nics is not None and len(nics) != len(numbers):
             raise TopologyError(f"host {host} has {len(numbers)} devices, but nic_of_device has NICs for {len(nics)}")
         for position, rank in enumerate(numbers):

@@ -27,6 +27,8 @@ MIN_RATE, MAX_RATE = 1e-6, 1e18
 MAX_NICS = 128
 #: Limit on the hosts of a topology. It does not apply if all hosts are equal and have one NIC, and there are no pods.
 MAX_HOSTS = 2**16
+#: Limit on the ranks of a topology, which covers ranks 0 to MAX_RANK at most.
+MAX_RANKS = MAX_RANK + 1
 
 
 def brief(value: Any) -> str:
@@ -290,8 +292,8 @@ def check_indices(values: Iterable[Any], name: str) -> tuple[int, ...]:
         numbers = tuple(index(value) for value in values)
     except TypeError as error:
         raise TopologyError(f"{name} must be integers: {error}") from None
-    if len(numbers) > MAX_RANK + 1:
-        raise TopologyError(f"a topology has at most {MAX_RANK + 1} ranks, not {len(numbers)}")
+    if len(numbers) > MAX_RANKS:
+        raise TopologyError(f"a topology has at most {MAX_RANKS} ranks, not {len(numbers)}")
     if any(not 0 <= number <= MAX_RANK for number in numbers):
         raise TopologyError(f"{name} must be from 0 to {MAX_RANK}; got a negative or larger one")
     return numbers

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reshard.errors import TopologyError
-from reshard.sharding import MAX_RANK
-from reshard.topology.model import MESSAGE_SECONDS, Host, Port, Topology
+from reshard.topology.model import MAX_RANKS, MESSAGE_SECONDS, Host, Port, Topology
 
 _GBIT = 1e9 / 8
 
@@ -97,12 +96,12 @@ def load_preset(name: str, num_ranks: int) -> Topology:
     """A topology of equal machines for ``num_ranks`` consecutive ranks, one rank per device.
 
     Raises:
-        TopologyError: the name is unknown, or ``num_ranks`` is not an integer from 1 to ``MAX_RANK``.
+        TopologyError: the name is unknown, or ``num_ranks`` is not an integer from 1 to ``MAX_RANKS``.
     """
     if name not in MACHINES:
         raise TopologyError(f"no preset {name!r}; choose one of {', '.join(MACHINES)}")
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or not 0 < num_ranks <= MAX_RANK:
-        raise TopologyError(f"num_ranks is {num_ranks!r:.40}; it must be an integer from 1 to {MAX_RANK:,}")
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or not 0 < num_ranks <= MAX_RANKS:
+        raise TopologyError(f"num_ranks is {num_ranks!r:.40}; it must be an integer from 1 to {MAX_RANKS:,}")
     machine = MACHINES[name]
     return Topology(
         tuple(rank // machine.devices for rank in range(num_ranks)),

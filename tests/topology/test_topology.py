@@ -25,6 +25,7 @@ from reshard import (
 )
 from reshard.plan.json import plan_from_json, plan_to_json
 from reshard.plan.text_parser import parse_plan
+from reshard.sharding.mesh import MAX_RANK
 from reshard.topology.files import parse_rate, read_topology, topology_from_json, topology_to_json
 from reshard.topology.model import Host, Port
 from reshard.topology.presets import MACHINES, load_preset
@@ -252,6 +253,28 @@ def test_byte_order_mark_is_accepted(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"hosts": [{"devices": 4}]}', encoding="utf-8-sig")
     assert len(read_topology(path).host_of_rank) == 4
+
+
+def test_all_forms_of_a_topology_have_the_same_limit_of_ranks():
+    """A mesh may hold rank 2**22 - 1, so a topology may cover 2**22 ranks, and no form may cover more."""
+    most = MAX_RANK + 1
+    refused = "a topology has at most 4194304 ranks"
+    largest = topology_from_json({"hosts": [{"devices": most}]})
+    assert largest == Topology((0,) * most)
+    largest.check_covers([MAX_RANK])
+    assert len(load_preset("tcp", most).host_of_rank) == most
+    for make, message in (
+        (lambda: Topology((0,) * (most + 1)), f"{refused}, not 4194305"),
+        (lambda: load_preset("tcp", most + 1), "num_ranks is 4194305; it must be an integer from 1 to 4,194,304"),
+        (lambda: topology_from_json({"hosts": [{"devices": most + 1}]}), "devices is 4194305; it must be an integer"),
+        (lambda: topology_from_json({"hosts": [{"devices": most // 2 + 1, "count": 2}]}), refused),
+        (
+            lambda: topology_from_json({"hosts": [{"devices": most}, {"devices": 1, "nics": ["1 Gbit/s"]}]}),
+            f"{refused}, not 4194305",
+        ),
+    ):
+        with pytest.raises(TopologyError, match=message):
+            make()
 
 
 def test_arguments_of_wrong_types_are_named():
