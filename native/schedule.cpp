@@ -135,7 +135,7 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
         }
     }
     if (!done)
-        throw std::invalid_argument("a chunk cannot reach a host that needs it");
+        throw std::invalid_argument("make_schedule: a chunk cannot reach a host that needs it");
     return nb::make_tuple(give(std::move(made.piece)), give(std::move(made.sender)), give(std::move(made.receiver)),
                           give(std::move(made.source)), give(std::move(made.after_at)), give(std::move(made.after)),
                           give(std::move(order)));

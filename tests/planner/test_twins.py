@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from reshard.planner.multicast.native_schedule import make_schedule
@@ -27,3 +28,14 @@ def test_native_and_twin_schedules_are_equal(seed):
     for name in native.__dataclass_fields__:
         assert (getattr(native, name) == getattr(twin, name)).all(), name
     assert (native.source >= -1).all()
+
+
+def test_chunks_without_a_holder_are_refused():
+    src, dst, shape, topology = random_problem(0)
+    problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology, staging_bytes=2**16)
+    workload, ports = make_workload(problem)[0], ports_of(problem)
+    nobody = np.zeros_like(workload.host_class_holders[0]), workload.host_class_holders[1][:0]
+    assert len(nobody[0]) > 1
+    workload = replace(workload, host_class_holders=nobody)
+    with pytest.raises(ValueError, match=r"^make_schedule: a chunk cannot reach a host that needs it$"):
+        make_schedule(ports, workload)
