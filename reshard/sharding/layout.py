@@ -242,7 +242,19 @@ class RegionLayout:
                         raise LayoutError(f"rank {rank}: region {format_box(box)} reaches past shape {list(shape)}")
 
     def with_ranks(self, rank_of: Mapping[int, int]) -> RegionLayout:
-        """The same layout with each rank ``r`` replaced by ``rank_of[r]``."""
+        """The same layout with each rank ``r`` replaced by ``rank_of[r]``.
+
+        Raises:
+            LayoutError: a rank has no new rank, or two ranks have the same one.
+        """
+        missing = [rank for rank in self.ranks if rank not in rank_of]
+        if missing:
+            raise LayoutError(f"no new rank is given for rank {missing[0]}")
+        old_of: dict[int, int] = {}
+        for rank in self.ranks:
+            other = old_of.setdefault(rank_of[rank], rank)
+            if other != rank:
+                raise LayoutError(f"ranks {other} and {rank} both become rank {rank_of[rank]}; each needs its own")
         return RegionLayout({rank_of[rank]: row for rank, row in self.boxes}, join_dim=self.join_dim, ndim=self.ndim)
 
     def __str__(self) -> str:

@@ -46,6 +46,12 @@ def test_with_ranks_replaces_ranks():
     assert mesh.with_ranks({4: 0, 2: 1, 7: 2, 0: 9, 5: 5}) == Mesh([0, 1, 2, 9], {"dp": 2, "tp": 2})
     with pytest.raises(MeshError, match="no new rank is given for rank 7"):
         mesh.with_ranks({4: 0, 2: 1, 0: 9})
+    regions = RegionLayout({4: [[(0, 4)]], 7: [[(4, 6)]]})
+    assert regions.with_ranks({4: 1, 7: 0, 5: 5}) == RegionLayout({1: [[(0, 4)]], 0: [[(4, 6)]]})
+    with pytest.raises(LayoutError, match="no new rank is given for rank 7"):
+        regions.with_ranks({4: 0})
+    with pytest.raises(LayoutError, match="ranks 4 and 7 both become rank 2; each needs its own"):
+        regions.with_ranks({4: 2, 7: 2})
 
 
 def test_from_device_mesh():
