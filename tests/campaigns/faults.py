@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from typing import Any
 
 from microbench.emulation.cluster import Cluster
 from microbench.emulation.namespaces import why_unsupported
+from reshard.sharding.mesh import parse_ranks
 from reshard.testing.processes import LaunchError, run_processes
 from tests.campaigns.planted import (
     EMULATED,
@@ -83,7 +85,7 @@ def check(run: Run, outcomes: dict[int, dict[str, Any]]) -> list[str]:
         wrong += [
             f"the error does not name the victim: {one}"
             for one in raised
-            if f"rank {run.victim}" not in one.split(": ", 1)[1] and f"ranks {run.victim}" not in one
+            if run.victim not in named_ranks(one.split(": ", 1)[1])
         ]
     all_fail = expected == "names the victim" or (expected == "the same error" and _has_effect(run))
     if (all_fail or (expected == "right or the same loss" and errors)) and len(errors) < len(others):
@@ -91,6 +93,13 @@ def check(run: Run, outcomes: dict[int, dict[str, Any]]) -> list[str]:
     if "the same" in expected and len(set(errors.values())) > 1:
         wrong.append(f"ranks raised different errors: {sorted(set(errors.values()))}")
     return wrong
+
+
+def named_ranks(text: str) -> set[int]:
+    """The ranks that a text names, as ``rank 3``, ``ranks 0-2,5``, ``ranks 1, 4`` or ``ranks 1 and 4``."""
+    lists = re.findall(r"\branks \[?(\d+(?:-\d+)?(?:(?:, ?| and )\d+(?:-\d+)?)*)", text)
+    named = {int(number) for number in re.findall(r"\brank (\d+)", text)}
+    return named.union(*(parse_ranks(ranks.replace(" and ", ",")) for ranks in lists))
 
 
 def _has_effect(run: Run) -> bool:
