@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -109,20 +111,40 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 def allow_queries_during_capture() -> bool:
     """Allow this thread to query events while another thread captures a graph.
 
-    In CUDA's default capture mode, an event query from any thread of the process invalidates the capture. This function
-    does nothing if there is no GPU or if the CUDA runtime library cannot be loaded.
+    In CUDA's default capture mode, an event query from any thread of the process invalidates the capture. Warns once if
+    the mode of this thread cannot be changed.
 
     Returns:
-        False if CUDA is not initialized yet. The caller must then try again later.
+        Whether queries are safe: the mode is changed, or there is no GPU. False as long as CUDA is not initialized; the
+        caller must then try again later.
     """
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return not torch.cuda.is_available()
-    mode = ctypes.c_int(_RELAXED)
-    for name in (f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}", "libcudart.so"):
+    if not torch.cuda.is_available():
+        return True
+    if not torch.cuda.is_initialized():
+        return False
+    exchange = _find_mode_exchange()
+    return exchange is not None and exchange(ctypes.byref(ctypes.c_int(_RELAXED))) == 0
+
+
+@functools.cache
+def _find_mode_exchange() -> Callable[[Any], int] | None:
+    """The function that changes the capture mode of a thread, from the CUDA runtime or else from the driver."""
+    for library, name in (
+        (f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}", "cudaThreadExchangeStreamCaptureMode"),
+        ("libcudart.so", "cudaThreadExchangeStreamCaptureMode"),
+        ("libcuda.so.1", "cuThreadExchangeStreamCaptureMode"),
+    ):
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(name).cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-            return True
-    return True
+            exchange: Callable[[Any], int] = getattr(ctypes.CDLL(library), name)
+            return exchange
+    with contextlib.suppress(RuntimeWarning):  # where warnings are errors, this thread must still go on
+        warnings.warn(
+            "neither libcudart nor libcuda.so.1 can be loaded, so polling for the end of transfers invalidates graph "
+            'captures of other threads: capture with torch.cuda.graph(..., capture_error_mode="thread_local")',
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return None
 
 
 def current_stream_handle(device: torch.device) -> int:
