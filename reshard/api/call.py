@@ -196,7 +196,7 @@ class _Call:
         self.fault_tolerant = options.fault_tolerant
 
     def start(self) -> Handle:
-        with count_call(self.group, self.members, self.fault_tolerant) as self.place:
+        with count_call(self.group, self.members, self.fault_tolerant) as self.purpose:
             channel, call, decision, request, lost = self._agree()
             if lost:
                 return self._start_recovery(channel, decision, lost)
@@ -229,7 +229,7 @@ class _Call:
         if self.fault_tolerant:
             inside = remaining_ranks(self.group, inside)
         channel = find_channel(self.group, inside)
-        request, self.items = make_request(self.group, self.items, self.members, self.options, self.place)
+        request, self.items = make_request(self.group, self.items, self.members, self.options, self.purpose)
         layouts = {item.name: (item.src, item.dst) for item in self.items}
         lost = {rank for rank in self.members if rank < self.group.size} - set(inside)
         while True:
@@ -280,8 +280,8 @@ class _Call:
             error = (type(known).__name__, str(known))
         except Exception as other:
             error = ("ReshardError", f"{type(other).__name__}: {other}")
-        place = f"compares plans {self.place}".strip()
-        comparison = Request(self.group.rank, arguments, error=error, place=place)
+        purpose = f"compares plans {self.purpose}".strip()
+        comparison = Request(self.group.rank, arguments, error=error, purpose=purpose)
         decide = functools.partial(resolve_partial, layouts={}, members=channel.members)
         _, compared = channel.agree(comparison, decide, self.timeout_seconds, self.fault_tolerant)
         assert plan is not None and program is not None

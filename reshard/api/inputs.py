@@ -118,8 +118,8 @@ def report_bad_arguments(
         seconds = check_timeout(timeout_seconds)
     except Exception:  # the timeout itself is wrong
         seconds = DEFAULT_TIMEOUT_SECONDS
-    with count_call(group, members, fault_tolerant) as place:
-        request = Request(group.rank, hostname=group.hostname, error=describe_error(error), place=place)
+    with count_call(group, members, fault_tolerant) as purpose:
+        request = Request(group.rank, hostname=group.hostname, error=describe_error(error), purpose=purpose)
         while group.rank in inside:  # agree raises the error once every surviving rank has it
             find_channel(group, inside).agree(request, lambda requests: resolve(requests, {}), seconds, fault_tolerant)
             inside = remaining_ranks(group, inside)

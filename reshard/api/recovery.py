@@ -134,13 +134,13 @@ class Recovery:
         self._attempt += 1
         while True:
             channel = find_channel(self._group, self._members)
-            place = f"waits for {self._name}{f', attempt {self._attempt}' if self._attempt > 1 else ''}"
-            request = Request(self._group.rank, said=outcome, place=place)
+            purpose = f"waits for {self._name}{f', attempt {self._attempt}' if self._attempt > 1 else ''}"
+            request = Request(self._group.rank, payload=outcome, purpose=purpose)
             decide = functools.partial(_gather_outcomes, channel)
             seconds = max(deadline - time.monotonic(), OUTCOME_SECONDS)
             _, decision = channel.agree(request, decide, seconds, fault_tolerant=True)
             if not decision.lost:
-                return decision.said
+                return decision.payloads
             self._lost |= set(decision.lost)
             self._members = tuple(rank for rank in self._members if rank not in self._lost)
 

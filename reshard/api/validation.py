@@ -36,12 +36,12 @@ class Options(NamedTuple):
 
 
 def make_request(
-    group: Group, items: Sequence[Item], members: Sequence[int], options: Options, place: str
+    group: Group, items: Sequence[Item], members: Sequence[int], options: Options, purpose: str
 ) -> tuple[Request, list[Item]]:
     """Check the arguments of this rank.
 
     Args:
-        items: one per tensor. members: the ranks of the call. place: of the request.
+        items: one per tensor. members: the ranks of the call. purpose: of the request.
 
     Returns:
         The request, with the local error if the arguments are wrong, and the items with detached source tensors and
@@ -56,7 +56,7 @@ def make_request(
         error = (type(known).__name__, str(known))
     except Exception as other:  # a wrong argument may raise anything; the other ranks must receive it
         error = ("ArgumentError", f"{type(other).__name__}: {other}")
-    return Request(group.rank, arguments, tensors, group.hostname, error=error, place=place), checked
+    return Request(group.rank, arguments, tensors, group.hostname, error=error, purpose=purpose), checked
 
 
 def _check_local(

@@ -65,7 +65,7 @@ def resolve_partial(
 
 
 def gather_reports(requests: Sequence[Request], members: Sequence[int], dead: Collection[int]) -> Decision:
-    """A decision with the ``said`` of each rank, and the lost ranks.
+    """A decision with the payload of each rank, and the lost ranks.
 
     A rank is lost if it sent no request. If a rank is missing or failed, ranks that died after their request are lost
     too.
@@ -73,12 +73,12 @@ def gather_reports(requests: Sequence[Request], members: Sequence[int], dead: Co
     Args:
         requests: one per rank that came. members: all ranks. dead: ranks whose process is known to have ended.
     """
-    reports = {request.rank: request.said for request in requests}
+    reports = {request.rank: request.payload for request in requests}
     lost = [rank for rank in members if rank not in reports]
     if lost or any(report["failed"] for report in reports.values()):
         lost = sorted({*lost, *dead})
     reports = {rank: report for rank, report in reports.items() if rank not in lost}
-    return Decision(generation=max(request.generation for request in requests), lost=lost, said=reports)
+    return Decision(generation=max(request.generation for request in requests), lost=lost, payloads=reports)
 
 
 def _raise_local_errors(requests: Sequence[Request]) -> None:

@@ -40,11 +40,12 @@ class Request:
         arguments: ``(name, value)`` pairs that must be equal on all ranks.
         error: class and text of a local error. attempt: number of rounds that the rank has started.
         left, why_left: for each member, how many calls with it the rank may have left; error of the last of them (see
-            :mod:`reshard.coordination.liveness.call_sequence`). many: whether those may have had different members.
+            :mod:`reshard.coordination.liveness.call_sequence`).
+        are_members_unknown: whether the members of those calls are unknown.
         skipped: ``{hash of ranks: [count, ranks]}`` of this rank's calls whose members are other ranks only.
-        made: ``{hash of ranks: count}`` of this rank's calls that do not include all members of this one.
-        place: purpose of the round; "" for an ordinary call that is not fault tolerant.
-        caller: the calling thread. said: data for all other ranks.
+        other_calls: ``{hash of ranks: count}`` of this rank's calls that do not include all members of this one.
+        purpose: purpose of the round; "" for an ordinary call that is not fault tolerant.
+        caller: the calling thread. payload: data for all other ranks.
     """
 
     rank: int
@@ -56,12 +57,12 @@ class Request:
     attempt: int = 0
     left: list[int] = field(default_factory=list)
     why_left: tuple[str, str] | None = None
-    many: bool = False
+    are_members_unknown: bool = False
     skipped: dict[str, Any] = field(default_factory=dict)
-    made: dict[str, int] = field(default_factory=dict)
-    place: str = ""
+    other_calls: dict[str, int] = field(default_factory=dict)
+    purpose: str = ""
     caller: Caller = field(default_factory=Caller)
-    said: Any = None
+    payload: Any = None
 
     def to_json(self) -> dict[str, Any]:
         """A dict of plain values."""
@@ -84,8 +85,8 @@ class Decision:
     """The common result of a round: an error, or what the ranks agreed on.
 
     Attributes:
-        lost: members that missed a fault-tolerant round. said: ``Request.said`` of each other rank.
-        behind: ranks that the error is for, if not all; the others then wait for the next call of these ranks.
+        lost: members that missed a fault-tolerant round. payloads: ``Request.payload`` of each rank.
+        lagging: ranks that the error is for, if not all; the others then wait for the next call of these ranks.
         skipped: calls that another rank made without the receiver, which the receiver counts as handled.
         out_of_sync: why the calls of these ranks can no longer be matched, if so.
     """
@@ -100,10 +101,10 @@ class Decision:
     round: int = 0
     attempts: dict[int, int] = field(default_factory=dict)
     skipped: dict[str, Any] = field(default_factory=dict)
-    behind: list[int] = field(default_factory=list)
+    lagging: list[int] = field(default_factory=list)
     out_of_sync: str = ""
     lost: list[int] = field(default_factory=list)
-    said: dict[int, Any] = field(default_factory=dict)
+    payloads: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Decision:
@@ -118,7 +119,7 @@ class Decision:
 
 
 #: Fields of a Decision whose keys are ranks.
-_BY_RANK = ("hostnames", "attempts", "said")
+_BY_RANK = ("hostnames", "attempts", "payloads")
 
 
 def rebuild_error(name: str, text: str) -> ReshardError:
@@ -149,7 +150,7 @@ class RankStatus:
         waiting: members and attempt of the round that the rank waits in; None if it waits in none.
         skipped: ``{hash of ranks: [count, ranks]}`` of calls whose members are other ranks only.
         errors: number of calls that the rank may have left, with any members. given: the same by member, as text.
-        error: class and text of the last error. many: whether the calls left may have had different members.
+        error: class and text of the last error. are_members_unknown: whether the members of the calls left are unknown.
         lost: ranks that this rank counts as lost.
         out_of_sync: for each set of ranks, why its calls can no longer be matched.
     """
@@ -159,7 +160,7 @@ class RankStatus:
     errors: int = 0
     given: dict[str, int] = field(default_factory=dict)
     error: tuple[str, str] | None = None
-    many: bool = False
+    are_members_unknown: bool = False
     lost: list[int] = field(default_factory=list)
     out_of_sync: dict[str, str] = field(default_factory=dict)
 

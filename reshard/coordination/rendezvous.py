@@ -26,7 +26,7 @@ from reshard.coordination.liveness.call_sequence import (
     RoundEndedError,
     acknowledge_skipped,
     add_call_counts,
-    find_behind,
+    find_lagging,
     record_abandoned_call,
     report_error,
 )  # fmt: skip
@@ -106,8 +106,8 @@ class Rendezvous:
         args = _RoundArgs(request, decide, timeout_seconds, fault_tolerant, time.monotonic() + timeout_seconds)
         try:
             decision = self._run_round(args)
-            # Ranks that are behind end their call now; this rank waits for their next one.
-            while decision.behind and self.group.rank not in decision.behind:
+            # Lagging ranks end their call now; this rank waits for their next one.
+            while decision.lagging and self.group.rank not in decision.lagging:
                 decision = self._run_round(args)
         except ReshardError:
             raise
@@ -117,7 +117,7 @@ class Rendezvous:
         self.answered.update(decision.attempts)
         acknowledge_skipped(self.group, decision.skipped)
         record_lost(self.group, decision.lost)
-        if decision.behind:
+        if decision.lagging:
             self.group.abandoned_call = True
             record_abandoned_call(self.group, self.members, decision)
         if decision.out_of_sync:
@@ -199,17 +199,17 @@ class Rendezvous:
             received = {rank: Request.from_json(hub.pending[rank][1]) for rank in others if rank in hub.pending}
             received[request.rank] = request
             requests = [received[rank] for rank in self.members if rank in received]
-            decision = find_behind(requests, self.members) or find_round_mismatch(requests) or args.decide(requests)
+            decision = find_lagging(requests, self.members) or find_round_mismatch(requests) or args.decide(requests)
             decision = replace(decision, attempts={each.rank: each.attempt for each in requests})
         except DeadlineError:
             decision = self._decide_missing(missing(), args.timeout_seconds)
         except CallLeftError as error:
-            behind = [
+            lagging = [
                 rank
                 for rank, left in zip(self.members, request.left, strict=True)
                 if rank == request.rank or (rank in hub.pending and hub.pending[rank][1]["left"][0] <= left)
             ]
-            decision = replace(error.decision, behind=behind)
+            decision = replace(error.decision, lagging=lagging)
         except ExcludedError as error:
             decision = error.decision
             if fault_tolerant:  # ranks that wait here have not learned yet that this rank is lost
@@ -287,7 +287,7 @@ class Rendezvous:
         if is_sent and self.links.spoke is not None:  # the first member must not count this rank as present any more
             withdrawn = replace(request, error=decision.error)
             with contextlib.suppress(EOFError, DeadlineError):
-                self.links.spoke.withdraw(None if decision.behind or decision.lost else withdrawn.to_json())
+                self.links.spoke.withdraw(None if decision.lagging or decision.lost else withdrawn.to_json())
         return decision
 
     def _decide_missing(self, missing: list[int], timeout_seconds: float) -> Decision:
@@ -328,7 +328,7 @@ class Rendezvous:
 
     def _check_reported(self, args: _RoundArgs) -> None:
         """Raise an error that another rank reported for this attempt, or the loss of a connection."""
-        key = f"told/{self.group.rank}/{args.request.attempt}"
+        key = f"error/{self.group.rank}/{args.request.attempt}"
         if self.group.store.check([key]):
             raise rebuild_error(*json.loads(self.group.store.get(key)))
         if self.links.hub is not None and self.links.hub.gone and not args.fault_tolerant:

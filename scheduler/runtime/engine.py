@@ -306,9 +306,9 @@ class Engine:
         """
         self._group.check_usable()
         failure = None if error is None else describe_error(error)
-        request = Request(self._group.rank, hostname=self._group.hostname, error=failure, said=value)
+        request = Request(self._group.rank, hostname=self._group.hostname, error=failure, payload=value)
         _, decision = self._channel.agree(request, gather_values, self._timeout_seconds)
-        return dict(decision.said)
+        return dict(decision.payloads)
 
     def timeline(self) -> PipelineTimeline:
         """Measured times of the last step, of all rows. Every rank of the pipeline must call this.

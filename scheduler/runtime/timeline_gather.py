@@ -71,13 +71,13 @@ def gather(measured: StepRecord, channel: AgreementChannel, timeout_seconds: flo
         Request(rank), gather_values, timeout_seconds
     )  # a rendezvous: all ranks leave it at about the same time
     own = (measured.row, measured.actions, transfers, _boot_id(), time.monotonic())
-    _, decision = channel.agree(Request(rank, said=_to_json(own)), gather_values, timeout_seconds)
-    return _merge([_from_json(decision.said[rank]) for rank in sorted(decision.said)])
+    _, decision = channel.agree(Request(rank, payload=_to_json(own)), gather_values, timeout_seconds)
+    return _merge([_from_json(decision.payloads[rank]) for rank in sorted(decision.payloads)])
 
 
 def gather_values(requests: list[Request]) -> Decision:
     """A decision with the value of each rank."""
-    return dataclasses.replace(resolve(requests, {}), said={request.rank: request.said for request in requests})
+    return dataclasses.replace(resolve(requests, {}), payloads={request.rank: request.payload for request in requests})
 
 
 def _to_json(own: _RankTimes) -> list[Any]:

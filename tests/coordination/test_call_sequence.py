@@ -106,13 +106,13 @@ def test_failures_known_to_some_ranks_are_counted_once():
 
     def run_round():
         requests = [Request(group.rank, left=call_sequence.count_left_calls(group, members)) for group in groups]
-        decision = call_sequence.find_behind(requests, members)
+        decision = call_sequence.find_lagging(requests, members)
         for group in groups:
-            if decision and group.rank in decision.behind:
+            if decision and group.rank in decision.lagging:
                 call_sequence.record_abandoned_call(group, members, decision)
         return decision
 
-    assert run_round().behind == [0, 1, 2]
+    assert run_round().lagging == [0, 1, 2]
     assert run_round() is None
 
 

@@ -16,7 +16,7 @@ LAYOUTS = {"w": (Layout(Mesh([0]), "R"), Layout(Mesh([1]), "R"))}
 def test_request_survives_a_json_round_trip():
     request = Request(
         2, arguments=[("strategy", "auto")], tensors={"w": TensorRequest([4], "float32", local=([4], "float32"))},
-        error=("ArgumentError", "no"), left=[0, 1], why_left=("RemoteError", "gone"), made={"a": 2},
+        error=("ArgumentError", "no"), left=[0, 1], why_left=("RemoteError", "gone"), other_calls={"a": 2},
     )  # fmt: skip
     back = Request.from_json(json.loads(json.dumps(request.to_json())))
     assert back.error == request.error and back.why_left == request.why_left
@@ -88,8 +88,8 @@ def test_plan_arguments_show_the_tensor_that_differs():
     ],
 )
 def test_lost_ranks_follow_from_requests_and_deaths(came, dead, lost):
-    requests = [Request(rank, generation=rank, said={"failed": failed}) for rank, failed in came.items()]
+    requests = [Request(rank, generation=rank, payload={"failed": failed}) for rank, failed in came.items()]
     decision = gather_reports(requests, [0, 1, 2], dead)
     assert decision.lost == lost
-    assert sorted(decision.said) == [rank for rank in came if rank not in lost]
+    assert sorted(decision.payloads) == [rank for rank in came if rank not in lost]
     assert decision.generation == max(came)

@@ -9,8 +9,8 @@ Each rank therefore counts, for each other rank, the calls that it may have left
 - calls that failed before their members were known;
 - calls with the other rank that it abandoned because a third rank had left them.
 
-When two ranks meet in a round, the rank with the lower count is behind: it is in a call that the other rank has left.
-The call fails on the rank that is behind. The rank that is ahead waits for the next call of that rank.
+When two ranks meet in a round, the rank with the lower count lags: it is in a call that the other rank has left.
+The call fails on the lagging rank. The rank that is ahead waits for the next call of that rank.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class CallLeftError(RoundEndedError):
     """Another rank has left the call."""
 
     def __init__(self, error: tuple[str, str], members: Sequence[int] = ()) -> None:
-        super().__init__(Decision(error=error, behind=list(members)))
+        super().__init__(Decision(error=error, lagging=list(members)))
 
 
 def report_error(group: Group, error: ReshardError) -> None:
     """Count and publish a call that failed on this rank before its members were known."""
     group.status.errors += 1
     group.status.error = describe_error(error)
-    group.status.many |= len(group.channels) > 1
+    group.status.are_members_unknown |= len(group.channels) > 1
     publish_status(group)
 
 
@@ -96,8 +96,8 @@ def record_abandoned_call(group: Group, members: Sequence[int], decision: Decisi
     for rank in members:
         if rank != group.rank:
             count = given.get(str(rank), 0) + 1
-            if decision.said:  # no rank is ahead: the two ranks of each pair take the higher count
-                count = max(count - 1, decision.said[rank][own] - group.status.errors)
+            if decision.payloads:  # no rank is ahead: the two ranks of each pair take the higher count
+                count = max(count - 1, decision.payloads[rank][own] - group.status.errors)
             given[str(rank)] = count
     group.status.error = decision.error or ("RemoteError", "a rank left the call")
     publish_status(group)
@@ -115,15 +115,15 @@ def count_left_calls(group: Group, members: Sequence[int]) -> list[int]:
 def add_call_counts(request: Request, group: Group, members: Sequence[int]) -> Request:
     """Add the counts from which the other ranks find out which call the request belongs to."""
     skipped = group.status.skipped
-    made = [ranks for ranks in list(group.channels) if not set(members) <= set(ranks)]
+    others = [ranks for ranks in list(group.channels) if not set(members) <= set(ranks)]
     return replace(
         request,
         left=count_left_calls(group, members),
         why_left=group.status.error,
-        many=group.status.many,
+        are_members_unknown=group.status.are_members_unknown,
         skipped={name: entry for name, entry in skipped.items() if not set(entry[1]).isdisjoint(members)},
         caller=describe_caller(group.callers_alternate),
-        made=group.acknowledged | {_hash_ranks(ranks): _count_made(group, ranks) for ranks in made},
+        other_calls=group.acknowledged | {_hash_ranks(ranks): _count_calls(group, ranks) for ranks in others},
     )
 
 
@@ -132,26 +132,26 @@ def has_left(group: Group, rank: int, status: RankStatus) -> bool:
     return _count_with(status, group.rank) > _count_with(group.status, rank)
 
 
-def find_behind(requests: Sequence[Request], members: Sequence[int]) -> Decision | None:
+def find_lagging(requests: Sequence[Request], members: Sequence[int]) -> Decision | None:
     """The error for ranks that are in a call that another rank has left; None if all ranks are in the same call.
 
     If the rank that left also calls with other sets of ranks, the call that it left is unknown. All members then get
     the error and are out of sync.
     """
     left = {request.rank: dict(zip(members, request.left, strict=True)) for request in requests}
-    behind = sorted({b for a in left for b in left if left[a][b] > left[b][a]})
-    if not behind:
+    lagging = sorted({b for a in left for b in left if left[a][b] > left[b][a]})
+    if not lagging:
         return _find_skipped(requests, members)
-    if any(request.many for request in requests):
-        request = next(request for request in requests if request.many)
+    if any(request.are_members_unknown for request in requests):
+        request = next(request for request in requests if request.are_members_unknown)
         text = describe_unknown_members(request.rank, (request.why_left or ("", ""))[1])
         return Decision(error=(DisagreementError.__name__, text), out_of_sync=text)
-    ahead = next((request for request in requests if request.rank not in behind), None)
-    if ahead is None:  # every rank is behind another one: all fail, and each pair equalizes its counts
+    ahead = next((request for request in requests if request.rank not in lagging), None)
+    if ahead is None:  # every rank lags another one: all fail, and each pair equalizes its counts
         text = f"ranks {format_ranks(members)} have each failed calls that only some of the other ranks counted"
-        return Decision(error=("RemoteError", text), behind=behind, said={r.rank: r.left for r in requests})
+        return Decision(error=("RemoteError", text), lagging=lagging, payloads={r.rank: r.left for r in requests})
     name, text = ahead.why_left or ("RemoteError", "it left the call")
-    return Decision(error=(name, name_rank(ahead.rank, text)), behind=behind)
+    return Decision(error=(name, name_rank(ahead.rank, text)), lagging=lagging)
 
 
 def describe_unknown_members(rank: int, text: str) -> str:
@@ -186,14 +186,14 @@ def check_skipped(group: Group, members: Sequence[int], rank: int, status: RankS
         SkippedError: there is such a call. The decision names it, so that this rank counts it once.
     """
     for name, (count, ranks) in status.skipped.items():
-        if group.rank in ranks and count > _count_made(group, ranks):
+        if group.rank in ranks and count > _count_calls(group, ranks):
             raise SkippedError(_describe_skipped(group.rank, members, rank, ranks), {name: [count, ranks]})
 
 
 def acknowledge_skipped(group: Group, skipped: dict[str, Any]) -> None:
     """Count skipped calls as handled, so that each fails only one call of this rank."""
     for name, (count, ranks) in skipped.items():
-        missing = count - _count_made(group, ranks)
+        missing = count - _count_calls(group, ranks)
         if group.rank in ranks and missing > 0:
             group.acknowledged[name] = group.acknowledged.get(name, 0) + missing
 
@@ -202,7 +202,7 @@ def _find_skipped(requests: Sequence[Request], members: Sequence[int]) -> Decisi
     for request in requests:
         for name, (count, ranks) in request.skipped.items():
             for other in requests:
-                if other.rank in ranks and other.made.get(name, 0) < count:
+                if other.rank in ranks and other.other_calls.get(name, 0) < count:
                     text = _describe_skipped(other.rank, members, request.rank, ranks)
                     return Decision(error=(DisagreementError.__name__, f"{text}; create a new group"))
     return None
@@ -215,7 +215,7 @@ def _describe_skipped(rank: int, members: Sequence[int], other: int, ranks: Sequ
     )
 
 
-def _count_made(group: Group, ranks: Sequence[int]) -> int:
+def _count_calls(group: Group, ranks: Sequence[int]) -> int:
     channel = group.channels.get(tuple(ranks))
     return (channel.rendezvous.rounds if channel else 0) + group.acknowledged.get(_hash_ranks(ranks), 0)
 

@@ -55,12 +55,12 @@ def check_rank_status(
                 f"rank {b} with ranks {format_ranks(b_ranks)}"
             )
             # This rank stops waiting now, so the other rank may not find the disagreement by itself.
-            group.store.set(f"told/{rank}/{waiting['attempt']}", json.dumps(describe_error(error)))
+            group.store.set(f"error/{rank}/{waiting['attempt']}", json.dumps(describe_error(error)))
             raise error
     check_skipped(group, members, rank, status)
     if has_left(group, rank, status):
         name, text = status.error or ("RemoteError", "a rank left the call")
-        if status.many:
+        if status.are_members_unknown:
             raise OutOfSyncError(members, describe_unknown_members(rank, text))
         raise CallLeftError((name, name_rank(rank, text)), members)
 

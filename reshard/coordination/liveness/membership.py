@@ -139,11 +139,11 @@ def find_round_mismatch(requests: Sequence[Request]) -> Decision | None:
         return Decision(error=(DisagreementError.__name__, threads), out_of_sync=threads)
     first = requests[0]
     for request in requests[1:]:
-        purposes = (first.place, request.place)
+        purposes = (first.purpose, request.purpose)
         if "" in purposes and all(not purpose or purpose.startswith(_CALL_PURPOSE) for purpose in purposes):
             continue  # only one of the calls is fault tolerant; the comparison of arguments reports it
-        if request.place != first.place:
-            actions = [f"rank {one.rank} {one.place or 'calls again'}" for one in (first, request)]
+        if request.purpose != first.purpose:
+            actions = [f"rank {one.rank} {one.purpose or 'calls again'}" for one in (first, request)]
             text = f"ranks disagree on what comes next: {', '.join(actions)}"
             if any(purpose.startswith("waits for") for purpose in purposes):
                 text += "; every rank must wait for fault-tolerant transfers, in the same order"
