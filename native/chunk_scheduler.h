@@ -204,8 +204,8 @@ class ChunkScheduler {
 
     // Starts a send; false if there is no chunk for it.
     bool start(int64_t s, int64_t r, bool may_enter_again = false) {
-        const double taken = rate(s, r);
-        if (taken <= 0)
+        const double reserved = rate(s, r);
+        if (reserved <= 0)
             return false;
         const int64_t chunk = chunk_state_.choose(s, r, may_enter_again);
         if (chunk < 0)
@@ -214,13 +214,13 @@ class ChunkScheduler {
         chunk_state_.start(chunk, ports_.host[r]);
         std::vector<int64_t> order;
         each_resource(s, r, [&](Resource &resource) {
-            resource.take(taken, s, [&](int64_t earlier) {
+            resource.reserve(reserved, s, [&](int64_t earlier) {
                 if (std::find(order.begin(), order.end(), earlier) == order.end())
                     order.push_back(earlier);
             });
         });
         chunk_sends.push_back({chunk, s, r, source, std::move(order), now_, now_});
-        flows_.push_back({s, r, chunk, taken, chunk_send, static_cast<double>(chunk_state_.size(chunk)) / UNITS, 0});
+        flows_.push_back({s, r, chunk, reserved, chunk_send, static_cast<double>(chunk_state_.size(chunk)) / UNITS, 0});
         return true;
     }
 
@@ -250,7 +250,8 @@ class ChunkScheduler {
                 continue;
             }
             chunk_sends[flow.chunk_send].end = now_;
-            each_resource(flow.s, flow.r, [&](Resource &resource) { resource.give(flow.rate, flow.chunk_send, flow.s); });
+            each_resource(flow.s, flow.r,
+                          [&](Resource &resource) { resource.release(flow.rate, flow.chunk_send, flow.s); });
             chunk_state_.land(flow.chunk, flow.r, flow.chunk_send);
         }
         flows_.swap(rest_);

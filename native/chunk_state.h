@@ -30,7 +30,7 @@ class ChunkState {
             if (!destinations.empty())
                 place(static_cast<int64_t>(i), workload.host_class_holders[workload.host_class_of[i]], destinations);
         }
-        if (ports.are_shared)
+        if (ports.have_multi_port_hosts)
             place_ranks();
     }
 
@@ -64,7 +64,7 @@ class ChunkState {
         const int64_t a = ports_.host[s], b = ports_.host[r];
         const bool enters = has_pods() && ports_.pod[a] != ports_.pod[b] && !may_enter_again;
         int64_t best = -1, fewest = std::numeric_limits<int64_t>::max(), nearest = -1;
-        const int64_t most_near = ports_.are_shared ? 3 : 0;
+        const int64_t most_near = ports_.have_multi_port_hosts ? 3 : 0;
         size_t &first = first_missing_[b];
         while (first < is_fresh_.num_words() && !miss_[b].word(first))
             ++first; // the set of missing chunks only shrinks
@@ -76,7 +76,8 @@ class ChunkState {
                 const int64_t chunk = static_cast<int64_t>(64 * i) + std::countr_zero(word);
                 if (!workload_.near_first && copies_[chunk] > fewest)
                     continue;
-                const int64_t near = ports_.are_shared ? 2 * near_out_[s].has(chunk) + near_in_[r].has(chunk) : 0;
+                const int64_t near =
+                    ports_.have_multi_port_hosts ? 2 * near_out_[s].has(chunk) + near_in_[r].has(chunk) : 0;
                 const bool is_rarer = copies_[chunk] < fewest, is_nearer = near > nearest;
                 if (workload_.near_first ? is_nearer || (near == nearest && is_rarer)
                                         : is_rarer || (copies_[chunk] == fewest && is_nearer))
@@ -115,7 +116,7 @@ class ChunkState {
             if (has_pods() && !in_pod_[ports_.pod[b]].has(chunk))
                 ++can_enter_[host * hosts_ + b];
         });
-        if (ports_.are_shared)
+        if (ports_.have_multi_port_hosts)
             near_out_[port].set(chunk);
     }
 

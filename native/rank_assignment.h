@@ -131,7 +131,7 @@ class RankAssignment {
                           int64_t nbytes) const {
         const int64_t first = least(ranks, load);
         const bool is_one = std::find(ranks.begin(), ranks.end(), last) != ranks.end();
-        return is_one && load[last] < load[first] + workload_.run * nbytes ? last : first;
+        return is_one && load[last] < load[first] + workload_.max_lead * nbytes ? last : first;
     }
 
     // Adds a message that starts when `source` and all messages in `after` have ended. Returns its index.
@@ -247,7 +247,7 @@ class RankAssignment {
         const bool is_held = std::any_of(copies.begin(), copies.end(), [](const Copy &c) { return c.message < 0; });
         // Prefers holders. Without one, prefers the rank where the piece arrived, or no rank if `run` is at most 1.
         const auto comes_first = [&](const Copy &copy) {
-            return is_held ? copy.message < 0 : workload_.run <= 1 || &copy == &copies.front();
+            return is_held ? copy.message < 0 : workload_.max_lead <= 1 || &copy == &copies.front();
         };
         const Copy *near = nullptr;
         for (const bool takes_any : {false, true}) {

@@ -17,14 +17,14 @@ using namespace nb::literals;
 namespace {
 
 // Moves the values into a NumPy array, which owns them.
-template <typename T> nb::object give(std::vector<T> &&values) {
+template <typename T> nb::object to_numpy(std::vector<T> &&values) {
     auto *kept = new std::vector<T>(std::move(values));
     nb::capsule owner(kept, [](void *p) noexcept { delete static_cast<std::vector<T> *>(p); });
     return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
 }
 
 // Copies an array. Throws if a value is not in [least, below).
-std::vector<int64_t> list(const Ints &values, size_t below, int64_t least, const char *name) {
+std::vector<int64_t> to_vector(const Ints &values, size_t below, int64_t least, const char *name) {
     std::vector<int64_t> found(values.data(), values.data() + values.shape(0));
     for (const int64_t value : found)
         if (value < least || value >= static_cast<int64_t>(below))
@@ -32,7 +32,7 @@ std::vector<int64_t> list(const Ints &values, size_t below, int64_t least, const
     return found;
 }
 
-std::vector<double> list(const Floats &values) { return {values.data(), values.data() + values.shape(0)}; }
+std::vector<double> to_vector(const Floats &values) { return {values.data(), values.data() + values.shape(0)}; }
 
 // Rows of indices: row k is values[at[k]:at[k + 1]]. Throws if the rows do not cover the values, or if a value is not
 // in [0, below).
@@ -42,7 +42,7 @@ Members members(const Ints &at, const Ints &values, size_t rows, size_t below, c
                 std::is_sorted(at.data(), at.data() + rows + 1);
     if (!fits)
         throw std::invalid_argument(std::string("make_schedule: ") + name + " are not divided into rows");
-    list(values, below, 0, name);
+    to_vector(values, below, 0, name);
     return {at, values};
 }
 
@@ -75,8 +75,8 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
     const auto host_class_size = field<Ints>(given, "host_class_size"), host_class_of = field<Ints>(given, "host_class_of"),
                piece_at = field<Ints>(given, "piece_at"), piece_class = field<Ints>(given, "piece_class"),
                piece_bytes = field<Ints>(given, "piece_bytes");
-    Ports ports{list(host, 1 << 20, 0, "host"), list(of_rank, host.shape(0), -1, "of_rank"),
-                list(pod, up.shape(0), 0, "pod"), list(out), list(into), list(up), list(down)};
+    Ports ports{to_vector(host, 1 << 20, 0, "host"), to_vector(of_rank, host.shape(0), -1, "of_rank"),
+                to_vector(pod, up.shape(0), 0, "pod"), to_vector(out), to_vector(into), to_vector(up), to_vector(down)};
     if (!ports.count() || out.shape(0) != host.shape(0) || into.shape(0) != host.shape(0) ||
         up.shape(0) != down.shape(0))
         throw std::invalid_argument("make_schedule: ports are not as many as their rates");
@@ -88,14 +88,14 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
     const size_t pieces = piece_class.shape(0);
     Workload workload{members(host_class_holders_at, host_class_holders, host_classes, hosts, "host_class_holders"),
                     members(host_class_receivers_at, host_class_receivers, host_classes, hosts, "host_class_receivers"),
-                    list(host_class_size, INT64_MAX, 1, "host_class_size"),
-                    list(host_class_of, host_classes, 0, "host_class_of"),
+                    to_vector(host_class_size, INT64_MAX, 1, "host_class_size"),
+                    to_vector(host_class_of, host_classes, 0, "host_class_of"),
                     members(class_holders_at, class_holders, classes, ranks, "class_holders"),
                     members(class_receivers_at, class_receivers, classes, ranks, "class_receivers"),
-                    list(piece_at, pieces + 1, 0, "piece_at"),
-                    list(piece_class, classes, 0, "piece_class"),
-                    list(piece_bytes, INT64_MAX, 0, "piece_bytes"),
-                    field<int64_t>(given, "run"),
+                    to_vector(piece_at, pieces + 1, 0, "piece_at"),
+                    to_vector(piece_class, classes, 0, "piece_class"),
+                    to_vector(piece_bytes, INT64_MAX, 0, "piece_bytes"),
+                    field<int64_t>(given, "max_lead"),
                     field<bool>(given, "near_first"),
                     field<bool>(given, "keeps_partners"),
                     field<double>(given, "inside_each"),
@@ -136,9 +136,9 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
     }
     if (!done)
         throw std::invalid_argument("make_schedule: a chunk cannot reach a host that needs it");
-    return nb::make_tuple(give(std::move(made.piece)), give(std::move(made.sender)), give(std::move(made.receiver)),
-                          give(std::move(made.source)), give(std::move(made.after_at)), give(std::move(made.after)),
-                          give(std::move(order)));
+    return nb::make_tuple(to_numpy(std::move(made.piece)), to_numpy(std::move(made.sender)), to_numpy(std::move(made.receiver)),
+                          to_numpy(std::move(made.source)), to_numpy(std::move(made.after_at)), to_numpy(std::move(made.after)),
+                          to_numpy(std::move(order)));
 }
 
 } // namespace

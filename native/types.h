@@ -63,36 +63,37 @@ class Bits {
     std::vector<uint64_t> words_;
 };
 
-// One direction of a port or uplink. Flows share its rate. `room` lists the free parts of the rate, oldest first. Each
-// part names the send whose end freed it (-1: free from the start) and that send's sender. A send that takes a part
-// must start after the send that freed the part.
+// One direction of a port or uplink. Flows share its rate. `free_parts` lists the free parts of the rate, oldest
+// first. Each part names the send whose end freed it (-1: free from the start) and that send's sender. A send that
+// reserves a part must start after the send that freed the part.
 struct Resource {
     int64_t number;
     double rate, free;
-    struct Room {
+    struct FreePart {
         int64_t chunk_send, sender;
-        double freed;
+        double rate;
     };
-    std::vector<Room> room;
-    Resource(int64_t n, double r) : number(n), rate(r), free(r), room{{-1, -1, r}} {}
-    // Takes `taken` of the rate, from parts freed by the same sender first. Calls before() with each send that freed
-    // one of those parts.
-    template <typename F> void take(double taken, int64_t sender, F before) {
-        free -= taken;
-        std::stable_partition(room.begin(), room.end(), [&](const Room &entry) { return entry.sender == sender; });
-        while (taken > NO_RATE && !room.empty()) {
-            const Room entry = room.front();
-            room.erase(room.begin());
-            if (entry.chunk_send >= 0)
-                before(entry.chunk_send);
-            if (entry.freed > taken + NO_RATE)
-                room.insert(room.begin(), {entry.chunk_send, entry.sender, entry.freed - taken});
-            taken -= entry.freed;
+    std::vector<FreePart> free_parts;
+    Resource(int64_t n, double r) : number(n), rate(r), free(r), free_parts{{-1, -1, r}} {}
+    // Reserves a part of the rate, from parts freed by the same sender first. Calls before() with each send that freed one
+    // of those parts.
+    template <typename F> void reserve(double reserved, int64_t sender, F before) {
+        free -= reserved;
+        std::stable_partition(free_parts.begin(), free_parts.end(),
+                              [&](const FreePart &part) { return part.sender == sender; });
+        while (reserved > NO_RATE && !free_parts.empty()) {
+            const FreePart part = free_parts.front();
+            free_parts.erase(free_parts.begin());
+            if (part.chunk_send >= 0)
+                before(part.chunk_send);
+            if (part.rate > reserved + NO_RATE)
+                free_parts.insert(free_parts.begin(), {part.chunk_send, part.sender, part.rate - reserved});
+            reserved -= part.rate;
         }
     }
-    void give(double given, int64_t chunk_send, int64_t sender) {
-        free += given;
-        room.push_back({chunk_send, sender, given});
+    void release(double released, int64_t chunk_send, int64_t sender) {
+        free += released;
+        free_parts.push_back({chunk_send, sender, released});
     }
 };
 
@@ -104,7 +105,7 @@ struct Ports {
     std::vector<double> out, into, up, down; // egress and ingress rates of ports, then of pod uplinks
     std::vector<std::vector<int64_t>> ranks; // of each port
     int64_t num_hosts = 0;
-    bool are_shared = false; // some host has several ports with ranks
+    bool have_multi_port_hosts = false; // some host has several ports with ranks
 
     // Whether all ports and uplinks have the same rate.
     bool have_equal_rates() const {
@@ -124,7 +125,7 @@ struct Ports {
         std::vector<char> used(num_hosts);
         for (size_t port = 0; port < host.size(); ++port)
             if (!ranks[port].empty()) {
-                are_shared |= used[host[port]] != 0;
+                have_multi_port_hosts |= used[host[port]] != 0;
                 used[host[port]] = 1;
             }
     }
@@ -138,7 +139,7 @@ struct Workload {
     std::vector<int64_t> host_class_size, host_class_of;
     Members class_holders, class_receivers;
     std::vector<int64_t> piece_at, piece_class, piece_bytes;
-    int64_t run;         // a rank is used until it is this many pieces ahead of the least loaded rank at its port
+    int64_t max_lead;    // a rank is used until it is this many pieces ahead of the least loaded rank at its port
     bool near_first;     // whether ports prefer chunks that their own ranks hold or need over the rarest chunks
     bool keeps_partners; // whether a sender keeps its first receiver for as long as it can
     double inside_each, inside_per_byte; // time of a message inside a host, per message and per byte, in clock steps

@@ -38,7 +38,7 @@ def make_lines() -> Iterator[str]:
         yield (
             f"{seed}: {counts.tolist()} chunks of {workload.host_class_size.tolist()}, {len(workload.piece_class)} pieces of "
             f"{min(nbytes)} to {max(nbytes)} bytes, "
-            f"turns of {workload.run}, inside {workload.inside_each:.6g} + {workload.inside_per_byte:.6g} a byte"
+            f"turns of {workload.max_lead}, inside {workload.inside_each:.6g} + {workload.inside_per_byte:.6g} a byte"
         )
 
 

@@ -95,7 +95,7 @@ def test_ranks_take_turns_if_one_rank_cannot_forward_everything(receivers, insid
     """With a NIC of 1 GB/s. Ranks of a chain forward each byte once, ranks of a tree twice, and must stay half idle."""
     hosts = (Host((Port.of(1e9),)),) * 2
     topology = Topology((0, *[1] * receivers), hosts, inside_bytes_per_second=inside)
-    assert (make_workload(_broadcast((2**20,), receivers, topology))[0].run > 1) == is_fast
+    assert (make_workload(_broadcast((2**20,), receivers, topology))[0].max_lead > 1) == is_fast
 
 
 def test_topology_must_cover_destination_ranks():
@@ -135,8 +135,8 @@ def test_chosen_pod_transfers_cannot_be_improved_by_an_exchange(monkeypatch):
         taken = [choice for choice in choices if chosen.has(choice)]
         ports = Counter(number for choice in taken for number in (choice.passes[0], choice.passes[-1]))
         assert all(count == 1 for count in ports.values())
-        for number, room in chosen.room.items():
-            assert sum(choice.rate for choice in taken if number in choice.passes[1:-1]) <= room * (1 + 1e-6)
+        for number, free_rate in chosen.free_rate.items():
+            assert sum(choice.rate for choice in taken if number in choice.passes[1:-1]) <= free_rate * (1 + 1e-6)
         for choice in choices:
             self.exchange(choice, chosen, by_port)
         again = sum(choice.weight for choice in choices if chosen.has(choice))

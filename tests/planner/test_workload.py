@@ -95,7 +95,7 @@ def test_workload_step_count_and_defaults():
     assert workload.num_steps == len(workload.host_class_of) * 3 * (4 + 1 + 3)
     needed = [name for name, field in Workload.__dataclass_fields__.items() if field.default is MISSING]
     plain = Workload(**{name: getattr(workload, name) for name in needed})
-    assert (plain.run, plain.inside_each, plain.inside_per_byte) == (1, 0, 0)  # messages inside hosts are free
+    assert (plain.max_lead, plain.inside_each, plain.inside_per_byte) == (1, 0, 0)  # messages inside hosts are free
     assert not plain.near_first and not plain.keeps_partners
 
 

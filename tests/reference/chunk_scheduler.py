@@ -62,31 +62,31 @@ class ChunkSends:
 class _Resource:
     """One direction of a port or uplink, which transfers share. It records which ended sends freed its rate."""
 
-    __slots__ = ("free", "freed", "number", "rate")
+    __slots__ = ("free", "free_parts", "number", "rate")
 
     def __init__(self, number: int, rate: float) -> None:
         self.number = number
         self.rate = self.free = rate
-        self.freed = [(-1, -1, rate)]  # (ended send or -1, its sender or -1, freed rate)
+        self.free_parts = [(-1, -1, rate)]  # (ended send or -1, its sender or -1, freed rate)
 
-    def take(self, rate: float, sender: int) -> list[int]:
+    def reserve(self, rate: float, sender: int) -> list[int]:
         """Reserve rate, preferably rate that this sender has freed; return the ended sends that used it before."""
         self.free -= rate
         before = []
-        self.freed.sort(key=lambda entry: entry[1] != sender)
-        while rate > _NO_RATE and self.freed:
-            chunk_send, freed_by, amount = self.freed.pop(0)
+        self.free_parts.sort(key=lambda entry: entry[1] != sender)
+        while rate > _NO_RATE and self.free_parts:
+            chunk_send, freed_by, amount = self.free_parts.pop(0)
             if chunk_send >= 0:
                 before.append(chunk_send)
             if amount > rate + _NO_RATE:
-                self.freed.insert(0, (chunk_send, freed_by, amount - rate))
+                self.free_parts.insert(0, (chunk_send, freed_by, amount - rate))
             rate -= amount
         return before
 
-    def give(self, rate: float, chunk_send: int, sender: int) -> None:
+    def release(self, rate: float, chunk_send: int, sender: int) -> None:
         """Free the rate of a send that has ended."""
         self.free += rate
-        self.freed.append((chunk_send, sender, rate))
+        self.free_parts.append((chunk_send, sender, rate))
 
 
 @dataclass(slots=True)
@@ -255,7 +255,7 @@ class ChunkScheduler:
         self.chunk_state.start(chunk, self.ports.host[r])
         order: dict[int, None] = {}
         for resource in self.path(s, r):
-            order.update(dict.fromkeys(resource.take(rate, s)))
+            order.update(dict.fromkeys(resource.reserve(rate, s)))
         chunk_send = self.chunk_sends.add(chunk, s, r, source, list(order), self.now)
         self.flows.append(_Flow(s, r, chunk, rate, chunk_send, self.chunk_state.size[chunk] / UNITS))
         return True
@@ -276,7 +276,7 @@ class ChunkScheduler:
                 continue
             self.chunk_sends.end[flow.chunk_send] = self.now
             for resource in self.path(flow.s, flow.r):
-                resource.give(flow.rate, flow.chunk_send, flow.s)
+                resource.release(flow.rate, flow.chunk_send, flow.s)
             self.chunk_state.land(flow.chunk, flow.r, flow.chunk_send)
         self.flows = rest
 

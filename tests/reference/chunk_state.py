@@ -43,7 +43,7 @@ class ChunkState:
         for chunk, host_class in enumerate(self.host_class_of):
             if destinations[host_class]:
                 self._place(chunk, self.holders[host_class], destinations[host_class])
-        if ports.are_shared:
+        if ports.have_multi_port_hosts:
             self._place_ranks(workload)
 
     def _place(self, chunk: int, holders: list[int], destinations: list[int]) -> None:
@@ -107,7 +107,7 @@ class ChunkState:
 
     def near(self, found: int, s: int, r: int) -> int:
         """Narrow the chunks to those that ranks at port ``s`` have, then to those that ranks at port ``r`` need."""
-        if self.ports.are_shared:
+        if self.ports.have_multi_port_hosts:
             found = found & self.near_out[s] or found
             found = found & self.near_in[r] or found
         return found
@@ -139,5 +139,5 @@ class ChunkState:
         self.have[host] |= bit
         self.to_get[host] -= self.size[chunk]
         self.source[chunk, host] = chunk_send
-        if self.ports.are_shared:
+        if self.ports.have_multi_port_hosts:
             self.near_out[port] |= bit

@@ -26,7 +26,7 @@ class _Choice:
 class _Chosen:
     """Transfers that can start together: one per port, and as many per uplink as its rate allows."""
 
-    room: dict[int, float]  # free rate of each uplink
+    free_rate: dict[int, float]  # free rate of each uplink
     by: dict[int, list[_Choice]] = field(default_factory=dict)
 
     def add(self, choice: _Choice) -> None:
@@ -45,8 +45,8 @@ class _Chosen:
         found: list[_Choice] = []
         for number in choice.passes:
             others = [other for other in self.by.get(number, ()) if other not in found]
-            if number in self.room:
-                left = self.room[number] * (1 + _GAIN) - choice.rate - sum(other.rate for other in others)
+            if number in self.free_rate:
+                left = self.free_rate[number] * (1 + _GAIN) - choice.rate - sum(other.rate for other in others)
                 others.sort(key=lambda other: other.weight)
                 while left < 0 and others:
                     left += others[0].rate
@@ -103,8 +103,8 @@ class PodChunkScheduler(ChunkScheduler):
 
     def choose_transfers(self, choices: list[_Choice]) -> _Chosen:
         """Choose the heaviest transfers first, then exchange transfers for conflicting ones while that gains weight."""
-        room = {resource.number: resource.free for resource in (*self.up, *self.down)}
-        chosen = _Chosen(room)
+        free_rate = {resource.number: resource.free for resource in (*self.up, *self.down)}
+        chosen = _Chosen(free_rate)
         by_port: dict[int, list[_Choice]] = {}
         for choice in choices:
             if not chosen.conflicts(choice):

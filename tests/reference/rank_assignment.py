@@ -109,12 +109,12 @@ class RankAssignment:
         return min(ranks, key=lambda rank: load[rank])
 
     def keep_or_least(self, ranks: list[int], load: list[int], last: int | None, nbytes: int) -> int:
-        """The last rank, unless its load is ``workload.run`` pieces above the least load; then the least loaded rank.
+        """The last rank, unless its load is ``workload.max_lead`` pieces above the least load; then the least loaded rank.
 
         Ranks that take turns wait for each other at each turn, so few turns are best.
         """
         least = self.least(ranks, load)
-        return last if last in ranks and load[last] < load[least] + self.workload.run * nbytes else least
+        return last if last in ranks and load[last] < load[least] + self.workload.max_lead * nbytes else least
 
     def send(
         self, piece: int, sender: int, receiver: int, source: int, after: list[int], start: float, end: float
@@ -181,7 +181,7 @@ class RankAssignment:
             self.where[piece, host] = brought
         ranks = [rank for rank in brought if brought[rank] < 0]  # a holder need not wait
         if not ranks:  # the first entry is the rank that received it from another host
-            ranks = list(brought)[: 1 if self.workload.run > 1 else None]
+            ranks = list(brought)[: 1 if self.workload.max_lead > 1 else None]
         for choice in (ranks, list(brought)):
             here = [rank for rank in choice if self.ports.of_rank[rank] == port]
             if here:

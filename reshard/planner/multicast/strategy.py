@@ -24,8 +24,8 @@ WINDOW = 8
 INSIDE_WINDOW = 4
 #: Largest chunk that needs no packing. On fast links smaller chunks would mostly wait for latencies.
 LARGEST_CHUNK_BYTES = 32 * 2**20
-#: Value of :attr:`Workload.run` if one rank can serve its port alone: ranks that take turns wait for each other.
-_LONG_RUN = 2**20
+#: Value of :attr:`Workload.max_lead` if one rank can serve its port alone: ranks that take turns wait for each other.
+_UNLIMITED_LEAD = 2**20
 #: Rates that differ by less than this fraction count as equal, so that transfers end together.
 _RATE_TOLERANCE = 0.04
 #: Limit on scheduling steps, a few seconds of planning. Above it regions are broadcast in rotation.
@@ -160,7 +160,7 @@ def make_workload(problem: Problem, host_classes: HostClasses | None = None) -> 
         piece_at=np.searchsorted(pieces.chunk, np.arange(len(pieces.host_class_of) + 1)),
         piece_class=pieces.class_of,
         piece_bytes=pieces.nbytes,
-        run=_LONG_RUN if is_fast_inside(topology, host_classes) else 1,
+        max_lead=_UNLIMITED_LEAD if is_fast_inside(topology, host_classes) else 1,
         inside_each=topology.inside_latency_seconds / step if step else 0.0,
         inside_per_byte=1.0 / (topology.inside_bytes_per_second * step)
         if topology.inside_bytes_per_second and step
@@ -211,8 +211,8 @@ def ports_of(problem: Problem) -> Ports:
         out=tuple(snapped[rate] for rate in out),
         into=tuple(snapped[rate] for rate in into),
         of_rank=tuple(
-            number[place] if rank in ranks else -1
-            for rank, place in enumerate(zip(topology.host_of_rank, topology.nic_of_rank, strict=True))
+            number[nic] if rank in ranks else -1
+            for rank, nic in enumerate(zip(topology.host_of_rank, topology.nic_of_rank, strict=True))
         ),
         pod=tuple(topology.host(h).pod or 0 for h in range(topology.num_hosts)) if topology.pods else (),
         up=tuple(snapped[rate] for rate in up),

@@ -49,7 +49,7 @@ class Ports:
         return len({*self.out, *self.into, *self.up, *self.down}) == 1
 
     @cached_property
-    def are_shared(self) -> bool:
+    def have_multi_port_hosts(self) -> bool:
         """Whether the ranks of some host use several ports."""
         hosts = [host for host, ranks in zip(self.host, self.ranks, strict=True) if ranks]
         return len(set(hosts)) < len(hosts)
@@ -72,7 +72,7 @@ class Workload:
         class_holders, class_receivers: holder and receiver ranks of each class.
         piece_at: chunk i has pieces ``piece_at[i]:piece_at[i + 1]``.
         piece_class, piece_bytes: ``(pieces,)`` class and bytes of each piece.
-        run: a rank serves its port until it is this many pieces ahead of the least loaded rank there.
+        max_lead: a rank serves its port until it is this many pieces ahead of the least loaded rank there.
         near_first: whether ports prefer chunks that their own ranks hold or need over the rarest chunks.
         keeps_partners: whether each sender keeps its first receiver for as long as it can.
         inside_each, inside_per_byte: cost of a message inside a host, fixed and per byte, in clock steps.
@@ -87,7 +87,7 @@ class Workload:
     piece_at: np.ndarray
     piece_class: np.ndarray
     piece_bytes: np.ndarray
-    run: int = 1
+    max_lead: int = 1
     near_first: bool = False
     keeps_partners: bool = False
     inside_each: float = 0.0
