@@ -52,7 +52,7 @@ struct Flow {
     std::vector<std::vector<int64_t>> next; // by message: the messages that start after it
     std::vector<std::vector<int64_t>> of_queue, of_receiver; // messages in order
     std::vector<std::vector<int64_t>> blocked; // by receiver: queues whose head waits for it
-    std::vector<int64_t> left, place; // by message: unfinished messages before it; its position at its receiver
+    std::vector<int64_t> left, position; // by message: unfinished messages before it; its position at its receiver
     std::vector<int64_t> head, done;  // by queue: first message not started; first in the window
     std::vector<int64_t> first;       // by receiver: position of its first unfinished message
     std::vector<bool> released;       // by message: whether it has left the window of its queue
@@ -75,7 +75,7 @@ struct Flow {
             if (left[message] || head[q] - done[q] >= window[message])
                 return;
             const int64_t to = receiver[message];
-            if (place[message] >= first[to] + ahead[message]) {
+            if (position[message] >= first[to] + ahead[message]) {
                 blocked[to].push_back(q);
                 return;
             }
@@ -352,7 +352,7 @@ void flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Float
     f.saved.assign(burst.data(), burst.data() + num_ports), f.saving.assign(num_ports, 0);
     f.bursts = std::any_of(f.saved.begin(), f.saved.end(), [](double bytes) { return bytes > 0; });
     f.start = start.data(), f.finish = finish.data();
-    f.left.resize(n), f.place.resize(n), f.next.resize(n), f.streams.resize(num_streams);
+    f.left.resize(n), f.position.resize(n), f.next.resize(n), f.streams.resize(num_streams);
     for (size_t i = 0; i < n; ++i) {
         f.left[i] = after_at.data()[i + 1] - after_at.data()[i];
         for (int64_t j = after_at.data()[i]; j < after_at.data()[i + 1]; ++j)
@@ -361,7 +361,7 @@ void flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Float
     f.of_queue = members(queue), f.of_receiver = members(receiver);
     for (const auto &row : f.of_receiver)
         for (size_t i = 0; i < row.size(); ++i)
-            f.place[row[i]] = static_cast<int64_t>(i);
+            f.position[row[i]] = static_cast<int64_t>(i);
     f.head.resize(f.of_queue.size()), f.done.resize(f.of_queue.size()), f.released.resize(n);
     f.first.resize(f.of_receiver.size()), f.blocked.resize(f.of_receiver.size());
     f.run();

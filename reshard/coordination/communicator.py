@@ -104,7 +104,7 @@ class Channel:
         if len(self.members) == 1:
             return None
         check_error = functools.partial(self.check_reported, generation)
-        return self._connect(generation, lambda made: made.transport(is_two_way, timeout_seconds, check_error))
+        return self._connect(generation, lambda opened: opened.transport(is_two_way, timeout_seconds, check_error))
 
     def exchange(
         self, generation: int, device: torch.device, number: int, rounds: Sequence[Round], timeout_seconds: float
@@ -118,8 +118,8 @@ class Channel:
             return None
         check_error = functools.partial(self.check_reported, generation)
 
-        def connect(made: Connections) -> NcclExchange:
-            exchange = made.exchange(device, number, timeout_seconds, check_error)
+        def connect(connections: Connections) -> NcclExchange:
+            exchange = connections.exchange(device, number, timeout_seconds, check_error)
             exchange.connect(self.group.rank, rounds, timeout_seconds, check_error)
             return exchange
 
@@ -130,7 +130,7 @@ class Channel:
         if len(self.members) == 1:
             return None
         check_error = functools.partial(self.check_reported, generation)
-        return self._connect(generation, lambda made: made.collectives(device, timeout_seconds, check_error))
+        return self._connect(generation, lambda opened: opened.collectives(device, timeout_seconds, check_error))
 
     def _connect(self, generation: int, connect: Callable[[Connections], Any]) -> Any:
         self.group.check_usable()

@@ -69,8 +69,8 @@ class Connections:
         """
         if self._collectives is None:
             if device.type in NCCL_DEVICES:
-                made = self._make_communicator("collectives", device, timeout_seconds, check_error)
-                self._collectives = NcclCollectives(made, device)
+                communicator = self._make_communicator("collectives", device, timeout_seconds, check_error)
+                self._collectives = NcclCollectives(communicator, device)
             else:
                 self._collectives = self._make_group_with_timeout("collectives", timeout_seconds, check_error)
         return self._collectives
@@ -113,8 +113,8 @@ class Connections:
                 stacklevel=6,
             )
         if number not in self._exchanges:
-            made = self._make_communicator(str(number), device, timeout_seconds, check_error)
-            self._exchanges[number] = NcclExchange(made, self._position, device)
+            communicator = self._make_communicator(str(number), device, timeout_seconds, check_error)
+            self._exchanges[number] = NcclExchange(communicator, self._position, device)
         return self._exchanges[number]
 
     def close(self) -> None:

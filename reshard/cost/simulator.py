@@ -156,8 +156,8 @@ class _Ports:
             pod = np.array([topology.host(h).pod for h in range(topology.num_hosts)], dtype=np.int64)
             apart = pod[a] != pod[b]
 
-        def key(kind: int, place: np.ndarray, number: np.ndarray | int = 0) -> np.ndarray:
-            return (place * MAX_NICS + number) * 6 + kind
+        def key(kind: int, index: np.ndarray, number: np.ndarray | int = 0) -> np.ndarray:
+            return (index * MAX_NICS + number) * 6 + kind
 
         keys = np.stack(
             [
@@ -175,8 +175,8 @@ class _Ports:
         number = np.empty_like(order)
         number[order] = np.arange(len(order))
         kinds = (found[order] % 6).tolist()
-        places, nics = (found[order] // 6 // MAX_NICS).tolist(), (found[order] // 6 % MAX_NICS).tolist()
-        rate = [_rate_of(topology, *port) for port in zip(kinds, places, nics, strict=True)]
+        indices, nics = (found[order] // 6 // MAX_NICS).tolist(), (found[order] // 6 % MAX_NICS).tolist()
+        rate = [_rate_of(topology, *port) for port in zip(kinds, indices, nics, strict=True)]
         return cls(
             port_at=np.concatenate([[0], np.cumsum(passed.sum(axis=1))]),
             port=number[which.ravel()],
@@ -185,8 +185,8 @@ class _Ports:
         )
 
 
-def _rate_of(topology: Topology, kind: int, place: int, nic: int) -> float:
+def _rate_of(topology: Topology, kind: int, index: int, nic: int) -> float:
     if kind in (_OUT, _IN):
         return topology.inside_bytes_per_second or _UNLIMITED
-    port = topology.pods[place] if kind in (_UP, _DOWN) else topology.host(place).nics[nic]
+    port = topology.pods[index] if kind in (_UP, _DOWN) else topology.host(index).nics[nic]
     return port.egress_bytes_per_second if kind in (_EGRESS, _UP) else port.ingress_bytes_per_second

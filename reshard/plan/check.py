@@ -175,12 +175,12 @@ class _Replay:
             if not len(rows):
                 continue
             start, stop = boxes_of(parts, rows, self._plan.tensors[tensors[0]].ndim)
-            place = owners.places_of(parts.receiver[rows])
-            inside = owners.inside(place, start, stop)
-            self._owner[rows], self._wanted[rows] = place, inside
-            rest = np.flatnonzero(~inside & (place >= 0))
+            owner = owners.indices_of(parts.receiver[rows])
+            inside = owners.inside(owner, start, stop)
+            self._owner[rows], self._wanted[rows] = owner, inside
+            rest = np.flatnonzero(~inside & (owner >= 0))
             if len(rest) and owners.is_grid:
-                hit = owners.meets(place[rest], start[rest], stop[rest])
+                hit = owners.meets(owner[rest], start[rest], stop[rest])
                 for row in rows[rest[hit]][:1].tolist():
                     self._fault_outside(row)
 
@@ -241,10 +241,10 @@ class _Replay:
             for tensor in np.unique(parts.tensor[parts.piece[mine]]).tolist():
                 shards = self._plan.tensors[tensor].dst_shards
                 own = mine[parts.tensor[parts.piece[mine]] == tensor]
-                tile, place = owners.tiles_of(np.unique(self._owner[own]))
+                tile, owner = owners.tiles_of(np.unique(self._owner[own]))
                 start, stop = (np.full((len(tile), ndim), at, dtype=np.int64) for at in (0, 1))
                 start[:, : len(shards.shape)], stop[:, : len(shards.shape)] = shards.start[tile], shards.stop[tile]
-                found.append((np.searchsorted(names, owners.ranks[place] * num_tensors + tensor), start, stop))
+                found.append((np.searchsorted(names, owners.ranks[owner] * num_tensors + tensor), start, stop))
         group, start, stop = map(np.concatenate, zip(*found, strict=True))
         return group, start, stop
 
@@ -276,7 +276,7 @@ class _Replay:
         for owners, tensors, rows in self._src.split(parts, np.flatnonzero(parts.source < 0)):
             if len(rows):
                 start, stop = boxes_of(parts, rows, self._plan.tensors[tensors[0]].ndim)
-                bad[rows] = ~owners.inside(owners.places_of(parts.sender[rows]), start, stop)
+                bad[rows] = ~owners.inside(owners.indices_of(parts.sender[rows]), start, stop)
         fed = np.flatnonzero(parts.source >= 0)
         source = parts.source[fed]
         a, b = parts.piece[fed], parts.piece[source]
@@ -331,8 +331,8 @@ class _Replay:
             needed = owners.sum_marks(marks)
             unlike = (sent.reshape(len(tensors), len(owners.ranks), 2) != needed).any(axis=2)
             if unlike.any():
-                tensor, place = np.argwhere(unlike)[0].tolist()
-                self._fault_cover(int(owners.ranks[place]), tensors[tensor])
+                tensor, owner = np.argwhere(unlike)[0].tolist()
+                self._fault_cover(int(owners.ranks[owner]), tensors[tensor])
 
     def _fault_cover(self, rank: int, tensor: int) -> None:
         parts, spec = self._parts, self._plan.tensors[tensor]

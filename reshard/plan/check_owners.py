@@ -48,14 +48,14 @@ class Marks:
 
 
 class Owners:
-    """The ranks that own boxes of one side of a tensor. A place is an index into ``ranks``, which are ascending."""
+    """The ranks that own boxes of one side of a tensor. An owner is an index into ``ranks``, which are ascending."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
         self.ranks = np.array(sorted(shards.layout.ranks), dtype=np.int64)
 
-    def places_of(self, ranks: np.ndarray) -> np.ndarray:
-        """The place of each rank, -1 for ranks outside the layout."""
+    def indices_of(self, ranks: np.ndarray) -> np.ndarray:
+        """The index of each rank, -1 for ranks outside the layout."""
         at = np.minimum(np.searchsorted(self.ranks, ranks), len(self.ranks) - 1)
         return np.where(self.ranks[at] == ranks, at, -1)
 
@@ -64,45 +64,45 @@ class Owners:
         """Whether tiles are the product of cuts along each dim."""
         return self._shards.cuts is not None
 
-    def inside(self, place: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """``(boxes,)`` bool: whether each box lies inside one tile of the rank at ``place``; -1 owns nothing."""
-        shards, found = self._shards, place >= 0
+    def inside(self, owner: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """``(boxes,)`` bool: whether each box lies inside one tile of ``owner``; -1 owns nothing."""
+        shards, found = self._shards, owner >= 0
         if shards.cuts is None:
             tile = locate_points(start, shards.start, shards.stop)
             found &= tile >= 0
             found[found] = (stop[found] <= shards.stop[tile[found]]).all(axis=1)
             keys = self._owned_tiles
-            wanted = tile * len(self.ranks) + place
+            wanted = tile * len(self.ranks) + owner
             at = np.minimum(np.searchsorted(keys, wanted), max(len(keys) - 1, 0))
-            return found & (keys[at] == wanted) if len(keys) else np.zeros(len(place), dtype=bool)
+            return found & (keys[at] == wanted) if len(keys) else np.zeros(len(owner), dtype=bool)
         for dim, cut in enumerate(shards.cuts):
             at = np.searchsorted(cut.lo, start[:, dim], side="right") - 1
-            found &= (stop[:, dim] <= cut.hi[at]) & (cut.coord[at] == self._parts[place, dim])
+            found &= (stop[:, dim] <= cut.hi[at]) & (cut.coord[at] == self._parts[owner, dim])
         return found
 
-    def meets(self, place: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """``(boxes,)`` bool: whether each box overlaps a tile of the rank at ``place``; only for grids."""
+    def meets(self, owner: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """``(boxes,)`` bool: whether each box overlaps a tile of ``owner``; only for grids."""
         assert self._shards.cuts is not None
-        found = place >= 0
+        found = owner >= 0
         for dim, cut in enumerate(self._shards.cuts):
-            count, part = len(cut.lo), self._parts[place, dim]
+            count, part = len(cut.lo), self._parts[owner, dim]
             keys = np.sort(cut.coord * count + np.arange(count))
             first = np.searchsorted(cut.hi, start[:, dim], side="right")
             last = np.searchsorted(cut.lo, stop[:, dim], side="left")
             found &= np.searchsorted(keys, part * count + last) > np.searchsorted(keys, part * count + first)
         return found
 
-    def tiles_of(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """``(tile, place)`` of each tile that one of ``places`` owns, once per owner."""
-        tile, place = np.divmod(self._owned_tiles, len(self.ranks))
-        mine = np.isin(place, places)
-        return tile[mine], place[mine]
+    def tiles_of(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """``(tile, owner)`` of each tile that one of ``chosen`` owns, once per owner."""
+        tile, owner = np.divmod(self._owned_tiles, len(self.ranks))
+        mine = np.isin(owner, chosen)
+        return tile[mine], owner[mine]
 
     def sum_marks(self, marks: Marks) -> np.ndarray:
         """``(ranks, 2)`` the sum of the marks of all tiles of each rank."""
         if self._shards.cuts is None:
-            tile, place = np.divmod(self._owned_tiles, len(self.ranks))
-            return add_by(place, marks.of_boxes(self._shards.start, self._shards.stop)[tile], len(self.ranks))
+            tile, owner = np.divmod(self._owned_tiles, len(self.ranks))
+            return add_by(owner, marks.of_boxes(self._shards.start, self._shards.stop)[tile], len(self.ranks))
         total = np.ones((len(self.ranks), 2), dtype=_U64)
         for dim, cut in enumerate(self._shards.cuts):
             sides = add_by(cut.coord, marks.of_side(cut.lo, cut.hi, dim), len(cut.local_size))
@@ -125,9 +125,9 @@ class Owners:
 
     @cached_property
     def _owned_tiles(self) -> np.ndarray:
-        """``tile * len(ranks) + place`` for each tile and each of its owners, ascending."""
+        """``tile * len(ranks) + owner`` for each tile and each of its owners, ascending."""
         tile, replica = np.nonzero(self._shards.ranks != NO_RANK)
-        return np.sort(tile * len(self.ranks) + self.places_of(self._shards.ranks[tile, replica]))
+        return np.sort(tile * len(self.ranks) + self.indices_of(self._shards.ranks[tile, replica]))
 
 
 def add_by(group: np.ndarray, values: np.ndarray, num_groups: int) -> np.ndarray:

@@ -97,8 +97,8 @@ class Plan:
             return np.zeros((0, 2), dtype=np.uint64)
         columns = transfers.box_tensor[:, None], transfers.box_start, transfers.box_stop
         counts = np.diff(transfers.box_at)
-        place = np.arange(len(transfers.box_tensor)) - np.repeat(transfers.box_at[:-1], counts)
-        rows = np.concatenate([*columns, place[:, None], np.repeat(counts, counts)[:, None]], axis=1)
+        position = np.arange(len(transfers.box_tensor)) - np.repeat(transfers.box_at[:-1], counts)
+        rows = np.concatenate([*columns, position[:, None], np.repeat(counts, counts)[:, None]], axis=1)
         return np.stack([np.add.reduceat(hash_rows(rows, seed), transfers.box_at[:-1]) for seed in (1, 2)], axis=1)
 
     def by_tensor(self, value: Any) -> list[Any]:

@@ -60,7 +60,7 @@ def find_missing(
         The missing pieces. Neighboring chunks of a region form one piece if the same ranks miss them.
     """
     missing: dict[tuple[int, tuple[int, ...], tuple[int, ...]], set[int]] = {}
-    place_of: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, int, int]] = {}
+    order_of: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, int, int]] = {}
     for rank in sorted(ranks):
         progress, received = arrived.get(rank, Arrived()), 0
         boxes = []
@@ -72,13 +72,13 @@ def find_missing(
             received += not is_copy
             if not has:
                 boxes += [((message.transfer, i, message.chunk), box) for i, box in enumerate(message.boxes)]
-        for (place, box), is_needed in zip(boxes, _needed(plan, rank, [box for _, box in boxes]), strict=True):
+        for (order, box), is_needed in zip(boxes, _needed(plan, rank, [box for _, box in boxes]), strict=True):
             if is_needed:
                 missing.setdefault(box, set()).add(rank)
-                place_of[box] = min(place, place_of.get(box, place))
+                order_of[box] = min(order, order_of.get(box, order))
     found: list[Piece] = []
     last_region: tuple[int, int] | None = None
-    for box in sorted(missing, key=place_of.__getitem__):
+    for box in sorted(missing, key=order_of.__getitem__):
         tensor, start, stop = box
         origin = pieces[tensor]
         piece = Piece(
@@ -87,7 +87,7 @@ def find_missing(
             tuple(a + b for a, b in zip(origin.start, stop, strict=True)),
             frozenset(missing[box]),
         )
-        region = place_of[box][:2]
+        region = order_of[box][:2]
         joined = _join(found[-1], piece) if found and region == last_region else None
         if joined is None:
             found.append(piece)

@@ -196,8 +196,8 @@ class _Bins:
         if len(self.point):
             wanted = 2 * self.bin_of_point + (self.point[:, dim] >= at[self.bin_of_point])
             number = np.unique(bins)  # a half without boxes is dropped
-            place = np.minimum(np.searchsorted(number, wanted), len(number) - 1)
-            known = number[place] == wanted
-            self.point_id, self.point, self.bin_of_point = self.point_id[known], self.point[known], place[known]
+            index = np.minimum(np.searchsorted(number, wanted), len(number) - 1)
+            known = number[index] == wanted
+            self.point_id, self.point, self.bin_of_point = self.point_id[known], self.point[known], index[known]
         self._renumber(bins[order])
         return True

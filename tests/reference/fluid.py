@@ -64,10 +64,10 @@ class _Flow:
                 self.next[earlier].append(message)
         self.of_queue = _members(self.queue)
         self.of_receiver = _members(self.receiver)
-        self.place = [0] * count  # index among the messages of its receiver
+        self.position = [0] * count  # index among the messages of its receiver
         for row in self.of_receiver:
-            for place, message in enumerate(row):
-                self.place[message] = place
+            for position, message in enumerate(row):
+                self.position[message] = position
         self.head = [0] * len(self.of_queue)  # by queue, index of the first message that has not started
         self.done = [0] * len(self.of_queue)  # by queue, index of the first message that counts for its window
         self.released = [False] * count  # messages that no longer count for the window of their queue
@@ -147,7 +147,7 @@ class _Flow:
             if self.left[message] or self.head[queue] - self.done[queue] >= self.window[message]:
                 return
             receiver = self.receiver[message]
-            if self.place[message] >= self.first[receiver] + self.ahead[message]:
+            if self.position[message] >= self.first[receiver] + self.ahead[message]:
                 self.blocked[receiver].append(queue)
                 return
             self.head[queue] += 1
@@ -235,8 +235,8 @@ class _Flow:
         while self.first[receiver] < len(row) and self.finish[row[self.first[receiver]]] >= 0:
             self.first[receiver] += 1
         self.start_from(queue)
-        for place in range(before, self.first[receiver]):
-            for later in self.next[row[place]]:
+        for position in range(before, self.first[receiver]):
+            for later in self.next[row[position]]:
                 self.left[later] -= 1
                 if not self.left[later]:
                     self.start_from(self.queue[later])

@@ -1,4 +1,4 @@
-"""One thread per group that sends heartbeats and end_requests transfers that cannot finish."""
+"""One thread per group that sends heartbeats and ends transfers that cannot finish."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _registered: set[tuple[int, Any]] = set()
 
 
 def call_at_exit(function: Callable[[], None], priority: int) -> None:
-    """Call ``function`` once when this process end_requests; higher priorities first.
+    """Call ``function`` once when this process ends; higher priorities first.
 
     A multiprocessing child skips atexit handlers, but runs its own finalizers.
     """

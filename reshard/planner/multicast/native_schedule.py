@@ -33,16 +33,16 @@ class Schedule:
 
 def put_in_order(schedule: Schedule, order: np.ndarray) -> Schedule:
     """The messages of a schedule in the given order, renumbered."""
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
+    new_index = np.empty_like(order)
+    new_index[order] = np.arange(len(order))
     counts = np.diff(schedule.after_at)[order]
     return Schedule(
         piece=schedule.piece[order],
         sender=schedule.sender[order],
         receiver=schedule.receiver[order],
-        source=np.where(schedule.source < 0, -1, place[schedule.source])[order],
+        source=np.where(schedule.source < 0, -1, new_index[schedule.source])[order],
         after_at=np.concatenate([[0], np.cumsum(counts)]),
-        after=place[schedule.after[ranges(schedule.after_at[order], counts)]],
+        after=new_index[schedule.after[ranges(schedule.after_at[order], counts)]],
     )
 
 

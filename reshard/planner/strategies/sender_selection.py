@@ -54,9 +54,9 @@ def rotation(sender: np.ndarray, receiver: np.ndarray) -> np.ndarray:
     first = i * num_receivers // num_senders
     key = (j - first) % num_receivers * num_senders + i
     if num_senders * num_receivers <= 4 * len(key):
-        place = np.full(num_senders * num_receivers, -1, dtype=np.int64)
-        place[key] = np.arange(len(key))
-        order = place[place >= 0]
+        index_of_key = np.full(num_senders * num_receivers, -1, dtype=np.int64)
+        index_of_key[key] = np.arange(len(key))
+        order = index_of_key[index_of_key >= 0]
         if len(order) == len(key):  # all keys differ
             return order
     return np.argsort(key, kind="stable")
