@@ -47,52 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
         could not start; 130 after Ctrl-C.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench",
-        description=__doc__,
-        epilog="example: python -m microbench --suite study --contender auto --contender send_recv --out run.jsonl",
-    )
-    parser.add_argument(
-        "--suite", action="append", help=f"run only this suite; may be repeated: {', '.join([*SUITES, 'random'])}"
-    )
-    parser.add_argument(
-        "--row", action="append", help="run only rows with this text in 'suite: name' (see --list); may be repeated"
-    )
-    parser.add_argument("--full", action="store_true", help="run all rows and contenders; takes at most an hour")
-    parser.add_argument(
-        "--contender", action="append", help=f"run only this contender; may be repeated: {', '.join(ALL_CONTENDERS)}"
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="timed turns of each contender, after one warm-up (5)")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        help=f"time budget: repeat disturbed turns within it ({DEFAULT_MINUTES}; with --full {FULL_MINUTES})",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random rows (0)")
-    parser.add_argument("--random", type=int, default=8, help="number of random rows in --full and --suite random (8)")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor for the first dim of every tensor (1)")
-    parser.add_argument("--out", type=Path, help="write JSON lines to this file")
-    parser.add_argument("--topology", type=Path, help="torchrun only: topology file with the expected link rates")
-    parser.add_argument("--rate", help="torchrun without --topology: expected rate of each NIC (10 Gbit/s)")
-    parser.add_argument(
-        "--calibrate", type=Path, help="torchrun only: measure the links, write a topology file here, and exit"
-    )
-    parser.add_argument("--list", action="store_true", help="print the rows and their expected seconds, and exit")
+    parser = _make_parser()
     options = parser.parse_args(arguments)
-    if not 1 <= options.repeats <= 1000 or not 0 <= options.random <= 10_000 or not 1e-6 <= options.scale <= 64:
-        parser.error("--repeats must be 1 to 1000, --random 0 to 10000, --scale 1e-6 to 64")
-    if options.minutes is not None and not 0 < options.minutes <= 10_000:
-        parser.error("--minutes must be above 0 and at most 10000")
     is_job = "TORCHELASTIC_RUN_ID" in os.environ
-    if not is_job and (options.topology or options.calibrate):
-        parser.error("--topology and --calibrate need torchrun; each row fixes its emulated cluster")
-    if not is_job and options.rate is not None:
-        parser.error("--rate needs torchrun; each row fixes the rates of its emulated cluster")
-    if options.topology and options.rate is not None:
-        parser.error("--rate and --topology exclude each other: the topology file gives the rates of the NICs")
-    for name, file in (("--out", options.out), ("--calibrate", options.calibrate)):
-        if file and (file.is_dir() or not file.parent.is_dir()):
-            parser.error(f"{name} {file}: " + ("is a folder" if file.is_dir() else f"no folder {file.parent}"))
+    _check_options(parser, options, is_job)
     options.rate = "10 Gbit/s" if options.rate is None else options.rate
     try:
         parse_rate(options.rate)
@@ -125,6 +83,58 @@ def main(arguments: list[str] | None = None) -> int:
         kept = f"; {options.out} has the results of the completed clusters" if options.out and not is_job else ""
         stderr(f"microbench: interrupted{kept}")
         return 128 + signal.SIGINT
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m microbench",
+        description=__doc__,
+        epilog="example: python -m microbench --suite study --contender auto --contender send_recv --out run.jsonl",
+    )
+    parser.add_argument(
+        "--suite", action="append", help=f"run only this suite; may be repeated: {', '.join([*SUITES, 'random'])}"
+    )
+    parser.add_argument(
+        "--row", action="append", help="run only rows with this text in 'suite: name' (see --list); may be repeated"
+    )
+    parser.add_argument("--full", action="store_true", help="run all rows and contenders; takes at most an hour")
+    parser.add_argument(
+        "--contender", action="append", help=f"run only this contender; may be repeated: {', '.join(ALL_CONTENDERS)}"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="timed turns of each contender, after one warm-up (5)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help=f"time budget: repeat disturbed turns within it ({DEFAULT_MINUTES}; with --full {FULL_MINUTES})",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random rows (0)")
+    parser.add_argument("--random", type=int, default=8, help="number of random rows in --full and --suite random (8)")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for the first dim of every tensor (1)")
+    parser.add_argument("--out", type=Path, help="write JSON lines to this file")
+    parser.add_argument("--topology", type=Path, help="torchrun only: topology file with the expected link rates")
+    parser.add_argument("--rate", help="torchrun without --topology: expected rate of each NIC (10 Gbit/s)")
+    parser.add_argument(
+        "--calibrate", type=Path, help="torchrun only: measure the links, write a topology file here, and exit"
+    )
+    parser.add_argument("--list", action="store_true", help="print the rows and their expected seconds, and exit")
+    return parser
+
+
+def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, is_job: bool) -> None:
+    """Exit with an error if an option is out of range or excludes another one."""
+    if not 1 <= options.repeats <= 1000 or not 0 <= options.random <= 10_000 or not 1e-6 <= options.scale <= 64:
+        parser.error("--repeats must be 1 to 1000, --random 0 to 10000, --scale 1e-6 to 64")
+    if options.minutes is not None and not 0 < options.minutes <= 10_000:
+        parser.error("--minutes must be above 0 and at most 10000")
+    if not is_job and (options.topology or options.calibrate):
+        parser.error("--topology and --calibrate need torchrun; each row fixes its emulated cluster")
+    if not is_job and options.rate is not None:
+        parser.error("--rate needs torchrun; each row fixes the rates of its emulated cluster")
+    if options.topology and options.rate is not None:
+        parser.error("--rate and --topology exclude each other: the topology file gives the rates of the NICs")
+    for name, file in (("--out", options.out), ("--calibrate", options.calibrate)):
+        if file and (file.is_dir() or not file.parent.is_dir()):
+            parser.error(f"{name} {file}: " + ("is a folder" if file.is_dir() else f"no folder {file.parent}"))
 
 
 def _contenders(options: argparse.Namespace, row: Row) -> Sequence[str]:

@@ -128,9 +128,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     """Print a plan, and the lower bound of the time that the network needs."""
-    from reshard.cli.html_report import format_html
-    from reshard.cli.report import describe_plan
-    from reshard.plan import expand_messages
     from reshard.planner import make_plan
 
     src_mesh = Mesh.of(options.src_mesh)
@@ -155,39 +152,53 @@ def _plan(options: argparse.Namespace) -> int:
     plan = plan_with(options.strategy)
     if options.rank is not None and options.rank not in plan.ranks:
         raise ArgumentError(f"rank {options.rank} is not in the plan, whose ranks are {format_ranks(plan.ranks)}")
-    if options.format == "json":
-        if options.rank is None and plan.num_messages > MAX_PRINTED_MESSAGES:
-            raise ArgumentError(f"the plan has {plan.num_messages} messages; select one rank with --rank")
-        if options.rank is not None and plan.count_messages(options.rank) > MAX_PRINTED_MESSAGES:
-            raise ArgumentError(
-                f"rank {options.rank} has {plan.count_messages(options.rank)} messages; at most {MAX_PRINTED_MESSAGES} "
-                "can be printed"
-            )
-        sys.stdout.write(json.dumps(_to_json(plan, options.rank)))  # dumps is faster than dump: it encodes in C
-        print()
-        return 0
-    if options.format == "html":
-        if options.rank is not None:
+    _print_plan(plan, options.format, options.rank)
+    return 0
+
+
+def _print_plan(plan: Plan, form: str, rank: int | None) -> None:
+    """Print a plan in the form that ``--format`` names; with ``rank``, only the messages of that rank."""
+    from reshard.cli.html_report import format_html
+    from reshard.cli.report import describe_plan
+
+    if form == "json":
+        _print_json(plan, rank)
+    elif form == "html":
+        if rank is not None:
             raise ArgumentError("--format html draws the whole plan; omit --rank")
         print(format_html(plan), end="")
-        return 0
-    if options.format == "summary":
-        if options.rank is not None:
+    elif form == "summary":
+        if rank is not None:
             raise ArgumentError("--format summary covers the whole plan; omit --rank")
         print(describe_plan(plan, max_lines=0).split("\n\n")[0])
-        return 0
-    if options.rank is None:
+    elif rank is None:
         print(describe_plan(plan))
-        return 0
-    print(describe_plan(plan, max_lines=0).split("...")[0])
-    for message in expand_messages(plan, options.rank):
+    else:
+        print(describe_plan(plan, max_lines=0).split("...")[0])
+        _print_messages(plan, rank)
+
+
+def _print_messages(plan: Plan, rank: int) -> None:
+    from reshard.plan import expand_messages
+
+    for message in expand_messages(plan, rank):
         boxes = " + ".join(
             f"t{tensor} [{', '.join(f'{a}:{b}' for a, b in zip(start, stop, strict=True))}]"
             for tensor, start, stop in message.boxes
         )
         after = "" if message.source is None else f" after {message.source}"
         print(f"{message.id}: {boxes} {message.sender} -> {message.receiver}{after}")
-    return 0
+
+
+def _print_json(plan: Plan, rank: int | None) -> None:
+    if rank is None and plan.num_messages > MAX_PRINTED_MESSAGES:
+        raise ArgumentError(f"the plan has {plan.num_messages} messages; select one rank with --rank")
+    if rank is not None and plan.count_messages(rank) > MAX_PRINTED_MESSAGES:
+        raise ArgumentError(
+            f"rank {rank} has {plan.count_messages(rank)} messages; at most {MAX_PRINTED_MESSAGES} can be printed"
+        )
+    sys.stdout.write(json.dumps(_to_json(plan, rank)))  # dumps is faster than dump: it encodes in C
+    print()
 
 
 def _to_json(plan: Plan, rank: int | None) -> dict[str, Any]:
