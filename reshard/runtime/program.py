@@ -113,77 +113,108 @@ def build_program(plan: Plan, rank: int) -> Program:
             the plan is on no host.
     """
     check_ranks(plan)
-    messages = list(expand_messages(plan, rank))
-    src, dst = _Locator(plan, rank, messages, "src"), _Locator(plan, rank, messages, "dst")
-    copies: list[Copy] = []
-    recvs: list[Recv] = []
-    queues: tuple[list[Send], list[Send]] = ([], [])
-    received: dict[int, tuple[int, Message]] = {}  # message id -> index of the receive, and the message
-    num_forwards: dict[int, int] = {}
-    for message in messages:
-        if message.sender == rank and message.source is not None:
-            num_forwards[message.source] = num_forwards.get(message.source, 0) + 1
-    hosts = plan.topology.host_of_rank
-    waits, awaited, notify = _find_events(plan, rank)
-    for message in messages:
-        nbytes = message_nbytes(plan, message)
+    builder = _Builder(plan, rank)
+    for message in builder.messages:
         if message.sender == message.receiver:
-            for i, (tensor, start, stop) in enumerate(message.boxes):
-                box = LocalBox(tensor, src.find(message.id + i), dst.find(message.id + i))
-                if box.src is None or box.dst is None:
-                    raise PlanError(
-                        f"{name_box(message.id, message.id + i, len(message.boxes))}: rank {rank} cannot copy "
-                        f"{format_box([*zip(start, stop, strict=True)])}: its source or destination lacks it"
-                    )
-                copies.append(Copy(message.id + i, box))
+            builder.add_copies(message)
         elif message.receiver == rank:
-            boxes = tuple(
-                LocalBox(tensor, None, dst.find(message.id + i)) for i, (tensor, _, _) in enumerate(message.boxes)
-            )
-            if len({box.dst is None for box in boxes}) > 1:
-                raise PlanError(f"message {message.id}: rank {rank} needs some of its boxes only")
-            received[message.id] = len(recvs), message
-            recvs.append(
-                Recv(
-                    message.id,
-                    message.sender,
-                    boxes,
-                    nbytes,
-                    num_forwards.get(message.id, 0),
-                    recvs_ahead(message.window),
-                    waits.get(message.transfer, ()),
-                )
-            )
+            builder.add_recv(message)
         else:
-            forwards = None
-            if message.source is not None:
-                prefix = f"message {message.id}: rank {rank} passes on"
-                if message.source not in received:
-                    raise PlanError(f"{prefix} message {message.source}, which it has not received")
-                forwards, original = received[message.source]
-                if original.boxes != message.boxes:
-                    raise PlanError(f"{prefix} other boxes than message {message.source} brings")
-            boxes = tuple(
-                LocalBox(tensor, src.find(message.id + i) if forwards is None else None, dst.find(message.id + i))
-                for i, (tensor, _, _) in enumerate(message.boxes)
+            builder.add_send(message)
+    return builder.finish()
+
+
+class _Builder:
+    """Collects the operations of a rank, message by message in the plan's order."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._plan, self._rank = plan, rank
+        self.messages = list(expand_messages(plan, rank))
+        self._src, self._dst = (_Locator(plan, rank, self.messages, side) for side in ("src", "dst"))
+        self._copies: list[Copy] = []
+        self._recvs: list[Recv] = []
+        self._queues: tuple[list[Send], list[Send]] = ([], [])
+        self._received: dict[int, tuple[int, Message]] = {}  # message id -> index of the receive, and the message
+        self._num_forwards: dict[int, int] = {}
+        for message in self.messages:
+            if message.sender == rank and message.source is not None:
+                self._num_forwards[message.source] = self._num_forwards.get(message.source, 0) + 1
+        self._waits, self._awaited, self._notify = _find_events(plan, rank)
+
+    def add_copies(self, message: Message) -> None:
+        """Add a copy for each box of a message from the rank to itself."""
+        for i, (tensor, start, stop) in enumerate(message.boxes):
+            box = LocalBox(tensor, self._src.find(message.id + i), self._dst.find(message.id + i))
+            if box.src is None or box.dst is None:
+                raise PlanError(
+                    f"{name_box(message.id, message.id + i, len(message.boxes))}: rank {self._rank} cannot copy "
+                    f"{format_box([*zip(start, stop, strict=True)])}: its source or destination lacks it"
+                )
+            self._copies.append(Copy(message.id + i, box))
+
+    def add_recv(self, message: Message) -> None:
+        """Add the receive of a message."""
+        boxes = tuple(
+            LocalBox(tensor, None, self._dst.find(message.id + i)) for i, (tensor, _, _) in enumerate(message.boxes)
+        )
+        if len({box.dst is None for box in boxes}) > 1:
+            raise PlanError(f"message {message.id}: rank {self._rank} needs some of its boxes only")
+        self._received[message.id] = len(self._recvs), message
+        self._recvs.append(
+            Recv(
+                message.id,
+                message.sender,
+                boxes,
+                message_nbytes(self._plan, message),
+                self._num_forwards.get(message.id, 0),
+                recvs_ahead(message.window),
+                self._waits.get(message.transfer, ()),
             )
-            if forwards is None and any(box.src is None for box in boxes):
-                raise PlanError(f"message {message.id}: rank {rank} sends elements that it does not hold")
-            queue = queues[hosts[rank] == hosts[message.receiver]]
-            events = waits.get(message.transfer, ())
-            queue.append(Send(message.id, message.receiver, boxes, nbytes, forwards, message.window, events))
-    _check_complete(plan, rank, copies, recvs)
-    return Program(
-        rank=rank,
-        copies=tuple(copies),
-        recvs=tuple(_count_staged_forwards(recvs, queues)),
-        sends_across=tuple(queues[False]),
-        sends_inside=tuple(queues[True]),
-        src_shapes=tuple(s.src_shards.local_shape(rank) if rank in s.src.ranks else None for s in plan.tensors),
-        dst_shapes=tuple(s.dst_shards.local_shape(rank) if rank in s.dst.ranks else None for s in plan.tensors),
-        awaited=awaited,
-        notify=notify,
-    )
+        )
+
+    def add_send(self, message: Message) -> None:
+        """Add the send of a message, whose data the rank holds or has received."""
+        forwards = None if message.source is None else self._find_forwarded(message, message.source)
+        boxes = tuple(
+            LocalBox(
+                tensor,
+                self._src.find(message.id + i) if forwards is None else None,
+                self._dst.find(message.id + i),
+            )
+            for i, (tensor, _, _) in enumerate(message.boxes)
+        )
+        if forwards is None and any(box.src is None for box in boxes):
+            raise PlanError(f"message {message.id}: rank {self._rank} sends elements that it does not hold")
+        hosts = self._plan.topology.host_of_rank
+        nbytes, events = message_nbytes(self._plan, message), self._waits.get(message.transfer, ())
+        send = Send(message.id, message.receiver, boxes, nbytes, forwards, message.window, events)
+        self._queues[hosts[self._rank] == hosts[message.receiver]].append(send)
+
+    def _find_forwarded(self, message: Message, source: int) -> int:
+        """The index of the receive that brings the data of ``message``."""
+        prefix = f"message {message.id}: rank {self._rank} passes on"
+        if source not in self._received:
+            raise PlanError(f"{prefix} message {source}, which it has not received")
+        forwards, original = self._received[source]
+        if original.boxes != message.boxes:
+            raise PlanError(f"{prefix} other boxes than message {source} brings")
+        return forwards
+
+    def finish(self) -> Program:
+        """The program of all added operations."""
+        plan, rank = self._plan, self._rank
+        _check_complete(plan, rank, self._copies, self._recvs)
+        return Program(
+            rank=rank,
+            copies=tuple(self._copies),
+            recvs=tuple(_count_staged_forwards(self._recvs, self._queues)),
+            sends_across=tuple(self._queues[False]),
+            sends_inside=tuple(self._queues[True]),
+            src_shapes=tuple(s.src_shards.local_shape(rank) if rank in s.src.ranks else None for s in plan.tensors),
+            dst_shapes=tuple(s.dst_shards.local_shape(rank) if rank in s.dst.ranks else None for s in plan.tensors),
+            awaited=self._awaited,
+            notify=self._notify,
+        )
 
 
 def _find_events(
