@@ -53,20 +53,37 @@ def bound_in_pods(
         sum of x[k, h, q] over h not in q, k        <= down[q] * T
         sum of x[k, h, q] over k, q                 <= egress[h] * T
     """
-    from scipy.optimize import linprog
-    from scipy.sparse import coo_matrix
-
     if not classes:
         return 0.0, []
     scale = float(max(classes.values()))
     fastest = max(port.egress_bytes_per_second for port in (*host_port.values(), *pods))
-    leaving: dict[int, list[int]] = {}
-    up: dict[int, list[int]] = {}
-    down: dict[int, list[int]] = {}
-    equal, least = _Rows(), _Rows()
-    count = 0
+    program = _Program(pod_of)
     for (holders, destinations), nbytes in classes.items():
-        share = nbytes / scale
+        program.add_class(holders, destinations, nbytes / scale)
+    rates = {("host", host): host_port[host].egress_bytes_per_second for host in program.leaving}
+    rates |= {("up", pod): pods[pod].egress_bytes_per_second for pod in program.up}
+    rates |= {("down", pod): pods[pod].ingress_bytes_per_second for pod in program.down}
+    seconds, busy = program.solve({link: rate / fastest for link, rate in rates.items()})
+    return seconds * scale / fastest * (1 - 1e-9), sorted(busy)
+
+
+class _Program:
+    """The linear program of :func:`bound_in_pods`. Variables are numbered in the order in which classes add them.
+
+    Attributes:
+        leaving, up, down: the variables whose bytes leave each host, leave each pod, and enter each pod.
+    """
+
+    def __init__(self, pod_of: Mapping[int, int]) -> None:
+        self._pod_of, self._count = pod_of, 0
+        self.leaving: dict[int, list[int]] = {}
+        self.up: dict[int, list[int]] = {}
+        self.down: dict[int, list[int]] = {}
+        self._equal, self._least = _Rows(), _Rows()
+
+    def add_class(self, holders: Sequence[int], destinations: Sequence[int], nbytes: float) -> None:
+        """Add the variables of a class, and the rows that make it reach its destinations."""
+        pod_of = self._pod_of
         first: list[int] = []
         needing: dict[int, list[int]] = {}
         for host in destinations:
@@ -77,39 +94,46 @@ def bound_in_pods(
             for host in (*holders, *destinations):
                 if hosts == [host]:
                     continue
-                every.append(count)
-                leaving.setdefault(host, []).append(count)
+                every.append(self._count)
+                self.leaving.setdefault(host, []).append(self._count)
                 if host in holders:
-                    first.append(count)
+                    first.append(self._count)
                 if pod_of[host] != pod:
-                    outside.append(count)
-                    up.setdefault(pod_of[host], []).append(count)
-                    down.setdefault(pod, []).append(count)
-                count += 1
-            equal.add(every, share * len(hosts))
+                    outside.append(self._count)
+                    self.up.setdefault(pod_of[host], []).append(self._count)
+                    self.down.setdefault(pod, []).append(self._count)
+                self._count += 1
+            self._equal.add(every, nbytes * len(hosts))
             if pod not in holding:
-                least.add(outside, share, -1.0)
-        least.add(first, share, -1.0)
-    time = count  # the last variable
-    first_load = len(least.right)
-    for host, columns in leaving.items():
-        least.add(columns, 0.0, extra=(time, -host_port[host].egress_bytes_per_second / fastest))
-    for pod, columns in up.items():
-        least.add(columns, 0.0, extra=(time, -pods[pod].egress_bytes_per_second / fastest))
-    for pod, columns in down.items():
-        least.add(columns, 0.0, extra=(time, -pods[pod].ingress_bytes_per_second / fastest))
-    cost = np.zeros(count + 1)
-    cost[-1] = 1.0
+                self._least.add(outside, nbytes, -1.0)
+        self._least.add(first, nbytes, -1.0)
 
-    def matrix(rows: _Rows) -> coo_matrix:
-        return coo_matrix((rows.value, (rows.row, rows.column)), shape=(len(rows.right), count + 1))
+    def solve(self, rate_of: Mapping[tuple[str, int], float]) -> tuple[float, list[tuple[str, int]]]:
+        """Minimise the time in which all links carry their bytes; ``rate_of`` lists the links.
 
-    solved = linprog(cost, A_ub=matrix(least), b_ub=least.right, A_eq=matrix(equal), b_eq=equal.right, method="highs")
-    if solved.fun is None:  # the solver fails on rates a billion times apart; other bounds still hold
-        return 0.0, []
-    duals = solved.ineqlin.marginals[first_load:]
-    busy = duals < -1e-9 * max(abs(duals).max(), 1e-300)
-    links = [("host", host) for host in leaving]
-    links += [("up", pod) for pod in up] + [("down", pod) for pod in down]
-    found = [link for link, binds in zip(links, busy.tolist(), strict=True) if binds]
-    return float(solved.fun) * scale / fastest * (1 - 1e-9), sorted(found)
+        Returns:
+            The time, and the links that are busy throughout. Without a solution, 0 and no link.
+        """
+        from scipy.optimize import linprog
+        from scipy.sparse import coo_matrix
+
+        time = self._count  # the last variable
+        first_load = len(self._least.right)
+        columns_of = {"host": self.leaving, "up": self.up, "down": self.down}
+        for (kind, number), rate in rate_of.items():
+            self._least.add(columns_of[kind][number], 0.0, extra=(time, -rate))
+        cost = np.zeros(self._count + 1)
+        cost[-1] = 1.0
+
+        def matrix(rows: _Rows) -> coo_matrix:
+            return coo_matrix((rows.value, (rows.row, rows.column)), shape=(len(rows.right), self._count + 1))
+
+        least, equal = self._least, self._equal
+        solved = linprog(
+            cost, A_ub=matrix(least), b_ub=least.right, A_eq=matrix(equal), b_eq=equal.right, method="highs"
+        )
+        if solved.fun is None:  # the solver fails on rates a billion times apart; other bounds still hold
+            return 0.0, []
+        duals = solved.ineqlin.marginals[first_load:]
+        busy = duals < -1e-9 * max(abs(duals).max(), 1e-300)
+        return float(solved.fun), [link for link, binds in zip(rate_of, busy.tolist(), strict=True) if binds]
