@@ -58,13 +58,7 @@ class ActorMesh:
         size = self.mesh.size
         if isinstance(num_hosts, bool) or not isinstance(num_hosts, int) or num_hosts < 1 or size % num_hosts:
             raise MeshError(f"{size} ranks of {name!r} cannot be divided evenly over {num_hosts!r} hosts")
-        if not ray.is_initialized():
-            raise ArgumentError("Ray is not connected: call ray.init() first")
-        for what, number in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
-            if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
-                raise ArgumentError(f"{what} of {name!r} is {number!r}; it must be a number of at least 0")
-        if not num_cpus and not num_gpus:
-            raise ArgumentError(f"num_cpus and num_gpus of {name!r} are both 0; Ray places actors by what they reserve")
+        _check_resources(name, num_cpus, num_gpus)
         check_timeout(timeout_seconds)
         per_host = size // num_hosts
         self._id = uuid.uuid4().hex[:12]
@@ -77,18 +71,7 @@ class ActorMesh:
         begun = time.monotonic()
         try:
             needs = f"{name!r} needs {num_hosts} node{'s' * (num_hosts > 1)} with {bundle} free on each"
-            if not self._group.wait(min(WARN_SECONDS, timeout_seconds)):
-                if timeout_seconds > WARN_SECONDS:
-                    warnings.warn(
-                        f"{needs}; waiting up to {timeout_seconds:g} s (the nodes have, free or not: {_nodes()})",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
-                if not self._group.wait(max(0.0, timeout_seconds - WARN_SECONDS)):
-                    raise TransferTimeoutError(
-                        f"{needs}; these were not free within {timeout_seconds:g} s "
-                        f"(the nodes have, free or not: {_nodes()})"
-                    )
+            self._wait_for_nodes(needs, timeout_seconds)
             remote = ray.remote(Device)
             self.actors = [
                 remote.options(
@@ -98,19 +81,35 @@ class ActorMesh:
                 ).remote()
                 for rank in range(size)
             ]
-            self.addresses: list[str] = []
-            remaining = max(1.0, timeout_seconds - (time.monotonic() - begun))
-            try:
-                self.addresses = [
-                    where[0] for where in ray.get([a.where.remote() for a in self.actors], timeout=remaining)
-                ]
-            except GetTimeoutError:
-                raise TransferTimeoutError(f"actors of {name!r} did not start within {timeout_seconds:g} s") from None
-            except RayError as error:
-                raise RemoteError(f"an actor of {name!r} did not start: {error}") from None
+            self.addresses = self._wait_for_actors(timeout_seconds, time.monotonic() - begun)
         except BaseException:
             remove_placement_group(self._group)
             raise
+
+    def _wait_for_nodes(self, needs: str, timeout_seconds: float) -> None:
+        """Wait until Ray has reserved the nodes; warn after some seconds. ``needs`` describes them."""
+        if self._group.wait(min(WARN_SECONDS, timeout_seconds)):
+            return
+        if timeout_seconds > WARN_SECONDS:
+            warnings.warn(
+                f"{needs}; waiting up to {timeout_seconds:g} s (the nodes have, free or not: {_nodes()})",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        if not self._group.wait(max(0.0, timeout_seconds - WARN_SECONDS)):
+            raise TransferTimeoutError(
+                f"{needs}; these were not free within {timeout_seconds:g} s (the nodes have, free or not: {_nodes()})"
+            )
+
+    def _wait_for_actors(self, timeout_seconds: float, elapsed_seconds: float) -> list[str]:
+        """The address of each actor, once all have started."""
+        remaining = max(1.0, timeout_seconds - elapsed_seconds)
+        try:
+            return [where[0] for where in ray.get([a.where.remote() for a in self.actors], timeout=remaining)]
+        except GetTimeoutError:
+            raise TransferTimeoutError(f"actors of {self.name!r} did not start within {timeout_seconds:g} s") from None
+        except RayError as error:
+            raise RemoteError(f"an actor of {self.name!r} did not start: {error}") from None
 
     def put(self, array: Any, spec: Any = None, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> ShardedArray:
         """Shard an array of the driver over the mesh. Equal shards are sent once per host.
@@ -270,6 +269,17 @@ def _drop(made_in: Any, actors: Sequence[Any], key: str) -> None:
     if made_in == session():
         for actor in actors:
             actor.drop.remote(key)
+
+
+def _check_resources(name: str, num_cpus: float, num_gpus: float) -> None:
+    """Raise ArgumentError unless Ray is connected and the actors of the mesh ``name`` reserve something."""
+    if not ray.is_initialized():
+        raise ArgumentError("Ray is not connected: call ray.init() first")
+    for what, number in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
+            raise ArgumentError(f"{what} of {name!r} is {number!r}; it must be a number of at least 0")
+    if not num_cpus and not num_gpus:
+        raise ArgumentError(f"num_cpus and num_gpus of {name!r} are both 0; Ray places actors by what they reserve")
 
 
 def _nodes() -> str:

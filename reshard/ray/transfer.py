@@ -63,14 +63,7 @@ def reshard(
         raise ArgumentError(f"on_loss is {on_loss!r}; it must be 'raise' or 'recover'")
     fault_tolerant = on_loss == "recover"
     arrays: dict[Any, ShardedArray] = {**array} if isinstance(array, Mapping) else {None: array}
-    for name, one in arrays.items():
-        what = f"{name!r}" if name is not None else "the array"
-        if not isinstance(one, ShardedArray):
-            raise ArgumentError(f"{what} is {type(one).__name__}, not a ShardedArray; mesh.put(...) makes one")
-        if one.mesh is not src_mesh:
-            raise ArgumentError(f"{what} is on {one.mesh}, not on {src_mesh}")
-    if not isinstance(dst_mesh, ActorMesh) or not arrays:
-        raise ArgumentError(f"reshard needs arrays and an ActorMesh to move them to, not {type(dst_mesh).__name__}")
+    _check_arrays(arrays, src_mesh, dst_mesh)
     specs, dtypes = _by_name(dst_spec, arrays, "dst_spec"), _by_name(dst_dtype, arrays, "dst_dtype")
     dtypes = {name: None if dtype is None else dtype_name(dtype) for name, dtype in dtypes.items()}
     first = 0 if dst_mesh is src_mesh else src_mesh.mesh.size
@@ -94,13 +87,10 @@ def reshard(
     meshes = [src_mesh] if first == 0 else [src_mesh, dst_mesh]
     with order_lock:
         key = join_meshes(meshes)
-        calls = []
+        calls: list[ActorCall] = []
         for mesh in meshes:
             keys = {
-                name: (
-                    one.key if mesh is src_mesh else None,
-                    results[name].key if mesh is dst_mesh else None,
-                )
+                name: (one.key if mesh is src_mesh else None, results[name].key if mesh is dst_mesh else None)
                 for name, one in arrays.items()
             }
             calls += [(mesh, rank, "move", (key, keys, specs_by_name, options)) for rank in mesh.mesh.ranks]
@@ -109,6 +99,18 @@ def reshard(
     for one in results.values():
         one.lost = frozenset(dst_mesh.dead)
     return results if isinstance(array, Mapping) else results[None]
+
+
+def _check_arrays(arrays: Mapping[Any, Any], src_mesh: Any, dst_mesh: Any) -> None:
+    """Raise ArgumentError unless all arrays are on ``src_mesh``, and ``dst_mesh`` is an ActorMesh."""
+    for name, one in arrays.items():
+        what = f"{name!r}" if name is not None else "the array"
+        if not isinstance(one, ShardedArray):
+            raise ArgumentError(f"{what} is {type(one).__name__}, not a ShardedArray; mesh.put(...) makes one")
+        if one.mesh is not src_mesh:
+            raise ArgumentError(f"{what} is on {one.mesh}, not on {src_mesh}")
+    if not isinstance(dst_mesh, ActorMesh) or not arrays:
+        raise ArgumentError(f"reshard needs arrays and an ActorMesh to move them to, not {type(dst_mesh).__name__}")
 
 
 def _by_name(given: Any, arrays: Mapping[Any, ShardedArray], what: str) -> dict[Any, Any]:
