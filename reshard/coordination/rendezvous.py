@@ -169,14 +169,7 @@ class Rendezvous:
         others = self.members[1:]
         if not others:
             return replace(args.decide([request]), attempts={request.rank: request.attempt})
-        if self.links.hub is None:
-            try:
-                self.links.hub = Hub.listen(self._store, self.group.rank, others, args.timeout_seconds)
-            except ReshardError as error:
-                mark_out_of_sync(self.group, self.members, str(error))
-                raise
-            self.links.close_at_exit()
-        hub = self.links.hub
+        hub = self._open_hub(args.timeout_seconds)
 
         def missing() -> list[int]:
             gone = self.find_dead() if fault_tolerant else ()
@@ -230,6 +223,17 @@ class Rendezvous:
         hub.in_round = False
         hub.answer(decision.__dict__)
         return decision
+
+    def _open_hub(self, timeout_seconds: float) -> Hub:
+        """The hub of these members, which listens from its first round on."""
+        if self.links.hub is None:
+            try:
+                self.links.hub = Hub.listen(self._store, self.group.rank, self.members[1:], timeout_seconds)
+            except ReshardError as error:
+                mark_out_of_sync(self.group, self.members, str(error))
+                raise
+            self.links.close_at_exit()
+        return self.links.hub
 
     def _run_as_spoke(self, args: _RoundArgs) -> Decision:
         """On any other member: send the request, wait for the answer."""

@@ -12,10 +12,11 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -101,16 +102,7 @@ def run_processes(
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-    # The store's server is a thread. A lock that it holds during a fork would stay locked in the child, so it runs in
-    # a separate process and this process can fork again.
-    server_pipe, theirs = context.Pipe()
-    listener = socket.create_server(("127.0.0.1", 0), backlog=num_ranks + 8)
-    server = context.Process(target=_serve_store, args=(listener, theirs, server_pipe), name="store")
-    server.start()
-    theirs.close()
-    for pipe in pipes:
-        pipe.send(listener.getsockname()[1])
-    listener.close()
+    server, server_pipe = _start_store(pipes)
 
     def describe_exit(rank: int) -> str:
         processes[rank].join(1.0)
@@ -123,16 +115,36 @@ def run_processes(
         return results
     finally:
         for process in processes:
-            process.join(join_seconds)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            _end(process, join_seconds)
         for pipe in (*pipes, server_pipe):
             pipe.close()
-        server.join(2.0)
-        if server.is_alive():
-            server.kill()
-            server.join()
+        _end(server, 2.0)
+
+
+def _start_store(pipes: Sequence[Connection]) -> tuple[BaseProcess, Connection]:
+    """Start the store's server and send its port over all pipes. The server ends when the returned pipe is closed.
+
+    The server is a thread. A lock that it holds during a fork would stay locked in the child, so it runs in a separate
+    process and this process can fork again.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=len(pipes) + 8)
+    server = context.Process(target=_serve_store, args=(listener, theirs, ours), name="store")
+    server.start()
+    theirs.close()
+    for pipe in pipes:
+        pipe.send(listener.getsockname()[1])
+    listener.close()
+    return server, ours
+
+
+def _end(process: BaseProcess, seconds: float) -> None:
+    """Wait for a process to exit; kill it after ``seconds``."""
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        process.join()
 
 
 def collect_results(
