@@ -7,7 +7,7 @@ takes a third of the study's time. Every receiving device still gets at least 8 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,10 +39,16 @@ class Row:
     @property
     def title(self) -> str:
         """Short description of the layouts."""
-        if len(self.tensors) > 1:
-            return f"{len(self.tensors)} tensors, {self.nbytes / _MIB:.0f} MiB"
-        spec = self.tensors[0]
-        return f"{_format_layout(spec.src, spec.ndim)} -> {_format_layout(spec.dst, spec.ndim)}"
+        return describe_tensors(self.tensors)
+
+
+def describe_tensors(tensors: Sequence[TensorSpec]) -> str:
+    """What moves: ``S0 R on 2x4 -> R R on 2x4``, or the number and size of several tensors."""
+    if len(tensors) > 1:
+        nbytes = sum(int(np.prod(spec.shape)) * spec.itemsize for spec in tensors)
+        return f"{len(tensors)} tensors, {nbytes / _MIB:.0f} MiB"
+    spec = tensors[0]
+    return f"{_format_layout(spec.src, spec.ndim)} -> {_format_layout(spec.dst, spec.ndim)}"
 
 
 def _format_layout(layout: object, ndim: int) -> str:

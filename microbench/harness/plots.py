@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from microbench.cases.rows import describe_tensors
 from microbench.harness.message_trace import Trace
 from reshard.cost import find_bound
+from reshard.formatting import format_bytes
 from reshard.topology import Topology
 
 #: Longer bars are cut off here and labelled with their ratio.
 MAX_RATIO = 5.0
+_BAR_INCHES = 0.1
 
 
 def _figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
@@ -37,20 +41,19 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def draw_bars(records: Sequence[dict[str, Any]], contenders: Sequence[str], path: Path) -> None:
-    """Plot the ratio to the lower bound of each row and contender. Ticks: predicted. Whiskers: min and max."""
-    rows = list(dict.fromkeys((record["suite"], record["row"]) for record in records))
-    figure, ((axes,),) = _figure(8, 0.8 + 0.13 * len(rows) * (len(contenders) + 1))
-    thick = 1 / (len(contenders) + 1)
-    for number, contender in enumerate(contenders):
-        found = {(r["suite"], r["row"]): r for r in records if r["contender"] == contender and "refused" not in r}
-        at, widths, errors, ticks = [], [], [], []
-        for place, row in enumerate(rows):
-            record = found.get(row)
-            if record is None or not record["bound_seconds"]:
-                continue
-            y = place + (number + 0.5) * thick
+    """Plot the ratio to the lower bound of each row and contender. Ticks: predicted. Whiskers: min and max.
+
+    Rows are named by what moves, under a heading per suite.
+    """
+    found = {(r["suite"], r["row"], r["contender"]): r for r in records if "refused" not in r and r["bound_seconds"]}
+    labels, bars = _place_bars(records, contenders, found)
+    height = max([*labels, *bars]) + 1
+    figure, ((axes,),) = _figure(8, 1.6 + _BAR_INCHES * height)
+    for contender in contenders:
+        places = [(y, found[row]) for y, row in bars.items() if row[2] == contender]
+        widths, errors = [], []
+        for y, record in places:
             ratio, bound = record["ratio"], record["bound_seconds"]
-            at.append(y)
             widths.append(min(ratio, MAX_RATIO))
             low, high = min(record["seconds"]) / bound, max(record["seconds"]) / bound
             errors.append(
@@ -60,20 +63,62 @@ def draw_bars(records: Sequence[dict[str, Any]], contenders: Sequence[str], path
                 )
             )
             if ratio >= MAX_RATIO:
-                axes.text(MAX_RATIO, y, f" {ratio:.1f}", va="center", fontsize=6)
+                axes.text(MAX_RATIO * 1.01, y, f"{ratio:.1f}", va="center", fontsize=6)
             if "predicted_ratio" in record:
-                ticks.append((min(record["predicted_ratio"], MAX_RATIO), y))
-        axes.barh(at, widths, thick, xerr=np.array(errors).T.reshape(2, -1), label=contender, error_kw={"lw": 0.6})
-        for ratio, y in ticks:
-            axes.plot([ratio, ratio], [y - thick / 2, y + thick / 2], color="black", lw=1.2)
+                predicted = min(record["predicted_ratio"], MAX_RATIO)
+                axes.plot([predicted, predicted], [y - 0.5, y + 0.5], color="black", lw=1.2)
+        xerr = np.array(errors).T.reshape(2, -1)
+        axes.barh([y for y, _ in places], widths, 1.0, xerr=xerr, label=contender, error_kw={"lw": 0.6})
     axes.axvline(1.0, color="black", lw=0.8, ls=":")
-    axes.set_yticks([place + 0.5 - thick / 2 for place in range(len(rows))], [f"{suite}: {row}" for suite, row in rows])
-    axes.invert_yaxis()
-    axes.set_xlim(0, MAX_RATIO * 1.06)
-    axes.set_xlabel("time / lower bound at the measured link rates (median; tick: predicted)")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=len(contenders), fontsize=7, frameon=False)
-    axes.margins(y=0.01)
+    axes.set_yticks(list(labels), [name for name, _ in labels.values()])
+    for tick, (_, is_heading) in zip(axes.get_yticklabels(), labels.values(), strict=True):
+        tick.set_fontweight("bold" if is_heading else "normal")
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labeltop=True, top=True)
+    axes.set_ylim(height, -1)
+    axes.set_xlim(0, MAX_RATIO * 1.08)
+    axes.set_xlabel("time / lower bound")
+    axes.set_title(
+        "bars: time / lower bound (median; whiskers: min and max; tick: predicted; dotted: the bound)\n"
+        "rows: source layout on its mesh -> destination layout on its mesh, size of the tensors",
+        fontsize=8,
+        loc="right",
+    )
+    figure.legend(loc="outside upper center", ncols=min(3, len(contenders)), fontsize=7, frameon=False)
     _save(figure, path)
+
+
+#: A bar, ``(suite, row, contender)``.
+_Bar = tuple[str, str, str]
+
+
+def _place_bars(
+    records: Sequence[dict[str, Any]], contenders: Sequence[str], drawn: Collection[_Bar]
+) -> tuple[dict[float, tuple[str, bool]], dict[float, _Bar]]:
+    """Where labels and bars are, from top to bottom, in heights of a bar.
+
+    Returns:
+        ``{y: (label, whether it is the heading of a suite)}`` and ``{y: bar}``. A label states what moves. If rows of a
+        suite move the same layouts and bytes, their labels contain the names of the rows too.
+    """
+    suites: dict[str, dict[str, str]] = {}
+    for record in records:
+        size = "" if "MiB" in record["title"] else f", {format_bytes(record['bytes'])}"
+        suites.setdefault(record["suite"], {})[record["row"]] = f"{record['title']}{size}"
+    labels: dict[float, tuple[str, bool]] = {}
+    bars: dict[float, _Bar] = {}
+    y = 0.0
+    for suite, rows in suites.items():
+        labels[y] = suite, True
+        y += 2
+        count = Counter(rows.values())
+        for row, name in rows.items():
+            shown = [bar for contender in contenders if (bar := (suite, row, contender)) in drawn]
+            bars |= {y + number: bar for number, bar in enumerate(shown)}
+            labels[y + max(0, len(shown) - 1) / 2] = f"{name} ({row})" if count[name] > 1 else name, False
+            y += max(1, len(shown)) + 1
+        y += 1
+    return labels, bars
 
 
 def draw_links(trace: Trace, path: Path) -> None:
@@ -90,23 +135,27 @@ def draw_links(trace: Trace, path: Path) -> None:
             last[pair] = max(arrived, last.get(pair, 0.0))
     simulated = {row: (float(trace.timeline.start[row]), float(trace.timeline.finish[row])) for row in measured}
     links = _links(messages, topology)
-    figure, axes = _figure(8, 1.2 + 0.32 * len(links), rows=2)
+    figure, axes = _figure(8, 1.5 + 0.32 * len(links), rows=2)
+    figure.suptitle(describe_tensors(trace.plan.tensors), fontsize=9)
     limit = max(trace.seconds, trace.timeline.makespan_seconds)
     for axis, spans, title, end in (
         (axes[0][0], measured, "measured", trace.seconds),
         (axes[1][0], simulated, "predicted", trace.timeline.makespan_seconds),
     ):
-        for place, (_, rows) in enumerate(links.items()):
+        for line, (_, rows) in enumerate(links.items()):
             for row in rows:
                 begin, finish = spans[row]
                 colour = f"C{int(messages.transfer[row]) % 10}"
-                axis.barh(place, finish - begin, 0.8, left=begin, color=colour, alpha=0.45, linewidth=0)
+                axis.barh(line, finish - begin, 0.8, left=begin, color=colour, alpha=0.45, linewidth=0)
         axis.axvline(end, color="black", lw=0.8)
         axis.set_yticks(range(len(links)), list(links))
         axis.invert_yaxis()
         axis.set_title(f"{title}: {end:.3f} s, bound {find_bound(trace.plan).seconds:.3f} s", loc="left", fontsize=8)
         axis.set_xlim(0, limit * 1.02)
-    axes[1][0].set_xlabel("seconds")
+    axes[1][0].set_xlabel(
+        "time since the start of the transfer, s (colours tell transfers of the plan apart; line: end)"
+    )
+    figure.supylabel("NIC and direction", fontsize=8)
     _save(figure, path)
 
 

@@ -253,7 +253,7 @@ def write_pages(records: Sequence[Record], into: Path, readme: Path | None, trac
             raise SystemExit(f"row {trace!r} is in no suite: use --no-trace")
         links = into.with_name(into.name + "-links.svg")
         draw_links(trace_row(row, OURS), links)
-        plots += f"\nLink use of `{trace}` in a separate run, one colour per transfer:\n\n"
+        plots += f"\nLink use of `{row.title}` (row `{trace}`) in a separate run; colours tell its transfers apart:\n\n"
         plots += f"![link use over time]({links.name})\n"
     page = into.with_suffix(".md") if into.suffix else into.with_name(into.name + ".md")
     summary = f"```text\n{format_summary(records)}\n```"

@@ -17,7 +17,7 @@ from microbench.__main__ import main
 from microbench.cases.rows import CLUSTERS, read_cluster
 from microbench.emulation.links import cluster_link_commands, etc_hosts, host_link_commands, nominal
 from microbench.harness.calibrate import deviations, mean_topology, measured_topology, plan_tests
-from microbench.harness.plots import draw_bars
+from microbench.harness.plots import _place_bars, draw_bars
 from microbench.harness.report import format_markdown, format_suites, format_table, replace_section
 from microbench.harness.steal_time import Lap, Laps, RetryBudget, TimeBudget
 from microbench.harness.suite import make_records, plan_row
@@ -187,7 +187,29 @@ def test_records_and_tables_of_a_row():
 def test_bar_plot_names_rows(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'reshard[bench]'")
     draw_bars(_records()[1:], ["broadcast_greedy", "send_recv"], tmp_path / "bars.svg")
-    assert "study: study 3" in (tmp_path / "bars.svg").read_text()
+    svg = (tmp_path / "bars.svg").read_text()
+    assert ">R S0 R on 2x4 -&gt; S0 R R on 2x4, 64 MiB<" in svg and ">time / lower bound<" in svg
+    assert "study 3" not in svg
+
+
+def test_bars_of_equal_layouts_are_told_apart_and_all_bars_have_room():
+    """Two rows that move the same get their names as well; a row without results keeps its label."""
+    first = {"suite": "shared", "title": "S0 R on 4 -> R R on 4", "bytes": 2**26, "row": "in place"}
+    records = [first, first | {"row": "overlapping"}, first | {"row": "small", "bytes": 2**20}]
+    drawn = {("shared", "in place", "auto"), ("shared", "in place", "awex"), ("shared", "small", "awex")}
+    labels, bars = _place_bars(records, ["auto", "awex"], drawn)
+    moved = "S0 R on 4 -> R R on 4"
+    assert labels == {
+        0.0: ("shared", True),
+        2.5: (f"{moved}, 64 MiB (in place)", False),
+        5.0: (f"{moved}, 64 MiB (overlapping)", False),
+        7.0: (f"{moved}, 1 MiB", False),
+    }
+    assert bars == {
+        2.0: ("shared", "in place", "auto"),
+        3.0: ("shared", "in place", "awex"),
+        7.0: ("shared", "small", "awex"),
+    }
 
 
 def test_interface_names_are_unique_in_every_cluster():
