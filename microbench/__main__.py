@@ -32,6 +32,7 @@ from microbench.harness.suite import (
     run_cluster,
     stderr,
 )
+from reshard.cli.progress import show_progress
 from reshard.errors import ReshardError
 from reshard.topology import parse_rate
 
@@ -222,17 +223,7 @@ def _progress(total: float) -> Iterator[Callable[[float, str], None]]:
     if not sys.stderr.isatty():
         yield lambda seconds, what: stderr(what)
         return
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield lambda seconds, what: stderr(what)
-        return
-    with tqdm(total=total, unit="s", bar_format="{l_bar}{bar}| {n:.0f}/{total:.0f} s {postfix}") as bar:
-
-        def advance(seconds: float, what: str) -> None:
-            bar.update(seconds)
-            bar.set_postfix_str(what)
-
+    with show_progress(total, "s") as advance:
         yield advance
 
 

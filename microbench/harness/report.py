@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from reshard.cli.progress import show_progress
+
 Record = dict[str, Any]
 #: In shorter rows the start-up cost dominates the time on the links.
 LONG_SECONDS = 0.2
@@ -233,7 +235,7 @@ def main() -> int:
 
 def write_pages(records: Sequence[Record], into: Path, readme: Path | None, trace: str | None) -> None:
     """Write ``into.md`` with summary and tables, ``into-*.svg``, and the short table in the section of ``readme``."""
-    from microbench.harness.plots import draw_bars, draw_links
+    from microbench.harness.plots import draw_bars
     from microbench.harness.suite import ALSO_BY_DEFAULT, DEFAULT_CONTENDERS
 
     ran = [record for record in records if record["kind"] == "row"]
@@ -241,20 +243,12 @@ def write_pages(records: Sequence[Record], into: Path, readme: Path | None, trac
     also = [name for names in ALSO_BY_DEFAULT.values() for name in names]
     shown = [name for name in (*DEFAULT_CONTENDERS, *also) if name in contenders]
     bars = into.with_name(into.name + "-bars.svg")
-    draw_bars([record for record in ran if record["bound_seconds"] >= LONG_SECONDS / 2], shown, bars)
-    plots = f"![time / lower bound]({bars.name})\n"
-    if trace is not None:
-        from microbench.cases.rows import all_rows
-        from microbench.harness.message_trace import trace_row
-        from microbench.harness.suite import OURS
-
-        row = next((row for row in all_rows(0, 100) if row.name == trace), None)
-        if row is None:
-            raise SystemExit(f"row {trace!r} is in no suite: use --no-trace")
-        links = into.with_name(into.name + "-links.svg")
-        draw_links(trace_row(row, OURS), links)
-        plots += f"\nLink use of `{row.title}` (row `{trace}`) in a separate run; colours tell its transfers apart:\n\n"
-        plots += f"![link use over time]({links.name})\n"
+    with show_progress(1 + (trace is not None), "pictures") as advance:
+        draw_bars([record for record in ran if record["bound_seconds"] >= LONG_SECONDS / 2], shown, bars)
+        advance(text=f"running row {trace}" if trace is not None else "")
+        plots = f"![time / lower bound]({bars.name})\n"
+        if trace is not None:
+            plots += _draw_trace(trace, into.with_name(into.name + "-links.svg"))
     page = into.with_suffix(".md") if into.suffix else into.with_name(into.name + ".md")
     summary = f"```text\n{format_summary(records)}\n```"
     table, full = format_markdown(records, contenders), f"```text\n{format_table(records)}\n```"
@@ -270,6 +264,23 @@ def write_pages(records: Sequence[Record], into: Path, readme: Path | None, trac
             f"{format_suites(records, shown)}\n\n{summary}"
         )
         readme.write_text(replace_section(readme.read_text(), "benchmark", section))
+
+
+def _draw_trace(trace: str, links: Path) -> str:
+    """Run the row ``trace`` again and draw its link use into ``links``. Returns the Markdown of the picture."""
+    from microbench.cases.rows import all_rows
+    from microbench.harness.message_trace import trace_row
+    from microbench.harness.plots import draw_links
+    from microbench.harness.suite import OURS
+
+    row = next((row for row in all_rows(0, 100) if row.name == trace), None)
+    if row is None:
+        raise SystemExit(f"row {trace!r} is in no suite: use --no-trace")
+    draw_links(trace_row(row, OURS), links)
+    return (
+        f"\nLink use of `{row.title}` (row `{trace}`) in a separate run; colours tell its transfers apart:\n\n"
+        f"![link use over time]({links.name})\n"
+    )
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from microbench.harness.steal_time import TimeBudget
 from microbench.harness.worker import RETRY_SECONDS, Job, Turn, run_jobs
 from microbench.peers.base import are_replicated
 from microbench.peers.registry import PEERS
+from reshard.cli.progress import print_line
 from reshard.cost import find_bound, simulate
 from reshard.plan import Plan, Transfers
 from reshard.planner import AUTO, plan_tensors
@@ -291,4 +292,4 @@ def with_start(links: Topology, plan: Plan, is_shared: bool) -> Topology:
 
 def stderr(text: str) -> None:
     """Print one line to stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print_line(text, sys.stderr)

@@ -16,6 +16,7 @@ from microbench.cases.rows import Row
 from microbench.harness.calibrate import deviations, mean_topology, measure_links, measured_topology
 from microbench.harness.suite import MAX_DEVIATION, Planned, Record, make_records, plan_row
 from microbench.harness.worker import Job, run_jobs
+from reshard.cli.progress import show_progress
 from reshard.errors import TopologyError
 from reshard.topology import Host, Port, Topology, parse_rate, read_topology, topology_to_json
 
@@ -101,12 +102,15 @@ def run_on_machines(
     by_key = {one.key: one for one in planned}
     results: list[tuple[Planned, dict[str, Any]]] = []
 
-    def on_report(report: tuple[Any, ...]) -> None:
-        if report[0] == "row":
-            log(by_key[report[1]].row.name)
-            results.append((by_key[report[1]], report[2]))
+    with show_progress(len(planned), "rows", show=rank == 0) as advance:
 
-    run_jobs(rank, on_report, [Job(one.key, one.row.tensors, one.turns) for one in planned])
+        def on_report(report: tuple[Any, ...]) -> None:
+            if report[0] == "row":
+                log(by_key[report[1]].row.name)
+                advance()
+                results.append((by_key[report[1]], report[2]))
+
+        run_jobs(rank, on_report, [Job(one.key, one.row.tensors, one.turns) for one in planned])
     after = _measure(rank, topology)
     if rank == 0:
         moved = max(map(abs, deviations(after, before).values()), default=0.0)

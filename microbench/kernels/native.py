@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from reshard.cli.progress import print_line, track
 from reshard.cost import flow, network_of
 from reshard.plan import tabulate_messages
 from reshard.planner import make_plan
@@ -36,20 +37,20 @@ def copies() -> None:
     """Time ``copy_runs`` on 1 MiB in runs of 16 bytes to 64 KiB."""
     print("copy_runs, 1 MiB          native    python speed-up")
     src, dst = np.ones(2**22, dtype=np.uint8), np.zeros(2**20, dtype=np.uint8)
-    for run in (16, 64, 256, 1024, 4096, 65536):
+    for run in track((16, 64, 256, 1024, 4096, 65536), "sizes"):
         count = 2**20 // run
         src_at = np.arange(count, dtype=np.int64) * run * 4
         dst_at = np.arange(count, dtype=np.int64) * run
         length = np.full(count, run, dtype=np.int64)
         python = _median_seconds(lambda a=src_at, b=dst_at, n=length: copy_runs_python(src, dst, a, b, n))  # type: ignore[misc]
         native = _median_seconds(lambda a=src_at, b=dst_at, n=length: copy_runs(src, dst, a, b, n))  # type: ignore[misc]
-        print(f"{run:6} bytes/run    {1e3 * native:8.3f} ms {1e3 * python:8.3f} ms {python / native:6.1f}")
+        print_line(f"{run:6} bytes/run    {1e3 * native:8.3f} ms {1e3 * python:8.3f} ms {python / native:6.1f}")
 
 
 def simulator() -> None:
     """Time the simulation of default plans: 2 GiB from 2 to 16 hosts of 4 devices to as many others."""
     print("simulate                  native    python speed-up")
-    for hosts in (2, 4, 8, 16):
+    for hosts in track((2, 4, 8, 16), "plans"):
         src = Layout(Mesh.of((hosts, 4)), "R S01 R")
         dst = Layout(Mesh.of((hosts, 4), first_rank=4 * hosts), "S0 R R")
         topology = Topology(tuple(rank // 4 for rank in range(8 * hosts)))
@@ -59,13 +60,13 @@ def simulator() -> None:
         python = _median_seconds(lambda network=network: flow_python(network), 3)  # type: ignore[misc]
         title = f"{2 * hosts:3} hosts {len(messages):6} messages"
         native = _median_seconds(lambda network=network: flow(network), 5)  # type: ignore[misc]
-        print(f"{title} {1e3 * native:6.1f} ms {1e3 * python:6.0f} ms {python / native:6.1f}")
+        print_line(f"{title} {1e3 * native:6.1f} ms {1e3 * python:6.0f} ms {python / native:6.1f}")
 
 
 def geometry() -> None:
     """Time the unit tasks of R S01 R -> S01 R R, where every source rank sends to every destination rank."""
     print("unit tasks of R S01 R -> S01 R R")
-    for hosts in (4, 16, 64, 256):
+    for hosts in track((4, 16, 64, 256), "meshes"):
         src = Layout(Mesh.of((hosts, 4)), "R S01 R")
         dst = Layout(Mesh.of((hosts, 4), first_rank=4 * hosts), "S01 R R")
 
@@ -75,7 +76,9 @@ def geometry() -> None:
         tasks = cut()
         seconds = _median_seconds(cut, 5)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(f"{4 * hosts:5} -> {4 * hosts:4} ranks  {tasks:8} tasks  {1e3 * seconds:8.2f} ms  peak {peak:.0f} MiB")
+        print_line(
+            f"{4 * hosts:5} -> {4 * hosts:4} ranks  {tasks:8} tasks  {1e3 * seconds:8.2f} ms  peak {peak:.0f} MiB"
+        )
 
 
 if __name__ == "__main__":

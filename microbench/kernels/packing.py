@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from microbench.harness.suite import describe_machine, stderr
+from reshard.cli.progress import print_line, track
 
 TOTAL_BYTES = 2**28
 ROW_BYTES = (64, 128, 256, 512, 1024, 4096, 16384)
@@ -86,9 +87,11 @@ def main() -> int:
         return 2
     print(describe_machine(sys.argv[1:]) | {"device": torch.cuda.get_device_name()})
     print(f"{'row bytes':>10}{'copy GB/s':>12}{'pack':>8}{'unpack':>8}{'copy_ loop':>12}   (as parts of the copy rate)")
-    for row_bytes in ROW_BYTES:
+    for row_bytes in track(ROW_BYTES, "row lengths"):
         plain, packed, unpacked, looped = measure(row_bytes, options.repeats)
-        print(f"{row_bytes:10}{plain / 1e9:12.0f}{packed / plain:8.2f}{unpacked / plain:8.2f}{looped / plain:12.2f}")
+        print_line(
+            f"{row_bytes:10}{plain / 1e9:12.0f}{packed / plain:8.2f}{unpacked / plain:8.2f}{looped / plain:12.2f}"
+        )
     return 0
 
 

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from reshard.cli.progress import track
 from reshard.cost import simulate
 from reshard.errors import ReshardError
 from reshard.planner import AUTO, CANDIDATES, Floors, Problem, floor_of_transfers, plan_tensors
@@ -230,10 +231,9 @@ def main() -> int:
     numbers = options.only or list(range(options.pairs))
     rows = []
     begun = time.perf_counter()
-    for found in run(options.seed, numbers, options.most_ranks, options.jobs, not options.no_rivals):
+    results = run(options.seed, numbers, options.most_ranks, options.jobs, not options.no_rivals)
+    for found in track(results, "pairs", len(numbers)):
         rows.append(found)
-        if sys.stderr.isatty():
-            print(f"\r{len(rows)} of {len(numbers)}", end="", file=sys.stderr)
         if options.out:
             with options.out.open("a") as file:
                 file.write(json.dumps(found) + "\n")

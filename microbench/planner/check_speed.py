@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import multiprocessing
 import resource
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from reshard.cli.progress import print_line, track
 from reshard.errors import PlanError
 from reshard.plan import Plan, Transfers, check_plan
 from reshard.planner import plan_tensors
@@ -196,14 +198,12 @@ def main() -> int:
     parser.add_argument("--reference", action="store_true", help="time tests/support/reference_check.py instead")
     options = parser.parse_args()
     reference = str(Path(__file__).parents[2]) if options.reference else ""
-    for name in CASES:
-        if options.case and not any(part in name for part in options.case):
-            continue
-        for messages in options.messages:
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                found = pool.submit(check_case, name, messages, options.repeats, reference).result()
-            seconds, count, memory, outcome = found
-            print(f"{name:34} {count:9,} messages {seconds:9.3f} s {memory:6} MiB  {outcome[:120]}", flush=True)
+    names = [name for name in CASES if not options.case or any(part in name for part in options.case)]
+    for name, messages in track(list(itertools.product(names, options.messages)), "plans"):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            found = pool.submit(check_case, name, messages, options.repeats, reference).result()
+        seconds, count, memory, outcome = found
+        print_line(f"{name:34} {count:9,} messages {seconds:9.3f} s {memory:6} MiB  {outcome[:120]}")
     return 0
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from reshard.cli.progress import track
 from reshard.cost import find_bound, simulate
 from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
@@ -215,7 +216,7 @@ def main() -> int:
         make, count = SETS[name]
         rows: dict[str, list[tuple[float, str]]] = {strategy: [] for strategy in strategies}
         spent = dict.fromkeys(strategies, 0.0)
-        for pair in make(options.seed, options.count or count):
+        for pair in track(make(options.seed, options.count or count), f"pairs of {name}", options.count or count):
             for strategy in strategies:
                 begun = time.perf_counter()
                 plan = plan_tensors([pair.spec], strategy=strategy, topology=pair.topology)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
+from reshard.cli.progress import print_line, show_progress
 from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import Topology
@@ -97,24 +98,26 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=_RANKS[-1], help=f"most ranks of a mesh ({_RANKS[-1]})")
     options = parser.parse_args()
     ranks = [n for n in _RANKS if n <= options.most]
-    for src, dst in PAIRS:
-        taken = []
-        for n in ranks:
-            case = Case(n, n, src, dst)
-            found = time_case(case, options.repeats)
-            taken.append(found[0])
-            _print_case(case, found)
-        if len(ranks) > 1:
-            print(f"{src} -> {dst}: time ~ ranks^{growth(ranks, taken):.2f}", flush=True)
-    for case in OTHERS:
-        if max(case.src_ranks, case.dst_ranks) <= options.most:
-            _print_case(case, time_case(case, options.repeats))
+    others = [case for case in OTHERS if max(case.src_ranks, case.dst_ranks) <= options.most]
+    with show_progress(len(PAIRS) * len(ranks) + len(others), "cases") as advance:
+        for src, dst in PAIRS:
+            taken = []
+            for n in ranks:
+                taken.append(_print_case(Case(n, n, src, dst), options.repeats))
+                advance()
+            if len(ranks) > 1:
+                print_line(f"{src} -> {dst}: time ~ ranks^{growth(ranks, taken):.2f}")
+        for case in others:
+            _print_case(case, options.repeats)
+            advance()
     return 0
 
 
-def _print_case(case: Case, found: tuple[float, int, int]) -> None:
-    seconds, messages, memory = found
-    print(f"{case!s:60} {1e3 * seconds:8.1f} ms  {messages:9,} messages  {memory:5} MiB", flush=True)
+def _print_case(case: Case, repeats: int) -> float:
+    """Time and print a case; returns its seconds."""
+    seconds, messages, memory = time_case(case, repeats)
+    print_line(f"{case!s:60} {1e3 * seconds:8.1f} ms  {messages:9,} messages  {memory:5} MiB")
+    return seconds
 
 
 if __name__ == "__main__":

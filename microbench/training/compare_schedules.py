@@ -24,6 +24,7 @@ from microbench.harness.calibrate import deviations, mean_topology, measure_clus
 from microbench.harness.steal_time import merge_laps
 from microbench.harness.suite import MAX_DEVIATION, describe_machine, stderr
 from microbench.training.worker import MAX_TRIES, Method, Training, measure_stages, train_alone, train_in_turns
+from reshard.cli.progress import print_line, track
 from reshard.scheduler import (
     Edge,
     Pipeline,
@@ -379,14 +380,14 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--setting must be one of {', '.join(known)}; --repeats must be 1 to 1000")
     records: list[dict[str, Any]] = [describe_machine(sys.argv[1:])]
     try:
-        for name in wanted:
+        for name in track(wanted, "settings"):
             record = run_setting(known[name], options.repeats, stderr)
             record["setting"] = name
             timelines = record.pop("timelines")
             if options.trace:
                 write_traces(options.trace, f"{options.model} {name}", timelines)
             records.append(record)
-            print(format_setting(record) + "\n", flush=True)
+            print_line(format_setting(record) + "\n")
     except (ClusterError, reshard.ReshardError) as error:
         stderr(f"compare_schedules: {error}")
         return 2

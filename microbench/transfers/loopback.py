@@ -34,6 +34,7 @@ import torch.distributed as dist
 import reshard
 from microbench.peers.torch_baselines import FullTensor
 from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.cli.progress import track
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.testing.processes import run_processes
 
@@ -223,7 +224,7 @@ def _run_rank(rank: int, case: Case, repeats: int, calls: int, everything: bool)
         contenders["checkpoint (DCP)"] = Checkpoint(case, rank, source, out)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     wrong: dict[str, int] = dict.fromkeys(contenders, 0)
-    for turn in range(repeats + 1):
+    for turn in track(range(repeats + 1), f"turns of {case.name}", show=rank == 0):
         for name, contender in contenders.items():
             if out is not None:
                 out.zero_()

@@ -20,6 +20,7 @@ import reshard
 from microbench.emulation.cluster import Cluster, ClusterError
 from microbench.harness.suite import describe_machine, stderr
 from microbench.harness.worker import Stopwatch
+from reshard.cli.progress import track
 from reshard.topology import Topology, topology_from_json
 
 SIDE = 256
@@ -58,7 +59,7 @@ def measure(rank: int, report: Callable[[Any], None], mib: int, repeats: int) ->
         agreed = torch.tensor([alone, once], dtype=torch.float64)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         times = round(float(agreed[0]) / float(agreed[1]))
-        for _ in range(repeats):
+        for _ in track(range(repeats), "turns", show=rank == 0):
             seconds["transfer"].append(timed(lambda: mover(tensor, out=out)))
             seconds["computation"].append(timed(lambda: compute(times)))
             seconds["both"].append(timed(lambda: both(times)))

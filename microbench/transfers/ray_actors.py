@@ -24,6 +24,7 @@ from microbench.emulation.links import PAYLOAD_SHARE
 from microbench.emulation.ray import ray_cluster
 from microbench.harness.steal_time import Lap, Laps, RetryBudget, idle_seconds, steal_seconds, steal_share
 from microbench.harness.suite import describe_machine, stderr
+from reshard.cli.progress import show_progress
 from reshard.topology import parse_rate
 
 RETRY_SECONDS = 60.0
@@ -94,22 +95,24 @@ def measure(num_receivers: int, mib: int, repeats: int) -> dict[str, dict[str, A
     methods["reshard.ray"] = _reshard_method(num_receivers, rows)
     found: dict[str, dict[str, Any]] = {}
     retries = RetryBudget(RETRY_SECONDS)
-    for number in range(3 * repeats + 1):
-        for name, (move, count_wrong) in methods.items():
-            if number and not found[name]["laps"].needs_more():
-                continue
-            begun, idle, stolen = time.monotonic(), idle_seconds(), steal_seconds()
-            move()
-            seconds = time.monotonic() - begun
-            part = steal_share(steal_seconds() - stolen, seconds)
-            busy = 1 - (idle_seconds() - idle) / (seconds * (os.cpu_count() or 1))
-            if number:
-                found[name]["laps"].done.append(Lap(seconds, busy, part))
-            else:
-                found[name] = {"laps": Laps(repeats), "first_use_seconds": seconds, "wrong": 0}
-            found[name]["wrong"] += count_wrong()
-            if part:
-                retries.wait_until_quiet()
+    with show_progress((repeats + 1) * len(methods), "turns") as advance:
+        for number in range(3 * repeats + 1):
+            for name, (move, count_wrong) in methods.items():
+                if number and not found[name]["laps"].needs_more():
+                    continue
+                begun, idle, stolen = time.monotonic(), idle_seconds(), steal_seconds()
+                move()
+                seconds = time.monotonic() - begun
+                part = steal_share(steal_seconds() - stolen, seconds)
+                busy = 1 - (idle_seconds() - idle) / (seconds * (os.cpu_count() or 1))
+                if number:
+                    found[name]["laps"].done.append(Lap(seconds, busy, part))
+                else:
+                    found[name] = {"laps": Laps(repeats), "first_use_seconds": seconds, "wrong": 0}
+                found[name]["wrong"] += count_wrong()
+                advance(text=name)
+                if part:
+                    retries.wait_until_quiet()
     return found
 
 

@@ -21,6 +21,7 @@ from microbench.emulation.links import nominal
 from microbench.harness.suite import describe_machine, stderr
 from microbench.harness.worker import Stopwatch
 from reshard import Layout, Mesh
+from reshard.cli.progress import track
 from reshard.testing.processes import run_processes
 from reshard.topology import Topology, topology_from_json
 
@@ -42,7 +43,7 @@ def measure(
         movers = {verify: reshard.Mover(plan, verify=verify) for verify in (False, True)}
         outs = {verify: mover(tensor) for verify, mover in movers.items()}  # warm-up
         seconds: dict[bool, list[float]] = {False: [], True: []}
-        for turn in range(repeats):
+        for turn in track(range(repeats), f"turns of {src_spec} -> {dst_spec}", show=rank == 0):
             for verify in (False, True) if turn % 2 else (True, False):
                 stopwatch.start()
                 movers[verify](tensor, out=outs[verify])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from reshard.api.call import reshard
 from reshard.cli.demo_cases import Case, hard_cases, study_cases
+from reshard.cli.progress import print_line, track
 from reshard.cost import NOTABLE_LATENCY, CostReport
 from reshard.planner import AUTO, make_plan
 from reshard.sharding import AnyLayout, cut_shards
@@ -61,12 +62,9 @@ def _row(*cells: Any) -> str:
 
 
 def _run_rank(rank: int, cases: Sequence[Case]) -> int:
-    from tqdm import tqdm
-
     failed = 0
     runs = [(case, strategy) for case in cases for strategy in STRATEGIES]
-    # disable=None: a bar on a terminal only
-    for case, strategy in tqdm(runs, unit="run", leave=False, disable=None if rank == 0 else True):
+    for case, strategy in track(runs, "runs", show=rank == 0):
         seconds, checked, wrong = _run_case(rank, case, strategy)
         results: list[Any] = [None] * dist.get_world_size() if rank == 0 else []
         dist.gather_object((seconds, checked, wrong), results if rank == 0 else None)
@@ -74,8 +72,7 @@ def _run_rank(rank: int, cases: Sequence[Case]) -> int:
             ok = not any(result[2] for result in results)
             failed += not ok
             slowest = sorted(max(result[0][i] for result in results) for i in range(REPEATS))
-            tqdm.write(_format_run(case, strategy, 1000 * slowest[REPEATS // 2], sum(r[1] for r in results), ok))
-            sys.stdout.flush()
+            print_line(_format_run(case, strategy, 1000 * slowest[REPEATS // 2], sum(r[1] for r in results), ok))
     return failed
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.cli.progress import show_progress
 from reshard.coordination import own_address, serve_store
 from reshard.errors import ArgumentError, TransferTimeoutError
 from reshard.formatting import describe_ranks, format_ranks
@@ -137,13 +138,16 @@ def _all_gather(store: dist.Store, what: str, value: Any, rank: int, size: int, 
     store.set(f"{what}/{rank}", json.dumps(value))
     deadline = time.monotonic() + timeout_seconds
     missing = set(range(size))
-    while missing:
-        missing -= {one for one in missing if store.check([f"{what}/{one}"])}
-        if missing and time.monotonic() >= deadline:
-            raise TransferTimeoutError(
-                f"{describe_ranks(sorted(missing))} did not respond within {timeout_seconds:g} s"
-            )
-        time.sleep(0.05 if missing else 0.0)
+    with show_progress(size, "ranks", show=rank == 0) as advance:
+        while missing:
+            found = {one for one in missing if store.check([f"{what}/{one}"])}
+            missing -= found
+            advance(len(found))
+            if missing and time.monotonic() >= deadline:
+                raise TransferTimeoutError(
+                    f"{describe_ranks(sorted(missing))} did not respond within {timeout_seconds:g} s"
+                )
+            time.sleep(0.05 if missing else 0.0)
     return [json.loads(store.get(f"{what}/{one}")) for one in range(size)]
 
 

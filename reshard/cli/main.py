@@ -217,6 +217,7 @@ def _to_json(plan: Plan, rank: int | None) -> dict[str, Any]:
 
 def _compare(plan_with: Callable[[str | None], Plan]) -> int:
     """Print a table of all strategies."""
+    from reshard.cli.progress import print_line, track
     from reshard.cost import CostReport, find_bound
     from reshard.planner import AUTO, STRATEGIES
 
@@ -225,7 +226,7 @@ def _compare(plan_with: Callable[[str | None], Plan]) -> int:
     print(f"lower bound  {bound:.6g} s: {find_bound(chosen).reason}")
     titles = f"{'messages':>10} {'MiB between hosts':>18} {'MiB inside':>11} {'predicted, s':>13} {'x bound':>8}"
     print(f"{'':20} {titles} {'latency':>8}")
-    for name in [AUTO, *(name for name in STRATEGIES if name != AUTO)]:
+    for name in track([AUTO, *(name for name in STRATEGIES if name != AUTO)], "strategies"):
         plan = plan_with(name)
         across, inside, _ = plan.bytes_moved()
         report = CostReport(plan)
@@ -237,7 +238,7 @@ def _compare(plan_with: Callable[[str | None], Plan]) -> int:
         ]
         title = f"{name} ({plan.strategy})" if plan.strategy != name else name
         sizes = f"{across / 2**20:>18.1f} {inside / 2**20:>11.1f}"
-        print(f"{title:20} {plan.num_messages:>10} {sizes} {cells[0]:>13} {cells[1]:>8} {cells[2]:>8}")
+        print_line(f"{title:20} {plan.num_messages:>10} {sizes} {cells[0]:>13} {cells[1]:>8} {cells[2]:>8}")
     print("latency: its share of the predicted time; the bound ignores latency")
     return 0
 

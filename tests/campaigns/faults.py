@@ -20,6 +20,7 @@ from typing import Any
 
 from microbench.emulation.cluster import Cluster
 from microbench.emulation.namespaces import why_unsupported
+from reshard.cli.progress import print_line, track
 from reshard.sharding.mesh import parse_ranks
 from reshard.testing.processes import LaunchError, run_processes
 from tests.campaigns.planted import (
@@ -146,7 +147,7 @@ def main() -> int:
     if why_unsupported() is not None:
         print(f"skipping {', '.join(EMULATED)}: {why_unsupported()}", file=sys.stderr)
         faults = tuple(fault for fault in faults if fault not in EMULATED)
-    for seed in range(options.seed, options.seed + options.runs):
+    for seed in track(range(options.seed, options.seed + options.runs), "runs"):
         run = make_run(seed, faults)
         run = replace(run, timeout_seconds=options.timeout, slack_seconds=options.slack)
         wrong, failed = play(run)
@@ -154,7 +155,7 @@ def main() -> int:
         count.update({"runs": 1, "good": int(not wrong), "failed": int(failed)})
         if wrong:
             failures.append({"run": str(run), "wrong": wrong})
-            print(f"{run}\n    " + "\n    ".join(wrong), file=sys.stderr, flush=True)
+            print_line(f"{run}\n    " + "\n    ".join(wrong), sys.stderr)
     print(format_table(counts))
     print(f"{options.runs} runs in {time.monotonic() - begun:.0f} s, {len(failures)} not as required")
     if options.out:

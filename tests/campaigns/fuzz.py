@@ -39,6 +39,7 @@ from reshard import (
     scheduler,
 )
 from reshard.cli.main import main as cli_main
+from reshard.cli.progress import show_time
 from reshard.plan.json import layout_from_json, plan_from_json, plan_to_json
 from reshard.plan.text_parser import parse_layout, parse_plan
 from reshard.scheduler.ir.text import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
@@ -331,30 +332,32 @@ def fuzz(seconds: float, first_seed: int = 0) -> tuple[Counter[str], dict[str, f
         slowest[name] = max(slowest.get(name, 0.0), took)
 
     targets, turn = _targets(), 0
-    while time.monotonic() < ends and targets:
-        for name in list(targets):
-            strategy, function = targets[name]
+    with show_time(seconds) as tick:
+        while time.monotonic() < ends and targets:
+            for name in list(targets):
+                tick(name)
+                strategy, function = targets[name]
 
-            limits = settings(
-                max_examples=EXAMPLES_PER_TURN,
-                deadline=None,
-                database=None,
-                phases=[Phase.generate, Phase.shrink],
-                suppress_health_check=list(HealthCheck),
-                print_blob=False,
-            )
-            try:
-                with_seed: Any = seed(first_seed + turn)
-                with_input: Any = given(strategy)
-                run: Any = with_seed(limits(with_input(_checked(function, functools.partial(record, name)))))
-                run()
-            except Exception as error:
-                notes = "; ".join(getattr(error, "__notes__", []))
-                wrong.append(f"{name}: {type(error).__name__}: {error} {notes}")
-                del targets[name]  # the next turn would find the same failure
-            if time.monotonic() >= ends:
-                break
-        turn += 1
+                limits = settings(
+                    max_examples=EXAMPLES_PER_TURN,
+                    deadline=None,
+                    database=None,
+                    phases=[Phase.generate, Phase.shrink],
+                    suppress_health_check=list(HealthCheck),
+                    print_blob=False,
+                )
+                try:
+                    with_seed: Any = seed(first_seed + turn)
+                    with_input: Any = given(strategy)
+                    run: Any = with_seed(limits(with_input(_checked(function, functools.partial(record, name)))))
+                    run()
+                except Exception as error:
+                    notes = "; ".join(getattr(error, "__notes__", []))
+                    wrong.append(f"{name}: {type(error).__name__}: {error} {notes}")
+                    del targets[name]  # the next turn would find the same failure
+                if time.monotonic() >= ends:
+                    break
+            turn += 1
     return counts, slowest, wrong
 
 

@@ -30,6 +30,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 ROOT = Path(__file__).parents[2]
 
 #: Source paths of each part, and the tests that run against its mutants, fastest first.
@@ -353,7 +355,9 @@ def main() -> int:
     counts: Counter[str] = Counter()
     mutants, killed = draw(options.part, options.count, options.seed), _read_killed(options.killed)
     with (options.out or Path(os.devnull)).open("w") as out:
-        for mutant, outcome in _campaign(options.part, mutants, options.jobs, limit, killed):
+        outcomes = _campaign(options.part, mutants, options.jobs, limit, killed)
+        # disable=None: a bar on a terminal only. This process must not import reshard, which its forks mutate.
+        for mutant, outcome in tqdm(outcomes, total=len(mutants), unit="mutant", leave=False, disable=None):
             counts[outcome.how] += 1
             where = f"{mutant.path.relative_to(ROOT)}, place {mutant.at}"
             row = {
@@ -365,7 +369,8 @@ def main() -> int:
             }
             print(json.dumps(row), file=out, flush=True)
             if outcome.how == "survived":
-                print(f"\n{where}\n{_diff(mutant)}", flush=True)
+                tqdm.write(f"\n{where}\n{_diff(mutant)}")
+                sys.stdout.flush()
     total = sum(counts.values())
     share = 1 - counts["survived"] / total
     killed_count = total - counts["survived"]

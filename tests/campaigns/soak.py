@@ -29,6 +29,7 @@ import torch.distributed as dist
 import reshard
 from reshard import Layout, Mesh
 from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.cli.progress import show_time
 from reshard.testing.processes import run_processes
 
 NUM_RANKS = 8
@@ -137,18 +138,20 @@ def soak(rank: int, seconds: float, seed: int, num_groups: int) -> tuple[int, in
     begun, rounds, wrong = time.monotonic(), 0, 0
     samples: list[Sample] = []
     is_running, store = torch.ones(1), dist.distributed_c10d._get_default_store()
-    while is_running.item():
-        for _ in range(ROUNDS_PER_TURN):
-            state = chance.random()  # a new generator per case: ranks may draw different numbers of values in a case
-            wrong += _run_case(random.Random(f"{seed} {rounds} {state}"), rank, sets)
-            rounds += 1
-        for number in range(num_groups):
-            name = f"group {len(samples)} {number}"
-            wrong += _use_group(random.Random(f"{seed} {name}"), rank, name, store)
-        samples.append(_sample(begun))
-        if rank == 0:
-            is_running[0] = float(time.monotonic() - begun < seconds)
-        dist.broadcast(is_running, 0)
+    with show_time(seconds, show=rank == 0) as tick:
+        while is_running.item():
+            for _ in range(ROUNDS_PER_TURN):
+                state = chance.random()  # a new generator per case: ranks may draw different numbers of values
+                wrong += _run_case(random.Random(f"{seed} {rounds} {state}"), rank, sets)
+                rounds += 1
+            for number in range(num_groups):
+                name = f"group {len(samples)} {number}"
+                wrong += _use_group(random.Random(f"{seed} {name}"), rank, name, store)
+            samples.append(_sample(begun))
+            tick()
+            if rank == 0:
+                is_running[0] = float(time.monotonic() - begun < seconds)
+            dist.broadcast(is_running, 0)
     return rounds, wrong, samples
 
 

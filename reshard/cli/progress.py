@@ -1,0 +1,77 @@
+"""Progress bars on a terminal. In a pipe, or without tqdm, nothing is shown."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TextIO, TypeVar
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def show_progress(total: float, unit: str, *, show: bool = True) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on stderr during the block, unless ``show`` is false. It disappears at the end.
+
+    Yields:
+        ``advance(count=1, text="")``, which counts more units as done and shows ``text`` after the bar.
+    """
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda count=1, text="": None
+        return
+    tqdm.monitor_interval = 0  # no thread: callers fork
+    whole = "{n:.0f}/{total:.0f}"
+    form = f"{{l_bar}}{{bar}}| {whole} {unit} [{{elapsed}}<{{remaining}}]{{postfix}}"
+    disable = None if show else True  # None: a bar on a terminal only
+    with tqdm(total=total, unit=unit, leave=False, disable=disable, dynamic_ncols=True, bar_format=form) as bar:
+
+        def advance(count: float = 1, text: str = "") -> None:
+            if text:
+                bar.set_postfix_str(text, refresh=False)
+            bar.update(count)
+
+        yield advance
+
+
+@contextlib.contextmanager
+def show_time(seconds: float, *, show: bool = True) -> Iterator[Callable[..., None]]:
+    """Show a progress bar of the time since the start of the block, which should take ``seconds``.
+
+    Yields:
+        ``tick(text="")``, which updates the bar and shows ``text`` after it.
+    """
+    begun, shown = time.monotonic(), 0.0
+    with show_progress(seconds, "s", show=show) as advance:
+
+        def tick(text: str = "") -> None:
+            nonlocal shown
+            elapsed = min(seconds, time.monotonic() - begun)
+            advance(elapsed - shown, text)
+            shown = elapsed
+
+        yield tick
+
+
+def track(items: Iterable[T], unit: str, total: int | None = None, *, show: bool = True) -> Iterator[T]:
+    """Yield items and show how many are done; ``total`` is their number, needed if they have no length."""
+    count = len(items) if total is None else total  # type: ignore[arg-type]
+    with show_progress(count, unit, show=show) as advance:
+        for item in items:
+            yield item
+            advance()
+
+
+def print_line(text: str = "", file: TextIO | None = None) -> None:
+    """Print a line, above the progress bar if there is one, and flush it."""
+    file = sys.stdout if file is None else file
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        print(text, file=file, flush=True)
+        return
+    tqdm.write(text, file=file)
+    file.flush()
