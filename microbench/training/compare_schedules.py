@@ -24,6 +24,7 @@ from microbench.harness.calibrate import deviations, mean_topology, measure_clus
 from microbench.harness.steal_time import merge_laps
 from microbench.harness.suite import MAX_DEVIATION, describe_machine, stderr
 from microbench.training.worker import MAX_TRIES, Method, Training, measure_stages, train_alone, train_in_turns
+from microbench.training.workload import Workload
 from reshard.cli.progress import print_line, track
 from reshard.scheduler import (
     Edge,
@@ -39,8 +40,7 @@ from reshard.scheduler import (
     to_chrome_trace,
 )
 from reshard.scheduler.costs import price_edge
-from reshard.scheduler.training.gpt import GPTConfig
-from reshard.scheduler.training.u_transformer import UTransformerConfig
+from reshard.scheduler.training.presets import GPTConfig, UTransformerConfig
 from reshard.topology import Topology, topology_from_json
 
 NUM_MICROBATCHES = 64
@@ -60,7 +60,7 @@ class Setting:
     """What one table compares methods on: a model on stages, with real or timed computation."""
 
     model: str
-    config: Any
+    workload: Workload
     is_timed: bool
     ratio: float
     rate: str = "1 Gbit/s"
@@ -69,35 +69,35 @@ class Setting:
     def title(self) -> str:
         """Title of the table."""
         kind = "timed computation" if self.is_timed else "real computation"
-        devices = len(self.config.meshes()[0].ranks)
-        return f"{self.model}, {self.config.pp} stages of {devices} devices, {kind}"
+        devices = len(self.workload.meshes()[0].ranks)
+        return f"{self.model}, {self.workload.pp} stages of {devices} devices, {kind}"
 
 
 def settings(model: str) -> dict[str, Setting]:
     """The settings of a model, by name."""
-    ratio = RATIOS[model]
-    timed: Any
-    real: Any
     if model == "gpt":
         batch = 8 * NUM_MICROBATCHES
-        timed = GPTConfig(256, 4, 4, batch, NUM_MICROBATCHES, 2, 2, 2, 256, 256, "float32")
-        four = replace(timed, dp=2, tp=1, pp=4)
-        real = GPTConfig(128, 8, 4, 2 * batch, NUM_MICROBATCHES, 1, 1, 2, 128, 256, "float32")
+        gpt = GPTConfig(4, 4, 64, sequence=256, vocabulary=256, is_tied=False)
+        timed = Workload(gpt, batch, NUM_MICROBATCHES, "2x2,2x2", (2, 2))
+        four = replace(timed, stages="2x1,2x1,2x1,2x1", layers=(1, 1, 1, 1))
+        narrow = GPTConfig(8, 4, 32, sequence=128, vocabulary=256, is_tied=False)
+        real = Workload(narrow, 2 * batch, NUM_MICROBATCHES, "1x1,1x1", (4, 4))
     else:
         batch = 64 * NUM_MICROBATCHES
-        timed = UTransformerConfig(8, batch, NUM_MICROBATCHES, (8, 5), (1, 2), groups=4)
-        four = replace(timed, split=(3, 3, 4, 3))
-        real = replace(timed, batch=4 * NUM_MICROBATCHES, split=(9, 4), mesh=(1, 1), num_heads=2)
+        timed = Workload(UTransformerConfig(8, groups=4), batch, NUM_MICROBATCHES, "2x1,2x1", (8, 5))
+        four = replace(timed, stages="2x1,2x1,2x1,2x1", layers=(3, 3, 4, 3))
+        few = UTransformerConfig(8, num_heads=2, groups=4)
+        real = Workload(few, 4 * NUM_MICROBATCHES, NUM_MICROBATCHES, "1x1,1x1", (9, 4))
     return {
-        "timed 2": Setting(model, timed, True, ratio),
-        "timed 4": Setting(model, four, True, ratio),
-        "real 2": Setting(model, real, False, ratio),
+        "timed 2": Setting(model, timed, True, RATIOS[model]),
+        "timed 4": Setting(model, four, True, RATIOS[model]),
+        "real 2": Setting(model, real, False, RATIOS[model]),
     }
 
 
 def make_topology(setting: Setting, rate: float | str) -> Topology:
     """One host per stage, with the devices of the stage and one NIC."""
-    meshes = setting.config.meshes()
+    meshes = setting.workload.meshes()
     hosts = [{"devices": len(mesh.ranks), "nics": [rate]} for mesh in meshes]
     return topology_from_json({"hosts": hosts})
 
@@ -117,13 +117,13 @@ def make_pipeline(
         topology: for planning the edges. strategy: of the plans. links: for simulating the plans.
         message_seconds: added to each transfer: the time to start it and to wake the waiting processes.
     """
-    meshes = setting.config.meshes()
+    meshes = setting.workload.meshes()
     stages = tuple(
         Stage(*cost[:3], mesh=mesh, whole_backward_seconds=cost[3] if len(cost) > 3 else None)
         for cost, mesh in zip(costs, meshes, strict=True)
     )
     edges = []
-    for edge in setting.config.edges(meshes):
+    for edge in setting.workload.edges():
         priced = price_edge(edge, topology, strategy=strategy, links=links)
         forward, backward = priced.forward_seconds + message_seconds, priced.backward_seconds + message_seconds
         edges.append(replace(priced, forward_seconds=forward, backward_seconds=backward))
@@ -210,7 +210,9 @@ def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> d
     }
     log(f"{setting.title}: about {sum(expected.values()) * (repeats + 1):.0f} s")
     nominal_pipeline = make_pipeline(setting, calibration.nominal_costs, plain, None, plain)
-    training = Training(nominal_pipeline, tuple(methods), plain, None if setting.is_timed else setting.config, repeats)
+    training = Training(
+        nominal_pipeline, tuple(methods), plain, None if setting.is_timed else setting.workload, repeats
+    )
     with Cluster(shaped) as cluster:
         before = measure_cluster(cluster, plain)
         results = cluster.run(
@@ -223,7 +225,7 @@ def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> d
     links = replace(mean_topology(before, after), start_seconds=0.0)  # message costs already include it
     drift = max(map(abs, deviations(after, before).values()))
     rows, predicted = [], {}
-    alone = None if setting.is_timed else train_alone(setting.config, repeats)
+    alone = None if setting.is_timed else train_alone(setting.workload, repeats)
     for method in methods:
         spec = next((spec for spec in METHODS if spec.name == method.name), None)
         pipeline = make_pipeline(setting, costs, plain, spec.strategy if spec else None, links, message[method.name])
@@ -287,18 +289,18 @@ class _Calibration:
 
 def _calibrate(setting: Setting, log: Callable[[str], None]) -> _Calibration:
     """Measure the stages without communication. Choose sleep times or the link rate to match the setting's ratio."""
-    meshes = setting.config.meshes()
+    meshes = setting.workload.meshes()
 
     def transfer_seconds(rate: float | str) -> float:
         topology = nominal(make_topology(setting, rate))
-        return busiest_seconds([price_edge(edge, topology) for edge in setting.config.edges(meshes)])
+        return busiest_seconds([price_edge(edge, topology) for edge in setting.workload.edges()])
 
     log(f"{setting.title}: measuring stages")
     forward = transfer_seconds(setting.rate) / setting.ratio if setting.is_timed else 1.0
-    nominal_costs: list[tuple[float, ...]] = [(forward, forward, forward)] * setting.config.pp
+    nominal_costs: list[tuple[float, ...]] = [(forward, forward, forward)] * setting.workload.pp
     topology = make_topology(setting, setting.rate)
     pipeline = make_pipeline(setting, nominal_costs, topology, None, topology)
-    training = Training(pipeline, (), topology, None if setting.is_timed else setting.config, 1)
+    training = Training(pipeline, (), topology, None if setting.is_timed else setting.workload, 1)
     with Cluster(topology) as cluster:
         found = cluster.run(measure_stages, training, NUM_MICROBATCHES // 2, timeout_seconds=600.0)
     costs: list[tuple[float, ...]] = []

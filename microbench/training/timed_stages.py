@@ -38,13 +38,14 @@ class TimedStage(torch.nn.Module):
             for edge in outgoing
             for spec in edge.tensors
         }
-        if not outgoing:
-            self.outputs = StageOutput(loss=torch.zeros(()))
+        self.returns_loss = not outgoing
+        if self.returns_loss:
+            self.outputs["loss"] = torch.zeros(())
 
-    def forward(self, **inputs: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Sleep for ``forward_seconds`` and return the outputs."""
+    def forward(self, **inputs: torch.Tensor) -> Mapping[str, torch.Tensor] | StageOutput:
+        """Sleep for ``forward_seconds`` and return the outputs, or the loss."""
         made = _Timed.apply(self, self.weight, *inputs.values())
-        return dict(zip(self.outputs, made, strict=True))
+        return StageOutput(loss=made[0]) if self.returns_loss else dict(zip(self.outputs, made, strict=True))
 
     def synchronize(self) -> None:
         """Wait for the other devices of the stage."""

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from microbench.harness.steal_time import Laps, RetryBudget
 from microbench.harness.worker import Stopwatch
 from microbench.training.timed_stages import TimedStage
+from microbench.training.workload import Workload
 from reshard.scheduler import Kind, Pipeline, PipelineTimeline, Schedule, block_transfers, one_f_one_b, zb_h1
 from reshard.scheduler.runtime.engine import Engine, Feed
-from reshard.scheduler.training.train import make_stages
 from reshard.topology import Topology
 
 Modules = dict[int, torch.nn.Module]
@@ -44,13 +44,13 @@ class Training:
 
     Attributes:
         pipeline: stages and edges with tensors, meshes and costs. topology: what transfers are planned for.
-        config: the model, with ``make_stage`` and ``feed``; None for stages that sleep for the pipeline's costs.
+        workload: the model and its batches; None for stages that sleep for the pipeline's costs.
     """
 
     pipeline: Pipeline
     methods: tuple[Method, ...]
     topology: Topology
-    config: Any
+    workload: Workload | None
     repeats: int
     timeout_seconds: float = 120.0
 
@@ -111,22 +111,14 @@ def sum_squares(modules: Iterable[torch.nn.Module]) -> float:
     return float(sum(gradient.double().square().sum() for gradient in gradients))
 
 
-def train_alone(config: Any, step: int) -> tuple[float, float]:
+def train_alone(workload: Workload, step: int) -> tuple[float, float]:
     """Loss and sum of squared gradients of one step in a single process."""
-    stages = make_stages(config)
-    feed, total = config.feed(step), 0.0
-    for microbatch in range(config.num_microbatches):
-        made: dict[str, torch.Tensor] = {}
-        output: Any = None
-        for number, stage in enumerate(stages):
-            fed = feed.get(number, [{}] * config.num_microbatches)[microbatch]
-            names = {spec.name for edge in config.edges(config.meshes()) if edge.dst == number for spec in edge.tensors}
-            output = stage(**{name: array for name, array in made.items() if name in names}, **fed)
-            made |= output if isinstance(output, dict) else {}
-        loss = output.loss / config.num_microbatches
+    model, total = workload.make_model(), 0.0
+    for microbatch in workload.microbatches(step):
+        loss = model(**microbatch) / workload.num_microbatches
         loss.backward()
         total += float(loss.detach())
-    return total, sum_squares(stages)
+    return total, sum_squares([model])
 
 
 def measure_stages(rank: int, report: Callable[[Any], None], training: Training, times: int) -> dict[str, Any]:
@@ -169,17 +161,17 @@ def measure_stages(rank: int, report: Callable[[Any], None], training: Training,
 def pin(rank: int, training: Training) -> None:
     """With real computation, pin each rank to one core if there are enough cores."""
     cores = sorted(os.sched_getaffinity(0))
-    if training.config is not None and dist.get_world_size() <= len(cores):
+    if training.workload is not None and dist.get_world_size() <= len(cores):
         os.sched_setaffinity(0, {cores[rank]})
 
 
 def _make_engine(rank: int, training: Training, method: Method, groups: Sequence[Any]) -> tuple[Engine, Modules]:
     pipeline = training.pipeline
     stages = [s for s, stage in enumerate(pipeline.stages) if stage.mesh is not None and rank in stage.mesh.ranks]
-    if training.config is None:
+    if training.workload is None:
         modules: Modules = {stage: TimedStage(pipeline, stage, rank, groups[stage]) for stage in stages}
     else:
-        modules = {stage: make_stages(training.config)[stage] for stage in stages}
+        modules = {stage: training.workload.make_stages()[stage] for stage in stages}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ranks of stage .* hold shards")  # timed stages do not train
         engine = Engine(
@@ -195,7 +187,6 @@ def _make_engine(rank: int, training: Training, method: Method, groups: Sequence
 
 
 def _local_feed(rank: int, training: Training, step: int) -> Feed:
-    if training.config is None:
+    if training.workload is None:
         return {}
-    feed: Feed = training.config.feed(step)
-    return feed
+    return training.workload.feed(step)

@@ -1,4 +1,8 @@
-"""The ``reshard`` command line: plan, demo, info and doctor."""
+"""The ``reshard`` command line: plan, demo, info and doctor, and the commands of other packages.
+
+Other packages register a module in the entry-point group :data:`COMMAND_GROUP`, under the name of the command. The
+module has ``HELP``, ``EXAMPLES``, ``add_arguments(parser)`` and ``run(options) -> exit status``.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 
 #: ``--format json`` refuses to print more messages than this.
 MAX_PRINTED_MESSAGES = 1_000_000
+#: Entry points of further commands.
+COMMAND_GROUP = "reshard.commands"
 _MAX_ERROR_CHARS = 2000
 
 _INTRO = """\
@@ -39,6 +45,8 @@ Axes may have names: the mesh dp=2,tp=4 and the layout "(dp, -, tp)".
       print versions and the available backends
   torchrun --nnodes ... -m reshard doctor
       find what keeps the ranks of a job from reaching each other: interfaces, ports, versions
+  reshard train gpt3-125m --shrink 8 --meshes 1x2,2x2 --steps 200
+      train a model over pipeline stages
 """
 
 
@@ -48,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="reshard", description=_INTRO, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"reshard {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="{plan,demo,info,doctor}")
+    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=COMMAND_GROUP)}
+    names = ",".join(["plan", "demo", "info", "doctor", *sorted(entries)])
+    commands = parser.add_subparsers(dest="command", metavar=f"{{{names}}}")
     plan = commands.add_parser("plan", help="print the messages of a plan", description=_plan.__doc__)
     _add_plan(_with_examples(
         plan,
@@ -65,6 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="under torchrun: find what keeps ranks from reaching each other")
     _with_examples(doctor, "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m reshard doctor")
     doctor.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for all ranks (default: 60)")
+    others = {name: entry.load() for name, entry in sorted(entries.items())}
+    for name, module in others.items():
+        module.add_arguments(_with_examples(commands.add_parser(name, help=module.HELP), *module.EXAMPLES))
     options = parser.parse_args(arguments)
     try:
         if options.command == "plan":
@@ -77,6 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from reshard.cli.doctor import run_doctor
 
             return run_doctor(options.timeout)
+        if options.command in others:
+            status: int = others[options.command].run(options)
+            return status
     except ReshardError as error:
         text = str(error)
         if len(text) > _MAX_ERROR_CHARS:

@@ -292,7 +292,7 @@ def test_every_method_trains_on_emulated_hosts(monkeypatch):
     """The compare_schedules command on two hosts with timed stages and a few microbatches; no speed is checked."""
     monkeypatch.setattr(compare_schedules, "NUM_MICROBATCHES", 4)
     setting = compare_schedules.settings("u_transformer")["timed 2"]
-    small = replace(setting, config=replace(setting.config, batch=16, num_microbatches=4))
+    small = replace(setting, workload=replace(setting.workload, batch=16, num_microbatches=4))
     record = compare_schedules.run_setting(small, 1, lambda line: None)
     rows = {row["method"]: row for row in record["rows"]}
     assert set(rows) == {*(spec.name for spec in compare_schedules.METHODS), compare_schedules.SIGNAL}

@@ -1,0 +1,84 @@
+"""What the benchmarks of pipeline training run: a model on stages, in float32, with its batches."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reshard import Mesh
+from reshard.scheduler import Edge, Pipe
+from reshard.scheduler.pipe.partition.batches import BatchOutline, outline_batch, split_rows, take_rows
+from reshard.scheduler.pipe.partition.stage_graph import Skeleton, StageGraph
+from reshard.scheduler.training.data import Loader, PictureLoader, TokenLoader, read_tokens
+from reshard.scheduler.training.models import find_cuts, make_model
+from reshard.scheduler.training.presets import GPTConfig, UTransformerConfig
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, the layers and the dp x tp of each stage, and the rows of its batches."""
+
+    config: GPTConfig | UTransformerConfig
+    batch: int
+    num_microbatches: int
+    stages: str
+    layers: tuple[int, ...]
+
+    @property
+    def pp(self) -> int:
+        """Number of stages."""
+        return len(self.layers)
+
+    def meshes(self) -> list[Mesh]:
+        """The mesh of each stage."""
+        return list(self._pipe().meshes)
+
+    def edges(self) -> list[Edge]:
+        """The edges between stages, without costs."""
+        rows = split_rows(self.batch, self.num_microbatches)[0]
+        return list(_find_graph(self)[0].edges(rows, self.meshes()))
+
+    def make_model(self) -> Any:
+        """The whole model, with the same values in every process."""
+        torch.manual_seed(0)
+        return make_model(self.config, "cpu")
+
+    def make_stages(self) -> list[torch.nn.Module]:
+        """The modules of all stages."""
+        model = self.make_model()
+        return list(self._pipe().cut(_find_graph(self)[1].names).build(model))
+
+    def microbatches(self, step: int) -> list[dict[str, torch.Tensor]]:
+        """The batch of a step, divided."""
+        batch = self._loader().batch(step)
+        parts = [value.split(self.batch // self.num_microbatches) for value in batch.values()]
+        return [dict(zip(batch, values, strict=True)) for values in zip(*parts, strict=True)]
+
+    def feed(self, step: int) -> dict[int, list[dict[str, torch.Tensor]]]:
+        """What each stage reads of the batch of a step."""
+        graph, outline = _find_graph(self)
+        fed: dict[int, list[dict[str, torch.Tensor]]] = {}
+        for stage, names in enumerate(graph.inputs):
+            if names:
+                whole = range(self.batch // self.num_microbatches)
+                fed[stage] = [take_rows(each, outline, names, whole) for each in self.microbatches(step)]
+        return fed
+
+    def _loader(self) -> Loader:
+        if isinstance(self.config, GPTConfig):
+            return TokenLoader(read_tokens(None), self.batch, self.config.sequence, self.config.vocabulary)
+        return PictureLoader(self.batch, self.config.side)
+
+    def _pipe(self) -> Pipe:
+        return Pipe(make_model(self.config), find_cuts(self.config, self.layers), stages=self.stages)
+
+
+@functools.cache
+def _find_graph(workload: Workload) -> tuple[StageGraph, BatchOutline]:
+    """What the stages exchange, and what a batch contains."""
+    pipe = workload._pipe()
+    outline = outline_batch(workload._loader().batch(0))
+    return Skeleton(pipe.model, pipe.cut(outline.names)).find(outline), outline

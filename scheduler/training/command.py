@@ -1,0 +1,199 @@
+"""The ``train`` subcommand of ``reshard``. Torch is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import ArgumentError
+
+from .presets import PRESETS, GPTConfig, Preset, find_preset
+
+if TYPE_CHECKING:
+    from .loop import Job, TrainResult
+
+HELP = "train GPT or U-Transformer over pipeline stages"
+EXAMPLES = (
+    "reshard train gpt3-125m --shrink 8 --meshes 1x2,2x2,1x4 --steps 200    # 10 local processes",
+    "reshard train gpt3-125m --meshes 1x2,2x2,1x4 --data FILE --steps 1000 --resume",
+    "reshard train u-transformer-470m --shrink 20 --meshes 2x1,4x1,4x1",
+    "torchrun --nproc-per-node 8 -m reshard train gpt3-1.3b --meshes 2x2,2x2 --batch 64",
+)
+_SCHEDULES = ("auto", "1f1b", "eager", "zb_h1")
+#: The longest time that local processes may run.
+_FOREVER_SECONDS = 1e6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("preset", help=f"model and recipe: {', '.join(PRESETS)}")
+    add("--meshes", help="dp x tp of each stage, for example 1x2,2x2,1x4 (default: that of the preset)")
+    add("--layers", help="layers of each stage, for example 4,4,4 (default: that of the preset, or equal shares)")
+    add("--shrink", type=int, default=1, metavar="N", help="divide width and depth by N; see docs/pipeline.md")
+    add("--steps", type=int, default=100, help="number of the last step (default: 100)")
+    add("--batch", type=int, help="rows of a batch (default: that of the preset)")
+    add("--microbatches", type=int, help="microbatches of a step (default: that of the preset)")
+    add("--sequence", type=int, help="tokens of a row (default: that of the preset)")
+    add("--data", metavar="FILE", help="text, .bin (uint16 tokens) or .npy (default: text that Python ships, as bytes)")
+    add("--learning-rate", type=float, help="peak learning rate (default: that of the preset)")
+    add("--warmup", type=int, help="steps in which the learning rate grows (default: a tenth of all)")
+    add("--schedule", choices=_SCHEDULES, default="auto", help="pipeline schedule (default: auto)")
+    add("--autocast", choices=("float16", "bfloat16", "none"), help="dtype of computations (default: of the preset)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if every rank can have one")
+    add("--seed", type=int, default=0, help="of the first parameters and of the order of the data (default: 0)")
+    add("--log-every", type=int, default=10, metavar="N", help="report every N steps (default: 10)")
+    add("--eval-every", type=int, default=0, metavar="N", help="evaluate on held-out data every N steps too")
+    add("--eval-batches", type=int, default=1, metavar="N", help="batches of an evaluation (default: 1)")
+    add("--checkpoint", metavar="PATH", help="save here at the end (default with --resume: PRESET.checkpoint)")
+    add("--save-every", type=int, default=0, metavar="N", help="save every N steps too")
+    add("--resume", action="store_true", help="continue from the checkpoint, if there is one, and save at the end")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, and print the first and the last loss.
+
+    Without a launcher, it starts one local process for each rank. Under torchrun, it joins that job.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ArgumentError("training needs torch: pip install 'reshard[train]'")
+    preset = find_preset(options.preset)
+    stages = options.meshes or preset.stages
+    num_ranks = _count_ranks(stages)
+    job = make_job(options, preset, stages, _find_device(options.device, num_ranks))
+    if options.shrink > 1 and os.environ.get("RANK", "0") == "0":
+        factor = preset.config.shrink_factor(options.shrink)
+        print(
+            f"{job.name}: edges carry {factor} times as many bytes per operation as in the whole model; links that are "
+            f"{factor} times as fast keep communication over computation",
+            file=sys.stderr,
+        )
+    result = _launch(job, num_ranks)
+    if result is not None:
+        losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, " if result.losses else ""
+        skipped = f", {len(result.skipped)} steps skipped" if result.skipped else ""
+        steps = f"steps {result.start} to {max(result.start, job.steps)}"
+        print(f"{job.name} on {stages}, {steps}: {losses}held-out {result.held_out:.4f}{skipped}")
+    return 0
+
+
+def make_job(options: argparse.Namespace, preset: Preset, stages: str, device: str) -> Job:
+    """The job of the options.
+
+    Raises:
+        ArgumentError: an option is out of range.
+    """
+    from .loop import Job
+
+    for name in ("shrink", "steps", "batch", "microbatches", "sequence", "log_every", "eval_batches"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be positive")
+    for name in ("warmup", "eval_every", "save_every", "seed"):
+        value = getattr(options, name)
+        if value is not None and value < 0:
+            raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must not be negative")
+    preset = preset.shrunk(options.shrink, stages.count(",") + 1)
+    changes: dict[str, Any] = {"rows": options.batch, "microbatches": options.microbatches}
+    changes["learning_rate"] = options.learning_rate
+    changes["autocast"] = "" if options.autocast == "none" else options.autocast
+    preset = replace(preset, **{name: value for name, value in changes.items() if value is not None})
+    if options.sequence is not None:
+        if not isinstance(preset.config, GPTConfig):
+            raise ArgumentError(f"{options.preset} has no sequence; omit --sequence")
+        preset = replace(preset, config=replace(preset.config, sequence=options.sequence))
+    saves = options.checkpoint or options.resume or options.save_every
+    name = options.preset if options.shrink == 1 else f"{options.preset}/{options.shrink}"
+    return Job(
+        name=name,
+        preset=preset,
+        steps=options.steps,
+        stages=stages,
+        layers=_parse_layers(options.layers),
+        schedule=options.schedule,
+        data=options.data,
+        warmup=options.steps // 10 if options.warmup is None else options.warmup,
+        seed=options.seed,
+        device=device,
+        log_every=options.log_every,
+        eval_every=options.eval_every,
+        eval_batches=options.eval_batches,
+        checkpoint=(options.checkpoint or f"{options.preset}.checkpoint") if saves else None,
+        save_every=options.save_every,
+        resume=options.resume,
+    )
+
+
+def _parse_layers(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    if not all(each.strip().isdecimal() for each in text.split(",")):
+        raise ArgumentError(f"--layers is {text!r}; it must be the layers of each stage, such as 4,4,4")
+    return tuple(int(each) for each in text.split(","))
+
+
+def _count_ranks(stages: str) -> int:
+    from ..pipe.placement import parse_placements
+
+    return sum(each.dp * each.tp for each in parse_placements(stages))
+
+
+def _find_device(wanted: str, num_ranks: int) -> str:
+    """The device type. Counting GPUs must not initialize CUDA, because local processes are forked."""
+    if wanted == "cpu":
+        return "cpu"
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    import torch
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    if num_gpus < num_local and wanted == "cuda":
+        raise ArgumentError(f"--device cuda needs {num_local} GPUs on this machine, which has {num_gpus}")
+    return "cuda" if num_gpus >= num_local else "cpu"
+
+
+def _launch(job: Job, num_ranks: int) -> TrainResult | None:
+    """Train on all ranks. Returns the result on rank 0."""
+    from reshard.testing import run_processes
+
+    from .loop import make_loaders, make_pipe, train
+
+    _ = make_loaders(job), make_pipe(job)  # errors of the options before any process starts
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        if job.device == "cpu":
+            result: TrainResult = run_processes(train, num_ranks, job, timeout_seconds=_FOREVER_SECONDS)[0]
+            return result
+        return run_processes(
+            _train_on_gpu, num_ranks, num_ranks, job, timeout_seconds=_FOREVER_SECONDS, init_group=False
+        )[0]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size != num_ranks:
+        raise ArgumentError(f"the stages {job.stages} need {num_ranks} ranks, but the launcher started {size}")
+    import torch
+    import torch.distributed as dist
+
+    if job.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo")
+    try:
+        result = train(rank, job)
+    finally:
+        dist.destroy_process_group()
+    return result if rank == 0 else None
+
+
+def _train_on_gpu(rank: int, port: int, num_ranks: int, job: Job) -> TrainResult:
+    """Train on one of the local processes, each with a GPU of its own."""
+    import torch
+    import torch.distributed as dist
+
+    from .loop import train
+
+    torch.cuda.set_device(rank)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=num_ranks)
+    return train(rank, job)

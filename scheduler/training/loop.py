@@ -1,0 +1,185 @@
+"""Train a preset over pipeline stages: optimizer, learning rate, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reshard.errors import ArgumentError
+
+from ..pipe.engine import PipelineEngine
+from ..pipe.pipe import Pipe
+from ..schedules.auto import auto_schedule
+from ..schedules.classic import eager_1f1b, one_f_one_b, zb_h1
+from .data import Loader, PictureLoader, TokenLoader, hold_out, read_tokens
+from .models import find_cuts, make_model
+from .presets import GPTConfig, Preset
+from .progress import Progress
+
+SCHEDULES: Mapping[str, Callable[..., Any]] = {
+    "auto": auto_schedule,
+    "1f1b": one_f_one_b,
+    "eager": eager_1f1b,
+    "zb_h1": zb_h1,
+}
+#: The learning rate ends at this share of its peak.
+LEAST_RATE = 0.1
+#: AdamW of the GPT-3 paper: its betas, its weight decay, and the largest norm of the gradients.
+BETAS, WEIGHT_DECAY, MOST_NORM = (0.9, 0.95), 0.1, 1.0
+#: Seed of the held-out pictures, relative to that of the training.
+_HELD_OUT_SEED = 1_000_003
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run, the same on all ranks.
+
+    Attributes:
+        name: of the run, for messages. preset: the model and how it is trained.
+        steps: the number of the last step. stages: dp x tp of each stage. layers: of each stage; empty: of the preset.
+        schedule: name of a schedule. data: file of tokens; None: the text that Python ships.
+        warmup: steps in which the learning rate grows. seed: of the parameters and of the order of the data.
+        device: "cpu" or "cuda". log_every: steps between messages and measured times.
+        eval_every: steps between evaluations; 0: at the end only. eval_batches: batches of an evaluation.
+        checkpoint: folder to save to; None: do not save. save_every: steps between saves; 0: at the end only.
+        resume: continue from the newest checkpoint there, if there is one.
+    """
+
+    name: str
+    preset: Preset
+    steps: int
+    stages: str
+    layers: tuple[int, ...] = ()
+    schedule: str = "auto"
+    data: str | None = None
+    warmup: int = 0
+    seed: int = 0
+    device: str = "cpu"
+    log_every: int = 10
+    eval_every: int = 0
+    eval_batches: int = 1
+    checkpoint: str | None = None
+    save_every: int = 0
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What training returns, the same on every rank.
+
+    Attributes:
+        start: first step of this run. losses: of each of its steps. held_out: loss on held-out data at the end.
+        skipped: steps that were not finite and changed no parameter.
+    """
+
+    start: int
+    losses: tuple[float, ...]
+    held_out: float
+    skipped: tuple[int, ...]
+
+
+def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
+    """Train on one rank of an initialized process group; rank 0 shows the progress."""
+    loader, held_out = make_loaders(job)
+    device = torch.device(job.device, torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
+    torch.manual_seed(job.seed)
+    engine = make_pipe(job).compile(
+        _move(loader.batch(0), device), job.preset.microbatches, schedule=SCHEDULES[job.schedule], device=device
+    )
+    optimizer = make_optimizer(engine.parameters(), job.preset.learning_rate)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factors(job.steps, job.warmup))
+    folder = job.checkpoint or ""
+    losses, skipped = [], []
+    with engine:
+        start = engine.load(folder, optimizer, rates, loader, missing_ok=True) if job.resume else 0
+        progress = Progress(job.name, start, job.steps, job.preset, job.log_every, shows and rank == 0)
+        with progress:
+            for step, batch in zip(range(start, job.steps), loader, strict=False):
+                result = engine.step(_move(batch, device), timeline=progress.wants_times(step))
+                norm = engine.clip_grad_norm_(MOST_NORM)
+                if result.finite:
+                    optimizer.step()
+                    rates.step()
+                else:
+                    skipped.append(step)
+                optimizer.zero_grad()
+                losses.append(result.loss)
+                progress.advance(step, result, norm)
+                if job.eval_every and (step + 1) % job.eval_every == 0 and step + 1 < job.steps:
+                    progress.note(f"step {step + 1}: held-out loss {_evaluate(engine, job, held_out, device):.4f}")
+                is_due = step + 1 == job.steps or (job.save_every and (step + 1) % job.save_every == 0)
+                if folder and is_due:
+                    engine.save(folder, optimizer, rates, loader, step + 1)
+            final = _evaluate(engine, job, held_out, device)
+            progress.note(f"step {max(start, job.steps)}: held-out loss {final:.4f}")
+    return TrainResult(start, tuple(losses), final, tuple(skipped))
+
+
+def make_pipe(job: Job) -> Pipe:
+    """The model of a job on the meta device, cut at layers and placed."""
+    num_stages = job.stages.count(",") + 1
+    layers = job.layers or job.preset.divide_layers(num_stages)
+    if sum(layers) != job.preset.config.num_layers or min(layers) < 1 or len(layers) != num_stages:
+        raise ArgumentError(
+            f"{'|'.join(map(str, layers))} layers on {num_stages} stages do not divide a model of "
+            f"{job.preset.config.num_layers} layers; every stage needs at least one"
+        )
+    model = make_model(job.preset.config)
+    return Pipe(
+        model,
+        find_cuts(job.preset.config, layers),
+        stages=job.stages,
+        init=type(model).initialize,
+        autocast=getattr(torch, job.preset.autocast) if job.preset.autocast else None,
+    )
+
+
+def make_loaders(job: Job) -> tuple[Loader, Loader]:
+    """The batches for training and those for evaluation."""
+    config, rows = job.preset.config, job.preset.rows
+    if not isinstance(config, GPTConfig):
+        if job.data is not None:
+            raise ArgumentError(f"{job.name} trains on pictures that it draws itself; omit --data")
+        return PictureLoader(rows, config.side, job.seed), PictureLoader(rows, config.side, job.seed + _HELD_OUT_SEED)
+    seen, unseen = hold_out(read_tokens(job.data), config.sequence)
+    return (
+        TokenLoader(seen, rows, config.sequence, config.vocabulary, job.seed),
+        TokenLoader(unseen, rows, config.sequence, config.vocabulary),
+    )
+
+
+def make_optimizer(parameters: Sequence[torch.nn.Parameter], learning_rate: float) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices and convolutions only, not on biases and normalizations."""
+    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
+    vectors = [parameter for parameter in parameters if parameter.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS)
+
+
+def rate_factors(steps: int, warmup: int) -> Callable[[int], float]:
+    """The learning rate of a step relative to its peak: a linear warm-up, then a cosine down to a tenth."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(math.pi * progress)) / 2
+
+    return factor
+
+
+def _evaluate(engine: PipelineEngine, job: Job, held_out: Loader, device: torch.device) -> float:
+    """Mean loss on the same held-out batches each time."""
+    batches = (_move(held_out.batch(number), device) for number in range(job.eval_batches))
+    return math.fsum(engine.evaluate(batch).loss for batch in batches) / job.eval_batches
+
+
+def _move(batch: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: value.to(device) for name, value in batch.items()}

@@ -1,0 +1,213 @@
+"""Sizes of the models of the GPT-3 paper and of the 2023 study. Does not import torch.
+
+The GPT-3 paper's Table 2.1 (arXiv 2005.14165) contradicts itself in two rows:
+
+- 1.3B: 24 heads of 128 are 3072 wide, but the model is 2048 wide. Here it has 16 heads of 128.
+- 13B: the model is 5140 wide, but 40 heads of 128 are 5120 wide. Here it is 5120 wide.
+
+All counts are within 2 % of the names. The table gives batches in tokens; here they are rounded to rows of 2048 tokens.
+
+The sizes of the study (GPT 1.3B and 2.6B; U-Transformer 470M, 1B and 2B) are those of its text. Where it does not say
+what a layer of the U-Transformer contains, the layers here are those of a common U-Net with attention; the models then
+have 6 %, 12 % and 10 % more parameters than their names say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from reshard.errors import ArgumentError
+
+#: Resolutions of a U-Transformer, and its layers.
+LEVELS = 4
+NUM_U_LAYERS = 3 * LEVELS + 1
+#: Channels of each resolution relative to the first.
+_WIDTHS = (1, 2, 4, 4)
+#: Shrunk models keep at least this many tokens: text is read as bytes.
+_NUM_BYTES = 256
+_LEAST_SEQUENCE, _LEAST_SIDE = 16, 8
+#: The learning rate of a shrunk model grows with the divisor, up to this.
+_MOST_LEARNING_RATE = 3e-3
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT: ``hidden = num_heads * head_size``."""
+
+    num_layers: int
+    num_heads: int
+    head_size: int
+    sequence: int = 2048
+    vocabulary: int = 50257
+    is_tied: bool = True
+
+    @property
+    def hidden(self) -> int:
+        """Width of the hidden states."""
+        return self.num_heads * self.head_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Embeddings, 12 h^2 + 13 h for each layer, and the last normalization. The tied head counts once."""
+        h, embeddings = self.hidden, self.vocabulary + self.sequence
+        return (
+            h * (embeddings + (0 if self.is_tied else self.vocabulary))
+            + self.num_layers * (12 * h * h + 13 * h)
+            + 2 * h
+        )
+
+    def shrink_factor(self, divisor: int) -> int:
+        """How many times as many bytes an edge of the shrunk model carries for each operation of its stages."""
+        return divisor**2
+
+    def shrunk(self, divisor: int, num_stages: int = 1) -> GPTConfig:
+        """Divide width, depth and sequence by ``divisor``, and the vocabulary by its square.
+
+        Then an edge carries ``divisor**2`` times as many bytes for each operation of its stages, and the ratios of all
+        edges to each other stay as they are. The number of heads stays, so that the layouts fit. Sizes are rounded:
+        the head size to at least 1, depth to at least ``num_stages`` layers, the sequence to at least 16, and the
+        vocabulary to at least 256.
+        """
+        return replace(
+            self,
+            num_layers=max(num_stages, round(self.num_layers / divisor)),
+            head_size=max(1, round(self.head_size / divisor)),
+            sequence=max(_LEAST_SEQUENCE, self.sequence // divisor),
+            vocabulary=max(_NUM_BYTES, self.vocabulary // divisor**2),
+        )
+
+
+@dataclass(frozen=True)
+class UTransformerConfig:
+    """Sizes of a U-Transformer with ``channels`` at the first resolution, for images of ``side`` pixels."""
+
+    channels: int
+    side: int = 32
+    num_heads: int = 8
+    groups: int = 32
+    num_layers: int = NUM_U_LAYERS
+
+    def width(self, level: int) -> int:
+        """Channels of a resolution."""
+        return self.channels * _WIDTHS[level]
+
+    def level_of(self, layer: int) -> int:
+        """The resolution of a layer: 0 to 3 going down, 3 in the middle, 3 to 0 in pairs going up."""
+        if layer <= LEVELS:
+            return min(layer, LEVELS - 1)
+        return LEVELS - 1 - (layer - LEVELS - 1) // 2
+
+    def upsamples(self, layer: int) -> bool:
+        """Whether a layer doubles the resolution."""
+        return layer > LEVELS and (layer - LEVELS) % 2 == 0 and self.level_of(layer) > 0
+
+    def inputs_of(self, layer: int) -> int:
+        """Channels of the input of a layer, with its skip connection."""
+        own = self.width(self.level_of(max(layer - 1, 0)))
+        if layer <= LEVELS:
+            return own
+        skips = [nth // 2 for nth in (0, *range(2 * LEVELS - 1))]  # the first convolution, then two for each level
+        return own + self.width(skips[NUM_U_LAYERS - 1 - layer])
+
+    def shrink_factor(self, divisor: int) -> int:
+        """How many times as many bytes an edge of the shrunk model carries for each operation of its stages."""
+        return divisor
+
+    def shrunk(self, divisor: int, num_stages: int = 1) -> UTransformerConfig:
+        """Divide the channels by ``divisor``, and the side of the pictures by its root.
+
+        The thirteen layers stay, because the skip connections need them. Then an edge carries ``divisor`` times as many
+        bytes for each operation of its stages, and the ratios of all edges to each other stay as they are. Sizes are
+        rounded: the channels to a multiple of 8, and the side to a power of two that is at least 8. The size of a head
+        stays, and there are at most 8 groups.
+        """
+        if num_stages > self.num_layers:
+            raise ArgumentError(f"U-Transformer has {self.num_layers} layers, too few for {num_stages} stages")
+        channels = max(8, round(self.channels / divisor / 8) * 8)
+        heads = max(1, 2 ** round(math.log2(max(1.0, self.num_heads / divisor))))
+        side = max(_LEAST_SIDE, self.side // 2 ** round(math.log(divisor, 4)))
+        return replace(self, channels=channels, side=side, num_heads=heads, groups=min(8, self.groups))
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model and how it is trained.
+
+    Attributes:
+        config: sizes. rows: of a batch. learning_rate: at the end of the warm-up.
+        autocast: dtype of the computations; empty for that of the parameters, which are float32.
+        microbatches: of a step. stages: dp x tp of each stage. layers: of each stage; empty: equal shares.
+    """
+
+    config: GPTConfig | UTransformerConfig
+    rows: int
+    learning_rate: float
+    autocast: str = ""
+    microbatches: int = 8
+    stages: str = "1x1,1x1"
+    layers: tuple[int, ...] = ()
+
+    def shrunk(self, divisor: int, num_stages: int) -> Preset:
+        """The same training of a model that is ``divisor`` times as narrow, with four rows in each microbatch."""
+        if divisor == 1:
+            return self
+        if divisor < 1:
+            raise ArgumentError(f"the divisor of a model is {divisor}; it must be positive")
+        rate = min(_MOST_LEARNING_RATE, self.learning_rate * divisor)
+        rows = min(self.rows, 4 * self.microbatches)
+        return replace(self, config=self.config.shrunk(divisor, num_stages), rows=rows, learning_rate=rate)
+
+    def divide_layers(self, num_stages: int) -> tuple[int, ...]:
+        """The number of layers of each stage: given ones, or equal shares with one more on the first stages."""
+        if len(self.layers) == num_stages:
+            return self.layers
+        share, extra = divmod(self.config.num_layers, num_stages)
+        if not share:
+            raise ArgumentError(
+                f"the model has {self.config.num_layers} layers, too few for {num_stages} stages; use fewer stages"
+            )
+        return tuple(share + (stage < extra) for stage in range(num_stages))
+
+
+def _gpt3(layers: int, heads: int, head_size: int, rows: int, rate: float) -> Preset:
+    return Preset(GPTConfig(layers, heads, head_size), rows, rate, "float16")
+
+
+def _study_gpt(layers: int, head_size: int, rows: int, stages: str) -> Preset:
+    config = GPTConfig(layers, 32, head_size, sequence=1024, vocabulary=51200)
+    return Preset(config, rows, 2e-4, "float16", 4, stages)
+
+
+def _u_transformer(channels: int, rows: int, microbatches: int, stages: str, layers: tuple[int, ...]) -> Preset:
+    return Preset(UTransformerConfig(channels), rows, 1e-4, "", microbatches, stages, layers)
+
+
+#: Layers, heads, size of a head, rows of 2048 tokens and learning rate of the GPT-3 paper; then the study's rows.
+PRESETS: Mapping[str, Preset] = {
+    "gpt3-125m": _gpt3(12, 12, 64, 256, 6.0e-4),
+    "gpt3-350m": _gpt3(24, 16, 64, 256, 3.0e-4),
+    "gpt3-760m": _gpt3(24, 16, 96, 256, 2.5e-4),
+    "gpt3-1.3b": _gpt3(24, 16, 128, 512, 2.0e-4),
+    "gpt3-2.7b": _gpt3(32, 32, 80, 512, 1.6e-4),
+    "gpt3-6.7b": _gpt3(32, 32, 128, 1024, 1.2e-4),
+    "gpt3-13b": _gpt3(40, 40, 128, 1024, 1.0e-4),
+    "gpt3-175b": _gpt3(96, 96, 128, 1600, 0.6e-4),
+    "study-gpt-1.3b": _study_gpt(24, 64, 64, "1x2,1x2"),
+    "study-gpt-2.6b": _study_gpt(32, 80, 32, "2x2,2x2"),
+    "u-transformer-470m": _u_transformer(320, 256, 4, "1x1,1x1", (7, 6)),
+    "u-transformer-1b": _u_transformer(480, 2048, 32, "2x1,2x1", (8, 5)),
+    "u-transformer-2b": _u_transformer(672, 2048, 32, "4x1,4x1", (9, 4)),
+}
+
+
+def find_preset(name: str) -> Preset:
+    """The preset of a name.
+
+    Raises:
+        ArgumentError: there is no such preset.
+    """
+    if name not in PRESETS:
+        raise ArgumentError(f"there is no preset {name!r}; presets are {', '.join(PRESETS)}")
+    return PRESETS[name]

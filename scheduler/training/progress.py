@@ -1,0 +1,77 @@
+"""What a training run prints: a progress bar on a terminal, and plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import Any
+
+from ..pipe.engine import StepResult
+from .presets import GPTConfig, Preset
+
+
+class Progress:
+    """Shows loss, norm of the gradients, throughput and exposed communication.
+
+    Exposed communication is the largest share of a step that a stage waited for tensors that had been computed.
+
+    Args:
+        name: of the run. start, steps: first step, and number of the last one. preset: gives the unit of throughput.
+        log_every: steps between lines, and between measured times. shows: whether to print at all.
+    """
+
+    def __init__(self, name: str, start: int, steps: int, preset: Preset, log_every: int, shows: bool) -> None:
+        is_text = isinstance(preset.config, GPTConfig)
+        self._unit = "tokens/s" if is_text else "images/s"
+        self._per_step = preset.rows * (preset.config.sequence if isinstance(preset.config, GPTConfig) else 1)
+        self._start, self._steps, self._log_every, self._shows = start, steps, log_every, shows
+        self._exposed = ""
+        self._since, self._last = time.monotonic(), start
+        self._bar: Any = None
+        if shows and sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
+
+                self._bar = tqdm(total=steps, initial=start, unit="step", desc=name)
+        elif shows and start:
+            self.note(f"{name}: continuing at step {start}")
+
+    def wants_times(self, step: int) -> bool:
+        """Whether to measure a step."""
+        return step == self._start or (step + 1) % self._log_every == 0 or step + 1 == self._steps
+
+    def advance(self, step: int, result: StepResult, norm: float) -> None:
+        """Count a step, and show it if it was measured."""
+        if self._bar is not None:
+            self._bar.update()
+        if result.timeline is not None:
+            timeline = result.timeline
+            rows = {span.row for span in timeline.spans}
+            share = max(timeline.exposed_seconds(row) for row in rows) / timeline.makespan_seconds
+            self._exposed = f", {share:.1%} exposed communication"
+        if not self.wants_times(step):
+            return
+        now = time.monotonic()
+        throughput = self._per_step * (step + 1 - self._last) / (now - self._since)
+        self._since, self._last = now, step + 1
+        skipped = "" if result.finite else ", not finite: skipped"
+        text = f"loss {result.loss:.4f}, norm {norm:.3g}, {throughput:,.0f} {self._unit}{self._exposed}{skipped}"
+        if self._bar is not None:
+            self._bar.set_postfix_str(text)
+        else:
+            self.note(f"step {step + 1}: {text}")
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        elif self._shows:
+            print(text, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

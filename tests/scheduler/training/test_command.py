@@ -1,0 +1,82 @@
+"""``reshard train``: local processes, torchrun, resuming, and errors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from reshard.cli.main import main
+
+SMALL = ["--shrink", "24", "--batch", "8", "--microbatches", "4", "--log-every", "2"]
+
+
+def test_trains_in_local_processes_and_resumes(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
+    command = ["train", "gpt3-125m", *SMALL, "--meshes", "1x1,2x1", "--data", "text", "--resume"]
+    assert main([*command, "--steps", "2"]) == 0
+    shown = capfd.readouterr()
+    assert "gpt3-125m/24: edges carry 576 times as many bytes per operation" in shown.err
+    assert "step 2: loss 5." in shown.err
+    assert "tokens/s" in shown.err
+    assert "exposed communication" in shown.err
+    assert shown.out.startswith("gpt3-125m/24 on 1x1,2x1, steps 0 to 2: loss 5.")
+    assert (tmp_path / "gpt3-125m.checkpoint" / "step-00000002").is_dir()
+    assert main([*command, "--steps", "4"]) == 0
+    shown = capfd.readouterr()
+    assert "continuing at step 2" in shown.err
+    assert shown.out.startswith("gpt3-125m/24 on 1x1,2x1, steps 2 to 4: loss 5.")
+
+
+def test_trains_under_torchrun(tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "reshard"]
+    done = subprocess.run(
+        [*launch, "train", "u-transformer-470m", "--shrink", "40", "--batch", "4", "--steps", "2"],
+        capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("u-transformer-470m/40 on 1x1,1x1, steps 0 to 2: loss") == 1
+    assert "images/s" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["gpt4"], "there is no preset 'gpt4'; presets are gpt3-125m"),
+        (["gpt3-125m", "--meshes", "two"], "'two' must be dp x tp of a stage, such as \"2x1\""),
+        (["gpt3-125m", "--shrink", "0"], "--shrink is 0; it must be positive"),
+        (["gpt3-125m", "--warmup", "-1"], "--warmup is -1; it must not be negative"),
+        (["gpt3-125m", "--layers", "6,x"], "--layers is '6,x'; it must be the layers of each stage"),
+        (["u-transformer-1b", "--sequence", "8"], "u-transformer-1b has no sequence; omit --sequence"),
+        (["u-transformer-1b", "--data", "x"], "trains on pictures that it draws itself; omit --data"),
+        (["gpt3-125m", "--data", "absent"], "the data absent cannot be read"),
+        (["gpt3-125m", "--layers", "6,5"], "6|5 layers on 2 stages do not divide a model of 12 layers"),
+        (["u-transformer-470m", "--meshes", "1x2,1x1"], "stage 0 has tp=2, but no plan"),
+        (["gpt3-125m", "--device", "cuda"], "--device cuda needs 2 GPUs on this machine"),
+    ],
+)
+def test_errors_name_the_option_and_the_rule(options, message, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *options]) == 2
+    shown = capfd.readouterr().err
+    assert message in shown
+    assert len(shown.splitlines()) == 1
+
+
+def test_help_names_presets_and_examples(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert "gpt3-175b" in shown
+    assert "reshard train gpt3-125m --meshes 1x2,2x2,1x4 --data FILE --steps 1000 --resume" in shown
+
+
+def test_other_commands_do_not_import_torch():
+    code = "import sys; from reshard.cli.main import main; main(['plan', '--help'])"
+    code = f"import sys, atexit; atexit.register(lambda: print('torch' in sys.modules)); {code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
