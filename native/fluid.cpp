@@ -7,13 +7,17 @@
 // Each step advances the clock to the next event. A port with saved tokens has no limit on its rate (AT_ONCE) until
 // they are spent, except while a latency holds it, since a latency takes as long with a full bucket.
 //
+// Streams that share no port, directly or through other streams, do not affect each other. So an event changes rates
+// only in the components (of streams connected by ports) whose streams or capacities it changes, and each of them is
+// shared alone.
+//
 // A message starts when the rules of Network allow it; start_from() is called for each queue that an event may unblock.
 //
 // tests/reference/fluid.py does the same floating point operations in the same order.
 
 #include <algorithm>
 #include <cstdint>
-#include <deque>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -35,13 +39,26 @@ namespace {
 constexpr double TIME_TOLERANCE = 1e-9; // events within this fraction of a step are simultaneous
 constexpr double AT_ONCE = 1e18;  // bytes per second of a port with saved tokens
 constexpr double EMPTY = 1.0;     // a bucket of fewer bytes is empty
+constexpr int STEPS_PER_FLOOR = 8; // steps between two looks at the work that is left
+constexpr double FLOOR_TOLERANCE = 1e-6; // relative error of a floor: ports carry up to 1e-9 more than their capacity
 
+// Rows of integers: row k is values[at[k]:at[k + 1]].
+struct Rows {
+    std::vector<int64_t> at, values;
+    int64_t size(int64_t k) const { return at[k + 1] - at[k]; }
+    const int64_t *operator[](int64_t k) const { return values.data() + at[k]; }
+};
+
+// Messages [first:started] of a stream have started and not arrived; those before `released` have left the window of
+// their queue. All are positions in its row of messages.
 struct Stream {
-    std::deque<int64_t> line;    // started messages that have not arrived, oldest first
-    size_t num_released = 0;     // first messages of the line that have left the window of their queue
+    int64_t first = 0, released = 0, started = 0;
     double unreleased_bytes = 0; // left to send, up to the end of the next message to be released
-    bool holds = false;          // whether the first message is in its latency phase
     double remaining = 0, rate = 0; // bytes left in the phase of the first message
+    Path path{nullptr, nullptr}; // ports of this phase, none if no message flows
+    bool holds = false; // whether the first message is in its latency phase
+    bool is_found = false; // scratch of find_component()
+    bool is_idle() const { return first == started; }
 };
 
 struct Flow {
@@ -49,28 +66,33 @@ struct Flow {
     const double *nbytes, *hold_work, *buffer, *port_rate, *burst;
     size_t num_ports;
     double *start, *finish;
-    std::vector<std::vector<int64_t>> next; // by message: the messages that start after it
-    std::vector<std::vector<int64_t>> of_queue, of_receiver; // messages in order
+    Rows next; // by message: the messages that start after it
+    Rows of_queue, of_receiver, of_stream; // messages in order
     std::vector<std::vector<int64_t>> blocked; // by receiver: queues whose head waits for it
     std::vector<int64_t> left, position; // by message: unfinished messages before it; its position at its receiver
     std::vector<int64_t> head, done;  // by queue: first message not started; first in the window
     std::vector<int64_t> first;       // by receiver: position of its first unfinished message
-    std::vector<bool> released;       // by message: whether it has left the window of its queue
+    std::vector<char> released;       // by message: whether it has left the window of its queue
     std::vector<Stream> streams;
     std::vector<int64_t> active; // streams that flow, ascending
+    std::vector<std::vector<int64_t>> passing; // by port: active streams that pass it in their phase
     std::vector<double> capacity;
-    std::vector<Path> paths; // of active streams
+    std::vector<int64_t> dirty; // ports whose streams have changed since rates were computed
+    std::vector<char> is_dirty;
+    std::vector<int64_t> component;
+    std::vector<Path> paths; // of the streams of a component
     Sharing sharing;
-    std::vector<bool> held;
+    std::vector<char> held;
     std::vector<double> saved, saving; // by port: saved bytes, and their change in bytes per second
+    std::vector<double> work, ahead_work; // by port: bytes and latencies of messages that have not begun; scratch
     bool bursts = false;
     double now = 0;
     bool changed = true; // whether rates must be computed again
 
     // Starts messages of a queue as long as the next one may start.
     void start_from(int64_t q) {
-        auto &row = of_queue[q];
-        while (head[q] < static_cast<int64_t>(row.size())) {
+        const int64_t *row = of_queue[q], count = of_queue.size(q);
+        while (head[q] < count) {
             const int64_t message = row[head[q]];
             if (left[message] || head[q] - done[q] >= window[message])
                 return;
@@ -82,10 +104,10 @@ struct Flow {
             ++head[q];
             const int64_t s = stream[message];
             Stream &flowing = streams[s];
-            if (flowing.num_released == flowing.line.size())
+            if (flowing.released == flowing.started)
                 flowing.unreleased_bytes = nbytes[message] + unsent_bytes(s);
-            flowing.line.push_back(message);
-            if (flowing.line.size() == 1) {
+            ++flowing.started;
+            if (flowing.started - flowing.first == 1) {
                 begin(s);
                 active.insert(std::lower_bound(active.begin(), active.end(), s), s);
                 changed = true;
@@ -97,24 +119,25 @@ struct Flow {
     // Bytes that the started messages of a stream have still to send.
     double unsent_bytes(int64_t s) const {
         const Stream &flowing = streams[s];
-        if (flowing.line.empty())
+        if (flowing.is_idle())
             return 0;
+        const int64_t *row = of_stream[s];
         double rest = 0;
-        for (size_t i = 1; i < flowing.line.size(); ++i)
-            rest += nbytes[flowing.line[i]];
-        return (flowing.holds ? nbytes[flowing.line[0]] : flowing.remaining) + rest;
+        for (int64_t i = flowing.first + 1; i < flowing.started; ++i)
+            rest += nbytes[row[i]];
+        return (flowing.holds ? nbytes[row[flowing.first]] : flowing.remaining) + rest;
     }
 
     // Removes messages whose rest fits the send buffer from the window of their queue; returns that queue, -1 if none.
     int64_t release(int64_t s) {
         Stream &flowing = streams[s];
+        const int64_t *row = of_stream[s];
         int64_t freed = -1;
-        while (flowing.num_released < flowing.line.size() &&
-               flowing.unreleased_bytes <= buffer[s] * (1 + TIME_TOLERANCE)) {
-            freed = queue[flowing.line[flowing.num_released]];
-            pass_window(flowing.line[flowing.num_released]);
-            if (++flowing.num_released < flowing.line.size())
-                flowing.unreleased_bytes += nbytes[flowing.line[flowing.num_released]];
+        while (flowing.released < flowing.started && flowing.unreleased_bytes <= buffer[s] * (1 + TIME_TOLERANCE)) {
+            freed = queue[row[flowing.released]];
+            pass_window(row[flowing.released]);
+            if (++flowing.released < flowing.started)
+                flowing.unreleased_bytes += nbytes[row[flowing.released]];
         }
         return freed;
     }
@@ -122,60 +145,64 @@ struct Flow {
     // The sender has finished a message. It counts for the window until all earlier messages of its queue are finished.
     void pass_window(int64_t message) {
         released[message] = true;
-        const int64_t q = queue[message];
-        const auto &row = of_queue[q];
-        while (done[q] < static_cast<int64_t>(row.size()) && released[row[done[q]]])
+        const int64_t q = queue[message], count = of_queue.size(q);
+        const int64_t *row = of_queue[q];
+        while (done[q] < count && released[row[done[q]]])
             ++done[q];
     }
 
     // Starts the flow of the first message of a stream.
     void begin(int64_t s) {
         Stream &flowing = streams[s];
-        const int64_t message = flowing.line.front();
+        const int64_t message = of_stream[s][flowing.first];
         start[message] = now;
         flowing.holds = hold_work[message] > 0;
         if (flowing.holds)
             changed = true;
         flowing.remaining = flowing.holds ? hold_work[message] : nbytes[message];
+        work[hold_port[s]] -= hold_work[message];
+        for (int64_t i = port_at[s]; i < port_at[s + 1]; ++i)
+            work[port[i]] -= nbytes[message];
+        set_path(s);
     }
 
     // Ends the latency phase of a stream's first message, or finishes the message and starts what waited for it.
     void end_phase(int64_t s) {
         Stream &flowing = streams[s];
-        const int64_t message = flowing.line.front();
+        const int64_t message = of_stream[s][flowing.first];
         if (flowing.holds) {
             flowing.holds = false;
             flowing.remaining = nbytes[message];
             changed = true;
+            set_path(s);
             return;
         }
         const int64_t q = queue[message];
-        if (flowing.num_released) {
-            --flowing.num_released;
-        } else {
+        ++flowing.first;
+        if (flowing.released < flowing.first) {
+            flowing.released = flowing.first;
             pass_window(message);
-            if (flowing.line.size() > 1)
-                flowing.unreleased_bytes = nbytes[flowing.line[1]];
+            if (!flowing.is_idle())
+                flowing.unreleased_bytes = nbytes[of_stream[s][flowing.first]];
         }
-        flowing.line.pop_front();
         finish[message] = now;
-        if (!flowing.line.empty()) {
+        if (!flowing.is_idle()) {
             begin(s);
         } else {
             active.erase(std::lower_bound(active.begin(), active.end(), s));
             changed = true;
+            set_path(s);
         }
-        const int64_t to = receiver[message];
-        auto &row = of_receiver[to];
-        const int64_t before = first[to];
-        while (first[to] < static_cast<int64_t>(row.size()) && finish[row[first[to]]] >= 0)
+        const int64_t to = receiver[message], count = of_receiver.size(to), before = first[to];
+        const int64_t *row = of_receiver[to];
+        while (first[to] < count && finish[row[first[to]]] >= 0)
             ++first[to];
         const int64_t passed = first[to];
         start_from(q);
         for (int64_t at = before; at < passed; ++at)
-            for (const int64_t later : next[row[at]])
-                if (--left[later] == 0)
-                    start_from(queue[later]);
+            for (int64_t i = next.at[row[at]]; i < next.at[row[at] + 1]; ++i)
+                if (--left[next.values[i]] == 0)
+                    start_from(queue[next.values[i]]);
         if (passed > before) {
             std::vector<int64_t> waiting;
             waiting.swap(blocked[to]);
@@ -184,39 +211,99 @@ struct Flow {
         }
     }
 
-    template <typename F> void each_port(int64_t s, F f) const {
-        if (streams[s].holds) {
-            f(hold_port[s]);
-        } else {
-            for (int64_t i = port_at[s]; i < port_at[s + 1]; ++i)
-                f(port[i]);
+    // Moves a stream to the ports of its present phase.
+    void set_path(int64_t s) {
+        Stream &flowing = streams[s];
+        Path path{nullptr, nullptr};
+        if (!flowing.is_idle())
+            path = flowing.holds ? Path{hold_port + s, hold_port + s + 1} : Path{port + port_at[s], port + port_at[s + 1]};
+        if (path.first == flowing.path.first)
+            return;
+        for (const int64_t p : flowing.path) {
+            auto &row = passing[p];
+            *std::find(row.begin(), row.end(), s) = row.back();
+            row.pop_back();
+            touch(p);
+        }
+        for (const int64_t p : path) {
+            passing[p].push_back(s);
+            touch(p);
+        }
+        flowing.path = path;
+    }
+
+    void touch(int64_t p) {
+        if (!is_dirty[p]) {
+            is_dirty[p] = true;
+            dirty.push_back(p);
         }
     }
 
-    // Computes the rates of all active streams.
+    // Computes the rates of the streams that the last events affect.
     void share() {
-        capacity.assign(port_rate, port_rate + num_ports);
-        held.assign(num_ports, false);
-        paths.clear();
-        for (const int64_t s : active) {
-            if (streams[s].holds) {
-                held[hold_port[s]] = true;
-                paths.push_back({hold_port + s, hold_port + s + 1});
-            } else {
-                paths.push_back({port + port_at[s], port + port_at[s + 1]});
-            }
+        if (bursts)
+            set_capacities();
+        std::sort(dirty.begin(), dirty.end());
+        for (const int64_t p : dirty) {
+            if (!is_dirty[p]) // an earlier port's component has it
+                continue;
+            find_component(p);
+            if (component.empty())
+                continue;
+            paths.clear();
+            for (const int64_t s : component)
+                paths.push_back(streams[s].path);
+            sharing.share(paths, capacity);
+            for (size_t i = 0; i < component.size(); ++i)
+                streams[component[i]].rate = sharing.rate[i];
         }
-        for (size_t p = 0; p < num_ports; ++p)
-            if (saved[p] > EMPTY && !held[p])
-                capacity[p] = AT_ONCE;
-        sharing.share(paths, capacity);
-        for (size_t i = 0; i < active.size(); ++i)
-            streams[active[i]].rate = sharing.rate[i];
+        dirty.clear();
         if (bursts) {
             saving.assign(port_rate, port_rate + num_ports);
             for (const int64_t s : active)
-                each_port(s, [&](int64_t p) { saving[p] -= streams[s].rate; });
+                for (const int64_t p : streams[s].path)
+                    saving[p] -= streams[s].rate;
         }
+    }
+
+    // Sets the capacity of each port: a port with saved tokens has no limit unless a latency holds it.
+    void set_capacities() {
+        held.assign(num_ports, false);
+        for (const int64_t s : active)
+            if (streams[s].holds)
+                held[hold_port[s]] = true;
+        for (size_t p = 0; p < num_ports; ++p) {
+            const double most = saved[p] > EMPTY && !held[p] ? AT_ONCE : port_rate[p];
+            if (most != capacity[p])
+                touch(static_cast<int64_t>(p));
+            capacity[p] = most;
+        }
+    }
+
+    // Finds the active streams that a port connects, ascending, and cleans their ports.
+    void find_component(int64_t p) {
+        component.clear();
+        is_dirty[p] = false;
+        const auto add = [&](int64_t number) {
+            for (const int64_t s : passing[number])
+                if (!streams[s].is_found) {
+                    streams[s].is_found = true;
+                    component.push_back(s);
+                }
+        };
+        add(p);
+        for (size_t i = 0; i < component.size() && component.size() < active.size(); ++i)
+            for (const int64_t number : streams[component[i]].path)
+                add(number);
+        for (const int64_t s : component) {
+            streams[s].is_found = false;
+            for (const int64_t number : streams[s].path)
+                is_dirty[number] = false;
+        }
+        if (component.size() == active.size())
+            component = active;
+        else
+            std::sort(component.begin(), component.end());
     }
 
     // The smaller of `step` and the time until a bucket is empty.
@@ -242,7 +329,7 @@ struct Flow {
     // Bytes that a stream sends until its next event.
     double until_event(int64_t s) const {
         const Stream &flowing = streams[s];
-        if (!flowing.holds && flowing.num_released < flowing.line.size()) {
+        if (!flowing.holds && flowing.released < flowing.started) {
             const double until_release = flowing.unreleased_bytes - buffer[s];
             if (0 < until_release && until_release < flowing.remaining)
                 return until_release;
@@ -250,27 +337,47 @@ struct Flow {
         return flowing.remaining;
     }
 
-    void run() {
-        for (size_t q = 0; q < of_queue.size(); ++q)
+    // A lower bound on the finish of the last message: the port with the most work left is always busy.
+    double floor() {
+        ahead_work = work;
+        for (const int64_t s : active) {
+            const Stream &flowing = streams[s];
+            if (flowing.holds)
+                ahead_work[hold_port[s]] += flowing.remaining;
+            const double rest = flowing.holds ? nbytes[of_stream[s][flowing.first]] : flowing.remaining;
+            for (int64_t i = port_at[s]; i < port_at[s + 1]; ++i)
+                ahead_work[port[i]] += rest;
+        }
+        double most = 0;
+        for (size_t p = 0; p < num_ports; ++p)
+            most = std::max(most, ahead_work[p] / port_rate[p]);
+        return now + most * (1 - FLOOR_TOLERANCE);
+    }
+
+    // Runs all messages; false if the last one would finish after `cutoff`.
+    bool run(double cutoff) {
+        for (size_t q = 0; q < head.size(); ++q)
             start_from(static_cast<int64_t>(q));
         std::vector<int64_t> ended, releasing;
         Interruption interruption;
-        while (!active.empty()) {
+        const bool has_floor = !bursts && cutoff < std::numeric_limits<double>::infinity();
+        for (int64_t steps = 0; !active.empty(); ++steps) {
             interruption.look();
+            if (has_floor && steps % STEPS_PER_FLOOR == 0 && floor() > cutoff)
+                return false;
             if (changed) {
                 share();
                 changed = false;
             }
-            double step = -1;
-            for (const int64_t s : active) {
-                const double seconds = until_event(s) / streams[s].rate;
-                if (step < 0 || seconds < step)
-                    step = seconds;
-            }
+            double step = std::numeric_limits<double>::infinity();
+            for (const int64_t s : active)
+                step = std::min(step, until_event(s) / streams[s].rate);
             if (bursts)
                 step = until_empty(step);
             const double limit = step * (1 + TIME_TOLERANCE);
             now += step;
+            if (now > cutoff)
+                return false;
             if (bursts)
                 save(step, limit);
             ended.clear();
@@ -284,7 +391,7 @@ struct Flow {
                     flowing.remaining -= flowing.rate * step;
                 if (!flowing.holds) {
                     flowing.unreleased_bytes -= flowing.rate * step;
-                    if (ends || flowing.num_released < flowing.line.size())
+                    if (ends || flowing.released < flowing.started)
                         releasing.push_back(s);
                 }
             }
@@ -296,6 +403,7 @@ struct Flow {
             for (const int64_t s : ended)
                 end_phase(s);
         }
+        return true;
     }
 };
 
@@ -316,20 +424,24 @@ void check_ends(const Ints &ends, size_t rows, size_t total, const char *name) {
 }
 
 // The messages of each key, in order.
-std::vector<std::vector<int64_t>> members(const Ints &keys) {
-    std::vector<std::vector<int64_t>> rows;
-    for (size_t i = 0; i < keys.shape(0); ++i) {
-        const size_t key = static_cast<size_t>(keys.data()[i]);
-        if (key >= rows.size())
-            rows.resize(key + 1);
-        rows[key].push_back(static_cast<int64_t>(i));
-    }
+Rows members(const int64_t *keys, size_t count) {
+    Rows rows;
+    const int64_t num_rows = count ? *std::max_element(keys, keys + count) + 1 : 0;
+    rows.at.assign(num_rows + 1, 0);
+    for (size_t i = 0; i < count; ++i)
+        ++rows.at[keys[i] + 1];
+    for (int64_t k = 0; k < num_rows; ++k)
+        rows.at[k + 1] += rows.at[k];
+    std::vector<int64_t> end(rows.at.begin(), rows.at.end() - 1);
+    rows.values.resize(count);
+    for (size_t i = 0; i < count; ++i)
+        rows.values[end[keys[i]]++] = static_cast<int64_t>(i);
     return rows;
 }
 
-void flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats nbytes, Ints after_at, Ints after,
+bool flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats nbytes, Ints after_at, Ints after,
           Ints port_at, Ints port, Ints hold_port, Floats hold_work, Floats buffer, Floats rate, Floats burst,
-          Times start, Times finish) {
+          Times start, Times finish, double cutoff) {
     const size_t n = queue.shape(0), num_streams = hold_port.shape(0), num_ports = rate.shape(0);
     check_range(queue, n, "queue", n);
     check_range(receiver, n, "receiver", n);
@@ -349,25 +461,49 @@ void flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Float
     f.nbytes = nbytes.data(), f.hold_work = hold_work.data(), f.buffer = buffer.data(), f.port_rate = rate.data();
     f.num_ports = num_ports, f.burst = burst.data();
     f.sharing.price.assign(num_ports, 0);
+    f.capacity.assign(rate.data(), rate.data() + num_ports);
+    f.passing.resize(num_ports), f.is_dirty.resize(num_ports);
     f.saved.assign(burst.data(), burst.data() + num_ports), f.saving.assign(num_ports, 0);
     f.bursts = std::any_of(f.saved.begin(), f.saved.end(), [](double bytes) { return bytes > 0; });
     f.start = start.data(), f.finish = finish.data();
-    f.left.resize(n), f.position.resize(n), f.next.resize(n), f.streams.resize(num_streams);
+    f.left.resize(n), f.position.resize(n), f.streams.resize(num_streams), f.work.resize(num_ports);
+    std::vector<int64_t> &num_next = f.next.at;
+    num_next.assign(n + 1, 0);
+    for (size_t i = 0; i < after.shape(0); ++i)
+        ++num_next[after.data()[i] + 1];
+    for (size_t i = 0; i < n; ++i)
+        num_next[i + 1] += num_next[i];
+    f.next.values.resize(after.shape(0));
+    std::vector<int64_t> end(num_next.begin(), num_next.end() - 1);
     for (size_t i = 0; i < n; ++i) {
         f.left[i] = after_at.data()[i + 1] - after_at.data()[i];
         for (int64_t j = after_at.data()[i]; j < after_at.data()[i + 1]; ++j)
-            f.next[after.data()[j]].push_back(static_cast<int64_t>(i));
+            f.next.values[end[after.data()[j]]++] = static_cast<int64_t>(i);
     }
-    f.of_queue = members(queue), f.of_receiver = members(receiver);
-    for (const auto &row : f.of_receiver)
-        for (size_t i = 0; i < row.size(); ++i)
-            f.position[row[i]] = static_cast<int64_t>(i);
-    f.head.resize(f.of_queue.size()), f.done.resize(f.of_queue.size()), f.released.resize(n);
-    f.first.resize(f.of_receiver.size()), f.blocked.resize(f.of_receiver.size());
-    f.run();
+    f.of_queue = members(f.queue, n), f.of_receiver = members(f.receiver, n), f.of_stream = members(f.stream, n);
+    f.of_stream.at.resize(num_streams + 1, static_cast<int64_t>(n));
+    for (size_t s = 0; s < num_streams; ++s)
+        for (int64_t i = f.of_stream.at[s] + 1; i < f.of_stream.at[s + 1]; ++i)
+            if (f.queue[f.of_stream.values[i]] != f.queue[f.of_stream.values[i - 1]])
+                throw std::invalid_argument("flow: messages of one stream are in several queues");
+    for (size_t i = 0; i < n; ++i) {
+        const int64_t s = f.stream[i];
+        f.work[f.hold_port[s]] += f.hold_work[i];
+        for (int64_t j = f.port_at[s]; j < f.port_at[s + 1]; ++j)
+            f.work[f.port[j]] += f.nbytes[i];
+    }
+    const size_t num_queues = f.of_queue.at.size() - 1, num_receivers = f.of_receiver.at.size() - 1;
+    for (size_t to = 0; to < num_receivers; ++to)
+        for (int64_t i = 0; i < f.of_receiver.size(to); ++i)
+            f.position[f.of_receiver[to][i]] = i;
+    f.head.resize(num_queues), f.done.resize(num_queues), f.released.resize(n);
+    f.first.resize(num_receivers), f.blocked.resize(num_receivers);
+    if (!f.run(cutoff))
+        return false;
     for (size_t i = 0; i < n; ++i)
         if (f.finish[i] < 0)
             throw std::invalid_argument("message " + std::to_string(i) + " can never start");
+    return true;
 }
 
 } // namespace
@@ -376,5 +512,6 @@ void bind_fluid(nb::module_ &m) {
     m.def("flow", &flow, nb::arg("queue"), nb::arg("stream"), nb::arg("receiver"), nb::arg("window"),
           nb::arg("ahead"), nb::arg("nbytes"), nb::arg("after_at"), nb::arg("after"), nb::arg("port_at"),
           nb::arg("port"), nb::arg("hold_port"), nb::arg("hold_work"), nb::arg("buffer"), nb::arg("rate"), nb::arg("burst"),
-          nb::arg("start"), nb::arg("finish"), "Fill start and finish with the times of all messages.");
+          nb::arg("start"), nb::arg("finish"), nb::arg("cutoff") = std::numeric_limits<double>::infinity(),
+          "Fill start and finish with the times of all messages; false if the last one would finish after the cutoff.");
 }

@@ -32,13 +32,22 @@ struct Path {
     const int64_t *end() const { return last; }
 };
 
-// Keeps the prices between calls as the start of the next search.
+// Keeps the prices between calls as the start of the next search. A call takes time for the ports of its flows only.
 class Sharing {
   public:
     std::vector<double> price; // of each port
     std::vector<double> rate;  // of each flow
 
     void share(const std::vector<Path> &paths, const std::vector<double> &capacity) {
+        rate.resize(paths.size());
+        if (paths.size() == 1) { // it gets all of its tightest port
+            double least = std::numeric_limits<double>::infinity();
+            for (const int64_t port : paths[0])
+                least = std::min(least, capacity[port]);
+            rate[0] = least;
+            return;
+        }
+        group_flows(paths, capacity.size());
         if (!share_single_bottlenecks(paths, capacity))
             search_prices(paths, capacity);
     }
@@ -47,116 +56,139 @@ class Sharing {
     static constexpr double EQUAL = 1e-9; // relative difference of equal shares
     static constexpr double EXACT = 1e-6; // relative error of a port's load at which the search stops
     static constexpr int SWEEPS = 200, STEPS = 20;
+    struct Port {
+        double left, share, exact; // capacity that is left, for each open flow; price, if single bottlenecks share
+        int64_t count = 0;         // open flows
+        size_t first = 0, last = 0; // its flows: flows_[first:last]
+    };
     struct Held { // a bottleneck port, the rate of its flows, and these flows: here_[first:last]
         int64_t port;
         double least;
         size_t first, last;
     };
-    std::vector<double> left_, share_, cost_, over_, exact_;
-    std::vector<int64_t> count_, used_, here_, touched_;
+    std::vector<Port> ports_;
+    std::vector<double> cost_, over_;
+    std::vector<int64_t> used_, flows_, here_, touched_; // used_: ports with flows
     std::vector<char> is_open_;
     std::vector<std::pair<double, int64_t>> heap_; // (share of each open flow, port); may be stale
     std::vector<Held> held_;
-    std::vector<std::vector<int64_t>> flows_;
+
+    // Lists the flows of each port, ascending.
+    void group_flows(const std::vector<Path> &paths, size_t num_ports) {
+        ports_.resize(num_ports);
+        for (const int64_t port : used_)
+            ports_[port].count = 0;
+        used_.clear();
+        for (const Path &path : paths)
+            for (const int64_t port : path)
+                if (++ports_[port].count == 1)
+                    used_.push_back(port);
+        size_t total = 0;
+        for (const int64_t port : used_) {
+            ports_[port].first = ports_[port].last = total;
+            total += static_cast<size_t>(ports_[port].count);
+        }
+        flows_.resize(total);
+        for (size_t flow = 0; flow < paths.size(); ++flow)
+            for (const int64_t port : paths[flow])
+                flows_[ports_[port].last++] = static_cast<int64_t>(flow);
+    }
+
+    template <typename F> void each_flow(const Port &port, F f) const {
+        for (size_t i = port.first; i < port.last; ++i)
+            f(flows_[i]);
+    }
 
     // Finds the tightest port with a heap; the Python reference scans all ports and flows. Returns false if no prices
     // fit.
     bool share_single_bottlenecks(const std::vector<Path> &paths, const std::vector<double> &capacity) {
-        const size_t num_ports = capacity.size();
-        left_ = capacity;
-        count_.assign(num_ports, 0);
-        flows_.resize(num_ports);
-        for (const int64_t port : used_)
-            flows_[port].clear();
-        used_.clear();
-        for (size_t flow = 0; flow < paths.size(); ++flow)
-            for (const int64_t port : paths[flow]) {
-                if (++count_[port] == 1)
-                    used_.push_back(port);
-                flows_[port].push_back(static_cast<int64_t>(flow));
-            }
-        share_.assign(num_ports, 0);
         heap_.clear();
-        for (const int64_t port : used_) {
-            share_[port] = left_[port] / static_cast<double>(count_[port]);
-            heap_.push_back({share_[port], port});
+        for (const int64_t number : used_) {
+            Port &port = ports_[number];
+            port.left = capacity[number], port.exact = 0;
+            port.share = port.left / static_cast<double>(port.count);
+            heap_.push_back({port.share, number});
         }
         std::make_heap(heap_.begin(), heap_.end(), std::greater<>());
-        rate.assign(paths.size(), 0);
         is_open_.assign(paths.size(), true);
         held_.clear(), here_.clear();
-        while (!heap_.empty()) {
+        while (!heap_.empty() && here_.size() < paths.size()) {
             const auto [least, tightest] = heap_.front();
             std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
             heap_.pop_back();
-            if (!count_[tightest] || share_[tightest] != least)
+            if (!ports_[tightest].count || ports_[tightest].share != least)
                 continue; // stale: a newer entry of the port is in the heap
             Held held{tightest, least, here_.size(), 0};
             touched_.clear();
-            for (const int64_t flow : flows_[tightest]) {
+            each_flow(ports_[tightest], [&](int64_t flow) {
                 if (!is_open_[flow])
-                    continue;
+                    return;
                 is_open_[flow] = false;
                 here_.push_back(flow);
                 rate[flow] = least;
-                for (const int64_t port : paths[flow]) {
-                    left_[port] = std::max(left_[port] - least, 0.0);
-                    --count_[port];
-                    touched_.push_back(port);
+                for (const int64_t number : paths[flow]) {
+                    Port &port = ports_[number];
+                    port.left = std::max(port.left - least, 0.0);
+                    --port.count;
+                    touched_.push_back(number);
                 }
-            }
-            for (const int64_t port : touched_) {
-                const double now = left_[port] / static_cast<double>(count_[port]);
-                if (!count_[port] || now == share_[port])
-                    continue;
-                share_[port] = now;
-                heap_.push_back({now, port});
-                std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
-            }
+            });
             held.last = here_.size();
             held_.push_back(held);
+            if (here_.size() == paths.size())
+                break;
+            for (const int64_t number : touched_) {
+                Port &port = ports_[number];
+                if (!port.count)
+                    continue;
+                const double now = port.left / static_cast<double>(port.count);
+                if (now == port.share)
+                    continue;
+                port.share = now;
+                heap_.push_back({now, number});
+                std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
+            }
         }
-        exact_.assign(num_ports, 0);
         for (size_t i = held_.size(); i-- > 0;) {
             const Held &held = held_[i];
             double cheapest = std::numeric_limits<double>::infinity(), dearest = 0;
             for (size_t at = held.first; at < held.last; ++at) {
                 double others = 0;
                 for (const int64_t port : paths[here_[at]])
-                    others += exact_[port];
+                    others += ports_[port].exact;
                 cheapest = std::min(cheapest, others), dearest = std::max(dearest, others);
             }
             if ((dearest - cheapest) * held.least > EQUAL || dearest * held.least > 1 + EQUAL)
                 return false;
-            exact_[held.port] = std::max(1 / held.least - dearest, 0.0);
+            ports_[held.port].exact = std::max(1 / held.least - dearest, 0.0);
         }
         return true;
     }
 
     void search_prices(const std::vector<Path> &paths, const std::vector<double> &capacity) {
+        std::sort(used_.begin(), used_.end());
         cost_.assign(paths.size(), 0);
         for (size_t flow = 0; flow < paths.size(); ++flow)
             for (const int64_t port : paths[flow])
                 cost_[flow] += price[port];
         for (size_t flow = 0; flow < paths.size(); ++flow)
             if (cost_[flow] == 0) {
-                const int64_t port = *paths[flow].begin();
-                price[port] = static_cast<double>(flows_[port].size()) / capacity[port];
-                for (const int64_t other : flows_[port])
-                    cost_[other] += price[port];
+                const int64_t number = *paths[flow].begin();
+                const Port &port = ports_[number];
+                price[number] = static_cast<double>(port.last - port.first) / capacity[number];
+                each_flow(port, [&](int64_t other) { cost_[other] += price[number]; });
             }
         for (int sweep = 0; sweep < SWEEPS; ++sweep) {
             double worst = 0;
-            for (size_t port = 0; port < capacity.size(); ++port)
-                if (!flows_[port].empty())
-                    worst = std::max(worst, set_price(port, capacity[port]));
+            for (const int64_t port : used_)
+                worst = std::max(worst, set_price(port, capacity[port]));
             if (worst <= EXACT)
                 break;
         }
-        over_.assign(capacity.size(), 0);
-        for (size_t port = 0; port < capacity.size(); ++port) {
-            for (const int64_t flow : flows_[port])
-                over_[port] += 1 / cost_[flow];
+        over_.resize(capacity.size());
+        for (const int64_t port : used_) {
+            over_[port] = 0;
+            each_flow(ports_[port], [&](int64_t flow) { over_[port] += 1 / cost_[flow]; });
             over_[port] /= capacity[port];
         }
         for (size_t flow = 0; flow < paths.size(); ++flow) {
@@ -168,13 +200,14 @@ class Sharing {
     }
 
     // Sets the price at which the load of a port is its capacity, or 0; returns how far off the load was.
-    double set_price(size_t port, double capacity) {
-        const double old = price[port];
+    double set_price(int64_t number, double capacity) {
+        const Port &port = ports_[number];
+        const double old = price[number];
         double load = 0, others = std::numeric_limits<double>::infinity();
-        for (const int64_t flow : flows_[port]) {
+        each_flow(port, [&](int64_t flow) {
             load += 1 / cost_[flow];
             others = std::min(others, cost_[flow] - old);
-        }
+        });
         const double off = load / capacity - 1;
         if (off < 0 && old == 0)
             return 0;
@@ -186,20 +219,19 @@ class Sharing {
         for (int step = 0; step < STEPS; ++step) {
             load = 0;
             double slope = 0;
-            for (const int64_t flow : flows_[port]) {
+            each_flow(port, [&](int64_t flow) {
                 const double part = 1 / (cost_[flow] - old + now);
                 load += part;
                 slope += part * part;
-            }
+            });
             const double following = std::max(now + (load / capacity - 1) * load / slope, lowest);
             const bool close = std::abs(following - now) <= EXACT / 8 * following;
             now = following;
             if (close)
                 break;
         }
-        price[port] = now;
-        for (const int64_t flow : flows_[port])
-            cost_[flow] += now - old;
+        price[number] = now;
+        each_flow(port, [&](int64_t flow) { cost_[flow] += now - old; });
         return std::abs(off);
     }
 };

@@ -23,8 +23,12 @@ def flow(
     burst: Any,
     start: Any,
     finish: Any,
-) -> None:
-    """Write the start and finish time of every message; see ``reshard.cost.fluid.Network``."""
+    cutoff: float = ...,
+) -> bool:
+    """Write the start and finish time of every message; see ``reshard.cost.fluid.Network``.
+
+    False if the last message would finish after the cutoff.
+    """
 
 def order_greedily(
     way_at: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +62,19 @@ def flow(network: Network) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         ValueError: some messages can never start.
     """
+    times = flow_until(network, math.inf)
+    assert times is not None
+    return times
+
+
+def flow_until(network: Network, cutoff: float) -> tuple[np.ndarray, np.ndarray] | None:
+    """The times that :func:`flow` gives, or None if the last message finishes after ``cutoff`` seconds.
+
+    It stops at the cutoff, and before it as soon as some port can no longer pass the rest of its bytes in time.
+
+    Raises:
+        ValueError: some messages can never start.
+    """
     start, finish = np.full(len(network.queue), -1.0), np.full(len(network.queue), -1.0)
     arrays = {name: getattr(network, name) for name in Network.__dataclass_fields__}
-    _native.flow(**arrays, start=start, finish=finish)
-    return start, finish
+    return (start, finish) if _native.flow(**arrays, start=start, finish=finish, cutoff=cutoff) else None

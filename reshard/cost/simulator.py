@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from reshard.cost.fluid import Network, flow
+from reshard.cost.fluid import Network, flow_until
 from reshard.errors import PlanError, TopologyError
 from reshard.plan import MessageTable, Plan, find_turns, recvs_ahead, tabulate_messages
 from reshard.ragged import ranges
@@ -15,6 +16,8 @@ from reshard.topology import MAX_NICS, Topology
 
 #: The rate of a link that the topology does not limit.
 _UNLIMITED = 1e18
+#: Relative error of the difference of two times.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,14 +75,34 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
         raise TopologyError(f"simulate needs a Topology, not {type(topology).__name__}")
     topology = plan.topology if topology is None else topology
     topology.check_covers(plan.ranks)
+    timeline = _simulate(plan, topology, math.inf)
+    assert timeline is not None
+    return timeline
+
+
+def find_makespan(plan: Plan, cutoff: float = math.inf) -> float:
+    """The makespan that :func:`simulate` gives, or infinity if it is above ``cutoff`` seconds.
+
+    The simulation stops as soon as the makespan is sure to be above the cutoff.
+    """
+    timeline = _simulate(plan, plan.topology, cutoff)
+    return math.inf if timeline is None else timeline.makespan_seconds
+
+
+def _simulate(plan: Plan, topology: Topology, cutoff: float) -> Timeline | None:
+    """The timeline of a plan, or None if it ends after the cutoff."""
     messages = tabulate_messages(plan)
     moves = np.flatnonzero(messages.sender != messages.receiver)
     start, finish = np.zeros(len(messages)), np.zeros(len(messages))
     if len(moves):
+        last = (cutoff - topology.start_seconds) * (1 + _ROUNDING)
         try:
-            start[moves], finish[moves] = flow(network_of(plan, messages, moves, topology))
+            times = flow_until(network_of(plan, messages, moves, topology), last)
         except ValueError as error:
             raise PlanError(f"the plan never ends: {error}") from None
+        if times is None:
+            return None
+        start[moves], finish[moves] = times
         start[moves] += topology.start_seconds
         finish[moves] += topology.start_seconds
     return Timeline(messages, start, finish)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,8 +10,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from reshard import Layout, Mesh, Topology, find_bound, make_plan, simulate
-from reshard.cost.fluid import flow
-from reshard.cost.simulator import network_of
+from reshard.cost.fluid import flow, flow_until
+from reshard.cost.simulator import find_makespan, network_of
 from reshard.plan.messages import expand_messages, message_nbytes, tabulate_messages
 from reshard.plan.ordering import find_turns
 from reshard.plan.text_parser import parse_plan
@@ -162,6 +163,19 @@ def test_native_matches_reference_and_no_plan_beats_the_bound(
         again = flow(network)
         assert (start == again[0]).all()
         assert (finish == again[1]).all()
+        for part in (0.1, 0.9, 0.999, 1.0, 1.001):
+            times = flow_until(network, finish.max() * part)
+            assert (times is None) == (part < 1)
+            assert times is None or (times[1] == finish).all()
+
+
+def test_makespan_above_the_cutoff_is_infinite():
+    topology = Topology((0, 0, 1, 1), start_seconds=1e-3)
+    src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2), "S0")
+    plan = make_plan(src, dst, (2**20,), "float32", topology=topology)
+    makespan = simulate(plan).makespan_seconds
+    assert find_makespan(plan) == find_makespan(plan, makespan) == makespan
+    assert find_makespan(plan, makespan * 0.999) == find_makespan(plan, 1e-4) == math.inf
 
 
 def test_native_refuses_indices_out_of_range():

@@ -77,6 +77,9 @@ class _Flow:
         self.active: list[int] = []  # streams with messages in flight, ascending
         self.start = [-1.0] * count
         self.finish = [-1.0] * count
+        self.capacity = list(self.port_rate)  # of each port now
+        self.path: list[list[int]] = [[] for _ in self.ports]  # ports that each stream passes in its phase
+        self.dirty: set[int] = set()  # ports whose streams or capacity changed since the rates were set
         self.now = 0.0
         self.changed = True
 
@@ -205,6 +208,7 @@ class _Flow:
             self.changed = True
         stream.holds = holds
         stream.remaining = self.hold_work[message] if holds else self.nbytes[message]
+        self.set_path(s)
 
     def end_phase(self, s: int) -> None:
         """End the latency phase of the oldest message of a stream, or finish the message."""
@@ -214,6 +218,7 @@ class _Flow:
             stream.holds = False
             stream.remaining = self.nbytes[message]
             self.changed = True
+            self.set_path(s)
             return
         queue = self.queue[message]
         if stream.num_released:
@@ -229,6 +234,7 @@ class _Flow:
         else:
             self.active.remove(s)
             self.changed = True
+            self.set_path(s)
         receiver = self.receiver[message]
         row = self.of_receiver[receiver]
         before = self.first[receiver]
@@ -245,27 +251,38 @@ class _Flow:
             for blocked in waiting:
                 self.start_from(blocked)
 
+    def set_path(self, s: int) -> None:
+        """Move a stream to the ports of its present phase."""
+        stream = self.streams[s]
+        path = [] if not stream.in_flight else [self.hold_port[s]] if stream.holds else self.ports[s]
+        if path is not self.path[s]:
+            self.dirty.update(self.path[s], path)
+            self.path[s] = path
+
     def share(self) -> None:
-        """Set the rates of the active streams."""
-        capacity = list(self.port_rate)
-        held = [False] * len(capacity)
-        for s in self.active:
-            if self.streams[s].holds:
-                held[self.hold_port[s]] = True
-        for port, saved in enumerate(self.saved):
-            if saved > _EMPTY and not held[port]:  # bursts do not shorten latency phases
-                capacity[port] = _AT_ONCE
-        rates = share_ports([self.ports_of(s) for s in self.active], capacity, self.price)
-        for s, rate in zip(self.active, rates, strict=True):
-            self.streams[s].rate = rate
+        """Set the rates of the streams in each component (streams connected by ports) that has a dirty port."""
+        held = {self.hold_port[s] for s in self.active if self.streams[s].holds}
+        capacity = [
+            _AT_ONCE if saved > _EMPTY and port not in held else rate  # bursts do not shorten latency phases
+            for port, (saved, rate) in enumerate(zip(self.saved, self.port_rate, strict=True))
+        ]
+        self.dirty.update(port for port, most in enumerate(capacity) if most != self.capacity[port])
+        self.capacity = capacity
+        while self.dirty:
+            ports, before = {min(self.dirty)}, 0
+            while len(ports) > before:
+                before = len(ports)
+                ports.update(*(self.path[s] for s in self.active if not ports.isdisjoint(self.path[s])))
+            self.dirty -= ports
+            component = [s for s in self.active if not ports.isdisjoint(self.path[s])]
+            rates = share_ports([self.path[s] for s in component], capacity, self.price)
+            for s, rate in zip(component, rates, strict=True):
+                self.streams[s].rate = rate
         if self.has_bursts:
             self.saving = list(self.port_rate)
             for s in self.active:
-                for port in self.ports_of(s):
+                for port in self.path[s]:
                     self.saving[port] -= self.streams[s].rate
-
-    def ports_of(self, s: int) -> list[int]:
-        return [self.hold_port[s]] if self.streams[s].holds else self.ports[s]
 
 
 def _rows(at: np.ndarray, values: np.ndarray) -> list[list[int]]:
