@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterator
 from functools import cached_property
 
-from reshard.cost import simulate
+import numpy as np
+
+from reshard.cost import find_makespan
 from reshard.plan import Plan, Transfers
 from reshard.planner.estimates import Floors, floor_of_transfers
 from reshard.planner.multicast.classes import Pieces
@@ -56,6 +58,12 @@ _MAX_PLANNED = 8 * 10**6
 _MAX_MESSAGES = 10_000_000
 #: Skip the variants of multicast when multicast takes more than this factor of the best time.
 _VARIANT_CUTOFF = 1.25
+#: Multicast is simulated up to this factor of the best time: above ``_VARIANT_CUTOFF`` by more than the best time can
+#: grow, which it does by at most ``_MARGIN`` with each plan of fewer messages.
+_KNOWN_UP_TO = 1.4
+#: Of the first two plans, the one with the lower floor is simulated up to this factor of the other floor, then the
+#: other one up to ``_LOOK_GROWTH`` times as far, and so on.
+_FIRST_LOOK, _LOOK_GROWTH = 1.05, 1.5
 #: Limit on regions per strategy; each of these strategies spends tens of microseconds per region.
 _MAX_REGIONS = {
     "broadcast_naive": 20_000,
@@ -69,6 +77,8 @@ _MAX_SEARCHED = 500_000
 _MAX_HOLDINGS = 100_000
 #: Limit on messages for trying the all-gathers.
 _MAX_GATHERED = 20_000
+
+_Candidate = tuple[str, float, Transfers]  # name, floor in seconds, transfers
 
 
 def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
@@ -90,6 +100,7 @@ class _Choice:
         self.num_messages = 0
         self.seconds = math.inf
         self.chunked_seconds, self.num_chunked = math.inf, 0  # time and messages of multicast
+        self.simulated: list[tuple[Transfers, float, float]] = []  # plans, their makespans, and the cutoffs of these
 
     def make(self) -> tuple[str, Transfers]:
         """Try the strategies whose floor is below the best time so far; return the best name and transfers."""
@@ -100,7 +111,8 @@ class _Choice:
             self.compare(*first.pop())
         if not self.is_good_enough and floors.of_trees <= self.seconds * (1 - _MARGIN):
             first.append(("multicast", *self.plan("multicast")))
-        for candidate in sorted(first, key=lambda one: one[1]):
+        first.sort(key=lambda one: one[1])
+        for candidate in self.put_in_order(*first) if len(first) > 1 else first:
             self.compare(*candidate)
         for name, floor in self.others():
             if self.is_good_enough:
@@ -165,10 +177,9 @@ class _Choice:
             self.chunked_seconds, self.num_chunked = floor, num_messages
         if self.best is not None and floor > self.seconds * (1 + margin):
             return
-        effort = num_messages * self.num_ranks
-        if effort <= _MAX_SIMULATED:
-            plan = Plan(self.problem.tensors, self.problem.topology, "", found, self.problem.staging_bytes)
-            seconds = simulate(plan).makespan_seconds
+        if self.can_simulate(found):
+            cutoff = self.seconds * (1 + margin)
+            seconds = self.makespan(found, max(cutoff, self.seconds * _KNOWN_UP_TO) if name == "multicast" else cutoff)
         elif self.best is not None and name not in ("send_recv", "multicast"):
             return  # a deep chain takes many times the time of its busiest port
         else:
@@ -177,6 +188,48 @@ class _Choice:
             self.chunked_seconds = seconds
         if self.best is None or seconds <= self.seconds * (1 + margin):
             self.name, self.best, self.num_messages, self.seconds = name, found, num_messages, seconds
+
+    def can_simulate(self, found: Transfers) -> bool:
+        """Whether a plan is small enough to simulate."""
+        return int(found.first_message[-1]) * self.num_ranks <= _MAX_SIMULATED
+
+    def put_in_order(self, first: _Candidate, second: _Candidate) -> tuple[_Candidate, _Candidate]:
+        """Two candidates in the order in which to compare them: the second one first if it is surely faster.
+
+        The order does not change which one is kept, but a plan is simulated only as far as needed. The two are
+        simulated in turn, each further than the other, until one ends.
+        """
+        if not (self.can_simulate(first[2]) and self.can_simulate(second[2])):
+            return first, second
+        look = second[1] * _FIRST_LOOK
+        while True:
+            if self.makespan(first[2], look) < math.inf:
+                return first, second
+            seconds = self.makespan(second[2], look * _LOOK_GROWTH)
+            if seconds < math.inf:
+                break
+            look *= _LOOK_GROWTH**2
+        known = _KNOWN_UP_TO if first[0] == "multicast" else 1 + 2 * _MARGIN
+        return (first, second) if self.makespan(first[2], seconds * known) < math.inf else (second, first)
+
+    def makespan(self, found: Transfers, cutoff: float) -> float:
+        """The simulated time of a plan, infinite if it is above the cutoff; equal plans are simulated once."""
+        for i, (transfers, seconds, known) in enumerate(self.simulated):
+            if _are_equal(transfers, found):
+                if seconds < math.inf or cutoff <= known:
+                    return seconds
+                del self.simulated[i]
+                break
+        plan = Plan(self.problem.tensors, self.problem.topology, "", found, self.problem.staging_bytes)
+        seconds = find_makespan(plan, cutoff)
+        self.simulated.append((found, seconds, cutoff))
+        return seconds
+
+
+def _are_equal(one: Transfers, other: Transfers) -> bool:
+    """Whether two plans of one problem have the same messages."""
+    names = Transfers.__dataclass_fields__
+    return one is other or all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
 def _has_one_rate(topology: Topology) -> bool:

@@ -1,4 +1,4 @@
-"""Python reference for ``native/fluid.cpp``, the event loop of the simulator."""
+"""Python reference for ``native/fluid.h``, the event loop of the simulator."""
 
 from __future__ import annotations
 

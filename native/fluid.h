@@ -1,0 +1,397 @@
+// The event loop of the simulator, on the fluid model of reshard.cost.fluid.Network.
+//
+// Messages of one stream (a pair of ranks) flow one at a time. The first message of each stream is in one of two
+// phases: it holds the sender's port for its latency, or its bytes pass all ports of the stream. The rates of all
+// active streams are proportionally fair (see proportional_fairness.h) and change only at events: a phase ends, a
+// message leaves the window of its queue because the rest of it fits the send buffer, or a token bucket becomes empty.
+// Each step advances the clock to the next event. A port with saved tokens has no limit on its rate (AT_ONCE) until
+// they are spent, except while a latency holds it, since a latency takes as long with a full bucket.
+//
+// Streams that share no port, directly or through other streams, do not affect each other. So an event changes rates
+// only in the components (of streams connected by ports) whose streams or capacities it changes, and each of them is
+// shared alone.
+//
+// A message starts when the rules of Network allow it; start_from() is called for each queue that an event may unblock.
+//
+// tests/reference/fluid.py does the same floating point operations in the same order.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "interruption.h"
+#include "proportional_fairness.h"
+
+constexpr double TIME_TOLERANCE = 1e-9; // events within this fraction of a step are simultaneous
+constexpr double AT_ONCE = 1e18;  // bytes per second of a port with saved tokens
+constexpr double EMPTY = 1.0;     // a bucket of fewer bytes is empty
+constexpr int STEPS_PER_FLOOR = 8; // steps between two looks at the work that is left
+constexpr double FLOOR_TOLERANCE = 1e-6; // relative error of a floor: ports carry up to 1e-9 more than their capacity
+
+// Rows of integers: row k is values[at[k]:at[k + 1]].
+struct Rows {
+    std::vector<int64_t> at, values;
+    int64_t size(int64_t k) const { return at[k + 1] - at[k]; }
+    const int64_t *operator[](int64_t k) const { return values.data() + at[k]; }
+};
+
+// Messages [first:started] of a stream have started and not arrived; those before `released` have left the window of
+// their queue. All are positions in its row of messages.
+struct Stream {
+    int64_t first = 0, released = 0, started = 0;
+    double unreleased_bytes = 0; // left to send, up to the end of the next message to be released
+    double remaining = 0, rate = 0; // bytes left in the phase of the first message
+    Path path{nullptr, nullptr}; // ports of this phase, none if no message flows
+    bool holds = false; // whether the first message is in its latency phase
+    bool is_found = false; // scratch of find_component()
+    bool is_idle() const { return first == started; }
+};
+
+struct EventLoop {
+    const int64_t *queue, *stream, *receiver, *window, *ahead, *port_at, *port, *hold_port;
+    const double *nbytes, *hold_work, *buffer, *port_rate, *burst;
+    size_t num_ports;
+    double *start, *finish;
+    Rows next; // by message: the messages that start after it
+    Rows of_queue, of_receiver, of_stream; // messages in order
+    std::vector<std::vector<int64_t>> blocked; // by receiver: queues whose head waits for it
+    std::vector<int64_t> left, position; // by message: unfinished messages before it; its position at its receiver
+    std::vector<int64_t> head, done;  // by queue: first message not started; first in the window
+    std::vector<int64_t> first;       // by receiver: position of its first unfinished message
+    std::vector<char> released;       // by message: whether it has left the window of its queue
+    std::vector<Stream> streams;
+    std::vector<int64_t> active; // streams that flow, ascending
+    std::vector<std::vector<int64_t>> passing; // by port: active streams that pass it in their phase
+    std::vector<double> capacity;
+    std::vector<int64_t> dirty; // ports whose streams have changed since rates were computed
+    std::vector<char> is_dirty;
+    std::vector<int64_t> component;
+    std::vector<Path> paths; // of the streams of a component
+    Sharing sharing;
+    std::vector<char> held;
+    std::vector<double> saved, saving; // by port: saved bytes, and their change in bytes per second
+    std::vector<double> work, ahead_work; // by port: bytes and latencies of messages that have not begun; scratch
+    bool bursts = false;
+    double now = 0;
+    bool changed = true; // whether rates must be computed again
+
+    // Starts messages of a queue as long as the next one may start.
+    void start_from(int64_t q) {
+        const int64_t *row = of_queue[q], count = of_queue.size(q);
+        while (head[q] < count) {
+            const int64_t message = row[head[q]];
+            if (left[message] || head[q] - done[q] >= window[message])
+                return;
+            const int64_t to = receiver[message];
+            if (position[message] >= first[to] + ahead[message]) {
+                blocked[to].push_back(q);
+                return;
+            }
+            ++head[q];
+            const int64_t s = stream[message];
+            Stream &flowing = streams[s];
+            if (flowing.released == flowing.started)
+                flowing.unreleased_bytes = nbytes[message] + unsent_bytes(s);
+            ++flowing.started;
+            if (flowing.started - flowing.first == 1) {
+                begin(s);
+                active.insert(std::lower_bound(active.begin(), active.end(), s), s);
+                changed = true;
+            }
+            release(s);
+        }
+    }
+
+    // Bytes that the started messages of a stream have still to send.
+    double unsent_bytes(int64_t s) const {
+        const Stream &flowing = streams[s];
+        if (flowing.is_idle())
+            return 0;
+        const int64_t *row = of_stream[s];
+        double rest = 0;
+        for (int64_t i = flowing.first + 1; i < flowing.started; ++i)
+            rest += nbytes[row[i]];
+        return (flowing.holds ? nbytes[row[flowing.first]] : flowing.remaining) + rest;
+    }
+
+    // Removes messages whose rest fits the send buffer from the window of their queue; returns that queue, -1 if none.
+    int64_t release(int64_t s) {
+        Stream &flowing = streams[s];
+        const int64_t *row = of_stream[s];
+        int64_t freed = -1;
+        while (flowing.released < flowing.started && flowing.unreleased_bytes <= buffer[s] * (1 + TIME_TOLERANCE)) {
+            freed = queue[row[flowing.released]];
+            pass_window(row[flowing.released]);
+            if (++flowing.released < flowing.started)
+                flowing.unreleased_bytes += nbytes[row[flowing.released]];
+        }
+        return freed;
+    }
+
+    // The sender has finished a message. It counts for the window until all earlier messages of its queue are finished.
+    void pass_window(int64_t message) {
+        released[message] = true;
+        const int64_t q = queue[message], count = of_queue.size(q);
+        const int64_t *row = of_queue[q];
+        while (done[q] < count && released[row[done[q]]])
+            ++done[q];
+    }
+
+    // Starts the flow of the first message of a stream.
+    void begin(int64_t s) {
+        Stream &flowing = streams[s];
+        const int64_t message = of_stream[s][flowing.first];
+        start[message] = now;
+        flowing.holds = hold_work[message] > 0;
+        if (flowing.holds)
+            changed = true;
+        flowing.remaining = flowing.holds ? hold_work[message] : nbytes[message];
+        work[hold_port[s]] -= hold_work[message];
+        for (int64_t i = port_at[s]; i < port_at[s + 1]; ++i)
+            work[port[i]] -= nbytes[message];
+        set_path(s);
+    }
+
+    // Ends the latency phase of a stream's first message, or finishes the message and starts what waited for it.
+    void end_phase(int64_t s) {
+        Stream &flowing = streams[s];
+        const int64_t message = of_stream[s][flowing.first];
+        if (flowing.holds) {
+            flowing.holds = false;
+            flowing.remaining = nbytes[message];
+            changed = true;
+            set_path(s);
+            return;
+        }
+        const int64_t q = queue[message];
+        ++flowing.first;
+        if (flowing.released < flowing.first) {
+            flowing.released = flowing.first;
+            pass_window(message);
+            if (!flowing.is_idle())
+                flowing.unreleased_bytes = nbytes[of_stream[s][flowing.first]];
+        }
+        finish[message] = now;
+        if (!flowing.is_idle()) {
+            begin(s);
+        } else {
+            active.erase(std::lower_bound(active.begin(), active.end(), s));
+            changed = true;
+            set_path(s);
+        }
+        const int64_t to = receiver[message], count = of_receiver.size(to), before = first[to];
+        const int64_t *row = of_receiver[to];
+        while (first[to] < count && finish[row[first[to]]] >= 0)
+            ++first[to];
+        const int64_t passed = first[to];
+        start_from(q);
+        for (int64_t at = before; at < passed; ++at)
+            for (int64_t i = next.at[row[at]]; i < next.at[row[at] + 1]; ++i)
+                if (--left[next.values[i]] == 0)
+                    start_from(queue[next.values[i]]);
+        if (passed > before) {
+            std::vector<int64_t> waiting;
+            waiting.swap(blocked[to]);
+            for (const int64_t q2 : waiting)
+                start_from(q2);
+        }
+    }
+
+    // Moves a stream to the ports of its present phase.
+    void set_path(int64_t s) {
+        Stream &flowing = streams[s];
+        Path path{nullptr, nullptr};
+        if (!flowing.is_idle())
+            path = flowing.holds ? Path{hold_port + s, hold_port + s + 1} : Path{port + port_at[s], port + port_at[s + 1]};
+        if (path.first == flowing.path.first)
+            return;
+        for (const int64_t p : flowing.path) {
+            auto &row = passing[p];
+            *std::find(row.begin(), row.end(), s) = row.back();
+            row.pop_back();
+            touch(p);
+        }
+        for (const int64_t p : path) {
+            passing[p].push_back(s);
+            touch(p);
+        }
+        flowing.path = path;
+    }
+
+    void touch(int64_t p) {
+        if (!is_dirty[p]) {
+            is_dirty[p] = true;
+            dirty.push_back(p);
+        }
+    }
+
+    // Computes the rates of the streams that the last events affect.
+    void share() {
+        if (bursts)
+            set_capacities();
+        std::sort(dirty.begin(), dirty.end());
+        for (const int64_t p : dirty) {
+            if (!is_dirty[p]) // an earlier port's component has it
+                continue;
+            find_component(p);
+            if (component.empty())
+                continue;
+            paths.clear();
+            for (const int64_t s : component)
+                paths.push_back(streams[s].path);
+            sharing.share(paths, capacity);
+            for (size_t i = 0; i < component.size(); ++i)
+                streams[component[i]].rate = sharing.rate[i];
+        }
+        dirty.clear();
+        if (bursts) {
+            saving.assign(port_rate, port_rate + num_ports);
+            for (const int64_t s : active)
+                for (const int64_t p : streams[s].path)
+                    saving[p] -= streams[s].rate;
+        }
+    }
+
+    // Sets the capacity of each port: a port with saved tokens has no limit unless a latency holds it.
+    void set_capacities() {
+        held.assign(num_ports, false);
+        for (const int64_t s : active)
+            if (streams[s].holds)
+                held[hold_port[s]] = true;
+        for (size_t p = 0; p < num_ports; ++p) {
+            const double most = saved[p] > EMPTY && !held[p] ? AT_ONCE : port_rate[p];
+            if (most != capacity[p])
+                touch(static_cast<int64_t>(p));
+            capacity[p] = most;
+        }
+    }
+
+    // Finds the active streams that a port connects, ascending, and cleans their ports.
+    void find_component(int64_t p) {
+        component.clear();
+        is_dirty[p] = false;
+        const auto add = [&](int64_t number) {
+            for (const int64_t s : passing[number])
+                if (!streams[s].is_found) {
+                    streams[s].is_found = true;
+                    component.push_back(s);
+                }
+        };
+        add(p);
+        for (size_t i = 0; i < component.size() && component.size() < active.size(); ++i)
+            for (const int64_t number : streams[component[i]].path)
+                add(number);
+        for (const int64_t s : component) {
+            streams[s].is_found = false;
+            for (const int64_t number : streams[s].path)
+                is_dirty[number] = false;
+        }
+        if (component.size() == active.size())
+            component = active;
+        else
+            std::sort(component.begin(), component.end());
+    }
+
+    // The smaller of `step` and the time until a bucket is empty.
+    double until_empty(double step) const {
+        for (size_t p = 0; p < num_ports; ++p)
+            if (saving[p] < 0 && saved[p] > 0)
+                step = std::min(step, saved[p] / -saving[p]);
+        return step;
+    }
+
+    // Updates the saved bytes of each port after a step.
+    void save(double step, double limit) {
+        for (size_t p = 0; p < num_ports; ++p) {
+            if (saving[p] < 0 && saved[p] > 0 && saved[p] / -saving[p] <= limit) {
+                saved[p] = 0;
+                changed = true;
+            } else {
+                saved[p] = std::min(std::max(saved[p] + saving[p] * step, 0.0), burst[p]);
+            }
+        }
+    }
+
+    // Bytes that a stream sends until its next event.
+    double until_event(int64_t s) const {
+        const Stream &flowing = streams[s];
+        if (!flowing.holds && flowing.released < flowing.started) {
+            const double until_release = flowing.unreleased_bytes - buffer[s];
+            if (0 < until_release && until_release < flowing.remaining)
+                return until_release;
+        }
+        return flowing.remaining;
+    }
+
+    // A lower bound on the finish of the last message: the port with the most work left is always busy.
+    double floor() {
+        ahead_work = work;
+        for (const int64_t s : active) {
+            const Stream &flowing = streams[s];
+            if (flowing.holds)
+                ahead_work[hold_port[s]] += flowing.remaining;
+            const double rest = flowing.holds ? nbytes[of_stream[s][flowing.first]] : flowing.remaining;
+            for (int64_t i = port_at[s]; i < port_at[s + 1]; ++i)
+                ahead_work[port[i]] += rest;
+        }
+        double most = 0;
+        for (size_t p = 0; p < num_ports; ++p)
+            most = std::max(most, ahead_work[p] / port_rate[p]);
+        return now + most * (1 - FLOOR_TOLERANCE);
+    }
+
+    // Runs all messages; false if the last one would finish after `cutoff`.
+    bool run(double cutoff) {
+        for (size_t q = 0; q < head.size(); ++q)
+            start_from(static_cast<int64_t>(q));
+        std::vector<int64_t> ended, releasing;
+        Interruption interruption;
+        const bool has_floor = !bursts && cutoff < std::numeric_limits<double>::infinity();
+        for (int64_t steps = 0; !active.empty(); ++steps) {
+            interruption.look();
+            if (has_floor && steps % STEPS_PER_FLOOR == 0 && floor() > cutoff)
+                return false;
+            if (changed) {
+                share();
+                changed = false;
+            }
+            double step = std::numeric_limits<double>::infinity();
+            for (const int64_t s : active)
+                step = std::min(step, until_event(s) / streams[s].rate);
+            if (bursts)
+                step = until_empty(step);
+            const double limit = step * (1 + TIME_TOLERANCE);
+            now += step;
+            if (now > cutoff)
+                return false;
+            if (bursts)
+                save(step, limit);
+            ended.clear();
+            releasing.clear();
+            for (const int64_t s : active) {
+                Stream &flowing = streams[s];
+                const bool ends = flowing.remaining / flowing.rate <= limit;
+                if (ends)
+                    ended.push_back(s);
+                else
+                    flowing.remaining -= flowing.rate * step;
+                if (!flowing.holds) {
+                    flowing.unreleased_bytes -= flowing.rate * step;
+                    if (ends || flowing.released < flowing.started)
+                        releasing.push_back(s);
+                }
+            }
+            for (const int64_t s : releasing) {
+                const int64_t q = release(s);
+                if (q >= 0)
+                    start_from(q);
+            }
+            for (const int64_t s : ended)
+                end_phase(s);
+        }
+        return true;
+    }
+};
