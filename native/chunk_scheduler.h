@@ -39,7 +39,8 @@ class ChunkScheduler {
         partner_.assign(ports.host.size(), -1);
         keeps_partners_ = workload.keeps_partners;
         served_.assign(ports.host.size(), -1);
-        to_get_.resize(ports.host.size()), to_give_.resize(ports.host.size()), partners_.resize(ports.host.size());
+        to_get_.resize(ports.host.size()), to_give_.resize(ports.host.size());
+        partners_.resize(ports.host.size()), rows_.resize(std::max<size_t>(ports.host.size(), ports.num_hosts));
     }
     virtual ~ChunkScheduler() = default;
 
@@ -78,7 +79,9 @@ class ChunkScheduler {
     }
 
     Matching matching_;
-    std::vector<std::vector<int64_t>> partners_;
+    std::vector<Partners> partners_;           // by receiver
+    std::vector<std::vector<int64_t>> rows_;   // of partners, by receiving host if rates are equal, else by receiver
+    std::vector<char> is_filled_;              // by row
 
     // Starts sends between free ports; returns whether one started.
     bool match() {
@@ -111,17 +114,25 @@ class ChunkScheduler {
     virtual bool pair(const std::vector<int64_t> &senders, const std::vector<int64_t> &receivers) {
         if (keeps_partners_)
             return pair_again(senders, receivers);
+        for (auto &row : rows_)
+            row.clear();
+        is_filled_.assign(rows_.size(), false);
         for (const int64_t r : receivers) {
-            partners_[r].clear();
-            for (const int64_t s : senders)
-                if (can_start(s, r))
-                    partners_[r].push_back(s);
+            // With equal rates, all ports of a host have the same partners.
+            const size_t number = static_cast<size_t>(is_even_ ? ports_.host[r] : r);
+            std::vector<int64_t> &row = rows_[number];
+            if (!is_filled_[number])
+                for (const int64_t s : senders)
+                    if (can_start(s, r))
+                        row.push_back(s);
+            is_filled_[number] = true;
+            partners_[r] = {number};
             // A change of sender costs a turn, so prefer the last one, unless it has chunks that only it can give.
-            const auto last = std::find(partners_[r].begin(), partners_[r].end(), partner_[r]);
-            if (last != partners_[r].end() && to_give_[*last] == 0)
-                std::rotate(partners_[r].begin(), last, last + 1);
+            if (partner_[r] >= 0 && to_give_[partner_[r]] == 0)
+                if (const auto last = std::find(row.begin(), row.end(), partner_[r]); last != row.end())
+                    partners_[r].lead = static_cast<size_t>(last - row.begin());
         }
-        const std::vector<int64_t> &sender_of = matching_.find_pairs(senders, receivers, partners_, to_give_);
+        const std::vector<int64_t> &sender_of = matching_.find_pairs(senders, receivers, partners_, rows_, to_give_);
         bool started = false;
         for (const int64_t r : receivers)
             if (sender_of[r] >= 0 && start(sender_of[r], r)) {
