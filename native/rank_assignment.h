@@ -13,8 +13,6 @@
 
 #pragma once
 
-#include <map>
-
 #include "types.h"
 
 // All messages. source: the message that brings the piece to the sender, -1 if the sender holds the piece. Message i
@@ -40,7 +38,7 @@ class RankAssignment {
     RankAssignment(const Ports &ports, const Workload &workload, const std::vector<ChunkSend> &chunk_sends)
         : ports_(ports), workload_(workload), chunk_sends_(chunk_sends), sent_(ports.of_rank.size()),
           landed_(ports.of_rank.size()), last_sender_(ports.host.size(), -1), last_receiver_(ports.host.size(), -1),
-          where_(workload.piece_class.size()), staged_(ports.of_rank.size()) {
+          where_(workload.piece_class.size()), receivers_(workload.class_receivers.size()), staged_(ports.of_rank.size()) {
         for (const int64_t port : ports.of_rank)
             host_of_.push_back(port < 0 ? -1 : ports.host[port]);
     }
@@ -48,7 +46,9 @@ class RankAssignment {
     void run() {
         for (size_t i = 0; i < workload_.piece_class.size(); ++i) {
             const int64_t piece = static_cast<int64_t>(i), k = workload_.piece_class[i];
-            for (const auto &[host, ranks] : by_host(workload_.class_receivers[k])) {
+            const ByHost &receivers = receivers_of(k);
+            for (const int64_t host : receivers.hosts) {
+                receivers.ranks_on(host, here_);
                 near_.clear();
                 for (const int64_t rank : workload_.class_holders[k])
                     if (host_of_[rank] == host)
@@ -59,8 +59,8 @@ class RankAssignment {
                 Place place{host, {}, {}};
                 for (const int64_t rank : near_)
                     place.copies.push_back({rank, -1});
-                fan_out(piece, holder, -1, ranks, place, 0, 0);
-                where_[piece].push_back(std::move(place));
+                fan_out(piece, holder, -1, here_, place, 0, 0);
+                where_[piece].add(std::move(place));
             }
         }
         std::vector<int64_t> last(chunk_sends_.size(), -1), after;
@@ -96,7 +96,29 @@ class RankAssignment {
         std::vector<Copy> copies;
         std::vector<Copy> given_up; // copies that ranks no longer stage; the last one of each rank counts
     };
-    using ByHost = std::vector<std::pair<int64_t, std::vector<int64_t>>>; // hosts in order of first appearance
+    struct Places { // of one piece, and their hosts for a fast search
+        std::vector<int64_t> hosts;
+        std::vector<Place> places;
+        Place &add(Place place) {
+            hosts.push_back(place.host);
+            places.push_back(std::move(place));
+            return places.back();
+        }
+        Place *find(int64_t host) {
+            const auto at = std::find(hosts.begin(), hosts.end(), host);
+            return at == hosts.end() ? nullptr : &places[at - hosts.begin()];
+        }
+    };
+    struct ByHost { // ranks by host: those on hosts[i] are ranks[at[i]:at[i + 1]]; hosts in order of first appearance
+        std::vector<int64_t> hosts, at, ranks;
+        // Writes the ranks on a host to `found`.
+        void ranks_on(int64_t host, std::vector<int64_t> &found) const {
+            const size_t i = std::find(hosts.begin(), hosts.end(), host) - hosts.begin();
+            found.clear();
+            if (i < hosts.size())
+                found.assign(ranks.begin() + at[i], ranks.begin() + at[i + 1]);
+        }
+    };
 
     Interruption interruption_;
     const Ports &ports_;
@@ -105,19 +127,32 @@ class RankAssignment {
     std::vector<int64_t> host_of_, sent_, landed_, near_, here_; // sent_, landed_: bytes sent and received by each rank
     std::vector<int64_t> last_sender_, last_receiver_; // by port: the rank used last, -1 for none
     std::vector<int64_t> after_;
-    std::map<int64_t, int64_t> last_use_; // by staged message: the last message that passes its piece on
-    std::vector<std::vector<Place>> where_; // by piece: the hosts that have copies
+    std::vector<int64_t> last_use_; // by message: the last message that passes on what it stages, -1 for none
+    std::vector<Places> where_; // by piece: the hosts that have copies
+    std::vector<ByHost> receivers_; // by class; filled by receivers_of()
+    std::vector<int64_t> num_on_; // scratch of receivers_of(): by host, its receivers
     std::vector<std::vector<std::pair<int64_t, int64_t>>> staged_; // by rank: (piece, host) staged, oldest first
 
-    ByHost by_host(const Members::Row &ranks) const {
-        ByHost found;
-        for (const int64_t rank : ranks) {
-            const int64_t host = host_of_[rank];
-            auto row = std::find_if(found.begin(), found.end(), [&](const auto &entry) { return entry.first == host; });
-            if (row == found.end())
-                row = found.insert(found.end(), {host, {}});
-            row->second.push_back(rank);
+    // The receivers of a class by host.
+    const ByHost &receivers_of(int64_t k) {
+        ByHost &found = receivers_[k];
+        if (!found.at.empty())
+            return found;
+        const auto ranks = workload_.class_receivers[k];
+        num_on_.resize(ports_.num_hosts);
+        for (const int64_t rank : ranks)
+            if (num_on_[host_of_[rank]]++ == 0)
+                found.hosts.push_back(host_of_[rank]);
+        found.at.push_back(0);
+        for (const int64_t host : found.hosts) {
+            found.at.push_back(found.at.back() + num_on_[host]);
+            num_on_[host] = found.at[found.at.size() - 2]; // from here on, the place of its next rank
         }
+        found.ranks.resize(ranks.size());
+        for (const int64_t rank : ranks)
+            found.ranks[num_on_[host_of_[rank]]++] = rank;
+        for (const int64_t host : found.hosts)
+            num_on_[host] = 0;
         return found;
     }
 
@@ -144,6 +179,7 @@ class RankAssignment {
         m.crosses.push_back(host_of_[sender] != host_of_[receiver]), m.staged.push_back(0);
         if (source >= 0)
             m.after.push_back(source);
+        last_use_.push_back(-1);
         if (source >= 0 && m.staged[source])
             last_use_[source] = static_cast<int64_t>(m.piece.size()) - 1;
         for (const int64_t earlier : after)
@@ -163,8 +199,9 @@ class RankAssignment {
                     double end) {
         const int64_t port = chunk_send.receiver, host = ports_.host[port];
         const auto [sender, source] = find_sender(piece, chunk_send.sender, start);
+        receivers_of(workload_.piece_class[piece]).ranks_on(host, near_);
         here_.clear();
-        for (const int64_t rank : workload_.class_receivers[workload_.piece_class[piece]])
+        for (const int64_t rank : near_)
             if (ports_.of_rank[rank] == port)
                 here_.push_back(rank);
         if (here_.empty())
@@ -176,14 +213,10 @@ class RankAssignment {
         Place place{host, {{receiver, message}}, {}};
         const double took =
             workload_.inside_each + static_cast<double>(workload_.piece_bytes[piece]) * workload_.inside_per_byte;
-        near_.clear();
-        for (const int64_t rank : workload_.class_receivers[workload_.piece_class[piece]])
-            if (host_of_[rank] == host)
-                near_.push_back(rank);
         const bool is_relay = !near_.empty() && std::find(near_.begin(), near_.end(), receiver) == near_.end();
         messages.staged[message] = is_relay;
         fan_out(piece, receiver, message, near_, place, end, took);
-        where_[piece].push_back(std::move(place));
+        where_[piece].add(std::move(place));
         if (is_relay)
             stage(piece, host, receiver);
         return message;
@@ -195,13 +228,11 @@ class RankAssignment {
         kept.push_back({piece, host});
         if (kept.size() <= MOST_STAGED)
             return;
-        for (Place &place : where_[kept.front().first])
-            if (place.host == kept.front().second) {
-                const auto gone = std::find_if(place.copies.begin(), place.copies.end(),
-                                               [&](const Copy &copy) { return copy.rank == rank; });
-                place.given_up.push_back(*gone);
-                place.copies.erase(gone);
-            }
+        Place &place = *where_[kept.front().first].find(kept.front().second);
+        const auto gone = std::find_if(place.copies.begin(), place.copies.end(),
+                                       [&](const Copy &copy) { return copy.rank == rank; });
+        place.given_up.push_back(*gone);
+        place.copies.erase(gone);
         kept.erase(kept.begin());
     }
 
@@ -235,10 +266,9 @@ class RankAssignment {
     // the port has the piece, one of them first receives it from a rank at another port of the host and stages it.
     std::pair<int64_t, int64_t> find_sender(int64_t piece, int64_t port, double when) {
         const int64_t host = ports_.host[port];
-        std::vector<Place> &places = where_[piece];
-        auto place = std::find_if(places.begin(), places.end(), [&](const Place &p) { return p.host == host; });
-        if (place == places.end()) {
-            place = places.insert(places.end(), {host, {}, {}});
+        Place *place = where_[piece].find(host);
+        if (!place) {
+            place = &where_[piece].add({host, {}, {}});
             for (const int64_t rank : workload_.class_holders[workload_.piece_class[piece]])
                 if (host_of_[rank] == host)
                     place->copies.push_back({rank, -1});
@@ -271,8 +301,8 @@ class RankAssignment {
         const int64_t rank = least(ports_.ranks[port], landed_);
         after_.clear();
         for (const Copy &copy : place->given_up)
-            if (const auto use = last_use_.find(copy.message); copy.rank == rank && use != last_use_.end())
-                after_.assign(1, use->second); // the rank's earlier copy must be passed on first
+            if (copy.rank == rank && last_use_[copy.message] >= 0)
+                after_.assign(1, last_use_[copy.message]); // the rank's earlier copy must be passed on first
         const int64_t message = send(piece, near->rank, rank, near->message, after_, when, when);
         messages.staged[message] = 1;
         copies.push_back({rank, message});

@@ -24,7 +24,7 @@ constexpr double UNITS = 1024;   // size of a chunk that a port of rate 1 sends 
 // Rows of integers: row k is values[at[k]:at[k + 1]].
 class Members {
   public:
-    Members(const Ints &at, const Ints &values) : at_(at.data()), values_(values.data()) {}
+    Members(const Ints &at, const Ints &values) : at_(at.data()), values_(values.data()), size_(at.shape(0) - 1) {}
     struct Row {
         const int64_t *first, *last;
         const int64_t *begin() const { return first; }
@@ -33,9 +33,11 @@ class Members {
         int64_t size() const { return last - first; }
     };
     Row operator[](int64_t k) const { return {values_ + at_[k], values_ + at_[k + 1]}; }
+    size_t size() const { return size_; }
 
   private:
     const int64_t *at_, *values_;
+    size_t size_;
 };
 
 // A bit set of fixed size.
