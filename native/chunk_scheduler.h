@@ -118,12 +118,12 @@ class ChunkScheduler {
             row.clear();
         is_filled_.assign(rows_.size(), false);
         for (const int64_t r : receivers) {
-            // With equal rates, all ports of a host have the same partners.
+            // With equal rates, all ports of a host have the same partners, and all ports in the lists are free.
             const size_t number = static_cast<size_t>(is_even_ ? ports_.host[r] : r);
             std::vector<int64_t> &row = rows_[number];
             if (!is_filled_[number])
                 for (const int64_t s : senders)
-                    if (can_start(s, r))
+                    if (is_even_ ? chunk_state_.can_send(s, r) : can_start(s, r))
                         row.push_back(s);
             is_filled_[number] = true;
             partners_[r] = {number};
