@@ -30,6 +30,25 @@ def flow(
     False if the last message would finish after the cutoff.
     """
 
+def pick_senders(
+    holder_at: Any, holders: Any, task: Any, receiver: Any, nbytes: Any, host_of: Any, sender: Any
+) -> None:
+    """Write the sender of every message; see ``reshard.planner.strategies.sender_selection``."""
+
+def grow_trees(
+    sender: Any,
+    receiver_at: Any,
+    receivers: Any,
+    nbytes: Any,
+    host_of: Any,
+    pod_of: Any,
+    num_pods: int,
+    most_arriving: Any,
+    from_: Any,
+    to: Any,
+) -> None:
+    """Write the edges of broadcast trees, tree after tree; see ``reshard.planner.strategies.trees``."""
+
 def order_greedily(
     way_at: Any,
     home: Any,

@@ -1,7 +1,8 @@
-"""The native scheduler and its Python reference, :mod:`tests.reference.schedule`, make equal schedules."""
+"""Native loops of the planner and their Python references make equal choices: schedules, senders, broadcast trees."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +11,12 @@ import pytest
 from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.strategy import make_workload, ports_of
 from reshard.planner.strategies.problem import Problem
+from reshard.planner.strategies.sender_selection import SendLoads, pick_sender, pick_senders, real_ranks
+from reshard.planner.strategies.trees import along_trees
+from reshard.ragged import NO_RANK
 from reshard.sharding.tensor_spec import TensorSpec
 from tests.reference.schedule import schedule_python
+from tests.reference.trees import grow_python
 from tests.support.random_problems import random_problem
 
 #: Seeds of rare cases: a slow port sends the last chunk, a relay gets the first message, or staging changes the order.
@@ -39,3 +44,20 @@ def test_chunks_without_a_holder_are_refused():
     workload = replace(workload, host_class_holders=nobody)
     with pytest.raises(ValueError, match=r"^make_schedule: a chunk cannot reach a host that needs it$"):
         make_schedule(ports, workload)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_native_and_twin_senders_and_trees_are_equal(seed):
+    src, dst, shape, topology = random_problem(seed)
+    problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
+    task, replica = np.nonzero(problem.receivers != NO_RANK)
+    receiver, loads = problem.receivers[task, replica], SendLoads(problem)
+    rows = zip(task.tolist(), receiver.tolist(), strict=True)
+    picked = [pick_sender(loads, real_ranks(problem.holders[t]), r, int(problem.nbytes[t])) for t, r in rows]
+    assert pick_senders(problem, task, receiver).tolist() == picked
+    chance = random.Random(seed)
+    tasks = chance.sample(range(len(problem)), len(problem))
+    order = [(t, chance.choice(real_ranks(problem.holders[t]))) for t in tasks]
+    routes = along_trees(problem, order)
+    assert list(zip(routes.sender.tolist(), routes.receiver.tolist(), strict=True)) == grow_python(problem, order)
+    assert np.diff(routes.edge_at).tolist() == (problem.receivers[tasks] != NO_RANK).sum(axis=1).tolist()

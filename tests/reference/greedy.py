@@ -1,4 +1,4 @@
-"""The twin of ``native/greedy.cpp``."""
+"""The twin of ``order_greedily`` of ``native/strategies.cpp``."""
 
 from __future__ import annotations
 

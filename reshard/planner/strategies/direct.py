@@ -8,7 +8,14 @@ from collections.abc import Callable
 import numpy as np
 
 from reshard.planner.strategies.problem import Problem, Routes
-from reshard.planner.strategies.sender_selection import SendLoads, pick_sender, real_ranks, reorder, rotation
+from reshard.planner.strategies.sender_selection import (
+    SendLoads,
+    pick_sender,
+    pick_senders,
+    real_ranks,
+    reorder,
+    rotation,
+)
 from reshard.ragged import NO_RANK
 
 Edges = list[tuple[int, int]]
@@ -26,10 +33,7 @@ def send_recv(problem: Problem) -> Routes:
     if problem.holders.shape[1] == 1:
         sender = problem.holders[task, 0]
     else:
-        loads = SendLoads(problem)
-        holders = [real_ranks(row) for row in problem.holders]
-        rows = zip(task.tolist(), receiver.tolist(), strict=True)
-        sender = np.array([pick_sender(loads, holders[t], r, int(problem.nbytes[t])) for t, r in rows], dtype=np.int64)
+        sender = pick_senders(problem, task, receiver)
     order = rotation(sender, receiver)
     return Routes.direct(problem, task[order], sender[order], receiver[order])
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from reshard import _native
 from reshard.planner.strategies.problem import Problem, Routes
 from reshard.ragged import NO_RANK
 
@@ -40,6 +41,20 @@ def pick_sender(loads: SendLoads, holders: list[int], receiver: int, nbytes: int
     near = [rank for rank in holders if loads.host_of[rank] == host]
     sender = loads.pick(near or holders)
     loads.add(sender, nbytes, crosses=not near)
+    return sender
+
+
+def pick_senders(problem: Problem, task: np.ndarray, receiver: np.ndarray) -> np.ndarray:
+    """The sender that :func:`pick_sender` picks for each message in turn.
+
+    Args:
+        problem: the problem. task, receiver: ``(messages,)`` the task of each message, and a receiver of it.
+    """
+    is_real = problem.holders != NO_RANK
+    holder_at = np.concatenate([[0], np.cumsum(is_real.sum(axis=1))])
+    sender = np.zeros(len(task), dtype=np.int64)
+    host = problem.topology.host_by_rank
+    _native.pick_senders(holder_at, problem.holders[is_real], task, receiver, problem.nbytes, host, sender)
     return sender
 
 

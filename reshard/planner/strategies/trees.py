@@ -2,79 +2,42 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 
 import numpy as np
 
+from reshard import _native
 from reshard.planner.strategies.problem import Problem, Routes
-from reshard.planner.strategies.sender_selection import real_ranks
 from reshard.ragged import NO_RANK
 
 
-class _Trees:
-    """Builds one broadcast tree after another; each byte enters each host once.
-
-    Hosts form a chain in cyclic host order from the sender's host, pod by pod. On each host the receiver with the
-    fewest bytes received from other hosts so far takes the data. It forwards the data to the next host, and along a
-    chain inside its host. On its own host the sender serves every receiver directly while it sends no more than the
-    busiest rank there receives; after that these receivers form a chain too.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._host_of = problem.topology.host_of_rank
-        self._pod_of = [problem.topology.host(host).pod or 0 for host in range(problem.topology.num_hosts)]
-        self._entered: dict[int, int] = {}
-        self._sent: dict[int, int] = {}
-        arriving = np.zeros(len(self._host_of), dtype=np.int64)
-        task, replica = np.nonzero(problem.receivers != NO_RANK)
-        np.add.at(arriving, problem.receivers[task, replica], problem.nbytes[task])
-        self._most_arriving = np.zeros(max(self._host_of, default=0) + 1, dtype=np.int64)
-        np.maximum.at(self._most_arriving, problem.topology.host_by_rank, arriving)
-
-    def edges(self, task: int, sender: int) -> list[tuple[int, int]]:
-        """Edges of one task's tree: first between hosts, then inside hosts."""
-        nbytes = int(self._problem.nbytes[task])
-        by_host: dict[int, list[int]] = {}
-        for rank in real_ranks(self._problem.receivers[task]):
-            by_host.setdefault(self._host_of[rank], []).append(rank)
-        home = self._host_of[sender]
-        near = _ranks_after(sender, by_host.pop(home, []))
-        between: list[tuple[int, int]] = []
-        inside: list[tuple[int, int]] = []
-        last = sender
-        for host in self.hosts_after(home, by_host):
-            entry = min(by_host[host], key=lambda rank: (self._entered.get(rank, 0), rank))
-            self._entered[entry] = self._entered.get(entry, 0) + nbytes
-            between.append((last, entry))
-            last = entry
-            inside.extend(itertools.pairwise([entry, *_ranks_after(entry, by_host[host])]))
-        if self._sent.get(sender, 0) + nbytes * len(near) <= self._most_arriving[home]:
-            inside.extend((sender, rank) for rank in near)
-        else:
-            inside.extend(itertools.pairwise([sender, *near]))
-        for source, _ in between + inside:
-            self._sent[source] = self._sent.get(source, 0) + nbytes
-        return between + inside
-
-    def hosts_after(self, home: int, hosts: Iterable[int]) -> list[int]:
-        """Hosts in cyclic order, starting after ``home``; all of one pod before the next pod."""
-        pods = len(self._problem.topology.pods)
-
-        def position(host: int) -> tuple[int, bool, int]:
-            pod_distance = (self._pod_of[host] - self._pod_of[home]) % pods if pods else 0
-            return pod_distance, host < home, host
-
-        return sorted(hosts, key=position)
-
-
-def _ranks_after(first: int, ranks: list[int]) -> list[int]:
-    """The other ranks in cyclic order, starting after ``first``."""
-    return sorted((rank for rank in ranks if rank != first), key=lambda rank: (rank < first, rank))
-
-
 def along_trees(problem: Problem, order: Iterable[tuple[int, int]]) -> Routes:
-    """Broadcast whole tasks along trees; ``order`` yields ``(task, sender)``."""
-    trees = _Trees(problem)
-    return Routes.of(problem, [(task, trees.edges(task, sender)) for task, sender in order])
+    """Broadcast whole tasks along trees, one after another; ``order`` yields ``(task, sender)``.
+
+    Each byte enters each host once. Hosts form a chain in cyclic host order from the sender's host, pod by pod. On each
+    host the receiver with the fewest bytes received from other hosts so far takes the data. It forwards the data to the
+    next host, and along a chain inside its host. On its own host the sender serves every receiver directly while it
+    sends no more than the busiest rank there receives; after that these receivers form a chain too.
+    """
+    task, sender = np.array(list(order), dtype=np.int64).reshape(-1, 2).T
+    rows = problem.receivers[task]
+    is_real = rows != NO_RANK
+    edge_at = np.concatenate([[0], np.cumsum(is_real.sum(axis=1))])
+    topology, (source, target) = problem.topology, np.zeros((2, int(edge_at[-1])), dtype=np.int64)
+    _native.grow_trees(
+        np.ascontiguousarray(sender), edge_at, rows[is_real], problem.nbytes[task],
+        topology.host_by_rank, np.array([topology.host(host).pod or 0 for host in range(topology.num_hosts)]),
+        len(topology.pods), _most_arriving(problem), source, target,
+    )  # fmt: skip
+    return Routes(task, problem.start[task], problem.stop[task], edge_at, source, target)
+
+
+def _most_arriving(problem: Problem) -> np.ndarray:
+    """``(hosts,)`` the most bytes that a rank of each host receives."""
+    host = problem.topology.host_by_rank
+    task, replica = np.nonzero(problem.receivers != NO_RANK)
+    arriving = np.zeros(len(host), dtype=np.int64)
+    np.add.at(arriving, problem.receivers[task, replica], problem.nbytes[task])
+    most = np.zeros(problem.topology.num_hosts, dtype=np.int64)
+    np.maximum.at(most, host, arriving)
+    return most
