@@ -25,6 +25,7 @@ from reshard.planner.multicast.strategy import (
 from reshard.planner.multicast.workload import Workload
 from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.branch_and_bound import broadcast_earliest
+from reshard.planner.strategies.direct import local_cuts
 from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
 from reshard.ragged import NO_RANK
 from reshard.topology import Topology
@@ -100,6 +101,7 @@ class _Choice:
         self.num_messages = 0
         self.seconds = math.inf
         self.chunked_seconds, self.num_chunked = math.inf, 0  # time and messages of multicast
+        self.direct: tuple[float, Transfers] | None = None  # floor and transfers of send_recv
         self.simulated: list[tuple[Transfers, float, float]] = []  # plans, their makespans, and the cutoffs of these
 
     def make(self) -> tuple[str, Transfers]:
@@ -117,7 +119,7 @@ class _Choice:
         for name, floor in self.others():
             if self.is_good_enough:
                 break
-            if floor <= self.seconds * (1 - _MARGIN):
+            if floor <= self.seconds * (1 - _MARGIN) and not self.is_ruled_out(name):
                 self.compare(name, *self.plan(name))
         assert self.best is not None
         return "multicast" if self.name.startswith("multicast") else self.name, self.best
@@ -146,6 +148,10 @@ class _Choice:
         if not has_one_rate and without_slow_holders(problem) is not None:
             yield "multicast_from_fast", floors.of_trees
 
+    def is_ruled_out(self, name: str) -> bool:
+        """Whether the floor of the messages that a strategy is sure to send rules it out before it is planned."""
+        return name == "global_all_gather" and self.floors.of_ring > self.seconds * (1 + _MARGIN)
+
     @property
     def is_good_enough(self) -> bool:
         """Whether the best plan is close enough to the floor of all strategies to stop."""
@@ -153,8 +159,15 @@ class _Choice:
 
     def plan(self, name: str) -> tuple[float, Transfers]:
         """The transfers that a strategy makes, preceded by the floor of their makespan in seconds."""
+        if name == "local_all_gather" and (local_cuts(self.problem) < 0).all():
+            name = "send_recv"  # it sends every region directly, too
+        if name == "send_recv" and self.direct is not None:
+            return self.direct
         found = complete(self.problem, self.choose(name))
-        return floor_of_transfers(self.problem, found), found
+        floor = floor_of_transfers(self.problem, found)
+        if name == "send_recv":
+            self.direct = floor, found
+        return floor, found
 
     def choose(self, name: str) -> Routes | Transfers:
         """Run the strategy with this name; variants of multicast share one workload."""

@@ -10,7 +10,8 @@ import numpy as np
 from reshard.plan import Transfers
 from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
-from reshard.planner.strategies.problem import DIRECT_CHUNK_BYTES, TREE_CHUNK_BYTES, Problem
+from reshard.planner.strategies.direct import global_cuts, has_near_holder, num_receivers
+from reshard.planner.strategies.problem import DIRECT_CHUNK_BYTES, SMALL_BYTES, STAGING_PARTS, TREE_CHUNK_BYTES, Problem
 from reshard.ragged import NO_RANK
 from reshard.topology import MAX_NICS, Topology
 
@@ -77,21 +78,38 @@ class Floors:
             num_receivers: ``(tasks,)`` receivers of each region.
         """
         problem, topology = self.problem, self.problem.topology
-        forwards = np.where(self._has_near_holder, 0, np.maximum(num_receivers - 1, 0))
+        forwards = np.where(has_near_holder(problem), 0, np.maximum(num_receivers - 1, 0))
         task, replica = np.nonzero(problem.receivers != NO_RANK)
         count = np.bincount(problem.receivers[task, replica], weights=forwards[task])
         latency = min(topology.latency_seconds, topology.inside_latency_seconds)
         return max(self.of_all, self._add_start(float(count.max(initial=0.0)) * latency))
 
     @cached_property
-    def _has_near_holder(self) -> np.ndarray:
-        """``(tasks,)`` whether a holder and a receiver are on the same host."""
-        problem, host = self.problem, self.problem.topology.host_by_rank
-        found = np.zeros(len(problem), dtype=bool)
-        receivers = np.where(problem.receivers == NO_RANK, -1, host[problem.receivers])
-        for column in problem.holders.T:
-            found |= ((receivers == host[column][:, None]) & (column != NO_RANK)[:, None]).any(axis=1)
-        return found
+    def of_ring(self) -> float:
+        """Floor of ``global_all_gather``: the messages with which each receiver forwards parts to the next one."""
+        problem, cuts = self.problem, global_cuts(self.problem)
+        task = np.flatnonzero(cuts >= 0)
+        if not len(task):
+            return self.of_all
+        host, table = problem.topology.host_by_rank, problem.receivers[task]
+        width = len(host)
+        key = np.where(table == NO_RANK, np.iinfo(np.int64).max, host[table] * width + table)
+        ring, k = np.sort(key, axis=1) % width, num_receivers(problem)[task]
+        size = np.take_along_axis(problem.stop[task] - problem.start[task], cuts[task, None], axis=1)[:, 0]
+        row_bytes = problem.nbytes[task] // np.maximum(size, 1)
+        row, place = np.nonzero(np.arange(table.shape[1]) < k[:, None])
+        following = (place + 1) % k[row]
+        # all parts but the one that starts at the next receiver
+        part = size[row] * (following + 1) // k[row] - size[row] * following // k[row]
+        smallest = size // k * row_bytes
+        small = min(SMALL_BYTES, problem.staging_bytes // STAGING_PARTS)  # smaller parts may share a message
+        return floor_of_messages(
+            problem,
+            ring[row, place],
+            ring[row, following],
+            ((size[row] - part) * row_bytes[row]).astype(np.float64),
+            np.where(smallest[row] >= small, k[row] - 1, 0).astype(np.float64),
+        )
 
     def _add_start(self, seconds: float) -> float:
         topology = self.problem.topology
@@ -145,22 +163,29 @@ def floor_of_transfers(problem: Problem, transfers: Transfers) -> float:
 
     A message occupies its sender's port for its latency and then for its bytes. Nothing arrives before one latency.
     """
-    topology = problem.topology
-    host, nic = topology.host_by_rank, np.array(topology.nic_of_rank, dtype=np.int64)
     itemsize = np.array([spec.itemsize for spec in problem.tensors], dtype=np.int64)
     box_bytes = (transfers.box_stop - transfers.box_start).prod(axis=1, dtype=np.int64) * itemsize[transfers.box_tensor]
     ends = np.concatenate([[0], np.cumsum(box_bytes)])[transfers.box_at]
     of = transfers.transfer_of_edge
     nbytes = np.diff(ends)[transfers.region][of].astype(np.float64)
     count = transfers.num_chunks[of].astype(np.float64)  # all boxes of a chunk form one message
-    a, b = host[transfers.sender], host[transfers.receiver]
+    return floor_of_messages(problem, transfers.sender, transfers.receiver, nbytes, count)
+
+
+def floor_of_messages(
+    problem: Problem, sender: np.ndarray, receiver: np.ndarray, nbytes: np.ndarray, count: np.ndarray
+) -> float:
+    """Like :func:`floor_of_transfers`, for ``count[i]`` messages of together ``nbytes[i]`` bytes from each sender."""
+    topology = problem.topology
+    host, nic = topology.host_by_rank, np.array(topology.nic_of_rank, dtype=np.int64)
+    a, b = host[sender], host[receiver]
     crosses = a != b
-    inside = ~crosses & (transfers.sender != transfers.receiver)
+    inside = ~crosses & (sender != receiver)
     seconds = [0.0]
     if crosses.any():
         egress, ingress, latency = _rates(topology)
         x, y, part = a[crosses] * MAX_NICS, b[crosses] * MAX_NICS, nbytes[crosses]
-        x, y = x + nic[transfers.sender[crosses]], y + nic[transfers.receiver[crosses]]
+        x, y = x + nic[sender[crosses]], y + nic[receiver[crosses]]
         size = topology.num_hosts * MAX_NICS
         sent = np.bincount(x, weights=part, minlength=size) / egress
         held = np.bincount(x, weights=count[crosses], minlength=size) * latency
@@ -179,8 +204,8 @@ def floor_of_transfers(problem: Problem, transfers: Transfers) -> float:
     if inside.any():
         rate, latency = topology.inside_bytes_per_second or np.inf, topology.inside_latency_seconds
         work = nbytes[inside] / rate
-        left = np.bincount(transfers.sender[inside], weights=work + count[inside] * latency)
-        came = np.bincount(transfers.receiver[inside], weights=work)
+        left = np.bincount(sender[inside], weights=work + count[inside] * latency)
+        came = np.bincount(receiver[inside], weights=work)
         seconds += [float(left.max()), float(came.max()) + latency]
     return max(max(seconds) - _burst_seconds(topology), 0.0) + topology.start_seconds
 

@@ -45,16 +45,7 @@ def local_all_gather(problem: Problem) -> Routes:
     are all on one host, if k divides one of its dims. Other regions are sent as in :func:`send_recv`. Source: the 2023
     cross-mesh resharding study.
     """
-    hosts = problem.topology.host_of_rank
-
-    def cut(task: int, receivers: list[int]) -> int | None:
-        if len({hosts[rank] for rank in receivers}) > 1:
-            return None
-        size = problem.stop[task] - problem.start[task]
-        dims = np.flatnonzero(size % len(receivers) == 0)
-        return int(dims[0]) if len(dims) else None
-
-    return _gather(problem, cut, lambda part: [(part[0], other) for other in part[1:]])
+    return _gather(problem, local_cuts(problem), False, lambda part: [(part[0], other) for other in part[1:]])
 
 
 def global_all_gather(problem: Problem) -> Routes:
@@ -65,38 +56,71 @@ def global_all_gather(problem: Problem) -> Routes:
     twice. Parts differ by at most one row. Applies to a region with k >= 2 receivers and a dim of size >= k. Other
     regions are sent as in :func:`send_recv`. Source: the 2023 cross-mesh resharding study.
     """
-    hosts = problem.topology.host_of_rank
-
-    def cut(task: int, receivers: list[int]) -> int | None:
-        receivers.sort(key=lambda rank: (hosts[rank], rank))
-        size = problem.stop[task] - problem.start[task]
-        dims = np.flatnonzero(size >= len(receivers))
-        even = [dim for dim in dims.tolist() if size[dim] % len(receivers) == 0]
-        return (even or [int(dims[0])])[0] if len(dims) else None
-
-    return _gather(problem, cut, lambda part: list(itertools.pairwise(part)))
+    return _gather(problem, global_cuts(problem), True, lambda part: list(itertools.pairwise(part)))
 
 
-def _gather(
-    problem: Problem, cut: Callable[[int, list[int]], int | None], spread: Callable[[list[int]], Edges]
-) -> Routes:
+def local_cuts(problem: Problem) -> np.ndarray:
+    """``(tasks,)`` the dim along which :func:`local_all_gather` cuts each region, -1 if it sends it directly."""
+    host = np.append(problem.topology.host_by_rank, -1)[problem.receivers]
+    first = np.where(host < 0, problem.topology.num_hosts, host).min(axis=1, initial=problem.topology.num_hosts)
+    on_one_host = first == host.max(axis=1, initial=-1)
+    return np.where(on_one_host, _first_dim(problem, _divides(problem)), -1)
+
+
+def global_cuts(problem: Problem) -> np.ndarray:
+    """``(tasks,)`` the dim along which :func:`global_all_gather` cuts each region, -1 if it sends it directly."""
+    fits = problem.stop - problem.start >= num_receivers(problem)[:, None]
+    even = _first_dim(problem, fits & _divides(problem))
+    return np.where(even >= 0, even, _first_dim(problem, fits))
+
+
+def num_receivers(problem: Problem) -> np.ndarray:
+    """``(tasks,)`` the number of receivers of each region."""
+    return (problem.receivers != NO_RANK).sum(axis=1)
+
+
+def has_near_holder(problem: Problem) -> np.ndarray:
+    """``(tasks,)`` bool: whether a holder and a receiver are on the same host."""
+    host = problem.topology.host_by_rank
+    found = np.zeros(len(problem), dtype=bool)
+    receivers = np.where(problem.receivers == NO_RANK, -1, host[problem.receivers])
+    for column in problem.holders.T:
+        found |= ((receivers == host[column][:, None]) & (column != NO_RANK)[:, None]).any(axis=1)
+    return found
+
+
+def _divides(problem: Problem) -> np.ndarray:
+    """``(tasks, ndim)`` whether the number of receivers divides the size of the dim."""
+    return (problem.stop - problem.start) % np.maximum(num_receivers(problem), 1)[:, None] == 0
+
+
+def _first_dim(problem: Problem, may_cut: np.ndarray) -> np.ndarray:
+    """``(tasks,)`` the first dim that may be cut, -1 without any, or if the region should not be gathered."""
+    gathers = may_cut.any(axis=1) & (num_receivers(problem) > 1) & ~has_near_holder(problem)
+    return np.where(gathers, may_cut.argmax(axis=1), -1) if may_cut.shape[1] else np.full(len(problem), -1)
+
+
+def _gather(problem: Problem, cuts: np.ndarray, in_host_order: bool, spread: Callable[[list[int]], Edges]) -> Routes:
     """Each receiver fetches one part of the region and forwards it to the other receivers.
 
     Args:
-        cut: maps a task and its receivers to the dim to cut, or None to send the region directly. May sort receivers.
+        problem: the problem.
+        cuts: ``(tasks,)`` the dim to cut, or -1 to send the region directly.
+        in_host_order: whether to sort the receivers of regions that no host both holds and needs.
         spread: the edges that forward a part, given the receivers with the part's first receiver in front.
     """
     loads = SendLoads(problem)
-    hosts = problem.topology.host_of_rank
+    hosts, is_near = problem.topology.host_of_rank, has_near_holder(problem)
     direct_rows: list[tuple[int, int, int]] = []
     rows: list[tuple[int, Edges]] = []
     bounds: list[tuple[np.ndarray, np.ndarray]] = []
     for task in range(len(problem)):
         receivers, holders = real_ranks(problem.receivers[task]), real_ranks(problem.holders[task])
         k = len(receivers)
-        has_near_holder = not {hosts[rank] for rank in holders}.isdisjoint(hosts[rank] for rank in receivers)
-        dim = cut(task, receivers) if k > 1 and not has_near_holder else None
-        if dim is None:
+        if in_host_order and k > 1 and not is_near[task]:
+            receivers.sort(key=lambda rank: (hosts[rank], rank))
+        dim = int(cuts[task])
+        if dim < 0:
             for receiver in receivers:
                 direct_rows.append((task, pick_sender(loads, holders, receiver, int(problem.nbytes[task])), receiver))
             continue
