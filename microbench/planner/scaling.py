@@ -1,6 +1,7 @@
 """Planning time and memory by number of ranks: ``python -m microbench.planner.scaling``.
 
-Each case runs in a separate process, so that peak memory belongs to the case.
+Times are processor times, because other work on a shared machine lengthens the others. Each case runs in a separate
+process, so that peak memory belongs to the case.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from reshard.cli.progress import print_line, show_progress
 from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
-from reshard.topology import Topology
+from reshard.topology import MACHINES, Topology, load_preset
 
 DEVICES = 8
 _RANKS = (16, 32, 64, 128, 256, 512, 1024)
@@ -38,6 +39,7 @@ class Case:
     shape: tuple[int, int] = (16384, 8192)
     count: int = 1
     devices: int = DEVICES
+    preset: str = ""  # of the topology; empty: one NIC of 10 Gbit/s per host
 
     def __str__(self) -> str:
         many = f"{self.count} tensors, " if self.count > 1 else ""
@@ -59,16 +61,19 @@ def plan_case(case: Case, repeats: int) -> tuple[float, int, int]:
     """Plan a case ``repeats`` times: median seconds, messages of the plan, and peak MiB of the process."""
     src = Mesh.of((case.src_ranks // case.devices, case.devices))
     dst = Mesh.of((case.dst_ranks // case.devices, case.devices), first_rank=case.src_ranks)
-    topology = Topology.uniform([rank // case.devices for rank in range(case.src_ranks + case.dst_ranks)])
+    count = case.src_ranks + case.dst_ranks
+    topology = Topology.uniform([rank // case.devices for rank in range(count)])
+    if case.preset:
+        topology = load_preset(case.preset, count)
     taken = []
     for _ in range(repeats + 1):  # the first repetition warms up imports
         tensors = [
             TensorSpec(case.shape, "bfloat16", Layout(src, case.src), Layout(dst, case.dst), f"w{number}")
             for number in range(case.count)
         ]
-        begun = time.perf_counter()
+        begun = time.process_time()
         plan = plan_tensors(tensors, topology=topology)
-        taken.append(time.perf_counter() - begun)
+        taken.append(time.process_time() - begun)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     return statistics.median(taken[1:]), plan.num_messages, memory
 
@@ -96,14 +101,19 @@ def main() -> int:
     )
     parser.add_argument("--repeats", type=int, default=3, help="repetitions, of which the median counts (3)")
     parser.add_argument("--most", type=int, default=_RANKS[-1], help=f"most ranks of a mesh ({_RANKS[-1]})")
+    parser.add_argument(
+        "--preset", default="", choices=["", *MACHINES], help="topology (one NIC of 10 Gbit/s per host)"
+    )
     options = parser.parse_args()
+    devices = MACHINES[options.preset].devices if options.preset else DEVICES
     ranks = [n for n in _RANKS if n <= options.most]
-    others = [case for case in OTHERS if max(case.src_ranks, case.dst_ranks) <= options.most]
+    others = [case for case in OTHERS if not options.preset and max(case.src_ranks, case.dst_ranks) <= options.most]
     with show_progress(len(PAIRS) * len(ranks) + len(others), "cases") as advance:
         for src, dst in PAIRS:
             taken = []
             for n in ranks:
-                taken.append(_print_case(Case(n, n, src, dst), options.repeats))
+                case = Case(n, n, src, dst, devices=devices, preset=options.preset)
+                taken.append(_print_case(case, options.repeats))
                 advance()
             if len(ranks) > 1:
                 print_line(f"{src} -> {dst}: time ~ ranks^{growth(ranks, taken):.2f}")

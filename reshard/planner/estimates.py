@@ -10,7 +10,7 @@ import numpy as np
 from reshard.plan import Transfers
 from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
-from reshard.planner.strategies.direct import global_cuts, has_near_holder, num_receivers
+from reshard.planner.strategies.direct import global_cuts
 from reshard.planner.strategies.problem import DIRECT_CHUNK_BYTES, SMALL_BYTES, STAGING_PARTS, TREE_CHUNK_BYTES, Problem
 from reshard.ragged import NO_RANK
 from reshard.topology import MAX_NICS, Topology
@@ -78,7 +78,7 @@ class Floors:
             num_receivers: ``(tasks,)`` receivers of each region.
         """
         problem, topology = self.problem, self.problem.topology
-        forwards = np.where(has_near_holder(problem), 0, np.maximum(num_receivers - 1, 0))
+        forwards = np.where(problem.has_near_holder, 0, np.maximum(num_receivers - 1, 0))
         task, replica = np.nonzero(problem.receivers != NO_RANK)
         count = np.bincount(problem.receivers[task, replica], weights=forwards[task])
         latency = min(topology.latency_seconds, topology.inside_latency_seconds)
@@ -94,7 +94,7 @@ class Floors:
         host, table = problem.topology.host_by_rank, problem.receivers[task]
         width = len(host)
         key = np.where(table == NO_RANK, np.iinfo(np.int64).max, host[table] * width + table)
-        ring, k = np.sort(key, axis=1) % width, num_receivers(problem)[task]
+        ring, k = np.sort(key, axis=1) % width, problem.num_receivers[task]
         size = np.take_along_axis(problem.stop[task] - problem.start[task], cuts[task, None], axis=1)[:, 0]
         row_bytes = problem.nbytes[task] // np.maximum(size, 1)
         row, place = np.nonzero(np.arange(table.shape[1]) < k[:, None])

@@ -69,34 +69,19 @@ def local_cuts(problem: Problem) -> np.ndarray:
 
 def global_cuts(problem: Problem) -> np.ndarray:
     """``(tasks,)`` the dim along which :func:`global_all_gather` cuts each region, -1 if it sends it directly."""
-    fits = problem.stop - problem.start >= num_receivers(problem)[:, None]
+    fits = problem.stop - problem.start >= problem.num_receivers[:, None]
     even = _first_dim(problem, fits & _divides(problem))
     return np.where(even >= 0, even, _first_dim(problem, fits))
 
 
-def num_receivers(problem: Problem) -> np.ndarray:
-    """``(tasks,)`` the number of receivers of each region."""
-    return (problem.receivers != NO_RANK).sum(axis=1)
-
-
-def has_near_holder(problem: Problem) -> np.ndarray:
-    """``(tasks,)`` bool: whether a holder and a receiver are on the same host."""
-    host = problem.topology.host_by_rank
-    found = np.zeros(len(problem), dtype=bool)
-    receivers = np.where(problem.receivers == NO_RANK, -1, host[problem.receivers])
-    for column in problem.holders.T:
-        found |= ((receivers == host[column][:, None]) & (column != NO_RANK)[:, None]).any(axis=1)
-    return found
-
-
 def _divides(problem: Problem) -> np.ndarray:
     """``(tasks, ndim)`` whether the number of receivers divides the size of the dim."""
-    return (problem.stop - problem.start) % np.maximum(num_receivers(problem), 1)[:, None] == 0
+    return (problem.stop - problem.start) % np.maximum(problem.num_receivers, 1)[:, None] == 0
 
 
 def _first_dim(problem: Problem, may_cut: np.ndarray) -> np.ndarray:
     """``(tasks,)`` the first dim that may be cut, -1 without any, or if the region should not be gathered."""
-    gathers = may_cut.any(axis=1) & (num_receivers(problem) > 1) & ~has_near_holder(problem)
+    gathers = may_cut.any(axis=1) & (problem.num_receivers > 1) & ~problem.has_near_holder
     return np.where(gathers, may_cut.argmax(axis=1), -1) if may_cut.shape[1] else np.full(len(problem), -1)
 
 
@@ -110,7 +95,7 @@ def _gather(problem: Problem, cuts: np.ndarray, in_host_order: bool, spread: Cal
         spread: the edges that forward a part, given the receivers with the part's first receiver in front.
     """
     loads = SendLoads(problem)
-    hosts, is_near = problem.topology.host_of_rank, has_near_holder(problem)
+    hosts, is_near = problem.topology.host_of_rank, problem.has_near_holder
     direct_rows: list[tuple[int, int, int]] = []
     rows: list[tuple[int, Edges]] = []
     bounds: list[tuple[np.ndarray, np.ndarray]] = []

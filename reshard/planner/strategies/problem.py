@@ -101,6 +101,21 @@ class Problem:
         """``(tasks, replicas)`` destinations that do not hold the region, padded with -1 anywhere in the row."""
         return np.where(self.keeps, NO_RANK, self.destinations)
 
+    @cached_property
+    def num_receivers(self) -> np.ndarray:
+        """``(tasks,)`` the number of receivers of each region."""
+        return (self.receivers != NO_RANK).sum(axis=1)
+
+    @cached_property
+    def has_near_holder(self) -> np.ndarray:
+        """``(tasks,)`` bool, whether a holder and a receiver are on the same host."""
+        host = self.topology.host_by_rank
+        found = np.zeros(len(self), dtype=bool)
+        receivers = np.where(self.receivers == NO_RANK, -1, host[self.receivers])
+        for column in self.holders.T:
+            found |= ((receivers == host[column][:, None]) & (column != NO_RANK)[:, None]).any(axis=1)
+        return found
+
 
 def _widen(array: np.ndarray, columns: int, fill: int) -> np.ndarray:
     return np.pad(array, ((0, 0), (0, columns - array.shape[1])), constant_values=fill)

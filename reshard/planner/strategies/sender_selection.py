@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,9 +19,11 @@ class SendLoads:
         self.host = dict.fromkeys(self.host_of, 0)
         self.rank: dict[int, int] = {}
 
-    def pick(self, candidates: Iterable[int]) -> int:
+    def pick(self, candidates: Sequence[int]) -> int:
         """The least loaded candidate on the least loaded host; ties go to the first candidate."""
-        return min(candidates, key=lambda rank: (self.host[self.host_of[rank]], self.rank.get(rank, 0)))
+        loads, host_of, rank_load = self.host, self.host_of, self.rank.get
+        least = min([loads[host_of[rank]] for rank in candidates])
+        return min([rank for rank in candidates if loads[host_of[rank]] == least], key=lambda rank: rank_load(rank, 0))
 
     def add(self, rank: int, nbytes: int, *, crosses: bool) -> None:
         """Add bytes to a rank, and to its host if they leave the host."""
