@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from ..ir.schedule import Schedule
 from ..runtime import torch_compat
 from ..runtime.data_parallel import is_fsdp, plain_name
 from ..runtime.engine import Engine
-from ..runtime.executor import Step, StepInputs
+from ..runtime.executor import StageTotals, Step, StepInputs
+from ..runtime.grad_sync import restore_gradients, stash_gradients
 from ..schedules.classic import zb_h1
 from ..simulation.replay import PipelineTimeline
 from . import checkpoint
@@ -28,6 +29,7 @@ from .partition.batches import (
 )
 from .planner import Planner, Programs
 from .profile import Profile, ScheduleBuilder, count_saved_bytes, profile_timelines
+from .totals import Totals, combine_totals
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class StepResult:
     """The result of a step or an evaluation, the same on every rank.
 
     Attributes:
-        loss: mean over all rows of the batch.
-        metrics: means over all rows of the batch.
+        loss: mean over all rows of the batch, or over what a stage weighs its losses by.
+        metrics: means like that of the loss.
         finite: whether the loss and all gradients are finite.
         timeline: measured times, if they were asked for.
     """
@@ -52,7 +54,7 @@ class PipelineEngine:
 
     Attributes:
         modules: ``{stage: module}`` of this rank, parallelized.
-        schedule: schedule of a step with the usual number of microbatches.
+        schedule: schedule of a step on a batch like the example.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class PipelineEngine:
         process_group: Any = None,
     ) -> None:
         self._engine, self._planner, self.modules = engine, planner, dict(modules)
-        self._microbatches = microbatches
+        self._usual_microbatches = microbatches
         self._feeder = Feeder(engine, planner, list(input_names), microbatches)
         self._device, self._loss_scale = device, loss_scale
         self._rank, self._ties, self._process_group = engine.rank, list(ties), process_group
@@ -109,8 +111,8 @@ class PipelineEngine:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of a step with the usual number of microbatches."""
-        return self._programs.schedules[self._microbatches]
+        """The schedule of a step on a batch like the example."""
+        return self._programs.schedules[self._usual_microbatches]
 
     def step(
         self, batch: Any = None, *, accumulate: int = 1, local_batch: bool = False, timeline: bool = False
@@ -119,7 +121,8 @@ class PipelineEngine:
 
         Args:
             batch: ``{name: tensor}``, a tensor or a tuple, the same on all ranks; None on ranks whose stages read none
-                of it. It may have other sizes than the example, and fewer rows than there are microbatches.
+                of it. It may have other sizes than the example. With few rows, there are fewer
+                microbatches.
             accumulate: number of parts that run one after the other; each has its own microbatches.
             local_batch: the batch has only the rows of this rank, in the order of :meth:`local_rows`.
             timeline: measure the times of the last part.
@@ -130,21 +133,20 @@ class PipelineEngine:
             ReshardError: a rank failed in the step; the engine cannot be used again.
         """
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
-        finite = True
-
-        def unscale() -> None:
-            nonlocal finite
-            parameters = self.parameters()
-            finite = finite and are_finite(parameters)
-            if scale != 1.0:
-                scale_gradients(parameters, 1 / scale)
-
-        steps = self._run(batch, accumulate, local_batch, scale=scale, on_gradients=unscale)
-        measured = self._engine.timeline() if timeline else None
-        result = self._totals(steps, finite, measured)
+        parameters = self.parameters()
+        earlier = stash_gradients(parameters)
+        try:
+            steps, rows = self._run(batch, accumulate, local_batch, scale=scale)
+            measured = self._engine.timeline() if timeline else None
+            totals = self._exchange_totals(steps, rows, are_finite(parameters))
+            factor = totals.gradient_factor / scale
+            if factor != 1.0:
+                scale_gradients(parameters, factor)
+        finally:
+            restore_gradients(earlier)
         if self._loss_scale is not None:
-            self._loss_scale.update(result.finite)
-        return result
+            self._loss_scale.update(totals.finite)
+        return StepResult(totals.loss, totals.metrics, totals.finite, measured)
 
     def evaluate(self, batch: Any = None, *, local_batch: bool = False) -> StepResult:
         """The mean loss over all rows of a batch, in evaluation mode and without gradients. Arguments: :meth:`step`."""
@@ -152,7 +154,8 @@ class PipelineEngine:
         for module in self.modules.values():
             module.eval()
         try:
-            return self._totals(self._run(batch, 1, local_batch, train=False), True, None)
+            totals = self._exchange_totals(*self._run(batch, 1, local_batch, train=False), True)
+            return StepResult(totals.loss, totals.metrics, totals.finite)
         finally:
             for each, was_training in modes:
                 each.training = was_training
@@ -275,10 +278,9 @@ class PipelineEngine:
         *,
         train: bool = True,
         scale: float = 1.0,
-        on_gradients: Callable[[], None] | None = None,
         schedule: Schedule | None = None,
-    ) -> list[Step]:
-        """Run all parts of a batch."""
+    ) -> tuple[list[Step], int]:
+        """Run all parts of a batch. Returns their results, and the number of rows."""
         named, outline = self._feeder.agree(batch, accumulate, is_local)
         graph = self._planner.graph(outline)
         parts = self._feeder.divide(outline.rows, accumulate)
@@ -289,30 +291,27 @@ class PipelineEngine:
             weights = []
             for rows in part:
                 own = self._feeder.own(rows)
-                weights.append(len(own) / outline.rows)
+                weights.append(float(len(own)))
                 source = range(taken, taken + len(own)) if is_local else own
                 taken += len(own)
                 for stage, fed in feed.items():
                     fed.append(take_rows(named, outline, graph.inputs[stage], source))
-            grads = {stage: [weight * scale for weight in weights] for stage in feed}
-            inputs = StepInputs(feed, weights, grads, train, stash=True, on_gradients=on_gradients)
+            inputs = StepInputs(feed, weights, scale / outline.rows, train)
             steps.append(self._engine.run(program, inputs))
-        return steps
+        return steps, outline.rows
 
-    def _totals(self, steps: Sequence[Step], is_finite: bool, timeline: PipelineTimeline | None) -> StepResult:
-        """The result of all parts over all ranks. Tensor-parallel ranks have the same loss, so one of them counts."""
-        own: list[Any] = [None, {}, is_finite]
+    def _exchange_totals(self, steps: Sequence[Step], rows: int, finite: bool) -> Totals:
+        """The totals of all parts over all ranks. Tensor-parallel ranks have the same loss, so one of them counts."""
+        own: list[Any] = []
         mesh = next(mesh for mesh in self._planner.meshes if self._rank in mesh.ranks)
         if mesh.ranks.index(self._rank) % mesh.axis_size("tp") == 0:
-            losses = [step.loss for step in steps if step.loss is not None]
-            own[0] = _sum(losses) if losses else None
-            own[1] = {name: _sum(step.metrics[name] for step in steps) for name in steps[0].metrics}
-        said = self._engine.exchange(own)
-        loss = _sum(value[0] for value in said.values() if value[0] is not None)
-        names = sorted({name for value in said.values() for name in value[1]})
-        metrics = {name: _sum(value[1][name] for value in said.values() if name in value[1]) for name in names}
-        finite = math.isfinite(loss) and all(value[2] for value in said.values())
-        return StepResult(loss, metrics, finite, timeline)
+            own = [[stage, asdict(totals)] for step in steps for stage, totals in step.totals.items()]
+        said = self._engine.exchange([own, finite])
+        by_stage: dict[int, list[StageTotals]] = {}
+        for values, _ in said.values():
+            for stage, each in values:
+                by_stage.setdefault(stage, []).append(StageTotals(**each))
+        return combine_totals(by_stage, rows, all(value[1] for value in said.values()))
 
     # Profile
 
@@ -320,7 +319,9 @@ class PipelineEngine:
         """Measure the stages unless a profile is given, and make the program for batches like the example."""
         self._programs.profile = profile if profile is not None else self.measure(example)
         _, outline = self._feeder.agree(example, 1, False)
-        self._programs.find(outline, tuple(map(len, self._feeder.divide(outline.rows, 1)[0])), None)
+        sizes = tuple(map(len, self._feeder.divide(outline.rows, 1)[0]))
+        self._usual_microbatches = len(sizes)
+        self._programs.find(outline, sizes, None)
 
     def profile(self) -> Profile:
         """The seconds of each stage that the schedule was made for."""
@@ -370,8 +371,3 @@ class PipelineEngine:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 
-
-def _sum(values: Iterable[float]) -> float:
-    """The sum, also of values that are not finite."""
-    each = list(values)
-    return math.fsum(each) if all(map(math.isfinite, each)) else sum(each)

@@ -15,6 +15,7 @@ from .partition.batches import (
     name_batch,
     outline_batch,
     replica_rows,
+    split_microbatches,
     split_rows,
 )
 from .planner import Planner
@@ -80,7 +81,7 @@ class Feeder:
         parts, first = [], 0
         for size in split_rows(rows, accumulate):
             part = []
-            for each in split_rows(size, self._microbatches):
+            for each in split_microbatches(size, self._microbatches, self._planner.meshes):
                 part.append(range(first, first + each))
                 first += each
             parts.append(part)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..runtime import torch_compat
 from ..runtime.data_parallel import plain_name
 
 
@@ -38,9 +39,6 @@ def local_power_sum(
                 continue
             seen.add(id(parameter))
             holders = _num_shards(gradient)
-            if _has_partial(gradient):
-                gradient = gradient.full_tensor()
-                holders = 1
             local = _local(gradient)
             if local.is_sparse:
                 local = local.coalesce().values()
@@ -62,7 +60,7 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
         by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     with torch.no_grad():
         for group in by_kind.values():
-            torch._foreach_mul_(group, factor)
+            torch_compat.multiply_(group, factor)
 
 
 def are_finite(parameters: Iterable[torch.Tensor]) -> bool:
@@ -71,8 +69,7 @@ def are_finite(parameters: Iterable[torch.Tensor]) -> bool:
     gradients = [each for each in gradients if each.numel()]
     if not gradients:
         return True
-    # the largest magnitude is NaN or infinite if any element is, in every dtype
-    return all(bool(norm.isfinite()) for norm in torch._foreach_norm(gradients, math.inf))
+    return all(bool(norm.isfinite()) for norm in torch_compat.largest_magnitudes(gradients))
 
 
 def _accumulate_in(dtype: torch.dtype) -> torch.dtype:
@@ -81,19 +78,15 @@ def _accumulate_in(dtype: torch.dtype) -> torch.dtype:
 
 def _local(gradient: Any) -> torch.Tensor:
     local: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return getattr(local, "elem", local) if hasattr(local, "trigger_wait") else local
+    return torch_compat.wait_inside(local) if torch_compat.is_async(local) else local
 
 
 def _num_shards(gradient: Any) -> int:
-    """Number of different shards of a gradient that has no partial sums."""
+    """Number of different shards of a gradient, which has no partial sums after a step."""
     if not hasattr(gradient, "placements"):
         return 1
     sizes = gradient.device_mesh.shape
     return math.prod(size for size, each in zip(sizes, gradient.placements, strict=True) if not each.is_replicate())
-
-
-def _has_partial(gradient: Any) -> bool:
-    return any(each.is_partial() for each in getattr(gradient, "placements", ()))
 
 
 @dataclass

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
-from reshard.formatting import format_ranks
 from reshard.sharding import Layout, Mesh
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
 
 from ..graph import Pipeline
 from ..ir.schedule import Schedule
+from ..runtime import torch_compat
 from ..runtime.data_parallel import find_parameter
 from ..runtime.engine import Engine
 from ..runtime.tied_params import TiedParameter
@@ -26,12 +26,12 @@ from ..schedules.classic import one_f_one_b
 from .engine import PipelineEngine
 from .gradients import LossScale
 from .partition.adapters import find_blocks
-from .partition.batches import name_batch, outline_batch, split_rows
-from .partition.blocks import Block, BlockCut, BlockStage
+from .partition.batches import name_batch, outline_batch, split_microbatches
+from .partition.blocks import Block, BlockCut, BlockStage, blocks_of_modules
 from .partition.materialize import Init, is_on_meta, materialize
 from .partition.stage_graph import Cut, Skeleton, find_ties
 from .partition.tracing import TracedCut
-from .placement import Placement, ddp, find_meshes, find_rows, fsdp, parse_placements
+from .placement import Placement, check_world, ddp, find_meshes, find_rows, fsdp, parse_placements
 from .planner import Planner
 from .profile import Profile, ScheduleBuilder
 from .tensor_parallel import find_plan, parallelize
@@ -41,9 +41,12 @@ class Pipe:
     """A model that is cut into pipeline stages, each with a placement.
 
     Args:
-        model: the whole model, the same on all ranks. On the meta device, a rank gives data to its own stages only. Its
-            modules are parallelized in place.
-        cut_before: paths of the modules that begin the second and each further stage, in the order of the forward.
+        model: the whole model, the same on all ranks, or a list with the module of each stage. On the meta device, a
+            rank gives data to its own stages only. Its modules are parallelized in place. The forward of the module of
+            a stage names what it reads: inputs of the batch, or tensors of earlier stages. It returns a
+            :class:`StageOutput`, or ``{name: tensor}``.
+        cut_before: paths of the modules that begin the second and each further stage, in the order of the forward. A
+            list of modules needs none.
         stages: a :class:`Placement` for each stage, or ``"1x2,2x2"``: dp x tp of each stage.
         init: gives data to a model on the meta device, as ``model.apply(init)`` does in one process.
         autocast: dtype of ``torch.autocast`` in all stages. With ``torch.float16``, the engine scales the loss.
@@ -59,7 +62,7 @@ class Pipe:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
         cut_before: Sequence[str] = (),
         *,
         stages: str | Sequence[Placement],
@@ -69,8 +72,15 @@ class Pipe:
         blocks: Callable[[Any], Sequence[Block]] | None = None,
         tp_plan: Mapping[str, Any] | None = None,
     ) -> None:
+        if isinstance(model, (list, tuple)) and model and all(isinstance(each, torch.nn.Module) for each in model):
+            if cut_before or blocks is not None or loss is not None:
+                raise ArgumentError("a list of modules is already cut; it takes no cut_before, blocks or loss")
+            model, blocks = torch.nn.ModuleList(model), blocks_of_modules
+            cut_before = [str(stage) for stage in range(1, len(model))]
         if not isinstance(model, torch.nn.Module):
-            raise ArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+            raise ArgumentError(
+                f"model must be a torch.nn.Module, or a list with the module of each stage, not {type(model).__name__}"
+            )
         if isinstance(cut_before, str) or not all(isinstance(path, str) for path in cut_before):
             raise ArgumentError(f"cut_before must be a list of module paths, not {cut_before!r}")
         self.model, self.cut_before, self._init, self.autocast = model, tuple(cut_before), init, autocast
@@ -82,6 +92,8 @@ class Pipe:
             )
         if init is not None and not is_on_meta(model):
             raise ArgumentError("init is only for a model on the meta device; this one has its values")
+        if blocks is not None and loss is not None:
+            raise ArgumentError("blocks give the loss themselves, as StageOutput(loss=...); pass no loss=")
         self.meshes = find_meshes(self.placements)
         self._loss, self._blocks = loss, blocks if blocks is not None else find_blocks(model)
         self._tp_plans = [find_plan(each, model, tp_plan, stage) for stage, each in enumerate(self.placements)]
@@ -89,6 +101,8 @@ class Pipe:
     @property
     def input_names(self) -> list[str]:
         """Names of the values of a batch that is a tuple: parameters of the forward, then those of the loss."""
+        if self._blocks is blocks_of_modules:
+            return []
         names = list(inspect.signature(self.model.forward).parameters)
         if self._loss is not None:
             names += list(inspect.signature(self._loss).parameters)[1:]
@@ -109,7 +123,7 @@ class Pipe:
         """
         outline = outline_batch(name_batch(example, self.input_names))
         skeleton = Skeleton(self.model, self.cut(outline.names), autocast=self.autocast)
-        rows = split_rows(outline.rows, microbatches)[0]
+        rows = split_microbatches(outline.rows, microbatches, self.meshes)[0]
         return Planner(skeleton, self.meshes).priced(outline, rows, topology, profile)
 
     def compile(
@@ -131,7 +145,7 @@ class Pipe:
 
         Args:
             example: a whole batch; the same on all ranks. Its values matter only if stage times are measured.
-            microbatches: number of microbatches of a step; a batch with fewer rows has fewer.
+            microbatches: number of microbatches of a step; fewer if one would not have a row for each replica.
             schedule: a schedule, or a function of a pipeline and a number of microbatches that returns one.
             profile: seconds of each stage, as :meth:`PipelineEngine.profile` returns; default: measured in two trial
                 steps on ``example``.
@@ -147,6 +161,7 @@ class Pipe:
         """
         if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
             raise ArgumentError(f"microbatches is {microbatches!r}; it must be a positive integer")
+        check_world(self.meshes, torch.distributed.get_world_size(group))
         device = torch.device(device)
         batch = name_batch(example, self.input_names)
         outline = outline_batch(batch)
@@ -158,13 +173,14 @@ class Pipe:
                 values = planner.graph(outline).values
                 module.outputs = tuple(value.name for value in values if value.writer == stage)
         ties = find_ties(stages)
-        mine = self._stages_of(torch.distributed.get_rank(group))
+        rank = torch.distributed.get_rank(group)
+        mine = [stage for stage, mesh in enumerate(self.meshes) if rank in mesh.ranks]
         if is_on_meta(self.model):
             materialize(self.model, [stages[stage] for stage in mine], self.cut_before, self._init)
         tied_tensors = [stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties]
         shapes = [(tuple(each.shape), dtype_name(each.dtype)) for each in tied_tensors]
         modules = self._parallelize({stage: stages[stage].to(device) for stage in mine}, device)
-        rows = split_rows(outline.rows, microbatches)
+        rows = split_microbatches(outline.rows, microbatches, self.meshes)
         first = planner.pipeline(outline, rows[0])
         row_of_stage = find_rows(self.meshes)
         if row_of_stage == list(range(len(row_of_stage))):
@@ -201,15 +217,6 @@ class Pipe:
         made.prepare(batch, profile)
         return made
 
-    def _stages_of(self, rank: int) -> list[int]:
-        mine = [stage for stage, mesh in enumerate(self.meshes) if rank in mesh.ranks]
-        if not mine:
-            raise ArgumentError(
-                f"rank {rank} is in no stage; the stages are on ranks "
-                f"{format_ranks(sorted({each for mesh in self.meshes for each in mesh.ranks}))}"
-            )
-        return mine
-
     def _parallelize(self, modules: Mapping[int, Any], device: torch.device) -> dict[int, torch.nn.Module]:
         """Shard and wrap the modules of this rank. Every rank makes the meshes of all stages."""
         made: dict[int, torch.nn.Module] = {}
@@ -221,7 +228,10 @@ class Pipe:
             if placement.tp > 1:
                 parallelize(module, device_mesh["tp"], self._tp_plans[stage])
             if placement.prepare is not None:
-                module = placement.prepare(module)
+                whole = module
+                module = placement.prepare(whole)
+                if isinstance(whole, BlockStage):
+                    whole.rebind()
             if placement.dp > 1:
                 wrap = placement.wrap or (fsdp if placement.tp > 1 else ddp)
                 module = wrap(module, device_mesh["dp"])
@@ -250,16 +260,13 @@ def _exchange_layouts(
 
 
 def _dims_of(parameter: Any) -> tuple[Any, ...] | None:
-    """The mesh axes that shard each dim of a DTensor; None for a plain tensor."""
+    """The mesh axes that shard each dim of a DTensor, major first; None for a plain tensor."""
     if not hasattr(parameter, "placements"):
         return None
     dims: list[Any] = [()] * parameter.dim()
-    for axis, placement in zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True):
-        if placement.is_replicate():
-            continue
-        if not placement.is_shard():
-            raise ArgumentError(
-                f"a parameter that several stages share is sharded as {placement}; shard different dims by tp and fsdp"
-            )
-        dims[placement.dim] = (*dims[placement.dim], axis)
+    axes = list(zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True))
+    # FSDP shards what tensor parallelism has left: where both shard a dim, dp has a strided placement and comes last
+    for axis, placement in sorted(axes, key=lambda each: torch_compat.is_strided_shard(each[1])):
+        if not placement.is_replicate():
+            dims[placement.dim] = (*dims[placement.dim], axis)
     return tuple(axes or None for axes in dims)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import ArgumentError
+from reshard.formatting import describe_ranks
 from reshard.sharding import Mesh
 
 #: Wraps the module of a stage for data parallelism: ``wrap(module, device_mesh)`` with a one-dimensional mesh.
@@ -92,14 +93,40 @@ def parse_placements(stages: str | Sequence[Placement]) -> tuple[Placement, ...]
 
 
 def find_meshes(placements: Sequence[Placement]) -> list[Mesh]:
-    """The mesh of each stage, with axes "dp" and "tp"."""
-    meshes, following = [], 0
-    for placement in placements:
+    """The mesh of each stage, with axes "dp" and "tp".
+
+    Raises:
+        ArgumentError: placements of two stages share some ranks, but not all in the same order with the same dp and tp.
+    """
+    meshes: list[Mesh] = []
+    following = 0
+    for stage, placement in enumerate(placements):
         size = placement.dp * placement.tp
         ranks = placement.ranks if placement.ranks is not None else tuple(range(following, following + size))
         following = max(following, *(rank + 1 for rank in ranks))
-        meshes.append(Mesh(ranks, {"dp": placement.dp, "tp": placement.tp}))
+        mesh = Mesh(ranks, {"dp": placement.dp, "tp": placement.tp})
+        for other, earlier in enumerate(meshes):
+            if mesh != earlier and set(mesh.ranks) & set(earlier.ranks):
+                raise ArgumentError(
+                    f"stage {other} is on {_describe(earlier)} and stage {stage} on {_describe(mesh)}; two stages must "
+                    "have no rank in common, or the same ranks in the same order, with the same dp and tp"
+                )
+        meshes.append(mesh)
     return meshes
+
+
+def _describe(mesh: Mesh) -> str:
+    return f"{describe_ranks(mesh.ranks)} as dp={mesh.axis_size('dp')}, tp={mesh.axis_size('tp')}"
+
+
+def check_world(meshes: Sequence[Mesh], num_ranks: int) -> None:
+    """Raise ArgumentError, on all ranks alike, unless each rank of the process group is in a stage."""
+    used = {rank for mesh in meshes for rank in mesh.ranks}
+    if used != set(range(num_ranks)):
+        raise ArgumentError(
+            f"the stages are on {describe_ranks(sorted(used))}, but the process group has {num_ranks} "
+            f"rank{'s' * (num_ranks != 1)}; each of its ranks must be in a stage, and there must be no others"
+        )
 
 
 def find_rows(meshes: Sequence[Mesh]) -> list[int]:

@@ -15,6 +15,7 @@ from reshard.errors import ArgumentError
 
 from ..graph import Pipeline, Stage
 from ..ir.schedule import Kind, Schedule
+from ..runtime import torch_compat
 from ..simulation.replay import PipelineTimeline
 
 #: A function of a pipeline and a number of microbatches that returns a schedule.
@@ -120,7 +121,7 @@ def count_saved_bytes() -> Iterator[SavedBytes]:
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
-            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+            storage = torch_compat.inner_tensor(tensor).untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 counted.nbytes += storage.nbytes()

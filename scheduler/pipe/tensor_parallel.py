@@ -29,6 +29,8 @@ def find_plan(
             f"stage {stage} has tp={placement.tp}, but no plan says how to shard its modules; pass tp_plan="
             "{module path: ColwiseParallel(), ...}, or use dp"
         )
+    if not isinstance(plan, Mapping):
+        raise ArgumentError(f"tp_plan must be {{module path: style}}, not {type(plan).__name__}")
     names = [name for name, _ in model.named_modules()]
     for path in plan:
         if not fnmatch.filter(names, path):
@@ -38,7 +40,7 @@ def find_plan(
 
 def _style(path: str, style: Any) -> Any:
     """A ParallelStyle; names are those of the plans of ``transformers``."""
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     if not isinstance(style, str):
@@ -50,7 +52,7 @@ def _style(path: str, style: Any) -> Any:
         "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
         "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
         "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
-        "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Shard(-1)),
+        "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     }
     if style not in known:
         raise ArgumentError(f"the tp_plan has the style {style!r} for {path!r}; known are {', '.join(known)}")
@@ -58,10 +60,38 @@ def _style(path: str, style: Any) -> Any:
 
 
 def parallelize(module: torch.nn.Module, device_mesh: Any, plan: Mapping[str, Any]) -> None:
-    """Shard the modules of a stage in place, as far as the plan names them."""
+    """Shard the modules of a stage in place, as far as the plan names them.
+
+    Raises:
+        ArgumentError: two modules of the stage share a parameter, and the plan shards it in two ways.
+    """
     from torch.distributed.tensor.parallel import parallelize_module
 
     names = [name for name, _ in module.named_modules()]
     mine = {path: style for path, style in plan.items() if fnmatch.filter(names, path)}
-    if mine:
-        parallelize_module(module, device_mesh, mine)
+    if not mine:
+        return
+    shared: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(name)
+    parallelize_module(module, device_mesh, mine)
+    for first, *others in shared.values():
+        _tie(module, first, others)
+
+
+def _tie(module: torch.nn.Module, first: str, others: list[str]) -> None:
+    """Make parameters one again that were one before they were sharded one by one."""
+    parameter = module.get_parameter(first)
+    for name in others:
+        other = module.get_parameter(name)
+        if getattr(other, "placements", None) != getattr(parameter, "placements", None):
+            raise ArgumentError(
+                f"{first!r} and {name!r} are one parameter, but the tp_plan shards them in two ways: "
+                f"{_describe(parameter)} and {_describe(other)}; give both modules styles that shard the same dim"
+            )
+        parent, _, key = name.rpartition(".")
+        module.get_submodule(parent).register_parameter(key, parameter)
+
+
+def _describe(parameter: Any) -> str:
+    return str(getattr(parameter, "placements", "not sharded"))

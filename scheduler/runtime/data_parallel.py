@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from reshard.errors import ArgumentError
 
 from ..graph import Pipeline
+from . import torch_compat
 
 
 def check_module(stage: int, module: Any) -> None:
@@ -43,7 +44,7 @@ def check_module(stage: int, module: Any) -> None:
         raise ArgumentError(
             f"stage {stage} is wrapped by DDP with static_graph=True, which cannot skip gradient sums in a backward"
         )
-    if isinstance(module, DistributedDataParallel) and module._comm_hooks:
+    if isinstance(module, DistributedDataParallel) and torch_compat.has_comm_hooks(module):
         raise ArgumentError(
             f"stage {stage} is wrapped by DDP with a communication hook, which would not be called: replicas add their "
             "gradients once per step, after the last backward"
@@ -188,11 +189,23 @@ def prepare_backward(module: Any, *, is_last: bool) -> None:
         each.set_requires_gradient_sync(is_last, recurse=False)
 
 
+def align_gradients(module: torch.nn.Module) -> None:
+    """After the last backward: give each gradient that is a DTensor the placements of its parameter.
+
+    Tensor parallelism leaves some as partial sums or replicas, for example that of an embedding sharded by vocabulary.
+    """
+    for parameter in module.parameters():
+        gradient: Any = parameter.grad
+        placements = getattr(parameter, "placements", None)
+        if placements is not None and gradient is not None and gradient.placements != placements:
+            parameter.grad = gradient.redistribute(placements=placements)
+
+
 def fsdp_ranks(module: Any) -> list[int]:
     """World ranks of FSDP's shards and replicas; empty without FSDP, or if torch does not expose them."""
     for each in _fsdp_modules(module):
-        with contextlib.suppress(AttributeError):  # torch has no public API for it
-            return sorted(each._get_fsdp_state()._fsdp_param_group.mesh_info.mesh.mesh.flatten().tolist())
+        if (ranks := torch_compat.fsdp_ranks(each)) is not None:
+            return ranks
     return []
 
 

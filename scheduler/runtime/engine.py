@@ -160,7 +160,7 @@ class Engine:
         plan_tied = functools.partial(plan_tensors, strategy=strategy, topology=topology)
         tied = TiedParameters(ties, pipeline, modules, self._group, plan_tied, timeout_seconds, device)
         tied.share_values()
-        self._parts = Parts(self.row, self._stages, tuple(replicas), tied, num_loss_shards)
+        self._parts = Parts(self._group.rank, self.row, self._stages, tuple(replicas), tied, num_loss_shards)
         self._iteration: Iteration | None = None
 
     def make_program(self, schedule: Schedule, pipelines: Sequence[Pipeline], used: Sequence[int]) -> Program:

@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from reshard.errors import ArgumentError
+from reshard.sharding import TensorSpec
 
 from ..graph import Pipeline
 from ..ir.schedule import Action, Channel, Kind, Schedule
-from .data_parallel import LossShards, check_loss_replicas, loss_shards_of
+from . import torch_compat
+from .data_parallel import LossShards, align_gradients, check_loss_replicas, is_fsdp, loss_shards_of
 from .grad_sync import ReplicaSync, is_connection_error, restore_gradients, stash_gradients, wait_for_root_cause
 from .p2p import PendingTransfer, StageTransfers
 from .stage import StageRun, Tensors
 from .tied_params import TiedParameters
 from .timeline_gather import ActionRecord, StepRecord, TransferRecord
+
+
+@dataclass
+class StageTotals:
+    """Sums over the microbatches of one stage on this rank, each times the weight of the microbatch.
+
+    Attributes:
+        loss: None if the stage has no loss. metrics: ``{name: sum}``. weight: the sum of the weights.
+    """
+
+    loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    weight: float = 0.0
+
+    def add(self, weight: float, loss: float | None, metrics: Mapping[str, float]) -> None:
+        """Add a microbatch. One that weighs nothing does not count, even if its loss is not finite."""
+        self.weight += weight
+        if loss is not None:
+            self.loss = (self.loss or 0.0) + (weight * loss if weight else 0.0)
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + (weight * value if weight else 0.0)
 
 
 @dataclass(frozen=True)
@@ -30,6 +54,7 @@ class Step:
     Attributes:
         losses: loss of each microbatch; empty if no stage of this rank returns a loss.
         loss: weighted sum of ``losses``, or None. metrics: weighted sums over microbatches.
+        totals: the same sums for each stage of this rank.
         seconds: from the first action to the last gradient sum.
         waited_seconds: time that this rank waited for transfers, including the computation of their data.
     """
@@ -37,6 +62,7 @@ class Step:
     losses: tuple[float, ...]
     loss: float | None
     metrics: Mapping[str, float]
+    totals: Mapping[int, StageTotals]
     seconds: float
     waited_seconds: float
 
@@ -66,6 +92,7 @@ class Program:
 class Parts:
     """What an engine holds on one rank, for all programs."""
 
+    rank: int
     row: int
     stages: Mapping[int, StageRun]
     replicas: tuple[ReplicaSync, ...]
@@ -79,21 +106,16 @@ class StepInputs:
 
     Attributes:
         feed: ``{stage: [{name: tensor} per microbatch]}``.
-        weights: weight of each microbatch's loss on this rank in the loss that the step returns.
-        loss_grads: ``{stage: [gradient that the loss of each microbatch starts its backward with]}``; default: the
-            weights over the number of replicas that see different data.
+        weights: weight of each microbatch on this rank.
+        scale: the backward starts with the weight of a microbatch times this, and a module may give another weight;
+            default: one over the number of replicas that see different data, and modules give no weights.
         train: run backwards and sum gradients; otherwise run forwards only.
-        stash: keep all gradients of earlier steps apart until ``on_gradients`` returns, not only those summed over
-            ranks.
-        on_gradients: called with the gradients of this step only, once they are summed.
     """
 
     feed: Mapping[int, Sequence[Mapping[str, Any]]]
     weights: Sequence[float]
-    loss_grads: Mapping[int, Sequence[float]] | None = None
+    scale: float | None = None
     train: bool = True
-    stash: bool = False
-    on_gradients: Callable[[], None] | None = None
 
 
 class Iteration:
@@ -111,7 +133,8 @@ class Iteration:
         self.pending: dict[tuple[Channel, int], PendingTransfer] = {}  # receives posted, and outputs not yet sent
         self.sends: deque[PendingTransfer] = deque()
         self.losses: dict[int, torch.Tensor] = {}
-        self.metrics: dict[int, dict[str, float]] = {}  # by microbatch
+        self.outputs: list[tuple[int, float, torch.Tensor | None, Mapping[str, float]]] = []
+        self.weights: dict[tuple[int, int], float] = {}  # by stage and microbatch, until the backward
         self.has_loss: dict[int, bool] = {}  # by stage
         self.measured = StepRecord(parts.row)
         self.waited = 0.0
@@ -138,8 +161,6 @@ class Iteration:
         begun = time.monotonic()
         summed = [parameter for replicas in self.parts.replicas for parameter in replicas.parameters()]
         summed += self.parts.ties.parameters()
-        if self.inputs.stash:
-            summed += [parameter for run in self.stages.values() for parameter in run.module.parameters()]
         stashed = stash_gradients(summed) if self.inputs.train else []
         try:
             for replicas in self.parts.replicas:
@@ -154,12 +175,12 @@ class Iteration:
             for transfer in self.sends:
                 transfer.wait()
             if self.inputs.train:
+                for run in self.stages.values():
+                    align_gradients(run.module)
                 already: set[int] = set()
                 for replicas in self.parts.replicas:
                     replicas.add_gradients(self.check_errors, already)
                 self.parts.ties.add_gradients()
-                if self.inputs.on_gradients is not None:
-                    self.inputs.on_gradients()
             for record in self.measured.transfers:  # on a GPU, a transfer can fail after wait() has returned
                 record.transfer.synchronize()
         except Exception as error:
@@ -171,14 +192,16 @@ class Iteration:
             for replicas in self.parts.replicas:
                 replicas.end()
         num = self.schedule.num_microbatches
-        losses = tuple(float(self.losses[m]) for m in range(num)) if self.losses else ()
+        losses = tuple(float(self.losses.get(m, math.nan)) for m in range(num)) if self.losses else ()
         weights = self.inputs.weights
         loss = sum(w * x for w, x in zip(weights, losses, strict=True) if w) if losses else None
+        totals = {stage: StageTotals() for stage in self.stages}
         metrics: dict[str, float] = {}
-        for microbatch, values in self.metrics.items():
+        for stage, weight, tensor, values in self.outputs:
+            totals[stage].add(weight, None if tensor is None else float(tensor), values)
             for name, value in values.items():
-                metrics[name] = metrics.get(name, 0.0) + (weights[microbatch] * value if weights[microbatch] else 0.0)
-        return Step(losses, loss, metrics, time.monotonic() - begun, self.waited)
+                metrics[name] = metrics.get(name, 0.0) + (weight * value if weight else 0.0)
+        return Step(losses, loss, metrics, totals, time.monotonic() - begun, self.waited)
 
     def check_errors(self) -> None:
         """Raise an error that another rank reported, if any."""
@@ -228,10 +251,8 @@ class Iteration:
         else:
             received = self.collect(stage, microbatch, is_forward=False)
             begun = time.monotonic()
-            if self.inputs.loss_grads is not None:
-                weight = self.inputs.loss_grads[stage][microbatch]
-            else:
-                weight = self.inputs.weights[microbatch] / loss_shards_of(stage, self.parts.num_loss_shards)
+            weight, scale = self.weights.pop((stage, microbatch), 0.0), self.inputs.scale
+            weight = weight / loss_shards_of(stage, self.parts.num_loss_shards) if scale is None else weight * scale
             is_last = self.last_backward[stage] == microbatch
             back = self.stages[stage].backward(microbatch, received, weight, is_last=is_last)
             self.hand_on(stage, microbatch, back, is_forward=False)
@@ -243,13 +264,37 @@ class Iteration:
         run = self.stages[stage]
         train = self.inputs.train
         is_split = (stage, microbatch) in self.split
-        sent = run.forward(microbatch, received, self.inputs.feed[stage][microbatch], train=train, is_split=is_split)
         tensors = self.program.pipelines[self.program.used[microbatch]]
         expected = {edge.dst: edge.tensors for edge in tensors.edges if edge.src == stage}
+        if self.is_empty(stage, microbatch, expected):
+            sent = run.skip(microbatch, received, expected, is_split=is_split)
+        else:
+            sent = run.forward(
+                microbatch, received, self.inputs.feed[stage][microbatch], train=train, is_split=is_split
+            )
+            self.take_loss(stage, microbatch)
         run.check_sizes(microbatch, sent, expected)
-        loss, metrics = run.loss_of(microbatch)
-        if metrics:
-            self.metrics.setdefault(microbatch, {}).update(metrics)
+        if not train:
+            run.drop(microbatch)
+        self.hand_on(stage, microbatch, sent, is_forward=True)
+
+    def is_empty(self, stage: int, microbatch: int, sent: Mapping[int, tuple[TensorSpec, ...]]) -> bool:
+        """Whether this replica has no rows of a microbatch, and no collectives of FSDP to take part in."""
+        if self.inputs.scale is None or self.inputs.weights[microbatch] or is_fsdp(self.stages[stage].module):
+            return False
+        shapes = [spec.src_shards.local_shape(self.parts.rank) for specs in sent.values() for spec in specs]
+        return not any(map(math.prod, shapes))
+
+    def take_loss(self, stage: int, microbatch: int) -> None:
+        """Keep the loss and the metrics of a forward."""
+        run = self.stages[stage]
+        loss, metrics, given = run.loss_of(microbatch)
+        if given is not None and self.inputs.scale is None:
+            raise ArgumentError(
+                f"stage {stage} gives its loss a weight, which an Engine does not use; pass loss_weights to step"
+            )
+        weight = self.weights[stage, microbatch] = self.inputs.weights[microbatch] if given is None else given
+        self.outputs.append((stage, weight, loss, metrics))
         if self.has_loss.setdefault(stage, loss is not None) != (loss is not None):
             raise ArgumentError(
                 f"stage {stage} gives a loss for some microbatches and none for others, see microbatch {microbatch}"
@@ -257,12 +302,9 @@ class Iteration:
         if loss is not None:
             mesh = self.pipeline.stages[stage].mesh
             assert mesh is not None
-            if self.inputs.loss_grads is None:
+            if self.inputs.scale is None:
                 check_loss_replicas(stage, run.module, self.parts.num_loss_shards, mesh.size)
             self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss
-        if not train:
-            run.drop(microbatch)
-        self.hand_on(stage, microbatch, sent, is_forward=True)
 
     def collect(self, stage: int, microbatch: int, *, is_forward: bool) -> dict[int, Tensors]:
         """Wait for the inputs of a computation, by stage that sends them."""
@@ -274,7 +316,7 @@ class Iteration:
         now = time.monotonic()
         for other, tensors in sent.items():
             channel = Channel(stage, other, is_forward)
-            versions = {name: array._version for name, array in tensors.items()}
+            versions = {name: torch_compat.version_of(array) for name, array in tensors.items()}
             if self.schedule.row_of_stage[other] == self.parts.row:
                 transfer = self.transfers(microbatch).send(channel, tensors)
                 transfer.check_at_end(functools.partial(_check_unchanged, channel, tensors, versions))
@@ -287,7 +329,7 @@ class Iteration:
 
 def _check_unchanged(channel: Channel, tensors: Tensors, versions: Mapping[str, int]) -> None:
     for name, version in versions.items():
-        if tensors[name]._version != version:
+        if torch_compat.version_of(tensors[name]) != version:
             raise ArgumentError(
                 f"stage {channel.sender} changed {name!r} in place after returning it, so stage {channel.receiver} may "
                 "have received either value; return a copy"

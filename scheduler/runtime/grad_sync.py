@@ -25,6 +25,7 @@ from reshard.errors import ArgumentError, DisagreementError, RemoteError, Reshar
 from reshard.formatting import describe_ranks
 from reshard.sharding import Mesh
 
+from . import torch_compat
 from .data_parallel import fsdp_ranks
 
 #: Intervals at which a waiting replica polls its collective, and checks for errors of other ranks.
@@ -148,7 +149,7 @@ class ReplicaSync:
         """
         self._in_step, self._syncs_in_forward = True, self._module.require_forward_param_sync
         self._module.require_forward_param_sync = False  # else a forward blocks in torch if a replica has failed
-        self._module.reducer._reset_state()  # a forward between steps may have prepared the reducer for a backward
+        torch_compat.reset_reducer(self._module)  # a forward between steps may have prepared it for a backward
         if self._connections is None:
             return
         Monitor.of(self._group).watch(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,16 +15,12 @@ from reshard.api.tensor_checks import check_movable, wait_for_collective
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.runtime.cpu.weight_grad_store import WeightGradStore
-from reshard.sharding import Layout, TensorSpec
+from reshard.sharding import TensorSpec
 
 from ..graph import Pipeline
-from .data_parallel import (
-    check_module,
-    mark_failed,
-    no_grad_sync,
-    prepare_backward,
-    without_ddp,
-)
+from . import torch_compat
+from .data_parallel import check_module, mark_failed, no_grad_sync, prepare_backward, without_ddp
+from .local_tensors import full, is_dtensor, localize
 
 Tensors = dict[str, torch.Tensor]
 
@@ -38,11 +35,14 @@ class StageOutput(NamedTuple):
         tensors: ``{name: tensor}`` of the outgoing edges, as local shards or DTensors.
         loss: scalar that backward starts from, the mean over the rows of this rank; None: this stage has no loss.
         metrics: ``{name: scalar}``, each the mean over the rows of this rank. They get no gradient.
+        weight: what the loss and the metrics are means over, if it is not rows: a scalar in any unit that is the same
+            for all microbatches and replicas, such as the number of tokens. Only for :class:`PipelineEngine`.
     """
 
     tensors: Mapping[str, Any] = {}
     loss: Any = None
     metrics: Mapping[str, Any] = {}
+    weight: Any = None
 
 
 @dataclass
@@ -52,7 +52,7 @@ class _Microbatch:
     Attributes:
         leaves: inputs from other stages, as leaves of the autograd graph.
         sent: outputs for each later stage, with their graph.
-        loss: the loss, with its graph. metrics: without theirs.
+        loss: the loss, with its graph. metrics: without theirs. weight: weight of both, if the module gives one.
         is_split: whether the backward has two passes. weight_grads: deferred weight-gradient pass.
     """
 
@@ -60,6 +60,7 @@ class _Microbatch:
     sent: dict[int, Tensors]
     loss: torch.Tensor | None
     metrics: dict[str, float] = field(default_factory=dict)
+    weight: float | None = None
     is_split: bool = False
     weight_grads: WeightGradStore = field(default_factory=lambda: WeightGradStore([]))
 
@@ -126,27 +127,33 @@ class StageRun:
         live = _Microbatch(leaves, {}, None, is_split=is_split)
         defer = live.weight_grads if train and is_split else contextlib.nullcontext()
         autocast = torch.autocast(*self._autocast) if self._autocast is not None else contextlib.nullcontext()
-        versions = {name: leaf._version for name, leaf in leaves.items()}
+        versions = {name: torch_compat.version_of(leaf) for name, leaf in leaves.items()}
         with no_grad_sync(self.module), torch.set_grad_enabled(train), autocast, defer:
             output = self._name(self.module(**leaves, **fed))
             for edge in self._outgoing:
                 passed_on = {name: leaves[name] for name in edge.passed_on}
                 live.sent[edge.dst] = self._take({**output.tensors, **passed_on}, edge.dst, edge.tensors)
         for name, leaf in leaves.items():
-            if leaf._version != versions[name]:
+            if torch_compat.version_of(leaf) != versions[name]:
                 raise ArgumentError(
                     f"stage {self.stage} changed its input {name!r} in place, but the sending stage may still use it; "
                     "change a copy"
                 )
         if output.loss is not None and not isinstance(output.loss, torch.Tensor):
             raise ArgumentError(f"stage {self.stage} gives {type(output.loss).__name__} as loss; it must be a tensor")
-        live.loss = _full(output.loss)
-        live.metrics = {str(name): self._metric(name, value) for name, value in output.metrics.items()}
+        live.loss = full(output.loss)
+        live.metrics = {
+            str(name): self._number(f"the metric {name!r}", value) for name, value in output.metrics.items()
+        }
+        if output.weight is not None:
+            live.weight = self._number("a weight", output.weight)
+            if not 0 <= live.weight < math.inf:
+                raise ArgumentError(f"stage {self.stage} gives the weight {live.weight}; it must be 0 or more")
         self._check_loss(live.loss, output)
         if train:
             self._check_gradients(live)
         self._in_flight[microbatch] = live
-        buffers = [array for array in self.module.buffers() if not _is_dtensor(array)]
+        buffers = [array for array in self.module.buffers() if not is_dtensor(array)]
         buffer_storages = {array.untyped_storage().data_ptr() for array in buffers if array.layout is torch.strided}
 
         def to_send(array: torch.Tensor) -> torch.Tensor:
@@ -156,13 +163,31 @@ class StageRun:
 
         return {dst: {name: to_send(array) for name, array in sent.items()} for dst, sent in live.sent.items()}
 
+    def skip(
+        self,
+        microbatch: int,
+        received: Mapping[int, Tensors],
+        tensors_of: Mapping[int, tuple[TensorSpec, ...]],
+        *,
+        is_split: bool,
+    ) -> dict[int, Tensors]:
+        """Instead of :meth:`forward`, if this replica has no rows of the microbatch. Many modules need one."""
+        leaves = {name: array for arrays in received.values() for name, array in arrays.items()}
+        self._in_flight[microbatch] = _Microbatch(leaves, {}, None, is_split=is_split)
+        device = next((each.device for each in self.module.parameters()), torch.device("cpu"))
+
+        def empty(spec: TensorSpec) -> torch.Tensor:
+            return torch.empty(spec.src_shards.local_shape(self._rank), dtype=getattr(torch, spec.dtype), device=device)
+
+        return {dst: {str(spec.name): empty(spec) for spec in tensors} for dst, tensors in tensors_of.items()}
+
     def _check_call(self, names: set[str]) -> None:
         """Raise ArgumentError if the module does not accept these keyword arguments."""
         if names == self._checked_names:
             return
         self._checked_names = names
         module = without_ddp(self.module)
-        if self.module._forward_pre_hooks or module._forward_pre_hooks:  # hooks may change the names
+        if any(map(torch_compat.has_forward_pre_hooks, (self.module, module))):  # hooks may change the names
             return
         try:
             inspect.signature(module.forward).bind(**dict.fromkeys(names))
@@ -186,18 +211,18 @@ class StageRun:
         if not loss.is_floating_point():
             raise ArgumentError(f"stage {self.stage} gives a loss of {dtype_name(loss.dtype)}; it must be real")
 
-    def _metric(self, name: Any, value: Any) -> float:
-        """A metric as a number."""
+    def _number(self, what: str, value: Any) -> float:
+        """A metric or a weight as a number."""
         if isinstance(value, torch.Tensor):
             if value.numel() != 1 or value.is_complex():
                 raise ArgumentError(
-                    f"stage {self.stage} gives the metric {name!r} as {dtype_name(value.dtype)} {list(value.shape)}; "
+                    f"stage {self.stage} gives {what} as {dtype_name(value.dtype)} {list(value.shape)}; "
                     "it must be a real scalar"
                 )
-            return float(_full(value.detach()))  # type: ignore[arg-type]
+            return float(full(value.detach()))  # type: ignore[arg-type]
         if isinstance(value, (int, float)):
             return float(value)
-        raise ArgumentError(f"stage {self.stage} gives the metric {name!r} as {type(value).__name__}, not a number")
+        raise ArgumentError(f"stage {self.stage} gives {what} as {type(value).__name__}, not a number")
 
     def _check_gradients(self, live: _Microbatch) -> None:
         """Raise ArgumentError if a backward would not reach parameters or inputs that need gradients."""
@@ -214,10 +239,10 @@ class StageRun:
                         f"none, name it in without_gradient of edge {edge.src} -> {edge.dst}"
                     )
 
-    def loss_of(self, microbatch: int) -> tuple[torch.Tensor | None, dict[str, float]]:
-        """The loss of a microbatch in flight, without its graph, and its metrics."""
+    def loss_of(self, microbatch: int) -> tuple[torch.Tensor | None, dict[str, float], float | None]:
+        """The loss of a microbatch in flight without its graph, its metrics, and their weight, if there is one."""
         live = self._in_flight[microbatch]
-        return None if live.loss is None else live.loss.detach(), live.metrics
+        return None if live.loss is None else live.loss.detach(), live.metrics, live.weight
 
     def drop(self, microbatch: int) -> None:
         """Forget a microbatch that gets no backward."""
@@ -317,7 +342,7 @@ class StageRun:
                 raise ArgumentError(
                     f"stage {self.stage} returns {sorted(map(str, outputs))}, not {name!r}, which stage {dst} needs"
                 )
-            taken[name] = _localize(outputs[name], spec)
+            taken[name] = localize(outputs[name], spec)
             check_movable(taken[name], f"{name!r} of stage {self.stage}", self._rank)
         return taken
 
@@ -345,48 +370,4 @@ def _gradient_of(leaf: torch.Tensor, in_use: Collection[int]) -> torch.Tensor:
 
 def _storage_address(array: torch.Tensor) -> int:
     """Address of the storage; for a DTensor or the result of an asynchronous collective, of the tensor inside."""
-    inner = getattr(array, "_local_tensor", array)
-    return int(getattr(inner, "elem", inner).untyped_storage().data_ptr())
-
-
-class _WaitForCollective(torch.autograd.Function):
-    """The result of an asynchronous collective as a plain tensor, with its graph."""
-
-    @staticmethod
-    def forward(ctx: Any, array: Any) -> Any:
-        return array.trigger_wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
-
-
-def _plain(value: torch.Tensor) -> torch.Tensor:
-    """A tensor as it is, or the result of an asynchronous collective once it is there."""
-    if not hasattr(value, "trigger_wait"):
-        return value
-    plain: torch.Tensor = _WaitForCollective.apply(value)  # type: ignore[no-untyped-call]
-    return plain
-
-
-def _is_dtensor(value: Any) -> bool:
-    return hasattr(value, "placements") and hasattr(value, "redistribute")
-
-
-def _localize(value: Any, spec: TensorSpec) -> torch.Tensor:
-    """The local shard. A DTensor is first redistributed to the layout of the edge, which reduces partial sums."""
-    if not isinstance(value, torch.Tensor):
-        raise ArgumentError(f"{spec.name!r} is {type(value).__name__}, not a tensor")
-    if not _is_dtensor(value):
-        return _plain(value)
-    mesh = value.device_mesh
-    layout = spec.src
-    if not isinstance(layout, Layout) or layout.ranks != tuple(mesh.mesh.flatten().tolist()):
-        raise ArgumentError(f"{spec.name!r} is a DTensor on {mesh}, but its edge has it on {layout}")
-    return _plain(value.redistribute(placements=layout.to_placements()).to_local())
-
-
-def _full(loss: Any) -> torch.Tensor | None:
-    if _is_dtensor(loss):
-        return _plain(loss.full_tensor())
-    return None if loss is None else _plain(loss)
+    return int(torch_compat.inner_tensor(array).untyped_storage().data_ptr())

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode", "fake_mode", "keep_rng"]
+__all__ = [
+    "TorchDispatchMode",
+    "copy_parts",
+    "fake_mode",
+    "fsdp_ranks",
+    "has_comm_hooks",
+    "has_forward_pre_hooks",
+    "held_modules",
+    "held_tensors",
+    "inner_tensor",
+    "is_async",
+    "is_strided_shard",
+    "keep_rng",
+    "largest_magnitudes",
+    "multiply_",
+    "reset_reducer",
+    "share_parts",
+    "version_of",
+    "wait_inside",
+]
 
 
 def fake_mode() -> Any:
@@ -24,3 +44,100 @@ def keep_rng(device_type: str) -> Iterator[None]:
     devices = [torch.cuda.current_device()] if device_type == "cuda" else []
     with torch.random.fork_rng(devices=devices, device_type="cuda"):
         yield
+
+
+# Modules
+
+
+def held_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The children of a module, as the dict that it keeps them in."""
+    return module._modules
+
+
+def held_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters and the buffers that a module holds itself, as the dicts that it keeps them in."""
+    return module._parameters, module._buffers
+
+
+def copy_parts(module: torch.nn.Module, paths: Collection[str]) -> torch.nn.Module:
+    """A copy of a module that shares the children, parameters and buffers at these paths. All others are None."""
+    made = type(module).__new__(type(module))
+    made.__dict__.update(module.__dict__)
+    for kind in ("_modules", "_parameters", "_buffers"):
+        made.__dict__[kind] = {name: part if name in paths else None for name, part in getattr(module, kind).items()}
+    for name, child in module._modules.items():
+        inside = [path[len(name) + 1 :] for path in paths if path.startswith(f"{name}.")]
+        if child is not None and inside and name not in paths:
+            made._modules[name] = copy_parts(child, inside)
+    return made
+
+
+def share_parts(module: torch.nn.Module, other: torch.nn.Module) -> None:
+    """Let a module hold the same children, parameters and buffers as another one, also those that are set later."""
+    for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        module.__dict__[kind] = other.__dict__[kind]
+
+
+def has_forward_pre_hooks(module: torch.nn.Module) -> bool:
+    """Whether hooks may change the arguments of the forward."""
+    return bool(module._forward_pre_hooks)
+
+
+# DDP and FSDP
+
+
+def has_comm_hooks(ddp: Any) -> bool:
+    """Whether a communication hook is registered with DDP."""
+    return bool(ddp._comm_hooks)
+
+
+def reset_reducer(ddp: Any) -> None:
+    """Make DDP's reducer forget a forward, which may have prepared it for a backward."""
+    ddp.reducer._reset_state()
+
+
+def fsdp_ranks(module: Any) -> list[int] | None:
+    """World ranks of the shards and replicas of an FSDP module; None if torch does not expose them."""
+    try:
+        return sorted(module._get_fsdp_state()._fsdp_param_group.mesh_info.mesh.mesh.flatten().tolist())
+    except AttributeError:
+        return None
+
+
+# Tensors
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The number of changes of a tensor in place."""
+    return tensor._version
+
+
+def is_strided_shard(placement: Any) -> bool:
+    """Whether a placement of a DTensor cuts what a later mesh axis has cut before."""
+    return int(getattr(placement, "split_factor", 1)) > 1
+
+
+def is_async(tensor: Any) -> bool:
+    """Whether a tensor is the result of an asynchronous collective."""
+    return hasattr(tensor, "trigger_wait")
+
+
+def wait_inside(tensor: Any) -> torch.Tensor:
+    """The plain tensor of an asynchronous collective, once it is there."""
+    return tensor.trigger_wait()
+
+
+def inner_tensor(tensor: Any) -> torch.Tensor:
+    """The tensor inside a DTensor or an asynchronous collective, or the tensor itself. It does not wait."""
+    inner = getattr(tensor, "_local_tensor", tensor)
+    return inner.elem if is_async(inner) else inner
+
+
+def multiply_(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply plain tensors of one dtype and device in place."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def largest_magnitudes(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The largest magnitude in each plain tensor; NaN or infinite if any element is."""
+    return torch._foreach_norm(list(tensors), math.inf)

@@ -21,15 +21,18 @@ def find_blocks(model: torch.nn.Module) -> Callable[[Any], Sequence[Block]] | No
 
 
 def gpt2_blocks(model: Any) -> list[Block]:
-    """Blocks of ``transformers.GPT2LMHeadModel``: inputs input_ids, labels, attention_mask, position_ids."""
+    """Blocks of ``transformers.GPT2LMHeadModel``. Inputs: its tensors but for those of a cache or an encoder."""
     from transformers.masking_utils import create_causal_mask
 
     body = model.transformer
 
-    def embed(input_ids: Any, position_ids: Any = None) -> dict[str, Any]:
+    def embed(input_ids: Any, position_ids: Any = None, token_type_ids: Any = None) -> dict[str, Any]:
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        return {"hidden_states": body.drop(body.wte(input_ids) + body.wpe(position_ids))}
+        made = body.wte(input_ids) + body.wpe(position_ids)
+        if token_type_ids is not None:
+            made = made + body.wte(token_type_ids)
+        return {"hidden_states": body.drop(made)}
 
     def mask(hidden_states: Any, attention_mask: Any = None, position_ids: Any = None) -> dict[str, Any]:
         made = create_causal_mask(
@@ -61,7 +64,7 @@ def gpt2_blocks(model: Any) -> list[Block]:
 
 
 def llama_blocks(model: Any) -> list[Block]:
-    """Blocks of ``transformers.LlamaForCausalLM``: inputs input_ids, labels, attention_mask, position_ids."""
+    """Blocks of ``transformers.LlamaForCausalLM``. Inputs: its tensors but for those of a cache."""
     from transformers.masking_utils import create_causal_mask
 
     body = model.model
@@ -111,7 +114,12 @@ def _causal_lm_head(model: Any) -> Callable[..., Any]:
 
     def head(hidden_states: Any, labels: Any) -> Any:
         logits = model.lm_head(hidden_states)
-        return StageOutput(loss=model.loss_function(logits, labels, vocab_size=model.config.vocab_size))
+        shifted = labels[..., 1:]
+        counted = (shifted != -100).sum()
+        loss = model.loss_function(
+            logits, labels, vocab_size=model.config.vocab_size, num_items_in_batch=counted.clamp(min=1)
+        )
+        return StageOutput(loss=loss, weight=counted / max(1, shifted.shape[1]))  # in rows
 
     return head
 

@@ -74,6 +74,8 @@ def name_batch(batch: Any, names: Sequence[str]) -> Batch:
     """
     if isinstance(batch, Mapping):
         return dict(batch)
+    if not names:
+        raise ArgumentError(f"stages given as modules need a batch as a dict, not {type(batch).__name__}")
     values = [batch] if isinstance(batch, torch.Tensor) else batch
     if not isinstance(values, (list, tuple)):
         raise ArgumentError(
@@ -125,6 +127,12 @@ def split_rows(rows: int, parts: int) -> list[int]:
     parts = min(parts, rows)
     share, extra = divmod(rows, parts)
     return [share + (part < extra) for part in range(parts)]
+
+
+def split_microbatches(rows: int, microbatches: int, meshes: Sequence[Mesh]) -> list[int]:
+    """Rows of each microbatch. There are fewer microbatches if otherwise one would have fewer rows than replicas."""
+    most_replicas = max(mesh.axis_size("dp") for mesh in meshes)
+    return split_rows(rows, min(microbatches, max(1, rows // most_replicas)))
 
 
 def replica_rows(rows: int, mesh: Mesh, rank: int) -> range:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from reshard.errors import ArgumentError
 
+from ...runtime import torch_compat
 from ...runtime.stage import StageOutput
 
 
@@ -20,9 +23,9 @@ class Block:
 
     Args:
         path: module path that ``cut_before`` can name.
-        run: function of named values. Its parameters name the values that it reads: inputs of the batch, or values
-            that earlier blocks wrote. A parameter with a default is optional. It returns ``{name: value}``, the values
-            that it writes, or a :class:`~reshard.scheduler.StageOutput`.
+        run: function of named values, or a module. Its parameters name the values that it reads: inputs of the batch,
+            or values that earlier blocks wrote. A parameter with a default is optional. It returns ``{name: value}``,
+            the values that it writes, or a :class:`~reshard.scheduler.StageOutput`.
         modules: paths of the modules and parameters that it uses; default: ``path`` alone.
         recomputed: names of the values that it writes, if every stage that reads one of them computes it again instead
             of receiving it. Such a block must be cheap.
@@ -41,7 +44,8 @@ class Block:
     @property
     def reads(self) -> dict[str, bool]:
         """``{name: whether it is required}`` of the values that the block reads."""
-        parameters = inspect.signature(self.run).parameters
+        called = self.run.forward if isinstance(self.run, torch.nn.Module) else self.run
+        parameters = inspect.signature(called).parameters
         return {name: each.default is each.empty for name, each in parameters.items()}
 
 
@@ -49,28 +53,43 @@ class BlockStage(torch.nn.Module):
     """Some blocks of a chain. Its parameters keep the names that they have in the whole model.
 
     Args:
-        blocks: blocks to run, in order.
         root: the whole model.
+        used: paths of the modules and parameters that the blocks use.
+        bind: returns the blocks, whose functions use a given copy of the model.
+
+    Raises:
+        ArgumentError: the model has no such module or parameter.
     """
 
-    def __init__(self, blocks: Sequence[Block], root: torch.nn.Module) -> None:
+    def __init__(
+        self, root: torch.nn.Module, used: Collection[str], bind: Callable[[torch.nn.Module], Sequence[Block]]
+    ) -> None:
         super().__init__()
-        self._blocks = list(blocks)
+        for path in used:
+            _check_path(root, path)
+        # The blocks run on this copy and share its children, so that they see what wraps or shards them.
+        view = torch_compat.copy_parts(root, used)
+        torch_compat.share_parts(self, view)
+        self._bind = functools.partial(bind, view)
+        self._blocks = list(self._bind())
         self.outputs: tuple[str, ...] = ()  # names of the values that other stages read
-        for block in blocks:
-            for path in block.used:
-                _attach(self, root, path)
+        self.training = root.training
+
+    def rebind(self) -> None:
+        """Make the blocks again, after children have been replaced."""
+        self._blocks = list(self._bind())
 
     def forward(self, **values: Any) -> StageOutput:
         """Run the blocks on named values."""
-        written, _, loss, metrics = self.run(values)
-        return StageOutput({name: written[name] for name in self.outputs}, loss, metrics)
+        output, _ = self.run(values)
+        return output._replace(tensors={name: output.tensors[name] for name in self.outputs})
 
-    def run(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], set[str], Any, dict[str, Any]]:
-        """Run the blocks. Returns the values written, the names of ``given`` that were read, the loss and metrics."""
+    def run(self, given: Mapping[str, Any]) -> tuple[StageOutput, set[str]]:
+        """Run the blocks. Returns all values that they write, and the names of ``given`` that they read."""
         written: dict[str, Any] = {}
         read: set[str] = set()
         loss: Any = None
+        weight: Any = None
         metrics: dict[str, Any] = {}
         for block in self._blocks:
             arguments = {}
@@ -87,7 +106,10 @@ class BlockStage(torch.nn.Module):
                     )
             made = block.run(**arguments)
             if isinstance(made, StageOutput):
-                loss, metrics = made.loss, {**metrics, **made.metrics}
+                if made.loss is not None and loss is not None:
+                    raise ArgumentError(f"block {block.path!r} gives a loss, but so does an earlier block of its stage")
+                loss, weight = (loss, weight) if made.loss is None else (made.loss, made.weight)
+                metrics |= made.metrics
                 made = made.tensors
             if not isinstance(made, Mapping):
                 raise ArgumentError(
@@ -95,29 +117,16 @@ class BlockStage(torch.nn.Module):
                     "StageOutput"
                 )
             written.update(made)
-        return written, read, loss, metrics
+        return StageOutput(written, loss, metrics, weight), read
 
 
-def _attach(stage: torch.nn.Module, root: torch.nn.Module, path: str) -> None:
-    """Register a module or parameter of ``root`` in the stage, at the same path."""
-    *parents, name = path.split(".")
-    source = root
-    for parent in parents:
-        child = source._modules.get(parent)
-        if child is None:
-            break
-        if parent not in stage._modules:
-            stage.add_module(parent, torch.nn.Module())
-        elif stage._modules[parent] is child:
-            return  # registered with an ancestor
-        stage, source = stage.get_submodule(parent), child
-    if name in source._modules:
-        stage.add_module(name, source._modules[name])
-    elif name in source._parameters:
-        stage.register_parameter(name, source._parameters[name])
-    elif name in source._buffers:
-        stage.register_buffer(name, source._buffers[name], name not in source._non_persistent_buffers_set)
-    else:
+def _check_path(root: torch.nn.Module, path: str) -> None:
+    parent, _, name = path.rpartition(".")
+    held: set[str] = set()
+    with contextlib.suppress(AttributeError):
+        module = root.get_submodule(parent)
+        held = {*torch_compat.held_modules(module)}.union(*torch_compat.held_tensors(module))
+    if name not in held:
         raise ArgumentError(f"the model has no module, parameter or buffer {path!r}, which one of its blocks uses")
 
 
@@ -125,7 +134,8 @@ class BlockCut:
     """A chain of blocks, cut into stages.
 
     Args:
-        make_blocks: returns the blocks of a model.
+        make_blocks: returns the blocks of a model. It is also called with copies of the model in which parts that a
+            stage does not use are None, so it must leave all use of submodules to the functions of the blocks.
         model: the model; its blocks name what can be cut.
         cut_before: paths of blocks, in order.
 
@@ -151,20 +161,31 @@ class BlockCut:
             why = "is out of order" if remaining[0] in paths else "is not a block of the model"
             raise ArgumentError(f"cut_before names {remaining[0]!r}, which {why}; its blocks are {', '.join(paths)}")
         self.num_stages = len(cut_before) + 1
+        self.inputs = frozenset(name for block in blocks for name in block.reads)
 
     def build(self, root: torch.nn.Module) -> list[BlockStage]:
         """The modules of all stages, which share their parts with ``root``."""
         blocks = list(self._make_blocks(root))
-        recomputed = [block for block in blocks if block.recomputed]
-        stages: list[list[Block]] = [[] for _ in range(self.num_stages)]
-        for block, number in zip(blocks, self._stage_of, strict=True):
+        recomputed = [number for number, block in enumerate(blocks) if block.recomputed]
+        stages: list[list[int]] = [[] for _ in range(self.num_stages)]  # indices of the blocks of each stage
+        for number, (block, stage) in enumerate(zip(blocks, self._stage_of, strict=True)):
             if block.recomputed:
                 continue
             for other in recomputed:
-                if other not in stages[number] and set(other.recomputed) & set(block.reads):
-                    stages[number].append(other)
-            stages[number].append(block)
-        made = [BlockStage(mine, root) for mine in stages]
-        for stage in made:
-            stage.training = root.training
-        return made
+                if other not in stages[stage] and set(blocks[other].recomputed) & set(block.reads):
+                    stages[stage].append(other)
+            stages[stage].append(number)
+
+        def bind(mine: Sequence[int], view: torch.nn.Module) -> list[Block]:
+            made = list(self._make_blocks(view))
+            return [made[number] for number in mine]
+
+        return [
+            BlockStage(root, {path for number in mine for path in blocks[number].used}, functools.partial(bind, mine))
+            for mine in stages
+        ]
+
+
+def blocks_of_modules(modules: torch.nn.ModuleList) -> list[Block]:
+    """One block for each module, which reads what its forward names."""
+    return [Block(str(number), module) for number, module in enumerate(modules)]

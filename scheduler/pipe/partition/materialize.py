@@ -44,7 +44,7 @@ def materialize(
 
     def visit(module: torch.nn.Module, path: str) -> None:
         is_inside = any(cut.startswith(path + ".") for cut in cut_before) or not path
-        if is_inside and module._modules:
+        if is_inside and torch_compat.held_modules(module):
             for name, child in module.named_children():
                 visit(child, f"{path}.{name}" if path else name)
             _fill(module, made, meta, recurse=False)
@@ -78,7 +78,7 @@ def _find_shared(model: torch.nn.Module) -> set[int]:
     """Ids of the parameters that several modules hold. They live until the last of these is initialized."""
     count: dict[int, int] = {}
     for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
+        for tensor in (each for held in torch_compat.held_tensors(module) for each in held.values()):
             if tensor is not None:
                 count[id(tensor)] = count.get(id(tensor), 0) + 1
     return {key for key, times in count.items() if times > 1}
@@ -89,7 +89,7 @@ def _fill(
 ) -> None:
     """Replace tensors on the meta device by tensors with data, all NaN or a rare integer."""
     for each in module.modules() if recurse else (module,):
-        for held in (each._parameters, each._buffers):
+        for held in torch_compat.held_tensors(each):
             for name, tensor in held.items():
                 if tensor is None or not tensor.is_meta:
                     continue
@@ -109,7 +109,7 @@ def _drop(
 ) -> None:
     """Put tensors back on the meta device that this rank does not keep."""
     for each in module.modules():
-        for held in (each._parameters, each._buffers):
+        for held in torch_compat.held_tensors(each):
             for name, tensor in held.items():
                 if tensor is not None and id(tensor) in meta and id(meta[id(tensor)]) not in keep:
                     held[name] = meta[id(tensor)]  # type: ignore[index]

@@ -23,6 +23,7 @@ class Cut(Protocol):
     """A model that is cut into stages."""
 
     num_stages: int
+    inputs: frozenset[str]  # names that a batch may have
 
     def build(self, root: torch.nn.Module) -> Sequence[torch.nn.Module]:
         """The modules of all stages, which share their parts with ``root``."""
@@ -73,6 +74,7 @@ class StageGraph:
         without_gradient: dict[tuple[int, int], set[str]] = {}
         passed_on: dict[tuple[int, int], set[str]] = {}
         for value in self.values:
+            _check_gradient(value, meshes)
             hops = list(zip((value.writer, *value.readers), value.readers, strict=False))
             for src, dst in hops:
                 layouts = [_layout(value, meshes[stage], rows) for stage in (src, dst)]
@@ -90,6 +92,18 @@ class StageGraph:
                 passed_on=frozenset(passed_on.get(ends, ())),
             )
             for ends, specs in sorted(tensors.items())
+        )
+
+
+def _check_gradient(value: Value, meshes: Sequence[Mesh]) -> None:
+    """Replicas compute the gradient of their own rows, so that of a value without rows would have to be summed."""
+    replicas = {stage: meshes[stage].axis_size("dp") for stage in (value.writer, *value.readers)}
+    if value.row_dim is None and value.has_gradient and max(replicas.values()) > 1:
+        stage = max(replicas, key=lambda each: replicas[each])
+        raise ArgumentError(
+            f"stage {value.writer} sends {value.name!r} of shape {list(value.shape)}, which has no rows of the batch "
+            f"but a gradient, and stage {stage} has {replicas[stage]} replicas; expand it to the rows before the "
+            "cut, cut elsewhere, or use dp=1"
         )
 
 
@@ -125,6 +139,7 @@ class Skeleton:
         with self._mode:
             memo: dict[int, Any] = {id(each): _without_data(each) for each in tensors}
         self._stages = cut.build(copy.deepcopy(model, memo))
+        self._inputs = cut.inputs
 
     def find(self, outline: BatchOutline) -> StageGraph:
         """The stage graph for batches of this outline.
@@ -132,6 +147,12 @@ class Skeleton:
         Raises:
             ArgumentError: the model does not accept the batch, or a stage sends something that is not a tensor.
         """
+        unknown = sorted(set(outline.names) - self._inputs)
+        if unknown:
+            raise ArgumentError(
+                f"the batch has {unknown[0]!r}, which the stages do not read; with the example that they were cut for, "
+                f"they read {', '.join(sorted(self._inputs))}"
+            )
         few, many = (self._run(outline, rows) for rows in (outline.rows, 2 * outline.rows))
         values = []
         for (writer, name), (one, readers) in few.values.items():
@@ -183,8 +204,8 @@ class _Run:
 def _run_stage(module: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
     """The values that a stage writes, and the names that it reads."""
     if isinstance(module, BlockStage):
-        written, read, _, _ = module.run(given)
-        return written, read
+        output, read = module.run(given)
+        return dict(output.tensors), read
     names = [node.target for node in module.graph.nodes if node.op == "placeholder"]
     missing = sorted(set(names) - set(given))
     if missing:

@@ -52,6 +52,10 @@ class TracedCut:
         loss: Callable[..., Any] | None = None,
     ) -> None:
         self.num_stages = len(cut_before) + 1
+        known = {*inspect.signature(model.forward).parameters}
+        known |= {*list(inspect.signature(loss).parameters)[1:]} if loss is not None else set()
+        inputs = list(inputs)
+        self.inputs = frozenset(inputs) & known
         for path in cut_before:
             try:
                 model.get_submodule(path)

@@ -30,8 +30,8 @@ from reshard.scheduler import (
 from reshard.scheduler.runtime import grad_sync
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.engine_arguments import describe_arguments, find_rows, weigh_last
+from reshard.scheduler.runtime.local_tensors import localize
 from reshard.scheduler.runtime.p2p import find_device_type
-from reshard.scheduler.runtime.stage import _localize
 from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.sharding.tensor_spec import TensorSpec
 
@@ -242,10 +242,10 @@ def mesh_of_one():
 def test_dtensor_must_be_on_the_ranks_of_its_edge(mesh_of_one):
     given = DTensor.from_local(torch.full((2, 3), 2.0), mesh_of_one, [Partial()])
     here = _spec()
-    assert torch.equal(_localize(given, here), torch.full((2, 3), 2.0))
+    assert torch.equal(localize(given, here), torch.full((2, 3), 2.0))
     regions = RegionLayout({0: [[(0, 2), (0, 3)]]})
     for src in (Layout(Mesh([1])), Layout(Mesh([0, 1]), "S0"), regions):
         with pytest.raises(ArgumentError, match=r"'x' is a DTensor on .*, but its edge has it on "):
-            _localize(given, replace(here, src=src))
+            localize(given, replace(here, src=src))
     with pytest.raises(ArgumentError, match="'x' is list, not a tensor"):
-        _localize([1.0], here)
+        localize([1.0], here)

@@ -1,0 +1,71 @@
+"""The loss and the metrics of a step over all microbatches, replicas and stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from reshard.errors import ArgumentError
+
+from ..runtime.executor import StageTotals
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a step gives, the same on all ranks.
+
+    Attributes:
+        loss: sum over stages of the weighted mean of their losses. metrics: sums of weighted means too.
+        finite: whether the loss and all gradients are finite.
+        gradient_factor: the gradients are those of ``loss`` after they are multiplied by it.
+    """
+
+    loss: float
+    metrics: Mapping[str, float]
+    finite: bool
+    gradient_factor: float
+
+
+def combine_totals(by_stage: Mapping[int, Sequence[StageTotals]], rows: int, finite: bool) -> Totals:
+    """Add the totals of all ranks and parts.
+
+    Args:
+        by_stage: ``{stage: totals of each replica and part}``.
+        rows: rows of the batch; each loss was weighted by its weight over ``rows`` in the backward.
+        finite: whether all gradients are finite.
+
+    Raises:
+        ArgumentError: several stages have a loss, and their weights differ.
+    """
+    losses: dict[int, float] = {}
+    factors: dict[int, float] = {}
+    metrics: dict[str, float] = {}
+    for stage, parts in sorted(by_stage.items()):
+        weight = _sum(part.weight for part in parts)
+        if any(part.loss is not None for part in parts):
+            losses[stage] = _divide(_sum(part.loss for part in parts if part.loss is not None), weight)
+            factors[stage] = _divide(rows, weight)
+        for name in {name for part in parts for name in part.metrics}:
+            mean = _divide(_sum(part.metrics.get(name, 0.0) for part in parts), weight)
+            metrics[name] = metrics.get(name, 0.0) + mean
+    loss = _sum(losses.values())
+    (first, factor), *others = sorted(factors.items())
+    for stage, other in others:
+        if other != factor:
+            raise ArgumentError(
+                f"stages {first} and {stage} have a loss, and their weights sum to {rows / factor:g} and "
+                f"{rows / other:g}; if several stages have a loss, give no weights, or weights with the same sum"
+            )
+    return Totals(loss, dict(sorted(metrics.items())), finite and math.isfinite(loss), factor)
+
+
+def _divide(value: float, weight: float) -> float:
+    """The quotient; without any weight, NaN, as a mean over nothing."""
+    return value / weight if weight else math.nan
+
+
+def _sum(values: Iterable[float]) -> float:
+    """The sum, also of values that are not finite."""
+    each = list(values)
+    return math.fsum(each) if all(map(math.isfinite, each)) else sum(each)

@@ -1,0 +1,57 @@
+"""The tensors of this rank in what a module returns: DTensors, and results of asynchronous collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from reshard.errors import ArgumentError
+from reshard.sharding import Layout, TensorSpec
+
+from . import torch_compat
+
+
+class _WaitForCollective(torch.autograd.Function):
+    """The result of an asynchronous collective as a plain tensor, with its graph."""
+
+    @staticmethod
+    def forward(ctx: Any, array: Any) -> Any:
+        return torch_compat.wait_inside(array)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    """A tensor as it is, or the result of an asynchronous collective once it is there."""
+    if not torch_compat.is_async(value):
+        return value
+    plain: torch.Tensor = _WaitForCollective.apply(value)  # type: ignore[no-untyped-call]
+    return plain
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a DTensor."""
+    return hasattr(value, "placements") and hasattr(value, "redistribute")
+
+
+def localize(value: Any, spec: TensorSpec) -> torch.Tensor:
+    """The local shard. A DTensor is first redistributed to the layout of the edge, which reduces partial sums."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(f"{spec.name!r} is {type(value).__name__}, not a tensor")
+    if not is_dtensor(value):
+        return _plain(value)
+    mesh = value.device_mesh
+    layout = spec.src
+    if not isinstance(layout, Layout) or layout.ranks != tuple(mesh.mesh.flatten().tolist()):
+        raise ArgumentError(f"{spec.name!r} is a DTensor on {mesh}, but its edge has it on {layout}")
+    return _plain(value.redistribute(placements=layout.to_placements()).to_local())
+
+
+def full(value: Any) -> torch.Tensor | None:
+    """The whole of a DTensor or a plain tensor; None for None."""
+    if is_dtensor(value):
+        return _plain(value.full_tensor())
+    return None if value is None else _plain(value)
