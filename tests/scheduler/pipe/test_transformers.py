@@ -1,0 +1,113 @@
+"""GPT-2 and Llama of ``transformers``, with random weights, train over stages as they do in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.whole_models import Case, check_equal, pipe_of
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY = 32
+
+
+def make_gpt2(attention="eager"):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=16,
+        n_embd=16,
+        n_layer=4,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        initializer_range=0.2,
+        attn_implementation=attention,
+        use_cache=False,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def make_llama(attention="sdpa", tied=False):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        initializer_range=0.2,
+        attn_implementation=attention,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def make_batch(seed, rows=8, length=6, mask=False, ignored=False):
+    """Tokens; with ``mask``, rows of unlike length; with ``ignored``, labels that do not count, unlike in each row."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    lengths = torch.randint(2, length + 1, (rows, 1), generator=generator)
+    if mask:
+        batch["attention_mask"] = (torch.arange(length)[None] < lengths).long()
+    if ignored:
+        batch["labels"][torch.arange(length)[None] >= lengths] = -100
+        batch["labels"][0] = -100
+    return batch
+
+
+def make_case(make_model, steps=3, **batch):
+    return Case(
+        make_model,
+        [make_batch(seed, (8, 7, 8)[seed % 3], **batch) for seed in range(steps)],
+        make_batch(100, 6, **batch),
+    )
+
+
+def gpt2_layers(*numbers):
+    return [f"transformer.h.{number}" for number in numbers]
+
+
+def llama_layers(*numbers):
+    return [f"model.layers.{number}" for number in numbers]
+
+
+def test_gpt2_equals_one_process():
+    case = make_case(make_gpt2, mask=True, ignored=True)
+    check_equal(case, pipe_of(gpt2_layers(2), "2x1,1x1"), 3)
+
+
+def test_llama_equals_one_process():
+    check_equal(make_case(lambda: make_llama(tied=True), ignored=True), pipe_of(llama_layers(1), "1x1,1x1"), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "both"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("model", ["gpt2", "llama", "llama tied"])
+def test_attention_and_labels(model, attention, kind):
+    if model == "gpt2":
+        make, cuts = (lambda: make_gpt2(attention)), gpt2_layers(1)
+    else:
+        make, cuts = (lambda: make_llama(attention, "tied" in model)), llama_layers(1)
+    batch = {"mask": kind == "both", "ignored": kind == "both"}
+    check_equal(make_case(make, **batch), pipe_of(cuts, "1x1,1x1"), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stages", "cuts", "accumulate"),
+    [("2x1,1x1", (2,), 2), ("1x1,2x1", (3,), 1), ("1x1,2x1,1x1", (1, 3), 2), ("2x1,1x1,2x1", (1, 2), 1)],
+)
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_stages(model, stages, cuts, accumulate):
+    make, layers = (make_gpt2, gpt2_layers) if model == "gpt2" else (lambda: make_llama(tied=True), llama_layers)
+    num_ranks = sum(int(stage[0]) for stage in stages.split(","))
+    case = make_case(make, mask=True, ignored=True)
+    check_equal(case, pipe_of(layers(*cuts), stages), num_ranks, accumulate)
