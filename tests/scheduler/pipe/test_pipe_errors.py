@@ -1,0 +1,116 @@
+"""Wrong models, cuts, placements and batches: errors name the thing, on every rank alike, and the engine goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import reshard.scheduler as rs
+from reshard.errors import ArgumentError, DisagreementError
+from reshard.testing import run_processes
+from tests.scheduler.pipe.test_pipe import make_batch, make_chain
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(x).sum() if x.sum() > 0 else x.sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "cuts", "message"),
+    [
+        (Branching, ["second"], "Branching cannot be cut by module paths, because torch.fx cannot trace its forward"),
+        (make_chain, ["layers.7"], "Chain has no module 'layers.7'"),
+        (
+            make_chain,
+            ["layers.3", "layers.1"],
+            "cannot be cut before 'layers.1': its forward does not call that module after",
+        ),
+        (make_chain, ["layers.1.inner"], "Chain has no module 'layers.1.inner'"),
+        (make_chain, ["layers"], "cannot be cut before 'layers': its forward does not call that module"),
+    ],
+)
+def test_models_that_cannot_be_cut(model, cuts, message):
+    batch = {"x": torch.ones(4, 4)} if model is Branching else make_batch(0)
+    pipe = rs.Pipe(model(), cuts, stages=",".join(["1x1"] * (len(cuts) + 1)))
+    with pytest.raises(ArgumentError, match=message):
+        pipe.cut(list(batch))
+
+
+def test_arguments():
+    one = rs.Placement()
+    with pytest.raises(ArgumentError, match="1 cuts make 2 stages, but stages has 3 placements"):
+        rs.Pipe(make_chain(), ["layers.1"], stages="1x1,1x1,1x1")
+    with pytest.raises(
+        ArgumentError, match=r"stage 0 is on rank 0 as dp=1, tp=1 and stage 1 on ranks 0-1 as dp=2, tp=1"
+    ):
+        rs.Pipe(make_chain(), ["layers.1"], stages=[one, rs.Placement(dp=2, ranks=(0, 1))])
+    with pytest.raises(ArgumentError, match="a list of modules is already cut"):
+        rs.Pipe([nn.Linear(2, 2)], ["0"], stages="1x1")
+    with pytest.raises(ArgumentError, match="a list with the module of each stage, not list"):
+        rs.Pipe([], stages="1x1")
+
+
+def fails(kind, message, call):
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def use_wrongly(rank):
+    torch.set_num_threads(1)
+    fails(
+        ArgumentError,
+        "the stages are on ranks 0-2, but the process group has 2 ranks",
+        lambda: rs.Pipe(make_chain(), ["layers.1"], stages="2x1,1x1").compile(make_batch(0), 2),
+    )
+    fails(
+        ArgumentError,
+        "the stages are on rank 0, but the process group has 2 ranks",
+        lambda: rs.Pipe(make_chain(), stages="1x1").compile(make_batch(0), 2),
+    )
+    good = make_batch(0)
+    tokens = good["tokens"]
+    with rs.Pipe(make_chain(), ["layers.1"], stages="1x1,1x1").compile(good, 2) as engine:
+        before = engine.evaluate(good).loss
+        wrong = [
+            (ArgumentError, "the batch has no 'targets'", {"tokens": tokens}),
+            (ArgumentError, "the batch has 'other', which the stages do not read", {**good, "other": tokens}),
+            (
+                ArgumentError,
+                "the batch has 'mask', which the stages do not read",
+                {**good, "mask": torch.ones(8, 5, 1)},
+            ),
+            (ArgumentError, "does not run on a batch of", {**good, "tokens": tokens.float()}),
+            (ArgumentError, "the batch has 0 rows", {name: each[:0] for name, each in good.items()}),
+            (
+                ArgumentError,
+                "'targets' of the batch has 7 rows, but the first tensor has 8",
+                {**good, "targets": tokens[:7]},
+            ),
+            (ArgumentError, "it must be a tensor, a number, a string or None", {**good, "tokens": [1]}),
+            (ArgumentError, "a batch must be a dict", "tokens"),
+            (ArgumentError, "no rank passes a batch", None),
+            (ArgumentError, "rank 1 passes no batch, but stage 1 reads targets", good if rank == 0 else None),
+            (ArgumentError, "the batch has no tensor with rows", {} if rank else good),
+            (DisagreementError, "ranks 0 and 1 pass batches of 8 and 6 rows", make_batch(0, 8 - 2 * rank)),
+            (DisagreementError, "ranks 0 and 1 pass different batches", make_batch(0, 8, 5 + rank)),
+        ]
+        for kind, message, batch in wrong:
+            fails(kind, message, lambda batch=batch: engine.step(batch))
+            fails(kind, message, lambda batch=batch: engine.evaluate(batch))
+        fails(ArgumentError, "accumulate is 0; it must be a positive integer", lambda: engine.step(good, accumulate=0))
+        fails(ArgumentError, "accumulate is 9, but the batch has only 8", lambda: engine.step(good, accumulate=9))
+        fails(DisagreementError, "different accumulate and local_batch", lambda: engine.step(good, accumulate=1 + rank))
+        assert all(parameter.grad is None for parameter in engine.parameters())
+        assert engine.step(good).loss == pytest.approx(before)
+    return True
+
+
+def test_wrong_use_leaves_the_engine_usable():
+    assert run_processes(use_wrongly, 2) == [True, True]
