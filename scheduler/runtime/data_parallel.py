@@ -189,6 +189,12 @@ def prepare_backward(module: Any, *, is_last: bool) -> None:
         each.set_requires_gradient_sync(is_last, recurse=False)
 
 
+def reshard_parameters(module: Any) -> None:
+    """After forwards without a backward: free FSDP's gathered parameters, which would hide the sharded ones."""
+    for each in _fsdp_modules(module):
+        each.reshard()
+
+
 def align_gradients(module: torch.nn.Module) -> None:
     """After the last backward: give each gradient that is a DTensor the placements of its parameter.
 

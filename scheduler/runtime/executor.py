@@ -18,7 +18,14 @@ from reshard.sharding import TensorSpec
 from ..graph import Pipeline
 from ..ir.schedule import Action, Channel, Kind, Schedule
 from . import torch_compat
-from .data_parallel import LossShards, align_gradients, check_loss_replicas, is_fsdp, loss_shards_of
+from .data_parallel import (
+    LossShards,
+    align_gradients,
+    check_loss_replicas,
+    is_fsdp,
+    loss_shards_of,
+    reshard_parameters,
+)
 from .grad_sync import ReplicaSync, is_connection_error, restore_gradients, stash_gradients, wait_for_root_cause
 from .p2p import PendingTransfer, StageTransfers
 from .stage import StageRun, Tensors
@@ -174,9 +181,12 @@ class Iteration:
             self.doing = None
             for transfer in self.sends:
                 transfer.wait()
-            if self.inputs.train:
-                for run in self.stages.values():
+            for run in self.stages.values():
+                if self.inputs.train:
                     align_gradients(run.module)
+                else:
+                    reshard_parameters(run.module)
+            if self.inputs.train:
                 already: set[int] = set()
                 for replicas in self.parts.replicas:
                     replicas.add_gradients(self.check_errors, already)
