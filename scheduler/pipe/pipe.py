@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -177,6 +178,7 @@ class Pipe:
         mine = [stage for stage, mesh in enumerate(self.meshes) if rank in mesh.ranks]
         if is_on_meta(self.model):
             materialize(self.model, [stages[stage] for stage in mine], self.cut_before, self._init)
+        _separate(stages, mine)
         tied_tensors = [stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties]
         shapes = [(tuple(each.shape), dtype_name(each.dtype)) for each in tied_tensors]
         modules = self._parallelize({stage: stages[stage].to(device) for stage in mine}, device)
@@ -237,6 +239,18 @@ class Pipe:
                 module = wrap(module, device_mesh["dp"])
             made[stage] = module
         return made
+
+
+def _separate(stages: list[torch.nn.Module], mine: Sequence[int]) -> None:
+    """Copy each stage of this rank that shares a parameter with an earlier one: a tie joins them, as between ranks."""
+    seen: set[int] = set()
+    for stage in mine:
+        parameters = set(map(id, stages[stage].parameters()))
+        if parameters & seen:
+            stages[stage] = made = copy.deepcopy(stages[stage])
+            if isinstance(made, BlockStage):
+                made.rebind()
+        seen |= parameters
 
 
 def _exchange_layouts(

@@ -132,6 +132,18 @@ def test_interleaved_stages(tp):
 
 
 @pytest.mark.slow
-def test_interleaved_replicas():
-    places = [rs.Placement(dp=2, ranks=(0, 1)), rs.Placement(ranks=(2,)), rs.Placement(dp=2, ranks=(0, 1))]
-    check_equal(make_case(), pipe_of(["layers.1", "layers.2"], places), 3)
+@pytest.mark.parametrize(
+    "inside", [{}, {"dp": 2}, {"dp": 2, "wrap": rs.fsdp}, {"tp": 2}], ids=["one", "ddp", "fsdp", "tp"]
+)
+def test_stages_of_a_rank_share_a_parameter(inside):
+    size = 1 + bool(inside)
+    shared = rs.Placement(ranks=tuple(range(size)), **inside)
+    places = [shared, rs.Placement(ranks=(size,)), shared]
+    check_equal(make_case(), pipe_of(["layers.1", "layers.2"], places, tp_plan=PLAN), size + 1)
+
+
+@pytest.mark.slow
+def test_blocks_of_a_rank_share_a_parameter():
+    models = pytest.importorskip("tests.scheduler.pipe.test_transformers")
+    places = [rs.Placement(ranks=(0,)), rs.Placement(ranks=(1,)), rs.Placement(ranks=(0,))]
+    check_equal(models.make_case(models.make_gpt2, mask=True), pipe_of(models.gpt2_layers(1, 3), places), 2)
