@@ -61,7 +61,8 @@ def held_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any
 
 def copy_parts(module: torch.nn.Module, paths: Collection[str]) -> torch.nn.Module:
     """A copy of a module that shares the children, parameters and buffers at these paths. All others are None."""
-    made = type(module).__new__(type(module))
+    cls: Any = type(module)
+    made: torch.nn.Module = cls.__new__(cls)
     made.__dict__.update(module.__dict__)
     for kind in ("_modules", "_parameters", "_buffers"):
         made.__dict__[kind] = {name: part if name in paths else None for name, part in getattr(module, kind).items()}
