@@ -210,9 +210,8 @@ def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> d
     }
     log(f"{setting.title}: about {sum(expected.values()) * (repeats + 1):.0f} s")
     nominal_pipeline = make_pipeline(setting, calibration.nominal_costs, plain, None, plain)
-    training = Training(
-        nominal_pipeline, tuple(methods), plain, None if setting.is_timed else setting.workload, repeats
-    )
+    real = None if setting.is_timed else setting.workload
+    training = Training(nominal_pipeline, tuple(methods), plain, real, repeats)
     with Cluster(shaped) as cluster:
         before = measure_cluster(cluster, plain)
         results = cluster.run(
@@ -225,7 +224,7 @@ def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> d
     links = replace(mean_topology(before, after), start_seconds=0.0)  # message costs already include it
     drift = max(map(abs, deviations(after, before).values()))
     rows, predicted = [], {}
-    alone = None if setting.is_timed else train_alone(setting.workload, repeats)
+    alone = None if real is None else train_alone(real, repeats)
     for method in methods:
         spec = next((spec for spec in METHODS if spec.name == method.name), None)
         pipeline = make_pipeline(setting, costs, plain, spec.strategy if spec else None, links, message[method.name])

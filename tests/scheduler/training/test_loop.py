@@ -16,7 +16,7 @@ from reshard.scheduler.training.loop import (
     train,
 )
 from reshard.scheduler.training.models import make_model
-from reshard.scheduler.training.presets import GPTConfig, Preset, UTransformerConfig
+from reshard.scheduler.training.presets import PRESETS, GPTConfig, Preset, UTransformerConfig
 from reshard.testing import run_processes
 
 GPT = Preset(GPTConfig(4, 4, 4, sequence=16, vocabulary=256), 8, 3e-3, microbatches=4)
@@ -114,3 +114,32 @@ def test_only_matrices_decay():
     assert {parameter.dim() for parameter in others["params"]} == {1}
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert decayed["betas"] == (0.9, 0.95)
+
+
+#: How much each preset is shrunk to take 200 steps in about a minute.
+DIVISORS = {
+    "gpt3-125m": 24,
+    "gpt3-350m": 32,
+    "gpt3-760m": 32,
+    "gpt3-1.3b": 64,
+    "gpt3-2.7b": 80,
+    "gpt3-6.7b": 64,
+    "gpt3-13b": 64,
+    "gpt3-175b": 128,
+    "study-gpt-1.3b": 32,
+    "study-gpt-2.6b": 40,
+    "u-transformer-470m": 40,
+    "u-transformer-1b": 60,
+    "u-transformer-2b": 84,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_recipe_takes_200_finite_steps(name):
+    preset = PRESETS[name].shrunk(DIVISORS[name], 2)
+    assert preset.autocast == PRESETS[name].autocast == ("float16" if "gpt" in name else "")
+    result = train_staged(Job(name, preset, 200, "1x1,1x1", warmup=20))
+    assert len(result.losses) == 200
+    assert result.skipped == ()
+    assert result.held_out < 0.8 * result.losses[0]
