@@ -23,36 +23,20 @@ from microbench.emulation.links import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
 from microbench.harness.steal_time import merge_laps
 from microbench.harness.suite import MAX_DEVIATION, describe_machine, stderr
+from microbench.training.methods import METHODS, OURS, PREDECESSOR, SIGNAL
 from microbench.training.worker import MAX_TRIES, Method, Training, measure_stages, train_alone, train_in_turns
 from microbench.training.workload import Workload
 from reshard.cli.progress import print_line, track
-from reshard.scheduler import (
-    Edge,
-    Pipeline,
-    Schedule,
-    Stage,
-    auto_schedule,
-    block_transfers,
-    defer_recvs,
-    eager_1f1b,
-    one_f_one_b,
-    simulate,
-    to_chrome_trace,
-)
+from reshard.scheduler import Edge, Pipeline, Stage, simulate, to_chrome_trace
 from reshard.scheduler.costs import price_edge
 from reshard.scheduler.training.presets import GPTConfig, UTransformerConfig
 from reshard.topology import Topology, topology_from_json
 
 NUM_MICROBATCHES = 64
 _BALANCING_STEPS = 8
-#: Predecessor: the baseline, local all-gather with 1F1B that receives just before each consumer. Signal only: our
-#: schedule with messages of one element.
-OURS, SIGNAL, PREDECESSOR = "ours", "signal only", "predecessor"
 #: Communication-to-compute ratio: time of one microbatch's forward transfers on the busiest link, over the forward time
 #: of a stage. With skip connections, the busiest link carries all traffic between the two halves of the stages.
 RATIOS = {"gpt": 0.3, "u_transformer": 1.5}
-
-Build = Callable[[Pipeline, int], Schedule]
 
 
 @dataclass(frozen=True)
@@ -146,48 +130,6 @@ def busiest_seconds(edges: list[Edge]) -> float:
         for link, seconds in edge.forward_loads:
             busy[link] = busy.get(link, 0.0) + seconds
     return max(busy.values())
-
-
-@dataclass(frozen=True)
-class MethodSpec:
-    """A method to compare: its plan strategy and its schedule builder.
-
-    Attributes:
-        strategy: None for the default strategy. is_blocking: whether both ends of a transfer wait for it.
-    """
-
-    name: str
-    strategy: str | None
-    build: Build
-    is_blocking: bool = False
-
-
-def _blocking(pipeline: Pipeline, num: int) -> Schedule:
-    return block_transfers(one_f_one_b(pipeline, num), pipeline)
-
-
-def _receiving_at_consumer(pipeline: Pipeline, num: int) -> Schedule:
-    return defer_recvs(one_f_one_b(pipeline, num), pipeline)
-
-
-def _with_memory_of(other: Build) -> Build:
-    """A builder of our schedule. Its memory limit is the peak memory of the other builder's schedule."""
-
-    def build(pipeline: Pipeline, num: int) -> Schedule:
-        return auto_schedule(pipeline, num, memory_limit_bytes=max(other(pipeline, num).peak_bytes(pipeline)))
-
-    return build
-
-
-METHODS = (
-    MethodSpec("send/recv, blocking 1F1B", "send_recv", _blocking, is_blocking=True),
-    MethodSpec(PREDECESSOR, "local_all_gather", _receiving_at_consumer),
-    MethodSpec("broadcast, blocking 1F1B", "broadcast_greedy", _blocking, is_blocking=True),
-    MethodSpec("broadcast, overlapped 1F1B", "broadcast_greedy", one_f_one_b),
-    MethodSpec("eager-1F1B", "broadcast_greedy", eager_1f1b),
-    MethodSpec("ours, memory of 1F1B", None, _with_memory_of(one_f_one_b)),
-    MethodSpec(OURS, None, _with_memory_of(eager_1f1b)),
-)
 
 
 def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> dict[str, Any]:
