@@ -370,4 +370,3 @@ class PipelineEngine:
                     buffer.copy_(value)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
-
