@@ -116,7 +116,11 @@ def follow(rank, stages, source, start, until, wrap):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize(
-    ("first", "second", "wrap"), [("2x1,2x1", "1x1,2x1,1x1", rs.ddp), ("2x1,1x1", "1x1,2x1", rs.fsdp)]
+    ("first", "second", "wrap"),
+    [
+        pytest.param("2x1,2x1", "1x1,2x1,1x1", rs.ddp, marks=pytest.mark.slow),
+        ("2x1,1x1", "1x1,2x1", rs.fsdp),
+    ],
 )
 def test_checkpoint_loads_in_one_process_and_on_other_meshes(tmp_path, first, second, wrap):
     run(first, tmp_path / "a", 2, wrap)

@@ -31,6 +31,7 @@ def run(first, second=None, dp=1, cuts=("layers.1",)):
     check_equal(make_case(), pipe_of(list(cuts), stages), dp + 1)
 
 
+@pytest.mark.slow
 def test_compiled_and_checkpointed():
     run(compiled("eager"), checkpointed)
 

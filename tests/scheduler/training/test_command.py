@@ -31,6 +31,7 @@ def test_trains_in_local_processes_and_resumes(capfd, tmp_path, monkeypatch):
     assert shown.out.startswith("gpt3-125m/24 on 1x1,2x1, steps 2 to 4: loss 5.")
 
 
+@pytest.mark.slow
 def test_trains_under_torchrun(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "reshard"]
     done = subprocess.run(

@@ -76,6 +76,7 @@ def test_training_equals_one_process(preset, stages, schedule, steps):
 @pytest.mark.parametrize(
     ("preset", "stages"), [(GPT, "1x1,1x1"), pytest.param(U_TRANSFORMER, "2x1,1x1", marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_resumed_training_equals_uninterrupted_training(preset, stages, tmp_path):
     job = Job("test", preset, 6, stages, warmup=2, checkpoint=str(tmp_path), save_every=3)
     whole = train_staged(replace(job, checkpoint=None))
