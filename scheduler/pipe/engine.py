@@ -24,9 +24,7 @@ from ..simulation.replay import PipelineTimeline
 from . import checkpoint
 from .feeding import Feeder
 from .gradients import LossScale, are_finite, local_power_sum, scale_gradients
-from .partition.batches import (
-    take_rows,
-)
+from .partition.batches import take_rows
 from .planner import Planner, Programs
 from .profile import Profile, ScheduleBuilder, count_saved_bytes, profile_timelines
 from .totals import Totals, combine_totals
@@ -77,7 +75,7 @@ class PipelineEngine:
         self._feeder = Feeder(engine, planner, list(input_names), microbatches)
         self._device, self._loss_scale = device, loss_scale
         self._rank, self._ties, self._process_group = engine.rank, list(ties), process_group
-        self._is_first = self._rank == min(rank for mesh in planner.meshes for rank in mesh.ranks)
+        self._is_first = self._rank == planner.first_rank
         self._tied_elsewhere: dict[int, set[str]] = {}
         for tie in ties:
             for stage in sorted(tie)[1:]:
@@ -121,8 +119,7 @@ class PipelineEngine:
 
         Args:
             batch: ``{name: tensor}``, a tensor or a tuple, the same on all ranks; None on ranks whose stages read none
-                of it. It may have other sizes than the example. With few rows, there are fewer
-                microbatches.
+                of it. It may have other sizes than the example. With few rows, there are fewer microbatches.
             accumulate: number of parts that run one after the other; each has its own microbatches.
             local_batch: the batch has only the rows of this rank, in the order of :meth:`local_rows`.
             timeline: measure the times of the last part.
@@ -254,7 +251,11 @@ class PipelineEngine:
 
     def _training_state(self, optimizer: Any, lr_scheduler: Any, loader: Any, step: int) -> checkpoint.TrainingState:
         scale = None if self._loss_scale is None else self._loss_scale.state_dict()
-        counters = {"step": step, "loss_scale": scale, "world_size": torch.distributed.get_world_size()}
+        counters = {
+            "step": step,
+            "loss_scale": scale,
+            "world_size": torch.distributed.get_world_size(self._process_group),
+        }
         return checkpoint.TrainingState(self._rank, self.modules, self._ties, optimizer, lr_scheduler, loader, counters)
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from .partition.adapters import find_blocks
 from .partition.batches import name_batch, outline_batch, split_microbatches
 from .partition.blocks import Block, BlockCut, BlockStage, blocks_of_modules
 from .partition.materialize import Init, is_on_meta, materialize
-from .partition.stage_graph import Cut, Skeleton, find_ties
+from .partition.stage_graph import Cut, Skeleton, StageGraph, find_ties
 from .partition.tracing import TracedCut
 from .placement import Placement, check_world, ddp, find_meshes, find_rows, fsdp, parse_placements
 from .planner import Planner
@@ -168,38 +168,16 @@ class Pipe:
         outline = outline_batch(batch)
         cut = self.cut(outline.names)
         planner = Planner(Skeleton(self.model, cut, device.type, self.autocast), self.meshes)
-        stages = list(cut.build(self.model))
-        for stage, module in enumerate(stages):
-            if isinstance(module, BlockStage):
-                values = planner.graph(outline).values
-                module.outputs = tuple(value.name for value in values if value.writer == stage)
-        ties = find_ties(stages)
-        rank = torch.distributed.get_rank(group)
-        mine = [stage for stage, mesh in enumerate(self.meshes) if rank in mesh.ranks]
-        if is_on_meta(self.model):
-            materialize(self.model, [stages[stage] for stage in mine], self.cut_before, self._init)
-        _separate(stages, mine)
-        tied_tensors = [stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties]
-        shapes = [(tuple(each.shape), dtype_name(each.dtype)) for each in tied_tensors]
-        modules = self._parallelize({stage: stages[stage].to(device) for stage in mine}, device)
+        modules, ties = self._make_stages(cut, planner.graph(outline), device, group)
         rows = split_microbatches(outline.rows, microbatches, self.meshes)
         first = planner.pipeline(outline, rows[0])
-        row_of_stage = find_rows(self.meshes)
-        if row_of_stage == list(range(len(row_of_stage))):
-            trial = one_f_one_b(first, len(rows))
-        else:
-            trial = auto_schedule(first, len(rows), row_of_stage=row_of_stage, can_split=False)
-        layouts = _exchange_layouts(ties, modules, self.meshes, group)
         engine = Engine(
-            trial,
+            self._trial_schedule(first, len(rows)),
             first,
             modules,
             group=group,
             topology=topology,
-            ties=[
-                TiedParameter(tie, shape, dtype, layouts=where)
-                for tie, (shape, dtype), where in zip(ties, shapes, layouts, strict=True)
-            ],
+            ties=ties,
             autocast=self.autocast,
             timeout_seconds=timeout_seconds,
         )
@@ -210,7 +188,7 @@ class Pipe:
             microbatches=microbatches,
             build_schedule=schedule,
             input_names=self.input_names,
-            ties=ties,
+            ties=[tie.names for tie in ties],
             device=device,
             loss_scale=LossScale() if self.autocast is torch.float16 else None,
             memory_limit_bytes=memory_limit_bytes,
@@ -218,6 +196,36 @@ class Pipe:
         )
         made.prepare(batch, profile)
         return made
+
+    def _make_stages(
+        self, cut: Cut, graph: StageGraph, device: torch.device, group: Any
+    ) -> tuple[dict[int, torch.nn.Module], list[TiedParameter]]:
+        """The parallelized modules of this rank, with their values, and the parameters that stages share."""
+        stages = list(cut.build(self.model))
+        for stage, module in enumerate(stages):
+            if isinstance(module, BlockStage):
+                module.outputs = tuple(value.name for value in graph.values if value.writer == stage)
+        ties = find_ties(stages)
+        rank = torch.distributed.get_rank(group)
+        mine = [stage for stage, mesh in enumerate(self.meshes) if rank in mesh.ranks]
+        if is_on_meta(self.model):
+            materialize(self.model, [stages[stage] for stage in mine], self.cut_before, self._init)
+        _separate(stages, mine)
+        tied_tensors = [stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties]
+        shapes = [(tuple(each.shape), dtype_name(each.dtype)) for each in tied_tensors]
+        modules = self._parallelize({stage: stages[stage].to(device) for stage in mine}, device)
+        layouts = _exchange_layouts(ties, modules, self.meshes, group)
+        return modules, [
+            TiedParameter(tie, shape, dtype, layouts=where)
+            for tie, (shape, dtype), where in zip(ties, shapes, layouts, strict=True)
+        ]
+
+    def _trial_schedule(self, pipeline: Pipeline, num_microbatches: int) -> Schedule:
+        """A schedule with whole backwards, to measure the stages."""
+        row_of_stage = find_rows(self.meshes)
+        if row_of_stage == list(range(len(row_of_stage))):
+            return one_f_one_b(pipeline, num_microbatches)
+        return auto_schedule(pipeline, num_microbatches, row_of_stage=row_of_stage, can_split=False)
 
     def _parallelize(self, modules: Mapping[int, Any], device: torch.device) -> dict[int, torch.nn.Module]:
         """Shard and wrap the modules of this rank. Every rank makes the meshes of all stages."""

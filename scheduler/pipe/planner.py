@@ -38,6 +38,11 @@ class Planner:
         self._skeleton, self.meshes = skeleton, tuple(meshes)
         self._graphs: dict[tuple[Any, ...], StageGraph] = {}
 
+    @property
+    def first_rank(self) -> int:
+        """The rank that decides for all."""
+        return min(rank for mesh in self.meshes for rank in mesh.ranks)
+
     def graph(self, outline: BatchOutline) -> StageGraph:
         """The stage graph for batches of this outline, whatever their number of rows."""
         key = outline.entries
@@ -63,7 +68,7 @@ class Programs:
         engine: the engine that runs them.
         planner: plans the stages.
         build: a schedule, or a function that builds one.
-        options: given to ``build`` as far as it has such parameters.
+        options: given to ``build`` if it has parameters of these names.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class Programs:
             return self.schedules[num_microbatches]
         text: str | None = None
         failure: Exception | None = None
-        if self._engine.rank == min(rank for mesh in self._planner.meshes for rank in mesh.ranks):
+        if self._engine.rank == self._planner.first_rank:
             try:
                 text = format_schedule(self._build_schedule(num_microbatches, outline, rows))
             except Exception as error:  # whatever the user's function raises must reach the other ranks

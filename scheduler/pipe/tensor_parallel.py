@@ -60,7 +60,7 @@ def _style(path: str, style: Any) -> Any:
 
 
 def parallelize(module: torch.nn.Module, device_mesh: Any, plan: Mapping[str, Any]) -> None:
-    """Shard the modules of a stage in place, as far as the plan names them.
+    """Shard the modules of a stage that the plan names, in place.
 
     Raises:
         ArgumentError: two modules of the stage share a parameter, and the plan shards it in two ways.

@@ -22,8 +22,6 @@ def find_blocks(model: torch.nn.Module) -> Callable[[Any], Sequence[Block]] | No
 
 def gpt2_blocks(model: Any) -> list[Block]:
     """Blocks of ``transformers.GPT2LMHeadModel``. Inputs: its tensors but for those of a cache or an encoder."""
-    from transformers.masking_utils import create_causal_mask
-
     body = model.transformer
 
     def embed(input_ids: Any, position_ids: Any = None, token_type_ids: Any = None) -> dict[str, Any]:
@@ -35,14 +33,7 @@ def gpt2_blocks(model: Any) -> list[Block]:
         return {"hidden_states": body.drop(made)}
 
     def mask(hidden_states: Any, attention_mask: Any = None, position_ids: Any = None) -> dict[str, Any]:
-        made = create_causal_mask(
-            config=model.config,
-            inputs_embeds=hidden_states,
-            attention_mask=attention_mask,
-            past_key_values=None,
-            position_ids=position_ids,
-        )
-        return {"causal_mask": made}
+        return {"causal_mask": _causal_mask(model, hidden_states, attention_mask, position_ids)}
 
     def layer(number: int) -> Callable[..., dict[str, Any]]:
         def run(hidden_states: Any, causal_mask: Any) -> dict[str, Any]:
@@ -65,8 +56,6 @@ def gpt2_blocks(model: Any) -> list[Block]:
 
 def llama_blocks(model: Any) -> list[Block]:
     """Blocks of ``transformers.LlamaForCausalLM``. Inputs: its tensors but for those of a cache."""
-    from transformers.masking_utils import create_causal_mask
-
     body = model.model
 
     def embed(input_ids: Any) -> dict[str, Any]:
@@ -75,13 +64,7 @@ def llama_blocks(model: Any) -> list[Block]:
     def prepare(hidden_states: Any, attention_mask: Any = None, position_ids: Any = None) -> dict[str, Any]:
         if position_ids is None:
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
-        mask = create_causal_mask(
-            config=model.config,
-            inputs_embeds=hidden_states,
-            attention_mask=attention_mask,
-            past_key_values=None,
-            position_ids=position_ids,
-        )
+        mask = _causal_mask(model, hidden_states, attention_mask, position_ids)
         return {"causal_mask": mask, "positions": position_ids, "rotary": body.rotary_emb(hidden_states, position_ids)}
 
     def layer(number: int) -> Callable[..., dict[str, Any]]:
@@ -107,6 +90,18 @@ def llama_blocks(model: Any) -> list[Block]:
         Block("model.norm", norm),
         Block("lm_head", _causal_lm_head(model)),
     ]
+
+
+def _causal_mask(model: Any, hidden_states: Any, attention_mask: Any, position_ids: Any) -> Any:
+    from transformers.masking_utils import create_causal_mask
+
+    return create_causal_mask(
+        config=model.config,
+        inputs_embeds=hidden_states,
+        attention_mask=attention_mask,
+        past_key_values=None,
+        position_ids=position_ids,
+    )
 
 
 def _causal_lm_head(model: Any) -> Callable[..., Any]:

@@ -92,14 +92,14 @@ class TracedCut:
 
     def build(self, root: torch.nn.Module) -> list[fx.GraphModule]:
         """The modules of all stages, which share their parts with ``root``."""
-        crossing: dict[int, list[fx.Node]] = {stage: [] for stage in range(self.num_stages)}
+        sent_by: dict[int, list[fx.Node]] = {stage: [] for stage in range(self.num_stages)}
         graphs = []
         for stage in reversed(range(self.num_stages)):
-            graph, received = self._stage_graph(stage, crossing[stage])
+            graph, received = self._stage_graph(stage, sent_by[stage])
             for node in received:
                 sender = self._stage_of[node]
-                if node not in crossing[sender]:
-                    crossing[sender].append(node)
+                if node not in sent_by[sender]:
+                    sent_by[sender].append(node)
             graphs.append(graph)
         stages = []
         for graph in reversed(graphs):

@@ -51,8 +51,8 @@ def test_edges_have_the_bytes_of_the_study():
     halved = [config.width(level) * (config.side >> (level + 1)) ** 2 for level in range(3)]
     assert (down[0] + sum(down) + sum(halved)) * 4 * rows / MIB == 546  # all skips
     # cut before the fifth up layer: the output of layer 8, and the skips of layers 9 to 12
-    crossing = [config.width(3) * 16**2, down[1], halved[0], down[0], down[0]]
-    assert edge.nbytes == 4 * sum(crossing)
+    sizes_sent = [config.width(3) * 16**2, down[1], halved[0], down[0], down[0]]
+    assert edge.nbytes == 4 * sum(sizes_sent)
 
 
 @pytest.mark.parametrize(
