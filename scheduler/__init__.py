@@ -21,7 +21,7 @@ from .simulation.validate import check_schedule
 from .simulation.visualize import to_chrome_trace, to_svg
 
 if TYPE_CHECKING:
-    from reshard.runtime.cpu.weight_grad_store import later_tasks
+    from reshard.runtime.weight_grad_store import later_tasks
 
     from .pipe.engine import PipelineEngine, StepResult
     from .pipe.partition.blocks import Block
@@ -46,7 +46,7 @@ _WITH_TORCH = {
     "TiedParameter": "reshard.scheduler.runtime.tied_params",
     "ddp": "reshard.scheduler.pipe.placement",
     "fsdp": "reshard.scheduler.pipe.placement",
-    "later_tasks": "reshard.runtime.cpu.weight_grad_store",
+    "later_tasks": "reshard.runtime.weight_grad_store",
 }
 
 __all__ = [

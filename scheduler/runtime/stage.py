@@ -14,7 +14,7 @@ import torch
 from reshard.api.tensor_checks import check_movable, wait_for_collective
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
-from reshard.runtime.cpu.weight_grad_store import WeightGradStore
+from reshard.runtime.weight_grad_store import WeightGradStore
 from reshard.sharding import TensorSpec
 
 from ..graph import Pipeline

@@ -34,14 +34,20 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
         if config.is_tied:
             self.head.weight = self.embed.tokens.weight
+        self.loss = NextTokenLoss(config.vocabulary)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean loss for tokens and targets of shape ``(rows, sequence)``."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss: torch.Tensor = self.loss(self.head(self.norm(x)), targets)
+        return loss
+
+    def to_grid(self, conversion: Any, path: str) -> nn.Module:
+        """The model on a grid of :mod:`reshard.parallel`, in place."""
+        result: nn.Module = conversion.convert_children(self, path)
+        return result
 
     @staticmethod
     def initialize(module: nn.Module) -> None:
@@ -64,10 +70,16 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map ``(rows, sequence)`` to ``(rows, sequence, hidden)``."""
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         kind = x.device.type
         is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         return x.to(torch.get_autocast_dtype(kind)) if is_cast else x
+
+    def to_grid(self, conversion: Any, path: str) -> nn.Module:
+        """The embedding on a grid, in place."""
+        from .gpt_on_grid import convert_embedding
+
+        return convert_embedding(self, conversion, path)
 
 
 class GPTBlock(nn.Module):
@@ -91,3 +103,28 @@ class GPTBlock(nn.Module):
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+    def to_grid(self, conversion: Any, path: str) -> nn.Module:
+        """The layer on a grid."""
+        from .gpt_on_grid import GPTBlockOnGrid
+
+        return GPTBlockOnGrid(self, conversion, path)
+
+
+class NextTokenLoss(nn.Module):
+    """The mean cross-entropy, in float32 if the logits have a shorter dtype."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean over logits ``(rows, sequence, vocabulary)`` and targets ``(rows, sequence)``."""
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        return nn.functional.cross_entropy(logits.flatten(0, 1).to(dtype), targets.flatten())
+
+    def to_grid(self, conversion: Any, path: str) -> nn.Module:
+        """The loss on a grid."""
+        from reshard.parallel import CrossEntropy
+
+        return CrossEntropy(conversion.grid, self.vocabulary)

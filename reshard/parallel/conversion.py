@@ -1,0 +1,246 @@
+"""``parallelize``: replace the layers of a model by layers on a grid."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from reshard.errors import ArgumentError
+
+from .grid import Grid
+from .layers.dropout import Dropout
+from .layers.embedding import Embedding
+from .layers.linear import Linear
+from .layers.norms import LayerNorm, RMSNorm
+from .products.cuts import size_of
+from .products.dataflow import PANEL_WIDTH
+
+#: ``convert(module, conversion, path) -> module on the grid``.
+Converter = Callable[[Any, "Conversion", str], nn.Module]
+
+_CONVERTERS: dict[type, Converter] = {}
+#: Modules of one element at a time, which work on any part of a tensor.
+_ELEMENTWISE = (
+    nn.Identity, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus,
+    nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
+)  # fmt: skip
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def register(module_class: type, convert: Converter) -> None:
+    """Tell :func:`parallelize` how to convert modules of a class.
+
+    Args:
+        module_class: the class; subclasses need an entry of their own.
+        convert: ``convert(module, conversion, path)`` returns the module on the grid. It may convert children by
+            ``conversion.convert(child, path)``, and return ``module`` itself if its forward works on any part of the
+            batch and of the features.
+    """
+    _CONVERTERS[module_class] = convert
+
+
+class Conversion:
+    """One call of :func:`parallelize`, as converters see it.
+
+    Attributes:
+        grid: the grid. panel: see :class:`~reshard.parallel.Linear`.
+        features: size of the hidden dim, in whole, for dropout; None: a Dropout is an error.
+    """
+
+    def __init__(self, model: nn.Module, grid: Grid, panel: int) -> None:
+        self.grid, self.panel = grid, panel
+        self.features: int | None = None
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        self.ties = [same for same in names.values() if len(same) > 1]
+        self._tied = {key for key, same in names.items() if len(same) > 1}
+
+    def is_tied(self, parameter: Any) -> bool:
+        """Whether several modules of the model share a parameter."""
+        return id(parameter) in self._tied
+
+    def convert_children(self, module: nn.Module, path: str) -> nn.Module:
+        """Convert the children of a module in place."""
+        for name, child in list(module.named_children()):
+            setattr(module, name, self.convert(child, f"{path}.{name}" if path else name))
+        return module
+
+    def convert(self, module: Any, path: str) -> nn.Module:
+        """The module on the grid; containers and elementwise modules are changed in place.
+
+        Raises:
+            ArgumentError: no converter is known for the module, or it cannot be cut.
+        """
+        converter = _CONVERTERS.get(type(module)) or _find_adapter(module)
+        if converter is not None:
+            return converter(module, self, path)
+        if hasattr(module, "to_grid"):
+            made: nn.Module = module.to_grid(self, path)
+            return made
+        if isinstance(module, torch.fx.GraphModule) or type(module) in _CONTAINERS:
+            return self.convert_children(module, path)
+        if type(module) in _ELEMENTWISE:
+            return module
+        if type(module).__module__ == "transformers.activations" and not list(module.parameters()):
+            return module
+        raise ArgumentError(
+            f"parallelize cannot cut {path or 'the model'!r}, a {type(module).__module__}.{type(module).__qualname__}, "
+            "over a grid; see reshard.parallel.register"
+        )
+
+
+def _convert_linear(module: nn.Linear, conversion: Conversion, path: str) -> nn.Module:
+    return Linear(module, conversion.grid, panel=conversion.panel)
+
+
+def _convert_embedding(module: nn.Embedding, conversion: Conversion, path: str) -> nn.Module:
+    is_tied = conversion.is_tied(module.weight)  # then cut as the Linear that shares the table
+    cut_rows = 1 if is_tied and module.embedding_dim <= module.num_embeddings else 0
+    conversion.features = module.embedding_dim
+    return Embedding(module, conversion.grid, cut_rows)
+
+
+def _convert_norm(module: Any, conversion: Conversion, path: str) -> nn.Module:
+    if len(module.normalized_shape) != 1:
+        raise ArgumentError(f"{path!r} normalizes over {list(module.normalized_shape)}; a grid needs one dim")
+    conversion.features = module.normalized_shape[-1]
+    return LayerNorm(module, conversion.grid) if isinstance(module, nn.LayerNorm) else RMSNorm(module, conversion.grid)
+
+
+def _convert_dropout(module: nn.Dropout, conversion: Conversion, path: str) -> nn.Module:
+    if conversion.features is None:
+        raise ArgumentError(f"{path!r} is a Dropout, but no layer before it says how many features its input has")
+    return Dropout(module.p, conversion.grid, conversion.features)
+
+
+register(nn.Linear, _convert_linear)
+register(nn.Embedding, _convert_embedding)
+register(nn.LayerNorm, _convert_norm)
+register(nn.RMSNorm, _convert_norm)
+register(nn.Dropout, _convert_dropout)
+
+
+def _find_adapter(module: Any) -> Converter | None:
+    """A converter of :mod:`reshard.parallel.transformers_models`."""
+    if not type(module).__module__.startswith("transformers."):
+        return None
+    adapters: Mapping[str, Converter] = importlib.import_module("reshard.parallel.transformers_models").ADAPTERS
+    return adapters.get(type(module).__name__)
+
+
+def parallelize(model: nn.Module, grid: Grid, *, panel: int = PANEL_WIDTH, has_local_input: bool = False) -> nn.Module:
+    """Cut a model over a grid, in place. All ranks of the grid call it with the same model.
+
+    Knows ``nn.Linear``, ``Embedding``, ``LayerNorm``, ``RMSNorm``, ``Dropout``, elementwise activations and containers
+    of them, the GPT of ``reshard train``, and GPT-2 and Llama of ``transformers``; :func:`register` adds others. Every
+    rank keeps its part of each parameter only, as a DTensor. The forward of the result takes the whole batch on every
+    rank; losses are those of the whole batch, and other outputs have this rank's rows and features. Call
+    :func:`sync_gradients` after the last backward of each step.
+
+    Args:
+        model: the model, with the same values on all ranks.
+        grid: the grid.
+        panel: see :class:`Linear`.
+        has_local_input: the forward takes only this rank's rows, as a stage of a pipeline does.
+
+    Returns:
+        The model; a new module if ``model`` itself is replaced.
+
+    Raises:
+        ArgumentError: a module cannot be cut, or modules that share a parameter would cut it in two ways.
+    """
+    conversion = Conversion(model, grid, panel)
+    result = conversion.convert(model, "")
+    for names in conversion.ties:
+        _tie(result, names)
+    for path, module in reversed(list(result.named_modules())):  # errors name the first use of a tied parameter
+        if hasattr(module, "declare"):
+            module.declare(f"{path}." if path else "")
+    _Input(grid, has_local_input).attach(result)
+    result.reshard_grid = grid  # type: ignore[assignment]
+    return result
+
+
+def _tie(model: nn.Module, names: list[str]) -> None:
+    """Make parameters one again that were one before they were cut."""
+    first, *others = names
+    parameter = model.get_parameter(first)
+    for name in others:
+        other: Any = model.get_parameter(name)
+        if other.placements != parameter.placements:  # type: ignore[attr-defined]
+            raise ArgumentError(
+                f"{first!r} and {name!r} are one parameter, but the grid cuts them in two ways: "
+                f"{parameter.placements} and {other.placements}"  # type: ignore[attr-defined]
+            )
+        path, _, key = name.rpartition(".")
+        parent = model.get_submodule(path)
+        setattr(parent, key, parameter)
+
+
+class _Input:
+    """Cuts the batch of a forward, and tells the layers its size."""
+
+    def __init__(self, grid: Grid, has_local_input: bool) -> None:
+        self.grid, self.has_local_input = grid, has_local_input
+        self._open: list[Any] = []
+        self._has_warned = False
+
+    def attach(self, model: nn.Module) -> None:
+        """Run before and after each forward of a model."""
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        _sum_under_fsdp(model)
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dim()]
+        if not tensors:
+            raise ArgumentError("the forward of a model on a grid needs a tensor whose first dim is the batch")
+        rows = len(tensors[0])
+        if self.has_local_input:
+            context = self.grid.local_batch(rows, tensors[0].device)
+        else:
+            context = self.grid.batch(rows)
+            self._warn_if_idle(rows)
+            lo, hi = self.grid.local_rows(rows)
+            args = tuple(_narrow(each, rows, lo, hi) for each in args)
+            kwargs = {name: _narrow(each, rows, lo, hi) for name, each in kwargs.items()}
+        context.__enter__()
+        self._open.append(context)
+        return args, kwargs
+
+    def _after(self, *_: Any) -> None:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+
+    def _warn_if_idle(self, rows: int) -> None:
+        grid = self.grid
+        holders = sum(size_of(span) > 0 for index in range(grid.depth) for span in grid.spans_of_batch(rows)[index])
+        idle = (grid.depth * grid.rows - holders) * grid.cols
+        if idle and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a batch of {rows} rows leaves {idle} of the {grid.size} ranks of {grid} without a row; use at least "
+                f"{grid.depth * grid.rows} rows",
+                stacklevel=2,
+            )
+
+
+def _sum_under_fsdp(model: nn.Module) -> None:
+    """Let FSDP add gradients up, where it would average them: the loss is that of the whole batch."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and not getattr(module, "_reshard_sums", False):
+            module.set_gradient_divide_factor(1.0)
+            object.__setattr__(module, "_reshard_sums", True)
+
+
+def _narrow(value: Any, rows: int, lo: int, hi: int) -> Any:
+    """The rows ``lo:hi`` of a tensor with the batch as its first dim; another value as it is."""
+    return value[lo:hi] if isinstance(value, torch.Tensor) and value.dim() and len(value) == rows else value

@@ -1,0 +1,33 @@
+"""Sum the gradients of a model on a grid, once per step."""
+
+from __future__ import annotations
+
+import torch
+
+from reshard.errors import ArgumentError
+from reshard.runtime.gradient_sums import sum_gradients
+
+#: Replicas are compared in the first step and every so many steps after it.
+CHECK_EVERY = 100
+
+
+def sync_gradients(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) -> None:
+    """Sum each gradient over the ranks that hold parts of it. All ranks call it, after the last backward of a step.
+
+    Weights are summed over depth; biases, norms and positions over depth and row. The loss is that of the whole batch,
+    so gradients add up and are not averaged. An optimizer that reads a gradient before its sum raises an error. Where
+    ``fully_shard(model, mesh=grid.device_mesh["depth"])`` sums over depth, only the sums over row are left.
+
+    Args:
+        model: a model, or a stage, that :func:`parallelize` has cut.
+        check_every: compare replicas of gradients and parameters in the first step and in every so many; 0: never.
+
+    Raises:
+        ArgumentError: a gradient was summed before in this step.
+        DisagreementError: replicas differ.
+    """
+    if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
+        raise ArgumentError(f"check_every is {check_every!r}; it must be a number of steps, or 0")
+    step = getattr(model, "_reshard_steps", 0)
+    object.__setattr__(model, "_reshard_steps", step + 1)
+    sum_gradients(model, check_replicas=check_every > 0 and step % check_every == 0)

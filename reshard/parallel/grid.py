@@ -1,0 +1,191 @@
+"""A grid of ranks with axes (depth, row, col), and the collectives along its axes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import ArgumentError, MeshError
+
+from .products.collectives import Axis
+from .products.cuts import Span, batch_spans, chunk_spans, size_of
+
+AXES = ("depth", "row", "col")
+
+
+class Grid:
+    """The ranks of a tensor-parallel model, as ``depth`` layers of ``rows`` x ``cols``.
+
+    Activations have their batch rows over (depth, row) and their hidden dim over col. Weights are cut over (row, col)
+    and replicated over depth. ``[1, p, 1]`` is 1-D tensor parallelism, a depth of 1 is 2-D (SUMMA), and a larger depth
+    is 2.5-D (SUMMA2.5, Tesseract). All ranks of the mesh make the grid together.
+
+    Args:
+        device_mesh: a ``DeviceMesh`` whose axes are named ``("depth", "row", "col")``, in this order.
+
+    Attributes:
+        depth, rows, cols: sizes of the axes.
+        index: this rank's position on each axis, by axis name.
+        weight_mesh: the ``DeviceMesh`` over (row, col) of this rank's layer, on which parameters are DTensors.
+
+    Raises:
+        MeshError: the axes of the mesh are others, or this rank is not in it.
+    """
+
+    def __init__(self, device_mesh: Any) -> None:
+        names = tuple(device_mesh.mesh_dim_names or ())
+        if names != AXES:
+            raise MeshError(
+                f"a grid needs a DeviceMesh with the axes ('depth', 'row', 'col') in this order, not {names}; "
+                'see init_device_mesh(..., mesh_dim_names=("depth", "row", "col"))'
+            )
+        coordinate = device_mesh.get_coordinate()
+        if coordinate is None:
+            raise MeshError(f"rank {dist.get_rank()} is not in the grid of ranks {device_mesh.mesh.flatten().tolist()}")
+        self.device_mesh = device_mesh
+        self.depth, self.rows, self.cols = device_mesh.shape
+        self.index = dict(zip(AXES, coordinate, strict=True))
+        self.weight_mesh = device_mesh["row", "col"]
+        ranks = device_mesh.mesh
+        k, i, j = coordinate
+        self._axes = {
+            "depth": Axis("depth", device_mesh.get_group("depth"), ranks[:, i, j].tolist(), k),
+            "row": Axis("row", device_mesh.get_group("row"), ranks[k, :, j].tolist(), i),
+            "col": Axis("col", device_mesh.get_group("col"), ranks[k, i, :].tolist(), j),
+        }
+        self._batch_rows: tuple[int, ...] | None = None
+        self._first_row: int | None = None
+        self._axes["layer"] = self._make_layer_axis(ranks[k].flatten().tolist())
+
+    @classmethod
+    def make(cls, rows: int, cols: int, depth: int = 1, device_type: str = "cpu") -> Grid:
+        """A grid of all ranks of the default process group, ``rows`` x ``cols`` x ``depth`` of them.
+
+        Raises:
+            MeshError: the group has another number of ranks.
+        """
+        world = dist.get_world_size()
+        if min(rows, cols, depth) < 1 or rows * cols * depth != world:
+            raise MeshError(
+                f"a grid of {rows} x {cols} x {depth} has {rows * cols * depth} ranks, but the group has {world}"
+            )
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return cls(init_device_mesh(device_type, (depth, rows, cols), mesh_dim_names=AXES))
+
+    def __repr__(self) -> str:
+        return f"Grid(rows={self.rows}, cols={self.cols}, depth={self.depth})"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(rows, cols, depth)``."""
+        return self.rows, self.cols, self.depth
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.rows * self.cols * self.depth
+
+    @property
+    def row(self) -> int:
+        """The row of the grid that this rank is in."""
+        return self.index["row"]
+
+    @property
+    def col(self) -> int:
+        """The column of the grid that this rank is in."""
+        return self.index["col"]
+
+    def along(self, axis: str) -> Axis:
+        """The ranks that differ from this one only in their position on ``axis``.
+
+        Args:
+            axis: "depth", "row" or "col"; "layer" is all ranks of this depth, row by row.
+        """
+        return self._axes[axis]
+
+    def local_rows(self, rows: int) -> Span:
+        """The interval of a batch of ``rows`` rows that this rank holds."""
+        return batch_spans(rows, self.depth, self.rows)[self.index["depth"]][self.row]
+
+    def local_features(self, size: int) -> Span:
+        """The interval of a hidden dim of ``size`` elements that this rank holds."""
+        return chunk_spans(size, self.cols)[self.col]
+
+    @contextlib.contextmanager
+    def batch(self, rows: int) -> Iterator[None]:
+        """Within it, the whole batch has ``rows`` rows, so ranks need not ask each other."""
+        before = self._batch_rows, self._first_row
+        self._batch_rows, self._first_row = tuple(self.layer_rows(rows)), self.local_rows(rows)[0]
+        try:
+            yield
+        finally:
+            self._batch_rows, self._first_row = before
+
+    @contextlib.contextmanager
+    def local_batch(self, rows: int, device: torch.device) -> Iterator[None]:
+        """As :meth:`batch`, where each rank knows only the number of its own rows."""
+        before = self._batch_rows, self._first_row
+        self._batch_rows, self._first_row = self.exchange_count(rows, device), None
+        try:
+            yield
+        finally:
+            self._batch_rows, self._first_row = before
+
+    def spans_of_batch(self, rows: int) -> tuple[tuple[Span, ...], ...]:
+        """The interval of a batch of ``rows`` rows at each position: ``[depth][row]``."""
+        return batch_spans(rows, self.depth, self.rows)
+
+    def layer_rows(self, rows: int) -> list[int]:
+        """Rows of a batch of ``rows`` rows that each row of this rank's layer holds."""
+        return [size_of(span) for span in batch_spans(rows, self.depth, self.rows)[self.index["depth"]]]
+
+    def exchange_count(self, count: int, device: torch.device) -> tuple[int, ...]:
+        """Counts of the ranks in this column. Each passes its own."""
+        if self.rows == 1:
+            return (count,)
+        own = torch.tensor([count], device=device)
+        return tuple(self._axes["row"].gather(own, [1] * self.rows).wait().tolist())
+
+    def first_row(self, count: int, device: torch.device) -> int:
+        """The index in the whole batch of the first of this rank's ``count`` rows."""
+        if self._first_row is not None:
+            return self._first_row
+        if self.rows * self.depth == 1:
+            return 0
+        own = torch.tensor([count], device=device)
+        in_layer = self._axes["row"].gather(own, [1] * self.rows).wait()
+        before = self._axes["depth"].gather(in_layer.sum().view(1), [1] * self.depth).wait()
+        return int(before[: self.index["depth"]].sum() + in_layer[: self.row].sum())
+
+    def tokens_of(self, x: torch.Tensor) -> tuple[int, ...]:
+        """Number of tokens that ``x`` has in each row of this rank's layer.
+
+        Args:
+            x: ``[batch, ..., features]``; inside :meth:`batch`, its first dim must be the batch.
+
+        Raises:
+            ArgumentError: the first dim is not the batch.
+        """
+        if self.rows == 1 or self._batch_rows is None:
+            return self.exchange_count(math.prod(x.shape[:-1]), x.device)
+        if x.dim() < 2 or x.shape[0] != self._batch_rows[self.row]:
+            raise ArgumentError(
+                f"a layer on a grid got an input of shape {list(x.shape)}; its first dim must be the batch, which has "
+                f"{self._batch_rows[self.row]} rows on this rank"
+            )
+        return tuple(rows * math.prod(x.shape[1:-1]) for rows in self._batch_rows)
+
+    def _make_layer_axis(self, ranks: Sequence[int]) -> Axis:
+        if self.rows == 1:
+            return self._axes["col"]
+        if self.cols == 1:
+            return self._axes["row"]
+        backend = dist.get_backend(self._axes["col"].group)
+        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        return Axis("layer", group, ranks, self.row * self.cols + self.col)

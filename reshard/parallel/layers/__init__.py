@@ -1,0 +1,1 @@
+"""Layers whose parameters and activations are cut over a grid."""

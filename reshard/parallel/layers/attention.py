@@ -1,0 +1,149 @@
+"""Attention with whole heads on each column of a grid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from reshard.errors import ArgumentError
+
+from ..grid import Grid
+from ..products.cuts import Span, balanced_spans, chunk_spans, intersect, size_of
+from .dropout import dropout_mask
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Which heads each column of a grid computes.
+
+    Args:
+        grid: the grid.
+        num_heads: query heads. num_kv_heads: heads of keys and values; query heads share them in groups.
+        head_size: features of one head.
+
+    Raises:
+        ArgumentError: there are fewer query heads than columns, or groups are unequal.
+    """
+
+    grid: Grid
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+
+    def __post_init__(self) -> None:
+        if self.num_heads < self.grid.cols:
+            raise ArgumentError(
+                f"attention with {self.num_heads} heads cannot be cut over {self.grid.cols} columns; each column of a "
+                "grid needs a whole head"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ArgumentError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly")
+
+    def query_heads(self, col: int) -> Span:
+        """The query heads of a column; columns differ by at most one head."""
+        return balanced_spans(self.num_heads, self.grid.cols)[col]
+
+    def kv_heads(self, col: int) -> Span:
+        """The key/value heads that the query heads of a column use. Columns may share one."""
+        shared = self.num_heads // self.num_kv_heads
+        lo, hi = self.query_heads(col)
+        return lo // shared, -(-hi // shared)
+
+    def split(self, x: torch.Tensor, *, is_query: bool) -> torch.Tensor:
+        """Cut projections ``[batch, sequence, features_j]`` by heads: ``[batch, heads_j, sequence, head_size]``."""
+        count, of_col = (self.num_heads, self.query_heads) if is_query else (self.num_kv_heads, self.kv_heads)
+        need = [self._features(of_col(col)) for col in range(self.grid.cols)]
+        whole = select_features(x, chunk_spans(count * self.head_size, self.grid.cols), need, self.grid)
+        return whole.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`split` for the output of the query heads."""
+        have = [self._features(self.query_heads(col)) for col in range(self.grid.cols)]
+        need = chunk_spans(self.num_heads * self.head_size, self.grid.cols)
+        return select_features(x.transpose(1, 2).flatten(2), have, need, self.grid)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        dropout: float = 0.0,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of this column's heads; arrays as :meth:`split` returns them.
+
+        Args:
+            mask: added to the scores, or boolean, ``[batch, 1, sequence, keys]``; None: causal.
+            dropout: probability that a weight is dropped, by a mask that is the same on every grid.
+            scale: factor of the scores; default: 1 / sqrt(head_size).
+        """
+        if self.num_kv_heads != self.num_heads:
+            shared = self.num_heads // self.num_kv_heads
+            lo, hi = self.query_heads(self.grid.col)
+            index = torch.arange(lo, hi, device=q.device) // shared - self.kv_heads(self.grid.col)[0]
+            k, v = k.index_select(1, index), v.index_select(1, index)
+        if not dropout:
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+            )
+        scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(self.head_size) if scale is None else scale)
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
+        kept = dropout_mask(
+            self.grid, weights, dropout, dim=1, span=self.query_heads(self.grid.col), size=self.num_heads
+        )
+        return (weights * kept) @ v
+
+    def _features(self, heads: Span) -> Span:
+        return heads[0] * self.head_size, heads[1] * self.head_size
+
+
+def select_features(x: torch.Tensor, have: Sequence[Span], need: Sequence[Span], grid: Grid) -> torch.Tensor:
+    """Move features among the columns of a grid, from the intervals that they have to those that they need.
+
+    Args:
+        x: ``[..., features]`` with the interval ``have[col]``. Intervals that are needed may overlap; their gradients
+            are summed.
+    """
+    if tuple(have) == tuple(need):
+        return x
+    flat: torch.Tensor = _Select.apply(x.reshape(-1, x.shape[-1]), tuple(have), tuple(need), grid)
+    return flat.view(*x.shape[:-1], flat.shape[1])
+
+
+class _Select(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, have: Any, need: Any, grid: Grid) -> Any:
+        ctx.have, ctx.need, ctx.grid = have, need, grid
+        return _move(x, have, need, grid)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _move(gradients[0], ctx.need, ctx.have, ctx.grid), None, None, None
+
+
+def _move(x: torch.Tensor, have: Sequence[Span], need: Sequence[Span], grid: Grid) -> torch.Tensor:
+    """Send each column what it needs. What comes from several columns is summed, in their order."""
+    own, wanted = have[grid.col], need[grid.col]
+    sent = []
+    for span in need:
+        lo, hi = intersect(own, span)
+        sent.append(x[:, lo - own[0] : hi - own[0]].reshape(-1))
+    found = [intersect(span, wanted) for span in have]
+    sizes = [len(x) * size_of(span) for span in found]
+    received = grid.along("col").exchange(torch.cat(sent), [part.numel() for part in sent], sizes)
+    result = x.new_zeros((len(x), size_of(wanted)))
+    for (lo, hi), part in zip(found, received.split(sizes), strict=True):
+        if part.numel():
+            result[:, lo - wanted[0] : hi - wanted[0]] += part.view(len(x), -1)
+    return result

@@ -1,0 +1,165 @@
+"""Embeddings of tokens and of positions on a grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from reshard.errors import ArgumentError
+from reshard.runtime.gradient_sums import declare_sums
+
+from ..grid import Grid
+from ..products.cuts import Span, chunk_spans, intersect, size_of
+from .parameters import gradient_axes, local_of, shard_parameter
+
+
+class Embedding(nn.Module):
+    """``nn.Embedding`` whose table is cut over (row, col).
+
+    Ranks of a layer tell each other their tokens, then each rank sends the parts of its table that they name. So a
+    rank receives every element of its output once; the table itself never moves.
+
+    Args:
+        embedding: the layer with the whole table, ``[num_embeddings, embedding_dim]``.
+        grid: the grid.
+        cut_rows: which dim is cut over the rows of the grid: 0, the entries, or 1, the features, as in a tied output
+            layer with more entries than features.
+    """
+
+    def __init__(self, embedding: nn.Embedding, grid: Grid, cut_rows: int = 0) -> None:
+        super().__init__()
+        if embedding.max_norm is not None or embedding.sparse or embedding.scale_grad_by_freq:
+            raise ArgumentError("an Embedding with max_norm, sparse or scale_grad_by_freq cannot be cut over a grid")
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self.padding_idx = embedding.padding_idx
+        self.grid, self.cut_rows = grid, cut_rows
+        self.weight = shard_parameter(embedding.weight, grid, cut_rows, 1 - cut_rows)
+        self.declare()
+
+    def declare(self, prefix: str = "") -> None:
+        """Declare the sums of gradients; again after parameters were replaced. ``prefix``: path, for errors."""
+        declare_sums(self, {"weight": gradient_axes(self.grid, is_vector=False)}, prefix)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map this rank's tokens ``[batch, ...]`` to ``[batch, ..., embedding_dim_j]``.
+
+        Raises:
+            ArgumentError: a token of a rank of this layer is out of range.
+        """
+        counts = self.grid.tokens_of(tokens.unsqueeze(-1))
+        every = self.grid.along("row").gather(tokens.reshape(-1).contiguous(), counts).wait()
+        if every.numel() and not 0 <= int(every.min()) <= int(every.max()) < self.num_embeddings:
+            raise ArgumentError(
+                f"tokens from {int(every.min())} to {int(every.max())} do not fit an Embedding of "
+                f"{self.num_embeddings} entries"
+            )
+        flat = _Lookup.apply(local_of(self.weight), self, every.split(list(counts)))
+        return flat.view(*tokens.shape, flat.shape[1])
+
+    def spans(self, row: int, col: int) -> tuple[Span, Span]:
+        """The entries and the features that the rank at (row, col) holds."""
+        at, parts = (row, col), (self.grid.rows, self.grid.cols)
+        by_entry, by_feature = (0, 1) if self.cut_rows == 0 else (1, 0)
+        return (
+            chunk_spans(self.num_embeddings, parts[by_entry])[at[by_entry]],
+            chunk_spans(self.embedding_dim, parts[by_feature])[at[by_feature]],
+        )
+
+    def extra_repr(self) -> str:
+        """Sizes and the grid."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, grid={self.grid}"
+
+
+class _Lookup(torch.autograd.Function):
+    """Each rank sends the entries it holds to the ranks whose tokens name them; gradients go the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Any, layer: Embedding, tokens_of_row: Any) -> Any:
+        ctx.layer, ctx.table_shape, ctx.dtype = layer, table.shape, table.dtype
+        ctx.routes = routes = _Routes(layer, tokens_of_row)
+        sent = [table[entries][:, features].reshape(-1) for entries, features in routes.sends]
+        received = layer.grid.along("layer").exchange(
+            torch.cat(sent), [each.numel() for each in sent], routes.receive_sizes
+        )
+        result = table.new_empty(routes.result_shape)
+        for (positions, features), part in zip(routes.receives, received.split(routes.receive_sizes), strict=True):
+            if part.numel():
+                result[positions, features] = part.view(len(positions), -1)
+        return result
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        layer, routes = ctx.layer, ctx.routes
+        sent = [gradient[positions, features].reshape(-1) for positions, features in routes.receives]
+        sizes = [len(entries) * (features.stop - features.start) for entries, features in routes.sends]
+        received = layer.grid.along("layer").exchange(torch.cat(sent), routes.receive_sizes, sizes)
+        table = gradient.new_zeros(ctx.table_shape, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        for (entries, features), part in zip(routes.sends, received.split(sizes), strict=True):
+            if part.numel():
+                table[:, features].index_add_(0, entries, part.view(len(entries), -1).to(table.dtype))
+        if layer.padding_idx is not None:
+            first, last = layer.spans(layer.grid.row, layer.grid.col)[0]
+            if first <= layer.padding_idx < last:
+                table[layer.padding_idx - first] = 0
+        return table.to(ctx.dtype), None, None
+
+
+class _Routes:
+    """What this rank sends to and receives from each rank of its layer.
+
+    Attributes:
+        sends: entries and features of the local table for each rank.
+        receives: positions among this rank's tokens, and local features, from each rank.
+        receive_sizes: elements from each rank.
+    """
+
+    def __init__(self, layer: Embedding, tokens_of_row: Any) -> None:
+        grid = layer.grid
+        entries, features = layer.spans(grid.row, grid.col)
+        outputs = chunk_spans(layer.embedding_dim, grid.cols)
+        self.sends, self.receives = [], []
+        for tokens in tokens_of_row:
+            held = tokens[(tokens >= entries[0]) & (tokens < entries[1])] - entries[0]
+            for output in outputs:
+                common = intersect(features, output)
+                self.sends.append((held, slice(common[0] - features[0], common[1] - features[0])))
+        own, wanted = tokens_of_row[grid.row], outputs[grid.col]
+        for row in range(grid.rows):
+            for col in range(grid.cols):
+                theirs, offered = layer.spans(row, col)
+                common = intersect(offered, wanted)
+                positions = ((own >= theirs[0]) & (own < theirs[1])).nonzero().flatten()
+                self.receives.append((positions, slice(common[0] - wanted[0], common[1] - wanted[0])))
+        self.receive_sizes = [len(positions) * (each.stop - each.start) for positions, each in self.receives]
+        self.result_shape = (len(own), size_of(wanted))
+
+
+class PositionEmbedding(nn.Module):
+    """A table of positions: features over the columns of the grid, replicated over its rows.
+
+    ``forward(positions)`` is a lookup in the local part. It has the attributes of ``nn.Embedding``.
+    """
+
+    def __init__(self, embedding: nn.Embedding, grid: Grid) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self.grid = grid
+        self.weight = shard_parameter(embedding.weight, grid, None, 1)
+        self.declare()
+
+    def declare(self, prefix: str = "") -> None:
+        """Declare the sums of gradients; again after parameters were replaced. ``prefix``: path, for errors."""
+        declare_sums(self, {"weight": gradient_axes(self.grid, is_vector=True)}, prefix)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """Map positions ``[...]`` to ``[..., embedding_dim_j]``."""
+        return nn.functional.embedding(positions, local_of(self.weight))
+
+    def extra_repr(self) -> str:
+        """Sizes and the grid."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, grid={self.grid}"

@@ -1,0 +1,184 @@
+"""Linear layers on a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from reshard.errors import ArgumentError
+from reshard.runtime.gradient_sums import declare_sums
+from reshard.runtime.weight_grad_store import later_tasks
+
+from ..grid import Grid
+from ..products.cuts import chunk_spans, size_of
+from ..products.dataflow import PANEL_WIDTH, ProductShape
+from ..products.multiply import Product
+from .parameters import gradient_axes, local_of, shard_parameter
+
+
+class Linear(nn.Module):
+    """``y = x Wᵀ + b`` with tokens over (depth, row) and features over col, before and after.
+
+    ``forward`` maps ``[batch, ..., in_j]`` to ``[batch, ..., out_j]``, where ``in_j`` is column j's part of
+    ``in_features`` by the rule of ``torch.chunk``.
+
+    Args:
+        linear: the layer with the whole weight, ``[out_features, in_features]``.
+        grid: the grid.
+        cut_rows: which dim of the weight is cut over the rows of the grid, "in" or "out"; the other one is cut over
+            columns. What moves along grid rows is the activation on the side of this dim. Default: the smaller one.
+        panel: largest number of elements of that dim that are moved at a time; bounds the memory of a product.
+    """
+
+    def __init__(self, linear: nn.Linear, grid: Grid, cut_rows: str | None = None, panel: int = PANEL_WIDTH) -> None:
+        super().__init__()
+        if cut_rows not in (None, "in", "out"):
+            raise ArgumentError(f'cut_rows is {cut_rows!r}; it must be "in" or "out"')
+        if isinstance(panel, bool) or not isinstance(panel, int) or panel < 1:
+            raise ArgumentError(f"panel is {panel!r}; it must be a positive number of elements")
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.grid, self.panel = grid, panel
+        smaller = "in" if self.in_features <= self.out_features else "out"
+        self.cuts_in = (cut_rows or smaller) == "in"
+        row_dim = 1 if self.cuts_in else 0
+        self.weight = shard_parameter(linear.weight, grid, row_dim, 1 - row_dim)
+        self.bias = None if linear.bias is None else shard_parameter(linear.bias, grid, None, 0)
+        self.declare()
+
+    def declare(self, prefix: str = "") -> None:
+        """Declare the sums of gradients; again after parameters were replaced. ``prefix``: path, for errors."""
+        declare_sums(
+            self,
+            {
+                "weight": gradient_axes(self.grid, is_vector=False),
+                "bias": gradient_axes(self.grid, is_vector=True),
+            },
+            prefix,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``[batch, ..., in_j]`` to ``[batch, ..., out_j]``."""
+        return multiply([self], x)[0]
+
+    def extra_repr(self) -> str:
+        """Sizes and the grid."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, grid={self.grid}"
+
+
+def multiply(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
+    """Apply layers to the same input, which is moved only once. All must cut "in" over rows if there are several.
+
+    Raises:
+        ArgumentError: the input does not fit, or the layers cut different dims.
+    """
+    first = layers[0]
+    grid = first.grid
+    cols = chunk_spans(first.in_features, grid.cols)
+    if x.shape[-1] != size_of(cols[grid.col]):
+        raise ArgumentError(
+            f"the input of a Linear of {first.in_features} features has {x.shape[-1]} on column {grid.col} of {grid}, "
+            f"not {size_of(cols[grid.col])}"
+        )
+    if len(layers) > 1 and not all(each.cuts_in and each.in_features == first.in_features for each in layers):
+        raise ArgumentError('layers that share their input need the same in_features and cut_rows="in"')
+    outs = [[size_of(span) for span in chunk_spans(each.out_features, grid.cols)] for each in layers]
+    if first.cuts_in:
+        shape = ProductShape(first.in_features, tuple(map(sum, zip(*outs, strict=True))), grid.rows, first.panel)
+    else:
+        shape = ProductShape(first.out_features, tuple(map(size_of, cols)), grid.rows, first.panel)
+    dtype = _autocast_dtype(x)
+    x = x if dtype is None else x.to(dtype)
+    call = _Call(Product(grid, shape), first.cuts_in, grid.tokens_of(x), layers, later_tasks())
+    is_deferred = call.tasks is not None and torch.is_grad_enabled()
+    locals_ = [local_of(each.weight) for each in layers]
+    if is_deferred:
+        anchor = None if x.requires_grad else torch.empty(0, requires_grad=True)
+        locals_ = [each.detach() for each in locals_]
+    else:
+        anchor, call.tasks = None, None
+    weights = [each.to(x.dtype) for each in locals_]
+    flat = _Multiply.apply(x.reshape(-1, x.shape[-1]), anchor, call, *weights)
+    results = flat.split([out[grid.col] for out in outs], dim=1)
+    return [
+        _add_bias(each, result).view(*x.shape[:-1], result.shape[1])
+        for each, result in zip(layers, results, strict=True)
+    ]
+
+
+def _add_bias(layer: Linear, y: torch.Tensor) -> torch.Tensor:
+    return y if layer.bias is None else y + local_of(layer.bias).to(y.dtype)
+
+
+def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+@dataclass
+class _Call:
+    """One use of layers that share an input.
+
+    Attributes:
+        tasks: where weight gradients are deferred to; None: they are computed in the backward.
+    """
+
+    product: Product
+    cuts_in: bool
+    tokens: tuple[int, ...]
+    layers: Sequence[Linear]
+    tasks: list[Callable[[], None]] | None
+
+    def matrix(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """``W[P_i, Q_j]`` of all layers."""
+        if not self.cuts_in:
+            return weights[0]
+        return (weights[0] if len(weights) == 1 else torch.cat(list(weights))).t()
+
+    def weight_gradients(self, x: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """The gradient of each layer's local weight, not summed over depth."""
+        if not self.cuts_in:
+            return [self.product.contract_tokens(gradient, x, self.tokens)]
+        whole = self.product.contract_tokens(x, gradient, self.tokens).t()
+        return list(whole.split([local_of(each.weight).shape[0] for each in self.layers]))
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, anchor: Any, call: _Call, *weights: Any) -> Any:
+        ctx.call = call
+        ctx.save_for_backward(x, *weights)
+        multiply_forward = call.product.contract_p if call.cuts_in else call.product.contract_q
+        return multiply_forward(x, call.matrix(weights), call.tokens)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        call: _Call = ctx.call
+        x, *weights = ctx.saved_tensors
+        x, gradient = x.detach(), gradients[0].contiguous()
+        x_gradient = None
+        if ctx.needs_input_grad[0]:
+            multiply_back = call.product.contract_q if call.cuts_in else call.product.contract_p
+            x_gradient = multiply_back(gradient, call.matrix(weights), call.tokens)
+        weight_gradients: list[Any] = [None] * len(weights)
+        if call.tasks is not None:
+            call.tasks.append(lambda: _accumulate(call, x, gradient))
+        elif any(ctx.needs_input_grad[3:]):
+            weight_gradients = call.weight_gradients(x, gradient)
+        return x_gradient, None, None, *weight_gradients
+
+
+def _accumulate(call: _Call, x: torch.Tensor, gradient: torch.Tensor) -> None:
+    """The deferred weight gradient. Autograd adds it, so that other uses of the parameter add up."""
+    for layer, weight_gradient in zip(call.layers, call.weight_gradients(x, gradient), strict=True):
+        if layer.weight.requires_grad:
+            with torch.enable_grad():
+                local = local_of(layer.weight)
+            torch.autograd.backward([local], [weight_gradient.to(local.dtype)])

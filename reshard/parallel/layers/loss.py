@@ -1,0 +1,98 @@
+"""Cross-entropy of logits that are cut over the columns of a grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from reshard.errors import ArgumentError
+
+from ..grid import Grid
+from ..products.cuts import chunk_spans, size_of
+
+
+class CrossEntropy(nn.Module):
+    """The mean cross-entropy over all tokens of a batch, the same on every rank of a grid.
+
+    Backward sends only this rank's part, so gradients must be summed over the grid, not averaged.
+
+    Args:
+        grid: the grid. num_classes: size of the last dim of the logits, in whole.
+        ignore_index: targets with this value do not count.
+    """
+
+    def __init__(self, grid: Grid, num_classes: int, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.grid, self.num_classes, self.ignore_index = grid, num_classes, ignore_index
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor, count: Any = None) -> torch.Tensor:
+        """The mean loss; NaN if no token counts, as in torch.
+
+        Args:
+            logits: ``[batch, ..., classes_j]``. targets: ``[batch, ...]``, of this rank's rows.
+            count: divisor in place of the number of tokens that count.
+        """
+        span = chunk_spans(self.num_classes, self.grid.cols)[self.grid.col]
+        if logits.shape[-1] != size_of(span) or logits.shape[:-1] != targets.shape:
+            raise ArgumentError(
+                f"logits of shape {list(logits.shape)} and targets of shape {list(targets.shape)} do not fit; column "
+                f"{self.grid.col} holds {size_of(span)} of {self.num_classes} classes"
+            )
+        flat = targets.reshape(-1)
+        counted = flat != self.ignore_index
+        bad = counted & ((flat < 0) | (flat >= self.num_classes))
+        if bool(bad.any()):
+            raise ArgumentError(f"target {int(flat[bad][0])} is not a class of {self.num_classes}")
+        losses = _TokenLosses.apply(logits.reshape(-1, logits.shape[-1]), flat, counted, span, self.grid)
+        total = _SumOverRows.apply(losses.sum(), self.grid)
+        if count is None:
+            count = _sum_over_rows(counted.sum().to(total.dtype), self.grid)
+        return total / count
+
+
+def _sum_over_rows(value: torch.Tensor, grid: Grid) -> torch.Tensor:
+    return grid.along("depth").sum(grid.along("row").sum(value))
+
+
+class _SumOverRows(torch.autograd.Function):
+    """The sum over (depth, row). Each rank's backward goes to its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any, grid: Grid) -> Any:
+        return _sum_over_rows(value, grid)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+class _TokenLosses(torch.autograd.Function):
+    """The loss of each token of this rank's rows; 0 where it does not count."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any, targets: Any, counted: Any, span: Any, grid: Grid) -> Any:
+        columns = grid.along("col")
+        values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        local_max = values.amax(1) if values.shape[1] else values.new_full((len(values),), -torch.inf)
+        shifted = values - columns.max(local_max)[:, None]
+        held = counted & (targets >= span[0]) & (targets < span[1])
+        index = (targets - span[0]).where(held, 0)[:, None]
+        chosen = shifted.gather(1, index)[:, 0].where(held, 0) if values.shape[1] else torch.zeros_like(local_max)
+        exponents = shifted.exp()
+        total, target = columns.sum(torch.stack([exponents.sum(1), chosen]))
+        ctx.save_for_backward(exponents / total[:, None], index, held, counted)
+        ctx.dtype = logits.dtype
+        return (total.log() - target).where(counted, 0)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        probabilities, index, held, counted = ctx.saved_tensors
+        if not probabilities.shape[1]:
+            return probabilities.to(ctx.dtype), None, None, None, None
+        result = probabilities.scatter_add(1, index, -held.to(probabilities.dtype)[:, None])
+        scale = gradients[0].where(counted, 0)
+        return (result * scale[:, None]).to(ctx.dtype), None, None, None, None

@@ -1,0 +1,97 @@
+"""LayerNorm and RMSNorm of features that are cut over the columns of a grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from reshard.runtime.gradient_sums import declare_sums
+
+from ..grid import Grid
+from .parameters import gradient_axes, local_of, shard_parameter
+
+
+class _Norm(nn.Module):
+    """Shared by both norms.
+
+    Args:
+        weight, bias: whole parameters ``[features]``, or None. eps: added to the variance.
+    """
+
+    centers = True
+
+    def __init__(self, weight: Any, bias: Any, features: int, eps: float, grid: Grid) -> None:
+        super().__init__()
+        self.grid, self.features, self.eps = grid, features, eps
+        self.weight = None if weight is None else shard_parameter(weight, grid, None, 0)
+        self.bias = None if bias is None else shard_parameter(bias, grid, None, 0)
+        self.declare()
+
+    def declare(self, prefix: str = "") -> None:
+        """Declare the sums of gradients; again after parameters were replaced. ``prefix``: path, for errors."""
+        axes = gradient_axes(self.grid, is_vector=True)
+        declare_sums(self, {"weight": axes, "bias": axes}, prefix)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize ``[batch, ..., features_j]`` over all features, in float32 if the dtype is shorter."""
+        weight, bias = (None if each is None else local_of(each) for each in (self.weight, self.bias))
+        y = _Normalize.apply(x, weight, bias, self)
+        return y.to(x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype))
+
+    def extra_repr(self) -> str:
+        """Sizes and the grid."""
+        return f"{self.features}, eps={self.eps}, grid={self.grid}"
+
+
+class LayerNorm(_Norm):
+    """``nn.LayerNorm`` over the last dim. The mean comes first, then the squares of what is left."""
+
+    def __init__(self, norm: nn.LayerNorm, grid: Grid) -> None:
+        super().__init__(norm.weight, norm.bias, norm.normalized_shape[-1], norm.eps, grid)
+
+
+class RMSNorm(_Norm):
+    """``nn.RMSNorm`` over the last dim, also that of Llama in ``transformers``."""
+
+    centers = False
+
+    def __init__(self, norm: Any, grid: Grid) -> None:
+        eps = getattr(norm, "eps", None) or getattr(norm, "variance_epsilon", None)
+        eps = torch.finfo(norm.weight.dtype).eps if eps is None else eps
+        super().__init__(norm.weight, None, norm.weight.shape[-1], eps, grid)
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, norm: _Norm) -> Any:
+        columns = norm.grid.along("col")
+        centered = x.to(torch.promote_types(x.dtype, torch.float32))
+        if norm.centers:
+            centered = centered - columns.sum(centered.sum(-1, keepdim=True)) / norm.features
+        variance = columns.sum(centered.square().sum(-1, keepdim=True)) / norm.features
+        scale = torch.rsqrt(variance + norm.eps)
+        normalized = centered * scale
+        ctx.save_for_backward(normalized, scale, weight)
+        ctx.norm, ctx.has_bias, ctx.dtype = norm, bias is not None, x.dtype
+        y = normalized if weight is None else normalized * weight
+        return y if bias is None else y + bias
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        normalized, scale, weight = ctx.saved_tensors
+        norm: _Norm = ctx.norm
+        dims = tuple(range(gradient.dim() - 1))
+        weight_gradient = None if weight is None else (gradient * normalized).sum(dims).to(weight.dtype)
+        bias_gradient = gradient.sum(dims).to(weight.dtype) if ctx.has_bias else None
+        scaled = gradient if weight is None else gradient * weight
+        sums = torch.stack([(scaled * normalized).sum(-1, keepdim=True), scaled.sum(-1, keepdim=True)])
+        product_sum, plain_sum = norm.grid.along("col").sum(sums) / norm.features
+        x_gradient = scaled - normalized * product_sum
+        if norm.centers:
+            x_gradient = x_gradient - plain_sum
+        return (x_gradient * scale).to(ctx.dtype), weight_gradient, bias_gradient, None

@@ -1,0 +1,74 @@
+"""State dicts of the model before it was cut, and layers whose plain form has other parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .grid import Grid
+from .layers.linear import Linear, multiply
+
+
+class TransposedLinear(Linear):
+    """A Linear whose weight is ``[in_features, out_features]`` in the plain model."""
+
+    def to_plain(self, state: dict[str, torch.Tensor], prefix: str) -> None:
+        """Replace the entries of this layer by those of the plain model."""
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+
+
+class FusedLinear(nn.Module):
+    """Several Linear layers of one input, whose weights are one parameter in the plain model.
+
+    Args:
+        linear: the layer with the whole weight, ``[parts * out, in]``.
+        parts: number of outputs. grid, panel: as for :class:`Linear`.
+        is_transposed: the plain weight is ``[in, parts * out]``.
+    """
+
+    def __init__(self, linear: nn.Linear, parts: int, grid: Grid, panel: int, *, is_transposed: bool = False) -> None:
+        super().__init__()
+        self.is_transposed = is_transposed
+        self.parts = nn.ModuleList()
+        biases = [None] * parts if linear.bias is None else linear.bias.chunk(parts)
+        for weight, bias in zip(linear.weight.chunk(parts), biases, strict=True):
+            part = nn.Linear(linear.in_features, linear.out_features // parts, bias=bias is not None, device="meta")
+            part.weight = nn.Parameter(weight.detach(), requires_grad=linear.weight.requires_grad)
+            if bias is not None:
+                part.bias = nn.Parameter(bias.detach(), requires_grad=linear.bias.requires_grad)
+            self.parts.append(Linear(part, grid, "in", panel))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """``[batch, ..., in_j]`` to each output ``[batch, ..., out_j]``."""
+        return multiply(list(self.parts), x)  # type: ignore[arg-type]
+
+    def to_plain(self, state: dict[str, torch.Tensor], prefix: str) -> None:
+        """Replace the entries of this layer by those of the plain model."""
+        for key in ("weight", "bias"):
+            names = [f"{prefix}parts.{number}.{key}" for number in range(len(self.parts))]
+            if names[0] in state:
+                whole = torch.cat([state.pop(name) for name in names])
+                state[f"{prefix}{key}"] = whole.t() if key == "weight" and self.is_transposed else whole
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of the model before it was cut, with whole tensors. All ranks of the grid call it.
+
+    Parameters that are tied appear under each name, as in torch.
+    """
+    whole: dict[int, torch.Tensor] = {}
+
+    def gather(value: Any) -> torch.Tensor:
+        if not hasattr(value, "full_tensor"):
+            return torch.as_tensor(value)
+        if id(value) not in whole:
+            whole[id(value)] = value.detach().full_tensor()
+        return whole[id(value)]
+
+    state = {name: gather(value) for name, value in model.state_dict(keep_vars=True).items()}
+    for path, module in model.named_modules():
+        if hasattr(module, "to_plain"):
+            module.to_plain(state, f"{path}." if path else "")
+    return state

@@ -1,0 +1,167 @@
+"""GPT-2 and Llama of ``transformers`` on a grid.
+
+Only what depends on whole heads or whole features is replaced; the forwards of the blocks and of the models stay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from reshard.errors import ArgumentError
+
+from .conversion import Conversion, Converter
+from .layers.attention import Heads
+from .layers.embedding import PositionEmbedding
+from .layers.linear import Linear, multiply
+from .layers.loss import CrossEntropy
+from .layers.norms import RMSNorm
+from .state import FusedLinear, TransposedLinear
+
+
+class GPT2Attention(nn.Module):
+    """``GPT2Attention``: the fused projection becomes three, so that each column has its heads' parts of all three."""
+
+    def __init__(self, module: Any, conversion: Conversion, path: str) -> None:
+        super().__init__()
+        if module.is_cross_attention:
+            raise ArgumentError(f"{path!r} is a cross-attention, which parallelize cannot cut")
+        self.heads = Heads(conversion.grid, module.num_heads, module.num_heads, module.head_dim)
+        self.c_attn = FusedLinear(as_linear(module.c_attn), 3, conversion.grid, conversion.panel, is_transposed=True)
+        self.c_proj = convert_conv1d(module.c_proj, conversion, path)
+        self.resid_dropout = conversion.convert(module.resid_dropout, path)
+        self.dropout, self.scaling = module.attn_dropout.p, module.scaling
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+        """``[batch, sequence, features_j]`` to the same shape, and None in place of the weights."""
+        q, k, v = (self.heads.split(each, is_query=True) for each in self.c_attn(hidden_states))
+        dropout = self.dropout if self.training else 0.0
+        attended = self.heads.attend(q, k, v, attention_mask, dropout=dropout, scale=self.scaling)
+        return self.resid_dropout(self.c_proj(self.heads.join(attended))), None
+
+
+class LlamaAttention(nn.Module):
+    """``LlamaAttention``: grouped queries, rotated by position."""
+
+    def __init__(self, module: Any, conversion: Conversion, path: str) -> None:
+        super().__init__()
+        config = module.config
+        self.heads = Heads(conversion.grid, config.num_attention_heads, config.num_key_value_heads, module.head_dim)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(self, name, Linear(getattr(module, name), conversion.grid, "in", conversion.panel))
+        self.o_proj = conversion.convert(module.o_proj, f"{path}.o_proj")
+        self.dropout, self.scaling = module.attention_dropout, module.scaling
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        """``[batch, sequence, features_j]`` to the same shape, and None in place of the weights."""
+        projected = multiply([self.q_proj, self.k_proj, self.v_proj], hidden_states)
+        q, k, v = (self.heads.split(each, is_query=number == 0) for number, each in enumerate(projected))
+        q, k = (rotate(each, *position_embeddings) for each in (q, k))
+        dropout = self.dropout if self.training else 0.0
+        attended = self.heads.attend(q, k, v, attention_mask, dropout=dropout, scale=self.scaling)
+        return self.o_proj(self.heads.join(attended)), None
+
+
+class LlamaMLP(nn.Module):
+    """``LlamaMLP``: both projections share their input."""
+
+    def __init__(self, module: Any, conversion: Conversion, path: str) -> None:
+        super().__init__()
+        for name in ("gate_proj", "up_proj"):
+            setattr(self, name, Linear(getattr(module, name), conversion.grid, "in", conversion.panel))
+        self.down_proj = conversion.convert(module.down_proj, f"{path}.down_proj")
+        self.act_fn = conversion.convert(module.act_fn, f"{path}.act_fn")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[batch, sequence, features_j]`` to the same shape."""
+        gate, up = multiply([self.gate_proj, self.up_proj], x)
+        result: torch.Tensor = self.down_proj(self.act_fn(gate) * up)
+        return result
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding of ``[batch, heads, sequence, head_size]`` (Su et al., 2021), halves paired."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def as_linear(conv1d: Any) -> nn.Linear:
+    """A ``Conv1D``, whose weight is ``[in, out]``, as a Linear on the meta device with views of its values."""
+    linear = nn.Linear(conv1d.nx, conv1d.nf, device="meta")
+    linear.weight = nn.Parameter(conv1d.weight.detach().t(), requires_grad=conv1d.weight.requires_grad)
+    linear.bias = nn.Parameter(conv1d.bias.detach(), requires_grad=conv1d.bias.requires_grad)
+    return linear
+
+
+def convert_conv1d(module: Any, conversion: Conversion, path: str) -> nn.Module:
+    """A ``Conv1D`` as a Linear that appears transposed in a plain state dict."""
+    return TransposedLinear(as_linear(module), conversion.grid, panel=conversion.panel)
+
+
+def _convert_llama_norm(module: Any, conversion: Conversion, path: str) -> nn.Module:
+    conversion.features = module.weight.shape[0]
+    return RMSNorm(module, conversion.grid)
+
+
+def _convert_gpt2(module: Any, conversion: Conversion, path: str) -> nn.Module:
+    module.wpe = PositionEmbedding(module.wpe, conversion.grid)
+    for name, child in list(module.named_children()):
+        if name != "wpe":
+            setattr(module, name, conversion.convert(child, f"{path}.{name}" if path else name))
+    return module
+
+
+def _convert_causal_lm(module: Any, conversion: Conversion, path: str) -> nn.Module:
+    """The loss runs on logits that are cut; a cache of keys and values is not kept."""
+    module.config.use_cache = False
+    entropy = CrossEntropy(conversion.grid, module.lm_head.out_features)
+
+    def loss_function(
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: Any = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        entropy.ignore_index = ignore_index
+        result: torch.Tensor = entropy(logits, shift_labels, num_items_in_batch)
+        return result
+
+    module.loss_function = loss_function
+    return conversion.convert_children(module, path)
+
+
+def _keep(module: Any, conversion: Conversion, path: str) -> nn.Module:
+    return conversion.convert_children(module, path)
+
+
+def _leave(module: Any, conversion: Conversion, path: str) -> nn.Module:
+    result: nn.Module = module
+    return result
+
+
+#: Converters by class name.
+ADAPTERS: dict[str, Converter] = {
+    "GPT2LMHeadModel": _convert_causal_lm,
+    "GPT2Model": _convert_gpt2,
+    "GPT2Block": _keep,
+    "GPT2Attention": GPT2Attention,
+    "GPT2MLP": _keep,
+    "Conv1D": convert_conv1d,
+    "LlamaForCausalLM": _convert_causal_lm,
+    "LlamaModel": _keep,
+    "LlamaDecoderLayer": _keep,
+    "LlamaAttention": LlamaAttention,
+    "LlamaMLP": LlamaMLP,
+    "LlamaRMSNorm": _convert_llama_norm,
+    "LlamaRotaryEmbedding": _leave,
+}

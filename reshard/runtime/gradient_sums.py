@@ -1,0 +1,217 @@
+"""Gradients that a module asks to be summed over groups of ranks, once per step.
+
+A module says for each of its parameters over which groups the gradient must be summed (:func:`declare_sums`). After the
+last backward of a step, the pipeline engine or the user calls :func:`sum_gradients`. A gradient that an optimizer reads
+before its sum, and a gradient that would be summed twice, are errors that name the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from reshard.errors import ArgumentError, DisagreementError
+
+#: Largest bucket of gradients that are summed by one collective.
+BUCKET_BYTES = 16 * 2**20
+
+
+class SumAxis(Protocol):
+    """A group of ranks that can sum an array.
+
+    Attributes:
+        name: name of the mesh axis.
+    """
+
+    name: str
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Global ranks."""
+        ...
+
+    def all_reduce(self, array: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, the same bits on each."""
+        ...
+
+    def max(self, array: torch.Tensor) -> torch.Tensor:
+        """The largest of each element over all ranks."""
+        ...
+
+
+@dataclass
+class _Declared:
+    """State of a parameter: whether its gradient was summed, and whether a backward has added to it since."""
+
+    name: str
+    is_pending: bool = False
+    summed: Any = None
+    handles: list[Any] = field(default_factory=list)
+
+
+_STATE = "_reshard_gradient_sum"
+#: Axes that a DTensor parameter lies on in any case; its gradient is not summed over them by a wrapper.
+_WEIGHT_AXES = ("row", "col")
+_hooked_optimizers = False
+
+
+def declare_sums(module: torch.nn.Module, axes_of: Mapping[str, Sequence[SumAxis]], prefix: str = "") -> None:
+    """Declare over which groups the gradients of a module's own parameters are summed.
+
+    Args:
+        module: the module that holds the parameters.
+        axes_of: groups by parameter name. Axes of one rank are left out.
+        prefix: path of the module, for errors.
+    """
+    module.gradient_sums = {  # type: ignore[assignment]
+        name: tuple(axis for axis in axes if len(axis.ranks) > 1) for name, axes in axes_of.items()
+    }
+    for name, parameter in module.named_parameters(recurse=False):
+        if module.gradient_sums.get(name):  # type: ignore[operator, union-attr]
+            _watch(parameter, f"{prefix}{name}")
+
+
+def declared_sums(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, tuple[SumAxis, ...]]]:
+    """``(name, parameter, groups)`` of all parameters in a module with declared sums, each parameter once."""
+    seen: set[int] = set()
+    for path, child in module.named_modules():
+        for name, axes in getattr(child, "gradient_sums", {}).items():
+            parameter = getattr(child, name, None)
+            if parameter is None or not axes or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            yield (f"{path}.{name}" if path else name), parameter, axes
+
+
+def sum_gradients(module: torch.nn.Module, *, check_replicas: bool = False) -> None:
+    """Sum the gradients of a module over the groups that its parts declared. Call it once per step, on all ranks.
+
+    Args:
+        module: the model, or one stage of it.
+        check_replicas: compare digests of the sums, and of the parameters, over the groups: one more small exchange.
+
+    Raises:
+        ArgumentError: a gradient was summed before in this step.
+        DisagreementError: a sum or a parameter differs between ranks that must agree.
+    """
+    buckets: dict[tuple[Any, ...], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+    axes_by_key: dict[tuple[Any, ...], tuple[SumAxis, ...]] = {}
+    for name, parameter, axes in declared_sums(module):
+        state: _Declared | None = getattr(parameter, _STATE, None)
+        if parameter.grad is None:
+            continue
+        if state is not None and not state.is_pending and state.summed is parameter.grad:
+            raise ArgumentError(
+                f"the gradient of {name!r} was summed over {_describe(axes)} in this step already; sum once, after "
+                "the last backward"
+            )
+        left = _axes_left(parameter, axes)
+        if left:
+            gradient = local_of(parameter.grad)
+            key = (tuple(axis.ranks for axis in left), gradient.dtype, gradient.device)
+            axes_by_key[key] = left
+            buckets.setdefault(key, []).append((name, parameter, gradient))
+        if state is not None:
+            state.is_pending, state.summed = False, parameter.grad
+    with torch.no_grad():
+        for key, entries in buckets.items():
+            for bucket in _split(entries):
+                _sum_bucket([gradient for _, _, gradient in bucket], axes_by_key[key])
+        if check_replicas:
+            for key, entries in buckets.items():
+                _check_replicas(entries, axes_by_key[key])
+
+
+def local_of(array: Any) -> torch.Tensor:
+    """The local tensor of a DTensor; another tensor as it is."""
+    local: torch.Tensor = getattr(array, "_local_tensor", array)
+    return local
+
+
+def _sum_bucket(gradients: Sequence[torch.Tensor], axes: Sequence[SumAxis]) -> None:
+    flat = torch.cat([each.reshape(-1) for each in gradients])
+    for axis in axes:
+        flat = axis.all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+        gradient.copy_(part.view(gradient.shape))
+
+
+def _check_replicas(entries: Sequence[tuple[str, torch.Tensor, torch.Tensor]], axes: Sequence[SumAxis]) -> None:
+    """Compare digests of gradients and parameters over ``axes``."""
+    digests = torch.stack([_digest(each) for _, parameter, gradient in entries for each in (gradient, parameter)])
+    for axis in axes:
+        high, low = axis.max(digests), -axis.max(-digests)
+        for index in (high != low).nonzero().flatten().tolist():
+            name, what = entries[index // 2][0], ("gradient", "value")[index % 2]
+            raise DisagreementError(f"the {what} of {name!r} differs between ranks of {_describe([axis])}")
+
+
+def _digest(array: Any) -> torch.Tensor:
+    """A 64-bit hash of all elements."""
+    flat = local_of(array).detach().reshape(-1)
+    digest = torch.hash_tensor(flat) if flat.numel() else flat.new_zeros((), dtype=torch.uint64)
+    return digest.view(torch.int64) >> 1
+
+
+def _split(entries: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> Iterator[list[Any]]:
+    bucket: list[Any] = []
+    for entry in entries:
+        if bucket and sum(each[2].nbytes for each in bucket) + entry[2].nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket = []
+        bucket.append(entry)
+    if bucket:
+        yield bucket
+
+
+def _axes_left(parameter: Any, axes: Sequence[SumAxis]) -> tuple[SumAxis, ...]:
+    """The groups that no wrapper sums over: FSDP sums over the mesh axes that it shards a parameter on."""
+    names = getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ()
+    return tuple(axis for axis in axes if axis.name not in names or axis.name in _WEIGHT_AXES)
+
+
+def _describe(axes: Sequence[SumAxis]) -> str:
+    return " and ".join(f"ranks {list(axis.ranks)}" for axis in axes)
+
+
+def _watch(parameter: torch.Tensor, name: str) -> None:
+    """Note when a backward adds to a gradient, and check optimizers."""
+    global _hooked_optimizers  # noqa: PLW0603 the hook of torch is global as well
+    known: _Declared | None = getattr(parameter, _STATE, None)
+    if known is not None:
+        known.name = name
+        return
+    state = _Declared(name)
+    setattr(parameter, _STATE, state)
+
+    def before(gradient: torch.Tensor) -> None:
+        held = parameter.grad
+        if held is not None and state.summed is held and not state.is_pending and bool(local_of(held).any()):
+            raise ArgumentError(
+                f"a backward adds to the gradient of {name!r}, which was summed over ranks already; set the gradients "
+                "to None after each step, or sum once after the last backward"
+            )
+
+    def after(_: torch.Tensor) -> None:
+        state.is_pending = True
+
+    state.handles = [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
+    if not _hooked_optimizers:
+        register_optimizer_step_pre_hook(_check_optimizer)
+        _hooked_optimizers = True
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before each step of an optimizer: raise ArgumentError if a declared sum is missing."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state: _Declared | None = getattr(parameter, _STATE, None)
+            if state is not None and state.is_pending and parameter.grad is not None:
+                raise ArgumentError(
+                    f"the optimizer reads the gradient of {state.name!r} before it is summed over its ranks; call "
+                    "sync_gradients(model) after the last backward"
+                )

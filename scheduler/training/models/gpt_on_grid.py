@@ -1,0 +1,42 @@
+"""The parts of :mod:`.gpt` that depend on whole heads or whole features, on a grid of :mod:`reshard.parallel`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from reshard.parallel import Heads, Linear, PositionEmbedding, multiply
+
+if TYPE_CHECKING:
+    from .gpt import Embedding, GPTBlock
+
+
+def convert_embedding(embedding: Embedding, conversion: Any, path: str) -> nn.Module:
+    """Cut both tables, in place."""
+    embedding.tokens = conversion.convert(embedding.tokens, f"{path}.tokens")
+    embedding.positions = PositionEmbedding(embedding.positions, conversion.grid)  # type: ignore[assignment]
+    return embedding
+
+
+class GPTBlockOnGrid(nn.Module):
+    """A pre-norm transformer layer; its parameters have the names of :class:`GPTBlock`."""
+
+    def __init__(self, block: GPTBlock, conversion: Any, path: str) -> None:
+        super().__init__()
+        num_heads = block.q.out_features // block.head_size
+        self.heads = Heads(conversion.grid, num_heads, num_heads, block.head_size)
+        for name, child in block.named_children():
+            if name in ("q", "k", "v"):
+                setattr(self, name, Linear(child, conversion.grid, "in", conversion.panel))  # type: ignore[arg-type]
+            else:
+                setattr(self, name, conversion.convert(child, f"{path}.{name}"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``(rows, sequence, hidden)`` to the same shape; all of them this rank's part."""
+        projected = multiply([self.q, self.k, self.v], self.norm1(x))
+        q, k, v = (self.heads.split(each, is_query=True) for each in projected)
+        x = x + self.out(self.heads.join(self.heads.attend(q, k, v)))
+        result: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        return result

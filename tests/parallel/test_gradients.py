@@ -1,0 +1,165 @@
+"""Each gradient is summed exactly once: what goes wrong is named, and faults that were planted are found."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from reshard.errors import ArgumentError, DisagreementError
+from reshard.parallel import Grid, parallelize, sync_gradients
+from reshard.runtime import gradient_sums
+from reshard.testing import run_processes
+
+from .models import gradient_errors, make_batch, make_gpt
+
+
+def run_backward(model):
+    loss = model(*make_batch(4))
+    loss.backward()
+    return loss
+
+
+def check_misuse(rank):
+    torch.set_num_threads(1)
+    grid = Grid.make(1, 1, 2)
+    model = parallelize(make_gpt(), grid)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run_backward(model)
+    with pytest.raises(ArgumentError, match=r"reads the gradient of 'embed.tokens.weight' before it is summed"):
+        optimizer.step()
+    sync_gradients(model)
+    with pytest.raises(ArgumentError, match=r"gradient of 'embed.tokens.weight' was summed over ranks \[0, 1\]"):
+        sync_gradients(model)
+    with pytest.raises(ArgumentError, match="which was summed over ranks already"):
+        run_backward(model)
+    for is_set_to_none in (True, False):
+        optimizer.zero_grad(is_set_to_none)
+        run_backward(model)
+        sync_gradients(model)
+        optimizer.step()
+    optimizer.zero_grad()
+
+    model = parallelize(make_gpt(), grid)
+    run_backward(model)
+    if rank == 1:
+        with torch.no_grad():
+            model.norm.weight.to_local()[3] += 1e-3
+    with pytest.raises(DisagreementError, match=r"the value of 'norm.weight' differs between ranks of ranks \[0, 1\]"):
+        sync_gradients(model)
+
+
+def test_misuse_is_named():
+    run_processes(check_misuse, 2)
+
+
+def check_faults(rank):
+    """A fault in a sum changes the gradients that it should change, by far more than rounding."""
+    torch.set_num_threads(1)
+    grid = Grid.make(2, 1, 2)
+    plain = make_gpt()
+    run_backward(plain)
+    whole = gradient_sums.declared_sums
+
+    def errors(fault):
+        model = parallelize(make_gpt(), grid)
+        run_backward(model)
+        gradient_sums.declared_sums = lambda module: ((name, each, fault(axes)) for name, each, axes in whole(module))
+        try:
+            sync_gradients(model, check_every=0)
+        finally:
+            gradient_sums.declared_sums = whole
+        found = gradient_errors(model, plain)
+        return max(found["blocks.0.up.weight"], 1e-15), max(found["blocks.0.up.bias"], 1e-15)
+
+    def mean(axes):
+        made = [copy.copy(axis) for axis in axes]
+        for axis in made:
+            axis.all_reduce = lambda array, axis=axis: type(axis).all_reduce(axis, array) / axis.size
+        return tuple(made)
+
+    return {
+        "none": errors(lambda axes: axes),
+        "no depth sum": errors(lambda axes: tuple(axis for axis in axes if axis.name != "depth")),
+        "depth twice": errors(lambda axes: (*axes, *(axis for axis in axes if axis.name == "depth"))),
+        "bias over row twice": errors(lambda axes: (*axes, *(axis for axis in axes if axis.name == "row"))),
+        "mean for sum": errors(mean),
+    }
+
+
+def test_planted_faults_show():
+    for found in run_processes(check_faults, 4):
+        assert max(found.pop("none")) < 1e-12
+        assert found.pop("bias over row twice")[1] > 0.1
+        for weight, bias in found.values():
+            assert min(weight, bias) > 0.1
+
+
+def check_norm(rank):
+    """A variance as E[x^2] - E[x]^2 would lose all digits here."""
+    torch.set_num_threads(1)
+    grid = Grid.make(1, 2, 1)
+    norm = nn.LayerNorm(8)
+    model = parallelize(nn.LayerNorm(8), grid)
+    x = torch.randn(3, 8) + 1e4
+    expected = norm.double()(x.double())
+    actual = model(x[:, slice(*grid.local_features(8))])
+    return float((actual - expected[:, slice(*grid.local_features(8))]).detach().abs().max())
+
+
+def test_variance_is_that_of_centered_values():
+    torch.manual_seed(0)
+    assert max(run_processes(check_norm, 2)) < 1e-2
+
+
+def check_fsdp(rank):
+    torch.set_num_threads(1)
+    from torch.distributed.fsdp import fully_shard
+
+    grid = Grid.make(2, 1, 2)
+    model, plain = parallelize(make_gpt(), grid), make_gpt()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=grid.device_mesh["depth"])
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, plain)]
+    for _ in range(2):
+        losses = [float(run_backward(each).detach()) for each in (model, plain)]
+        sync_gradients(model)
+        errors = gradient_errors(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return abs(losses[0] - losses[1]), max(errors.values())
+
+
+def test_fsdp_over_depth():
+    for loss, gradient in run_processes(check_fsdp, 4):
+        assert loss < 1e-12
+        assert gradient < 1e-12
+
+
+def check_split_backward(rank):
+    """Weight gradients that are deferred equal those that are not."""
+    torch.set_num_threads(1)
+    from reshard.runtime.weight_grad_store import WeightGradStore
+
+    grid = Grid.make(1, 2, 1)
+    models = [parallelize(make_gpt(), grid) for _ in range(2)]
+    run_backward(models[0])
+    store = WeightGradStore([])
+    with store:
+        loss = models[1](*make_batch(4))
+    loss.backward()
+    early = models[1].blocks[0].up.weight.grad
+    store.finish()
+    for model in models:
+        sync_gradients(model)
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    return early is None, max(float((a.grad - b.grad).to_local().abs().max()) for a, b in pairs)
+
+
+def test_deferred_weight_gradients():
+    for is_deferred, error in run_processes(check_split_backward, 2):
+        assert is_deferred
+        assert error < 1e-12

@@ -1,0 +1,158 @@
+"""Whole models on grids: losses, gradients and training equal to one process."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from reshard.errors import ArgumentError, MeshError
+from reshard.parallel import Grid, Linear, parallelize, plain_state_dict, sync_gradients
+from reshard.testing import run_processes
+
+from .models import gradient_errors, make_batch, make_gpt, relative_error, train
+
+FAST = [(2, 2, 2), (3, 2, 1)]
+SLOW = [(1, 1, 1), (1, 4, 1), (2, 2, 1), (2, 3, 2), (2, 4, 1), (1, 1, 4), (4, 1, 1), (3, 3, 1), (2, 2, 4), (4, 4, 1)]
+GRIDS = [*FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)]
+
+
+def check_gpt(rank, grid_shape, rows, options):
+    warnings.simplefilter("ignore")  # batches that leave ranks idle
+    torch.set_num_threads(1)
+    model, plain = make_gpt(**options), make_gpt(**options)
+    model = parallelize(model, Grid.make(*grid_shape), panel=5)
+    batch = make_batch(rows, options.get("vocabulary", 53))
+    losses = [each(*batch) for each in (model, plain)]
+    for loss in losses:
+        loss.backward()
+    sync_gradients(model)
+    errors = gradient_errors(model, plain)
+    return abs(float(losses[0] - losses[1])), max(errors.values()), max(errors, key=errors.get)
+
+
+@pytest.mark.parametrize("grid_shape", GRIDS)
+def test_gpt_has_the_loss_and_gradients_of_one_process(grid_shape):
+    """Tied and untied; heads that the columns do not divide, odd widths, fewer rows than ranks."""
+    for rows, options in ((5, {}), (3, {"vocabulary": 7, "heads": 5, "head_size": 7, "is_tied": False})):
+        for loss, gradient, name in run_processes(check_gpt, _size(grid_shape), grid_shape, rows, options):
+            assert loss < 1e-12
+            assert gradient < 1e-12, name
+
+
+def check_training(rank, grid_shape):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    results = []
+    for _ in range(2):
+        model = parallelize(make_gpt(), Grid.make(*grid_shape))
+        losses = train(model, 6, 10, lambda model: sync_gradients(model, check_every=3))
+        results.append((losses, plain_state_dict(model)))
+    plain = make_gpt()
+    expected = train(plain, 6, 10)
+    (losses, state), (again, same) = results
+    is_bitwise = losses == again and all(torch.equal(state[name], same[name]) for name in state)
+    errors = [relative_error(state[name], value) for name, value in plain.state_dict().items() if "k.bias" not in name]
+    return max(abs(a - b) for a, b in zip(losses, expected, strict=True)), max(errors), is_bitwise
+
+
+def test_ten_steps_of_adamw_equal_one_process_and_repeat_bitwise():
+    for loss, state, is_bitwise in run_processes(check_training, 4, (1, 2, 2)):
+        assert loss < 1e-10
+        assert state < 1e-9
+        assert is_bitwise
+
+
+def make_transformers_model(kind):
+    import transformers
+
+    torch.manual_seed(1)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=53, n_positions=8, n_embd=24, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, bos_token_id=0, eos_token_id=1,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(
+        vocab_size=53, hidden_size=30, intermediate_size=45, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=6, max_position_embeddings=8, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def check_transformers(rank, kind, grid_shape):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    model, plain = (make_transformers_model(kind) for _ in range(2))
+    model = parallelize(model, Grid.make(*grid_shape))
+    tokens, labels = make_batch(4)
+    mask = torch.ones_like(tokens)
+    mask[1, -2:] = 0
+    results = []
+    for each in (model, plain):
+        optimizer, losses = torch.optim.SGD(each.parameters(), 0.5), []
+        for step in range(3):
+            given = {"attention_mask": mask} if step else {}
+            loss = each(input_ids=tokens, labels=labels, **given).loss
+            loss.backward()
+            if each is model:
+                sync_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        results.append(losses)
+    state, expected = plain_state_dict(model), plain.state_dict()
+    assert state.keys() == expected.keys()
+    errors = [relative_error(state[name], value) for name, value in expected.items()]
+    return max(abs(a - b) for a, b in zip(*results, strict=True)), max(errors)
+
+
+@pytest.mark.parametrize(
+    ("kind", "grid_shape"),
+    [
+        ("gpt2", (2, 2, 1)),
+        ("llama", (1, 4, 1)),  # more columns than key/value heads
+        pytest.param("gpt2", (2, 3, 1), marks=pytest.mark.slow),
+        pytest.param("llama", (2, 2, 2), marks=pytest.mark.slow),
+        pytest.param("llama", (3, 2, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_models_of_transformers(kind, grid_shape):
+    make_transformers_model(kind)  # imports the model once, not in each process
+    for loss, state in run_processes(check_transformers, _size(grid_shape), kind, grid_shape):
+        assert loss < 2e-6
+        assert state < 2e-5
+
+
+def check_bad_input(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with pytest.raises(MeshError, match=r"needs a DeviceMesh with the axes \('depth', 'row', 'col'\)"):
+        Grid(init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("row", "col", "depth")))
+    with pytest.raises(MeshError, match="6 ranks, but the group has 2"):
+        Grid.make(3, 2, 1)
+    grid = Grid.make(1, 2, 1)
+    with pytest.raises(ArgumentError, match="attention with 1 heads cannot be cut over 2 columns"):
+        parallelize(make_gpt(heads=1), grid)
+    with pytest.raises(ArgumentError, match=r"cannot cut '1', a torch.nn.modules.conv.Conv2d"):
+        parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Conv2d(1, 1, 1)), grid)
+    with pytest.raises(ArgumentError, match=r"has 4 on column . of Grid"):
+        Linear(torch.nn.Linear(4, 4), grid)(torch.ones(2, 4))
+    model = parallelize(make_gpt(), grid)
+    with pytest.raises(ArgumentError, match="target 53 is not a class"):
+        model(torch.zeros(2, 5, dtype=torch.int64), torch.full((2, 5), 53))
+    with pytest.raises(ArgumentError, match="tokens from 0 to 99 do not fit"):
+        model(torch.tensor([[0, 99, 1, 2, 3]] * 2), torch.zeros(2, 5, dtype=torch.int64))
+    grid = Grid.make(2, 1, 1)
+    with pytest.warns(UserWarning, match="a batch of 1 rows leaves 1 of the 2 ranks"):
+        parallelize(make_gpt(), grid)(*make_batch(1))
+
+
+def test_bad_input_is_refused():
+    run_processes(check_bad_input, 2)
+
+
+def _size(grid_shape):
+    rows, cols, depth = grid_shape
+    return rows * cols * depth

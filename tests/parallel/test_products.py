@@ -1,0 +1,115 @@
+"""The three products on a grid against one process, in both dataflows; what they receive against the formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from reshard.parallel import Grid
+from reshard.parallel.products import multiply
+from reshard.parallel.products.cuts import batch_spans, chunk_spans, cut_panels, size_of
+from reshard.parallel.products.dataflow import ProductKind, ProductShape, busiest_elements, received_elements
+from reshard.parallel.products.multiply import Product
+from reshard.testing import run_processes
+
+#: Tokens, P, Q, panel.
+SIZES = [(13, 7, 9, 3), (24, 16, 32, 1024), (3, 4, 50, 2), (5, 9, 7, 1)]
+KINDS = list(ProductKind)
+
+
+class CountingAxis:
+    """An axis that counts the elements that this rank receives from others."""
+
+    def __init__(self, axis, counts):
+        self.axis, self.counts = axis, counts
+
+    def __getattr__(self, name):
+        return getattr(self.axis, name)
+
+    def gather(self, part, sizes):
+        self.counts.append((sum(sizes) - len(part)) * part[:1].numel() if part.numel() else sum(sizes) * part.shape[1])
+        return self.axis.gather(part, sizes)
+
+    def reduce_scatter(self, array, sizes):
+        self.counts.append((self.axis.size - 1) * sizes[self.axis.index] * array.shape[1])
+        return self.axis.reduce_scatter(array, sizes)
+
+    def exchange(self, sent, send_sizes, receive_sizes):
+        self.counts.append(sum(receive_sizes) - receive_sizes[self.axis.index])
+        return self.axis.exchange(sent, send_sizes, receive_sizes)
+
+
+def check_products(rank, rows, cols, depth):
+    torch.set_num_threads(1)
+    grid = Grid.make(rows, cols, depth)
+    worst, wrong_counts = 0.0, []
+    for tokens, p, q, panel in SIZES:
+        torch.manual_seed(0)
+        x, w, z = (torch.randn(shape, dtype=torch.float64) for shape in ((tokens, p), (p, q), (tokens, q)))
+        spans = batch_spans(tokens, depth, rows)[grid.index["depth"]]
+        per_row = tuple(map(size_of, spans))
+        mine, layer = slice(*spans[grid.row]), slice(spans[0][0], spans[-1][1])
+        p_row, p_col = slice(*chunk_spans(p, rows)[grid.row]), slice(*chunk_spans(p, cols)[grid.col])
+        q_col = slice(*chunk_spans(q, cols)[grid.col])
+        shape = ProductShape(p, tuple(map(size_of, chunk_spans(q, cols))), rows, panel)
+        expected = {
+            ProductKind.CONTRACT_P: (x @ w)[mine, q_col],
+            ProductKind.CONTRACT_Q: (z @ w.t())[mine, p_col],
+            ProductKind.CONTRACT_TOKENS: (x[layer].t() @ z[layer])[p_row, q_col],
+        }
+        arguments = {
+            ProductKind.CONTRACT_P: (x[mine, p_col], w[p_row, q_col]),
+            ProductKind.CONTRACT_Q: (z[mine, q_col], w[p_row, q_col]),
+            ProductKind.CONTRACT_TOKENS: (x[mine, p_col], z[mine, q_col]),
+        }
+        for keeps_weight in (False, True) if rows > 1 else (False,):
+            product, counts = Product(grid, shape), []
+            for name in ("_row_axis", "_col_axis", "_layer"):
+                setattr(product, name, CountingAxis(getattr(product, name), counts))
+            for kind in KINDS:
+                multiply.is_weight_stationary = lambda *_, keeps=keeps_weight: keeps
+                counts.clear()
+                actual = getattr(product, kind.name.lower())(*arguments[kind], per_row)
+                assert actual.shape == expected[kind].shape
+                if actual.numel():
+                    worst = max(worst, float((actual - expected[kind]).abs().max()))
+                formula = received_elements(kind, shape, per_row, grid.row, grid.col, keeps_weight=keeps_weight)
+                if sum(counts) != formula:
+                    wrong_counts.append((kind, keeps_weight, tokens, sum(counts), formula))
+    dist.barrier()
+    return worst, wrong_counts
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "depth"),
+    [(2, 2, 1), (3, 2, 1), (2, 2, 2)]
+    + [pytest.param(*each, marks=pytest.mark.slow) for each in [(1, 4, 1), (4, 1, 1), (2, 3, 2), (2, 4, 1), (4, 4, 1)]],
+)
+def test_products_are_those_of_one_process_and_receive_what_the_formulas_say(rows, cols, depth):
+    for worst, wrong_counts in run_processes(check_products, rows * cols * depth, rows, cols, depth):
+        assert worst < 1e-13
+        assert wrong_counts == []
+
+
+@pytest.mark.parametrize(("q", "d"), [(2, 1), (2, 2), (4, 4)])
+def test_formulas_of_summa(q, d):
+    """Output-stationary forward (q - 1)/q^2 (Mk/d + kn); each product of the backward the same (Tesseract)."""
+    m, k, n = 64 * q * d, 32 * q, 48 * q
+    shape, tokens = ProductShape(k, (n // q,) * q, q), (m // (q * d),) * q
+    forward = busiest_elements(ProductKind.CONTRACT_P, shape, tokens, keeps_weight=False)
+    assert forward * q * q == (q - 1) * (m * k // d + k * n)
+    for kind in (ProductKind.CONTRACT_Q, ProductKind.CONTRACT_TOKENS):
+        assert busiest_elements(kind, shape, tokens, keeps_weight=False) == forward
+
+
+@pytest.mark.parametrize(("rows", "cols", "width"), [(3, 2, 2), (4, 4, 3), (1, 5, 1), (2, 2, 100)])
+def test_panels_cover_each_piece_once(rows, cols, width):
+    for size in (0, 1, 7, 13, 24):
+        panels = cut_panels(chunk_spans(size, rows), chunk_spans(size, cols), width)
+        for spans, by_piece in ((chunk_spans(size, rows), panels.by_row), (chunk_spans(size, cols), panels.by_col)):
+            for span, pieces in zip(spans, by_piece, strict=True):
+                held = sorted(index for panel in pieces for lo, hi in panel for index in range(lo, hi))
+                assert held == list(range(size_of(span)))
+        for panel in range(panels.num_panels):
+            assert sum(panels.row_sizes(panel)) == sum(panels.col_sizes(panel))
