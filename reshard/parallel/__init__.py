@@ -12,6 +12,7 @@ from reshard.parallel.layers.embedding import Embedding, PositionEmbedding
 from reshard.parallel.layers.linear import Linear, multiply
 from reshard.parallel.layers.loss import CrossEntropy
 from reshard.parallel.layers.norms import LayerNorm, RMSNorm
+from reshard.parallel.relayout import relayout
 from reshard.parallel.state import plain_state_dict
 
 __all__ = [
@@ -29,5 +30,6 @@ __all__ = [
     "parallelize",
     "plain_state_dict",
     "register",
+    "relayout",
     "sync_gradients",
 ]

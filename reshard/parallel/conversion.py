@@ -155,6 +155,7 @@ def parallelize(model: nn.Module, grid: Grid, *, panel: int = PANEL_WIDTH, has_l
     Raises:
         ArgumentError: a module cannot be cut, or modules that share a parameter would cut it in two ways.
     """
+    grid = grid.copy()
     conversion = Conversion(model, grid, panel)
     result = conversion.convert(model, "")
     for names in conversion.ties:

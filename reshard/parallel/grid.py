@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import ArgumentError, MeshError
+from reshard.sharding import Mesh
 
 from .products.collectives import Axis
 from .products.cuts import Span, batch_spans, chunk_spans, size_of
@@ -60,6 +63,8 @@ class Grid:
         }
         self._batch_rows: tuple[int, ...] | None = None
         self._first_row: int | None = None
+        #: Products whose backward has not run; they live as long as their autograd graphs.
+        self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self._axes["layer"] = self._make_layer_axis(ranks[k].flatten().tolist())
 
     @classmethod
@@ -80,6 +85,27 @@ class Grid:
 
     def __repr__(self) -> str:
         return f"Grid(rows={self.rows}, cols={self.cols}, depth={self.depth})"
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks as a :class:`reshard.Mesh` with the axes depth, row and col."""
+        sizes = dict(zip(AXES, (self.depth, self.rows, self.cols), strict=True))
+        return Mesh(self.device_mesh.mesh.flatten().tolist(), sizes)
+
+    @property
+    def has_open_graph(self) -> bool:
+        """Whether a forward of a model on this grid is waiting for its backward."""
+        return bool(self.open_calls)
+
+    def copy(self) -> Grid:
+        """A grid of the same ranks and groups, for another model."""
+        result = copy.copy(self)
+        result.open_calls = weakref.WeakSet()
+        return result
+
+    def become(self, other: Grid) -> None:
+        """Take the shape and the groups of another grid. For :func:`~reshard.parallel.relayout` only."""
+        self.__dict__.update(other.copy().__dict__)
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -36,13 +36,7 @@ class Heads:
     head_size: int
 
     def __post_init__(self) -> None:
-        if self.num_heads < self.grid.cols:
-            raise ArgumentError(
-                f"attention with {self.num_heads} heads cannot be cut over {self.grid.cols} columns; each column of a "
-                "grid needs a whole head"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ArgumentError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly")
+        check_heads(self.num_heads, self.num_kv_heads, self.grid.cols)
 
     def query_heads(self, col: int) -> Span:
         """The query heads of a column; columns differ by at most one head."""
@@ -105,6 +99,17 @@ class Heads:
 
     def _features(self, heads: Span) -> Span:
         return heads[0] * self.head_size, heads[1] * self.head_size
+
+
+def check_heads(num_heads: int, num_kv_heads: int, cols: int) -> None:
+    """Raise ArgumentError unless each of ``cols`` columns gets a whole head, and groups of query heads are equal."""
+    if num_heads < cols:
+        raise ArgumentError(
+            f"attention with {num_heads} heads cannot be cut over {cols} columns; each column of a grid needs a whole "
+            "head"
+        )
+    if num_heads % num_kv_heads:
+        raise ArgumentError(f"{num_heads} query heads cannot share {num_kv_heads} key/value heads evenly")
 
 
 def select_features(x: torch.Tensor, have: Sequence[Span], need: Sequence[Span], grid: Grid) -> torch.Tensor:

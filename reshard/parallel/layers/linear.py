@@ -121,7 +121,7 @@ def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     """One use of layers that share an input.
 
@@ -153,6 +153,7 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, anchor: Any, call: _Call, *weights: Any) -> Any:
         ctx.call = call
+        call.layers[0].grid.open_calls.add(call)
         ctx.save_for_backward(x, *weights)
         multiply_forward = call.product.contract_p if call.cuts_in else call.product.contract_q
         return multiply_forward(x, call.matrix(weights), call.tokens)
@@ -172,6 +173,7 @@ class _Multiply(torch.autograd.Function):
             call.tasks.append(lambda: _accumulate(call, x, gradient))
         elif any(ctx.needs_input_grad[3:]):
             weight_gradients = call.weight_gradients(x, gradient)
+        call.layers[0].grid.open_calls.discard(call)
         return x_gradient, None, None, *weight_gradients
 
 

@@ -1,0 +1,114 @@
+"""``relayout``: move a model and its optimizer to another grid, in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from reshard.api.call import reshard
+from reshard.errors import ArgumentError
+
+from .grid import Grid
+from .layers.attention import check_heads
+
+
+def relayout(model: nn.Module, grid: Grid, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Move the parameters of a model, and the state of its optimizer, to another grid, bit for bit.
+
+    All parameters travel in one plan of :func:`reshard.reshard`. The model keeps its modules; its parameters and the
+    entries of the optimizer are replaced. All ranks call it between steps, with gradients set to None.
+
+    Args:
+        model: a model that :func:`~reshard.parallel.parallelize` has cut.
+        grid: the new grid, of the same ranks.
+        optimizer: the optimizer of the model's parameters.
+
+    Raises:
+        ArgumentError: the model is not on a grid, ranks differ, the model does not fit the new grid, a backward is
+            still to come, or a parameter has a gradient.
+        ReshardError: what :func:`reshard.reshard` raises.
+    """
+    own = getattr(model, "reshard_grid", None)
+    if not isinstance(own, Grid):
+        raise ArgumentError("relayout needs a model that parallelize has returned")
+    _check(model, own, grid)
+    meshes = [each.mesh for each in (own, grid)]
+    parameters = _holders(model)
+    state = {} if optimizer is None else optimizer.state
+    sources: dict[str, torch.Tensor] = {}
+    placements: dict[str, list[Any]] = {}
+    for number, (parameter, _) in enumerate(parameters):
+        for key, value in [("", parameter), *state.get(parameter, {}).items()]:
+            if _is_cut(value):
+                sources[f"{number}.{key}"] = value.detach().to_local()
+                placements[f"{number}.{key}"] = _specs(value)
+    moved = reshard(sources, *meshes, src_spec=placements, dst_spec=placements)
+    replaced: dict[int, nn.Parameter] = {}
+    for number, (parameter, holders) in enumerate(parameters):
+        made = nn.Parameter(_join(moved[f"{number}."], parameter, grid), requires_grad=parameter.requires_grad)
+        for module, name in holders:
+            setattr(module, name, made)
+        replaced[id(parameter)] = made
+        if parameter in state:
+            old = state.pop(parameter)
+            state[made] = {
+                key: _join(moved[f"{number}.{key}"], value, grid) if _is_cut(value) else value
+                for key, value in old.items()
+            }
+    if optimizer is not None:
+        for group in optimizer.param_groups:
+            group["params"] = [replaced.get(id(each), each) for each in group["params"]]
+    own.become(grid)
+    for path, module in reversed(list(model.named_modules())):
+        if hasattr(module, "declare"):
+            module.declare(f"{path}." if path else "")
+
+
+def _check(model: nn.Module, own: Grid, grid: Grid) -> None:
+    ranks, others = (sorted(each.device_mesh.mesh.flatten().tolist()) for each in (own, grid))
+    if ranks != others:
+        raise ArgumentError(f"relayout moves a model between grids of the same ranks, not from {ranks} to {others}")
+    if own.has_open_graph:
+        raise ArgumentError(
+            "relayout was called between a forward of the model and its backward; call it between steps"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise ArgumentError(f"{name!r} has a gradient; call optimizer.zero_grad() before relayout")
+        if tuple(getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", ())) != ("row", "col"):
+            raise ArgumentError(f"{name!r} is not a parameter on (row, col); relayout cannot move it under FSDP")
+    for module in model.modules():
+        heads = getattr(module, "heads", None)
+        if heads is not None:
+            check_heads(heads.num_heads, heads.num_kv_heads, grid.cols)
+
+
+def _holders(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """Each parameter once, and the modules and names that hold it, in the order of the model."""
+    found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(id(parameter), (parameter, []))[1].append((module, name))
+    return list(found.values())
+
+
+def _is_cut(value: Any) -> bool:
+    return hasattr(value, "placements") and hasattr(value, "to_local")
+
+
+def _specs(value: Any) -> list[Any]:
+    """Placements over (depth, row, col)."""
+    from torch.distributed.tensor import Replicate
+
+    return [Replicate(), *value.placements]
+
+
+def _join(local: torch.Tensor, like: Any, grid: Grid) -> Any:
+    """A DTensor on the new grid, with the placements of ``like``."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, grid.weight_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -1,0 +1,67 @@
+"""A model that moves to another grid goes on as if it had been there from the start."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from reshard.errors import ArgumentError
+from reshard.parallel import Grid, parallelize, plain_state_dict, relayout, sync_gradients
+from reshard.testing import run_processes
+
+from .models import make_batch, make_gpt, train
+
+#: Rows, columns and depth of 1-D, 2-D, 2.5-D and data parallelism.
+SHAPES = [(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4)]
+
+
+def check_training(rank):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    grids = [Grid.make(*shape) for shape in SHAPES]
+    model = parallelize(make_gpt(heads=5), grids[0])
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses, is_exact = [], True
+    for number, grid in enumerate(grids):
+        before = plain_state_dict(model)
+        relayout(model, grid, optimizer)
+        after = plain_state_dict(model)
+        is_exact &= all(torch.equal(before[name], after[name]) for name in before)
+        losses += train(model, 5, 2, sync_gradients, 2 * number, optimizer)
+    again = parallelize(make_gpt(heads=5), grids[0])
+    optimizer = torch.optim.AdamW(again.parameters(), 1e-2)
+    expected = train(again, 5, 10, sync_gradients, 0, optimizer)
+    return is_exact, max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+
+
+def test_training_goes_on_over_five_grids():
+    for is_exact, error in run_processes(check_training, 4):
+        assert is_exact
+        assert error < 1e-10
+
+
+def check_misuse(rank):
+    torch.set_num_threads(1)
+    grids = [Grid.make(1, 2, 1), Grid.make(2, 1, 1)]
+    model = parallelize(make_gpt(heads=2), grids[0])
+    loss = model(*make_batch(2))
+    with pytest.raises(ArgumentError, match="between a forward of the model and its backward"):
+        relayout(model, grids[1])
+    loss.backward()
+    with pytest.raises(ArgumentError, match=r"'embed.tokens.weight' has a gradient"):
+        relayout(model, grids[1])
+    model.zero_grad()
+    relayout(model, grids[1])
+    model(*make_batch(2))
+    relayout(model, grids[0])  # a forward whose graph is gone does not count
+    model = parallelize(make_gpt(heads=1), grids[1])
+    with pytest.raises(ArgumentError, match="1 heads cannot be cut over 2 columns"):
+        relayout(model, grids[0])
+    with pytest.raises(ArgumentError, match="needs a model that parallelize has returned"):
+        relayout(make_gpt(), grids[0])
+
+
+def test_misuse_is_refused():
+    run_processes(check_misuse, 2)
