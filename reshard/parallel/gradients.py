@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 
 from reshard.errors import ArgumentError
-from reshard.runtime.gradient_sums import sum_gradients
-
-#: Replicas are compared in the first step and every so many steps after it.
-CHECK_EVERY = 100
+from reshard.runtime.gradient_sums import CHECK_EVERY, sum_gradients
 
 
 def sync_gradients(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) -> None:

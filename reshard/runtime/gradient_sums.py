@@ -16,6 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from reshard.errors import ArgumentError, DisagreementError
 
+#: Replicas are compared in the first step and every so many steps after it.
+CHECK_EVERY = 100
 #: Largest bucket of gradients that are summed by one collective.
 BUCKET_BYTES = 16 * 2**20
 

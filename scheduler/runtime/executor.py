@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from reshard.errors import ArgumentError
+from reshard.runtime.gradient_sums import declared_sums
 from reshard.sharding import TensorSpec
 
 from ..graph import Pipeline
@@ -168,6 +169,7 @@ class Iteration:
         begun = time.monotonic()
         summed = [parameter for replicas in self.parts.replicas for parameter in replicas.parameters()]
         summed += self.parts.ties.parameters()
+        summed += [parameter for run in self.stages.values() for _, parameter, _ in declared_sums(run.module)]
         stashed = stash_gradients(summed) if self.inputs.train else []
         try:
             for replicas in self.parts.replicas:
@@ -191,6 +193,8 @@ class Iteration:
                 for replicas in self.parts.replicas:
                     replicas.add_gradients(self.check_errors, already)
                 self.parts.ties.add_gradients()
+                for run in self.stages.values():
+                    run.sum_declared_gradients()
             for record in self.measured.transfers:  # on a GPU, a transfer can fail after wait() has returned
                 record.transfer.synchronize()
         except Exception as error:

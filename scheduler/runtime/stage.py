@@ -14,6 +14,7 @@ import torch
 from reshard.api.tensor_checks import check_movable, wait_for_collective
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
+from reshard.runtime.gradient_sums import CHECK_EVERY, sum_gradients
 from reshard.runtime.weight_grad_store import WeightGradStore
 from reshard.sharding import TensorSpec
 
@@ -93,6 +94,7 @@ class StageRun:
         self._outgoing = [edge for edge in pipeline.edges if edge.src == stage]
         self._in_flight: dict[int, _Microbatch] = {}
         self._checked_names: set[str] | None = None
+        self._num_sums = 0
 
     def forward(
         self,
@@ -310,6 +312,11 @@ class StageRun:
         """Run the deferred weight-gradient pass of a microbatch."""
         with no_grad_sync(self.module):
             self._in_flight.pop(microbatch).weight_grads.finish()
+
+    def sum_declared_gradients(self) -> None:
+        """After the last backward: the sums that the module declares. Replicas are compared in some steps."""
+        sum_gradients(self.module, check_replicas=self._num_sums % CHECK_EVERY == 0)
+        self._num_sums += 1
 
     def forget(self) -> None:
         """Drop the microbatches in flight of a step that failed."""
