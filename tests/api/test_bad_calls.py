@@ -12,6 +12,7 @@ import reshard
 import reshard.api.call
 from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard.testing.processes import run_processes
+from tests.support.interpreters import run_interpreters
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 
 ROWS = Layout(Mesh.of("2"), "S0")
@@ -246,15 +247,7 @@ except reshard.ReshardError as error:
 
 
 def test_processes_exit_normally_after_an_error(tmp_path):
-    """Runs an interpreter that shuts down normally, unlike the forked test ranks."""
-    import subprocess
-    import sys
-
+    """Runs interpreters that shut down normally, unlike the forked test ranks."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("raised") == 2  # do not count lines: the ranks share one pipe
+    assert [output for output, _ in run_interpreters(script, 2)] == ["raised\n"] * 2

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,33 +12,16 @@ import torch.distributed as dist
 
 import reshard
 from reshard.testing.processes import LaunchError, run_processes
-from tests.support.forking import move
+from tests.coordination.forking import move
+from tests.support.interpreters import run_interpreters
 
-SCRIPT = Path(__file__).parents[1] / "support" / "forking.py"
-
-
-def _free_port():
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
+SCRIPT = Path(__file__).with_name("forking.py")
 
 
-@pytest.mark.parametrize("kind", ["joined", "world"])
-def test_forked_child_is_refused_and_its_parent_continues(kind):
-    port = _free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(port), kind],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    output = [process.communicate(timeout=90) for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], output
-    assert [out for out, _ in output] == ["well\n"] * 2, output
-    assert all(err.count("KeyError: 'raised by the child'") == 1 for _, err in output), output
+def test_forked_child_is_refused_and_its_parent_continues():
+    for output, errors in run_interpreters(SCRIPT, 2):
+        assert output == "well\n"
+        assert errors.count("KeyError: 'raised by the child'") == 2, errors
 
 
 def _die_before_forked_child(rank):

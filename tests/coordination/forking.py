@@ -1,4 +1,4 @@
-"""One of two ranks that move tensors and fork: ``python forking.py RANK PORT GROUP``. Run by test_forks."""
+"""One of two ranks that move tensors and fork. Run by test_forks."""
 
 import multiprocessing
 import os
@@ -50,9 +50,9 @@ def misuse(rank, group, mover, handle, plan, parent):
             pass
 
 
-def make_own_groups(rank, port, how):
+def make_own_groups(rank, port, name):
     """Check in a child that it may create new groups."""
-    store = dist.PrefixStore(f"children {how}", dist.TCPStore("127.0.0.1", port, is_master=False))
+    store = dist.PrefixStore(f"children {name}", dist.TCPStore("127.0.0.1", port, is_master=False))
     with reshard.join(store, rank, 2) as group:
         move(rank, group)
     if dist.is_initialized():
@@ -62,7 +62,7 @@ def make_own_groups(rank, port, how):
     dist.destroy_process_group()
 
 
-def fork(rank, port, how, group, mover, handle, plan):
+def fork(rank, port, kind, how, group, mover, handle, plan):
     """Fork a child that runs the checks and ends as ``how`` says, and wait for it."""
     parent = os.getpid()
     if how == "multiprocessing":
@@ -73,7 +73,7 @@ def fork(rank, port, how, group, mover, handle, plan):
         assert wait_for(child.pid) == 0
     elif (pid := os.fork()) == 0:
         misuse(rank, group, mover, handle, plan, parent)
-        make_own_groups(rank, port, how)
+        make_own_groups(rank, port, f"{kind} {how}")
         if how == "_exit":
             os._exit(0)
         if how == "raise":
@@ -96,29 +96,31 @@ def wait_for(pid):
 
 
 def main():
-    rank, port, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0)
-    if kind == "joined":
-        group = reshard.join(store, rank, 2)
-    else:
-        dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=2)
-        group = None
+    with reshard.join(store, rank, 2) as group:
+        check_forks(rank, port, "joined", group)
+    dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=2)
+    check_forks(rank, port, "world", None)
+    reshard.close_group()
+    store.add("done", 1)
+    while rank == 0 and store.add("done", 0) < 2:  # rank 0 serves the store
+        time.sleep(0.01)
+    dist.destroy_process_group()
+    print("well", flush=True)
+
+
+def check_forks(rank, port, kind, group):
+    """Move tensors before, during and after forks of each kind of child."""
     move(rank, group)
     plan = reshard.make_plan(ROWS, COLS, (4, 4), "float32")
     with reshard.Mover(plan, group) as mover:
         for how in ("exit", "_exit", "raise", "multiprocessing"):
             handle = mover.start(torch.full((2, 4), float(rank)))
-            fork(rank, port, how, group, mover, handle, plan)
+            fork(rank, port, kind, how, group, mover, handle, plan)
             handle.wait()
             assert mover(torch.full((2, 4), float(rank)))[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
             move(rank, group)
-    reshard.close_group(group)
-    store.add("done", 1)
-    while rank == 0 and store.add("done", 0) < 2:  # rank 0 serves the store
-        time.sleep(0.01)
-    if group is None:
-        dist.destroy_process_group()
-    print("well", flush=True)
 
 
 if __name__ == "__main__":
