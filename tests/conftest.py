@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
@@ -13,6 +16,17 @@ settings.register_profile(
 #: Where it only counts whether a test fails, not what the smallest case is that makes it fail.
 settings.register_profile("unshrunk", settings.get_profile("fixed"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("fixed")
+
+
+def pytest_configure():
+    """Let torch, which tests import later, use one thread: several ranks share few cores, and idle threads spin."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish():
+    """Hide the objects of this process from the garbage collector, which in a forked rank would copy all their pages."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
