@@ -289,11 +289,11 @@ def _check_latency(value: Any, name: str) -> float:
 def check_indices(values: Iterable[Any], name: str) -> tuple[int, ...]:
     """``values`` as a tuple of integers; raises TopologyError unless all are from 0 to MAX_RANK."""
     try:
-        numbers = tuple(index(value) for value in values)
+        numbers = tuple(map(index, values))
     except TypeError as error:
         raise TopologyError(f"{name} must be integers: {error}") from None
     if len(numbers) > MAX_RANKS:
         raise TopologyError(f"a topology has at most {MAX_RANKS} ranks, not {len(numbers)}")
-    if any(not 0 <= number <= MAX_RANK for number in numbers):
+    if numbers and not 0 <= min(numbers) <= max(numbers) <= MAX_RANK:
         raise TopologyError(f"{name} must be from 0 to {MAX_RANK}; got a negative or larger one")
     return numbers
