@@ -59,11 +59,11 @@ def test_edges_have_the_bytes_of_the_study():
     ("name", "divisor", "num_stages"),
     [
         ("gpt3-125m", 4, 3),
-        ("gpt3-1.3b", 8, 3),
-        ("gpt3-13b", 10, 4),
-        ("u-transformer-470m", 4, 2),
+        pytest.param("gpt3-1.3b", 8, 3, marks=pytest.mark.slow),
+        pytest.param("gpt3-13b", 10, 4, marks=pytest.mark.slow),
+        pytest.param("u-transformer-470m", 4, 2, marks=pytest.mark.slow),
         ("u-transformer-1b", 12, 3),
-        ("u-transformer-2b", 21, 4),
+        pytest.param("u-transformer-2b", 21, 4, marks=pytest.mark.slow),
     ],
 )
 def test_shrinking_multiplies_bytes_per_operation_of_all_edges_alike(name, divisor, num_stages):
