@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scipy.stats import theilslopes
 
 from microbench.emulation.cluster import Cluster
 from microbench.emulation.links import PAYLOAD_SHARE
@@ -205,6 +204,8 @@ def expected_payload_rate(test: PortTest) -> float:
 
 def _run_round(rank: int, tests: list[PortTest]) -> tuple[float, list[float]]:
     """Run the tests once. Returns the largest steal-time share of any machine, and the rate of each test."""
+    from scipy.stats import theilslopes  # takes most of a second to import
+
     works: list[tuple[int, list[Any]]] = []
     buffers = []
     all_flows = [(number, flow) for number, test in enumerate(tests) for flow in test.flows]
