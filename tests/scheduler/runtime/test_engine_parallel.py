@@ -126,48 +126,50 @@ def run_rank(rank, sizes, how, build, tied, adds_up=False):
     return step.loss, {n.removeprefix(prefix): whole(p.grad) for n, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "how", "build"),
-    [
-        ((2, 1), ("ddp", "plain"), zb_h1),
-        ((1, 2), ("plain", "ddp"), auto_schedule),
-        ((2, 1), ("tp", "plain"), zb_h1),
-        ((2, 1), ("tp local", "plain"), one_f_one_b),
-        ((1, 2), ("plain", "tp"), one_f_one_b),
-        ((2, 1), ("fsdp", "plain"), one_f_one_b),
-        ((1, 2), ("plain", "fsdp"), one_f_one_b),
-    ],
-)
-def test_gradients_equal_a_single_process(sizes, how, build):
+def run_cases(rank, cases):
+    return [run_rank(rank, *case) for case in cases]
+
+
+def test_gradients_equal_a_single_process():
     losses, grads = single_process(False)
-    results = run_processes(run_rank, 3, sizes, how, build, False)
-    for rank, (_, named) in enumerate(results):
+    cases = [
+        ((2, 1), ("ddp", "plain"), zb_h1, False),
+        ((1, 2), ("plain", "ddp"), auto_schedule, False),
+        ((2, 1), ("tp", "plain"), zb_h1, False),
+        ((2, 1), ("tp local", "plain"), one_f_one_b, False),
+        ((1, 2), ("plain", "tp"), one_f_one_b, False),
+        ((2, 1), ("fsdp", "plain"), one_f_one_b, False),
+        ((1, 2), ("plain", "fsdp"), one_f_one_b, False),
+    ]
+    for (sizes, how, *_), results in zip(cases, zip(*run_processes(run_cases, 3, cases), strict=True), strict=True):
+        for rank, (_, named) in enumerate(results):
+            for name, gradient in named.items():
+                expected = grads[int(rank >= sizes[0])][name]
+                found = torch.from_numpy(gradient)
+                torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14, msg=f"{how}, {name}")
+        found = [loss for loss, _ in results[sizes[0] :]]
+        assert sum(found) / len(found) == pytest.approx(sum(losses) / NUM, rel=1e-12), how
+
+
+def test_gradients_accumulate_and_tied_weights_get_equal_ones():
+    losses, tied_grads = single_process(True)
+    _, grads = single_process(False)
+    cases = [
+        ((2, 1), ("ddp", "plain"), zb_h1, True),
+        ((2, 1), ("ddp", "plain"), one_f_one_b, True, True),
+        ((2, 1), ("fsdp", "plain"), one_f_one_b, False, True),
+    ]
+    once, twice, sharded = zip(*run_processes(run_cases, 3, cases), strict=True)
+    assert once[2][0] == pytest.approx(sum(losses) / NUM, rel=1e-12)
+    for results, factor in ((once, 1), (twice, 2)):
+        for rank, (_, named) in enumerate(results):
+            for name, gradient in named.items():
+                tied = name in ("embed.weight", "head.weight")
+                expected = tied_grads[0]["embed.weight"] if tied else tied_grads[int(rank >= 2)][name]
+                torch.testing.assert_close(torch.from_numpy(gradient), factor * expected, rtol=1e-10, atol=1e-14)
+    for rank, (_, named) in enumerate(sharded):
         for name, gradient in named.items():
-            expected = grads[int(rank >= sizes[0])][name]
-            torch.testing.assert_close(torch.from_numpy(gradient), expected, rtol=1e-10, atol=1e-14)
-    found = [loss for loss, _ in results[sizes[0] :]]
-    assert sum(found) / len(found) == pytest.approx(sum(losses) / NUM, rel=1e-12)
-
-
-def test_tied_weights_get_equal_gradients():
-    losses, grads = single_process(True)
-    results = run_processes(run_rank, 3, (2, 1), ("ddp", "plain"), zb_h1, True)
-    assert results[2][0] == pytest.approx(sum(losses) / NUM, rel=1e-12)
-    for rank, name in ((0, "embed.weight"), (1, "embed.weight"), (2, "head.weight")):
-        torch.testing.assert_close(
-            torch.from_numpy(results[rank][1][name]), grads[0]["embed.weight"], rtol=1e-10, atol=1e-14
-        )
-
-
-@pytest.mark.parametrize("how", [("ddp", "plain"), ("fsdp", "plain")])
-def test_gradients_accumulate_over_steps(how):
-    _, grads = single_process(True)
-    results = run_processes(run_rank, 3, (2, 1), how, one_f_one_b, how[0] == "ddp", True)
-    tied = how[0] == "ddp"
-    grads = grads if tied else single_process(False)[1]
-    for rank, (_, named) in enumerate(results):
-        for name, gradient in named.items():
-            expected = grads[0]["embed.weight"] if tied and name == "head.weight" else grads[int(rank >= 2)][name]
+            expected = grads[int(rank >= 2)][name]
             torch.testing.assert_close(torch.from_numpy(gradient), 2 * expected, rtol=1e-10, atol=1e-14)
 
 
