@@ -88,7 +88,6 @@ def train_staged(rank, stages, cuts, accumulate, local):
 @pytest.mark.parametrize(
     ("stages", "cuts", "accumulate", "local"),
     [
-        ("1x1,1x1", ["layers.1"], 1, False),
         ("1x1,1x1,1x1", ["layers.1", "layers.3"], 2, False),
         ("2x1,1x1,2x1", ["layers.1", "layers.3"], 1, False),
         ("2x1,1x1", ["layers.2"], 2, True),

@@ -113,34 +113,30 @@ def unfreeze(last):
     last.frozen.requires_grad_(True)
 
 
-@pytest.mark.parametrize(
-    ("options", "before", "after", "reference"),
-    [
+def run_ddp_cases(rank, cases):
+    return [run_ddp(rank, *case[:3], 3) for case in cases]
+
+
+def test_gradients_accumulate_over_steps():
+    """Each step has different data, so that a gradient of an earlier step is not mistaken for a later one."""
+    cases = [
         ({}, nothing, nothing, nothing),
         ({"gradient_as_bucket_view": True}, nothing, nothing, nothing),
         ({"find_unused_parameters": True}, nothing, nothing, nothing),
         ({}, freeze, nothing, freeze),
         ({}, nothing, freeze, freeze),
         ({}, freeze, unfreeze, nothing),
-    ],
-    ids=[
-        "plain",
-        "bucket views",
-        "finds unused",
-        "frozen before wrapping",
-        "frozen after wrapping",
-        "unfrozen after wrapping",
-    ],
-)
-def test_gradients_accumulate_over_steps(options, before, after, reference):
-    """Each step has different data, so that a gradient of an earlier step is not mistaken for a later one."""
-    wanted = single_process(3, reference)
-    for got in run_processes(run_ddp, 3, options, before, after, 3)[1:]:
-        assert got.keys() == wanted.keys()
-        for name, gradient in wanted.items():
-            assert (gradient is None) == (got[name] is None), name
-            if gradient is not None:
-                torch.testing.assert_close(torch.from_numpy(got[name]), torch.from_numpy(gradient), rtol=1e-10, atol=0)
+    ]
+    for case, results in zip(cases, zip(*run_processes(run_ddp_cases, 3, cases), strict=True), strict=True):
+        wanted = single_process(3, case[3])
+        for got in results[1:]:
+            assert got.keys() == wanted.keys()
+            for name, gradient in wanted.items():
+                assert (gradient is None) == (got[name] is None), (case, name)
+                if gradient is not None:
+                    torch.testing.assert_close(
+                        torch.from_numpy(got[name]), torch.from_numpy(gradient), rtol=1e-10, atol=0
+                    )
 
 
 def run_with_hooks(rank):
