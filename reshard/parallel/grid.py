@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import math
+import socket
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -61,6 +63,7 @@ class Grid:
             "row": Axis("row", device_mesh.get_group("row"), ranks[k, :, j].tolist(), i),
             "col": Axis("col", device_mesh.get_group("col"), ranks[k, i, :].tolist(), j),
         }
+        self._split_axes_by_host()
         self._batch_rows: tuple[int, ...] | None = None
         self._first_row: int | None = None
         #: Products whose backward has not run; they live as long as their autograd graphs.
@@ -206,6 +209,14 @@ class Grid:
                 f"{self._batch_rows[self.row]} rows on this rank"
             )
         return tuple(rows * math.prod(x.shape[1:-1]) for rows in self._batch_rows)
+
+    def _split_axes_by_host(self) -> None:
+        """Tell each axis which of its ranks share a host, as their host names say."""
+        digest = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:7], "big")
+        own = torch.tensor([digest], device=self.device_mesh.device_type)
+        for name in AXES:
+            axis = self._axes[name]
+            axis.split_by_host(axis.gather(own, [1] * axis.size).wait().tolist())
 
     def _make_layer_axis(self, ranks: Sequence[int]) -> Axis:
         if self.rows == 1:

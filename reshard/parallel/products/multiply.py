@@ -28,13 +28,21 @@ class Product:
         self.grid, self.shape = grid, shape
         self._row_axis, self._col_axis, self._layer = grid.along("row"), grid.along("col"), grid.along("layer")
 
+    def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The local product. Benchmarks replace it to time communication alone."""
+        return a @ b
+
+    def add_product(self, total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The local product, added to ``total`` in place if there is one."""
+        return self.multiply(a, b) if total is None else total.addmm_(a, b)
+
     def _keeps_weight(self, kind: ProductKind, tokens: Sequence[int]) -> bool:
         return is_weight_stationary(kind, self.shape, tuple(tokens))
 
     def contract_p(self, x: torch.Tensor, w: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """``X W``: ``[m, P_j]`` to ``[m, Q_j]``. ``tokens``: number of tokens of each row of the grid."""
         if self._keeps_weight(ProductKind.CONTRACT_P, tokens):
-            partial = self._features_of_row(x, tokens).t() @ w
+            partial = self.multiply(self._features_of_row(x, tokens).t(), w)
             return self._row_axis.reduce_scatter(partial, tokens).wait()
         gathers = self._start_gathers(0, x, w)
         y: torch.Tensor | None = None
@@ -42,7 +50,7 @@ class Product:
             x_panel, w_panel = (each.wait() for each in gathers)
             if panel + 1 < self.shape.panels.num_panels:
                 gathers = self._start_gathers(panel + 1, x, w)
-            y = x_panel.t() @ w_panel if y is None else y.addmm_(x_panel.t(), w_panel)
+            y = self.add_product(y, x_panel.t(), w_panel)
         assert y is not None
         return y
 
@@ -50,14 +58,14 @@ class Product:
         """``X Wᵀ``: ``[m, Q_j]`` to ``[m, P_j]``."""
         if self._keeps_weight(ProductKind.CONTRACT_Q, tokens):
             every_token = self._row_axis.gather(x.contiguous(), tokens).wait()
-            return self._sum_to_columns(w @ every_token.t(), tokens)
+            return self._sum_to_columns(self.multiply(w, every_token.t()), tokens)
         panels, y = self.shape.panels, x.new_empty((len(x), size_of(self.shape.p_cols[self.grid.col])))
         gathered, sums = self._gather_weight(0, w), []
         for panel in range(panels.num_panels):
             w_panel = gathered.wait()
             if panel + 1 < panels.num_panels:
                 gathered = self._gather_weight(panel + 1, w)
-            sums.append(self._col_axis.reduce_scatter(w_panel @ x.t(), panels.col_sizes(panel)))
+            sums.append(self._col_axis.reduce_scatter(self.multiply(w_panel, x.t()), panels.col_sizes(panel)))
             if panel:
                 _put(y.t(), panels.by_col[self.grid.col][panel - 1], sums[panel - 1])
         _put(y.t(), panels.by_col[self.grid.col][-1], sums[-1])
@@ -66,14 +74,15 @@ class Product:
     def contract_tokens(self, x: torch.Tensor, z: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """``Xᵀ Z``: ``[m, P_j]`` and ``[m, Q_j]`` to ``[P_i, Q_j]``. Not summed over depth."""
         if self._keeps_weight(ProductKind.CONTRACT_TOKENS, tokens):
-            return self._features_of_row(x, tokens) @ self._row_axis.gather(z.contiguous(), tokens).wait()
+            every_token = self._row_axis.gather(z.contiguous(), tokens).wait()
+            return self.multiply(self._features_of_row(x, tokens), every_token)
         panels, gradient = self.shape.panels, z.new_empty((size_of(self.shape.p_rows[self.grid.row]), z.shape[1]))
         gathered, sums = self._gather_features(0, x), []
         for panel in range(panels.num_panels):
             x_panel = gathered.wait()
             if panel + 1 < panels.num_panels:
                 gathered = self._gather_features(panel + 1, x)
-            sums.append(self._row_axis.reduce_scatter(x_panel @ z, panels.row_sizes(panel)))
+            sums.append(self._row_axis.reduce_scatter(self.multiply(x_panel, z), panels.row_sizes(panel)))
             if panel:
                 _put(gradient, panels.by_row[self.grid.row][panel - 1], sums[panel - 1])
         _put(gradient, panels.by_row[self.grid.row][-1], sums[-1])

@@ -1,0 +1,75 @@
+"""Bytes that each rank receives on the wire, against the formulas: ``python -m microbench.parallel.wire_bytes``.
+
+Each rank has a network namespace of its own, whose counters see all that it receives: payload, headers, and the
+acknowledgements of what it sends. Two runs with different numbers of steps are subtracted, so that connecting does not
+count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from microbench.emulation.cluster import Cluster, ClusterError
+from microbench.parallel.layers import GridShape, LinearStack, received_per_rank, transformer_linears
+from reshard.parallel import Grid
+from reshard.topology import Topology
+
+#: [1,4,1] is 1-D; [4,4,4] has 64 processes.
+GRIDS = "1,4,1 2,2,1 2,2,2 1,2,4 3,2,1 2,3,2 4,4,1 4,4,4"
+#: Largest difference that headers and acknowledgements explain.
+TOLERANCE = 0.03
+
+
+def run_steps(rank: int, report: Callable[[Any], None], shape: GridShape, tokens: int, hidden: int, steps: int) -> None:
+    """Run steps of the linear layers of a transformer layer on this rank."""
+    torch.set_num_threads(1)
+    stack = LinearStack(Grid.make(shape.rows, shape.cols, shape.depth), transformer_linears(hidden), tokens)
+    for _ in range(steps):
+        stack.run_step()
+
+
+def measure(shape: GridShape, tokens: int, hidden: int, steps: int) -> list[float]:
+    """Bytes that each rank receives in one step."""
+    with Cluster(Topology.uniform(list(range(shape.size)), 125e7)) as cluster:
+        counts = []
+        for number in (1, 1 + steps):
+            before = [nics[0][1] for nics in cluster.crossed_bytes()]
+            cluster.run(run_steps, shape, tokens, hidden, number, timeout_seconds=600)
+            counts.append([nics[0][1] - old for nics, old in zip(cluster.crossed_bytes(), before, strict=True)])
+    return [(many - one) / steps for one, many in zip(*counts, strict=True)]
+
+
+def main() -> int:
+    """Print a table. The exit code is 1 if a rank is off by more than the tolerance."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grids", default=GRIDS, help="rows,cols,depth of each grid, separated by spaces")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=8, help="steps that are counted")
+    args = parser.parse_args()
+    sizes = transformer_linears(args.hidden)
+    print(f"linears of a transformer layer, {args.tokens} tokens, hidden {args.hidden}, float32, bytes per step")
+    print(f"{'grid':>10} {'ranks':>6} {'formula':>12} {'counted':>12} {'worst ratio':>12}")
+    worst = 0.0
+    for text in args.grids.split():
+        shape = GridShape.parse(text)
+        formula = [4 * each for each in received_per_rank(shape, sizes, args.tokens)]
+        try:
+            counted = measure(shape, args.tokens, args.hidden, args.steps)
+        except ClusterError as error:
+            print(error, file=sys.stderr)
+            return 2
+        ratios = [a / b for a, b in zip(counted, formula, strict=True)]
+        ratio = max(ratios, key=lambda each: abs(each - 1))
+        worst = max(worst, abs(ratio - 1))
+        print(f"{shape!s:>10} {shape.size:>6} {max(formula):>12} {max(counted):>12.0f} {ratio:>12.4f}", flush=True)
+    return int(worst > TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

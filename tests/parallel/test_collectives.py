@@ -1,0 +1,41 @@
+"""Gathers and sums along an axis of uneven parts, flat and by hosts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from reshard.parallel.products.collectives import Axis
+from reshard.testing import run_processes
+
+SIZES = [[2, 2, 2, 2, 2, 2], [3, 0, 1, 4, 2, 1], [0, 0, 5, 0, 0, 0]]
+
+
+def check_axis(rank, hosts):
+    torch.set_num_threads(1)
+    axis = Axis("row", dist.group.WORLD, range(6), rank)
+    axis.split_by_host(hosts)
+    for sizes in SIZES:
+        whole = torch.arange(sum(sizes) * 3, dtype=torch.float64).view(-1, 3)
+        own = whole.split(sizes)[rank]
+        assert torch.equal(axis.gather(own.contiguous(), sizes).wait(), whole)
+        summed = axis.reduce_scatter(whole * 2.0**rank, sizes).wait()
+        assert torch.equal(summed, own * (2.0**6 - 1))
+    assert torch.equal(axis.all_reduce(torch.full((7, 2), 2.0**rank)), torch.full((7, 2), 2.0**6 - 1))
+    assert axis.sum(torch.tensor([1.0, rank])).tolist() == [6.0, 15.0]
+    assert axis.max(torch.tensor(rank)).item() == 5
+    return axis._levels is not None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "has_levels"),
+    [
+        ([0, 0, 0, 1, 1, 1], True),
+        ([7, 8, 9, 7, 8, 9], True),
+        ([0, 0, 0, 0, 1, 1], False),  # unequal
+        ([0] * 6, False),
+    ],
+)
+def test_collectives(hosts, has_levels):
+    assert run_processes(check_axis, 6, hosts) == [has_levels] * 6
