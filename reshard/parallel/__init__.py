@@ -3,6 +3,7 @@
 Start with :func:`parallelize`. Its sums of gradients need :func:`sync_gradients`, or the pipeline engine.
 """
 
+from reshard.parallel.choice import GridChoice, GridPrice, choose_grid
 from reshard.parallel.conversion import Conversion, parallelize, register
 from reshard.parallel.gradients import sync_gradients
 from reshard.parallel.grid import Grid
@@ -14,6 +15,7 @@ from reshard.parallel.layers.loss import CrossEntropy
 from reshard.parallel.layers.norms import LayerNorm, RMSNorm
 from reshard.parallel.relayout import relayout
 from reshard.parallel.state import plain_state_dict
+from reshard.parallel.transformer import TransformerSizes
 
 __all__ = [
     "Conversion",
@@ -21,11 +23,15 @@ __all__ = [
     "Dropout",
     "Embedding",
     "Grid",
+    "GridChoice",
+    "GridPrice",
     "Heads",
     "LayerNorm",
     "Linear",
     "PositionEmbedding",
     "RMSNorm",
+    "TransformerSizes",
+    "choose_grid",
     "multiply",
     "parallelize",
     "plain_state_dict",

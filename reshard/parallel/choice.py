@@ -1,0 +1,279 @@
+"""``choose_grid``: price every grid of a model on a topology, and take the fastest that fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import ArgumentError
+from reshard.formatting import format_bytes
+from reshard.topology import Topology
+
+from .costs import AxisTraffic, find_traffic
+from .grid import AXES
+from .products.cuts import chunk_spans, size_of
+from .products.dataflow import PANEL_WIDTH, ProductKind, ProductShape, busiest_elements, is_weight_stationary
+from .transformer import TransformerSizes
+
+#: Collectives of both norms of a layer, forward and backward, each of a few bytes per token.
+_NORM_COLLECTIVES = 6
+#: Elements that a layer keeps for its backward, per token and hidden feature: the inputs of its products and norms,
+#: projections, and what attention and the MLP save.
+_SAVED_PER_FEATURE = 20
+
+
+@dataclass(frozen=True)
+class GridPrice:
+    """One grid, its ranks, and what a training step on it costs.
+
+    Attributes:
+        rows, cols, depth: the shape. order: axes from the slowest to the fastest over consecutive ranks.
+        compute_seconds: products of the busiest rank. product_seconds: communication of products that the local
+            multiplications do not hide. depth_seconds: sums of gradients over depth. other_seconds: norms.
+        memory_bytes: parameters, gradients, optimizer state and activations of a rank.
+        num_stationary: products, of all, that keep the weight in place.
+    """
+
+    rows: int
+    cols: int
+    depth: int
+    order: tuple[str, ...]
+    compute_seconds: float
+    product_seconds: float
+    depth_seconds: float
+    other_seconds: float
+    memory_bytes: float
+    num_stationary: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one step."""
+        return self.compute_seconds + self.product_seconds + self.depth_seconds + self.other_seconds
+
+    @property
+    def kind(self) -> str:
+        """The field's name for the shape."""
+        if self.rows == self.cols == 1:
+            return "replicas" if self.depth > 1 else "one rank"
+        if self.rows == 1:
+            return "1-D" if self.depth == 1 else "1-D + replicas"
+        return "2-D" if self.depth == 1 else "2.5-D"
+
+    def ranks(self, ranks: Sequence[int]) -> np.ndarray:
+        """``[depth, row, col]`` the rank at each position, for ``DeviceMesh``."""
+        return _arrange(ranks, (self.depth, self.rows, self.cols), self.order)
+
+    def __str__(self) -> str:
+        return f"[{self.rows}, {self.cols}, {self.depth}]"
+
+
+@dataclass(frozen=True)
+class GridChoice:
+    """All grids, the fastest first.
+
+    Attributes:
+        candidates: grids that fit. too_large: grids that need too much memory. refused: ``(shape, reason)`` of others.
+        memory_limit_bytes: the limit, or infinity.
+    """
+
+    candidates: tuple[GridPrice, ...]
+    too_large: tuple[GridPrice, ...]
+    refused: tuple[tuple[str, str], ...]
+    memory_limit_bytes: float
+
+    @property
+    def best(self) -> GridPrice:
+        """The fastest grid that fits."""
+        return self.candidates[0]
+
+    def explain(self, count: int = 8) -> str:
+        """A table of the best ``count`` shapes, each with its best mapping, and of what was left out."""
+        lines = [
+            f"{'grid':>12} {'kind':>14} {'seconds':>9} {'compute':>9} {'products':>9} {'depth':>9} {'norms':>9} "
+            f"{'memory':>10}  ranks vary fastest along"
+        ]
+        seen: set[str] = set()
+        for price in self.candidates:
+            if str(price) in seen or len(seen) == count:
+                continue
+            seen.add(str(price))
+            parts = (price.compute_seconds, price.product_seconds, price.depth_seconds, price.other_seconds)
+            lines.append(
+                f"{price!s:>12} {price.kind:>14} {price.seconds:>9.4g} "
+                + " ".join(f"{each:>9.3g}" for each in parts)
+                + f" {format_bytes(price.memory_bytes):>10}  {', '.join(reversed(price.order))}"
+            )
+        shapes = {str(price): price for price in self.too_large}
+        lines += [
+            f"{name:>12} needs {format_bytes(price.memory_bytes)} of {format_bytes(self.memory_limit_bytes)}"
+            for name, price in shapes.items()
+        ]
+        lines += [f"{name:>12} {reason}" for name, reason in self.refused]
+        return "\n".join(lines)
+
+
+def choose_grid(
+    model: Any,
+    topology: Topology,
+    ranks: Sequence[int],
+    memory_bytes: float = math.inf,
+    *,
+    rows: int,
+    flops_per_second: float,
+    itemsize: int = 4,
+    state_bytes: int = 16,
+    panel: int = PANEL_WIDTH,
+) -> GridChoice:
+    """Price every grid shape and rank order for a training step, and sort them.
+
+    Each product takes its cheapest dataflow. Its local multiplication hides its communication but for one panel. The
+    price counts bytes by the formulas of :mod:`~reshard.parallel.products.dataflow`, on NICs and inside hosts, and one
+    latency per collective and panel. A topology's pods are not priced.
+
+    Args:
+        model: :class:`TransformerSizes`, or a model or config that :meth:`TransformerSizes.of` reads.
+        topology: hosts and links.
+        ranks: ranks of the grid, hosts together.
+        memory_bytes: limit of a rank.
+        rows: rows of a batch.
+        flops_per_second: of one rank, in multiplications and additions.
+        itemsize: bytes of an element of activations and weights on the wire.
+        state_bytes: bytes of a parameter with its gradient and optimizer state; 16 for Adam in float32.
+        panel: see :class:`~reshard.parallel.Linear`.
+
+    Raises:
+        ArgumentError: no grid fits; the error says what the smallest needs.
+    """
+    sizes = model if isinstance(model, TransformerSizes) else TransformerSizes.of(model)
+    for name, value in (("rows", rows), ("flops_per_second", flops_per_second), ("memory_bytes", memory_bytes)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ArgumentError(f"{name} is {value!r}; it must be positive")
+    if not ranks or len(set(ranks)) < len(ranks) or max(ranks) >= len(topology.host_of_rank):
+        raise ArgumentError(
+            f"ranks must be different ranks of the topology, which has {len(topology.host_of_rank)}, not {list(ranks)}"
+        )
+    job = _Job(sizes, topology, tuple(ranks), rows, flops_per_second, itemsize, state_bytes, panel)
+    prices: list[GridPrice] = []
+    refused: list[tuple[str, str]] = []
+    for shape in _shapes(len(ranks)):
+        depth, grid_rows, cols = shape
+        name = f"[{grid_rows}, {cols}, {depth}]"
+        if cols > sizes.num_heads:
+            refused.append((name, f"has more columns than the {sizes.num_heads} heads"))
+        elif depth * grid_rows > rows:
+            refused.append((name, f"needs {depth * grid_rows} rows in a batch, which has {rows}"))
+        else:
+            prices += [job.price(shape, order) for order in _orders(shape)]
+    prices.sort(key=lambda price: (price.seconds, price.memory_bytes, str(price), price.order))
+    fitting = tuple(price for price in prices if price.memory_bytes <= memory_bytes)
+    if not fitting:
+        least = min((price.memory_bytes for price in prices), default=math.inf)
+        detail = (
+            f"the smallest needs {format_bytes(least)} of {format_bytes(memory_bytes)}"
+            if prices
+            else "; ".join(f"{name} {reason}" for name, reason in refused)
+        )
+        raise ArgumentError(f"no grid of {len(ranks)} ranks fits: {detail}")
+    too_large = tuple(price for price in prices if price.memory_bytes > memory_bytes)
+    return GridChoice(fitting, too_large, tuple(refused), memory_bytes)
+
+
+def _shapes(size: int) -> Iterator[tuple[int, int, int]]:
+    """``(depth, rows, cols)`` of all grids with this number of ranks."""
+    divisors = [number for number in range(1, size + 1) if size % number == 0]
+    return ((d, r, size // (d * r)) for d in divisors for r in divisors if size % (d * r) == 0)
+
+
+def _orders(shape: tuple[int, int, int]) -> list[tuple[str, ...]]:
+    """Orders of the axes over consecutive ranks; those that differ only in axes of one rank are the same."""
+    orders = {}
+    for order in permutations(AXES):
+        orders[tuple(axis for axis in order if shape[AXES.index(axis)] > 1)] = order
+    return list(orders.values())
+
+
+def _arrange(ranks: Sequence[int], shape: tuple[int, int, int], order: Sequence[str]) -> np.ndarray:
+    """``[depth, row, col]`` the rank at each position; consecutive ranks vary along the last axis of ``order``."""
+    sizes = [shape[AXES.index(axis)] for axis in order]
+    array = np.array(ranks).reshape(sizes)
+    return array.transpose([list(order).index(axis) for axis in AXES])
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all grids are priced for. See :func:`choose_grid`."""
+
+    sizes: TransformerSizes
+    topology: Topology
+    ranks: tuple[int, ...]
+    rows: int
+    flops_per_second: float
+    itemsize: int
+    state_bytes: int
+    panel: int
+
+    def price(self, shape: tuple[int, int, int], order: tuple[str, ...]) -> GridPrice:
+        """The price of ``(depth, rows, cols)`` with the axes in ``order`` over the ranks."""
+        sizes, (depth, rows, cols) = self.sizes, shape
+        arranged = _arrange(self.ranks, shape, order)
+        traffic = {axis: find_traffic(self.topology, arranged, number) for number, axis in enumerate(AXES)}
+        layer_rows = size_of(chunk_spans(self.rows, depth)[0])
+        tokens = tuple(size_of(span) * sizes.sequence for span in chunk_spans(layer_rows, rows))
+        attention = 3 * _attention_flops(sizes, tokens[0], cols) / self.flops_per_second
+        compute, exposed, sums, parameters, stationary = sizes.num_layers * attention, 0.0, 0.0, 0.0, 0
+        products = [(each, sizes.num_layers) for each in sizes.layer_products] + [(sizes.output_product, 1)]
+        for (k, n), count in products:
+            large = tuple(map(size_of, chunk_spans(max(k, n), cols)))
+            product = ProductShape(min(k, n), large, rows, self.panel)
+            multiply = 2.0 * tokens[0] * product.p * product.q[0] / self.flops_per_second
+            for kind in ProductKind:
+                keeps = is_weight_stationary(kind, product, tokens)
+                moved = _moving_seconds(kind, product, tokens, traffic, self.itemsize, keeps_weight=keeps)
+                steps = 1 if keeps else product.panels.num_panels
+                stationary += count * keeps
+                compute += count * multiply
+                exposed += count * max(moved - multiply * (steps - 1) / steps, moved / steps)
+            weight = size_of(product.p_rows[0]) * product.q[0]
+            parameters += count * weight
+            sums += count * 2 * traffic["depth"].seconds(weight * self.itemsize / depth)
+        norms = sizes.num_layers * _NORM_COLLECTIVES * traffic["col"].seconds(tokens[0] * 8.0)
+        saved = sizes.num_layers * _SAVED_PER_FEATURE * tokens[0] * math.ceil(sizes.hidden / cols)
+        logits = 3 * tokens[0] * math.ceil(sizes.vocabulary / cols)
+        memory = parameters * self.state_bytes + (saved + logits) * self.itemsize
+        return GridPrice(rows, cols, depth, order, compute, exposed, sums, norms, memory, stationary)
+
+
+def _attention_flops(sizes: TransformerSizes, tokens: int, cols: int) -> float:
+    """Scores and their product with the values, without the half that a causal mask drops."""
+    return 4.0 * tokens * sizes.sequence * sizes.head_size * math.ceil(sizes.num_heads / cols)
+
+
+def _moving_seconds(
+    kind: ProductKind,
+    product: ProductShape,
+    tokens: tuple[int, ...],
+    traffic: dict[str, AxisTraffic],
+    itemsize: int,
+    *,
+    keeps_weight: bool,
+) -> float:
+    """Seconds of the communication of one product, nothing hidden."""
+    m, q = max(tokens), max(product.q)
+    x_part, w_part = size_of(product.p_cols[0]) * m * itemsize, size_of(product.p_rows[0]) * q * itemsize
+    panels = product.panels.num_panels - 1
+    latency = panels * (traffic["col"].latency_seconds + traffic["row"].latency_seconds)
+    if not keeps_weight:
+        return latency + traffic["col"].seconds(x_part) + traffic["row"].seconds(w_part)
+    received = busiest_elements(kind, product, tokens, keeps_weight=True) * itemsize
+    along_rows = (product.rows - 1) * m * q * itemsize
+    across, inside = (
+        max(getattr(traffic[axis], name) / max(1, traffic[axis].parts) for axis in ("row", "col"))
+        for name in ("nic_seconds", "inside_seconds")
+    )
+    latency = max(traffic[axis].latency_seconds for axis in ("row", "col"))
+    return traffic["row"].seconds(m * q * itemsize) + max(0.0, received - along_rows) * (across + inside) + latency

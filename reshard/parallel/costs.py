@@ -1,0 +1,71 @@
+"""Seconds that collectives along the axes of a grid take on a topology."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.topology import Topology
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """What one collective along an axis moves if every rank holds one part.
+
+    A gather and a sum move the same: each rank receives the part of every other rank of its axis, through NICs or
+    inside its host. Where hosts have equally many ranks of an axis, both run in two levels, as
+    :class:`~reshard.parallel.products.collectives.Levels` does.
+
+    Attributes:
+        nic_seconds: seconds of the busiest NIC for parts of one byte.
+        inside_seconds: seconds of the busiest rank inside its host for parts of one byte.
+        latency_seconds: time that does not depend on bytes.
+        parts: parts that a rank receives.
+    """
+
+    nic_seconds: float
+    inside_seconds: float
+    latency_seconds: float
+    parts: int
+
+    def seconds(self, part_bytes: float) -> float:
+        """Seconds of one collective with parts of this size."""
+        if not self.parts:
+            return 0.0
+        return self.latency_seconds + part_bytes * (self.nic_seconds + self.inside_seconds)
+
+
+def find_traffic(topology: Topology, ranks: np.ndarray, axis: int) -> AxisTraffic:
+    """The traffic along one axis of a grid.
+
+    Args:
+        topology: hosts and links of the ranks.
+        ranks: ``[depth, row, col]`` the rank at each position.
+        axis: 0, 1 or 2.
+    """
+    groups = np.moveaxis(ranks, axis, -1).reshape(-1, ranks.shape[axis])
+    size = groups.shape[1]
+    if size == 1:
+        return AxisTraffic(0.0, 0.0, 0.0, 0)
+    received: dict[tuple[int, int], float] = {}
+    most_inside, has_levels, crosses = 0.0, False, False
+    for group in groups.tolist():
+        hosts = [topology.host_of_rank[rank] for rank in group]
+        counts = {host: hosts.count(host) for host in hosts}
+        has_levels = 1 < len(counts) < size and len(set(counts.values())) == 1
+        crosses |= len(counts) > 1
+        for rank, host in zip(group, hosts, strict=True):
+            outside = len(counts) - 1 if has_levels else size - counts[host]
+            inside = (counts[host] - 1) * (len(counts) if has_levels else 1)
+            nic = (host, topology.nic_of_rank[rank])
+            received[nic] = received.get(nic, 0.0) + outside
+            most_inside = max(most_inside, inside)
+    nic_seconds = 0.0
+    for (host, number), parts in received.items():
+        port = topology.host(host).nics[number]
+        nic_seconds = max(nic_seconds, parts / min(port.egress_bytes_per_second, port.ingress_bytes_per_second))
+    inside_rate = topology.inside_bytes_per_second or math.inf
+    latency = (topology.latency_seconds if crosses else 0.0) + (topology.inside_latency_seconds if most_inside else 0.0)
+    return AxisTraffic(nic_seconds, most_inside / inside_rate, latency, size - 1)

@@ -1,0 +1,80 @@
+"""The choice of a grid: prices against formulas by hand, the order that was measured, limits and errors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from reshard.errors import ArgumentError
+from reshard.parallel import TransformerSizes, choose_grid
+from reshard.topology import Topology
+
+
+def sizes(hidden, sequence=128, heads=16, vocabulary=1):
+    return TransformerSizes(hidden, 1, heads, heads, hidden // heads, 4 * hidden, 1, vocabulary, sequence)
+
+
+def four_hosts(rate=50e6):
+    return Topology.uniform([rank // 4 for rank in range(16)], rate)
+
+
+def best_of(choice, rows, cols, depth):
+    shape = (rows, cols, depth)
+    return next(price for price in choice.candidates if (price.rows, price.cols, price.depth) == shape)
+
+
+def test_price_of_one_dimension_by_hand():
+    """[1,4,1] on four hosts: each product moves 3/4 of its smaller activation in, three times. No weights move."""
+    topology = Topology.uniform(range(4), 1e6)
+    choice = choose_grid(sizes(64, sequence=32), topology, range(4), rows=4, flops_per_second=1e18)
+    price = best_of(choice, 1, 4, 1)
+    tokens = 128
+    moved = 3 * tokens * (64 * 3 / 4 * 4 + 1 * 3) * 4  # the output of one feature lies on one column
+    assert price.product_seconds == pytest.approx(moved / 1e6, rel=0.02)
+    assert price.depth_seconds == 0
+
+
+def test_order_of_kinds():
+    """Large activations on slow links: more depth, fewer columns. Large weights: few replicas of them."""
+    slow = four_hosts()
+    choice = choose_grid(sizes(256), slow, range(16), rows=32, flops_per_second=1e18)
+    prices = [best_of(choice, *shape).seconds for shape in ((2, 2, 4), (4, 4, 1), (1, 16, 1))]
+    assert prices == sorted(prices)
+    choice = choose_grid(sizes(1024, sequence=32), slow, range(16), rows=16, flops_per_second=1e18)
+    prices = [best_of(choice, *shape).seconds for shape in ((1, 16, 1), (2, 2, 4), (1, 1, 16))]
+    assert prices == sorted(prices)
+
+
+def test_mapping_keeps_the_busier_axis_inside_hosts():
+    choice = choose_grid(sizes(256), four_hosts(), range(16), rows=32, flops_per_second=1e18)
+    price = best_of(choice, 1, 4, 4)
+    assert price.order[-1] == "col"  # activations move more often than gradients
+    assert price.ranks(range(16))[0, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_memory_limit_and_refusals():
+    model = sizes(256)
+    everything = choose_grid(model, four_hosts(), range(16), rows=32, flops_per_second=1e12)
+    limit = sorted(price.memory_bytes for price in everything.candidates)[2]
+    choice = choose_grid(model, four_hosts(), range(16), limit, rows=32, flops_per_second=1e12)
+    assert all(price.memory_bytes <= limit for price in choice.candidates)
+    assert len(choice.candidates) + len(choice.too_large) == len(everything.candidates)
+    assert "needs" in choice.explain()
+    with pytest.raises(ArgumentError, match=r"no grid of 16 ranks fits: the smallest needs .* of 1000 bytes"):
+        choose_grid(model, four_hosts(), range(16), 1000, rows=32, flops_per_second=1e12)
+    few = choose_grid(sizes(256, heads=2), four_hosts(), range(16), rows=8, flops_per_second=1e12)
+    reasons = dict(few.refused)
+    assert "more columns than the 2 heads" in reasons["[1, 16, 1]"]
+    assert reasons["[1, 1, 16]"] == "needs 16 rows in a batch, which has 8"
+    with pytest.raises(ArgumentError, match="rows is 0"):
+        choose_grid(model, four_hosts(), range(16), rows=0, flops_per_second=1e12)
+    with pytest.raises(ArgumentError, match="ranks must be different ranks of the topology, which has 16"):
+        choose_grid(model, four_hosts(), [0, 99], rows=4, flops_per_second=1e12)
+
+
+def test_choice_is_the_same_every_time():
+    first, second = (
+        choose_grid(sizes(256), four_hosts(), range(16), rows=32, flops_per_second=math.pi * 1e10) for _ in range(2)
+    )
+    assert first == second
