@@ -14,10 +14,10 @@ from reshard.errors import ArgumentError
 from reshard.formatting import format_bytes
 from reshard.topology import Topology
 
-from .costs import AxisTraffic, find_traffic
+from .costs import find_product_seconds, find_traffic
 from .grid import AXES
 from .products.cuts import chunk_spans, size_of
-from .products.dataflow import PANEL_WIDTH, ProductKind, ProductShape, busiest_elements, is_weight_stationary
+from .products.dataflow import PANEL_WIDTH, ProductKind, ProductShape, is_weight_stationary
 from .transformer import TransformerSizes
 
 #: Collectives of both norms of a layer, forward and backward, each of a few bytes per token.
@@ -233,7 +233,7 @@ class _Job:
             multiply = 2.0 * tokens[0] * product.p * product.q[0] / self.flops_per_second
             for kind in ProductKind:
                 keeps = is_weight_stationary(kind, product, tokens)
-                moved = _moving_seconds(kind, product, tokens, traffic, self.itemsize, keeps_weight=keeps)
+                moved = sum(find_product_seconds(kind, product, tokens, traffic, self.itemsize, keeps_weight=keeps))
                 steps = 1 if keeps else product.panels.num_panels
                 stationary += count * keeps
                 compute += count * multiply
@@ -251,29 +251,3 @@ class _Job:
 def _attention_flops(sizes: TransformerSizes, tokens: int, cols: int) -> float:
     """Scores and their product with the values, without the half that a causal mask drops."""
     return 4.0 * tokens * sizes.sequence * sizes.head_size * math.ceil(sizes.num_heads / cols)
-
-
-def _moving_seconds(
-    kind: ProductKind,
-    product: ProductShape,
-    tokens: tuple[int, ...],
-    traffic: dict[str, AxisTraffic],
-    itemsize: int,
-    *,
-    keeps_weight: bool,
-) -> float:
-    """Seconds of the communication of one product, nothing hidden."""
-    m, q = max(tokens), max(product.q)
-    x_part, w_part = size_of(product.p_cols[0]) * m * itemsize, size_of(product.p_rows[0]) * q * itemsize
-    panels = product.panels.num_panels - 1
-    latency = panels * (traffic["col"].latency_seconds + traffic["row"].latency_seconds)
-    if not keeps_weight:
-        return latency + traffic["col"].seconds(x_part) + traffic["row"].seconds(w_part)
-    received = busiest_elements(kind, product, tokens, keeps_weight=True) * itemsize
-    along_rows = (product.rows - 1) * m * q * itemsize
-    across, inside = (
-        max(getattr(traffic[axis], name) / max(1, traffic[axis].parts) for axis in ("row", "col"))
-        for name in ("nic_seconds", "inside_seconds")
-    )
-    latency = max(traffic[axis].latency_seconds for axis in ("row", "col"))
-    return traffic["row"].seconds(m * q * itemsize) + max(0.0, received - along_rows) * (across + inside) + latency

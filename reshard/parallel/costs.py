@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from reshard.topology import Topology
+
+from .products.cuts import size_of
+from .products.dataflow import ProductKind, ProductShape, busiest_elements
 
 
 @dataclass(frozen=True)
@@ -69,3 +74,49 @@ def find_traffic(topology: Topology, ranks: np.ndarray, axis: int) -> AxisTraffi
     inside_rate = topology.inside_bytes_per_second or math.inf
     latency = (topology.latency_seconds if crosses else 0.0) + (topology.inside_latency_seconds if most_inside else 0.0)
     return AxisTraffic(nic_seconds, most_inside / inside_rate, latency, size - 1)
+
+
+class ProductSeconds(NamedTuple):
+    """Communication of one product: on the busiest NIC, inside the host of the busiest rank, and latencies."""
+
+    nic: float
+    inside: float
+    latency: float
+
+
+def find_product_seconds(
+    kind: ProductKind,
+    product: ProductShape,
+    tokens: tuple[int, ...],
+    traffic: Mapping[str, AxisTraffic],
+    itemsize: int,
+    *,
+    keeps_weight: bool,
+) -> ProductSeconds:
+    """What the communication of one product takes, nothing hidden.
+
+    Args:
+        tokens: number of tokens of each row of the grid.
+        traffic: of the axes "row" and "col".
+        keeps_weight: weight-stationary.
+    """
+    row, col = traffic["row"], traffic["col"]
+    m, q = max(tokens), max(product.q)
+    if not keeps_weight:
+        x_part, w_part = size_of(product.p_cols[0]) * m * itemsize, size_of(product.p_rows[0]) * q * itemsize
+        return ProductSeconds(
+            col.nic_seconds * x_part + row.nic_seconds * w_part,
+            col.inside_seconds * x_part + row.inside_seconds * w_part,
+            product.panels.num_panels * (row.latency_seconds + col.latency_seconds),
+        )
+    y_part = m * q * itemsize
+    rest = max(0, busiest_elements(kind, product, tokens, keeps_weight=True) * itemsize - (product.rows - 1) * y_part)
+    nic, inside = (
+        max(getattr(each, name) / max(1, each.parts) for each in (row, col))
+        for name in ("nic_seconds", "inside_seconds")
+    )
+    return ProductSeconds(
+        row.nic_seconds * y_part + nic * rest,
+        row.inside_seconds * y_part + inside * rest,
+        row.latency_seconds + max(row.latency_seconds, col.latency_seconds),
+    )

@@ -12,9 +12,10 @@ from reshard.testing import run_processes
 SIZES = [[2, 2, 2, 2, 2, 2], [3, 0, 1, 4, 2, 1], [0, 0, 5, 0, 0, 0]]
 
 
-def check_axis(rank, hosts):
+def check_axis(rank, hosts, ranks):
     torch.set_num_threads(1)
-    axis = Axis("row", dist.group.WORLD, range(6), rank)
+    rank = ranks.index(rank)  # of the axis
+    axis = Axis("row", dist.group.WORLD, ranks, rank)
     axis.split_by_host(hosts)
     for sizes in SIZES:
         whole = torch.arange(sum(sizes) * 3, dtype=torch.float64).view(-1, 3)
@@ -22,6 +23,9 @@ def check_axis(rank, hosts):
         assert torch.equal(axis.gather(own.contiguous(), sizes).wait(), whole)
         summed = axis.reduce_scatter(whole * 2.0**rank, sizes).wait()
         assert torch.equal(summed, own * (2.0**6 - 1))
+        sent = torch.cat([torch.full((sizes[other],), 10.0 * rank + other) for other in range(6)])
+        received = axis.exchange(sent, sizes, [sizes[rank]] * 6)
+        assert received.tolist() == [10.0 * other + rank for other in range(6) for _ in range(sizes[rank])]
     assert torch.equal(axis.all_reduce(torch.full((7, 2), 2.0**rank)), torch.full((7, 2), 2.0**6 - 1))
     assert axis.sum(torch.tensor([1.0, rank])).tolist() == [6.0, 15.0]
     assert axis.max(torch.tensor(rank)).item() == 5
@@ -38,4 +42,5 @@ def check_axis(rank, hosts):
     ],
 )
 def test_collectives(hosts, has_levels):
-    assert run_processes(check_axis, 6, hosts) == [has_levels] * 6
+    for ranks in ([0, 1, 2, 3, 4, 5], [4, 0, 5, 2, 1, 3]):
+        assert run_processes(check_axis, 6, hosts, ranks) == [has_levels] * 6

@@ -53,6 +53,9 @@ class Axis:
     def __init__(self, name: str, group: Any, ranks: Sequence[int], index: int) -> None:
         self.name, self.group, self.ranks, self.index = name, group, tuple(ranks), index
         self._levels: Levels | None = None
+        # torch sorts the ranks of a group: member g of the group is at position _order[g] of the axis.
+        order = sorted(range(self.size), key=lambda position: self.ranks[position])
+        self._order = None if order == list(range(self.size)) else order
 
     def split_by_host(self, hosts: Sequence[int]) -> None:
         """Use two levels, inside hosts and between them, if each host has the same number of ranks and it helps.
@@ -97,17 +100,13 @@ class Axis:
             return Pending(None, lambda: result, self.ranks)
         if self._levels is not None:
             return self._levels.gather(part, sizes, result)
+        in_group = self._in_group(sizes)
         if len(set(sizes)) == 1:
             work = self._start(dist.all_gather_single, result, part)
         else:
-            work = self._start(
-                dist.all_to_all_single,
-                result,
-                torch.cat([part] * self.size),
-                list(sizes),
-                [sizes[self.index]] * self.size,
-            )
-        return Pending(work, lambda: result, self.ranks)
+            repeated = torch.cat([part] * self.size)
+            work = self._start(dist.all_to_all_single, result, repeated, in_group, [len(part)] * self.size)
+        return Pending(work, lambda: self._from_group(result, in_group), self.ranks)
 
     def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> Pending:
         """Sum the arrays of all ranks, of which rank ``i`` keeps ``sizes[i]`` consecutive rows.
@@ -130,7 +129,8 @@ class Axis:
 
         if not array.numel():
             return Pending(None, finish, self.ranks)
-        work = self._start(dist.all_to_all_single, received, array, [own] * self.size, list(sizes))
+        array = self._to_group(array, sizes)
+        work = self._start(dist.all_to_all_single, received, array, [own] * self.size, self._in_group(sizes))
         return Pending(work, finish, self.ranks)
 
     def exchange(self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> torch.Tensor:
@@ -138,8 +138,9 @@ class Axis:
         received = sent.new_empty(sum(receive_sizes))
         if self.size == 1:
             return sent
-        work = self._start(dist.all_to_all_single, received, sent, list(receive_sizes), list(send_sizes))
-        return Pending(work, lambda: received, self.ranks).wait()
+        sent, in_group = self._to_group(sent, send_sizes), self._in_group(receive_sizes)
+        work = self._start(dist.all_to_all_single, received, sent, in_group, self._in_group(send_sizes))
+        return Pending(work, lambda: self._from_group(received, in_group), self.ranks).wait()
 
     def sum(self, array: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, the same bits on each. For small arrays: every rank receives all of them."""
@@ -159,6 +160,24 @@ class Axis:
         ends = [flat.numel() * part // self.size for part in range(self.size + 1)]
         sizes = [ends[part + 1] - ends[part] for part in range(self.size)]
         return self.gather(self.reduce_scatter(flat, sizes).wait(), sizes).wait().view(array.shape)
+
+    def _in_group(self, sizes: Sequence[int]) -> list[int]:
+        """Sizes in the order of the process group."""
+        return list(sizes) if self._order is None else [sizes[position] for position in self._order]
+
+    def _to_group(self, array: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Parts of the given sizes in the order of the process group."""
+        if self._order is None:
+            return array
+        parts = array.split(list(sizes))
+        return torch.cat([parts[position] for position in self._order])
+
+    def _from_group(self, array: torch.Tensor, in_group: Sequence[int]) -> torch.Tensor:
+        """The inverse of :meth:`_to_group`; sizes are in the order of the process group."""
+        if self._order is None:
+            return array
+        parts = array.split(list(in_group))
+        return torch.cat([parts[self._order.index(position)] for position in range(self.size)])
 
     def _gather_all(self, array: torch.Tensor) -> torch.Tensor:
         gathered = self.gather(array.reshape(1, -1).contiguous(), [1] * self.size).wait()

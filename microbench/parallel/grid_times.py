@@ -1,0 +1,217 @@
+"""Time the linear layers of a transformer layer on grids: ``python -m microbench.parallel.grid_times``.
+
+All grids run on the same emulated hosts, in turns. The bound is the longest time that a NIC, or a rank inside
+its host, needs at its calibrated rate for what must pass it at least: each element enters a host once. ``dtensor`` is
+torch's own matrix product on the same placements. ``panels`` overlaps communication with the products by panels,
+``one panel`` gathers first and then multiplies. Times of local products alone are printed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from microbench.emulation.cluster import Cluster, ClusterError
+from microbench.harness.calibrate import measure_cluster
+from microbench.parallel.layers import GridShape, LinearStack, transformer_linears
+from reshard.parallel import Grid
+from reshard.parallel.costs import find_product_seconds, find_traffic
+from reshard.parallel.grid import AXES
+from reshard.parallel.products.cuts import chunk_spans, size_of
+from reshard.parallel.products.dataflow import PANEL_WIDTH, ProductKind, ProductShape, is_weight_stationary
+from reshard.parallel.products.multiply import Product
+from reshard.topology import Topology
+
+#: Rows, columns, depth, and axes from the slowest to the fastest over consecutive ranks.
+GRIDS = "1,16,1:depth,row,col 4,4,1:depth,row,col 2,2,4:depth,row,col 2,2,4:col,depth,row"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One grid, how its ranks are arranged, and what is timed on it."""
+
+    shape: GridShape
+    order: tuple[str, ...]
+
+    def ranks(self) -> np.ndarray:
+        """``[depth, row, col]`` the rank at each position."""
+        sizes = dict(zip(AXES, (self.shape.depth, self.shape.rows, self.shape.cols), strict=True))
+        array = np.arange(self.shape.size).reshape([sizes[axis] for axis in self.order])
+        return array.transpose([self.order.index(axis) for axis in AXES])
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        """A setting from ``rows,cols,depth:axes``."""
+        shape, _, order = text.partition(":")
+        return cls(GridShape.parse(shape), tuple(order.split(",")) if order else AXES)
+
+
+def bound_seconds(setting: Setting, topology: Topology, tokens: int, hidden: int) -> float:
+    """The least time in which the NICs, and the ranks inside hosts, pass what a step moves. Nothing overlaps sums."""
+    shape = setting.shape
+    traffic = {axis: find_traffic(topology, setting.ranks(), number) for number, axis in enumerate(AXES)}
+    layer_rows = size_of(chunk_spans(tokens, shape.depth)[0])
+    per_row = tuple(map(size_of, chunk_spans(layer_rows, shape.rows)))
+    nic = inside = 0.0
+    for size in transformer_linears(hidden):
+        large = tuple(map(size_of, chunk_spans(max(size), shape.cols)))
+        product = ProductShape(min(size), large, shape.rows)
+        for kind in ProductKind:
+            keeps = is_weight_stationary(kind, product, per_row)
+            moved = find_product_seconds(kind, product, per_row, traffic, 4, keeps_weight=keeps)
+            nic, inside = nic + moved.nic, inside + moved.inside
+        part = 4 * size_of(product.p_rows[0]) * product.q[0] / shape.depth
+        nic += 2 * traffic["depth"].nic_seconds * part
+        inside += 2 * traffic["depth"].inside_seconds * part
+    return max(nic, inside)
+
+
+class _NoArithmetic:
+    """Replaces local products by empty arrays of the right shape, to time communication alone."""
+
+    def __enter__(self) -> None:
+        self._before = Product.multiply, Product.add_product
+        Product.multiply = lambda self, a, b: a.new_empty((a.shape[0], b.shape[1]))  # type: ignore[method-assign]
+        Product.add_product = (  # type: ignore[method-assign]
+            lambda self, total, a, b: a.new_empty((a.shape[0], b.shape[1])) if total is None else total
+        )
+
+    def __exit__(self, *_: object) -> None:
+        Product.multiply, Product.add_product = self._before  # type: ignore[method-assign]
+
+
+class DTensorStack:
+    """The same products by DTensor: activations ``[Shard(0), Shard(0), Shard(1)]``, weights replicated over depth."""
+
+    def __init__(self, mesh: DeviceMesh, sizes: list[tuple[int, int]], tokens: int) -> None:
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        self._placements = [Shard(0), Shard(0), Shard(1)]
+        self.inputs = [distribute_tensor(torch.randn(tokens, k), mesh, self._placements) for k, _ in sizes]
+        weight = [Replicate(), Shard(0), Shard(1)]
+        self.weights = [distribute_tensor(torch.randn(size), mesh, weight) for size in sizes]
+        for each in (*self.inputs, *self.weights):
+            each.requires_grad_()
+        self._weight = weight
+
+    def run_step(self) -> None:
+        """Forward and backward of each product, with results in the layouts of the grid."""
+        for x, w in zip(self.inputs, self.weights, strict=True):
+            y = (x @ w).redistribute(placements=self._placements)
+            y.backward(torch.ones_like(y))
+            for each, placements in ((x, self._placements), (w, self._weight)):
+                each.grad.redistribute(placements=placements)  # type: ignore[union-attr]
+                each.grad = None
+
+
+def time_settings(
+    rank: int,
+    report: Callable[[Any], None],
+    settings: list[Setting],
+    tokens: int,
+    hidden: int,
+    repeats: int,
+    with_dtensor: bool,
+) -> dict[tuple[int, str], list[float]]:
+    """Seconds of each step of each setting and variant, the longest of all ranks. Variants run in turns."""
+    torch.set_num_threads(1)
+    sizes = transformer_linears(hidden)
+    variants: dict[tuple[int, str], Callable[[], None]] = {}
+    for number, setting in enumerate(settings):
+        mesh = DeviceMesh("cpu", torch.tensor(setting.ranks()), mesh_dim_names=AXES)
+        grid = Grid(mesh)
+        stack = LinearStack(grid, sizes, tokens, max(1, PANEL_WIDTH // 8))
+        whole = LinearStack(grid, sizes, tokens, 10**9)
+        variants[number, "transfers"] = _without_arithmetic(whole)
+        variants[number, "one panel"] = whole.run_step
+        variants[number, "panels"] = stack.run_step
+        if with_dtensor:
+            variants[number, "dtensor"] = DTensorStack(mesh, sizes, tokens).run_step
+    seconds: dict[tuple[int, str], list[float]] = {key: [] for key in variants}
+    for turn in range(repeats + 1):
+        for key, run in variants.items():
+            dist.barrier()
+            begun = time.perf_counter()
+            run()
+            longest = torch.tensor(time.perf_counter() - begun)
+            dist.all_reduce(longest, dist.ReduceOp.MAX)
+            if turn:  # the first turn connects
+                seconds[key].append(float(longest))
+    return seconds
+
+
+def _without_arithmetic(stack: LinearStack) -> Callable[[], None]:
+    def run() -> None:
+        with _NoArithmetic():
+            stack.run_step()
+
+    return run
+
+
+def main() -> int:
+    """Print a table of medians, bounds and ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grids", default=GRIDS, help="rows,cols,depth:axes of each grid, separated by spaces")
+    parser.add_argument("--sizes", default="4096,256 1024,512", help="tokens,hidden of each shape")
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=400, help="Mbit/s of each host's NIC")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--no-dtensor", action="store_true")
+    args = parser.parse_args()
+    settings = [Setting.parse(text) for text in args.grids.split()]
+    num_ranks = {setting.shape.size for setting in settings}
+    if len(num_ranks) > 1 or num_ranks.copy().pop() % args.hosts:
+        parser.error(f"the grids have {sorted(num_ranks)} ranks; all must have the same, a multiple of the hosts")
+    per_host = num_ranks.pop() // args.hosts
+    topology = Topology.uniform([number // per_host for number in range(args.hosts * per_host)], args.rate * 125e3)
+    try:
+        with Cluster(topology) as cluster:
+            links = measure_cluster(cluster, topology)
+            inside = links.inside_bytes_per_second or 0.0
+            print(
+                f"{args.hosts} hosts of {per_host} ranks, {args.rate:g} Mbit/s; inside {inside / 1e6:.0f} MB/s a rank"
+            )
+            for text in args.sizes.split():
+                tokens, hidden = map(int, text.split(","))
+                results = cluster.run(
+                    time_settings, settings, tokens, hidden, args.repeats, not args.no_dtensor, timeout_seconds=900
+                )
+                _print_table(settings, results[0], links, tokens, hidden)
+    except ClusterError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _print_table(
+    settings: list[Setting], seconds: dict[tuple[int, str], list[float]], links: Topology, tokens: int, hidden: int
+) -> None:
+    names = sorted({name for _, name in seconds}, key=["transfers", "one panel", "panels", "dtensor"].index)
+    print(f"\n{tokens} tokens, hidden {hidden}: milliseconds, forward + backward + depth sums; medians")
+    print(
+        f"{'grid':>10} {'ranks vary along':>18} {'bound':>8} " + " ".join(f"{name:>10}" for name in names) + "  ratio"
+    )
+    for number, setting in enumerate(settings):
+        bound = bound_seconds(setting, links, tokens, hidden)
+        medians = [statistics.median(seconds[number, name]) for name in names]
+        cells = " ".join(f"{1e3 * each:>10.0f}" for each in medians)
+        order = ", ".join(reversed([axis for axis in setting.order if _size(setting, axis) > 1]))
+        print(f"{setting.shape!s:>10} {order:>18} {1e3 * bound:>8.0f} {cells}  {medians[0] / bound:.2f}", flush=True)
+
+
+def _size(setting: Setting, axis: str) -> int:
+    return {"depth": setting.shape.depth, "row": setting.shape.rows, "col": setting.shape.cols}[axis]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
