@@ -111,10 +111,8 @@ def find_product_seconds(
         )
     y_part = m * q * itemsize
     rest = max(0, busiest_elements(kind, product, tokens, keeps_weight=True) * itemsize - (product.rows - 1) * y_part)
-    nic, inside = (
-        max(getattr(each, name) / max(1, each.parts) for each in (row, col))
-        for name in ("nic_seconds", "inside_seconds")
-    )
+    nic = max(each.nic_seconds / max(1, each.parts) for each in (row, col))
+    inside = max(each.inside_seconds / max(1, each.parts) for each in (row, col))
     return ProductSeconds(
         row.nic_seconds * y_part + nic * rest,
         row.inside_seconds * y_part + inside * rest,
