@@ -19,6 +19,7 @@ from reshard.sharding import Mesh
 
 from .products.collectives import Axis
 from .products.cuts import Span, batch_spans, chunk_spans, size_of
+from .watch import Watch
 
 AXES = ("depth", "row", "col")
 
@@ -63,12 +64,15 @@ class Grid:
             "row": Axis("row", device_mesh.get_group("row"), ranks[k, :, j].tolist(), i),
             "col": Axis("col", device_mesh.get_group("col"), ranks[k, i, :].tolist(), j),
         }
+        self._axes["layer"] = self._make_layer_axis(ranks[k].flatten().tolist())
+        watch = Watch(ranks.flatten().tolist(), device_mesh.shape)
+        for axis in self._axes.values():
+            axis.explain = watch.explain
         self._split_axes_by_host()
         self._batch_rows: tuple[int, ...] | None = None
         self._first_row: int | None = None
         #: Products whose backward has not run; they live as long as their autograd graphs.
         self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._axes["layer"] = self._make_layer_axis(ranks[k].flatten().tolist())
 
     @classmethod
     def make(cls, rows: int, cols: int, depth: int = 1, device_type: str = "cpu") -> Grid:

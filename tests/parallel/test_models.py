@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from reshard.errors import ArgumentError, MeshError
 from reshard.parallel import Grid, Linear, parallelize, plain_state_dict, sync_gradients
-from reshard.testing import run_processes
+from reshard.testing import LaunchError, run_processes
 
 from .models import gradient_errors, make_batch, make_gpt, relative_error, train
 
@@ -156,3 +158,24 @@ def test_bad_input_is_refused():
 def _size(grid_shape):
     rows, cols, depth = grid_shape
     return rows * cols * depth
+
+
+def check_killed(rank, victim):
+    torch.set_num_threads(1)
+    model = parallelize(make_gpt(), Grid.make(2, 2, 1))
+    for step in range(50):
+        if rank == victim and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(*make_batch(4)).backward()
+        sync_gradients(model)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("victim", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_killed_rank_is_named_by_every_survivor(victim):
+    with pytest.raises(LaunchError) as caught:
+        run_processes(check_killed, 4, victim, timeout_seconds=60, grace_seconds=20)
+    texts = {failure.rank: str(failure.error) for failure in caught.value.failures if failure.rank != victim}
+    assert len(texts) == 3
+    for text in texts.values():
+        assert f"rank {victim} is gone" in text

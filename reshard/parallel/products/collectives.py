@@ -17,12 +17,15 @@ import torch.distributed as dist
 from reshard.errors import RemoteError, ReshardError
 from reshard.formatting import describe_ranks
 
+#: Turns the error of a collective into one of ours.
+Explain = Callable[[RuntimeError], ReshardError]
+
 
 class Pending:
     """The result of a collective that is under way."""
 
-    def __init__(self, work: Any, finish: Callable[[], torch.Tensor], ranks: Sequence[int]) -> None:
-        self._work, self._finish, self._ranks = work, finish, ranks
+    def __init__(self, work: Any, finish: Callable[[], torch.Tensor], explain: Explain | None = None) -> None:
+        self._work, self._finish, self._explain = work, finish, explain
 
     def wait(self) -> torch.Tensor:
         """The result.
@@ -34,9 +37,9 @@ class Pending:
             try:
                 self._work.wait()
             except RuntimeError as error:
-                if isinstance(error, ReshardError):
+                if isinstance(error, ReshardError) or self._explain is None:
                     raise
-                raise RemoteError(f"a collective of {describe_ranks(self._ranks)} of a grid failed: {error}") from error
+                raise self._explain(error) from error
         return self._finish()
 
 
@@ -52,6 +55,8 @@ class Axis:
 
     def __init__(self, name: str, group: Any, ranks: Sequence[int], index: int) -> None:
         self.name, self.group, self.ranks, self.index = name, group, tuple(ranks), index
+        #: The error to raise when a collective failed; a grid sets it.
+        self.explain: Explain = self._describe
         self._levels: Levels | None = None
         # torch sorts the ranks of a group: member g of the group is at position _order[g] of the axis.
         order = sorted(range(self.size), key=lambda position: self.ranks[position])
@@ -76,7 +81,9 @@ class Axis:
         def make(name: str, positions: Sequence[int]) -> Axis:
             ranks = [self.ranks[position] for position in positions]
             group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-            return Axis(f"{self.name} {name}", group, ranks, positions.index(self.index))
+            axis = Axis(f"{self.name} {name}", group, ranks, positions.index(self.index))
+            axis.explain = self.explain
+            return axis
 
         inside, between = make("inside", table[host]), make("between", [row[local] for row in table])
         self._levels = Levels(tuple(map(tuple, table)), inside, between)
@@ -94,10 +101,10 @@ class Axis:
             sizes: number of rows of each rank's part.
         """
         if self.size == 1:
-            return Pending(None, lambda: part, self.ranks)
+            return Pending(None, lambda: part)
         result = part.new_empty((sum(sizes), *part.shape[1:]))
         if not result.numel():
-            return Pending(None, lambda: result, self.ranks)
+            return Pending(None, lambda: result)
         if self._levels is not None:
             return self._levels.gather(part, sizes, result)
         in_group = self._in_group(sizes)
@@ -106,7 +113,7 @@ class Axis:
         else:
             repeated = torch.cat([part] * self.size)
             work = self._start(dist.all_to_all_single, result, repeated, in_group, [len(part)] * self.size)
-        return Pending(work, lambda: self._from_group(result, in_group), self.ranks)
+        return Pending(work, lambda: self._from_group(result, in_group), self.explain)
 
     def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> Pending:
         """Sum the arrays of all ranks, of which rank ``i`` keeps ``sizes[i]`` consecutive rows.
@@ -118,7 +125,7 @@ class Axis:
             sizes: number of rows that each rank keeps.
         """
         if self.size == 1:
-            return Pending(None, lambda: array, self.ranks)
+            return Pending(None, lambda: array)
         if self._levels is not None and array.numel():
             return self._levels.reduce_scatter(array, sizes)
         own = sizes[self.index]
@@ -128,10 +135,10 @@ class Axis:
             return ordered_sum(received.view(self.size, own, *array.shape[1:]))
 
         if not array.numel():
-            return Pending(None, finish, self.ranks)
+            return Pending(None, finish)
         array = self._to_group(array, sizes)
         work = self._start(dist.all_to_all_single, received, array, [own] * self.size, self._in_group(sizes))
-        return Pending(work, finish, self.ranks)
+        return Pending(work, finish, self.explain)
 
     def exchange(self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> torch.Tensor:
         """All-to-all of flat arrays: rank ``i`` gets the ``i``-th part of each rank, in the order of ranks."""
@@ -140,7 +147,7 @@ class Axis:
             return sent
         sent, in_group = self._to_group(sent, send_sizes), self._in_group(receive_sizes)
         work = self._start(dist.all_to_all_single, received, sent, in_group, self._in_group(send_sizes))
-        return Pending(work, lambda: self._from_group(received, in_group), self.ranks).wait()
+        return Pending(work, lambda: self._from_group(received, in_group), self.explain).wait()
 
     def sum(self, array: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, the same bits on each. For small arrays: every rank receives all of them."""
@@ -189,7 +196,10 @@ class Axis:
         except RuntimeError as error:
             if isinstance(error, ReshardError):
                 raise
-            raise RemoteError(f"a collective of {describe_ranks(self.ranks)} of a grid failed: {error}") from error
+            raise self.explain(error) from error
+
+    def _describe(self, error: RuntimeError) -> ReshardError:
+        return RemoteError(f"a collective of {describe_ranks(self.ranks)} of a grid failed: {error}")
 
 
 class Levels:
@@ -217,7 +227,7 @@ class Levels:
                 result[starts[position] : starts[position + 1]] = rows
             return result
 
-        return Pending(None, finish, self.inside.ranks)
+        return Pending(None, finish)
 
     def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> Pending:
         """Sum inside each host, then between hosts. See :meth:`Axis.reduce_scatter`."""
@@ -226,7 +236,7 @@ class Levels:
         per_local = [sum(sizes[row[local]] for row in self.table) for local in range(self.inside.size)]
         first = self.inside.reduce_scatter(torch.cat([parts[position] for position in order]), per_local)
         mine = [sizes[row[self.inside.index]] for row in self.table]
-        return Pending(None, lambda: self.between.reduce_scatter(first.wait(), mine).wait(), self.between.ranks)
+        return Pending(None, lambda: self.between.reduce_scatter(first.wait(), mine).wait())
 
 
 def ordered_sum(parts: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,53 @@
+"""Which rank of a grid is gone, when a collective of the grid fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from reshard.coordination import Request, find_channel, find_group, resolve
+from reshard.errors import RemoteError, ReshardError
+from reshard.formatting import describe_ranks
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
+
+#: How long to wait for another rank to report the root cause, and between two looks.
+ROOT_CAUSE_SECONDS = 3.0
+LOOK_SECONDS = 0.05
+
+
+class Watch:
+    """Control connections among the ranks of a grid. All ranks create it together.
+
+    Args:
+        ranks: global ranks of the grid.
+        shape: of the grid; ranks that pass others get an error.
+
+    Raises:
+        DisagreementError: ranks make different grids.
+    """
+
+    def __init__(self, ranks: Sequence[int], shape: Sequence[int]) -> None:
+        group = find_group(None)
+        self._channel = find_channel(group, tuple(sorted(ranks)))
+        arguments = [("the ranks of a grid", str(list(ranks))), ("the shape of a grid", str(list(shape)))]
+        request = Request(dist.get_rank(), arguments, hostname=group.hostname)
+        _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), DEFAULT_TIMEOUT_SECONDS)
+        self._generation = decision.generation
+
+    def explain(self, error: RuntimeError) -> ReshardError:
+        """The error to raise where a collective failed: that of another rank, or which rank is gone."""
+        deadline = time.monotonic() + ROOT_CAUSE_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                reported = self._channel.reported_error(self._generation)
+            except RuntimeError as lost:
+                return RemoteError(f"a collective of a grid failed, and the store is lost: {error}; {lost}")
+            if reported is not None:
+                return reported
+            time.sleep(LOOK_SECONDS)
+        members = describe_ranks(self._channel.members)
+        return self._channel.fail(
+            self._generation, RemoteError(f"a collective of {members} of a grid failed, and all ranks live: {error}")
+        )
