@@ -1,0 +1,135 @@
+"""Dropout, large vocabularies, short dtypes and activation checkpointing on grids."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from reshard.parallel import CrossEntropy, Grid, Linear, parallelize, sync_gradients
+from reshard.testing import run_processes
+
+from .models import make_batch, make_gpt, relative_error
+
+
+def make_dropout_model():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(1)
+    config = GPT2Config(
+        vocab_size=53, n_positions=8, n_embd=24, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+    )  # dropout of 0.1 on embeddings, residuals and attention weights
+    return GPT2LMHeadModel(config).train()
+
+
+def check_dropout(rank, grid_shape, has_checkpoints):
+    torch.set_num_threads(1)
+    model = parallelize(make_dropout_model(), Grid.make(*grid_shape))
+    if has_checkpoints:
+        for block in model.transformer.h:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    torch.manual_seed(5)
+    tokens, labels = make_batch(4)
+    losses = []
+    for _ in range(2):
+        loss = model(input_ids=tokens, labels=labels).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+    sync_gradients(model)
+    norms = [float(each.grad.full_tensor().norm()) for each in model.parameters()]
+    return losses, norms
+
+
+def test_dropout_is_the_same_on_every_grid_and_when_recomputed():
+    make_dropout_model()  # imports the model once
+    expected, norms = run_processes(check_dropout, 1, (1, 1, 1), False)[0]
+    assert abs(expected[0] - expected[1]) > 1e-4  # masks change from step to step
+    for shape, has_checkpoints in (((2, 2, 1), False), ((1, 2, 2), True)):
+        for losses, found in run_processes(check_dropout, 4, shape, has_checkpoints):
+            assert losses == pytest.approx(expected, abs=2e-6)
+            assert found == pytest.approx(norms, rel=1e-4, abs=1e-6)
+
+
+def check_vocabulary(rank):
+    torch.set_num_threads(1)
+    grid, classes = Grid.make(2, 3, 1), 50257
+    torch.manual_seed(0)
+    logits = torch.randn(3, 4, classes, dtype=torch.float64) * 20
+    targets = torch.randint(classes, (3, 4))
+    targets[1, 2:] = -100
+    whole = logits.clone().requires_grad_()
+    expected = nn.functional.cross_entropy(whole.flatten(0, 1), targets.flatten())
+    expected.backward()
+    rows, columns = slice(*grid.local_rows(3)), slice(*grid.local_features(classes))
+    local = logits[rows, :, columns].clone().requires_grad_()
+    loss = CrossEntropy(grid, classes)(local, targets[rows])
+    loss.backward()
+    return float((loss - expected).detach().abs()), relative_error(local.grad, whole.grad[rows, :, columns])
+
+
+def test_cross_entropy_of_50257_classes_on_three_columns():
+    for loss, gradient in run_processes(check_vocabulary, 6):
+        assert loss < 1e-12
+        assert gradient < 1e-12
+
+
+def check_dtype(rank, dtype):
+    torch.set_num_threads(1)
+    grid = Grid.make(2, 2, 2)
+    torch.manual_seed(0)
+    plain = nn.Linear(45, 70).to(dtype)
+    layer = Linear(plain, grid, panel=16)
+    exact = nn.Linear(45, 70).double()
+    exact.load_state_dict({name: value.double() for name, value in plain.state_dict().items()})
+    x, g = torch.randn(13, 45).to(dtype), torch.randn(13, 70).to(dtype)
+    whole = x.double().detach().clone().requires_grad_()
+    y = exact(whole)
+    y.backward(g.double())
+    rows, columns, outs = (
+        slice(*each) for each in (grid.local_rows(13), grid.local_features(45), grid.local_features(70))
+    )
+    local = x[rows, columns].detach().clone().requires_grad_()
+    found = layer(local)
+    found.backward(g[rows, outs])
+    sync_gradients(layer)
+    pairs = [
+        (found.detach(), y.detach()[rows, outs]),
+        (local.grad, whole.grad[rows, columns]),
+        (layer.weight.grad.full_tensor(), exact.weight.grad),
+        (layer.bias.grad.full_tensor(), exact.bias.grad),
+    ]
+    return max(relative_error(a.double(), b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+def test_linear_in_each_dtype(dtype, bound):
+    assert max(run_processes(check_dtype, 8, dtype)) < bound
+
+
+def check_autocast(rank):
+    torch.set_num_threads(1)
+    model, plain = (make_gpt(dtype=torch.float32) for _ in range(2))
+    model = parallelize(model, Grid.make(2, 2, 1))
+    losses = []
+    for each in (model, plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(*make_batch(4))
+        loss.backward()
+        losses.append(float(loss.detach()))
+    sync_gradients(model)
+    assert all(each.grad.dtype == torch.float32 for each in model.parameters())
+    errors = [
+        relative_error(a.grad.full_tensor(), b.grad)
+        for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True)
+        if "k.bias" not in name
+    ]
+    return abs(losses[0] - losses[1]), max(errors)
+
+
+def test_autocast_to_bfloat16():
+    for loss, gradient in run_processes(check_autocast, 4):
+        assert loss < 1e-2
+        assert gradient < 5e-2  # both sides round
