@@ -1,0 +1,71 @@
+"""Predicted speed of [4,4,4] over [8,8,1] on 64 GPUs: ``python -m microbench.parallel.weak_scaling``.
+
+The SUMMA2.5-LM paper reports 1.45 under weak scaling, where the batch grows with depth x rows and the hidden size with
+rows. Then both grids run other problems, so their speeds are compared as floating-point operations per second and GPU.
+The table also has both grids on one and the same problem. Prices are those of ``choose_grid``, with the best mapping of
+ranks for each grid; 16 hosts of 4 GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+
+from reshard.parallel import GridPrice, TransformerSizes, choose_grid
+from reshard.topology import Topology
+
+SEQUENCE = 512
+#: Rows and hidden features per unit of (depth x rows) and rows, of the weak-scaling rule.
+ROWS, HIDDEN = 12, 768
+
+
+def sizes(hidden: int) -> TransformerSizes:
+    """One layer, without the output layer."""
+    return TransformerSizes(hidden, 1, 64, 64, hidden // 64, 4 * hidden, 1, 1, SEQUENCE)
+
+
+def price(
+    shape: tuple[int, int, int], rows: int, hidden: int, topology: Topology, flops_per_second: float
+) -> GridPrice:
+    """The best mapping of a grid of ``(rows, cols, depth)``, in bfloat16."""
+    choice = choose_grid(sizes(hidden), topology, range(64), rows=rows, flops_per_second=flops_per_second, itemsize=2)
+    return next(each for each in choice.candidates if (each.rows, each.cols, each.depth) == shape)
+
+
+def speed(found: GridPrice, rows: int, hidden: int) -> float:
+    """Operations of the products per second and GPU: 3 passes of 2 x 12 h^2 per token."""
+    return 3 * 24 * hidden**2 * rows * SEQUENCE / 64 / found.seconds
+
+
+def main() -> int:
+    """Print a table of ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=ROWS, help="batch rows per unit of depth x rows")
+    parser.add_argument("--hidden", type=int, default=HIDDEN, help="hidden features per row of the grid")
+    args = parser.parse_args()
+    print(f"[4,4,4] over [8,8,1]; {SEQUENCE} tokens a row; the paper reports 1.45")
+    print(f"{'NIC':>10} {'inside':>9} {'TFLOP/s':>8} {'weak scaling':>13} {'same problem':>13}")
+    for nic, inside, teraflops in itertools.product((100, 200), (25, 50, 200), (30, 60, 120)):
+        topology = Topology(
+            tuple(rank // 4 for rank in range(64)),
+            Topology.uniform([0], nic * 125e6).hosts,
+            inside_bytes_per_second=inside * 1e9,
+            latency_seconds=5e-6,
+            inside_latency_seconds=5e-6,
+        )
+        weak, same = [], []
+        for shape in ((4, 4, 4), (8, 8, 1)):
+            rows, hidden = args.rows * shape[0] * shape[2], args.hidden * shape[0]
+            weak.append(speed(price(shape, rows, hidden, topology, teraflops * 1e12), rows, hidden))
+            rows, hidden = args.rows * 16, args.hidden * 4
+            same.append(speed(price(shape, rows, hidden, topology, teraflops * 1e12), rows, hidden))
+        print(
+            f"{nic:>5} Gb/s {inside:>4} GB/s {teraflops:>8} {weak[0] / weak[1]:>13.2f} {same[0] / same[1]:>13.2f}",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
