@@ -122,9 +122,13 @@ def _by_name(given: Any, arrays: Mapping[Any, ShardedArray], what: str) -> dict[
 
 
 def run(
-    meshes: Sequence[ActorMesh], function: Callable[..., Any], *args: Any, timeout_seconds: float = 3600.0
+    meshes: Sequence[ActorMesh],
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_seconds: float = 3600.0,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Call ``function(rank, *args)`` on every actor, inside a ``torch.distributed`` world (Gloo) of all actors.
+    """Call ``function(rank, *args)`` on every actor, inside a ``torch.distributed`` world of all actors.
 
     To run a pipeline on Ray, pass one mesh per stage and create an :class:`Engine` in the function.
 
@@ -134,6 +138,7 @@ def run(
         args: further arguments of the function. In place of a :class:`ShardedArray`, also inside a dict, list or tuple,
             each actor gets its own shard (not a copy), or None if it has no shard.
         timeout_seconds: time within which all actors must return.
+        backend: of the world, as for ``init_process_group``. It must include Gloo for the CPU.
 
     Returns:
         The results in rank order.
@@ -158,6 +163,6 @@ def run(
         for mesh in meshes:
             for rank in mesh.mesh.ranks:
                 membership = (world, address, port, len(calls), size)
-                calls.append((mesh, rank, "run", (membership, function, args, timeout_seconds)))
+                calls.append((mesh, rank, "run", (membership, function, args, timeout_seconds, backend)))
         pending = PendingCalls(calls, meshes, None)
     return pending.take(timeout_seconds + GRACE_SECONDS)

@@ -190,6 +190,7 @@ class Device:
         function: Callable[..., Any],
         args: Sequence[Any],
         timeout_seconds: float,
+        backend: str,
     ) -> Any:
         """Call a function inside a ``torch.distributed`` world, with this actor's shards in place of references.
 
@@ -200,7 +201,7 @@ class Device:
         store = dist.PrefixStore(f"world/{key}", _connect(address, port))
         try:
             try:
-                join_world(store, rank, size, timedelta(seconds=timeout_seconds))
+                join_world(store, rank, size, timedelta(seconds=timeout_seconds), backend)
             except dist.DistStoreError as error:
                 raise TransferTimeoutError(
                     f"not all {size} actors started within {timeout_seconds:g} s; one may be busy with another run"

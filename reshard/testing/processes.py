@@ -217,15 +217,15 @@ def _serve_store(listener: socket.socket, pipe: Connection, launchers_end: Conne
     os._exit(0)
 
 
-def join_world(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> None:
-    """Create the default group over Gloo and wait until every rank has it.
+def join_world(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta, backend: str = "gloo") -> None:
+    """Create the default group and wait until every rank has it.
 
     Without the wait, a rank that exits early closes connections that other ranks are still opening, and those fail.
 
     Raises:
         RuntimeError: from torch, if not all ranks joined in time.
     """
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     if store.add("joined", 1) == num_ranks:
         store.set("all joined", "")
     store.wait(["all joined"], timeout)

@@ -14,7 +14,7 @@ from reshard.errors import ArgumentError
 from .presets import PRESETS, GPTConfig, Preset, find_preset
 
 if TYPE_CHECKING:
-    from .loop import Job, TrainResult
+    from .loop import Job
 
 HELP = "train GPT or U-Transformer over pipeline stages"
 EXAMPLES = (
@@ -22,10 +22,9 @@ EXAMPLES = (
     "reshard train gpt3-125m --meshes 1x2,2x2,1x4 --data FILE --steps 1000 --resume",
     "reshard train u-transformer-470m --shrink 20 --meshes 2x1,4x1,4x1",
     "torchrun --nproc-per-node 8 -m reshard train gpt3-1.3b --meshes 2x2,2x2 --batch 64",
+    "reshard train gpt3-1.3b --meshes 2x2,2x2 --batch 64 --launcher ray    # actors of a Ray cluster",
 )
 _SCHEDULES = ("auto", "1f1b", "eager", "zb_h1")
-#: The longest time that local processes may run.
-_FOREVER_SECONDS = 1e6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--schedule", choices=_SCHEDULES, default="auto", help="pipeline schedule (default: auto)")
     add("--autocast", choices=("float16", "bfloat16", "none"), help="dtype of computations (default: of the preset)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if every rank can have one")
+    add("--launcher", choices=("auto", "ray"), default="auto", help="default: torchrun under it, else local processes")
     add("--seed", type=int, default=0, help="of the first parameters and of the order of the data (default: 0)")
     add("--log-every", type=int, default=10, metavar="N", help="report every N steps (default: 10)")
     add("--eval-every", type=int, default=0, metavar="N", help="evaluate on held-out data every N steps too")
@@ -57,14 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train, and print the first and the last loss.
 
-    Without a launcher, it starts one local process for each rank. Under torchrun, it joins that job.
+    It starts one local process or one Ray actor for each rank. Under torchrun, it joins that job.
     """
     if importlib.util.find_spec("torch") is None:
         raise ArgumentError("training needs torch: pip install 'reshard[train]'")
     preset = find_preset(options.preset)
     stages = options.meshes or preset.stages
-    num_ranks = _count_ranks(stages)
-    job = make_job(options, preset, stages, _find_device(options.device, num_ranks))
+    job = make_job(options, preset, stages)
     if options.shrink > 1 and os.environ.get("RANK", "0") == "0":
         factor = preset.config.shrink_factor(options.shrink)
         print(
@@ -72,7 +71,9 @@ def run(options: argparse.Namespace) -> int:
             f"{factor} times as fast keep communication over computation",
             file=sys.stderr,
         )
-    result = _launch(job, num_ranks)
+    from .launch import launch
+
+    result = launch(job, options.device, on_ray=options.launcher == "ray")
     if result is not None:
         losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, " if result.losses else ""
         skipped = f", {len(result.skipped)} steps skipped" if result.skipped else ""
@@ -81,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def make_job(options: argparse.Namespace, preset: Preset, stages: str, device: str) -> Job:
+def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
     """The job of the options.
 
     Raises:
@@ -118,7 +119,6 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str, device: s
         data=options.data,
         warmup=options.steps // 10 if options.warmup is None else options.warmup,
         seed=options.seed,
-        device=device,
         log_every=options.log_every,
         eval_every=options.eval_every,
         eval_batches=options.eval_batches,
@@ -134,66 +134,3 @@ def _parse_layers(text: str | None) -> tuple[int, ...]:
     if not all(each.strip().isdecimal() for each in text.split(",")):
         raise ArgumentError(f"--layers is {text!r}; it must be the layers of each stage, such as 4,4,4")
     return tuple(int(each) for each in text.split(","))
-
-
-def _count_ranks(stages: str) -> int:
-    from ..pipe.placement import parse_placements
-
-    return sum(each.dp * each.tp for each in parse_placements(stages))
-
-
-def _find_device(wanted: str, num_ranks: int) -> str:
-    """The device type. Counting GPUs must not initialize CUDA, because local processes are forked."""
-    if wanted == "cpu":
-        return "cpu"
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    import torch
-
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-    if num_gpus < num_local and wanted == "cuda":
-        raise ArgumentError(f"--device cuda needs {num_local} GPUs on this machine, which has {num_gpus}")
-    return "cuda" if num_gpus >= num_local else "cpu"
-
-
-def _launch(job: Job, num_ranks: int) -> TrainResult | None:
-    """Train on all ranks. Returns the result on rank 0."""
-    from reshard.testing import run_processes
-
-    from .loop import make_loaders, make_pipe, train
-
-    _ = make_loaders(job), make_pipe(job)  # errors of the options before any process starts
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        if job.device == "cpu":
-            result: TrainResult = run_processes(train, num_ranks, job, timeout_seconds=_FOREVER_SECONDS)[0]
-            return result
-        return run_processes(
-            _train_on_gpu, num_ranks, num_ranks, job, timeout_seconds=_FOREVER_SECONDS, init_group=False
-        )[0]
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size != num_ranks:
-        raise ArgumentError(f"the stages {job.stages} need {num_ranks} ranks, but the launcher started {size}")
-    import torch
-    import torch.distributed as dist
-
-    if job.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo")
-    try:
-        result = train(rank, job)
-    finally:
-        dist.destroy_process_group()
-    return result if rank == 0 else None
-
-
-def _train_on_gpu(rank: int, port: int, num_ranks: int, job: Job) -> TrainResult:
-    """Train on one of the local processes, each with a GPU of its own."""
-    import torch
-    import torch.distributed as dist
-
-    from .loop import train
-
-    torch.cuda.set_device(rank)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=num_ranks)
-    return train(rank, job)

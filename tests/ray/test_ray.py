@@ -17,9 +17,6 @@ import pytest
 import torch
 
 from microbench.emulation import namespaces
-from microbench.emulation.ray import ray_cluster
-from reshard.scheduler import auto_schedule
-from tests.scheduler.runtime.test_engine import run_rank, single_process
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'reshard[ray]'")
 
@@ -28,12 +25,6 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(_reason is not None, reason=str(_reason)),
 ]
-
-
-@pytest.fixture(scope="module")
-def drive():
-    with ray_cluster(3, num_cpus=4) as drive:
-        yield drive
 
 
 def _whole(*shape):
@@ -273,26 +264,6 @@ def test_dead_actor_is_named(drive):
     assert re.match(r"RemoteError: rank 1 of 'right', right\[1\] at 10\.77\.\d\.1, died: ", first), first
     assert "right[1]" in second
     assert took < 15
-
-
-def _train(sizes):
-    import reshard.ray as actors
-
-    with contextlib.ExitStack() as stack:
-        meshes = [stack.enter_context(actors.ActorMesh(1, name=name)) for name in ("first", "middle", "last")]
-        return actors.run(meshes, run_rank, auto_schedule, [0, 1, 2], "float64", sizes, 1)
-
-
-def test_engine_runs_on_actors(drive):
-    sizes = [4, 4, 2]
-    losses, grads = single_process(torch.float64, sizes)
-    results = drive(_train, sizes)
-    for stage, (steps, _) in enumerate(results):
-        step_losses, by_stage = steps[0]
-        if stage == 2:
-            assert step_losses == pytest.approx(losses, rel=1e-10)
-        for key, grad in by_stage[stage].items():
-            torch.testing.assert_close(torch.from_numpy(grad), grads[stage][key], rtol=1e-10, atol=1e-12)
 
 
 def _run_the_page(block):
