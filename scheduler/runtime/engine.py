@@ -6,6 +6,7 @@ All ranks of a row do the same actions. Stages are ordinary modules; torch handl
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,8 @@ from .p2p import StageTransfers, find_device_type, plan_channels
 from .stage import StageRun
 from .tied_params import TiedParameter, TiedParameters, check_ties
 from .timeline_gather import gather, gather_values
+
+logger = logging.getLogger(__name__)
 
 #: ``{stage: [{name: tensor} of each microbatch]}``
 Feed = Mapping[int, Sequence[Mapping[str, Any]]]
@@ -176,6 +179,8 @@ class Engine:
         for one in pipelines:
             options = {"signal_only": self._signal_only}
             channels = plan_channels(one, schedule.row_of_stage, self._topology, self._strategy, **options)
+            for each in channels:
+                logger.debug("rank %d plans %s", self._group.rank, each)
             options["separate_connections"] = not has_one_order(schedule)
             transfers.append(
                 StageTransfers(channels, self._group, self._timeout_seconds, device=self._device, **options)
@@ -260,6 +265,7 @@ class Engine:
         """End a step on all ranks with the error of this rank. The engine cannot be used again."""
         self._error = error
         error = self._add_context(error)
+        logger.debug("rank %d ends the step: %s", self._group.rank, error)
         for stage in self._stages.values():
             stage.forget()
         for transfers in program.transfers:

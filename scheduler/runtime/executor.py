@@ -28,6 +28,7 @@ from .data_parallel import (
     reshard_parameters,
 )
 from .grad_sync import ReplicaSync, is_connection_error, restore_gradients, stash_gradients, wait_for_root_cause
+from .observe import find_observer
 from .p2p import PendingTransfer, StageTransfers
 from .stage import StageRun, Tensors
 from .tied_params import TiedParameters
@@ -145,6 +146,7 @@ class Iteration:
         self.weights: dict[tuple[int, int], float] = {}  # by stage and microbatch, until the backward
         self.has_loss: dict[int, bool] = {}  # by stage
         self.measured = StepRecord(parts.row)
+        self.observe = find_observer(parts.rank)
         self.waited = 0.0
         self.doing: Action | None = None
         self.split = {(action.stage, action.microbatch) for action in self.actions if action.kind is Kind.W}
@@ -191,7 +193,8 @@ class Iteration:
             if self.inputs.train:
                 already: set[int] = set()
                 for replicas in self.parts.replicas:
-                    replicas.add_gradients(self.check_errors, already)
+                    with self.observe("sum gradients of", replicas.stage, None):
+                        replicas.add_gradients(self.check_errors, already)
                 self.parts.ties.add_gradients()
                 for run in self.stages.values():
                     run.sum_declared_gradients()
@@ -236,18 +239,21 @@ class Iteration:
             output = self.pending.pop((channel, microbatch))
             tensors = output.wait()
             _check_unchanged(channel, tensors, output.versions)
-            transfer = self.transfers(microbatch).send(channel, tensors)
+            with self.observe("send over", channel, microbatch):
+                transfer = self.transfers(microbatch).send(channel, tensors)
             transfer.computed_at = output.computed_at
             transfer.check_at_end(lambda: _check_unchanged(channel, tensors, output.versions))
             self.sends.append(transfer)
             while self.sends and self.sends[0].is_done():
                 self.sends.popleft().wait()
         else:
-            transfer = self.transfers(microbatch).recv(channel)
+            with self.observe("receive over", channel, microbatch):
+                transfer = self.transfers(microbatch).recv(channel)
             self.pending[channel, microbatch] = transfer
         self.measured.transfers.append(TransferRecord(channel, microbatch, action.kind.is_send, transfer))
         if action.blocks:
-            transfer.wait()
+            with self.observe("wait for", channel, microbatch):
+                transfer.wait()
             self.waited += time.monotonic() - begun
             self.measured.actions.append(ActionRecord(action, begun, begun, time.monotonic()))
 
@@ -257,18 +263,21 @@ class Iteration:
         since = time.monotonic()
         if action.kind is Kind.W:
             begun = since
-            self.stages[stage].finish(microbatch)
+            with self.observe("weight gradients of", stage, microbatch):
+                self.stages[stage].finish(microbatch)
         elif action.kind is Kind.F:
             received = self.collect(stage, microbatch, is_forward=True)
             begun = time.monotonic()
-            self.forward(stage, microbatch, received)
+            with self.observe("forward of", stage, microbatch):
+                self.forward(stage, microbatch, received)
         else:
             received = self.collect(stage, microbatch, is_forward=False)
             begun = time.monotonic()
             weight, scale = self.weights.pop((stage, microbatch), 0.0), self.inputs.scale
             weight = weight / loss_shards_of(stage, self.parts.num_loss_shards) if scale is None else weight * scale
             is_last = self.last_backward[stage] == microbatch
-            back = self.stages[stage].backward(microbatch, received, weight, is_last=is_last)
+            with self.observe("backward of" if action.kind is Kind.B else "input gradients of", stage, microbatch):
+                back = self.stages[stage].backward(microbatch, received, weight, is_last=is_last)
             self.hand_on(stage, microbatch, back, is_forward=False)
         self.waited += begun - since
         self.measured.actions.append(ActionRecord(action, since, begun, time.monotonic()))
@@ -323,7 +332,13 @@ class Iteration:
     def collect(self, stage: int, microbatch: int, *, is_forward: bool) -> dict[int, Tensors]:
         """Wait for the inputs of a computation, by stage that sends them."""
         others = self.pipeline.inputs[stage] if is_forward else self.pipeline.outputs[stage]
-        return {other: self.pending.pop((Channel(other, stage, is_forward), microbatch)).wait() for other in others}
+        found = {}
+        for other in others:
+            channel = Channel(other, stage, is_forward)
+            transfer = self.pending.pop((channel, microbatch))
+            with self.observe("wait for", channel, microbatch):
+                found[other] = transfer.wait()
+        return found
 
     def hand_on(self, stage: int, microbatch: int, sent: Mapping[int, Tensors], *, is_forward: bool) -> None:
         """Keep the outputs of a computation until they are sent. Within a row, pass them on at once."""

@@ -20,6 +20,7 @@ from reshard.topology import Topology
 
 from ..graph import Edge, Pipeline
 from ..ir.schedule import Channel
+from .observe import describe_channel
 
 Tensors = dict[str, torch.Tensor]
 
@@ -31,6 +32,11 @@ class ChannelPlan:
     channel: Channel
     tensors: tuple[TensorSpec, ...]
     plan: Plan | None
+
+    def __str__(self) -> str:
+        what = ", ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in self.tensors) or "no tensors"
+        how = "nothing moves" if self.plan is None else f"{self.plan.num_messages} messages of {self.plan.strategy}"
+        return f"{describe_channel(self.channel)}: {what}, {how}"
 
 
 def find_device_type(modules: Mapping[int, torch.nn.Module]) -> str:

@@ -22,6 +22,7 @@ __all__ = [
     "held_tensors",
     "inner_tensor",
     "is_async",
+    "is_profiling",
     "is_strided_shard",
     "keep_rng",
     "largest_magnitudes",
@@ -44,6 +45,11 @@ def keep_rng(device_type: str) -> Iterator[None]:
     devices = [torch.cuda.current_device()] if device_type == "cuda" else []
     with torch.random.fork_rng(devices=devices, device_type="cuda"):
         yield
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch runs, in any thread."""
+    return torch.autograd.profiler._is_profiler_enabled
 
 
 # Modules

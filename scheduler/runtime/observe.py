@@ -1,0 +1,52 @@
+"""Log records and profiler ranges of a step. Each names the stage or the edge, the direction and the microbatch.
+
+Set the logger ``reshard`` to ``DEBUG`` to see what each rank begins: the last record of a rank that hangs names what it
+waits for. Under ``torch.profiler``, the same texts are ranges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+
+from ..ir.schedule import Channel
+from . import torch_compat
+
+logger = logging.getLogger(__name__)
+
+#: ``observe(what, where, microbatch)`` returns a context for what a rank does at a stage or with a channel.
+Observe = Callable[[str, "int | Channel", "int | None"], AbstractContextManager[None]]
+
+_NOTHING = contextlib.nullcontext()
+
+
+def find_observer(rank: int) -> Observe:
+    """What records the actions of a rank: nothing, unless debug messages or a profiler are on."""
+    if not (logger.isEnabledFor(logging.DEBUG) or torch_compat.is_profiling()):
+        return _ignore
+    return functools.partial(_record, rank)
+
+
+def describe_channel(channel: Channel) -> str:
+    """``edge 0 -> 1 forward``: the stages as in the graph, and the direction of the data."""
+    first, last = sorted((channel.sender, channel.receiver))
+    return f"edge {first} -> {last} {'forward' if channel.is_forward else 'backward'}"
+
+
+def _ignore(what: str, where: int | Channel, microbatch: int | None) -> AbstractContextManager[None]:
+    return _NOTHING
+
+
+@contextlib.contextmanager
+def _record(rank: int, what: str, where: int | Channel, microbatch: int | None) -> Iterator[None]:
+    place = describe_channel(where) if isinstance(where, Channel) else f"stage {where}"
+    text = f"{what} {place}" if microbatch is None else f"{what} {place}, microbatch {microbatch}"
+    logger.debug("rank %d begins: %s", rank, text)
+    with torch.profiler.record_function(f"reshard: {text}"):
+        yield
+    logger.debug("rank %d ended: %s", rank, text)
