@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from reshard.errors import ArgumentError
 
-from ..runtime.data_parallel import plain_name
+from ..runtime.data_parallel import plain_name, plain_parameters, without_ddp
 
 _FOLDER = re.compile(r"step-(\d{8,})")
 
@@ -53,7 +53,7 @@ class TrainingState:
         return {
             plain_name(name): value
             for module in self.modules.values()
-            for name, value in module.state_dict().items()
+            for name, value in without_ddp(module).state_dict().items()
             if isinstance(value, torch.Tensor)
         }
 
@@ -61,8 +61,8 @@ class TrainingState:
         """The names of each parameter in the whole model."""
         named: dict[torch.Tensor, list[str]] = {}
         for module in self.modules.values():
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                named.setdefault(parameter, []).append(plain_name(name))
+            for name, parameter in plain_parameters(module, remove_duplicate=False):
+                named.setdefault(parameter, []).append(name)
         return named
 
     def aliases(self, name: str) -> list[str]:

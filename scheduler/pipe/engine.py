@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 
 from ..ir.schedule import Schedule
 from ..runtime import torch_compat
-from ..runtime.data_parallel import is_fsdp, plain_name
+from ..runtime.data_parallel import is_fsdp, plain_parameters
 from ..runtime.engine import Engine
 from ..runtime.executor import StageTotals, Step, StepInputs
 from ..runtime.grad_sync import restore_gradients, stash_gradients
@@ -99,10 +99,10 @@ class PipelineEngine:
         seen: set[int] = set()
         named = []
         for module in self.modules.values():
-            for name, parameter in module.named_parameters():
+            for name, parameter in plain_parameters(module):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    named.append((plain_name(name), parameter))
+                    named.append((name, parameter))
         return named
 
     # Steps

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..runtime import torch_compat
-from ..runtime.data_parallel import plain_name
+from ..runtime.data_parallel import plain_parameters
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -33,9 +33,9 @@ def local_power_sum(
     """
     total, seen = 0.0, set()
     for stage, module in modules.items():
-        for name, parameter in module.named_parameters():
+        for name, parameter in plain_parameters(module):
             gradient = parameter.grad
-            if gradient is None or id(parameter) in seen or plain_name(name) in tied_elsewhere.get(stage, ()):
+            if gradient is None or id(parameter) in seen or name in tied_elsewhere.get(stage, ()):
                 continue
             seen.add(id(parameter))
             holders = _num_shards(gradient)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
@@ -32,7 +31,7 @@ from .partition.blocks import Block, BlockCut, BlockStage, blocks_of_modules
 from .partition.materialize import Init, is_on_meta, materialize
 from .partition.stage_graph import Cut, Skeleton, StageGraph, find_ties
 from .partition.tracing import TracedCut
-from .placement import Placement, check_world, ddp, find_meshes, find_rows, fsdp, parse_placements
+from .placement import Placement, check_world, ddp, find_meshes, find_rows, fsdp, make_device_mesh, parse_placements
 from .planner import Planner
 from .profile import Profile, ScheduleBuilder
 from .tensor_parallel import find_plan, parallelize
@@ -213,7 +212,7 @@ class Pipe:
         _separate(stages, mine)
         tied_tensors = [stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties]
         shapes = [(tuple(each.shape), dtype_name(each.dtype)) for each in tied_tensors]
-        modules = self._parallelize({stage: stages[stage].to(device) for stage in mine}, device)
+        modules = self._parallelize({stage: stages[stage].to(device) for stage in mine}, device, group)
         layouts = _exchange_layouts(ties, modules, self.meshes, group)
         return modules, [
             TiedParameter(tie, shape, dtype, layouts=where)
@@ -227,14 +226,12 @@ class Pipe:
             return one_f_one_b(pipeline, num_microbatches)
         return auto_schedule(pipeline, num_microbatches, row_of_stage=row_of_stage, can_split=False)
 
-    def _parallelize(self, modules: Mapping[int, Any], device: torch.device) -> dict[int, torch.nn.Module]:
-        """Shard and wrap the modules of this rank. Every rank makes the meshes of all stages."""
+    def _parallelize(self, modules: Mapping[int, Any], device: torch.device, group: Any) -> dict[int, torch.nn.Module]:
+        """Shard and wrap the modules of this rank."""
         made: dict[int, torch.nn.Module] = {}
-        for stage, (placement, mesh) in enumerate(zip(self.placements, self.meshes, strict=True)):
-            device_mesh = DeviceMesh(device.type, torch.tensor(mesh.array), mesh_dim_names=("dp", "tp"))
-            if stage not in modules:
-                continue
-            module = modules[stage]
+        for stage, module in modules.items():
+            placement = self.placements[stage]
+            device_mesh = make_device_mesh(self.meshes[stage], device, group)
             if placement.tp > 1:
                 parallelize(module, device_mesh["tp"], self._tp_plans[stage])
             if placement.prepare is not None:

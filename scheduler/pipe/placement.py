@@ -29,6 +29,22 @@ def fsdp(module: Any, device_mesh: Any) -> Any:
     return fully_shard(module, mesh=device_mesh)
 
 
+def make_device_mesh(mesh: Mesh, device: Any, group: Any) -> Any:
+    """The device mesh of a stage of this rank, with process groups for its lines of replicas and of TP ranks.
+
+    The ranks of ``mesh`` are those of ``group``. Only they take part, so that other ranks of the world need not call.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    array = torch.tensor(dist.get_process_group_ranks(group))[torch.tensor(mesh.array)]
+    ((replica, place),) = (array == dist.get_rank()).nonzero().tolist()
+    lines = (array[:, place], array[replica])
+    groups = [dist.new_group(line.tolist(), use_local_synchronization=True) for line in lines]
+    return DeviceMesh.from_group(groups, device.type, mesh=array, mesh_dim_names=("dp", "tp"))
+
+
 @dataclass(frozen=True)
 class Placement:
     """The devices of one stage and the parallelism inside it.

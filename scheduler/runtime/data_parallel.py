@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -82,20 +82,23 @@ def find_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
     Raises:
         AttributeError: there is none.
     """
-    with contextlib.suppress(AttributeError):
-        return module.get_parameter(name)
-    for wrapped, parameter in module.named_parameters(remove_duplicate=False):
-        if plain_name(wrapped) == name:
+    for plain, parameter in plain_parameters(module, remove_duplicate=False):
+        if plain == name:
             return parameter
-    raise AttributeError(f"{type(module).__name__} has no parameter {name!r}")
+    return module.get_parameter(name)
+
+
+def plain_parameters(
+    module: torch.nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of a module with their names in the module without wrappers."""
+    for name, parameter in without_ddp(module).named_parameters(remove_duplicate=remove_duplicate):
+        yield plain_name(name), parameter
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter or buffer without the parts that wrappers add: DDP, torch.compile, checkpointing."""
-    parts = name.split(".")
-    if parts[0] == "module":
-        parts = parts[1:]
-    return ".".join(part for part in parts if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
+    """The name of a parameter or buffer without the parts that torch.compile and checkpointing add."""
+    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
 
 
 def without_ddp(module: torch.nn.Module) -> torch.nn.Module:

@@ -1,0 +1,82 @@
+"""A model whose own modules have names that wrappers use, and engines on some of the ranks of the world."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+import reshard.scheduler as rs
+from reshard.testing import run_processes
+
+from .test_pipe import make_batch, make_chain
+
+
+class Outer(nn.Module):
+    """Has ``weight``, and ``module.weight`` as DDP would call it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(3))
+        self.module = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return (self.module(x) * self.weight).square().mean()
+
+
+def _save(rank, wrap, folder):
+    torch.set_num_threads(1)
+    placement = rs.Placement(dp=2, wrap=wrap)
+    batch = {"x": torch.ones(4, 3)}
+    with rs.Pipe(Outer(), stages=[placement]).compile(batch, 2, schedule=rs.one_f_one_b) as engine:
+        engine.save(folder, step=1)
+        return engine.step(batch).loss, [name for name, _ in engine.named_parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_child_of_the_model_may_be_called_module(tmp_path):
+    model = Outer()
+    for wrap in (rs.ddp, rs.fsdp):
+        for loss, names in run_processes(_save, 2, wrap, str(tmp_path)):
+            assert loss == pytest.approx(model(torch.ones(4, 3)).item(), rel=1e-6)
+            assert names == [name for name, _ in model.named_parameters()]
+        state = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
+        dcp.load(state, checkpoint_id=tmp_path / "step-00000001", no_dist=True)
+        assert all(torch.equal(state["model"][name], value) for name, value in model.state_dict().items())
+
+
+def _train_on_some(rank, ranks, all_placements):
+    """Only the ranks of the group call ``compile``."""
+    torch.set_num_threads(1)
+    group = dist.new_group(ranks)
+    if rank not in ranks:
+        return None
+    found = []
+    for placements in all_placements:
+        pipe = rs.Pipe(make_chain(), ["layers.2"], stages=placements)
+        with pipe.compile(make_batch(0), 4, group=group, schedule=rs.one_f_one_b) as engine:
+            found.append((engine.step(make_batch(5)).loss, engine.clip_grad_norm_(1e9)))
+    return found
+
+
+def test_placements_name_ranks_of_the_group():
+    model = make_chain()
+    loss, _ = model(**make_batch(5))
+    loss.backward()
+    expected = loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+    plan = {"layers.3": ColwiseParallel(output_layouts=Replicate())}
+    cases = [
+        [rs.Placement(dp=2), rs.Placement()],
+        [rs.Placement(dp=2, wrap=rs.fsdp), rs.Placement()],
+        [rs.Placement(), rs.Placement(tp=2, tp_plan=plan)],
+    ]
+    results = run_processes(_train_on_some, 5, [3, 1, 4], cases, timeout_seconds=60)
+    assert results[0] is results[2] is None
+    for rank in (1, 3, 4):
+        for found in results[rank]:
+            assert found == pytest.approx(expected, rel=2e-6)
