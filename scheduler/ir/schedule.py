@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from reshard.errors import ArgumentError, ScheduleError
@@ -148,6 +148,11 @@ class Schedule:
     def renamed(self, suffix: str) -> str:
         """The name and a suffix. The name is cut so that both have at most :data:`MOST_NAME` characters."""
         return self.name[: MOST_NAME - len(suffix)].rstrip() + suffix
+
+    def first(self, num_microbatches: int) -> Schedule:
+        """The schedule of the first microbatches alone. It is valid if this one is: rows keep the order of actions."""
+        rows = tuple(tuple(each for each in row if each.microbatch < num_microbatches) for row in self.rows)
+        return replace(self, rows=rows, num_microbatches=num_microbatches)
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
         for row, actions in enumerate(self.rows):

@@ -72,7 +72,9 @@ class PipelineEngine:
     ) -> None:
         self._engine, self._planner, self.modules = engine, planner, dict(modules)
         self._usual_microbatches = microbatches
-        self._feeder = Feeder(engine, planner, list(input_names), microbatches)
+        own = [stage for stage, module in modules.items() if is_fsdp(module)]
+        fsdp_stages = {stage for stages in engine.exchange(own).values() for stage in stages}
+        self._feeder = Feeder(engine, planner, list(input_names), microbatches, fsdp_stages)
         self._device, self._loss_scale = device, loss_scale
         self._rank, self._ties, self._process_group = engine.rank, list(ties), process_group
         self._is_first = self._rank == planner.first_rank
@@ -80,7 +82,7 @@ class PipelineEngine:
         for tie in ties:
             for stage in sorted(tie)[1:]:
                 self._tied_elsewhere.setdefault(stage, set()).add(tie[stage])
-        self._can_split = not any(engine.exchange(any(map(is_fsdp, modules.values()))).values())
+        self._can_split = not fsdp_stages
         options: dict[str, Any] = {"can_split": self._can_split, "memory_limit_bytes": memory_limit_bytes}
         row_of_stage = engine.schedule.row_of_stage
         self._is_chain = list(row_of_stage) == list(range(len(row_of_stage)))
@@ -285,9 +287,9 @@ class PipelineEngine:
         named, outline = self._feeder.agree(batch, accumulate, is_local)
         graph = self._planner.graph(outline)
         parts = self._feeder.divide(outline.rows, accumulate)
+        programs = [self._programs.find(outline, tuple(map(len, part)), schedule) for part in parts]
         steps, taken = [], 0
-        for part in parts:
-            program = self._programs.find(outline, tuple(map(len, part)), schedule)
+        for part, program in zip(parts, programs, strict=True):
             feed: dict[int, list[dict[str, Any]]] = {stage: [] for stage in self.modules}
             weights = []
             for rows in part:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import ArgumentError
@@ -29,11 +29,19 @@ class Feeder:
         planner: knows what each stage reads.
         input_names: names of the values of a batch that is a tuple.
         microbatches: number of microbatches of a part; fewer if it has fewer rows.
+        fsdp_stages: stages whose replicas run even on no rows, because collectives of FSDP need them all.
     """
 
-    def __init__(self, engine: Engine, planner: Planner, input_names: Sequence[str], microbatches: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        planner: Planner,
+        input_names: Sequence[str],
+        microbatches: int,
+        fsdp_stages: Collection[int],
+    ) -> None:
         self._engine, self._planner = engine, planner
-        self._input_names, self._microbatches = input_names, microbatches
+        self._input_names, self._microbatches, self._fsdp_stages = input_names, microbatches, fsdp_stages
 
     def agree(self, batch: Any, accumulate: int, is_local: bool) -> tuple[Batch, BatchOutline]:
         """The batch by name, and its outline, once all ranks have passed batches that fit."""
@@ -62,7 +70,10 @@ class Feeder:
         """Raise ArgumentError, on all ranks alike, unless each rank passes what its stages read."""
         graph = self._planner.graph(outline)
         parts = self.divide(outline.rows, accumulate)
+        fewest = min(len(rows) for part in parts for rows in part)
         for stage, mesh in enumerate(self._planner.meshes):
+            if stage in self._fsdp_stages and fewest < mesh.axis_size("dp"):
+                self._planner.check_no_rows(outline, stage, fewest)
             for rank in mesh.ranks:
                 wanted = sum(len(self.own(rows, rank)) for part in parts for rows in part)
                 given = outlines[rank].rows if rank in outlines else 0

@@ -146,7 +146,8 @@ class Pipe:
         Args:
             example: a whole batch; the same on all ranks. Its values matter only if stage times are measured.
             microbatches: number of microbatches of a step; fewer if one would not have a row for each replica.
-            schedule: a schedule, or a function of a pipeline and a number of microbatches that returns one.
+            schedule: a schedule, or a function of a pipeline and a number of microbatches that returns one. A batch
+                with fewer microbatches uses the first ones of a schedule.
             profile: seconds of each stage, as :meth:`PipelineEngine.profile` returns; default: measured in two trial
                 steps on ``example``.
             device: device of the parameters.

@@ -37,6 +37,7 @@ class Planner:
     def __init__(self, skeleton: Skeleton, meshes: Sequence[Mesh]) -> None:
         self._skeleton, self.meshes = skeleton, tuple(meshes)
         self._graphs: dict[tuple[Any, ...], StageGraph] = {}
+        self._without_rows: dict[Any, str | None] = {}
 
     @property
     def first_rank(self) -> int:
@@ -49,6 +50,19 @@ class Planner:
         if key not in self._graphs:
             self._graphs[key] = self._skeleton.find(outline)
         return self._graphs[key]
+
+    def check_no_rows(self, outline: BatchOutline, stage: int, rows: int) -> None:
+        """Raise ArgumentError if a stage under FSDP fails on a replica that has none of a microbatch's rows."""
+        key = (outline.entries, stage)
+        if key not in self._without_rows:
+            self._without_rows[key] = self._skeleton.find_failure_without_rows(outline, self.graph(outline), stage)
+        if self._without_rows[key] is not None:
+            replicas = self.meshes[stage].axis_size("dp")
+            raise ArgumentError(
+                f"stage {stage} has {replicas} replicas under FSDP, which must all run, but a microbatch has {rows} "
+                f"row{'s' * (rows > 1)}, and the stage does not run on 0 rows ({self._without_rows[key]}); pass at "
+                f"least {replicas} rows, or use DDP"
+            )
 
     def pipeline(self, outline: BatchOutline, rows: int) -> Pipeline:
         """The pipeline for microbatches of ``rows`` rows, without costs."""
@@ -114,12 +128,12 @@ class Programs:
 
     def _build_schedule(self, num_microbatches: int, outline: BatchOutline, rows: int) -> Schedule:
         if isinstance(self._build, Schedule):
-            if self._build.num_microbatches != num_microbatches:
+            if self._build.num_microbatches < num_microbatches:
                 raise ArgumentError(
                     f"the schedule {self._build.name!r} has {self._build.num_microbatches} microbatches, but this "
                     f"batch has {num_microbatches}; pass a function such as auto_schedule instead"
                 )
-            return self._build
+            return self._build.first(num_microbatches)
         assert self.profile is not None
         pipeline = self._planner.priced(outline, rows, self._engine.topology, self.profile)
         accepted = inspect.signature(self._build).parameters

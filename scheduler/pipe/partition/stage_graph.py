@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -168,10 +169,28 @@ class Skeleton:
             values.append(Value(name, dtype_name(one.dtype), shape, row_dim, writer, tuple(readers), one.requires_grad))
         return StageGraph(tuple(values), tuple(tuple(sorted(names)) for names in few.inputs))
 
-    def _run(self, outline: BatchOutline, rows: int) -> _Run:
-        result = _Run({}, [])
+    def find_failure_without_rows(self, outline: BatchOutline, graph: StageGraph, stage: int) -> str | None:
+        """The error of a stage on 0 rows of a batch, as text; None if it has none."""
+        with self._without_computing():
+            given = outline.empty(0)
+            for value in graph.values:
+                if stage in value.readers:
+                    given[value.name] = torch.empty(value.shape_for(0), dtype=getattr(torch, value.dtype))
+            try:
+                _run_stage(self._stages[stage], given)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+        return None
+
+    @contextlib.contextmanager
+    def _without_computing(self) -> Iterator[None]:
         autocast = torch.autocast(self._device_type, self._autocast, enabled=self._autocast is not None)
         with torch_compat.keep_rng(self._device_type), self._mode, autocast:
+            yield
+
+    def _run(self, outline: BatchOutline, rows: int) -> _Run:
+        result = _Run({}, [])
+        with self._without_computing():
             batch = outline.empty(rows)
             latest: dict[str, tuple[Any, int]] = {}  # value and the stage that wrote it
             for stage, module in enumerate(self._stages):

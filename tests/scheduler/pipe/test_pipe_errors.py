@@ -114,3 +114,52 @@ def use_wrongly(rank):
 
 def test_wrong_use_leaves_the_engine_usable():
     assert run_processes(use_wrongly, 2) == [True, True]
+
+
+class Flat(nn.Module):
+    """Its reshape does not accept 0 rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+        return x.reshape(x.shape[0], -1).mean()
+
+
+def step_on_few_rows(rank):
+    """A step on 1 row with 2 replicas, under FSDP and under DDP, and a fixed schedule of 4 microbatches on 1 to 8 rows."""
+    torch.set_num_threads(1)
+    batches = {rows: {"x": torch.ones(rows, 4)} for rows in (1, 2, 3, 8)}
+    losses = []
+    for wrap in (rs.fsdp, rs.ddp):
+        placements = [rs.Placement(), rs.Placement(dp=2, wrap=wrap)]
+        torch.manual_seed(0)
+        pipe = rs.Pipe(Flat(), ["second"], stages=placements)
+        with pipe.compile(batches[8], 4, schedule=rs.one_f_one_b) as engine:
+            if wrap is rs.fsdp:
+                message = (
+                    "stage 1 has 2 replicas under FSDP, which must all run, but a microbatch has 1 row, and the stage"
+                )
+                fails(ArgumentError, message, lambda engine=engine: engine.step(batches[1]))
+            else:
+                losses.append(engine.step(batches[1]).loss)
+            losses.append(engine.step(batches[2]).loss)
+            fixed = engine.schedule
+    torch.manual_seed(0)
+    with rs.Pipe(Flat(), ["second"], stages="1x1,2x1").compile(batches[8], 4, schedule=fixed) as engine:
+        losses += [engine.step(batches[rows]).loss for rows in batches]
+        losses.append(engine.step(batches[3], accumulate=2).loss)
+    torch.manual_seed(0)
+    pipe = rs.Pipe(Flat(), ["second"], stages="1x1,2x1")
+    message = "has 3 microbatches, but this batch has 4; pass a function such as auto_schedule instead"
+    fails(ArgumentError, message, lambda: pipe.compile(batches[8], 4, schedule=fixed.first(3)))
+    return losses
+
+
+def test_few_rows_run_or_are_refused_before_the_step():
+    torch.manual_seed(0)
+    expected = Flat()(torch.ones(1, 4)).item()
+    for losses in run_processes(step_on_few_rows, 3):
+        assert losses == pytest.approx([expected] * 8, rel=1e-6)
