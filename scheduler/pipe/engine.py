@@ -47,6 +47,29 @@ class StepResult:
     timeline: PipelineTimeline | None = None
 
 
+@dataclass(frozen=True)
+class CompileOptions:
+    """What :meth:`Pipe.compile` decides besides the stages.
+
+    Attributes:
+        microbatches: of a step. schedule: a schedule, or what builds one.
+        input_names: names of the values of a batch that is a tuple.
+        ties: ``{stage: name}`` of each parameter that several stages share.
+        device: of the parameters. scales_loss: whether float16 needs it.
+        memory_limit_bytes: given to ``schedule`` if it is a function.
+        process_group: that of the ranks; None: the world.
+    """
+
+    microbatches: int
+    schedule: Schedule | ScheduleBuilder
+    input_names: Sequence[str]
+    ties: Sequence[Mapping[int, str]]
+    device: torch.device
+    scales_loss: bool = False
+    memory_limit_bytes: int | None = None
+    process_group: Any = None
+
+
 class PipelineEngine:
     """Runs a model over pipeline stages. Every rank makes one, by :meth:`Pipe.compile`, and calls each method.
 
@@ -56,39 +79,26 @@ class PipelineEngine:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        planner: Planner,
-        modules: Mapping[int, torch.nn.Module],
-        *,
-        microbatches: int,
-        build_schedule: Schedule | ScheduleBuilder,
-        input_names: Sequence[str],
-        ties: Sequence[Mapping[int, str]],
-        device: torch.device,
-        loss_scale: LossScale | None,
-        memory_limit_bytes: float | None = None,
-        process_group: Any = None,
+        self, engine: Engine, planner: Planner, modules: Mapping[int, torch.nn.Module], options: CompileOptions
     ) -> None:
-        self._engine, self._planner, self.modules = engine, planner, dict(modules)
-        self._usual_microbatches = microbatches
+        self._engine, self._planner, self.modules, self._options = engine, planner, dict(modules), options
+        self._usual_microbatches = options.microbatches
         own = [stage for stage, module in modules.items() if is_fsdp(module)]
         fsdp_stages = {stage for stages in engine.exchange(own).values() for stage in stages}
-        self._feeder = Feeder(engine, planner, list(input_names), microbatches, fsdp_stages)
-        self._device, self._loss_scale = device, loss_scale
-        self._rank, self._ties, self._process_group = engine.rank, list(ties), process_group
-        self._is_first = self._rank == planner.first_rank
+        self._feeder = Feeder(engine, planner, list(options.input_names), options.microbatches, fsdp_stages)
+        self._loss_scale = LossScale() if options.scales_loss else None
+        self._rank, self._is_first = engine.rank, engine.rank == planner.first_rank
         self._tied_elsewhere: dict[int, set[str]] = {}
-        for tie in ties:
+        for tie in options.ties:
             for stage in sorted(tie)[1:]:
                 self._tied_elsewhere.setdefault(stage, set()).add(tie[stage])
         self._can_split = not fsdp_stages
-        options: dict[str, Any] = {"can_split": self._can_split, "memory_limit_bytes": memory_limit_bytes}
+        hints: dict[str, Any] = {"can_split": self._can_split, "memory_limit_bytes": options.memory_limit_bytes}
         row_of_stage = engine.schedule.row_of_stage
         self._is_chain = list(row_of_stage) == list(range(len(row_of_stage)))
         if not self._is_chain:
-            options["row_of_stage"] = row_of_stage
-        self._programs = Programs(engine, planner, build_schedule, options)
+            hints["row_of_stage"] = row_of_stage
+        self._programs = Programs(engine, planner, options.schedule, hints)
 
     # Parameters
 
@@ -206,7 +216,9 @@ class PipelineEngine:
             except OSError as error:
                 failure = ArgumentError(f"cannot make the checkpoint {folder}: {error}")
         self._engine.exchange(error=failure)
-        checkpoint.save(folder, self._training_state(optimizer, lr_scheduler, loader, step), self._process_group)
+        checkpoint.save(
+            folder, self._training_state(optimizer, lr_scheduler, loader, step), self._options.process_group
+        )
         if self._is_first:
             checkpoint.prune(path, keep)
 
@@ -246,7 +258,7 @@ class PipelineEngine:
             failure = error
         self._engine.exchange(error=failure)
         assert request is not None
-        counters = checkpoint.load(Path(folder), request, state, self._process_group)
+        counters = checkpoint.load(Path(folder), request, state, self._options.process_group)
         if self._loss_scale is not None and counters.get("loss_scale") is not None:
             self._loss_scale.load_state_dict(counters["loss_scale"])
         return int(counters.get("step", 0))
@@ -256,9 +268,11 @@ class PipelineEngine:
         counters = {
             "step": step,
             "loss_scale": scale,
-            "world_size": torch.distributed.get_world_size(self._process_group),
+            "world_size": torch.distributed.get_world_size(self._options.process_group),
         }
-        return checkpoint.TrainingState(self._rank, self.modules, self._ties, optimizer, lr_scheduler, loader, counters)
+        return checkpoint.TrainingState(
+            self._rank, self.modules, self._options.ties, optimizer, lr_scheduler, loader, counters
+        )
 
     def close(self) -> None:
         """Stop the threads that move tensors."""
@@ -365,7 +379,7 @@ class PipelineEngine:
         for parameter in parameters:
             parameter.grad = None
         try:
-            with torch_compat.keep_rng(self._device.type):
+            with torch_compat.keep_rng(self._options.device.type):
                 yield
         finally:
             with torch.no_grad():

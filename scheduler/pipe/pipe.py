@@ -23,8 +23,7 @@ from ..runtime.engine import Engine
 from ..runtime.tied_params import TiedParameter
 from ..schedules.auto import auto_schedule
 from ..schedules.classic import one_f_one_b
-from .engine import PipelineEngine
-from .gradients import LossScale
+from .engine import CompileOptions, PipelineEngine
 from .partition.adapters import find_blocks
 from .partition.batches import name_batch, outline_batch, split_microbatches
 from .partition.blocks import Block, BlockCut, BlockStage, blocks_of_modules
@@ -181,19 +180,17 @@ class Pipe:
             autocast=self.autocast,
             timeout_seconds=timeout_seconds,
         )
-        made = PipelineEngine(
-            engine,
-            planner,
-            modules,
-            microbatches=microbatches,
-            build_schedule=schedule,
-            input_names=self.input_names,
-            ties=[tie.names for tie in ties],
-            device=device,
-            loss_scale=LossScale() if self.autocast is torch.float16 else None,
+        options = CompileOptions(
+            microbatches,
+            schedule,
+            self.input_names,
+            [tie.names for tie in ties],
+            device,
+            scales_loss=self.autocast is torch.float16,
             memory_limit_bytes=memory_limit_bytes,
             process_group=group,
         )
+        made = PipelineEngine(engine, planner, modules, options)
         made.prepare(batch, profile)
         return made
 
