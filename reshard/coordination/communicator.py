@@ -183,9 +183,10 @@ class Channel:
                 loser, lost = lost, int(self._store.get(f"broken/{generation}/{lost}"))
         if self.rendezvous.links.find_lost() == lost:
             return RemoteError(f"rank {lost} is gone: it closed its connection during a transfer")
-        if lost in losers or loser == self.group.rank:
+        if lost in losers:
             return error
-        return RemoteError(f"rank {loser} lost its connection to rank {lost}")
+        how = str(error) if loser == self.group.rank else f"rank {loser} lost its connection to it"
+        return RemoteError(f"rank {lost} is gone or unreachable: {how}")
 
     def reported_error(self, generation: int) -> ReshardError | None:
         """The error that a member reported, if any."""

@@ -357,7 +357,10 @@ class Spoke:
     def pump(self, seconds: float) -> None:
         """Wait at most ``seconds`` for input and read it; raises EOFError if the hub closed the connection."""
         poller = select.poll()
-        poller.register(self._peer.connection, select.POLLIN)
+        try:
+            poller.register(self._peer.connection, select.POLLIN)
+        except ValueError:
+            raise EOFError("this side has closed the connection") from None
         if poller.poll(max(0.0, 1000 * seconds)):
             self._peer.read()
             while (frame := self._peer.frame()) is not None:

@@ -40,7 +40,7 @@ class Links:
     def find_left(self) -> int | None:
         """A member that closed its connection with a goodbye, if any."""
         if self.hub is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # ValueError: another thread has closed this end
                 self.hub.drain()
             return self.hub.find_left()
         if self.spoke is not None:

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from reshard.coordination.control_channel import Hub, Spoke
+from reshard.coordination.links import Links
 from reshard.coordination.store import Store
 
 
@@ -93,3 +94,16 @@ def test_connections_without_secret_or_known_rank_are_closed(ends):
     for thread in threads:
         thread.join()
     assert closed == [b""] * 3 and not hub.is_connected(2) and not hub.is_connected(7)
+
+
+def test_an_end_that_another_thread_has_closed_reads_nothing(ends):
+    hub, spoke = ends
+    links = Links((0, 1))
+    links.hub, links.spoke = hub, None
+    hub.close()
+    assert links.find_left() is None
+    spoke.close()
+    with pytest.raises(EOFError, match="this side has closed the connection"):
+        spoke.pump(0.0)
+    links.hub, links.spoke = None, spoke
+    assert links.find_left() is None

@@ -170,7 +170,14 @@ def _explain_lost_connection(rank, lost):
 @pytest.mark.parametrize(
     ("lost", "expected"),
     [
-        ([None, 0, 1], [None, "BrokenConnectionError: broken", "RemoteError: rank 1 lost its connection to rank 0"]),
+        (
+            [None, 0, 1],
+            [
+                None,
+                "RemoteError: rank 0 is gone or unreachable: broken",
+                "RemoteError: rank 0 is gone or unreachable: rank 1 lost its connection to it",
+            ],
+        ),
         ([None, 2, 1], [None, *["BrokenConnectionError: broken"] * 2]),  # a link failed, no rank died
     ],
 )
