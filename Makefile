@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
-SOURCES := pyproject.toml constraints.txt $(wildcard native/*)
+SOURCES := pyproject.toml constraints.txt $(wildcard native/* native/*/*)
 
 install: $(VENV)/installed
 

@@ -5,6 +5,14 @@ from typing import Any
 def copy_runs(src: Any, dst: Any, src_at: Any, dst_at: Any, length: Any) -> None:
     """Copy ``length[i]`` bytes from ``src[src_at[i]]`` to ``dst[dst_at[i]]`` for every ``i``."""
 
+def encode_blocks(
+    kind: int, format: int, columns: int, values: int, source: Any, out: Any, measure: bool
+) -> tuple[float, float]:
+    """Encode rows of values; return the sums of squared errors and of squares if measured, else zeros."""
+
+def decode_blocks(kind: int, format: int, columns: int, values: int, data: Any, target: Any, accumulate: bool) -> None:
+    """Decode into rows of values, or add to them."""
+
 def flow(
     queue: Any,
     stream: Any,

@@ -1,0 +1,17 @@
+"""Codecs: how values are compressed for the wire. Planning knows their sizes; only the ranks' arrays know their values.
+
+May import the modules at the root only.
+"""
+
+from reshard.codecs.block import BLOCK_CODECS, BlockCodec, ErrorSums, find_block_codec, is_block_dtype
+from reshard.codecs.codec import Codec, parse_codec
+
+__all__ = [
+    "BLOCK_CODECS",
+    "BlockCodec",
+    "Codec",
+    "ErrorSums",
+    "find_block_codec",
+    "is_block_dtype",
+    "parse_codec",
+]

@@ -1,0 +1,179 @@
+"""Lossy codecs of fixed size. An element holds 32, 64 or 128 values, and each 32 of them share a scale.
+
+============== ==== ====================================== ==================================== ===============
+codec          bits scale of 32 values                     bound on the error of a value        bytes per 128
+============== ==== ====================================== ==================================== ===============
+int8x128       8    power of two                           ``amax / 127.5``                     132
+int6x128       6    power of two                           ``amax / 31.5``                      100
+int4x128       4    power of two                           ``amax / 7.5``                       68
+int4x128-bf16  4    bf16 nearest to ``amax / 7``           ``amax / 13.9``                      72
+fp8x128        8    power of two, codes are e4m3           ``amax / 14.5``                      132
+============== ==== ====================================== ==================================== ===============
+
+``amax`` is the largest magnitude among the 32 values. No scale is below 2**-126, so the error of a value may always
+reach 2**-127 (2**-123 with fp8). Decoding to bf16 or fp16 may add half a unit in the last place of that format. All
+codecs round to nearest even, so errors have no bias. Zeros stay zeros. If one of 32 values is NaN or infinite, all 32
+decode to NaN. A decoded value that would overflow becomes the largest finite one.
+
+With power-of-two scales (E8M0, as in the OCP Microscaling formats 1.0), decoded values do not change when they are
+encoded and decoded again, also after a pass through the dtype that they came from.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from reshard import _native
+from reshard.codecs.raw_bytes import FORMATS, flat_bytes, format_of, num_columns
+from reshard.errors import ArgumentError
+
+#: Values that share a scale.
+SCALE_VALUES = 32
+#: Numbers of values that an element may hold, the preferred one first.
+ELEMENT_VALUES = (128, 64, 32)
+#: By kind: the number of its native kernel, the bytes of 32 values with their scale, and the bound on the error of a
+#: value as a fraction of the largest magnitude among them.
+_KINDS: dict[str, tuple[int, int, float]] = {
+    "int8": (0, 33, 1 / 127.5),
+    "int6": (1, 25, 1 / 31.5),
+    "int4": (2, 17, 1 / 7.5),
+    "fp8": (3, 33, 1 / 14.5),
+    "int4-bf16": (4, 18, (1 + 2**-8) / 14),
+}
+_NAME = re.compile(r"(int8|int6|int4|fp8)x(128|64|32)(-bf16)?")
+
+
+class ErrorSums(NamedTuple):
+    """Sums over encoded values: of their squared errors, and of their squares. Blocks with NaN do not count."""
+
+    error: float = 0.0
+    square: float = 0.0
+
+    def plus(self, other: ErrorSums) -> ErrorSums:
+        """The sums over both sets of values."""
+        return ErrorSums(self.error + other.error, self.square + other.square)
+
+    @property
+    def relative_error(self) -> float:
+        """The L2 norm of the error over the L2 norm of the values; 0 if all values are 0."""
+        return math.sqrt(self.error / self.square) if self.square else 0.0
+
+
+@dataclass(frozen=True)
+class BlockCodec:
+    """A lossy codec that turns each ``values`` consecutive values of a row into one element of fixed size.
+
+    Args:
+        kind: ``"int8"``, ``"int6"``, ``"int4"``, ``"fp8"`` or ``"int4-bf16"``. values: 32, 64 or 128.
+    """
+
+    kind: str
+    values: int = 128
+    is_lossless = False
+
+    @property
+    def name(self) -> str:
+        """``"int8x128"``; also the dtype of its elements in a plan."""
+        base, _, suffix = self.kind.partition("-")
+        return f"{base}x{self.values}{f'-{suffix}' if suffix else ''}"
+
+    @property
+    def element(self) -> tuple[int, int]:
+        """``(values, bytes)`` of an element."""
+        return self.values, self.values // SCALE_VALUES * _KINDS[self.kind][1]
+
+    @property
+    def error_bound(self) -> float:
+        """Bound on the error of a value, as a fraction of the largest magnitude among the 32 that share its scale."""
+        return _KINDS[self.kind][2]
+
+    def with_values(self, values: int) -> BlockCodec:
+        """The same codes in elements of another size."""
+        return BlockCodec(self.kind, values)
+
+    def num_elements(self, shape: Sequence[int], num_row_dims: int | None = None) -> int:
+        """The number of elements of an array: its rows times the elements of a row, the last of which is padded."""
+        dims = max(len(shape) - 1, 0) if num_row_dims is None else num_row_dims
+        return math.prod(shape[:dims]) * -(-math.prod(shape[dims:]) // self.values)
+
+    def nbytes(self, shape: Sequence[int], num_row_dims: int | None = None) -> int:
+        """The bytes of an encoded array."""
+        return self.num_elements(shape, num_row_dims) * self.element[1]
+
+    def encode(self, source: Any, out: Any, num_row_dims: int | None = None) -> int:
+        """Encode an array into ``out``, a contiguous uint8 array of :meth:`nbytes` bytes.
+
+        Args:
+            source: a contiguous fp32, bf16 or fp16 array of NumPy or torch, on the CPU.
+            num_row_dims: number of leading dims that count rows; all but the last by default.
+
+        Returns:
+            The number of bytes written.
+
+        Raises:
+            ArgumentError: a dtype that the codec does not code, arrays with strides, or ``out`` has another size.
+        """
+        self._encode(source, out, num_row_dims, False)
+        return self.nbytes(source.shape, num_row_dims)
+
+    def encode_measured(self, source: Any, out: Any, num_row_dims: int | None = None) -> ErrorSums:
+        """As :meth:`encode`, and return the sums from which the relative error follows."""
+        return ErrorSums(*self._encode(source, out, num_row_dims, True))
+
+    def decode(self, data: Any, target: Any, num_row_dims: int | None = None, *, accumulate: bool = False) -> None:
+        """Decode into ``target``, of the shape of the source and any of the three dtypes.
+
+        Args:
+            data: what :meth:`encode` wrote. accumulate: add to ``target`` instead.
+
+        Raises:
+            ArgumentError: as :meth:`encode`.
+        """
+        number, columns = _KINDS[self.kind][0], num_columns(target, num_row_dims)
+        self._check_size(data, target, num_row_dims)
+        into = flat_bytes(target)
+        if len(into):
+            form = format_of(target, self.name)
+            _native.decode_blocks(number, form, columns, self.values, flat_bytes(data), into, accumulate)
+
+    def _encode(self, source: Any, out: Any, num_row_dims: int | None, measure: bool) -> tuple[float, float]:
+        number, columns = _KINDS[self.kind][0], num_columns(source, num_row_dims)
+        form = format_of(source, self.name)
+        self._check_size(out, source, num_row_dims)
+        values = flat_bytes(source)
+        if not len(values):
+            return 0.0, 0.0
+        return _native.encode_blocks(number, form, columns, self.values, values, flat_bytes(out), measure)
+
+    def _check_size(self, coded: Any, plain: Any, num_row_dims: int | None) -> None:
+        found, needed = math.prod(coded.shape), self.nbytes(plain.shape, num_row_dims)
+        if found != needed or coded.dtype.itemsize != 1:
+            raise ArgumentError(
+                f"codec {self.name} codes shape {list(plain.shape)} in {needed} bytes, but the coded array has {found} "
+                f"elements of {coded.dtype}"
+            )
+
+
+#: Names of the block codecs with elements of 128 values.
+BLOCK_CODECS = tuple(BlockCodec(kind).name for kind in _KINDS)
+#: Dtypes that block codecs code.
+CODED_DTYPES = tuple(FORMATS)
+
+
+@functools.cache
+def find_block_codec(name: str) -> BlockCodec | None:
+    """The block codec of a name or wire dtype such as ``"int8x128"``; None if there is none."""
+    match = _NAME.fullmatch(name)
+    if match is None or (match[3] and match[1] != "int4"):
+        return None
+    return BlockCodec(match[1] + (match[3] or ""), int(match[2]))
+
+
+def is_block_dtype(dtype: str) -> bool:
+    """Whether a plan's dtype is that of a block codec's elements."""
+    return find_block_codec(dtype) is not None

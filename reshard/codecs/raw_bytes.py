@@ -1,0 +1,49 @@
+"""Arrays of NumPy, ml_dtypes and torch as flat bytes, without importing any of them but NumPy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError
+
+#: Number by which the native kernels know a format.
+FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+
+def flat_bytes(array: Any) -> np.ndarray:
+    """A view of a contiguous CPU array as flat uint8.
+
+    Raises:
+        ArgumentError: the array is not contiguous.
+    """
+    if isinstance(array, np.ndarray):
+        if not array.flags.c_contiguous:
+            raise ArgumentError(f"a codec needs contiguous arrays; this one of shape {list(array.shape)} has strides")
+        return array.reshape(-1).view(np.uint8)
+    if not array.is_contiguous():
+        raise ArgumentError(f"a codec needs contiguous tensors; this one of shape {list(array.shape)} has strides")
+    import torch
+
+    flat = array.detach().as_strided((array.numel(),), (1,))
+    return flat.view(torch.uint8).numpy()
+
+
+def format_of(array: Any, codec: str) -> int:
+    """The format number of an array's dtype; raises ArgumentError if the codec cannot code it."""
+    name = dtype_name(array.dtype)
+    if name not in FORMATS:
+        raise ArgumentError(f"codec {codec} codes {', '.join(FORMATS)}, not {name}")
+    return FORMATS[name]
+
+
+def num_columns(array: Any, num_row_dims: int | None) -> int:
+    """The number of values in a row of an array whose first ``num_row_dims`` dims count rows; all but one by default.
+
+    A row is never empty, so that the number of rows of an empty array does not matter.
+    """
+    dims = max(len(array.shape) - 1, 0) if num_row_dims is None else num_row_dims
+    return max(math.prod(array.shape[dims:]), 1)
