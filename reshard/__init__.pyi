@@ -28,6 +28,7 @@ from .cost.simulator import (
 )
 from .errors import (
     ArgumentError as ArgumentError,
+    CompressionError as CompressionError,
     DisagreementError as DisagreementError,
     LayoutError as LayoutError,
     MeshError as MeshError,

@@ -14,6 +14,7 @@
     ├── ResourceError        a rank has too few file descriptors for its connections
     ├── RemoteError          another rank failed; the text names the rank and its error
     │   └── RankLostError    ranks were lost in a fault-tolerant transfer; may offer a recovery plan
+    ├── CompressionError     a codec changes the tensors more than ``max_error`` allows; only with ``on_error="raise"``
     ├── TransferTimeoutError ranks did not agree, or a transfer did not finish, within ``timeout_seconds``
     └── VerificationError    a shard differs from its source; only with ``verify=True``
 
@@ -107,6 +108,10 @@ class RankLostError(RemoteError):
         return self._recover()
 
 
+class CompressionError(ReshardError, RuntimeError):
+    """A codec changes tensors by more than the ``max_error`` of the call. No data has moved."""
+
+
 class TransferTimeoutError(ReshardError, TimeoutError):
     """An agreement or a transfer did not finish within ``timeout_seconds``."""
 
@@ -130,6 +135,7 @@ BY_NAME: dict[str, type[ReshardError]] = {
         ResourceError,
         RemoteError,
         RankLostError,
+        CompressionError,
         TransferTimeoutError,
         VerificationError,
         ScheduleError,

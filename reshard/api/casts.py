@@ -1,7 +1,10 @@
-"""Casts to another dtype, on the side of the transfer where they save bytes on the wire.
+"""Arrays in the form in which they travel: cast to another dtype, or coded by a block codec.
 
 A cast never allocates a second shard. A narrowing cast happens on the sender, message by message as it packs. For a
 widening cast, the receiver stores the narrow elements in the destination's memory and casts them in place.
+
+A codec allocates the coded shard at both ends: it encodes from the source's dtype before the transfer, and decodes
+into the destination's dtype after it.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from reshard.dtypes import ITEMSIZE
+from reshard.codecs import CODED_DTYPES, ErrorSums
+from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError
 from reshard.runtime.cpu.staging import CastSource
+from reshard.sharding import TensorSpec
 
 #: Scratch memory for in-place casts, in bytes.
 CAST_BYTES = 2**20
@@ -55,6 +60,56 @@ def _promotes(a: torch.dtype, b: torch.dtype) -> bool:
     if all(integers):
         return torch.iinfo(b).min <= torch.iinfo(a).min and torch.iinfo(a).max <= torch.iinfo(b).max
     return torch.promote_types(a, b) is b
+
+
+def wire_source(array: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor | CastSource | None:
+    """A source shard as the plan's tensor ``spec`` sends it: coded, cast while it is packed, or unchanged."""
+    return cast_source(array, spec.dtype) if spec.codec is None else encode_source(array, spec)[0]
+
+
+def encode_source(
+    array: torch.Tensor | None, spec: TensorSpec, measure: bool = False
+) -> tuple[torch.Tensor | None, ErrorSums]:
+    """The elements of a coded tensor's source shard, and the sums of their errors if ``measure``."""
+    if array is None:
+        return None, ErrorSums()
+    assert spec.codec is not None
+    coded, source = _empty_elements(array, spec), array.contiguous()
+    if measure:
+        return coded, spec.codec.encode_measured(source, coded, spec.ndim - 1)
+    spec.codec.encode(source, coded, spec.ndim - 1)
+    return coded, ErrorSums()
+
+
+def wire_target(target: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor | None:
+    """The array that receives a destination shard: a new one for a coded tensor, else a view of the target."""
+    if spec.codec is None or target is None:
+        return receive_view(target, spec.dtype)
+    return _empty_elements(target, spec)
+
+
+def finish_received(
+    received: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None], specs: Sequence[TensorSpec]
+) -> None:
+    """Decode or cast what :func:`wire_target` received into the targets."""
+    for array, target, spec in zip(received, targets, specs, strict=True):
+        if spec.codec is None:
+            cast_received([array], [target])
+        elif array is not None and target is not None:
+            wide = target.detach()  # the target may be a parameter that requires grad
+            is_direct = wide.is_contiguous() and dtype_name(wide.dtype) in CODED_DTYPES
+            decoded = wide if is_direct else torch.empty(wide.shape, dtype=torch.float32)
+            spec.codec.decode(array, decoded, spec.ndim - 1)
+            if not is_direct:
+                wide.copy_(decoded)
+
+
+def _empty_elements(array: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A new array for the elements that code ``array``, a shard of the coded tensor."""
+    assert spec.codec is not None
+    num_rows = spec.ndim - 1
+    num_elements = spec.codec.num_elements(array.shape[num_rows:], 0)
+    return torch.empty((*array.shape[:num_rows], num_elements, spec.itemsize), dtype=torch.uint8)
 
 
 def cast_source(array: torch.Tensor | None, dtype: str) -> torch.Tensor | CastSource | None:

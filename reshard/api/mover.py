@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from reshard.api.agreed_plan import AgreedPlan
+from reshard.api.casts import finish_received, wire_source, wire_target
 from reshard.api.dtensors import is_dtensor
 from reshard.api.handle import EXIT_SECONDS, Handle, StreamHandle
 from reshard.api.mover_arrays import MoverArrays
-from reshard.api.options import check_device_type, check_verify
+from reshard.api.options import check_coding, check_device_type, check_verify
 from reshard.api.tensor_checks import check_no_aliasing, detach_source
 from reshard.coordination import (
     Monitor,
@@ -111,6 +112,7 @@ class Mover:
             timeout_seconds = check_timeout(timeout_seconds)
             check_device_type(device)
             check_verify(verify, device)
+            check_coding(plan, device)
             ensure_checked(plan)
             arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways))), ("device", str(device))]
             arguments += [("verify", str(bool(verify))), ("connection", str(connection))]
@@ -208,7 +210,8 @@ class Mover:
             outs = self.plan.by_tensor(out)
             dst = self._arrays.targets(outs)
             check_no_aliasing(src, dst, names)
-            src = [detach_source(array) for array in src]
+            src = [wire_source(detach_source(array), spec) for array, spec in zip(src, self.plan.tensors, strict=True)]
+            received = [wire_target(array, spec) for array, spec in zip(dst, self.plan.tensors, strict=True)]
         except ReshardError as error:
             raise self._channel.fail(self._generation, error) from None
         except BaseException as error:  # such as KeyboardInterrupt; the other ranks have started this transfer
@@ -218,9 +221,10 @@ class Mover:
         results = [given if is_dtensor(given) else array for given, array in zip(outs, dst, strict=True)]
 
         def finish() -> Any:
+            finish_received(received, dst, self.plan.tensors)
             return dict(zip(names, results, strict=True)) if named else results[0]
 
-        return self._enqueue(src, dst, finish)
+        return self._enqueue(src, received, finish)
 
     def start_checked(
         self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], finish: Callable[[], Any]
@@ -257,9 +261,9 @@ class Mover:
 
         For a plan of named tensors ``{name: array}``.
         """
-        arrays = map(self._arrays.empty, self.plan.tensors, self._program.dst_shapes)
+        arrays = self._arrays.empty_targets()
         if self.plan.tensors[0].name is None:
-            return next(arrays)
+            return arrays[0]
         return {spec.name: array for spec, array in zip(self.plan.tensors, arrays, strict=True)}
 
     def _enqueue(

@@ -8,6 +8,7 @@ import torch
 
 from reshard.api.tensor_checks import DEVICE_TYPES
 from reshard.errors import ArgumentError
+from reshard.plan import Plan
 
 #: What a call does when ranks are lost: raise, raise with a recovery plan, or recover.
 ON_LOSS = ("raise", "offer", "recover")
@@ -19,6 +20,13 @@ def check_device_type(device: Any) -> None:
         raise ArgumentError(f"device is {device!r}; it must be one of {', '.join(DEVICE_TYPES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("device is 'cuda', but this process has no CUDA device")
+
+
+def check_coding(plan: Plan, device: str) -> None:
+    """Raise ArgumentError if a plan has coded tensors that this device type cannot code."""
+    for spec in plan.tensors:
+        if spec.codec is not None and device != "cpu":
+            raise ArgumentError(f"codec {spec.dtype} codes CPU tensors only; these are on {device}")
 
 
 def check_verify(verify: Any, device: str) -> None:

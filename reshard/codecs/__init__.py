@@ -3,11 +3,21 @@
 May import the modules at the root only.
 """
 
-from reshard.codecs.block import BLOCK_CODECS, BlockCodec, ErrorSums, find_block_codec, is_block_dtype
+from reshard.codecs.block import (
+    BLOCK_CODECS,
+    CODED_DTYPES,
+    ELEMENT_VALUES,
+    BlockCodec,
+    ErrorSums,
+    find_block_codec,
+    is_block_dtype,
+)
 from reshard.codecs.codec import Codec, parse_codec
 
 __all__ = [
     "BLOCK_CODECS",
+    "CODED_DTYPES",
+    "ELEMENT_VALUES",
     "BlockCodec",
     "Codec",
     "ErrorSums",

@@ -85,6 +85,9 @@ class Mover:
         try:
             if plan.ranks[-1] >= size:
                 raise ArgumentError(f"the plan names rank {plan.ranks[-1]}; the communicator has {size} ranks")
+            for spec in plan.tensors:
+                if spec.codec is not None:
+                    raise ArgumentError(f"reshard.cupy does not support codecs; tensor {spec} is coded")
             ensure_checked(plan)
             if self._rank in plan.ranks:
                 self._runner = _make_runner(plan, self._rank, _CupyMemory(cupy))

@@ -12,7 +12,17 @@ from reshard.plan.messages import expand_messages
 from reshard.plan.model import Plan
 from reshard.plan.text_parser import parse_plan, read_plan_topology
 from reshard.plan.text_writer import format_transfer
-from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, TensorSpec, read_spec, write_2023, write_axis_names
+from reshard.sharding import (
+    AnyLayout,
+    Coding,
+    Layout,
+    Mesh,
+    RegionLayout,
+    TensorSpec,
+    read_spec,
+    write_2023,
+    write_axis_names,
+)
 from reshard.topology import topology_to_json
 
 
@@ -50,6 +60,8 @@ def _tensor_to_json(spec: TensorSpec) -> dict[str, Any]:
     data: dict[str, Any] = {"shape": list(spec.shape), "dtype": spec.dtype}
     if spec.name is not None:
         data["name"] = spec.name
+    if spec.coding is not None:
+        data["coding"] = {"shape": list(spec.coding.shape), "dtype": spec.coding.dtype}
     data["src"] = layout_to_json(spec.src, spec.ndim)
     data["dst"] = layout_to_json(spec.dst, spec.ndim)
     return data
@@ -143,7 +155,8 @@ def plan_from_json(data: Any) -> Plan:
             if name is not None and not isinstance(name, str):
                 raise PlanError("a tensor's name must be a string")
             src, dst = layout_from_json(entry.get("src")), layout_from_json(entry.get("dst"))
-            tensors.append(TensorSpec(tuple(entry["shape"]), str(entry.get("dtype")), src, dst, name))
+            dtype, coding = str(entry.get("dtype")), _read_coding(entry.get("coding"))
+            tensors.append(TensorSpec(tuple(entry["shape"]), dtype, src, dst, name, coding))
         topology = read_plan_topology(data.get("topology"))
         lines = data.get("transfers")
         if not isinstance(lines, list) or not all(isinstance(line, str) and "\n" not in line for line in lines):
@@ -165,6 +178,14 @@ def plan_from_json(data: Any) -> Plan:
     if "messages" in data:
         _check_messages(data["messages"], plan)
     return plan
+
+
+def _read_coding(data: Any) -> Coding | None:
+    if data is None:
+        return None
+    if not isinstance(data, Mapping) or not isinstance(data.get("shape"), list):
+        raise PlanError("a coding must be an object with shape and dtype")
+    return Coding(tuple(data["shape"]), str(data.get("dtype")))
 
 
 def _check_messages(listed: Any, plan: Plan) -> None:

@@ -15,7 +15,17 @@ from reshard.errors import PlanError, ReshardError
 from reshard.plan.model import Plan
 from reshard.plan.text_writer import LATENCIES
 from reshard.plan.transfers import Transfers
-from reshard.sharding import AnyLayout, Box, Layout, Mesh, RegionLayout, TensorSpec, parse_axis_names, parse_ranks
+from reshard.sharding import (
+    AnyLayout,
+    Box,
+    Coding,
+    Layout,
+    Mesh,
+    RegionLayout,
+    TensorSpec,
+    parse_axis_names,
+    parse_ranks,
+)
 from reshard.topology import Topology, topology_from_json
 
 MAX_TEXT_BYTES = 2**30
@@ -27,7 +37,9 @@ _TOPOLOGY = re.compile(
     rf"topology (?:nic_bytes_per_second={_NUMBER} {''.join(f'(?:{name}={_NUMBER} )?' for name in LATENCIES)}"
     r"hosts ([0-9*,]*)|(\{.*\}))"
 )
-_TENSOR = re.compile(rf"tensor ({_INT}) (\w+) (\[[0-9, ]*\])(?: named (\"(?:[^\"\\]|\\.)*\"))? from (.*)")
+_TENSOR = re.compile(
+    rf"tensor ({_INT}) ([\w-]+) (\[[0-9, ]*\])(?: of (\w+) (\[[0-9, ]*\]))?(?: named (\"(?:[^\"\\]|\\.)*\"))? from (.*)"
+)
 _TRANSFER = re.compile(
     rf"({_INT}): (t.*?\]) ([0-9 ,>-]+) splits ([0-9x]+) window ({_INT})(?: from ({_INT}))?(?: after ([0-9,]+))?"
 )
@@ -56,7 +68,7 @@ def parse_plan(text: str) -> Plan:
             match = _expect(_TENSOR, numbered, at)
             if int(match[1]) != len(tensors):
                 raise PlanError(f"expected tensor {len(tensors)}, found tensor {match[1]}")
-            src, middle, dst = match[5].partition(") to ")
+            src, middle, dst = match[7].partition(") to ")
             if not middle:
                 raise PlanError("a tensor needs 'from LAYOUT to LAYOUT'")
             tensors.append(
@@ -65,7 +77,8 @@ def parse_plan(text: str) -> Plan:
                     match[2],
                     parse_layout(src + ")"),
                     parse_layout(dst),
-                    None if match[4] is None else json.loads(match[4]),
+                    None if match[6] is None else json.loads(match[6]),
+                    None if match[4] is None else Coding(tuple(json.loads(match[5])), match[4]),
                 )
             )
             at += 1

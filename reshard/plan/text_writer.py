@@ -8,7 +8,8 @@
     0: t0 [0:4, 0:4] 0 -> 2 splits 1x1 window 4
     1: t0 [4:8, 0:4] + t0 [4:8, 4:8] 1 -> 2 -> 3 splits 1x1 window 2
 
-A topology that this short form cannot express is written as JSON. A tensor may have a name: ``named "x"``.
+A topology that this short form cannot express is written as JSON. A tensor may have a name: ``named "x"``. Elements of
+a block codec name the tensor that they code: ``int8x128 [8, 2] of float32 [8, 256]``.
 
 The line of a transfer holds the id of its first message, its boxes, its tree, and:
 
@@ -44,7 +45,10 @@ def format_plan(plan: Plan) -> str:
     lines = [f"plan {plan.strategy} staging_bytes={plan.staging_bytes}", _format_topology(plan.topology)]
     for number, spec in enumerate(plan.tensors):
         name = f" named {json.dumps(spec.name)}" if spec.name is not None else ""
-        lines.append(f"tensor {number} {spec.dtype} {list(spec.shape)}{name} from {spec.src} to {spec.dst}")
+        coding = f" of {spec.coding}" if spec.coding is not None else ""
+        lines.append(f"tensor {number} {spec.dtype} {list(spec.shape)}{coding}{name} from {spec.src} to {spec.dst}")
+        if spec.raw_because:
+            lines.append(f"# tensor {number} is not coded: {spec.raw_because}")
     lines.extend(format_transfer(plan, i) for i in range(len(plan.transfers)))
     return "\n".join(lines) + "\n"
 

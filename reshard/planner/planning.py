@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reshard.codecs import parse_codec
 from reshard.errors import ArgumentError
 from reshard.formatting import compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, Transfers, mark_sound
 from reshard.planner.auto import choose_fastest
 from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
-from reshard.sharding import AnyLayout, TensorSpec, check_shape, check_tensors
+from reshard.sharding import AnyLayout, TensorSpec, check_shape, check_tensors, code_tensor
 from reshard.topology import Topology
 
 #: Limit on (region, rank that holds or needs it) pairs; a plan with more takes more than 4 GB.
@@ -27,6 +28,7 @@ def make_plan(
     strategy: str | Strategy | None = None,
     topology: Topology | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
+    compression: str | None = None,
 ) -> Plan:
     """Plan how one or more tensors move from source to destination layouts.
 
@@ -38,6 +40,9 @@ def make_plan(
             the one predicted to be fastest, usually "multicast"; ``plan.strategy`` names it.
         topology: the hosts, links and pods of the ranks; None puts all ranks on one host.
         staging_bytes: staging memory of each rank in bytes, beyond its shards; 64 MiB by default.
+        compression: the name of a block codec, such as ``"int8x128"`` (see :mod:`reshard.codecs.block`). The plan then
+            moves its elements, and a Mover encodes and decodes them. Tensors that the codec cannot code, or would not
+            make smaller, travel as they are; ``print(plan)`` says why.
 
     Returns:
         The plan. Equal arguments give equal plans on every rank.
@@ -61,6 +66,8 @@ def make_plan(
         if isinstance(src, Mapping) or isinstance(dst, Mapping):
             raise ArgumentError("layouts are given by name, so shape must also be given by name: {name: shape}")
         tensors = [TensorSpec(check_shape(shape), dtype, src, dst)]
+    if compression is not None:
+        tensors = [code_tensor(spec, parse_codec(compression)) for spec in tensors]
     return plan_tensors(tensors, strategy=strategy, topology=topology, staging_bytes=staging_bytes)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from reshard.errors import PlanError
 from reshard.plan import Message, Plan, check_ranks, expand_messages, find_waits, message_nbytes, name_box, recvs_ahead
-from reshard.sharding import Shards, format_box
+from reshard.sharding import Shards, TensorSpec, format_box
 
 Slices = tuple[slice, ...]
 
@@ -88,7 +88,8 @@ class Program:
 
     Attributes:
         sends_across, sends_inside: sends to other hosts and sends inside the host; two queues with separate windows.
-        src_shapes, dst_shapes: shape of each tensor's local array; None where the rank has none.
+        src_shapes, dst_shapes: shape of each tensor's local array; None where the rank has none. Arrays of a block
+            codec's elements are uint8 and have one dim more than their tensor: the bytes of an element.
         awaited: events of other ranks that this rank waits for, each with the rank that sends the notification.
         notify: maps each event of this rank to the ranks to notify. Notifications carry no id, so both ends use event
             order.
@@ -204,17 +205,27 @@ class _Builder:
         """The program of all added operations."""
         plan, rank = self._plan, self._rank
         _check_complete(plan, rank, self._copies, self._recvs)
+
+        def shape_of(spec: TensorSpec, side: str) -> tuple[int, ...] | None:
+            shards = spec.src_shards if side == "src" else spec.dst_shards
+            return (*shards.local_shape(rank), *_inner_sizes(spec)) if rank in shards.layout.ranks else None
+
         return Program(
             rank=rank,
             copies=tuple(self._copies),
             recvs=tuple(_count_staged_forwards(self._recvs, self._queues)),
             sends_across=tuple(self._queues[False]),
             sends_inside=tuple(self._queues[True]),
-            src_shapes=tuple(s.src_shards.local_shape(rank) if rank in s.src.ranks else None for s in plan.tensors),
-            dst_shapes=tuple(s.dst_shards.local_shape(rank) if rank in s.dst.ranks else None for s in plan.tensors),
+            src_shapes=tuple(shape_of(spec, "src") for spec in plan.tensors),
+            dst_shapes=tuple(shape_of(spec, "dst") for spec in plan.tensors),
             awaited=self._awaited,
             notify=self._notify,
         )
+
+
+def _inner_sizes(spec: TensorSpec) -> tuple[int, ...]:
+    """Sizes of the dims that an array has beyond those of its tensor: an element of a block codec is a row of bytes."""
+    return () if spec.codec is None else (spec.itemsize,)
 
 
 def _find_events(
@@ -257,7 +268,8 @@ def _check_complete(plan: Plan, rank: int, copies: Sequence[Copy], recvs: Sequen
     received = [0] * len(plan.tensors)
     for box in [copy.box for copy in copies] + [box for recv in recvs for box in recv.boxes]:
         if box.dst is not None:
-            received[box.tensor] += math.prod(cut.stop - cut.start for cut in box.dst)
+            ndim = plan.tensors[box.tensor].ndim
+            received[box.tensor] += math.prod(cut.stop - cut.start for cut in box.dst[:ndim])
     for tensor, spec in enumerate(plan.tensors):
         needed = math.prod(spec.dst_shards.local_shape(rank)) if rank in spec.dst.ranks else 0
         if received[tensor] != needed:
@@ -302,15 +314,22 @@ class _Locator:
             spec = plan.tensors[tensor]
             layout = spec.src if side == "src" else spec.dst
             if rank in layout.ranks:
-                self._locate(spec.src_shards if side == "src" else spec.dst_shards, rank, boxes)
+                inner = tuple(slice(0, size) for size in _inner_sizes(spec))
+                self._locate(spec.src_shards if side == "src" else spec.dst_shards, rank, boxes, inner)
 
-    def _locate(self, shards: Shards, rank: int, boxes: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> None:
+    def _locate(
+        self,
+        shards: Shards,
+        rank: int,
+        boxes: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
+        inner: Slices,
+    ) -> None:
         ndim = len(shards.shape)
         start = np.array([box[1] for box in boxes], dtype=np.int64).reshape(len(boxes), ndim)
         stop = np.array([box[2] for box in boxes], dtype=np.int64).reshape(len(boxes), ndim)
         for box, found in zip(boxes, shards.find(rank, start, stop), strict=True):
             if found is not None:
-                self._slices[box[0]] = found
+                self._slices[box[0]] = (*found, *inner)
 
     def find(self, message_id: int) -> Slices | None:
         return self._slices.get(message_id)

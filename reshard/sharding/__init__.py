@@ -1,20 +1,22 @@
 """Meshes of ranks, layouts of tensors over them, and the regions that each rank holds and needs.
 
-Imports only the modules at the root of :mod:`reshard`.
+Imports only the modules at the root of :mod:`reshard`, and the sizes of :mod:`reshard.codecs`.
 """
 
+from reshard.sharding.block_grid import code_tensor
 from reshard.sharding.box_search import find_overlapping, locate_points
 from reshard.sharding.dim_cuts import check_shape
 from reshard.sharding.layout import AnyLayout, Box, Layout, RegionLayout, format_box
 from reshard.sharding.mesh import MAX_RANK, Mesh, parse_ranks
 from reshard.sharding.spec import Strided, axis_of, parse_axis_names, read_spec, write_2023, write_axis_names
-from reshard.sharding.tensor_spec import TensorSpec, check_tensors
+from reshard.sharding.tensor_spec import Coding, TensorSpec, check_tensors
 from reshard.sharding.tiles import Shards, cut_shards, find_overlaps
 
 __all__ = [
     "MAX_RANK",
     "AnyLayout",
     "Box",
+    "Coding",
     "Layout",
     "Mesh",
     "RegionLayout",
@@ -24,6 +26,7 @@ __all__ = [
     "axis_of",
     "check_shape",
     "check_tensors",
+    "code_tensor",
     "cut_shards",
     "find_overlapping",
     "find_overlaps",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -256,6 +256,11 @@ class RegionLayout:
             if other != rank:
                 raise LayoutError(f"ranks {other} and {rank} both become rank {rank_of[rank]}; each needs its own")
         return RegionLayout({rank_of[rank]: row for rank, row in self.boxes}, join_dim=self.join_dim, ndim=self.ndim)
+
+    def with_last_dim(self, change: Callable[[int, int], tuple[int, int]]) -> RegionLayout:
+        """The same regions with the bounds ``lo, hi`` of the last dim replaced by ``change(lo, hi)``."""
+        regions = {rank: [(*box[:-1], change(*box[-1])) for box in row] for rank, row in self.boxes}
+        return RegionLayout(regions, join_dim=self.join_dim, ndim=self.ndim)
 
     def __str__(self) -> str:
         rows = "; ".join(f"{rank}: {' '.join(map(format_box, row)) or 'none'}" for rank, row in self.boxes)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from reshard.codecs import BlockCodec, find_block_codec
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError, PlanError
 from reshard.sharding.dim_cuts import check_sizes
@@ -15,13 +17,26 @@ from reshard.sharding.unit_tasks import UnitTasks, count_unit_tasks, cut_unit_ta
 
 
 @dataclass(frozen=True)
+class Coding:
+    """The shape and dtype of the tensor that the elements of a block codec code."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
 class TensorSpec:
     """One tensor to move: its global shape and dtype, and both layouts.
 
-    ``name`` identifies a tensor among several of one plan; it is None for a single tensor.
+    ``name`` identifies a tensor among several of one plan; it is None for a single tensor. If the dtype is that of a
+    block codec's elements, such as ``"int8x128"``, then ``coding`` tells which tensor they code; it is None in a plan
+    that only moves elements. ``raw_because`` is the reason why a codec that was asked for does not code this tensor.
 
     Raises:
-        LayoutError: the shape cannot be that of a tensor. ArgumentError: a bad dtype, layout or name.
+        LayoutError: the shape cannot be that of a tensor. ArgumentError: a bad dtype, layout, name or coding.
     """
 
     shape: tuple[int, ...]
@@ -29,6 +44,8 @@ class TensorSpec:
     src: AnyLayout
     dst: AnyLayout
     name: str | None = None
+    coding: Coding | None = None
+    raw_because: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", check_sizes(self.shape))
@@ -37,12 +54,42 @@ class TensorSpec:
                 raise ArgumentError(f"a layout must be a Layout or a RegionLayout, not {type(side).__name__}")
         if self.name is not None and not isinstance(self.name, str):
             raise ArgumentError(f"the name of a tensor must be a string, not {self.name!r}")
-        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        if self.codec is None:
+            object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        if self.coding is not None:
+            self._check_coding(self.coding)
+
+    def _check_coding(self, coding: Coding) -> None:
+        object.__setattr__(self, "coding", Coding(check_sizes(coding.shape), dtype_name(coding.dtype)))
+        rows, values = self.shape[:-1], 0 if self.codec is None else self.codec.values
+        if not values or not self.shape or len(rows) >= len(coding.shape) or coding.shape[: len(rows)] != rows:
+            raise ArgumentError(f"{self.dtype} {list(self.shape)} does not code {coding}")
+        if self.shape[-1] != -(-math.prod(coding.shape[len(rows) :]) // values):
+            raise ArgumentError(f"{self.shape[-1]} elements of {values} values do not code the rows of {coding}")
+
+    @cached_property
+    def codec(self) -> BlockCodec | None:
+        """The codec whose elements the tensor consists of; None if its elements are plain values."""
+        return find_block_codec(self.dtype) if isinstance(self.dtype, str) else None
+
+    @cached_property
+    def plain(self) -> TensorSpec:
+        """The tensor that ``coding`` describes, with its layouts; the tensor itself if it has no coding."""
+        if self.coding is None or self.codec is None:
+            return self
+        values, size = self.codec.values, self.coding.shape[-1]
+
+        def refine(layout: AnyLayout) -> AnyLayout:
+            if isinstance(layout, Layout):  # a Layout has no sizes
+                return layout
+            return layout.with_last_dim(lambda lo, hi: (lo * values, min(hi * values, size)))
+
+        return TensorSpec(self.coding.shape, self.coding.dtype, refine(self.src), refine(self.dst), self.name)
 
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return ITEMSIZE[self.dtype]
+        return ITEMSIZE[self.dtype] if self.codec is None else self.codec.element[1]
 
     @property
     def ndim(self) -> int:
@@ -73,7 +120,8 @@ class TensorSpec:
 
     def __str__(self) -> str:
         name = f"{self.name} " if self.name is not None else ""
-        return f"{name}{self.dtype} {list(self.shape)}: {self.src} => {self.dst}"
+        coding = f" of {self.coding}" if self.coding is not None else ""
+        return f"{name}{self.dtype} {list(self.shape)}{coding}: {self.src} => {self.dst}"
 
 
 def check_tensors(tensors: Sequence[TensorSpec]) -> None:

@@ -318,7 +318,7 @@ def _bundle_small(
     if num_ranks**2 <= 8 * len(pair) and len(np.unique(itemsize[single])) == 1:
         counts = np.bincount(pair)[pair]
     else:
-        _, inverse, count = np.unique(pair * 32 + itemsize[single], return_inverse=True, return_counts=True)
+        _, inverse, count = np.unique(pair * 256 + itemsize[single], return_inverse=True, return_counts=True)
         counts = count[inverse.ravel()]
     repeated = single[counts > 1]  # a route with a unique edge cannot be bundled
     several = small[np.diff(routes.edge_at)[small] > 1]

@@ -214,7 +214,7 @@ def make_runner(plan: Plan, program: Program, device_type: str) -> RoundRunner |
         program,
         find_rounds(plan),
         TorchMemory(device),
-        [spec.itemsize for spec in plan.tensors],
+        [1 if spec.codec is not None else spec.itemsize for spec in plan.tensors],
         find_copier(device),
         plan.staging_bytes,
         find_round_streams(device),
