@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from reshard.api.agreed_plan import AgreedPlan
-from reshard.api.casts import cast_received, cast_source, receive_view, wire_dtype
+from reshard.api.agreed_plan import AgreedPlan, agree_on_errors
+from reshard.api.casts import encode_source, finish_received, wire_dtype, wire_source, wire_target
 from reshard.api.handle import Handle
 from reshard.api.inputs import Item, read_items, report_bad_arguments
 from reshard.api.mover import Mover
+from reshard.api.mover_arrays import shard_shapes
 from reshard.api.recovery import FaultTolerantHandle, Recovery
 from reshard.api.tensor_checks import check_array
 from reshard.api.validation import Options, make_request
+from reshard.codecs import parse_codec
 from reshard.coordination import (
     MAX_CACHED,
     Channel,
@@ -24,6 +27,7 @@ from reshard.coordination import (
     Request,
     calling,
     count_call,
+    describe_error,
     find_channel,
     find_group,
     known_groups,
@@ -38,10 +42,11 @@ from reshard.errors import ArgumentError, RankLostError, ReshardError
 from reshard.formatting import format_ranks
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, ensure_checked
 from reshard.planner import Strategy, plan_tensors
+from reshard.runtime.cpu.staging import CastSource
 from reshard.runtime.cuda.stream import current_device, make_runner
 from reshard.runtime.program import Program, build_program
 from reshard.runtime.rounds.executor import RoundRunner
-from reshard.sharding import TensorSpec
+from reshard.sharding import TensorSpec, code_tensor
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 
@@ -64,6 +69,9 @@ def reshard(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     verify: bool = False,
     on_loss: str = "raise",
+    compression: str | None = None,
+    max_error: float | None = None,
+    on_error: str = "raw",
 ) -> Any:
     """Move a sharded tensor from one mesh and layout to another.
 
@@ -98,6 +106,14 @@ def reshard(
             :class:`~reshard.RankLostError` that holds the plan of this recovery and runs it on request. The last two
             cost one round of small messages among all ranks after the transfer. A rank that does not respond within
             the timeout counts as lost.
+        compression: the name of a block codec, such as ``"int8x128"`` (see :mod:`reshard.codecs.block`): its elements
+            travel in place of the values, and are decoded into the result's dtype. Tensors that the codec cannot code,
+            or would not make smaller, travel as they are. Each end allocates the coded shard in addition.
+        max_error: limit on the error of each tensor, as the L2 norm of the error over the L2 norm of the values of all
+            source shards. The ranks measure it while they encode, and agree on it before any data moves. Blocks with
+            NaN do not count.
+        on_error: what to do with a tensor over ``max_error``: ``"raw"``: send it without the codec; ``"raise"``: raise
+            a :class:`~reshard.CompressionError` on all ranks.
 
     Returns:
         This rank's destination shard, None outside the destination. The result is a DTensor if the source is a DTensor
@@ -126,6 +142,9 @@ def reshard(
         timeout_seconds=timeout_seconds,
         verify=verify,
         on_loss=on_loss,
+        compression=compression,
+        max_error=max_error,
+        on_error=on_error,
     ).wait()
 
 
@@ -147,6 +166,9 @@ def reshard_async(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     verify: bool = False,
     on_loss: str = "raise",
+    compression: str | None = None,
+    max_error: float | None = None,
+    on_error: str = "raw",
 ) -> Handle:
     """As :func:`reshard`, but return as soon as the ranks have agreed and the transfer has started.
 
@@ -160,7 +182,7 @@ def reshard_async(
         for each in known_groups(group):  # their other ranks may wait for this one
             report_error(each, error)
         raise
-    options = Options(strategy, topology, staging_bytes, verify, on_loss)
+    options = Options(strategy, topology, staging_bytes, verify, on_loss, compression, max_error, on_error)
     with publish_interruption(found), calling(found):
         try:
             items = read_items(
@@ -185,6 +207,10 @@ def reshard_async(
         return _Call(found, items, members, options, timeout_seconds).start()
 
 
+#: No tensor is encoded yet.
+_NOTHING: Mapping[str, torch.Tensor | None] = {}
+
+
 class _Call:
     """One call on one rank, with its arguments read: agrees, plans, allocates and starts the transfer."""
 
@@ -198,13 +224,20 @@ class _Call:
     def start(self) -> Handle:
         with count_call(self.group, self.members, self.fault_tolerant) as self.purpose:
             channel, call, decision, request, lost = self._agree()
+            everything = frozenset(item.name for item in self.items if self.options.max_error is not None)
             if lost:
-                return self._start_recovery(channel, decision, lost)
+                return self._start_recovery(channel, decision, lost, everything)
             plan, program, runner, lost = self._plan(channel, request, decision)
+            encoded: dict[str, torch.Tensor | None] = {}
+            excess = frozenset[str]()
+            if self.options.max_error is not None and not lost:
+                encoded, excess, lost = self._measure(channel, plan)
+                if excess and not lost:
+                    plan, program, runner, lost = self._plan(channel, request, decision, excess)
         if lost:
-            return self._start_recovery(channel, decision, lost)
+            return self._start_recovery(channel, decision, lost, excess)
         try:
-            src, dst, finish = self._arrays(program.dst_shapes, decision)
+            src, dst, finish = self._arrays(plan, decision, encoded)
         except Exception as error:  # for example out of memory; the other ranks wait for this one
             raise channel.fail(decision.generation, error) from error
         limit, verify = self.timeout_seconds, self.options.verify
@@ -241,14 +274,10 @@ class _Call:
             # No agreement: the rank that decides the round was lost. Repeat the round without the lost ranks.
             channel = find_channel(self.group, tuple(rank for rank in inside if rank not in lost))
 
-    def _start_recovery(self, channel: Channel, decision: Decision, lost: set[int]) -> Handle:
+    def _start_recovery(self, channel: Channel, decision: Decision, lost: set[int], raw: frozenset[str]) -> Handle:
         """The handle of a transfer that lost ranks before it began, so that recovery has to move all data."""
-        plan = self._make_plan(decision)
-        shapes = [
-            spec.dst_shards.local_shape(self.group.rank) if self.group.rank in spec.dst.ranks else None
-            for spec in plan.tensors
-        ]
-        src, dst, finish = self._arrays(shapes, decision)
+        plan = self._make_plan(decision, raw)
+        src, dst, finish = self._arrays(plan, decision)
         handle = Handle(channel, decision.generation, finish)
         handle.stop(RankLostError(f"ranks {format_ranks(sorted(lost))} did not call in time"))
         return FaultTolerantHandle(handle, self._recovery(channel, plan, src, dst, lost), finish)
@@ -258,12 +287,28 @@ class _Call:
     ) -> Recovery:
         return Recovery(channel, plan, src, dst, lost, self.options, self.timeout_seconds)
 
+    def _measure(self, channel: Channel, plan: Plan) -> tuple[dict[str, torch.Tensor | None], frozenset[str], set[int]]:
+        """Encode the source shards, and agree with all ranks on the errors.
+
+        Returns:
+            The encoded shards by tensor, the tensors over ``max_error``, and the ranks that were lost.
+        """
+        encoded, sums = {}, {}
+        error = None
+        try:
+            for item, spec in zip(self.items, plan.tensors, strict=True):
+                if spec.codec is not None:
+                    encoded[item.name], sums[item.name] = encode_source(item.tensor, spec, measure=True)
+        except Exception as failed:  # for example out of memory
+            error = describe_error(failed)
+        return (encoded, *agree_on_errors(channel, sums, self.options, error, self.timeout_seconds, self.purpose))
+
     def _plan(
-        self, channel: Channel, request: Request, decision: Decision
+        self, channel: Channel, request: Request, decision: Decision, raw: frozenset[str] = frozenset()
     ) -> tuple[Plan, Program, RoundRunner | None, set[int]]:
         """The plan, from the cache or compared between ranks, and the ranks that were lost in the comparison."""
         agreed: list[Any] = [sorted(one.items()) for one in (decision.shapes, decision.dtypes, decision.hostnames)]
-        key = repr((request.arguments, decision.device_type, agreed))
+        key = repr((request.arguments, decision.device_type, agreed, sorted(raw)))
         is_cacheable = not callable(self.options.strategy)  # different functions may have the same name
         if is_cacheable and key in channel.cache:
             channel.cache.move_to_end(key)
@@ -271,7 +316,7 @@ class _Call:
         plan = program = runner = error = None
         arguments: list[tuple[str, str]] = []
         try:
-            plan = self._make_plan(decision)
+            plan = self._make_plan(decision, raw)
             ensure_checked(plan)  # the strategy may be the caller's
             program = build_program(plan, self.group.rank)
             runner = make_runner(plan, program, decision.device_type)
@@ -291,31 +336,44 @@ class _Call:
             channel.cache.popitem(last=False)
         return plan, program, runner, set(compared.lost)
 
-    def _make_plan(self, decision: Decision) -> Plan:
+    def _make_plan(self, decision: Decision, raw: frozenset[str] = frozenset()) -> Plan:
+        """The plan of the call; the tensors ``raw`` are not coded."""
         topology = self.options.topology
         if topology is None:
             topology = topology_of_names(decision.hostnames, self.members[-1] + 1)
-        tensors = [
-            TensorSpec(
-                tuple(decision.shapes[item.name]), _wire_dtype(item, decision), item.src, item.dst, item.name or None
-            )
-            for item in self.items
-        ]
         return plan_tensors(
-            tensors, strategy=self.options.strategy, topology=topology, staging_bytes=self.options.staging_bytes
+            [self._tensor_spec(item, decision, item.name in raw) for item in self.items],
+            strategy=self.options.strategy,
+            topology=topology,
+            staging_bytes=self.options.staging_bytes,
         )
 
+    def _tensor_spec(self, item: Item, decision: Decision, is_raw: bool) -> TensorSpec:
+        shape, dtype = tuple(decision.shapes[item.name]), decision.dtypes[item.name]
+        on_wire = wire_dtype(dtype, item.dst_dtype)
+        spec = TensorSpec(shape, dtype, item.src, item.dst, item.name or None)
+        if self.options.compression is not None and not is_raw:
+            spec = code_tensor(spec, parse_codec(self.options.compression), on_wire)
+        return spec if spec.codec is not None else replace(spec, dtype=on_wire)
+
     def _arrays(
-        self, shapes: Sequence[tuple[int, ...] | None], decision: Decision
-    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None], Callable[[], Any]]:
-        """The arrays to send, the arrays to receive into, and a function that returns this rank's result."""
+        self, plan: Plan, decision: Decision, encoded: Mapping[str, torch.Tensor | None] = _NOTHING
+    ) -> tuple[list[torch.Tensor | CastSource | None], list[torch.Tensor | None], Callable[[], Any]]:
+        """The arrays to send, the arrays to receive into, and a function that returns this rank's result.
+
+        Args:
+            encoded: source shards that are encoded already, by tensor.
+        """
+        shapes = shard_shapes(plan, self.group.rank, "dst")
         targets = [self._target(item, shape, decision) for item, shape in zip(self.items, shapes, strict=True)]
-        dtypes = [_wire_dtype(item, decision) for item in self.items]
-        src = [cast_source(item.tensor, dtype) for item, dtype in zip(self.items, dtypes, strict=True)]
-        dst = [receive_view(target, dtype) for target, dtype in zip(targets, dtypes, strict=True)]
+        src = [
+            encoded[item.name] if item.name in encoded and spec.codec is not None else wire_source(item.tensor, spec)
+            for item, spec in zip(self.items, plan.tensors, strict=True)
+        ]
+        dst = [wire_target(target, spec) for target, spec in zip(targets, plan.tensors, strict=True)]
 
         def finish() -> Any:
-            cast_received(dst, targets)
+            finish_received(dst, targets, plan.tensors)
             return self._result(targets, decision)
 
         return src, dst, finish
@@ -338,7 +396,3 @@ class _Call:
             for item, array in zip(self.items, dst, strict=True)
         }
         return results[""] if self.items[0].name == "" else {name: results[name] for name in self.items[0].names}
-
-
-def _wire_dtype(item: Item, decision: Decision) -> str:
-    return wire_dtype(decision.dtypes[item.name], item.dst_dtype)

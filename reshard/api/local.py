@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from reshard.codecs import parse_codec
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.plan import Plan, ensure_checked, expand_messages
-from reshard.planner import Strategy, make_plan
-from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Shards
+from reshard.planner import Strategy, plan_tensors
+from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Shards, TensorSpec, check_shape, code_tensor
 from reshard.topology import Topology
 
 Array = Any
@@ -24,7 +26,8 @@ def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dic
     Args:
         plan: the plan. Checked once, as by :func:`reshard.check_plan`, unless :func:`reshard.make_plan` made it in
             this process.
-        shards: per tensor of the plan ``{source rank: local array}``; all NumPy or all torch within a tensor.
+        shards: per tensor of the plan ``{source rank: local array}``; all NumPy or all torch within a tensor. Those
+            of coded tensors are encoded first, and their results decoded.
 
     Returns:
         Per tensor ``{destination rank: local array}``, new arrays of the same kind.
@@ -34,11 +37,45 @@ def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dic
         PlanError: the plan does not deliver every element.
     """
     ensure_checked(plan)
+    for spec, arrays in zip(plan.tensors, shards, strict=True):
+        _check_shards(spec.plain.src_shards, spec.plain.dtype, arrays, spec.name)
+    moved = _move(plan, [_encode(spec, arrays) for spec, arrays in zip(plan.tensors, shards, strict=True)])
+    likes = [next(iter(arrays.values())) for arrays in shards]
+    return [
+        {rank: _decode(spec, array, spec.plain.dst_shards.local_shape(rank), like) for rank, array in arrays.items()}
+        for spec, arrays, like in zip(plan.tensors, moved, likes, strict=True)
+    ]
+
+
+def _encode(spec: TensorSpec, arrays: Mapping[int, Array]) -> Mapping[int, Array]:
+    """The arrays that travel: ``(..., elements, bytes)`` uint8 for a coded tensor."""
+    if spec.codec is None:
+        return arrays
+    coded = {}
+    for rank, array in arrays.items():
+        array = np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array.detach().cpu().contiguous()
+        coded[rank] = np.empty((*spec.src_shards.local_shape(rank), spec.itemsize), dtype=np.uint8)
+        spec.codec.encode(array, coded[rank], spec.ndim - 1)
+    return coded
+
+
+def _decode(spec: TensorSpec, array: Array, shape: tuple[int, ...], like: Array) -> Array:
+    """The inverse of :func:`_encode` for one array; ``like`` is an array of the result's kind."""
+    if spec.codec is None:
+        return array
+    is_numpy = isinstance(like, np.ndarray)
+    decoded: Array = np.empty(shape, dtype=like.dtype) if is_numpy else like.new_empty(shape, device="cpu")
+    spec.codec.decode(array, decoded, spec.ndim - 1)
+    return decoded if is_numpy else decoded.to(like.device)
+
+
+def _move(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
+    """Execute the messages on arrays as they travel."""
     out: list[dict[int, Array]] = []
     for spec, arrays in zip(plan.tensors, shards, strict=True):
-        _check_shards(spec.src_shards, spec.dtype, arrays, spec.name)
-        like = next(iter(arrays.values()))
-        out.append({rank: _empty_like(like, spec.dst_shards.local_shape(rank)) for rank in spec.dst.ranks})
+        like, inner = next(iter(arrays.values())), () if spec.codec is None else (spec.itemsize,)
+        shapes = {rank: (*spec.dst_shards.local_shape(rank), *inner) for rank in spec.dst.ranks}
+        out.append({rank: _empty_like(like, shape) for rank, shape in shapes.items()})
     staging: dict[tuple[int, int], Array] = {}  # (message id, relay rank) -> received data
     for message in expand_messages(plan):
         for i, (tensor, start, stop) in enumerate(message.boxes):
@@ -71,6 +108,7 @@ def reshard_local(
     dst_dtype: Any = None,
     strategy: str | Strategy | None = None,
     topology: Topology | None = None,
+    compression: str | None = None,
 ) -> dict[int, Array]:
     """Reshard a tensor whose shards are all in this process.
 
@@ -82,6 +120,7 @@ def reshard_local(
         dst_dtype: dtype of the result. Default: the source's.
         strategy: a name in ``reshard.planner.registry.STRATEGIES``, or a function of that form.
         topology: hosts and links of the ranks.
+        compression: the name of a block codec, see :func:`reshard.make_plan`.
 
     Returns:
         ``{destination rank: local array}``, new arrays.
@@ -118,11 +157,16 @@ def reshard_local(
         dst_dtype = dtype_name(dst_dtype)
         check_cast(dtype, dst_dtype, "the tensor")
         on_wire = wire_dtype(dtype, dst_dtype)
-    plan = make_plan(src_layout, dst_layout, shape, on_wire, strategy=strategy, topology=topology)
-    _check_shards(plan.tensors[0].src_shards, dtype, shards, None)
+    spec = TensorSpec(check_shape(shape), dtype, src_layout, dst_layout)
+    if compression is not None:
+        spec = code_tensor(spec, parse_codec(compression), on_wire)
+    if spec.codec is None:
+        spec = replace(spec, dtype=on_wire)
+    plan = plan_tensors([spec], strategy=strategy, topology=topology)
+    _check_shards(plan.tensors[0].plain.src_shards, dtype, shards, None)
     if isinstance(src, Mesh) and src_spec is None:
         _check_replicas({rank: shards[rank] for rank in src.ranks})
-    moved = execute_local(plan, [{rank: _cast(array, on_wire) for rank, array in shards.items()}])[0]
+    moved = execute_local(plan, [{rank: _cast(array, spec.plain.dtype) for rank, array in shards.items()}])[0]
     return moved if dst_dtype is None else {rank: _cast(array, dst_dtype) for rank, array in moved.items()}
 
 
@@ -187,5 +231,5 @@ def _view(shards: Shards, rank: int, array: Array, start: Sequence[int], stop: S
                 slice(offset + a - lo, offset + b - lo)
                 for (lo, _), offset, a, b in zip(box, local, start, stop, strict=True)
             ]
-            return array[(..., *at)]  # the ellipsis keeps a 0-d array a view
+            return array[(*at, ...)]  # the ellipsis keeps a 0-d array a view
     return None

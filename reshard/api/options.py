@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from reshard.api.tensor_checks import DEVICE_TYPES
+from reshard.codecs import parse_codec
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
 
 #: What a call does when ranks are lost: raise, raise with a recovery plan, or recover.
 ON_LOSS = ("raise", "offer", "recover")
+
+#: What a call does when a codec changes a tensor more than ``max_error`` allows: send it raw, or raise.
+ON_ERROR = ("raw", "raise")
 
 
 def check_device_type(device: Any) -> None:
@@ -20,6 +25,19 @@ def check_device_type(device: Any) -> None:
         raise ArgumentError(f"device is {device!r}; it must be one of {', '.join(DEVICE_TYPES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("device is 'cuda', but this process has no CUDA device")
+
+
+def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
+    """Raise ArgumentError unless the codec exists and the limit on its error makes sense."""
+    if compression is not None:
+        parse_codec(compression)
+    if max_error is not None:
+        if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not 0 < max_error < math.inf:
+            raise ArgumentError(f"max_error is {max_error!r}; it must be a positive number (L2 error over L2 norm)")
+        if compression is None:
+            raise ArgumentError(f"max_error is {max_error!r}, but without compression= nothing is changed")
+    if not isinstance(on_error, str) or on_error not in ON_ERROR:
+        raise ArgumentError(f"on_error is {on_error!r}; it must be one of {', '.join(map(repr, ON_ERROR))}")
 
 
 def check_coding(plan: Plan, device: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from reshard.api.casts import check_cast
 from reshard.api.inputs import Item
-from reshard.api.options import check_on_loss, check_verify
+from reshard.api.options import check_compression, check_on_loss, check_verify
 from reshard.api.tensor_checks import check_movable, check_no_aliasing, detach_source, wait_for_collective
 from reshard.coordination import Group, Request, TensorRequest, check_inside
 from reshard.dtypes import dtype_name
@@ -28,6 +28,9 @@ class Options(NamedTuple):
     staging_bytes: int
     verify: bool
     on_loss: Any
+    compression: Any = None
+    max_error: Any = None
+    on_error: Any = "raw"
 
     @property
     def fault_tolerant(self) -> bool:
@@ -75,9 +78,13 @@ def _check_local(
     arguments.append(("staging_bytes", str(options.staging_bytes)))
     arguments.append(("verify", str(options.verify)))
     arguments.append(("on_loss", str(options.on_loss)))
+    arguments.append(("compression", str(options.compression)))
+    arguments.append(("max_error", str(options.max_error)))
+    arguments.append(("on_error", str(options.on_error)))
     if options.topology is not None and not isinstance(options.topology, Topology):
         raise ArgumentError(f"topology must be a Topology, not {type(options.topology).__name__}")
     _check_device("cpu", options)
+    check_compression(options.compression, options.max_error, options.on_error)
     arguments.append(("topology", "None" if options.topology is None else str(topology_to_json(options.topology))))
     for item in items:
         of = f" of {item.name!r}" if item.name else ""
@@ -106,6 +113,8 @@ def _check_local(
 def _check_device(device_type: str, options: Options) -> None:
     check_verify(options.verify, device_type)
     check_on_loss(options.on_loss, device_type)
+    if options.compression is not None and device_type != "cpu":
+        raise ArgumentError(f"codec {options.compression} codes CPU tensors only; these are on {device_type}")
 
 
 def _check_item(item: Item, rank: int, options: Options) -> tuple[TensorRequest, Item]:
