@@ -63,12 +63,24 @@ def _pack(kind: str, scaled: np.ndarray) -> np.ndarray:
     q = np.rint(scaled).astype(np.int64)
     if kind == "int8":
         return q & 255
-    low = q & 15
-    halves = low[..., :16] | low[..., 16:] << 4
+    low = _lanes(q & 15, 2)
+    nibbles = low[..., 0] | low[..., 1] << 4
     if kind != "int6":
-        return halves
-    high = (q >> 4 & 3).reshape(*q.shape[:-1], 4, 8)
-    return np.concatenate([halves, sum(high[..., i, :] << 2 * i for i in range(4))], axis=-1)
+        return nibbles
+    high = _lanes(q >> 4 & 3, 4)
+    return np.concatenate([nibbles, sum(high[..., i] << 2 * i for i in range(4))], axis=-1)
+
+
+def _lanes(q: np.ndarray, per_byte: int) -> np.ndarray:
+    """32 codes as the bytes of four words, ``(..., 32 / per_byte, per_byte)``; word i holds codes i, i + 4, i + 8, ..."""
+    by_word = q.reshape(*q.shape[:-1], 8, 4).swapaxes(-1, -2)
+    return by_word.reshape(*q.shape[:-1], 32 // per_byte, per_byte)
+
+
+def _from_lanes(parts: list[np.ndarray]) -> np.ndarray:
+    """The inverse of :func:`_lanes`, from the codes at each position in a byte."""
+    by_word = np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], 4, 8)
+    return by_word.swapaxes(-1, -2).reshape(*parts[0].shape[:-1], 32)
 
 
 def _unpack(kind: str, codes: np.ndarray) -> np.ndarray:
@@ -78,10 +90,10 @@ def _unpack(kind: str, codes: np.ndarray) -> np.ndarray:
         return np.where(codes & 128, -value, value)
     if kind == "int8":
         return (codes ^ 128) - 128
-    q = np.concatenate([codes[..., :16] & 15, codes[..., :16] >> 4], axis=-1)
+    q = _from_lanes([codes[..., :16] & 15, codes[..., :16] >> 4])
     if kind != "int6":
         return (q ^ 8) - 8
-    high = np.concatenate([codes[..., 16:] >> 2 * i & 3 for i in range(4)], axis=-1)
+    high = _from_lanes([codes[..., 16:] >> 2 * i & 3 for i in range(4)])
     return ((q | high << 4) ^ 32) - 32
 
 

@@ -1,0 +1,76 @@
+"""Time the block codecs on one core, and check that they beat their NumPy references.
+
+Run it with ``python -m microbench.kernels.codecs``. It needs the tests folder, which has the references. Rates count
+bytes of plain values. A kernel runs on the calling thread.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from reshard.cli.progress import print_line, track
+from reshard.codecs import BLOCK_CODECS, BlockCodec, parse_codec
+from tests.reference import block_codecs as reference
+
+#: Values of the timed arrays: 8 MiB of fp32, so that the caches of one core do not hold them.
+NUM_VALUES = 2**21
+REPEATS = 15
+#: Least GB/s of fp32 values that int8x128 and int4x128 must reach, encoding and decoding.
+TARGETS = {"int8x128": (6.0, 8.0), "int4x128": (5.0, 8.0)}
+
+
+def _rate(function: Callable[[], object], nbytes: int) -> float:
+    """GB/s of the fastest of some runs: other processes of the machine only slow a run down."""
+    times = []
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begun)
+    return nbytes / min(times) / 1e9
+
+
+def time_codec(codec: BlockCodec, dtype: torch.dtype) -> tuple[float, float, float, float]:
+    """GB/s of encoding, of encoding with measured errors, of decoding, and of adding decoded values (fp32 only)."""
+    plain = torch.randn(NUM_VALUES, generator=torch.Generator().manual_seed(0)).to(dtype)
+    coded = torch.empty(codec.nbytes(plain.shape), dtype=torch.uint8)
+    nbytes = plain.numel() * plain.element_size()
+    return (
+        _rate(lambda: codec.encode(plain, coded), nbytes),
+        _rate(lambda: codec.encode_measured(plain, coded), nbytes),
+        _rate(lambda: codec.decode(coded, plain), nbytes),
+        _rate(lambda: codec.decode(coded, plain, accumulate=True), nbytes),
+    )
+
+
+def time_reference(codec: BlockCodec) -> float:
+    """GB/s at which the NumPy reference encodes fp32 values."""
+    rows = np.random.default_rng(0).standard_normal((NUM_VALUES // 16 // 128, 128)).astype(np.float32)
+    return _rate(lambda: reference.encode(codec.kind, 128, rows), rows.nbytes)
+
+
+def main() -> int:
+    """Print a table of rates; returns 1 if a codec misses its target."""
+    missed = []
+    print("GB/s of plain values      encode  measured  decode     add   NumPy encode")
+    for name in track(BLOCK_CODECS, "codecs"):
+        codec = parse_codec(name)
+        for dtype in (torch.float32, torch.bfloat16):
+            encode, measured, decode, add = time_codec(codec, dtype)
+            numpy = f"{time_reference(codec):8.2f}" if dtype is torch.float32 else ""
+            label = f"{name:14} {str(dtype).removeprefix('torch.'):9}"
+            print_line(f"{label} {encode:7.1f} {measured:9.1f} {decode:7.1f} {add:7.1f} {numpy}")
+            least = TARGETS.get(name, (0.0, 0.0)) if dtype is torch.float32 else (0.0, 0.0)
+            if encode < least[0] or decode < least[1]:
+                missed.append(f"{name} encodes {encode:.1f} and decodes {decode:.1f} GB/s; targets {least}")
+    for text in missed:
+        print(text, file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
