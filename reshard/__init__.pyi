@@ -70,6 +70,7 @@ from .topology.files import (
     topology_to_json as topology_to_json,
 )
 from .topology.model import (
+    CodecRate as CodecRate,
     Host as Host,
     Port as Port,
     Topology as Topology,

@@ -34,6 +34,7 @@ class AgreedPlan:
 
 def agree_on_errors(
     channel: Channel,
+    plan: Plan,
     sums: Mapping[str, ErrorSums],
     options: Options,
     error: tuple[str, str] | None,
@@ -69,8 +70,9 @@ def agree_on_errors(
     excess = [name for name, value in relative.items() if value > options.max_error]
     if excess and options.on_error == "raise":
         texts = ", ".join(f"{f'{name!r} ' if name else ''}by {relative[name]:.3g}" for name in excess)
+        codecs = sorted({spec.dtype for spec in plan.tensors if (spec.name or "") in excess})
         raise CompressionError(
-            f"codec {options.compression} changes {'tensors' if excess[0] else 'the tensor'} {texts} (L2 error over L2 "
+            f"codec {' or '.join(codecs)} changes {'tensors' if excess[0] else 'the tensor'} {texts} (L2 error over L2 "
             f"norm), but max_error is {options.max_error:g}"
         )
     return frozenset(excess), set(decision.lost)

@@ -18,7 +18,6 @@ from reshard.api.mover_arrays import shard_shapes
 from reshard.api.recovery import FaultTolerantHandle, Recovery
 from reshard.api.tensor_checks import check_array
 from reshard.api.validation import Options, make_request
-from reshard.codecs import parse_codec
 from reshard.coordination import (
     MAX_CACHED,
     Channel,
@@ -41,12 +40,12 @@ from reshard.coordination import (
 from reshard.errors import ArgumentError, RankLostError, ReshardError
 from reshard.formatting import format_ranks
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, ensure_checked
-from reshard.planner import Strategy, plan_tensors
+from reshard.planner import Strategy, code_tensors, plan_tensors
 from reshard.runtime.cpu.staging import CastSource
 from reshard.runtime.cuda.stream import current_device, make_runner
 from reshard.runtime.program import Program, build_program
 from reshard.runtime.rounds.executor import RoundRunner
-from reshard.sharding import TensorSpec, code_tensor
+from reshard.sharding import TensorSpec
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 
@@ -108,10 +107,11 @@ def reshard(
             the timeout counts as lost.
         compression: the name of a block codec, such as ``"int8x128"`` (see :mod:`reshard.codecs.block`): its elements
             travel in place of the values, and are decoded into the result's dtype. Tensors that the codec cannot code,
-            or would not make smaller, travel as they are. Each end allocates the coded shard in addition.
+            or would not make smaller, travel as they are. Each end allocates the coded shard in addition. ``"auto"``
+            chooses among the codecs of ``topology.codec_rates``, or none.
         max_error: limit on the error of each tensor, as the L2 norm of the error over the L2 norm of the values of all
             source shards. The ranks measure it while they encode, and agree on it before any data moves. Blocks with
-            NaN do not count.
+            NaN do not count. With ``"auto"`` it also limits the choice of codecs, see :func:`~reshard.make_plan`.
         on_error: what to do with a tensor over ``max_error``: ``"raw"``: send it without the codec; ``"raise"``: raise
             a :class:`~reshard.CompressionError` on all ranks.
 
@@ -230,7 +230,7 @@ class _Call:
             plan, program, runner, lost = self._plan(channel, request, decision)
             encoded: dict[str, torch.Tensor | None] = {}
             excess = frozenset[str]()
-            if self.options.max_error is not None and not lost:
+            if self.options.max_error is not None and not lost and any(spec.codec for spec in plan.tensors):
                 encoded, excess, lost = self._measure(channel, plan)
                 if excess and not lost:
                     plan, program, runner, lost = self._plan(channel, request, decision, excess)
@@ -301,7 +301,7 @@ class _Call:
                     encoded[item.name], sums[item.name] = encode_source(item.tensor, spec, measure=True)
         except Exception as failed:  # for example out of memory
             error = describe_error(failed)
-        return (encoded, *agree_on_errors(channel, sums, self.options, error, self.timeout_seconds, self.purpose))
+        return (encoded, *agree_on_errors(channel, plan, sums, self.options, error, self.timeout_seconds, self.purpose))
 
     def _plan(
         self, channel: Channel, request: Request, decision: Decision, raw: frozenset[str] = frozenset()
@@ -341,20 +341,21 @@ class _Call:
         topology = self.options.topology
         if topology is None:
             topology = topology_of_names(decision.hostnames, self.members[-1] + 1)
-        return plan_tensors(
-            [self._tensor_spec(item, decision, item.name in raw) for item in self.items],
-            strategy=self.options.strategy,
-            topology=topology,
-            staging_bytes=self.options.staging_bytes,
+        options = self.options
+        plan = functools.partial(
+            plan_tensors, strategy=options.strategy, topology=topology, staging_bytes=options.staging_bytes
         )
-
-    def _tensor_spec(self, item: Item, decision: Decision, is_raw: bool) -> TensorSpec:
-        shape, dtype = tuple(decision.shapes[item.name]), decision.dtypes[item.name]
-        on_wire = wire_dtype(dtype, item.dst_dtype)
-        spec = TensorSpec(shape, dtype, item.src, item.dst, item.name or None)
-        if self.options.compression is not None and not is_raw:
-            spec = code_tensor(spec, parse_codec(self.options.compression), on_wire)
-        return spec if spec.codec is not None else replace(spec, dtype=on_wire)
+        shapes, dtypes = decision.shapes, decision.dtypes
+        tensors = [
+            TensorSpec(tuple(shapes[item.name]), dtypes[item.name], item.src, item.dst, item.name or None)
+            for item in self.items
+        ]
+        on_wire = [wire_dtype(dtypes[item.name], item.dst_dtype) for item in self.items]
+        coded = code_tensors(tensors, options.compression, options.max_error, topology, plan, on_wire)
+        for at, item in enumerate(self.items):
+            if item.name in raw:
+                coded[at] = replace(tensors[at], dtype=on_wire[at])
+        return plan(coded)
 
     def _arrays(
         self, plan: Plan, decision: Decision, encoded: Mapping[str, torch.Tensor | None] = _NOTHING

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from reshard.codecs import parse_codec
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.plan import Plan, ensure_checked, expand_messages
-from reshard.planner import Strategy, plan_tensors
-from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Shards, TensorSpec, check_shape, code_tensor
+from reshard.planner import Strategy, code_tensors, plan_tensors
+from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Shards, TensorSpec, check_shape
 from reshard.topology import Topology
 
 Array = Any
@@ -109,6 +108,7 @@ def reshard_local(
     strategy: str | Strategy | None = None,
     topology: Topology | None = None,
     compression: str | None = None,
+    max_error: float | None = None,
 ) -> dict[int, Array]:
     """Reshard a tensor whose shards are all in this process.
 
@@ -120,7 +120,7 @@ def reshard_local(
         dst_dtype: dtype of the result. Default: the source's.
         strategy: a name in ``reshard.planner.registry.STRATEGIES``, or a function of that form.
         topology: hosts and links of the ranks.
-        compression: the name of a block codec, see :func:`reshard.make_plan`.
+        compression, max_error: see :func:`reshard.make_plan`.
 
     Returns:
         ``{destination rank: local array}``, new arrays.
@@ -157,12 +157,10 @@ def reshard_local(
         dst_dtype = dtype_name(dst_dtype)
         check_cast(dtype, dst_dtype, "the tensor")
         on_wire = wire_dtype(dtype, dst_dtype)
-    spec = TensorSpec(check_shape(shape), dtype, src_layout, dst_layout)
-    if compression is not None:
-        spec = code_tensor(spec, parse_codec(compression), on_wire)
-    if spec.codec is None:
-        spec = replace(spec, dtype=on_wire)
-    plan = plan_tensors([spec], strategy=strategy, topology=topology)
+    make = functools.partial(plan_tensors, strategy=strategy, topology=topology)
+    tensor = TensorSpec(check_shape(shape), dtype, src_layout, dst_layout)
+    plan = make(code_tensors([tensor], compression, max_error, topology, make, [on_wire]))
+    spec = plan.tensors[0]
     _check_shards(plan.tensors[0].plain.src_shards, dtype, shards, None)
     if isinstance(src, Mesh) and src_spec is None:
         _check_replicas({rank: shards[rank] for rank in src.ranks})

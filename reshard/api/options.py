@@ -11,6 +11,7 @@ from reshard.api.tensor_checks import DEVICE_TYPES
 from reshard.codecs import parse_codec
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
+from reshard.planner import AUTO_CODEC
 
 #: What a call does when ranks are lost: raise, raise with a recovery plan, or recover.
 ON_LOSS = ("raise", "offer", "recover")
@@ -29,7 +30,7 @@ def check_device_type(device: Any) -> None:
 
 def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
     """Raise ArgumentError unless the codec exists and the limit on its error makes sense."""
-    if compression is not None:
+    if compression not in (None, AUTO_CODEC):
         parse_codec(compression)
     if max_error is not None:
         if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not 0 < max_error < math.inf:

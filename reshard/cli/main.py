@@ -126,6 +126,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="first destination rank (default: the first after the source ranks; without --topology, on other hosts)",
     )
+    parser.add_argument("--compression", help="a codec such as int8x128, or auto with codecs in --topology")
+    parser.add_argument("--max-error", type=float, help="with --compression auto: largest relative error of a codec")
     parser.add_argument(
         "--strategy",
         help="auto (default), multicast, send_recv, {local,global}_all_gather, broadcast_{naive,size,greedy,search}; "
@@ -159,6 +161,8 @@ def _plan(options: argparse.Namespace) -> int:
             options.dtype,
             strategy=strategy,
             topology=topology,
+            compression=options.compression,
+            max_error=options.max_error,
         )
 
     if options.strategy == "all":

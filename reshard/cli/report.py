@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from reshard.codecs import ELEMENT_VALUES
 from reshard.cost import CostReport
 from reshard.formatting import format_ranks
 from reshard.plan import Plan, format_plan
+from reshard.planner import plan_tensors, predict
 
 
 def describe_plan(plan: Plan, max_lines: int = 40) -> str:
     """A summary of a plan, its cost, and at most ``max_lines`` of its transfers."""
     across, inside, copied = plan.bytes_moved()
     text = format_plan(plan).splitlines()
-    body = text[: 2 + len(plan.tensors) + max_lines]
+    body = text[: len(text) - len(plan.transfers) + max_lines]
     if len(text) > len(body):
         body.append(f"... {len(text) - len(body)} more transfers; all of them with --format json")
     summary = [
@@ -20,6 +24,22 @@ def describe_plan(plan: Plan, max_lines: int = 40) -> str:
         f"messages     {plan.num_messages} in {len(plan.transfers)} transfers",
         f"bytes        {across} between hosts, {inside} inside hosts, {copied} copied within ranks",
         str(CostReport(plan)),
+        *_describe_compression(plan),
         "",
     ]
     return "\n".join(summary + body)
+
+
+def _describe_compression(plan: Plan) -> list[str]:
+    """A line with the predicted times of the plan without and with its codec; none if no tensor is coded."""
+    coded = [spec for spec in plan.tensors if spec.codec is not None]
+    if not coded:
+        return []
+    plain = plan_tensors(
+        [spec.plain for spec in plan.tensors], topology=plan.topology, staging_bytes=plan.staging_bytes
+    )
+    rates = {rate.codec: rate for rate in plan.topology.codec_rates}
+    rate = rates.get(coded[0].codec.with_values(ELEMENT_VALUES[0]).name)  # type: ignore[union-attr]
+    note = "" if rate is not None else "; without the time of the codec, whose rate the topology does not have"
+    text = f"{predict(plain)}, {replace(predict(plan, rate), codec=coded[0].dtype)}{note}"
+    return [f"compression  {text}; {len(coded)} of {len(plan.tensors)} tensors coded"]

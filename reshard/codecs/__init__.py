@@ -13,6 +13,7 @@ from reshard.codecs.block import (
     is_block_dtype,
 )
 from reshard.codecs.codec import Codec, parse_codec
+from reshard.codecs.rates import measure_rates
 
 __all__ = [
     "BLOCK_CODECS",
@@ -23,5 +24,6 @@ __all__ = [
     "ErrorSums",
     "find_block_codec",
     "is_block_dtype",
+    "measure_rates",
     "parse_codec",
 ]

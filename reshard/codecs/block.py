@@ -36,14 +36,14 @@ from reshard.errors import ArgumentError
 SCALE_VALUES = 32
 #: Numbers of values that an element may hold, the preferred one first.
 ELEMENT_VALUES = (128, 64, 32)
-#: By kind: the number of its native kernel, the bytes of 32 values with their scale, and the bound on the error of a
-#: value as a fraction of the largest magnitude among them.
-_KINDS: dict[str, tuple[int, int, float]] = {
-    "int8": (0, 33, 1 / 127.5),
-    "int6": (1, 25, 1 / 31.5),
-    "int4": (2, 17, 1 / 7.5),
-    "fp8": (3, 33, 1 / 14.5),
-    "int4-bf16": (4, 18, (1 + 2**-8) / 14),
+#: By kind: the number of its native kernel, the bytes of 32 values with their scale, the bound on the error of a value
+#: as a fraction of the largest magnitude among them, and the relative L2 error of normally distributed values.
+_KINDS: dict[str, tuple[int, int, float, float]] = {
+    "int8": (0, 33, 1 / 127.5, 0.0083),
+    "int6": (1, 25, 1 / 31.5, 0.034),
+    "int4": (2, 17, 1 / 7.5, 0.139),
+    "fp8": (3, 33, 1 / 14.5, 0.027),
+    "int4-bf16": (4, 18, (1 + 2**-8) / 14, 0.098),
 }
 _NAME = re.compile(r"(int8|int6|int4|fp8)x(128|64|32)(-bf16)?")
 
@@ -91,6 +91,11 @@ class BlockCodec:
     def error_bound(self) -> float:
         """Bound on the error of a value, as a fraction of the largest magnitude among the 32 that share its scale."""
         return _KINDS[self.kind][2]
+
+    @property
+    def usual_error(self) -> float:
+        """The L2 norm of the error over that of the values, for normally distributed values."""
+        return _KINDS[self.kind][3]
 
     def with_values(self, values: int) -> BlockCodec:
         """The same codes in elements of another size."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from reshard.codecs import measure_rates, parse_codec
 from reshard.coordination.communicator import find_channel
 from reshard.coordination.decide import resolve
-from reshard.coordination.messages import Request, describe_error
+from reshard.coordination.messages import Decision, Request, describe_error
 from reshard.coordination.process_group import find_group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
-from reshard.topology import Topology
+from reshard.topology import CodecRate, Topology
 
 
 def topology_of_names(hostnames: Mapping[int, str], num_ranks: int) -> Topology:
@@ -22,7 +26,9 @@ def topology_of_names(hostnames: Mapping[int, str], num_ranks: int) -> Topology:
     return Topology.from_hostnames([hostnames.get(rank, first) for rank in range(num_ranks)])
 
 
-def find_topology(group: Any = None, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Topology:
+def find_topology(
+    group: Any = None, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, codecs: Sequence[str] = ()
+) -> Topology:
     """The topology that :func:`reshard.reshard` uses by default; pass it to :func:`reshard.make_plan`.
 
     Every rank of the group must call it. Ranks with the same host name share a host, and all links are equal.
@@ -30,22 +36,34 @@ def find_topology(group: Any = None, *, timeout_seconds: float = DEFAULT_TIMEOUT
     Args:
         group: a process group or the result of :func:`reshard.join`; None for the default group.
         timeout_seconds: how long to wait for the other ranks.
+        codecs: names of codecs to time on every rank at once, in a few milliseconds each. The topology has the rates of
+            the slowest rank, for ``compression="auto"``.
 
     Raises:
         ArgumentError, TransferTimeoutError, RemoteError: the call failed; every rank raises the same error.
     """
     found = find_group(group)
     members = tuple(range(found.size))
-    failure = None
+    failure, rates = None, []
     try:
         seconds = check_timeout(timeout_seconds)
+        rates = [measure_rates(parse_codec(name)) for name in codecs]
     except ArgumentError as error:
         failure, seconds = describe_error(error), DEFAULT_TIMEOUT_SECONDS
-    request = Request(found.rank, [("what to do", "find_topology")], hostname=found.hostname, error=failure)
+    arguments = [("what to do", "find_topology"), ("codecs", ", ".join(map(str, codecs)))]
+    request = Request(found.rank, arguments, hostname=found.hostname, error=failure, payload=rates)
     with found.calling():
         channel = find_channel(found, members)
-        _, decision = channel.agree(request, lambda requests: resolve(requests, {}), seconds)
-    return topology_of_names(decision.hostnames, found.size)
+        _, decision = channel.agree(request, _resolve, seconds)
+    topology = topology_of_names(decision.hostnames, found.size)
+    slowest = np.array(list(decision.payloads.values())).reshape(found.size, -1, 2).min(axis=0).tolist()
+    return replace(
+        topology, codec_rates=tuple(CodecRate(name, *pair) for name, pair in zip(codecs, slowest, strict=True))
+    )
+
+
+def _resolve(requests: list[Request]) -> Decision:
+    return replace(resolve(requests, {}), payloads={request.rank: request.payload for request in requests})
 
 
 def warn_of_hosts(plan: Plan, hostnames: Mapping[int, str]) -> None:

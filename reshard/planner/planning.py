@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard.codecs import parse_codec
 from reshard.errors import ArgumentError
 from reshard.formatting import compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, Transfers, mark_sound
 from reshard.planner.auto import choose_fastest
+from reshard.planner.compression import code_tensors
 from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
-from reshard.sharding import AnyLayout, TensorSpec, check_shape, check_tensors, code_tensor
+from reshard.sharding import AnyLayout, TensorSpec, check_shape, check_tensors
 from reshard.topology import Topology
 
 #: Limit on (region, rank that holds or needs it) pairs; a plan with more takes more than 4 GB.
@@ -29,6 +30,7 @@ def make_plan(
     topology: Topology | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     compression: str | None = None,
+    max_error: float | None = None,
 ) -> Plan:
     """Plan how one or more tensors move from source to destination layouts.
 
@@ -42,7 +44,10 @@ def make_plan(
         staging_bytes: staging memory of each rank in bytes, beyond its shards; 64 MiB by default.
         compression: the name of a block codec, such as ``"int8x128"`` (see :mod:`reshard.codecs.block`). The plan then
             moves its elements, and a Mover encodes and decodes them. Tensors that the codec cannot code, or would not
-            make smaller, travel as they are; ``print(plan)`` says why.
+            make smaller, travel as they are; ``print(plan)`` says why. ``"auto"`` chooses among the codecs of
+            ``topology.codec_rates`` the one with the lowest predicted time, or none.
+        max_error: with ``"auto"``: the largest relative L2 error that a codec may usually have. Without it no lossy
+            codec is chosen.
 
     Returns:
         The plan. Equal arguments give equal plans on every rank.
@@ -66,9 +71,8 @@ def make_plan(
         if isinstance(src, Mapping) or isinstance(dst, Mapping):
             raise ArgumentError("layouts are given by name, so shape must also be given by name: {name: shape}")
         tensors = [TensorSpec(check_shape(shape), dtype, src, dst)]
-    if compression is not None:
-        tensors = [code_tensor(spec, parse_codec(compression)) for spec in tensors]
-    return plan_tensors(tensors, strategy=strategy, topology=topology, staging_bytes=staging_bytes)
+    plan = functools.partial(plan_tensors, strategy=strategy, topology=topology, staging_bytes=staging_bytes)
+    return plan(code_tensors(tensors, compression, max_error, topology, plan))
 
 
 def plan_tensors(

@@ -4,13 +4,14 @@ Imports the root and :mod:`reshard.sharding`.
 """
 
 from reshard.topology.files import parse_rate, read_topology, topology_from_json, topology_to_json
-from reshard.topology.model import MAX_NICS, MESSAGE_SECONDS, Host, Port, Topology
+from reshard.topology.model import MAX_NICS, MESSAGE_SECONDS, CodecRate, Host, Port, Topology
 from reshard.topology.presets import MACHINES, load_preset
 
 __all__ = [
     "MACHINES",
     "MAX_NICS",
     "MESSAGE_SECONDS",
+    "CodecRate",
     "Host",
     "Port",
     "Topology",

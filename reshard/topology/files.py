@@ -13,6 +13,7 @@ from reshard.topology.model import (
     MAX_HOSTS,
     MAX_RANKS,
     TEN_GBIT,
+    CodecRate,
     Host,
     Port,
     Topology,
@@ -117,7 +118,8 @@ def topology_from_json(data: Any) -> Topology:
         {"hosts": [{"devices": 4, "nics": ["25 Gbit/s"], "count": 2, "pod": 0}, ...],
          "pods": ["100 Gbit/s", {"egress": ..., "ingress": ...}],
          "inside": "400 Gbit/s", "latency_seconds": 2e-5, "inside_latency_seconds": 5e-6,
-         "send_buffer_bytes": 0, "burst_bytes": 0}
+         "send_buffer_bytes": 0, "burst_bytes": 0,
+         "codecs": {"int8x128": {"encode": "6 GB/s", "decode": "8 GB/s"}}}
 
     ``count`` repeats a host. Ranks are assigned to hosts consecutively, in the order of the list. To assign them
     explicitly, replace ``"devices"`` by ``"ranks": [...]`` in every host. A host with several NICs may give the NIC of
@@ -129,12 +131,12 @@ def topology_from_json(data: Any) -> Topology:
     if not isinstance(data, dict):
         raise TopologyError("a topology must be a JSON object")
     if "host_of_rank" in data:
-        _check_keys(data, {"host_of_rank", "nic_bytes_per_second", *_NUMBERS}, "topology")
+        _check_keys(data, {"host_of_rank", "nic_bytes_per_second", "codecs", *_NUMBERS}, "topology")
         if not isinstance(data["host_of_rank"], list):
             raise TopologyError("host_of_rank must be a list")
         topology = Topology.uniform(data["host_of_rank"], parse_rate(data.get("nic_bytes_per_second", TEN_GBIT)))
-        return replace(topology, **_numbers(data))
-    _check_keys(data, {"hosts", "pods", "inside", *_NUMBERS}, "topology")
+        return replace(topology, **_options(data))
+    _check_keys(data, {"hosts", "pods", "inside", "codecs", *_NUMBERS}, "topology")
     hosts, ranks_of, nics_of = _read_hosts(data.get("hosts"))
     host_of_rank, nic_of_rank = _place_ranks(ranks_of, nics_of, [len(host.nics) for host in hosts])
     pods = data.get("pods", [])
@@ -147,12 +149,13 @@ def topology_from_json(data: Any) -> Topology:
         nic_of_rank,
         tuple(_read_port(pod) for pod in pods),
         None if inside is None else parse_rate(inside),
-        **_numbers(data),
+        **_options(data),
     )
 
 
-def _numbers(data: dict[str, Any]) -> dict[str, Any]:
-    return {name: data[name] for name in _NUMBERS if name in data}
+def _options(data: dict[str, Any]) -> dict[str, Any]:
+    numbers = {name: data[name] for name in _NUMBERS if name in data}
+    return numbers | {"codec_rates": _read_codecs(data.get("codecs", {}))}
 
 
 def topology_to_json(topology: Topology) -> dict[str, Any]:
@@ -183,7 +186,23 @@ def topology_to_json(topology: Topology) -> dict[str, Any]:
         data["pods"] = [_port_to_json(pod) for pod in topology.pods]
     if topology.inside_bytes_per_second is not None:
         data["inside"] = topology.inside_bytes_per_second
+    if topology.codec_rates:
+        data["codecs"] = {
+            rate.codec: {"encode": rate.encode_bytes_per_second, "decode": rate.decode_bytes_per_second}
+            for rate in topology.codec_rates
+        }
     return data | numbers
+
+
+def _read_codecs(data: Any) -> tuple[CodecRate, ...]:
+    if not isinstance(data, dict):
+        raise TopologyError('codecs must be an object {name: {"encode": rate, "decode": rate}}')
+    for name, rates in data.items():
+        if not isinstance(rates, dict) or set(rates) != {"encode", "decode"}:
+            raise TopologyError(f'codec {brief(name)} needs {{"encode": rate, "decode": rate}}')
+    return tuple(
+        CodecRate(name, parse_rate(rates["encode"]), parse_rate(rates["decode"])) for name, rates in data.items()
+    )
 
 
 def _read_port(data: Any) -> Port:

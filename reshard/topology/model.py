@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.codecs import find_block_codec
 from reshard.errors import TopologyError
 from reshard.sharding import MAX_RANK
 
@@ -98,6 +99,25 @@ class Host:
         return sum(nic.ingress_bytes_per_second for nic in self.nics)
 
 
+@dataclass(frozen=True, slots=True)
+class CodecRate:
+    """How fast one rank encodes and decodes with a codec, in bytes of plain values per second.
+
+    Raises:
+        TopologyError: there is no such block codec, or a rate is not positive and finite.
+    """
+
+    codec: str
+    encode_bytes_per_second: float
+    decode_bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, str) or find_block_codec(self.codec) is None:
+            raise TopologyError(f"there is no block codec {brief(self.codec)}")
+        for name in ("encode_bytes_per_second", "decode_bytes_per_second"):
+            object.__setattr__(self, name, check_rate(getattr(self, name), name))
+
+
 @dataclass(frozen=True)
 class Topology:
     """Hosts, their NICs, and pods of hosts that share an uplink.
@@ -120,6 +140,7 @@ class Topology:
             counts from that end to the first byte of the waiting message.
         start_seconds: time from a call to the first byte of its transfer. It delays all messages.
         send_buffer_bytes: send buffer of each connection. A sender does not wait for bytes that fit in it.
+        codec_rates: rates of codecs that ``compression="auto"`` may choose, one entry per codec.
         burst_bytes: token bucket size of each NIC and uplink: an idle port saves up to this many bytes and later passes
             them at once.
 
@@ -138,6 +159,7 @@ class Topology:
     start_seconds: float = field(default=0.0, kw_only=True)
     send_buffer_bytes: int = field(default=0, kw_only=True)
     burst_bytes: int = field(default=0, kw_only=True)
+    codec_rates: tuple[CodecRate, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -188,6 +210,9 @@ class Topology:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < 2**63:
                 raise TopologyError(f"{name} is {brief(size)}; it must be a number of bytes")
+        set_(self, "codec_rates", tuple(self.codec_rates))
+        if len({rate.codec for rate in self.codec_rates}) != len(self.codec_rates):
+            raise TopologyError("codec_rates has several entries for one codec")
 
     def _assign_nics(self) -> tuple[int, ...]:
         if all(len(host.nics) == 1 for host in self.hosts):

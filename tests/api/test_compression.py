@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -91,6 +93,14 @@ def _limits(rank):
     assert _is_right(rank, COLS, raw, whole)
     coded = reshard.reshard(source, ROWS, COLS, max_error=0.5, **options)
     assert _is_right(rank, COLS, coded, _round_trip(whole, "int4x128"))
+    measured = reshard.find_topology(codecs=["int8x128", "int4x128"])
+    rates = [(rate.codec, rate.encode_bytes_per_second > 1e6) for rate in measured.codec_rates]
+    assert rates == [("int8x128", True), ("int4x128", True)]
+    slow = replace(HOSTS, hosts=(reshard.Host((reshard.Port.of(1e6),)),), codec_rates=measured.codec_rates)
+    chosen = reshard.reshard(source, ROWS, COLS, **{**options, "topology": slow, "compression": "auto"}, max_error=0.01)
+    assert _is_right(rank, COLS, chosen, _round_trip(whole, "int8x128"))
+    chosen = reshard.reshard(source, ROWS, COLS, **{**options, "topology": slow, "compression": "auto"}, max_error=0.2)
+    assert _is_right(rank, COLS, chosen, _round_trip(whole, "int4x128"))
     texts = []
     for kwargs, kind in (
         ({"max_error": 1e-6, "on_error": "raise"}, CompressionError),

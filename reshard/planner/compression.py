@@ -1,0 +1,120 @@
+"""Codes the tensors of a plan: with the codec that the caller names, or the one predicted to be fastest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from reshard.codecs import parse_codec
+from reshard.cost import find_bound, simulate
+from reshard.dtypes import ITEMSIZE
+from reshard.errors import ArgumentError
+from reshard.plan import Plan
+from reshard.sharding import TensorSpec, code_tensor
+from reshard.topology import CodecRate, Topology
+
+#: Value of ``compression=`` that lets the planner choose.
+AUTO_CODEC = "auto"
+#: A codec is chosen only if its predicted time is below this fraction of the raw time.
+MIN_GAIN = 0.95
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted time of a plan.
+
+    Attributes:
+        seconds: transfer, with encoding before and decoding after it. bound_seconds: lower bound of the transfer alone.
+    """
+
+    codec: str | None
+    seconds: float
+    bound_seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.codec or 'raw'} {self.seconds:.3g} s (bound {self.bound_seconds:.3g})"
+
+
+def predict(plan: Plan, rate: CodecRate | None = None) -> Prediction:
+    """The time of a plan by simulation, plus that of its slowest encoder and of its slowest decoder.
+
+    Encoding and decoding do not overlap with the transfer. Ranks encode and decode at the same time.
+
+    Args:
+        rate: of the codec of the plan's coded tensors.
+    """
+    encoded: dict[int, int] = {}
+    decoded: dict[int, int] = {}
+    for spec in plan.tensors:
+        if spec.coding is None:
+            continue
+        for shards, nbytes in ((spec.plain.src_shards, encoded), (spec.plain.dst_shards, decoded)):
+            for rank in shards.layout.ranks:
+                size = math.prod(shards.local_shape(rank)) * ITEMSIZE[spec.coding.dtype]
+                nbytes[rank] = nbytes.get(rank, 0) + size
+    seconds = simulate(plan).makespan_seconds
+    if rate is not None:
+        seconds += max(encoded.values(), default=0) / rate.encode_bytes_per_second
+        seconds += max(decoded.values(), default=0) / rate.decode_bytes_per_second
+    return Prediction(None if rate is None else rate.codec, seconds, find_bound(plan).seconds)
+
+
+def code_tensors(
+    tensors: Sequence[TensorSpec],
+    compression: str | None,
+    max_error: float | None,
+    topology: Topology | None,
+    plan: Callable[[Sequence[TensorSpec]], Plan],
+    wire_dtypes: Sequence[str] | None = None,
+) -> list[TensorSpec]:
+    """The tensors as they travel.
+
+    Args:
+        tensors: in the dtypes of their sources.
+        compression: the name of a codec; ``"auto"``: the codec with the lowest predicted time, or none; None: none.
+        max_error: with ``"auto"``: only codecs whose usual error is at most this are considered. None allows no lossy
+            codec.
+        topology: with ``"auto"``: has the rates of the codecs to choose from. plan: plans tensors on this topology.
+        wire_dtypes: dtypes in which the tensors travel raw; by default those of their sources.
+
+    Returns:
+        The coded tensors. A tensor that is not coded has the raw dtype, and ``raw_because`` says why.
+
+    Raises:
+        ArgumentError: there is no such codec, or with ``"auto"`` the topology has no rates of codecs.
+    """
+    dtypes = [spec.dtype for spec in tensors] if wire_dtypes is None else wire_dtypes
+    raw = [replace(spec, dtype=dtype) for spec, dtype in zip(tensors, dtypes, strict=True)]
+
+    def code(name: str) -> list[TensorSpec]:
+        codec = parse_codec(name)
+        coded = [code_tensor(spec, codec, dtype) for spec, dtype in zip(tensors, dtypes, strict=True)]
+        return [
+            spec if spec.codec is not None else replace(spec, dtype=dtype)
+            for spec, dtype in zip(coded, dtypes, strict=True)
+        ]
+
+    if compression is None:
+        return raw
+    if compression != AUTO_CODEC:
+        return code(compression)
+    if topology is None or not topology.codec_rates:
+        raise ArgumentError(
+            'compression="auto" needs the rates of codecs: pass topology=reshard.find_topology(codecs=["int8x128"]), '
+            "or another topology with codec_rates"
+        )
+    if max_error is None:
+        return [replace(spec, raw_because="auto uses lossy codecs only if max_error is given") for spec in raw]
+    allowed = [rate for rate in topology.codec_rates if parse_codec(rate.codec).usual_error <= max_error]
+    if not allowed:
+        return [replace(spec, raw_because=f"the usual error of every codec is above {max_error:g}") for spec in raw]
+
+    plain = predict(plan(raw))
+    candidates = [(code(rate.codec), rate) for rate in allowed]
+    predicted = [(predict(plan(specs), rate), specs) for specs, rate in candidates]
+    best, specs = min(predicted, key=lambda pair: pair[0].seconds)
+    if best.seconds < MIN_GAIN * plain.seconds:
+        return specs
+    reason = f"auto predicts {', '.join(map(str, [plain, *(pair[0] for pair in predicted)]))}"
+    return [replace(spec, raw_because=reason) for spec in raw]

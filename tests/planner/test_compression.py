@@ -1,0 +1,61 @@
+"""compression="auto": the choice follows the predicted times, and the plan says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import reshard
+from reshard import ArgumentError, CodecRate, Layout, Mesh, Topology, TopologyError, make_plan
+from reshard.planner import predict
+
+SRC, DST, SHAPE = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2), "R S0"), (2048, 4096)
+INT8, INT4 = CodecRate("int8x128", 6e9, 8e9), CodecRate("int4x128", 5e9, 8e9)
+
+
+def _topology(gbit, *rates):
+    return replace(Topology.uniform((0, 0, 1, 1), gbit / 8 * 1e9), codec_rates=rates)
+
+
+def _choose(gbit, *rates, max_error=0.2):
+    plan = make_plan(
+        SRC, DST, SHAPE, "float32", topology=_topology(gbit, *rates), compression="auto", max_error=max_error
+    )
+    return plan.tensors[0]
+
+
+def test_auto_codes_on_slow_links_only_and_says_why():
+    assert _choose(1, INT8, INT4).dtype == "int4x128"
+    assert _choose(1, INT8, INT4, max_error=0.02).dtype == "int8x128"
+    fast = _choose(100, INT8, INT4)
+    assert fast.dtype == "float32"
+    assert fast.raw_because.startswith("auto predicts raw 0.00") and ", int8x128 " in fast.raw_because
+    slow_codec = _choose(1, CodecRate("int8x128", 6e7, 8e7))  # a hundred times slower
+    assert slow_codec.dtype == "float32"
+
+
+def test_auto_uses_no_lossy_codec_unless_asked_for_an_error():
+    assert "only if max_error is given" in _choose(0.1, INT8, max_error=None).raw_because
+    assert "usual error of every codec is above 0.001" in _choose(0.1, INT8, max_error=0.001).raw_because
+    with pytest.raises(ArgumentError, match="needs the rates of codecs"):
+        make_plan(SRC, DST, SHAPE, "float32", topology=_topology(1), compression="auto", max_error=0.1)
+
+
+def test_the_prediction_adds_the_slowest_encoder_and_decoder():
+    topology = _topology(1, INT8)
+    plan = make_plan(SRC, DST, SHAPE, "float32", topology=topology, compression="int8x128")
+    shard = 2048 * 4096 * 4 / 2
+    wanted = reshard.simulate(plan).makespan_seconds + shard / 6e9 + shard / 8e9
+    assert predict(plan, INT8).seconds == pytest.approx(wanted)
+
+
+def test_topologies_keep_their_codec_rates():
+    topology = _topology(1, INT8, INT4)
+    assert reshard.topology_from_json(reshard.topology_to_json(topology)) == topology
+    plan = make_plan(SRC, DST, SHAPE, "float32", topology=topology)
+    assert reshard.parse_plan(str(plan)) == plan
+    with pytest.raises(TopologyError, match="there is no block codec 'zfp'"):
+        CodecRate("zfp", 1.0, 1.0)
+    with pytest.raises(TopologyError, match="several entries"):
+        _topology(1, INT8, INT8)
