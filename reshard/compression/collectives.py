@@ -1,0 +1,61 @@
+"""Collectives whose messages are elements of a block codec. Bits are equal on all ranks that receive the same message.
+
+A collective works on rows: the row ``i`` of an exchange goes to member ``i`` of the process group. Rows are flat fp32,
+and their size is a multiple of the codec's elements.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from reshard.codecs import BlockCodec
+
+
+def encode_rows(rows: torch.Tensor, codec: BlockCodec | None) -> torch.Tensor:
+    """Rows as they travel: ``(rows, bytes)`` uint8, or the rows themselves without a codec."""
+    if codec is None:
+        return rows
+    coded = torch.empty(len(rows), codec.nbytes(rows.shape[1:], 0), dtype=torch.uint8)
+    codec.encode(rows, coded, 1)
+    return coded
+
+
+def decode_rows(coded: torch.Tensor, out: torch.Tensor, codec: BlockCodec | None, *, accumulate: bool = False) -> None:
+    """The inverse of :func:`encode_rows`, written to or added to ``out``."""
+    if codec is not None:
+        codec.decode(coded, out, 1, accumulate=accumulate)
+    elif accumulate:
+        out.add_(coded)
+    else:
+        out.copy_(coded)
+
+
+def exchange(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send row i to member i; the result has a row from each member."""
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows, group=group)
+    return received
+
+
+def gather(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The rows of all members, in their order."""
+    received = row.new_empty(dist.get_world_size(group), row.numel())
+    dist.all_gather_single(received, row.reshape(1, -1), group=group)
+    return received
+
+
+def reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup, codec: BlockCodec | None) -> torch.Tensor:
+    """Add the rows that all members have for this member, in the order of members.
+
+    Its own contribution is not coded.
+    """
+    me = dist.get_rank(group)
+    received = exchange(encode_rows(rows, codec), group)
+    total = torch.zeros_like(rows[0])
+    for member in range(len(rows)):
+        if member == me:
+            total += rows[me]
+        else:
+            decode_rows(received[member : member + 1], total[None], codec, accumulate=True)
+    return total

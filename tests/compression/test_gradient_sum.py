@@ -1,0 +1,162 @@
+"""Coded sums of gradients over processes, alone and in DDP and FSDP2: bits, errors, feedback, and wrong calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from reshard.codecs import parse_codec
+from reshard.compression import CodedAllGather, CodedReduceScatter, GradientSum, ddp_hook
+from reshard.errors import ArgumentError, DisagreementError
+from reshard.testing.processes import run_processes
+
+HOSTS = (0, 0, 1, 1)
+SHAPES = {"a": (300, 70), "b": (5,), "c": (64, 128)}
+
+
+def _gradients(rank, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def _flat(gradients):
+    return torch.cat([gradient.reshape(-1).float() for gradient in gradients.values()])
+
+
+def _all_equal(tensor):
+    every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, tensor)
+    return all(torch.equal(one.view(torch.int32), every[0].view(torch.int32)) for one in every)
+
+
+def _sums(rank):
+    wanted = sum(_flat(_gradients(other)).double() for other in range(4))
+    errors = {}
+    for codec in (None, "int8x128", "int4x128-bf16"):
+        gradients = _gradients(rank)
+        GradientSum(codec, host_of_rank=HOSTS, average=False)(gradients)
+        assert _all_equal(_flat(gradients))
+        errors[codec] = float((_flat(gradients) - wanted).norm() / wanted.norm())
+    means = _gradients(rank, dtype=torch.bfloat16)
+    GradientSum("int8x128", host_of_rank=HOSTS)(means)
+    assert _all_equal(_flat(means))
+    assert float((_flat(means) - wanted / 4).norm() / wanted.norm() * 4) < 0.02
+    spoiled = _gradients(rank)
+    if rank == 1:
+        spoiled["c"][3, 5] = torch.nan
+    GradientSum("int8x128", host_of_rank=HOSTS)(spoiled)
+    assert _all_equal(_flat(spoiled))
+    found = spoiled["c"].isnan()
+    assert found[3, 5] and found.sum() <= 64 and not spoiled["a"].isnan().any()
+    for arguments, kind, text in (
+        ({"codec": "int8x128", "host_of_rank": (0, 0, 0, 1)}, ArgumentError, "0 has 3, 1 has 1"),
+        ({"codec": "int8x128" if rank else "int4x128"}, DisagreementError, "rank 1 passes ..int8x128"),
+        ({"codec": "int9"}, ArgumentError, "there is no codec"),
+    ):
+        with pytest.raises(kind, match=text):
+            GradientSum(**arguments)
+    return errors
+
+
+def test_all_ranks_get_equal_bits_close_to_the_sum():
+    for errors in run_processes(_sums, 4):
+        assert errors[None] < 1e-6
+        assert 1e-4 < errors["int8x128"] < 0.012  # two codings of errors up to 0.0083, of partial sums and of the sum
+        assert 1e-2 < errors["int4x128-bf16"] < 0.13
+
+
+def _feedback(rank):
+    """The same gradients many times: with feedback, the mean of the sums has next to no error."""
+    wanted, totals = sum(_flat(_gradients(other)) for other in range(4)), {}
+    for feedback in (False, True):
+        summed = GradientSum("int4x128", host_of_rank=HOSTS, average=False, feedback=feedback)
+        totals[feedback] = torch.zeros_like(wanted)
+        for step in range(16):
+            gradients = _gradients(rank)
+            if feedback and step == 8:  # restored into a new sum, with the parameters in another order
+                state, summed = (
+                    summed.state_dict(),
+                    GradientSum("int4x128", host_of_rank=HOSTS, average=False, feedback=True),
+                )
+                summed.load_state_dict(state)
+            if feedback and step >= 8:
+                gradients = dict(reversed(gradients.items()))
+            summed(gradients)
+            totals[feedback] += _flat({name: gradients[name] for name in SHAPES}) / 16
+    return [float((total - wanted).norm() / wanted.norm()) for total in totals.values()]
+
+
+def test_feedback_removes_the_error_over_steps_and_survives_new_buckets():
+    for without, with_feedback in run_processes(_feedback, 4):
+        assert with_feedback < without / 5
+
+
+def _model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+
+
+def _train(rank, wrap):
+    model = wrap(_model())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(5):
+        x = torch.randn(32, 64, generator=generator)
+        loss = (model(x) - x.cumsum(1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.requires_grad_(False)
+
+
+def _ddp(rank):
+    def coded(module):
+        wrapped = DistributedDataParallel(module, bucket_cap_mb=0.05)
+        state = GradientSum("int8x128", host_of_rank=HOSTS, feedback=True, module=module)
+        wrapped.register_comm_hook(state, ddp_hook)
+        return wrapped
+
+    found, wanted = (_train(rank, wrap).module for wrap in (coded, DistributedDataParallel))
+    for (name, a), b in zip(found.named_parameters(), wanted.parameters(), strict=True):
+        assert _all_equal(a), name
+        assert float((a - b).norm() / b.norm()) < 0.01, name
+        assert not torch.equal(a, b)
+
+
+def test_ddp_trains_with_coded_sums():
+    run_processes(_ddp, 4)
+
+
+def _fsdp(rank):
+    sent = []
+    plain = dist.all_gather_single
+    dist.all_gather_single = lambda out, row, **kwargs: sent.append(row.nbytes) or plain(out, row, **kwargs)
+
+    def coded(module):
+        for layer in (module[0], module[2]):
+            fully_shard(layer)
+        wrapped = fully_shard(module)
+        for part in wrapped.modules():
+            if isinstance(part, FSDPModule):
+                part.set_custom_all_gather(CodedAllGather("int8x128"))
+                part.set_custom_reduce_scatter(CodedReduceScatter("int8x128"))
+        return wrapped
+
+    found = [parameter.full_tensor() for parameter in _train(rank, coded).parameters()]
+    assert sent and max(sent) < 64 * 256 / 4 * 1.2  # bytes of a shard of the largest layer: one per value, not four
+    wanted = list(_train(rank, DistributedDataParallel).parameters())
+    for a, b in zip(found, wanted, strict=True):
+        assert _all_equal(a) and float((a - b).norm() / b.norm()) < 0.02
+
+
+def test_fsdp_trains_with_coded_gathers_and_sums():
+    run_processes(_fsdp, 4)
+
+
+def test_hooks_refuse_what_the_codec_does_not_code():
+    with pytest.raises(ArgumentError, match="not int64 on cpu"):
+        CodedAllGather("int8x128")(torch.zeros(8), torch.zeros(4, dtype=torch.int64), None)
+    assert CodedReduceScatter("int4x64").codec == parse_codec("int4x64")
