@@ -34,6 +34,7 @@ static void copy_runs(ConstBytes src, Bytes dst, Offsets src_at, Offsets dst_at,
 }
 
 void bind_block_codecs(nb::module_ &m);
+void bind_delta_codec(nb::module_ &m);
 void bind_fluid(nb::module_ &m);
 void bind_strategies(nb::module_ &m);
 void bind_schedule(nb::module_ &m);
@@ -43,6 +44,7 @@ NB_MODULE(_native, m) {
     m.def("copy_runs", &copy_runs, nb::arg("src"), nb::arg("dst"), nb::arg("src_at"), nb::arg("dst_at"),
           nb::arg("length"), "Copy length[i] bytes from src[src_at[i]] to dst[dst_at[i]], for every i.");
     bind_block_codecs(m);
+    bind_delta_codec(m);
     bind_fluid(m);
     bind_strategies(m);
     bind_schedule(m);

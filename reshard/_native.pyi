@@ -13,6 +13,12 @@ def encode_blocks(
 def decode_blocks(kind: int, format: int, columns: int, values: int, data: Any, target: Any, accumulate: bool) -> None:
     """Decode into rows of values, or add to them."""
 
+def encode_delta(width: int, words: Any, base: Any, out: Any) -> int:
+    """Write the changes from base to words; return their size, or -1 if they do not fit."""
+
+def apply_delta(width: int, data: Any, words: Any) -> bool:
+    """Apply changes in place; return whether they are well formed."""
+
 def flow(
     queue: Any,
     stream: Any,

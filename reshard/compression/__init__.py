@@ -1,4 +1,4 @@
-"""Compressed collectives of training: sums of gradients over replicas, and hooks for DDP and FSDP2.
+"""Compressed communication of training: sums of gradients, hooks for DDP and FSDP2, and weights as differences.
 
 May import every package below :mod:`reshard.api`, and it.
 """
@@ -6,5 +6,6 @@ May import every package below :mod:`reshard.api`, and it.
 from reshard.compression.ddp_communication import ddp_hook
 from reshard.compression.fsdp_collectives import CodedAllGather, CodedReduceScatter
 from reshard.compression.gradient_sum import GradientSum
+from reshard.compression.weight_sync import SyncReport, WeightSync
 
-__all__ = ["CodedAllGather", "CodedReduceScatter", "GradientSum", "ddp_hook"]
+__all__ = ["CodedAllGather", "CodedReduceScatter", "GradientSum", "SyncReport", "WeightSync", "ddp_hook"]

@@ -1,0 +1,61 @@
+"""The lossless codec ``delta``: what changed in an array since a base that the receiver holds.
+
+One byte counts the unchanged words before each changed one, and one byte holds the difference in units in the last
+place; ``native/codecs/delta.h`` describes the stream. If 1 % of bf16 values change by a few units, the stream is 1/97
+of the array. An encoded array begins with a byte that tells whether a stream or the plain bytes follow, so it never has
+more than :data:`HEADER_BYTES` bytes in addition to the plain ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from reshard import _native
+from reshard.errors import ArgumentError
+
+HEADER_BYTES = 1
+_PLAIN, _STREAM = 0, 1
+
+
+def word_width(itemsize: int) -> int:
+    """Bytes of the words in which an array of this itemsize is compared."""
+    return min(itemsize, 4)
+
+
+def encode_delta(words: np.ndarray, base: np.ndarray | None, out: np.ndarray, width: int) -> int:
+    """Encode what changed since the base, or the plain bytes if there is no base or they are fewer.
+
+    Args:
+        words, base: flat uint8 of equal size. out: flat uint8, with :data:`HEADER_BYTES` more. width: bytes of a word.
+
+    Returns:
+        The number of bytes written.
+    """
+    if base is not None:
+        size = _native.encode_delta(width, words, base, out[HEADER_BYTES : HEADER_BYTES + len(words)])
+        if size >= 0:
+            out[0] = _STREAM
+            return size + HEADER_BYTES
+    out[0] = _PLAIN
+    out[HEADER_BYTES : HEADER_BYTES + len(words)] = words
+    return len(words) + HEADER_BYTES
+
+
+def apply_delta(data: np.ndarray, words: np.ndarray, width: int) -> None:
+    """Turn the base into the array that was encoded, in place.
+
+    Args:
+        data: what :func:`encode_delta` wrote. words: flat uint8, the base.
+
+    Raises:
+        ArgumentError: ``data`` does not encode an array of this size. Some words may have changed.
+    """
+    is_known: Any = len(data) >= HEADER_BYTES and data[0] in (_PLAIN, _STREAM)
+    if is_known and data[0] == _STREAM and _native.apply_delta(width, data[HEADER_BYTES:], words):
+        return
+    if is_known and data[0] == _PLAIN and len(data) == len(words) + HEADER_BYTES:
+        words[:] = data[HEADER_BYTES:]
+        return
+    raise ArgumentError(f"{len(data)} bytes are no delta of an array of {len(words)} bytes")

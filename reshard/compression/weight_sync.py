@@ -1,0 +1,263 @@
+"""Weights from trainers to replicas as lossless differences, shard to shard along a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from reshard.api.mover import Mover
+from reshard.api.tensor_checks import check_array, check_no_aliasing
+from reshard.codecs.delta import HEADER_BYTES, apply_delta, encode_delta, word_width
+from reshard.compression.streams import Stream, bytes_of, find_streams
+from reshard.coordination import Decision, Request, calling, describe_error, find_channel, find_group, rebuild_error
+from reshard.errors import DisagreementError, VerificationError
+from reshard.formatting import describe_ranks
+from reshard.planner import plan_tensors
+from reshard.sharding import AnyLayout, Layout, Mesh, TensorSpec
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
+from reshard.topology import Topology
+
+Shards = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one transfer of weights did.
+
+    Attributes:
+        version: what all ranks hold now. base: the version to which the differences refer; None if the weights were
+            sent in full. because: why they were sent in full; "" otherwise.
+        stream_bytes, plain_bytes: size of all streams, and of the regions that they encode, each counted once.
+    """
+
+    version: int
+    base: int | None
+    because: str
+    stream_bytes: int
+    plain_bytes: int
+
+
+class WeightSync:
+    """Sends weights from their shards to the shards of replicas, version by version, as differences to the last one.
+
+    Each source rank keeps a copy of its shards at the last version that all ranks have confirmed. The first transfer,
+    and any transfer for which some rank does not hold that version, sends the weights in full. Digests check that
+    replicas of the source are equal, and that every receiver holds the new version in the end.
+
+    Args:
+        src, dst: the layouts, or ``{name: layout}``.
+        shape, dtype: ``{name: global shape}``, and one dtype for all tensors or ``{name: dtype}``.
+        group: the process group (default: the world) or the result of :func:`reshard.join`.
+        topology: hosts and links of the ranks; default: one host.
+        timeout_seconds: limit of each agreement, and of the transfer.
+
+    Attributes:
+        version: the version that this rank holds; None if it holds none that all ranks confirmed.
+
+    Raises:
+        LayoutError, ArgumentError: the layouts or shapes are wrong.
+    """
+
+    def __init__(
+        self,
+        src: AnyLayout | Mapping[str, AnyLayout],
+        dst: AnyLayout | Mapping[str, AnyLayout],
+        shape: Mapping[str, Sequence[int]],
+        dtype: Any,
+        *,
+        group: Any = None,
+        topology: Topology | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        def of(value: Any, name: str) -> Any:
+            return value[name] if isinstance(value, Mapping) else value
+
+        self._specs = [
+            TensorSpec(tuple(shape[name]), of(dtype, name), of(src, name), of(dst, name), name)
+            for name in sorted(shape)
+        ]
+        self._group, self._topology, self._timeout_seconds = find_group(group), topology, timeout_seconds
+        ranks = {rank for spec in self._specs for side in (spec.src, spec.dst) for rank in side.ranks}
+        self._channel = find_channel(self._group, tuple(sorted(ranks)))
+        self._streams = find_streams(self._specs, self._group.rank)
+        self._base: dict[str, torch.Tensor] = {}
+        self.version: int | None = None
+
+    def __call__(self, tensors: Shards | None, out: Shards | None, *, version: int) -> SyncReport:
+        """Send a version. All ranks of the layouts must call it.
+
+        Args:
+            tensors: this rank's source shards by name; None outside the source.
+            out: this rank's destination shards by name, which must hold the last version; None outside the destination.
+                They change only after all ranks have received their data.
+            version: number of the new version, the same on all ranks.
+
+        Raises:
+            DisagreementError: ranks pass different versions, or replicas of the source differ.
+            VerificationError: a receiver does not hold the new version, for example since ``out`` did not hold the last
+                one. The next transfer sends the weights in full.
+            ReshardError: a rank failed, or its arguments are wrong. If that happened before all ranks had received
+                their data, all keep the old version.
+        """
+        with calling(self._group):
+            reports, data = self._offer(tensors, out, version, self._base)
+            because = _why_full(reports)
+            if because and any(report["base"] is not None for report in reports.values()):
+                reports, data = self._offer(tensors, out, version, {})
+            sizes, digests = _agree_on_streams(reports, self._streams)
+            received = self._move(data, sizes)
+            self._report({}, "confirms the data")
+            base, self.version, self._base = self.version, None, {}  # until all ranks hold the new version
+            failure, copies = None, {}
+            try:
+                if out is not None:
+                    self._apply(received, out, digests, version)
+                copies = {} if tensors is None else {name: one.detach().clone() for name, one in tensors.items()}
+            except Exception as error:
+                failure = describe_error(error)
+            self._report({"failed": failure}, "confirms a version")
+            self.version, self._base = version, copies
+        plain = sum(stream.nbytes for stream in self._streams.values())
+        return SyncReport(version, None if because else base, because, sum(sizes.values()), plain)
+
+    def _offer(
+        self, tensors: Shards | None, out: Shards | None, version: int, base: Shards
+    ) -> tuple[dict[int, Any], dict[str, np.ndarray]]:
+        """Check the arrays, encode this rank's streams against a base (empty: in full), and tell their sizes.
+
+        Returns:
+            The reports of all ranks, and this rank's streams.
+        """
+        data: dict[str, np.ndarray] = {}
+        report = {"failed": None, "version": version, "base": self.version, "streams": {}}
+        try:
+            self._check(tensors, out)
+            for name, stream in self._streams.items():
+                if self._group.rank in stream.holders:
+                    assert tensors is not None
+                    data[name], digest = _encode(stream, tensors, base)
+                    report["streams"][name] = len(data[name]), digest  # type: ignore[index]
+        except Exception as error:
+            report["failed"] = describe_error(error)  # type: ignore[assignment]
+        return self._report(report, "offers a version"), data
+
+    def _check(self, tensors: Shards | None, out: Shards | None) -> None:
+        given: list[list[Any]] = []
+        rank = self._group.rank
+        for arrays, side in ((tensors, "src"), (out, "dst")):
+            found = []
+            for spec in self._specs:
+                shards = spec.src_shards if side == "src" else spec.dst_shards
+                shape = shards.local_shape(rank) if rank in shards.layout.ranks else None
+                array = None if arrays is None or shape is None else arrays.get(spec.name or "")
+                role = "the source" if side == "src" else "the destination"
+                found.append(check_array(array, shape, spec.dtype, role, spec.name, rank))
+            given.append(found)
+        check_no_aliasing(*given, [spec.name for spec in self._specs])
+
+    def _report(self, report: dict[str, Any], purpose: str) -> dict[int, Any]:
+        """The reports of all ranks; raises the error of the first rank that failed."""
+        request = Request(self._group.rank, payload={"failed": None} | report, purpose=purpose)
+        _, decision = self._channel.agree(request, _gather, self._timeout_seconds)
+        for rank, found in sorted(decision.payloads.items()):
+            if found["failed"] is not None:
+                name, text = found["failed"]
+                held = "" if self.version is None else f"; all ranks keep version {self.version}"
+                raise rebuild_error(name, f"rank {rank}: {text}{held}")
+        return decision.payloads
+
+    def _move(self, data: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> dict[str, torch.Tensor | None]:
+        """Move the streams; returns those that this rank receives."""
+        specs = [
+            TensorSpec((sizes[name],), "uint8", Layout(Mesh(stream.holders)), Layout(Mesh(stream.receivers)), name)
+            for name, stream in self._streams.items()
+        ]
+        plan = plan_tensors(specs, topology=self._topology)
+        sources = {name: torch.from_numpy(data[name]) if name in data else None for name in self._streams}
+        with Mover(plan, self._group, timeout_seconds=self._timeout_seconds) as mover:
+            return mover(sources)
+
+    def _apply(self, received: Mapping[str, Any], out: Shards, digests: Mapping[str, int], version: int) -> None:
+        """Turn the last version into the new one, and compare its digests."""
+        for name, stream in self._streams.items():
+            if self._group.rank not in stream.receivers:
+                continue
+            hasher, at, data = xxhash.xxh3_64(), 0, received[name].numpy()
+            sizes = data[: 8 * len(stream.regions)].view(np.int64)
+            at = 8 * len(stream.regions)
+            for size, view in zip(sizes.tolist(), stream.views(out, "dst"), strict=True):
+                words = bytes_of(view)
+                apply_delta(data[at : at + size], words, word_width(view.element_size()))
+                at += size
+                hasher.update(words)
+                if not view.is_contiguous():
+                    view.copy_(torch.from_numpy(words).view(view.dtype).view(view.shape))
+            if hasher.intdigest() != digests[name]:
+                raise VerificationError(
+                    f"the weights from ranks {stream.holders} are not version {version} after the differences to "
+                    f"the last version were applied: out did not hold it; the next transfer sends the weights in full"
+                )
+
+
+def _gather(requests: list[Request]) -> Decision:
+    payloads = {request.rank: request.payload for request in requests}
+    return Decision(generation=max(request.generation for request in requests), payloads=payloads)
+
+
+def _encode(stream: Stream, tensors: Shards, base: Shards) -> tuple[np.ndarray, int]:
+    """The encoded regions of a stream behind a table of their sizes, and the digest of the plain bytes."""
+    out = np.empty(stream.nbytes + (8 + HEADER_BYTES) * len(stream.regions), dtype=np.uint8)
+    at, sizes, hasher = 8 * len(stream.regions), [], xxhash.xxh3_64()
+    bases: Any = stream.views(base, "src") if base else [None] * len(stream.regions)
+    for view, old in zip(stream.views(tensors, "src"), bases, strict=True):
+        words = bytes_of(view)
+        hasher.update(words)
+        limit = at + len(words) + HEADER_BYTES
+        width = word_width(view.element_size())
+        sizes.append(encode_delta(words, None if old is None else bytes_of(old), out[at:limit], width))
+        at += sizes[-1]
+    out[: 8 * len(sizes)] = np.array(sizes, dtype=np.int64).view(np.uint8)
+    return out[:at].copy(), hasher.intdigest()
+
+
+def _why_full(reports: Mapping[int, Any]) -> str:
+    """Why the weights must be sent in full; "" if all ranks hold the same version."""
+    bases = {rank: report["base"] for rank, report in sorted(reports.items())}
+    if all(base is None for base in bases.values()):
+        return "no rank holds a version"
+    lacking = [rank for rank, base in bases.items() if base is None]
+    if lacking:
+        return f"{describe_ranks(lacking)} hold{'s' * (len(lacking) == 1)} no version"
+    if len(set(bases.values())) > 1:
+        return f"ranks hold versions {sorted(set(bases.values()))}"
+    return ""
+
+
+def _agree_on_streams(
+    reports: Mapping[int, Any], streams: Mapping[str, Stream]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The size of each stream and the digest of its plain bytes, which all its holders must report alike.
+
+    Raises:
+        DisagreementError: ranks send different versions, or replicas of a region differ.
+    """
+    versions = {rank: report["version"] for rank, report in sorted(reports.items())}
+    first = next(iter(versions))
+    for rank, version in versions.items():
+        if version != versions[first]:
+            raise DisagreementError(f"rank {first} passes version {versions[first]}, rank {rank} version {version}")
+    sizes, digests = {}, {}
+    for name, stream in streams.items():
+        found = [tuple(reports[rank]["streams"][name]) for rank in stream.holders]
+        for rank, entry in zip(stream.holders, found, strict=True):
+            if entry != found[0]:
+                raise DisagreementError(
+                    f"ranks {stream.holders[0]} and {rank} hold the same regions, but other weights in them"
+                )
+        sizes[name], digests[name] = found[0]
+    return sizes, digests

@@ -1,0 +1,81 @@
+"""Weights as differences over processes: bits, sizes, versions, and failures that leave or name a version."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from reshard import Layout, Mesh, Topology
+from reshard.compression import WeightSync
+from reshard.errors import ArgumentError, DisagreementError, VerificationError
+from reshard.testing.processes import run_processes
+from tests.support.tensors import same_bytes, take_shard
+
+SHAPES = {"w": (128, 256), "scale": (100,), "odd": (33, 7)}
+SRC = {"w": Layout(Mesh.of("2x2"), "S0 R"), "scale": Layout(Mesh.of("4")), "odd": Layout(Mesh.of("4"), "S0")}
+DST = {name: Layout(Mesh.of("2", first_rank=3), "R S0" if name == "w" else "") for name in SHAPES}  # rank 3 is in both
+DTYPES = {"w": torch.bfloat16, "scale": torch.float32, "odd": torch.float16}
+
+
+def _weights(version):
+    """All tensors of a version: each changes one value in fifty by a small step."""
+    generator = torch.Generator().manual_seed(0)
+    wholes = {name: torch.randn(shape, generator=generator).to(DTYPES[name]) for name, shape in SHAPES.items()}
+    for step in range(1, version + 1):
+        for whole in wholes.values():
+            flat = whole.view(-1)
+            flat[step::50] *= 1.01
+    return wholes
+
+
+def _shards(layouts, rank, version):
+    shards = {name: take_shard(layouts[name], rank, whole) for name, whole in _weights(version).items()}
+    return None if shards["w"] is None else shards
+
+
+def _sync(rank):
+    sync = WeightSync(SRC, DST, SHAPES, DTYPES, topology=Topology((0, 0, 1, 1, 2)))
+    out = None if rank < 3 else {name: torch.zeros_like(shard) for name, shard in _shards(DST, rank, 0).items()}
+    if out is not None:  # a shard with strides
+        out["w"] = torch.zeros(out["w"].shape[::-1], dtype=out["w"].dtype).t()
+
+    def send(version, **changes):
+        return sync(changes.get("tensors", _shards(SRC, rank, version)), out, version=version)
+
+    def holds(version):
+        wanted = _shards(DST, rank, version) if out is not None else {}
+        return sync.version == version and all(same_bytes(out[name], wanted[name]) for name in wanted)
+
+    full = send(1)
+    assert (full.base, full.because) == (None, "no rank holds a version") and holds(1)
+    second = send(2)
+    assert (second.version, second.base, second.because) == (2, 1, "") and holds(2)
+    assert second.stream_bytes < full.stream_bytes / 5 and full.stream_bytes < full.plain_bytes + 9 * 16
+
+    with pytest.raises(DisagreementError, match="passes version 3, rank 2 version 4"):
+        sync(_shards(SRC, rank, 3), out, version=4 if rank == 2 else 3)
+    with pytest.raises(ArgumentError, match=r"rank 1: .*all ranks keep version 2"):
+        send(3, **({"tensors": {}} if rank == 1 else {}))
+    spoiled = _shards(SRC, rank, 3)
+    if rank == 1:
+        spoiled["scale"][0] += 1
+    with pytest.raises(DisagreementError, match="ranks 0 and 1 hold the same regions, but other weights"):
+        send(3, tensors=spoiled)
+    assert holds(2)
+
+    if rank == 4:
+        out["w"][5, 5] += 1  # a receiver that lost its base
+    with pytest.raises(VerificationError, match=r"rank 4: .* are not version 3 .* in full"):
+        send(3)
+    assert sync.version is None
+    again = send(3)
+    assert (again.base, again.because) == (None, "no rank holds a version") and holds(3)
+    if rank == 4:
+        sync.version = None  # as after a restart
+    restarted = send(4)
+    assert (restarted.base, restarted.because) == (None, "rank 4 holds no version") and holds(4)
+    assert send(5).base == 4 and holds(5)
+
+
+def test_versions_arrive_bit_for_bit_and_failures_leave_or_name_a_version():
+    run_processes(_sync, 5)
