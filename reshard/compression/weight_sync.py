@@ -24,6 +24,9 @@ from reshard.topology import Topology
 
 Shards = Mapping[str, torch.Tensor]
 
+#: The buffers of the streams are at most this many times as large as the streams, else a new plan is made.
+MAX_SLACK = 1.5
+
 
 @dataclass(frozen=True)
 class SyncReport:
@@ -86,6 +89,10 @@ class WeightSync:
         self._channel = find_channel(self._group, tuple(sorted(ranks)))
         self._streams = find_streams(self._specs, self._group.rank)
         self._base: dict[str, torch.Tensor] = {}
+        self._mover: Mover | None = None
+        self._capacity: dict[str, int] = {}
+        self._sent: dict[str, Any] = {}
+        self._received: dict[str, Any] = {}
         self.version: int | None = None
 
     def __call__(self, tensors: Shards | None, out: Shards | None, *, version: int) -> SyncReport:
@@ -105,23 +112,22 @@ class WeightSync:
                 their data, all keep the old version.
         """
         with calling(self._group):
-            reports, data = self._offer(tensors, out, version, self._base)
+            reports, data = self._offer(tensors, out, version, {} if self.version is None else self._base)
             because = _why_full(reports)
             if because and any(report["base"] is not None for report in reports.values()):
                 reports, data = self._offer(tensors, out, version, {})
             sizes, digests = _agree_on_streams(reports, self._streams)
             received = self._move(data, sizes)
-            self._report({}, "confirms the data")
-            base, self.version, self._base = self.version, None, {}  # until all ranks hold the new version
-            failure, copies = None, {}
+            base, self.version = self.version, None  # until all ranks hold the new version
+            failure = None
             try:
                 if out is not None:
                     self._apply(received, out, digests, version)
-                copies = {} if tensors is None else {name: one.detach().clone() for name, one in tensors.items()}
             except Exception as error:
                 failure = describe_error(error)
             self._report({"failed": failure}, "confirms a version")
-            self.version, self._base = version, copies
+            self._keep_base(tensors)
+            self.version = version
         plain = sum(stream.nbytes for stream in self._streams.values())
         return SyncReport(version, None if because else base, because, sum(sizes.values()), plain)
 
@@ -171,23 +177,61 @@ class WeightSync:
                 raise rebuild_error(name, f"rank {rank}: {text}{held}")
         return decision.payloads
 
-    def _move(self, data: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> dict[str, torch.Tensor | None]:
-        """Move the streams; returns those that this rank receives."""
+    def _move(self, data: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> Mapping[str, torch.Tensor | None]:
+        """Move the streams; returns those that this rank receives, followed by unused bytes."""
+        failure = None
+        try:
+            mover = self._find_mover(sizes)
+            for name, stream in data.items():
+                self._sent[name][: len(stream)] = torch.from_numpy(stream)
+            mover({name: self._sent.get(name) for name in sizes}, out=self._received)
+        except Exception as error:
+            failure = describe_error(error)
+        try:
+            self._report({"failed": failure}, "confirms the data")
+        except Exception:
+            self._mover = None  # its connections may be broken
+            raise
+        return self._received
+
+    def _find_mover(self, sizes: Mapping[str, int]) -> Mover:
+        """A Mover whose buffers hold streams of these sizes. It is kept while they are not much larger than needed."""
+        capacity = self._capacity
+        fits = all(size <= capacity.get(name, 0) for name, size in sizes.items())
+        if self._mover is not None and fits and MAX_SLACK * sum(sizes.values()) >= sum(capacity.values()):
+            return self._mover
+        if self._mover is not None:
+            self._mover.close()
+        self._mover, self._capacity = None, {name: size + size // 16 + 64 for name, size in sizes.items()}
         specs = [
-            TensorSpec((sizes[name],), "uint8", Layout(Mesh(stream.holders)), Layout(Mesh(stream.receivers)), name)
-            for name, stream in self._streams.items()
+            TensorSpec((size,), "uint8", Layout(Mesh(stream.holders)), Layout(Mesh(stream.receivers)), name)
+            for (name, size), stream in zip(self._capacity.items(), self._streams.values(), strict=True)
         ]
         plan = plan_tensors(specs, topology=self._topology)
-        sources = {name: torch.from_numpy(data[name]) if name in data else None for name in self._streams}
-        with Mover(plan, self._group, timeout_seconds=self._timeout_seconds) as mover:
-            return mover(sources)
+        self._mover = Mover(plan, self._group, timeout_seconds=self._timeout_seconds)
+        rank = self._group.rank
+        self._sent, self._received = (
+            {
+                name: torch.zeros(size, dtype=torch.uint8) if rank in getattr(self._streams[name], side) else None
+                for name, size in self._capacity.items()
+            }
+            for side in ("holders", "receivers")
+        )
+        return self._mover
+
+    def _keep_base(self, tensors: Shards | None) -> None:
+        for name, tensor in (tensors or {}).items():
+            if name in self._base:
+                self._base[name].copy_(tensor)
+            else:
+                self._base[name] = tensor.detach().clone()
 
     def _apply(self, received: Mapping[str, Any], out: Shards, digests: Mapping[str, int], version: int) -> None:
         """Turn the last version into the new one, and compare its digests."""
         for name, stream in self._streams.items():
             if self._group.rank not in stream.receivers:
                 continue
-            hasher, at, data = xxhash.xxh3_64(), 0, received[name].numpy()
+            hasher, data = xxhash.xxh3_64(), received[name].numpy()
             sizes = data[: 8 * len(stream.regions)].view(np.int64)
             at = 8 * len(stream.regions)
             for size, view in zip(sizes.tolist(), stream.views(out, "dst"), strict=True):

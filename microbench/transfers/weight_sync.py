@@ -1,0 +1,101 @@
+"""Time weights sent as differences beside raw ones on emulated hosts: ``python -m microbench.transfers.weight_sync``.
+
+Four trainer ranks on two hosts each hold a quarter of 64 MiB of bf16 weights; four replicas on two other hosts need all
+of them. Between versions, a share of the weights moves by one or two units in the last place. The raw contender is a
+:class:`reshard.Mover`. Every replica compares its weights with the trainers' bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import reshard
+from microbench.emulation.cluster import Cluster, ClusterError
+from microbench.harness.suite import describe_machine, stderr
+from microbench.harness.worker import Stopwatch
+from reshard.compression import WeightSync
+from reshard.topology import Topology, topology_from_json
+
+COLUMNS = 4096
+
+
+def measure(
+    rank: int, report: Callable[[Any], None], mib: int, share: float, repeats: int, topology: Topology
+) -> dict[str, list[float]]:
+    """Seconds of each turn on this rank, and the ratio of plain bytes to stream bytes."""
+    src = reshard.Layout(reshard.Mesh.of(4), "S0")
+    dst = reshard.Layout(reshard.Mesh.of(4, first_rank=4))
+    shape = (mib * 2**20 // 2 // COLUMNS, COLUMNS)
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(shape, generator=generator).to(torch.bfloat16)
+    rows = slice(rank * shape[0] // 4, (rank + 1) * shape[0] // 4)
+    out = torch.zeros(shape, dtype=torch.bfloat16) if rank >= 4 else None
+    raw_out = None if out is None else torch.zeros_like(out)
+    plan = reshard.make_plan(src, dst, shape, "bfloat16", topology=topology)
+    sync = WeightSync(src, dst, {"w": shape}, "bfloat16", topology=topology)
+    stopwatch = Stopwatch()
+    seconds: dict[str, list[float]] = {"raw": [], "delta": [], "ratio": []}
+    with reshard.Mover(plan) as mover:
+        for version in range(repeats + 2):
+            words, changed = whole.view(torch.int16), torch.rand(shape, generator=generator) < share
+            words += changed.short() * torch.randint(1, 3, shape, generator=generator).short()
+            shard = whole[rows].clone() if rank < 4 else None
+            stopwatch.start()
+            mover(shard, out=raw_out)
+            raw = stopwatch.stop().seconds
+            stopwatch.start()
+            result = sync(None if shard is None else {"w": shard}, None if out is None else {"w": out}, version=version)
+            delta = stopwatch.stop().seconds
+            assert out is None or torch.equal(out.view(torch.int16), words)
+            if version > 1:  # the first is sent in full, and the second allocates
+                assert result.base == version - 1
+                seconds["raw"].append(raw)
+                seconds["delta"].append(delta)
+                seconds["ratio"].append(result.plain_bytes / result.stream_bytes)
+    return seconds
+
+
+def main() -> int:
+    """Print a row per rate."""
+    parser = argparse.ArgumentParser(
+        prog="python -m microbench.transfers.weight_sync",
+        description=__doc__,
+        epilog="example: python -m microbench.transfers.weight_sync --share 0.04",
+    )
+    parser.add_argument("--mib", type=int, default=64, help="MiB of weights (64)")
+    parser.add_argument("--share", type=float, default=0.01, help="share of the weights that change (0.01)")
+    parser.add_argument("--rate", action="append", help="rate of each host's link (0.4 and 1 Gbit/s); may be repeated")
+    parser.add_argument("--repeats", type=int, default=7, help="timed turns (7)")
+    options = parser.parse_args()
+    if not 1 <= options.mib <= 1024 or not 1 <= options.repeats <= 1000 or not 0 <= options.share <= 1:
+        parser.error("--mib must be 1 to 1024, --repeats 1 to 1000, --share 0 to 1")
+    run = describe_machine([])
+    print(f"{options.mib} MiB of bf16, {options.share:.1%} changed, {run['machine']}, {run['date']}")
+    for rate in options.rate or ["0.4 Gbit/s", "1 Gbit/s"]:
+        try:
+            topology = topology_from_json({"hosts": [{"count": 4, "devices": 2, "nics": [rate]}]})
+            with Cluster(topology) as cluster:
+                arguments = options.mib, options.share, options.repeats, topology
+                results = cluster.run(measure, *arguments, timeout_seconds=900.0)
+        except (ClusterError, reshard.ReshardError) as error:
+            stderr(f"weight_sync: {error}")
+            return 2
+        turns = {
+            name: [max(times) for times in zip(*(one[name] for one in results), strict=True)] for name in results[0]
+        }
+        raw, delta = statistics.median(turns["raw"]), statistics.median(turns["delta"])
+        print(
+            f"{rate:11} raw {raw:.4f} s  delta {delta:.4f} s ({min(turns['delta']):.4f}..{max(turns['delta']):.4f})  "
+            f"{raw / delta:5.1f}x  streams are 1/{statistics.median(turns['ratio']):.0f} of the weights"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
