@@ -55,7 +55,15 @@ def test_links_lead_somewhere(page):
         assert target.startswith("http") or (page.parent / target).exists(), target
 
 
-PUBLIC = ("reshard", "reshard.cupy", "reshard.parallel", "reshard.ray", "reshard.scheduler", "reshard.testing")
+PUBLIC = (
+    "reshard",
+    "reshard.compression",
+    "reshard.cupy",
+    "reshard.parallel",
+    "reshard.ray",
+    "reshard.scheduler",
+    "reshard.testing",
+)
 
 
 def test_the_reference_has_every_public_name():

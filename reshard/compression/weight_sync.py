@@ -140,16 +140,16 @@ class WeightSync:
             The reports of all ranks, and this rank's streams.
         """
         data: dict[str, np.ndarray] = {}
-        report = {"failed": None, "version": version, "base": self.version, "streams": {}}
+        report: dict[str, Any] = {"failed": None, "version": version, "base": self.version, "streams": {}}
         try:
             self._check(tensors, out)
             for name, stream in self._streams.items():
                 if self._group.rank in stream.holders:
                     assert tensors is not None
                     data[name], digest = _encode(stream, tensors, base)
-                    report["streams"][name] = len(data[name]), digest  # type: ignore[index]
+                    report["streams"][name] = len(data[name]), digest
         except Exception as error:
-            report["failed"] = describe_error(error)  # type: ignore[assignment]
+            report["failed"] = describe_error(error)
         return self._report(report, "offers a version"), data
 
     def _check(self, tensors: Shards | None, out: Shards | None) -> None:
@@ -164,7 +164,7 @@ class WeightSync:
                 role = "the source" if side == "src" else "the destination"
                 found.append(check_array(array, shape, spec.dtype, role, spec.name, rank))
             given.append(found)
-        check_no_aliasing(*given, [spec.name for spec in self._specs])
+        check_no_aliasing(given[0], given[1], [spec.name for spec in self._specs])
 
     def _report(self, report: dict[str, Any], purpose: str) -> dict[int, Any]:
         """The reports of all ranks; raises the error of the first rank that failed."""
@@ -238,7 +238,7 @@ class WeightSync:
                 words = bytes_of(view)
                 apply_delta(data[at : at + size], words, word_width(view.element_size()))
                 at += size
-                hasher.update(words)
+                hasher.update(words.data)
                 if not view.is_contiguous():
                     view.copy_(torch.from_numpy(words).view(view.dtype).view(view.shape))
             if hasher.intdigest() != digests[name]:
@@ -260,7 +260,7 @@ def _encode(stream: Stream, tensors: Shards, base: Shards) -> tuple[np.ndarray, 
     bases: Any = stream.views(base, "src") if base else [None] * len(stream.regions)
     for view, old in zip(stream.views(tensors, "src"), bases, strict=True):
         words = bytes_of(view)
-        hasher.update(words)
+        hasher.update(words.data)
         limit = at + len(words) + HEADER_BYTES
         width = word_width(view.element_size())
         sizes.append(encode_delta(words, None if old is None else bytes_of(old), out[at:limit], width))
