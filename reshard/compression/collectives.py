@@ -31,9 +31,9 @@ def decode_rows(coded: torch.Tensor, out: torch.Tensor, codec: BlockCodec | None
         out.copy_(coded)
 
 
-def exchange(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send row i to member i; the result has a row from each member."""
-    received = torch.empty_like(rows)
+def exchange(rows: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Send row i to member i; the result has a row from each member. It is written to ``out`` if given."""
+    received = torch.empty_like(rows) if out is None else out
     dist.all_to_all_single(received, rows, group=group)
     return received
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.codecs import BlockCodec, parse_codec
-from reshard.compression.collectives import decode_rows, encode_rows, exchange, gather, reduce_scatter
+from reshard.compression.collectives import decode_rows, encode_rows, exchange, gather
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 
@@ -78,6 +78,7 @@ class GradientSum:
         across = [ranks[inside.index(self._rank)] for ranks in members.values()]
         self._inside, self._across = self._new_group(inside), self._new_group(across)
         self._errors: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
 
     def _agree(self, arguments: list[Any]) -> list[Any]:
         """The host of each rank, after comparing the arguments of all ranks."""
@@ -114,12 +115,13 @@ class GradientSum:
             if dtype_name(gradient.dtype) not in GRADIENT_DTYPES:
                 raise ArgumentError(f"the gradient of {name!r} is {dtype_name(gradient.dtype)}, not floating point")
         sizes = [gradient.numel() for gradient in gradients.values()]
-        flat = torch.zeros(self._padded(sum(sizes)))
+        flat = self._buffer("values", self._padded(sum(sizes)))
+        flat[sum(sizes) :] = 0
         pieces = flat[: sum(sizes)].split(sizes)
         for (name, gradient), piece in zip(gradients.items(), pieces, strict=True):
             piece.copy_(gradient.reshape(-1))
             if self._average:
-                piece.div_(self._size)
+                piece /= self._size
             if name in self._errors:
                 piece += self._errors[name]
         errors = torch.zeros_like(flat) if self.feedback and self.codec is not None else None
@@ -129,6 +131,13 @@ class GradientSum:
         if errors is not None:
             for name, piece in zip(gradients, errors[: sum(sizes)].split(sizes), strict=True):
                 self._errors[name] = piece.clone()
+
+    def _buffer(self, name: str, numel: int) -> torch.Tensor:
+        """Scratch memory, which the next sum reuses."""
+        kept = self._buffers.get(name)
+        if kept is None or kept.numel() < numel:
+            kept = self._buffers[name] = torch.empty(numel)
+        return kept[:numel]
 
     @functools.cached_property
     def thread(self) -> ThreadPoolExecutor:
@@ -144,7 +153,10 @@ class GradientSum:
         """Sum ``flat`` over all ranks in place. Write the errors of this rank's codings to ``errors``."""
         place, host = dist.get_rank(self._inside), dist.get_rank(self._across)
         slices = flat.view(dist.get_world_size(self._inside), -1)
-        own_slice = reduce_scatter(slices, self._inside, None)
+        received = exchange(slices, self._inside, self._buffer("received", flat.numel()).view_as(slices))
+        own_slice = received[0]
+        for row in received[1:]:
+            own_slice += row
         parts = own_slice.view(dist.get_world_size(self._across), -1)
         sent = encode_rows(parts, self.codec)
         total = torch.zeros_like(parts[0])
