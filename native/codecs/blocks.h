@@ -181,7 +181,8 @@ RESHARD_INLINE void encode_block(const Floats *values, uint8_t *scale, uint8_t *
     }
 }
 
-// Writes or, with Accumulate, adds 32 values. Products that overflow become the largest finite value of the format.
+// Writes or, with Accumulate, adds 32 values. Products that exceed the largest finite value of the format by up to 2^-8
+// of it become that value, since coding may have raised it. Larger ones come from a wider format and become infinite.
 template <class Codec, Format F, bool Accumulate>
 RESHARD_INLINE void decode_block(const uint8_t *scale, const uint8_t *codes, typename Word<F>::type *target) {
     uint32_t bits;
@@ -196,9 +197,14 @@ RESHARD_INLINE void decode_block(const uint8_t *scale, const uint8_t *codes, typ
     if constexpr (Accumulate)
         read_block<F>(target, sums);
     for (int i = 0; i < VECTORS; ++i) {
-        Floats value = values[i] * unit;
-        value = value > most ? most : value;
+        const Floats product = values[i] * unit;
+        Floats value = product > most ? most : product;
         value = value < least ? least : value;
+        if constexpr (F == Format::fp16) {
+            const Floats infinite = all_floats(as<float>(INFINITE)), beyond = all_floats(65504.0f * 257.0f / 256.0f);
+            value = product > beyond ? infinite : value;
+            value = product < -beyond ? -infinite : value;
+        }
         if (is_nan)
             value = all_floats(as<float>(NAN_BITS));
         values[i] = Accumulate ? sums[i] + value : value;

@@ -97,7 +97,7 @@ RESHARD_INLINE void store_halves(uint16_t *to, const Words *words) {
 enum class Format : int { fp32, bf16, fp16 };
 
 // How values of a format become fp32, and how fp32 is rounded to it, to nearest even. A value to round is a NaN with the
-// bits NAN_BITS, or at most MAX in magnitude.
+// bits NAN_BITS, an infinity, or at most MAX in magnitude.
 template <Format F> struct Word;
 template <> struct Word<Format::fp32> {
     using type = float;
@@ -127,7 +127,8 @@ template <> struct Word<Format::fp16> {
         const Words normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
         const Words denormal = as<Words>(as<Floats>(magnitude) + 0.5f) - 0x3f000000u;
         const Words finite = as<Ints>(magnitude) < 0x38800000 ? denormal : normal;
-        const Words word = as<Ints>(magnitude) > static_cast<int32_t>(INFINITE) ? all<Words>(0x7e00u) : finite;
+        const Words special = magnitude == INFINITE ? all<Words>(0x7c00u) : all<Words>(0x7e00u);
+        const Words word = as<Ints>(magnitude) >= static_cast<int32_t>(INFINITE) ? special : finite;
         return word | ((bits & SIGN) >> 16);
     }
 };

@@ -32,6 +32,9 @@ def reshard(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     verify: bool = False,
     on_loss: str = "raise",
+    compression: str | None = None,
+    max_error: float | None = None,
+    on_error: str = "raw",
 ) -> Any:
     """Move a sharded array from one mesh of actors to another, or to another layout on the same mesh.
 
@@ -44,7 +47,7 @@ def reshard(
         dst_dtype: dtype of the result, as for :func:`reshard.reshard`, or ``{name: ...}``; the source dtype if omitted.
         topology: the network. Its ranks are those of ``src_mesh``, then those of ``dst_mesh`` if that is another mesh.
             If omitted, each Ray node is a host.
-        strategy, staging_bytes, verify: as for :func:`reshard.reshard`.
+        strategy, staging_bytes, verify, compression, max_error, on_error: as for :func:`reshard.reshard`.
         timeout_seconds: time limit of the rendezvous, and again of the transfer.
         on_loss: ``"raise"`` or ``"recover"``. With ``"recover"``, if actors die, the others complete the transfer among
             themselves. ``lost`` of the result then contains the ranks whose shards are missing. An actor that does not
@@ -83,6 +86,9 @@ def reshard(
         "timeout_seconds": timeout_seconds,
         "verify": verify,
         "on_loss": on_loss,
+        "compression": compression,
+        "max_error": max_error,
+        "on_error": on_error,
     }
     meshes = [src_mesh] if first == 0 else [src_mesh, dst_mesh]
     with order_lock:

@@ -114,6 +114,22 @@ def test_decoded_values_do_not_change_when_coded_again(kind, dtype):
     assert _same(once.float().numpy(), twice.float().numpy()).all()
 
 
+def test_values_too_large_for_the_target_become_infinite_and_raised_ones_do_not():
+    source = torch.full((4, 128), 65504.0)  # the largest of fp16, which coding raises
+    source[1] *= 2
+    source[2] *= -1e20
+    source[3] = torch.finfo(torch.float32).max
+    for kind in KINDS:
+        codec, half, full = BlockCodec(kind), torch.empty(4, 128, dtype=torch.float16), torch.empty(4, 128)
+        coded = torch.empty(codec.nbytes(source.shape), dtype=torch.uint8)
+        codec.encode(source, coded)
+        codec.decode(coded, half)
+        codec.decode(coded, full)
+        assert (half[0].float() - 65504).abs().max() <= 65504 * codec.error_bound, kind
+        assert half[0].isfinite().all() and full.isfinite().all(), kind
+        assert (half[1:].sign() * torch.inf == half[1:]).all() and half[2, 0] < 0 < half[1, 0], kind
+
+
 def test_decoding_can_add_to_the_target():
     x = np.linspace(-3, 3, 300, dtype=np.float32).reshape(3, 100)
     codec = parse_codec("int8x64")

@@ -107,6 +107,9 @@ def _wrong_calls():
             assert there.shape == np.shape(array) and np.array_equal(there.gather().numpy(), array)
         good = actors.reshard(held, left, right, dst_spec="R S0")  # the actors still work after all errors
         assert good.gather().equal(_whole(4, 4))
+        wide = np.random.default_rng(0).standard_normal((64, 128), dtype=np.float32)
+        coded = actors.reshard(left.put(wide, "S0"), left, right, dst_spec="R S0", compression="int8x128").gather()
+        assert 0.005 < np.linalg.norm(coded.numpy() - wide) / np.linalg.norm(wide) < 0.01
         right.close()
         note(lambda: actors.reshard(held, left, right))
         there = left.make((4, 4), "float64", "S0", _part_of_read_only_array)

@@ -37,7 +37,10 @@ def encode(kind: str, values_per_element: int, rows: np.ndarray) -> np.ndarray:
 
 
 def decode(kind: str, values_per_element: int, data: np.ndarray, columns: int, largest: float) -> np.ndarray:
-    """The inverse, ``(rows, columns)`` fp32; finite values are limited to ``largest``."""
+    """The inverse, ``(rows, columns)`` fp32.
+
+    Values up to 2**-8 above ``largest`` become ``largest``. Values of fp16 above that are infinite.
+    """
     blocks, rows, elements = values_per_element // 32, *data.shape[:2]
     size = 2 * blocks if kind == "int4-bf16" else blocks
     scales, codes = data[..., :size].astype(np.int64), data[..., size:].reshape(rows, elements, blocks, -1)
@@ -49,7 +52,10 @@ def decode(kind: str, values_per_element: int, data: np.ndarray, columns: int, l
         unit, is_nan = np.ldexp(1.0, scales - 127)[..., None], (scales == NAN_SCALE)[..., None]
     with np.errstate(over="ignore", invalid="ignore"):
         values = _unpack(kind, codes.astype(np.int64)) * unit.astype(np.float64)
-    values = np.where(is_nan, np.nan, np.clip(values, -largest, largest))
+    limited = np.clip(values, -largest, largest)
+    if largest == 65504:
+        limited = np.where(np.abs(values) > largest * (1 + 2**-8), np.copysign(np.inf, values), limited)
+    values = np.where(is_nan, np.nan, limited)
     return values.astype(np.float32).reshape(rows, -1)[:, :columns]
 
 
