@@ -38,6 +38,7 @@ void bind_delta_codec(nb::module_ &m);
 void bind_fluid(nb::module_ &m);
 void bind_strategies(nb::module_ &m);
 void bind_schedule(nb::module_ &m);
+void bind_pace(nb::module_ &m);
 
 NB_MODULE(_native, m) {
     m.doc() = "Loops over flat arrays. Each function has a Python reference in tests/reference.";
@@ -48,4 +49,5 @@ NB_MODULE(_native, m) {
     bind_fluid(m);
     bind_strategies(m);
     bind_schedule(m);
+    bind_pace(m);
 }

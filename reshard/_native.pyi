@@ -86,3 +86,29 @@ def make_schedule(ports: Any, workload: Any) -> tuple[Any, Any, Any, Any, Any, A
 
     ``ports`` and ``workload`` have the fields of ``PortArrays`` and ``Workload`` in ``planner/multicast``.
     """
+
+def best_stages(
+    num_layers: int,
+    is_chain: bool,
+    option_class: Any,
+    forward: Any,
+    backward: Any,
+    activation: Any,
+    fixed: Any,
+    sync: Any,
+    allowed: Any,
+    next_at: Any,
+    port_in: Any,
+    port_out: Any,
+    memory: Any,
+    received: Any,
+    sent: Any,
+    crossing: Any,
+    factor: Any,
+    priced_at: Any,
+    priced_forward: Any,
+    priced_backward: Any,
+    microbatches: int,
+    pace: float,
+) -> tuple[float, float, list[tuple[int, int, int, int]]]:
+    """Return the best stages for one pace; see ``reshard.scheduler.autoparallel.methods.pace``."""

@@ -30,7 +30,17 @@ from .partition.blocks import Block, BlockCut, BlockStage, blocks_of_modules
 from .partition.materialize import Init, is_on_meta, materialize
 from .partition.stage_graph import Cut, Skeleton, StageGraph, find_ties
 from .partition.tracing import TracedCut
-from .placement import Placement, check_world, ddp, find_meshes, find_rows, fsdp, make_device_mesh, parse_placements
+from .placement import (
+    Placement,
+    Strategy,
+    check_world,
+    ddp,
+    find_meshes,
+    find_rows,
+    fsdp,
+    make_device_mesh,
+    parse_placements,
+)
 from .planner import Planner
 from .profile import Profile, ScheduleBuilder
 from .tensor_parallel import find_plan, parallelize
@@ -47,6 +57,8 @@ class Pipe:
         cut_before: paths of the modules that begin the second and each further stage, in the order of the forward. A
             list of modules needs none.
         stages: a :class:`Placement` for each stage, or ``"1x2,2x2"``: dp x tp of each stage.
+        strategy: cuts, placements, microbatches and schedule that ``reshard.scheduler.autoparallel.search`` found, in
+            place of ``cut_before`` and ``stages``.
         init: gives data to a model on the meta device, as ``model.apply(init)`` does in one process.
         autocast: dtype of ``torch.autocast`` in all stages. With ``torch.float16``, the engine scales the loss.
         loss: ``loss(output, ...)``, whose further parameters name inputs of the batch; default: the forward returns the
@@ -64,13 +76,20 @@ class Pipe:
         model: torch.nn.Module | Sequence[torch.nn.Module],
         cut_before: Sequence[str] = (),
         *,
-        stages: str | Sequence[Placement],
+        stages: str | Sequence[Placement] = (),
+        strategy: Strategy | None = None,
         init: Init | None = None,
         autocast: torch.dtype | None = None,
         loss: Callable[..., Any] | None = None,
         blocks: Callable[[Any], Sequence[Block]] | None = None,
         tp_plan: Mapping[str, Any] | None = None,
     ) -> None:
+        if strategy is not None:
+            if cut_before or stages:
+                raise ArgumentError(
+                    "a strategy has cuts and placements of its own; pass no cut_before or stages with it"
+                )
+            cut_before, stages = strategy.cut_before, list(strategy.placements())
         if isinstance(model, (list, tuple)) and model and all(isinstance(each, torch.nn.Module) for each in model):
             if cut_before or blocks is not None or loss is not None:
                 raise ArgumentError("a list of modules is already cut; it takes no cut_before, blocks or loss")
@@ -83,7 +102,7 @@ class Pipe:
         if isinstance(cut_before, str) or not all(isinstance(path, str) for path in cut_before):
             raise ArgumentError(f"cut_before must be a list of module paths, not {cut_before!r}")
         self.model, self.cut_before, self._init, self.autocast = model, tuple(cut_before), init, autocast
-        self.placements = parse_placements(stages)
+        self.placements, self._strategy = parse_placements(stages), strategy
         if len(self.placements) != len(self.cut_before) + 1:
             raise ArgumentError(
                 f"{len(self.cut_before)} cuts make {len(self.cut_before) + 1} stages, but stages has "
@@ -128,9 +147,9 @@ class Pipe:
     def compile(
         self,
         example: Any,
-        microbatches: int,
+        microbatches: int | None = None,
         *,
-        schedule: Schedule | ScheduleBuilder = auto_schedule,
+        schedule: Schedule | ScheduleBuilder | None = None,
         profile: Profile | None = None,
         device: str | torch.device = "cpu",
         group: Any = None,
@@ -144,9 +163,11 @@ class Pipe:
 
         Args:
             example: a whole batch; the same on all ranks. Its values matter only if stage times are measured.
-            microbatches: number of microbatches of a step; fewer if one would not have a row for each replica.
+            microbatches: number of microbatches of a step; fewer if one would not have a row for each replica. Default:
+                that of the strategy.
             schedule: a schedule, or a function of a pipeline and a number of microbatches that returns one. A batch
-                with fewer microbatches uses the first ones of a schedule.
+                with fewer microbatches uses the first ones of a schedule. Default: that of the strategy, or
+                :func:`auto_schedule`.
             profile: seconds of each stage, as :meth:`PipelineEngine.profile` returns; default: measured in two trial
                 steps on ``example``.
             device: device of the parameters.
@@ -159,6 +180,9 @@ class Pipe:
             ArgumentError: the model cannot be cut, or the ranks do not fit the placements.
             DisagreementError: ranks pass different arguments.
         """
+        if self._strategy is not None:
+            microbatches = self._strategy.microbatches if microbatches is None else microbatches
+            schedule = schedule or _schedule_of(self._strategy)
         if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
             raise ArgumentError(f"microbatches is {microbatches!r}; it must be a positive integer")
         check_world(self.meshes, torch.distributed.get_world_size(group))
@@ -182,7 +206,7 @@ class Pipe:
         )
         options = CompileOptions(
             microbatches,
-            schedule,
+            schedule or auto_schedule,
             self.input_names,
             [tie.names for tie in ties],
             device,
@@ -242,6 +266,19 @@ class Pipe:
                 module = wrap(module, device_mesh["dp"])
             made[stage] = module
         return made
+
+
+def _schedule_of(strategy: Strategy) -> ScheduleBuilder:
+    """Builds the schedule of a strategy, and a fitting one for batches with another number of microbatches."""
+
+    def build(
+        pipeline: Pipeline, num_microbatches: int, can_split: bool = True, memory_limit_bytes: int | None = None
+    ) -> Schedule:
+        if num_microbatches == strategy.microbatches:
+            return strategy.schedule
+        return auto_schedule(pipeline, num_microbatches, can_split=can_split, memory_limit_bytes=memory_limit_bytes)
+
+    return build
 
 
 def _separate(stages: list[torch.nn.Module], mine: Sequence[int]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from reshard.errors import ArgumentError
 from reshard.formatting import describe_ranks
 from reshard.sharding import Mesh
+
+from ..ir.schedule import Schedule
 
 #: Wraps the module of a stage for data parallelism: ``wrap(module, device_mesh)`` with a one-dimensional mesh.
 Wrap = Callable[[Any, Any], Any]
@@ -83,6 +85,23 @@ class Placement:
                 raise ArgumentError(
                     f"a placement of dp={self.dp} and tp={self.tp} needs {self.dp * self.tp} ranks, not {self.ranks}"
                 )
+
+
+class Strategy(Protocol):
+    """What a search has chosen for a model: its cuts, and how its stages run."""
+
+    microbatches: int
+
+    @property
+    def cut_before(self) -> tuple[str, ...]:
+        """Paths of the modules that begin the second and each further stage."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of ``microbatches`` microbatches."""
+
+    def placements(self) -> Sequence[Placement]:
+        """The placement of each stage."""
 
 
 def parse_placements(stages: str | Sequence[Placement]) -> tuple[Placement, ...]:

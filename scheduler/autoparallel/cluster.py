@@ -1,0 +1,137 @@
+"""The devices that a strategy may use: hosts, links and the memory of each device."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+from reshard.errors import ArgumentError, TopologyError
+from reshard.topology import Topology, topology_to_json
+
+#: Less memory than this is taken for a wrong unit.
+LEAST_MEMORY_BYTES = 1 << 20
+#: Rate inside a host whose topology gives none.
+UNLIMITED_BYTES_PER_SECOND = 1e15
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts and links of all ranks, and the memory of each device.
+
+    Args:
+        topology: hosts and links. Ranks of a host must be consecutive.
+        memory_bytes: memory of a device, or a list with that of each device.
+        num_ranks: number of ranks to use, from rank 0; default: all of the topology.
+
+    Raises:
+        ArgumentError: the memory of a device is less than 1 MiB or not a number.
+        TopologyError: the topology has fewer ranks, or the ranks of a host are not consecutive.
+    """
+
+    topology: Topology
+    memory_bytes: float | tuple[float, ...]
+    num_ranks: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.topology, Topology):
+            raise ArgumentError(f"the topology of a Cluster must be a Topology, not {type(self.topology).__name__}")
+        count = len(self.topology.host_of_rank)
+        if type(self.num_ranks) is not int or not 0 <= self.num_ranks <= count or not count:
+            raise TopologyError(f"the topology has {count} ranks, but the cluster should have {self.num_ranks}")
+        object.__setattr__(self, "num_ranks", self.num_ranks or count)
+        if not isinstance(self.memory_bytes, (int, float)):
+            object.__setattr__(self, "memory_bytes", tuple(self.memory_bytes))
+        values = self.memory_bytes if isinstance(self.memory_bytes, tuple) else (self.memory_bytes,)
+        if isinstance(self.memory_bytes, tuple) and len(values) != self.num_ranks:
+            raise ArgumentError(f"memory_bytes has {len(values)} entries, but there are {self.num_ranks} devices")
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= LEAST_MEMORY_BYTES:
+                raise ArgumentError(
+                    f"memory_bytes is {value!r}; it is in bytes, at least {LEAST_MEMORY_BYTES:,}: write 80e9 for 80 GB"
+                )
+        hosts = [host for host, _ in itertools.groupby(self.topology.host_of_rank[: self.num_ranks])]
+        if len(set(hosts)) < len(hosts):
+            raise TopologyError(f"the ranks of a host must be consecutive, but hosts follow each other as {hosts}")
+
+    @cached_property
+    def hosts(self) -> tuple[tuple[int, int, int], ...]:
+        """``(host, first rank, end)`` of each host, in the order of the ranks."""
+        found, at = [], 0
+        for host, ranks in itertools.groupby(self.topology.host_of_rank[: self.num_ranks]):
+            size = len(list(ranks))
+            found.append((host, at, at + size))
+            at += size
+        return tuple(found)
+
+    @cached_property
+    def hash(self) -> str:
+        """Hash of the links and the memory."""
+        text = f"{topology_to_json(self.topology)} {self.memory_bytes} {self.num_ranks}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def host_of(self, rank: int) -> int:
+        """The host of a rank."""
+        return self.topology.host_of_rank[rank]
+
+    def hosts_of(self, first: int, end: int) -> tuple[tuple[int, int, int], ...]:
+        """``(host, first rank, end)`` of the hosts of ranks ``first`` to ``end - 1``, cut to these ranks."""
+        return tuple((h, max(a, first), min(b, end)) for h, a, b in self.hosts if a < end and b > first)
+
+    def is_mesh(self, first: int, end: int) -> bool:
+        """Whether ranks ``first`` to ``end - 1`` are a part of one host, or whole hosts."""
+        parts = self.hosts_of(first, end)
+        return len(parts) == 1 or all((h, a, b) in self.hosts for h, a, b in parts)
+
+    def memory_of(self, first: int, end: int) -> float:
+        """The least memory of a device of these ranks."""
+        return min(self.memory_bytes[first:end]) if isinstance(self.memory_bytes, tuple) else self.memory_bytes
+
+    def nic_bytes_per_second(self, host: int) -> float:
+        """The rate at which a host sends, or receives if that is slower, over all its NICs and its share of the pod."""
+        described = self.topology.host(host)
+        return min(described.egress_bytes_per_second, described.ingress_bytes_per_second)
+
+    @property
+    def inside_bytes_per_second(self) -> float:
+        """The rate of a device inside its host."""
+        return self.topology.inside_bytes_per_second or UNLIMITED_BYTES_PER_SECOND
+
+    @cached_property
+    def mesh_sizes(self) -> tuple[int, ...]:
+        """Numbers of devices that a stage may have: powers of two inside a host, and whole hosts.
+
+        Of more than 8 hosts, stages have a power of two, or all.
+        """
+        largest = max(end - first for _, first, end in self.hosts)
+        sizes = {1 << power for power in range(largest.bit_length()) if 1 << power <= largest}
+        counts = range(1, len(self.hosts) + 1)
+        for count in counts:
+            if len(self.hosts) <= 8 or count & (count - 1) == 0 or count == len(self.hosts):
+                for at in range(len(self.hosts) - count + 1):
+                    sizes.add(self.hosts[at + count - 1][2] - self.hosts[at][1])
+        return tuple(sorted(sizes))
+
+
+def ring_seconds(
+    nbytes: float, size: int, bytes_per_second: float, latency_seconds: float, passes: float = 2.0
+) -> float:
+    """Seconds of a ring collective: an all-reduce passes the data twice, a gather or a scatter once.
+
+    Args:
+        nbytes: bytes of the whole buffer of a rank. size: ranks. passes: 2 for an all-reduce, 1 for a gather.
+
+    Source: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
+    """
+    if size <= 1:
+        return 0.0
+    return passes * (size - 1) * (latency_seconds + nbytes / size / bytes_per_second)
+
+
+def uniform_positions(cluster: Cluster) -> bool:
+    """Whether all hosts are alike, so that a price depends only on positions relative to each other."""
+    topology = cluster.topology
+    sizes = {end - first for _, first, end in cluster.hosts}
+    in_order = [host for host, _, _ in cluster.hosts] == list(range(len(cluster.hosts)))
+    return len(topology.hosts) == 1 and not topology.pods and len(sizes) == 1 and in_order

@@ -1,0 +1,177 @@
+"""Seconds and bytes of one layer under one choice. What layers cost, stages add up.
+
+Formulas: ring collectives of Patarasu and Yuan (2009); ZeRO of Rajbhandari et al. (2020); computation that overlaps
+with a transfer is slowed, as Galvatron-BMW (Wang et al., 2023) charges it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reshard.errors import ArgumentError
+
+from .choices import SHARDINGS, Choice
+from .cluster import Cluster, ring_seconds
+from .graph import Layer
+from .profile import Profile
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that training keeps for each parameter. Default: float32 with the two moments of Adam."""
+
+    weight: float = 4.0
+    gradient: float = 4.0
+    optimizer: float = 8.0
+
+    def __post_init__(self) -> None:
+        for name in ("weight", "gradient", "optimizer"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e6:
+                raise ArgumentError(f"{name} bytes of a parameter are {value!r}; they must be from 0 to 1e6")
+
+
+#: 16-bit parameters and gradients; float32 parameters and moments belong to the optimizer.
+MIXED_PRECISION = StateBytes(2.0, 2.0, 12.0)
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer on one rank of its stage, for one microbatch.
+
+    Attributes:
+        forward_seconds, backward_seconds: with collectives; the backward is whole.
+        weight_grad_seconds: the part of the backward that a split puts off; 0 if it cannot be split.
+        compute_seconds, sum_seconds, gather_seconds: forward and backward by kind: computation, tensor-parallel sums,
+            and what gathers of parameters add.
+        state_bytes: parameters, gradients and optimizer. activation_bytes: kept for each microbatch in flight.
+        recompute_bytes: activations while it is computed again. gathered_bytes: parameters while they are gathered.
+        sync_seconds: sum of the gradients, once in a step.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    weight_grad_seconds: float
+    compute_seconds: float
+    sum_seconds: float
+    gather_seconds: float
+    state_bytes: float
+    activation_bytes: float
+    recompute_bytes: float
+    gathered_bytes: float
+    sync_seconds: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a layer's cost needs to know of the ranks of its stage.
+
+    Attributes:
+        num_ranks: ranks of the stage. num_hosts: hosts that they are on.
+        nic_bytes_per_second: slowest host of these; unused on one host.
+        inside_bytes_per_second, inside_latency_seconds, latency_seconds: inside a host and between hosts.
+    """
+
+    num_ranks: int
+    num_hosts: int
+    nic_bytes_per_second: float
+    inside_bytes_per_second: float
+    inside_latency_seconds: float
+    latency_seconds: float
+
+    @classmethod
+    def of(cls, cluster: Cluster, profile: Profile, first: int, end: int) -> Place:
+        """The place of ranks ``first`` to ``end - 1``. Measured collectives replace those of the topology."""
+        latency, rate = cluster.topology.inside_latency_seconds, cluster.inside_bytes_per_second
+        if profile.sums is not None:
+            latency, rate = profile.sums
+        parts = cluster.hosts_of(first, end)
+        nic = min(cluster.nic_bytes_per_second(host) for host, _, _ in parts)
+        between = cluster.topology.latency_seconds
+        return cls(end - first, len(parts), nic if len(parts) > 1 else 0.0, rate, latency, between)
+
+    def replica_seconds(self, nbytes: float, tp: int, passes: float) -> float:
+        """Seconds of a ring over the replicas of a layer, of which each rank has ``nbytes``.
+
+        Between hosts, the rings of all ``tp`` ranks share the NICs. The part inside a host runs beside it.
+        """
+        replicas = self.num_ranks // tp
+        if replicas == 1 or nbytes == 0:
+            return 0.0
+        inside = replicas // self.num_hosts if self.num_hosts > 1 else replicas
+        seconds = ring_seconds(nbytes, inside, self.inside_bytes_per_second, self.inside_latency_seconds, passes)
+        if self.num_hosts > 1:
+            between = ring_seconds(nbytes * tp, self.num_hosts, self.nic_bytes_per_second, self.latency_seconds, passes)
+            seconds = max(seconds, between)
+        return seconds
+
+
+def overlapped_seconds(compute: float, transfer: float, slowdown: float) -> float:
+    """Seconds of computation and a transfer that run together: both are slowed while the other runs."""
+    return max(compute, transfer) + (slowdown - 1) * min(compute, transfer)
+
+
+def layer_cost(
+    layer: Layer,
+    choice: Choice,
+    place: Place,
+    profile: Profile,
+    states: StateBytes,
+    rows: int,
+    microbatches: int,
+) -> LayerCost:
+    """The cost of a layer for microbatches of ``rows`` rows, which the replicas divide evenly.
+
+    ZeRO 3 gathers the parameters for the forward and again for the backward of each microbatch, next to computation.
+    The engine reduces gradients once, behind the last backward, so with several microbatches they are whole until then.
+    """
+    replicas = place.num_ranks // choice.tp
+    own = rows / replicas
+    sharding = SHARDINGS[choice.kind](layer, choice.tp)
+    times, is_measured = profile.times(layer.key, choice.tp)
+    sample = times.at(own)
+    scale = 1.0 if is_measured else sharding.compute
+    forward, backward, weight = (
+        value * scale for value in (sample.forward_seconds, sample.backward_seconds, sample.weight_grad_seconds)
+    )
+    sums = sum(
+        ring_seconds(nbytes * own, size, place.inside_bytes_per_second, place.inside_latency_seconds, passes)
+        for nbytes, passes, size in sharding.sums
+    )
+    params = sharding.params
+    weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
+    gathered, gather, scatter = 0.0, 0.0, 0.0
+    sync = place.replica_seconds(gradients, choice.tp, 2.0)
+    if choice.zero >= 1:
+        optimizer /= replicas
+    if choice.zero == 2:
+        gradients /= replicas
+        scatter = place.replica_seconds(params * states.gradient, choice.tp, 1.0)
+        sync = place.replica_seconds(weights, choice.tp, 1.0)
+    if choice.zero == 3:
+        gathered, gather = weights, place.replica_seconds(weights, choice.tp, 1.0)
+        weights /= replicas
+        gradients = gradients / replicas if microbatches == 1 else gradients * (1 + 1 / replicas)
+        sync = place.replica_seconds(params * states.gradient, choice.tp, 1.0)
+    computed_backward = backward + (forward if choice.recompute else 0.0)
+    backward_sums = sums * (2 if choice.recompute else 1)
+    whole_forward = overlapped_seconds(forward + sums, gather, profile.slowdown)
+    whole_backward = overlapped_seconds(computed_backward + backward_sums, gather + scatter, profile.slowdown)
+    can_split = not choice.recompute and choice.zero < 2
+    saved = (sample.saved_bytes or layer.saved_bytes * own) * (
+        sharding.saved_bytes / layer.saved_bytes if layer.saved_bytes else 1
+    )
+    compute = forward + computed_backward
+    return LayerCost(
+        whole_forward,
+        whole_backward,
+        min(weight, whole_backward) if can_split else 0.0,
+        compute,
+        sums + backward_sums,
+        whole_forward + whole_backward - compute - sums - backward_sums,
+        weights + gradients + optimizer,
+        layer.input_bytes * own if choice.recompute else saved,
+        saved if choice.recompute else 0.0,
+        gathered,
+        sync,
+    )

@@ -1,0 +1,117 @@
+"""Prices of the edges between stages: a bound at first, the planner's plans of the true layouts on demand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from reshard.sharding import Layout, Mesh, TensorSpec
+
+from ..costs import price_edge
+from ..graph import Edge
+from .cluster import Cluster, uniform_positions
+from .graph import LayerGraph, Tensor
+
+#: ``(first rank, end rank, tp)`` of one end of an edge.
+End = tuple[int, int, int]
+
+
+class EdgePrices:
+    """Prices edges by plans of the planner. Each price is computed once.
+
+    Args:
+        graph, cluster: the model and its devices.
+        message_seconds: what a message takes beside its bytes.
+    """
+
+    def __init__(self, graph: LayerGraph, cluster: Cluster, message_seconds: float) -> None:
+        self.graph, self.cluster, self.message_seconds = graph, cluster, message_seconds
+        self._is_uniform = uniform_positions(cluster)
+        self._prices: dict[tuple[tuple[Tensor, ...], int, End, End], Edge] = {}
+
+    @property
+    def num_priced(self) -> int:
+        """Number of prices that the planner has computed."""
+        return len(self._prices)
+
+    def is_priced(self, tensors: tuple[Tensor, ...], rows: int, src: End, dst: End) -> bool:
+        """Whether the planner has priced this edge, or one between the same positions of equal hosts."""
+        return not tensors or self._key(tensors, rows, src, dst) in self._prices
+
+    def edge(self, numbers: tuple[int, int], tensors: tuple[Tensor, ...], rows: int, src: End, dst: End) -> Edge:
+        """The priced edge between two stages, for microbatches of ``rows`` rows, with its tensors and layouts.
+
+        Args:
+            numbers: of the stages. tensors: what crosses. src, dst: the ends.
+        """
+        key = self._key(tensors, rows, src, dst)
+        if key not in self._prices:
+            _, _, a, b = key
+            priced = price_edge(make_edge((0, 1), tensors, rows, a, b), self.cluster.topology)
+            self._prices[key] = replace(
+                priced,
+                forward_seconds=priced.forward_seconds + self.message_seconds,
+                backward_seconds=priced.backward_seconds + self.message_seconds * bool(priced.gradients),
+            )
+        priced, made = self._prices[key], make_edge(numbers, tensors, rows, src, dst)
+        shift = self._shift(src)
+        return replace(
+            made,
+            forward_seconds=priced.forward_seconds,
+            backward_seconds=priced.backward_seconds,
+            forward_loads=_shifted(priced.forward_loads, shift),
+            backward_loads=_shifted(priced.backward_loads, shift),
+        )
+
+    def bound_seconds(self, tensors: tuple[Tensor, ...], rows: int, src: End, dst: End) -> tuple[float, float]:
+        """Seconds forward and backward that no plan beats: unique bytes into hosts over the rate of their NICs."""
+        nbytes = sum(tensor.row_bytes for tensor in tensors) * rows
+        returned = sum(tensor.row_bytes for tensor in tensors if tensor.has_gradient) * rows
+        per_byte = self.bound_per_byte(src, dst)
+        return nbytes * per_byte, returned * per_byte
+
+    def bound_per_byte(self, src: End, dst: End) -> float:
+        """Seconds for each byte of a tensor that goes from the hosts of ``src`` to other hosts, 0 on one host."""
+        senders = {host for host, _, _ in self.cluster.hosts_of(*src[:2])}
+        receivers = {host for host, _, _ in self.cluster.hosts_of(*dst[:2])}
+        if senders & receivers:
+            return 0.0
+        topology = self.cluster.topology
+        hosts = topology.host
+        leave = sum(max(hosts(h).egress_bytes_per_second, hosts(h).ingress_bytes_per_second) for h in senders)
+        enter = sum(max(hosts(h).egress_bytes_per_second, hosts(h).ingress_bytes_per_second) for h in receivers)
+        return 1.0 / min(leave, enter)
+
+    def _shift(self, src: End) -> int:
+        """Number of hosts by which equal hosts may be renumbered so that ``src`` begins on host 0."""
+        return self.cluster.host_of(src[0]) if self._is_uniform else 0
+
+    def _key(
+        self, tensors: tuple[Tensor, ...], rows: int, src: End, dst: End
+    ) -> tuple[tuple[Tensor, ...], int, End, End]:
+        ranks = self._shift(src) * (self.cluster.hosts[0][2] - self.cluster.hosts[0][1])
+        plain = tuple(replace(tensor, name=str(i), writer=0, readers=(1,)) for i, tensor in enumerate(tensors))
+        return (plain, rows, (src[0] - ranks, src[1] - ranks, src[2]), (dst[0] - ranks, dst[1] - ranks, dst[2]))
+
+
+def make_edge(numbers: tuple[int, int], tensors: tuple[Tensor, ...], rows: int, src: End, dst: End) -> Edge:
+    """An edge without costs: rows are divided over the replicas of both stages, as ``Pipe`` divides them."""
+    layouts = []
+    for first, end, tp in (src, dst):
+        mesh = Mesh(tuple(range(first, end)), {"dp": (end - first) // tp, "tp": tp})
+        layouts.append(Layout(mesh, ("dp",)))
+    specs = tuple(
+        TensorSpec((tensor.shape[0] * rows, *tensor.shape[1:]), tensor.dtype, layouts[0], layouts[1], tensor.name)
+        for tensor in tensors
+    )
+    without = frozenset(tensor.name for tensor in tensors if not tensor.has_gradient)
+    return Edge(*numbers, tensors=specs, without_gradient=without)
+
+
+def _shifted(loads: tuple[tuple[str, float], ...], hosts: int) -> tuple[tuple[str, float], ...]:
+    """Loads with the ports of hosts renumbered."""
+    return loads if not hosts else tuple((_shift_port(port, hosts), seconds) for port, seconds in loads)
+
+
+def _shift_port(port: str, hosts: int) -> str:
+    return re.sub(r"^host (\d+)", lambda found: f"host {int(found[1]) + hosts}", port)

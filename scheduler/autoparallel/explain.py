@@ -1,0 +1,61 @@
+"""A strategy as a text for people: where time and memory go, and what others lack."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.formatting import format_bytes
+
+if TYPE_CHECKING:
+    from .strategy import Strategy
+
+
+def explain_strategy(strategy: Strategy) -> str:
+    """The text of :meth:`Strategy.explain`."""
+    lines = [
+        f"{strategy.seconds:.4g} s for {strategy.rows} rows in {strategy.microbatches} microbatches, found by "
+        f"{strategy.method}, schedule {strategy.schedule.name}"
+    ]
+    if strategy.is_guess:
+        lines.append("all seconds are a GUESS: the profile is an estimate; measure one with profile_layers()")
+    lines.append(
+        f"no plan of this model takes less than {strategy.bound_seconds:.4g} s "
+        f"({strategy.bound_seconds / strategy.seconds:.0%} of this one's time is work that cannot be avoided)"
+    )
+    for number, (stage, report) in enumerate(zip(strategy.stages, strategy.reports, strict=True)):
+        idle = strategy.seconds - report.busy_seconds - report.gradient_sync_seconds
+        lines += [
+            f"stage {number}: {stage}",
+            f"  one microbatch: {report.compute_seconds:.3g} s computation, {report.sum_seconds:.3g} s tensor-parallel "
+            f"sums, {report.gather_seconds:.3g} s gathers",
+            f"  step: {report.busy_seconds:.3g} s busy, {report.exposed_seconds:.3g} s waiting for transfers, "
+            f"{max(0.0, idle - report.exposed_seconds):.3g} s otherwise idle, {report.gradient_sync_seconds:.3g} s "
+            "gradient sums",
+            f"  memory: {format_bytes(round(report.memory_bytes))} of {format_bytes(round(report.limit_bytes))}: "
+            f"states {format_bytes(round(report.state_bytes))}, {report.in_flight} microbatches in flight "
+            f"{format_bytes(round(report.activation_bytes))}, working {format_bytes(round(report.working_bytes))}, "
+            f"buffers {format_bytes(round(report.buffer_bytes))}",
+        ]
+    for edge in strategy.edges:
+        port = f", busiest {edge.busiest_port} ({edge.port_seconds:.3g} s)" if edge.busiest_port else ""
+        lines.append(
+            f"edge {edge.src} -> {edge.dst}: {format_bytes(edge.nbytes)}, {edge.forward_seconds:.3g} s forward, "
+            f"{edge.backward_seconds:.3g} s backward{port}"
+        )
+    gain = strategy.seconds - strategy.wider_links_seconds
+    lines.append(f"links 10 % faster would gain {max(0.0, gain):.3g} s")
+    short = [other for other in strategy.alternatives if other.short_bytes and other.seconds < strategy.seconds]
+    if short:
+        least = min(short, key=lambda other: other.short_bytes)
+        lines.append(
+            f"{format_bytes(round(least.short_bytes))} more memory would allow {least.seconds:.4g} s: {least.text}"
+        )
+    for other in strategy.alternatives:
+        lacks = f"{other.seconds - strategy.seconds:+.3g} s"
+        fits = f", does not fit by {format_bytes(round(other.short_bytes))}" if other.short_bytes else ""
+        lines.append(
+            f"{other.method} {other.seconds:.4g} s ({lacks}{fits}; {other.busy_seconds:.3g} busy, "
+            f"{other.exposed_seconds:.3g} transfers, {other.bubble_seconds:.3g} idle, {other.sync_seconds:.3g} sums): "
+            f"{other.text}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,263 @@
+"""A model as a chain of layers and the tensors between them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from reshard.dtypes import ITEMSIZE, dtype_name
+from reshard.errors import ArgumentError
+
+#: Largest size, count or amount of work of a layer.
+MOST = 1e21
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: the smallest part of a model that a stage may begin with.
+
+    Args:
+        name: path of the module that the layer begins with, as ``Pipe(cut_before=)`` takes it; of the first layer, any.
+        key: name of the layer's class. Layers of one class take equally long, so a profile has one entry for all.
+        forward_flops: floating point operations of the forward of one row.
+        num_params: parameters of the layer.
+        saved_bytes: bytes that autograd saves for the backward of one row.
+        input_bytes: bytes of the inputs of one row, which recomputation keeps instead.
+        tp_limit: most ranks that tensor parallelism may divide the layer over.
+        tp_params: parameters that tensor parallelism divides. The others have a copy on each rank.
+        tp_saved_bytes: the part of ``saved_bytes`` that tensor parallelism divides.
+        tp_sums: all-reduces over tensor-parallel ranks in a forward. A backward has as many.
+        tp_sum_bytes: bytes of one such all-reduce for one row.
+
+    Raises:
+        ArgumentError: a number is negative or not finite, or a part is larger than the whole.
+    """
+
+    name: str
+    key: str
+    forward_flops: float
+    num_params: int
+    saved_bytes: float
+    input_bytes: float = 0.0
+    tp_limit: int = 1
+    tp_params: int = 0
+    tp_saved_bytes: float = 0.0
+    tp_sums: int = 0
+    tp_sum_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("name", "key"):
+            if not isinstance(getattr(self, name), str):
+                raise ArgumentError(f"the {name} of a layer must be a string, not {getattr(self, name)!r}")
+        for name, value in asdict(self).items():
+            if name not in ("name", "key"):
+                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                if not is_number or not 0 <= value <= MOST:
+                    raise ArgumentError(f"{name} of layer {self.name!r} is {value!r}; it must be from 0 to {MOST:g}")
+        if self.tp_limit < 1:
+            raise ArgumentError(f"tp_limit of layer {self.name!r} is {self.tp_limit}; it must be at least 1")
+        for part, whole in (("tp_params", "num_params"), ("tp_saved_bytes", "saved_bytes")):
+            if getattr(self, part) > getattr(self, whole):
+                raise ArgumentError(
+                    f"layer {self.name!r}: {part} is {getattr(self, part):g}, but {whole} is only "
+                    f"{getattr(self, whole):g}"
+                )
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that one layer writes and later layers read.
+
+    Args:
+        name, dtype: of the tensor.
+        shape: for one row, with the dim of the rows first: ``(1, 1024, 768)`` has 1024 x 768 elements a row.
+        writer: index of the layer that writes it. readers: indices of the layers that read it, ascending.
+        has_gradient: whether a backward returns a gradient of the same size.
+
+    Raises:
+        ArgumentError: it is read before it is written, or an argument has a wrong type.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    writer: int
+    readers: tuple[int, ...]
+    has_gradient: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "readers", tuple(sorted(self.readers)))
+        if not self.readers or self.readers[0] <= self.writer or self.writer < 0:
+            raise ArgumentError(
+                f"tensor {self.name!r} is written by layer {self.writer} and read by {list(self.readers)}; layers read "
+                "only what earlier layers have written"
+            )
+        if not self.shape or not all(type(size) is int and size > 0 for size in self.shape):
+            raise ArgumentError(f"tensor {self.name!r} has shape {self.shape}; it needs positive sizes, the rows first")
+        dtype_name(self.dtype)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel * ITEMSIZE[dtype_name(self.dtype)]
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """The layers of a model in the order of its forward, and the tensors between them.
+
+    A tensor that is read by the next layer only is an ordinary edge; any other is a skip connection.
+
+    Args:
+        layers, tensors: see :class:`Layer` and :class:`Tensor`.
+        dtype: dtype of computations; a profile of another one is refused.
+        name: of the model.
+
+    Raises:
+        ArgumentError: there is no layer, two tensors have one name, or a tensor names an unknown layer.
+    """
+
+    layers: tuple[Layer, ...]
+    tensors: tuple[Tensor, ...] = ()
+    dtype: str = "float32"
+    name: str = "model"
+
+    def __post_init__(self) -> None:
+        for what, kind in (("layers", Layer), ("tensors", Tensor)):
+            values = getattr(self, what)
+            if not isinstance(values, Iterable) or not all(isinstance(value, kind) for value in values):
+                raise ArgumentError(f"{what} of a LayerGraph must be a list of {kind.__name__}s, not {values!r:.200}")
+            object.__setattr__(self, what, tuple(values))
+        if not self.layers:
+            raise ArgumentError("a LayerGraph needs at least one layer")
+        dtype_name(self.dtype)
+        names = [tensor.name for tensor in self.tensors]
+        if len(set(names)) < len(names):
+            raise ArgumentError(f"two tensors have one name; they are {sorted(names)}")
+        for tensor in self.tensors:
+            if tensor.readers[-1] >= len(self.layers):
+                raise ArgumentError(
+                    f"tensor {tensor.name!r} is read by layer {tensor.readers[-1]}, but there are only "
+                    f"{len(self.layers)} layers"
+                )
+
+    @classmethod
+    def chain(cls, layers: Sequence[Layer], shapes: Sequence[Sequence[int]], **options: Any) -> LayerGraph:
+        """Layers that each pass one tensor to the next.
+
+        Args:
+            layers: the layers. shapes: shape of one row of the tensor behind each layer but the last, the rows first.
+            options: further arguments of :class:`LayerGraph`.
+        """
+        if len(shapes) != len(layers) - 1:
+            raise ArgumentError(f"{len(layers)} layers have {len(layers) - 1} tensors between them, not {len(shapes)}")
+        dtype = options.get("dtype", "float32")
+        tensors = [Tensor(f"x{i}", tuple(shape), dtype, i, (i + 1,)) for i, shape in enumerate(shapes)]
+        return cls(tuple(layers), tuple(tensors), **options)
+
+    @classmethod
+    def transformer(
+        cls,
+        *,
+        layers: int,
+        hidden: int,
+        heads: int,
+        sequence: int,
+        vocabulary: int = 0,
+        dtype: str = "bfloat16",
+        name: str = "transformer",
+    ) -> LayerGraph:
+        """A decoder of equal layers, with an embedding before and the head and its loss behind them.
+
+        Work and memory follow Korthikanti et al. ("Reducing Activation Recomputation in Large Transformer Models",
+        2022) for 2-byte activations, without the memory of attention scores, which a fused kernel does not keep. With
+        ``vocabulary=0`` there is neither an embedding nor a head. Layers are named as those of ``GPT`` in
+        ``reshard.scheduler.training``.
+        """
+        for what, value in (("layers", layers), ("hidden", hidden), ("heads", heads), ("sequence", sequence)):
+            if type(value) is not int or value < 1:
+                raise ArgumentError(f"{what} of a transformer is {value!r}; it must be a positive integer")
+        size = ITEMSIZE[dtype_name(dtype)]
+        stream = sequence * hidden * size
+        block = Layer(
+            "",
+            f"transformer hidden={hidden} heads={heads} sequence={sequence}",
+            24.0 * sequence * hidden**2 + 4.0 * sequence**2 * hidden,
+            12 * hidden**2 + 13 * hidden,
+            17.0 * stream,
+            float(stream),
+            heads & -heads,
+            12 * hidden**2 + 7 * hidden,
+            12.0 * stream,
+            2,
+            float(stream),
+        )
+        made = [replace(block, name=f"blocks.{number}") for number in range(layers)]
+        if vocabulary:
+            sizes = f"hidden={hidden} sequence={sequence} vocabulary={vocabulary}"
+            first = Layer("embed", f"embedding {sizes}", 0.0, (vocabulary + sequence) * hidden, 8.0 * sequence)
+            logits = 6.0 * sequence * vocabulary + stream
+            work = 2.0 * sequence * hidden * vocabulary
+            shared = vocabulary * hidden
+            last = Layer(
+                "norm", f"head {sizes}", work, shared, logits, float(stream), block.tp_limit, shared, logits - stream,
+                1, float(stream),
+            )  # fmt: skip
+            made = [first, *made, last]
+        return cls.chain(made, [(1, sequence, hidden)] * (len(made) - 1), dtype=dtype, name=name)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether no tensor skips a layer."""
+        return all(tensor.readers == (tensor.writer + 1,) for tensor in self.tensors)
+
+    @cached_property
+    def key(self) -> str:
+        """Hash of the layers' classes and the dtype: what a profile is measured for."""
+        classes = sorted({layer.key for layer in self.layers})
+        return hashlib.sha256(json.dumps([self.dtype, classes]).encode()).hexdigest()[:16]
+
+    @cached_property
+    def hash(self) -> str:
+        """Hash of the whole graph."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def between(self, first: int, cut: int, end: int) -> tuple[Tensor, ...]:
+        """Tensors that a stage of layers ``first`` to ``cut - 1`` sends to one of layers ``cut`` to ``end - 1``.
+
+        A tensor that several stages read is passed on from each to the next, so the sender may be a reader.
+        """
+        found = []
+        for tensor in self.tensors:
+            holders = (tensor.writer, *tensor.readers)
+            reads = any(cut <= reader < end for reader in tensor.readers)
+            holds = max((layer for layer in holders if layer < cut), default=-1)
+            if reads and first <= holds < cut:
+                found.append(tensor)
+        return tuple(found)
+
+    def to_json(self) -> str:
+        """Text that :meth:`from_json` reads."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> LayerGraph:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ArgumentError: the text is not a graph.
+        """
+        try:
+            data = json.loads(text)
+            layers = tuple(Layer(**layer) for layer in data.pop("layers"))
+            return cls(layers, tuple(Tensor(**tensor) for tensor in data.pop("tensors")), **data)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArgumentError(f"this is not a LayerGraph: {type(error).__name__}: {error}") from error

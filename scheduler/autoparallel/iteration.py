@@ -1,0 +1,180 @@
+"""Simulate a whole training step of a candidate: schedules, transfers, sums of gradients and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from reshard.errors import ScheduleError
+
+from ..graph import Pipeline
+from ..ir.schedule import Schedule
+from ..schedules.auto import auto_schedule
+from ..schedules.classic import eager_1f1b, from_warmups, one_f_one_b, zb_h1
+from ..simulation.replay import PipelineTimeline, simulate
+from .problem import SCALED_LIMIT, Candidate, Problem, StageCost
+
+#: Largest number of actions for which ``auto_schedule`` is tried.
+MOST_ACTIONS = 3000
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A candidate under the schedule that makes it fastest, as simulated.
+
+    Attributes:
+        candidate, schedule: what is evaluated. pipeline: with the costs of its stages and edges.
+        timeline: of the simulation. costs: of each stage.
+        seconds: of a step: the last end of a stage and its gradient sum.
+        short_bytes: memory by which the worst device is too small; 0 if all fit.
+    """
+
+    candidate: Candidate
+    schedule: Schedule
+    pipeline: Pipeline
+    timeline: PipelineTimeline
+    costs: tuple[StageCost, ...]
+    seconds: float
+    short_bytes: float
+
+    @property
+    def rank_key(self) -> tuple[float, float, int, str]:
+        """Sorts evaluations: fewest seconds, then least memory, then fewest stages, then by text."""
+        peak = max(cost.memory_bytes(depth) for cost, depth in zip(self.costs, self.schedule.in_flight, strict=True))
+        return (float(f"{self.seconds:.9g}"), round(peak), len(self.candidate.stages), self.candidate.text)
+
+    def losses(self) -> tuple[float, float, float, float]:
+        """Seconds of the row that ends last: busy, exposed to transfers, other idle time, and its gradient sum."""
+        ends = _row_ends(self.timeline, len(self.costs))
+        row = max(range(len(ends)), key=lambda r: (ends[r] + self.costs[r].sync_seconds, -r))
+        busy, exposed = self.timeline.busy_seconds(row), self.timeline.exposed_seconds(row)
+        return busy, exposed, max(0.0, ends[row] - busy - exposed), self.costs[row].sync_seconds
+
+
+def evaluate(problem: Problem, candidate: Candidate, *, thorough: bool = False) -> Evaluation | None:
+    """The fastest schedule of a candidate among those that fit the memory, or among all if none fits.
+
+    Args:
+        problem: the search. candidate: stages and microbatches.
+        thorough: try :func:`reshard.scheduler.auto_schedule` too, which takes seconds.
+
+    Returns:
+        The evaluation. None if no schedule can run.
+    """
+    stages, count = candidate.stages, candidate.microbatches
+    pipeline = problem.pipeline(stages, count)
+    costs = tuple(problem.stage_cost(stage, count) for stage in stages)
+    best: Evaluation | None = None
+    for schedule in _schedules(pipeline, costs, count, problem.can_split(stages, count), thorough):
+        found = evaluate_schedule(candidate, pipeline, costs, schedule)
+        if best is None or _prefer(found) < _prefer(best):
+            best = found
+    return best
+
+
+def evaluate_schedule(
+    candidate: Candidate, pipeline: Pipeline, costs: tuple[StageCost, ...], schedule: Schedule
+) -> Evaluation:
+    """A candidate under one schedule."""
+    timeline = simulate(schedule, pipeline)
+    ends = _row_ends(timeline, len(costs))
+    seconds = max(end + cost.sync_seconds for end, cost in zip(ends, costs, strict=True))
+    short = max(
+        cost.memory_bytes(depth) - cost.limit_bytes for cost, depth in zip(costs, schedule.in_flight, strict=True)
+    )
+    return Evaluation(candidate, schedule, pipeline, timeline, costs, seconds, max(0.0, short))
+
+
+def step_bound(pipeline: Pipeline, costs: Sequence[StageCost], count: int) -> float:
+    """Seconds that no schedule beats: a stage waits for the first microbatch, computes all, and the last one
+    returns.
+    """
+    before, best = 0.0, 0.0
+    for cost in costs:
+        best = max(best, before + count * cost.seconds)
+        before += cost.seconds
+    return max(best, before)
+
+
+def wider_links(pipeline: Pipeline, factor: float) -> Pipeline:
+    """The pipeline with transfers that take ``1 / factor`` of the time."""
+
+    def shorter(loads: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+        return tuple((port, seconds / factor) for port, seconds in loads)
+
+    edges = [
+        replace(
+            edge,
+            forward_seconds=edge.forward_seconds / factor,
+            backward_seconds=edge.backward_seconds / factor,
+            forward_loads=shorter(edge.forward_loads),
+            backward_loads=shorter(edge.backward_loads),
+        )
+        for edge in pipeline.edges
+    ]
+    return replace(pipeline, edges=tuple(edges))
+
+
+def _prefer(found: Evaluation) -> tuple[float, float, int]:
+    """Sorts schedules of one candidate: those that fit, then the fastest, then the least kept, then the simplest."""
+    return (found.short_bytes, float(f"{found.seconds:.9g}"), sum(found.schedule.in_flight))
+
+
+def _row_ends(timeline: PipelineTimeline, num_rows: int) -> list[float]:
+    ends = [0.0] * num_rows
+    for span in timeline.spans:
+        ends[span.row] = max(ends[span.row], span.end)
+    return ends
+
+
+def _schedules(
+    pipeline: Pipeline, costs: Sequence[StageCost], count: int, can_split: bool, thorough: bool
+) -> Iterable[Schedule]:
+    """Known schedules, and 1F1B with the depths that the round trips need and the memory allows."""
+    made: list[Callable[[Pipeline, int], Schedule]] = [one_f_one_b]
+    if len(costs) > 1:
+        made += [eager_1f1b, *([zb_h1] if can_split else [])]
+    seen = set()
+    for build in made:
+        schedule = build(pipeline, count)
+        seen.add(schedule.in_flight)
+        yield schedule
+    if len(costs) == 1:
+        return
+    for more in (0, 1):
+        depths = _depths(pipeline, costs, count, more)
+        if depths is not None:
+            schedule = from_warmups("1f1b-deep" if more else "1f1b-fitted", pipeline, count, depths)
+            if schedule.in_flight not in seen:
+                seen.add(schedule.in_flight)
+                yield schedule
+    if thorough and 3 * count * len(costs) <= MOST_ACTIONS:
+        try:
+            yield auto_schedule(pipeline, count, memory_limit_bytes=SCALED_LIMIT, can_split=can_split)
+        except ScheduleError:
+            return
+
+
+def _depths(pipeline: Pipeline, costs: Sequence[StageCost], count: int, more: int) -> list[int] | None:
+    """Microbatches in flight by Little's law: round trip over pace, at most what fits; None if a stage fits none."""
+    pace = max(cost.seconds for cost in costs)
+    for edge in pipeline.edges:
+        pace = max(pace, edge.forward_seconds, edge.backward_seconds)
+    trips = [0.0] * len(costs)
+    for stage in reversed(range(len(costs))):
+        beyond = max(
+            (
+                trips[other] + edge.forward_seconds + edge.backward_seconds
+                for other in pipeline.outputs[stage]
+                for edge in [pipeline.edge_between[stage, other]]
+            ),
+            default=0.0,
+        )
+        trips[stage] = beyond + costs[stage].seconds
+    depths = []
+    for stage, cost in enumerate(costs):
+        depth = min(count, -int(-trips[stage] // pace) + more if pace else 1, cost.most_in_flight)
+        depths.append(depth)
+    for stage in range(1, len(depths)):  # no stage may run deeper than one that feeds it
+        depths[stage] = min(depths[stage], *(depths[other] for other in pipeline.inputs[stage]), depths[stage - 1])
+    return depths if min(depths) >= 1 else None

@@ -1,0 +1,108 @@
+"""``auto``: candidates of all methods, decided by the simulator, then improved by local moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from reshard.errors import ArgumentError
+
+from ..iteration import Evaluation, evaluate
+from ..problem import Candidate, Problem
+from .joint import joint
+from .moves import neighbours
+from .pure import pure
+
+#: A search method: candidates, its own choice first.
+Method = Callable[[Problem], Sequence[Candidate]]
+#: Methods by name.
+METHODS: dict[str, Method] = {"pure": pure, "joint": joint}
+#: Evaluations that are improved by moves, and the most moves that each may try.
+NUM_IMPROVED, MOST_TRIES = 2, 120
+#: Evaluations at the end for which ``auto_schedule`` is tried.
+NUM_THOROUGH = 2
+#: A move must gain this part of the time.
+LEAST_GAIN = 1e-6
+
+
+def auto(problem: Problem) -> tuple[Candidate, ...]:
+    """The candidates of all methods. :func:`decide` improves them by moves."""
+    found: dict[str, Candidate] = {}
+    for method in METHODS.values():
+        for candidate in method(problem):
+            found.setdefault(candidate.text, candidate)
+    return tuple(found.values())
+
+
+def decide(problem: Problem, candidates: Sequence[Candidate], *, moves: bool) -> list[Evaluation]:
+    """Evaluate candidates in the simulator, those that fit and are fastest first.
+
+    Args:
+        problem: the search. candidates: what to evaluate.
+        moves: improve the best ones by local moves, and try ``auto_schedule`` on the last ones.
+
+    Raises:
+        ArgumentError: there is no candidate.
+    """
+    if not candidates:
+        raise ArgumentError(_nothing_fits(problem))
+    found = [each for each in (evaluate(problem, candidate) for candidate in candidates) if each is not None]
+    found.sort(key=order)
+    if not moves:
+        return found
+    for start in [each for each in found if not each.short_bytes][:NUM_IMPROVED]:
+        better = improve(problem, start)
+        if better is not start:
+            found.append(better)
+    found.sort(key=order)
+    for each in found[:NUM_THOROUGH]:
+        thorough = evaluate(problem, each.candidate, thorough=True)
+        if thorough is not None and order(thorough) < order(each):
+            found[found.index(each)] = thorough
+    found.sort(key=order)
+    return found
+
+
+def order(found: Evaluation) -> tuple[float, tuple[float, float, int, str]]:
+    """Sorts evaluations: those that fit the memory, then the fastest."""
+    return (found.short_bytes, found.rank_key)
+
+
+def improve(problem: Problem, start: Evaluation) -> Evaluation:
+    """Hill climbing: take the first move that gains until none does, or the tries are spent."""
+    best, tried, gained = start, {start.candidate.text}, True
+    while gained and len(tried) < MOST_TRIES:
+        gained = False
+        for candidate in neighbours(problem, best.candidate):
+            if candidate.text in tried or len(tried) >= MOST_TRIES:
+                continue
+            tried.add(candidate.text)
+            found = evaluate(problem, candidate)
+            if found is not None and not found.short_bytes and found.seconds < best.seconds * (1 - LEAST_GAIN):
+                best, gained = found, True
+                break
+    return best
+
+
+def _nothing_fits(problem: Problem) -> str:
+    """What the smallest plan lacks, with numbers: all layers on all devices, with all memory-saving choices."""
+    from ..strategy import StagePlan
+
+    count, total = max(problem.microbatches), problem.cluster.num_ranks
+    least: tuple[float, str] | None = None
+    for counts in problem.microbatches:
+        for choice in problem.choices(total, problem.rows // counts) if total in problem.meshes(total) else ():
+            stage = StagePlan(0, len(problem.graph.layers), 0, total, (choice,) * len(problem.graph.layers))
+            needed = problem.stage_cost(stage, counts).memory_bytes(1)
+            if least is None or needed < least[0]:
+                least = (needed, f"with {counts} microbatches, dp={total // choice.tp} {choice}")
+    limit = problem.cluster.memory_of(0, total)
+    if least is None:
+        return (
+            f"no stage can have the rows of a microbatch: {problem.rows} rows in "
+            f"{', '.join(map(str, problem.microbatches))} microbatches on meshes of {problem.cluster.mesh_sizes} "
+            f"devices; use rows that {count} microbatches and the replicas divide"
+        )
+    return (
+        f"nothing fits: all layers on {total} devices need {least[0] / 1e9:.3g} GB of {limit / 1e9:.3g} {least[1]}; "
+        "use more devices or memory, fewer rows, or allow recomputation and ZeRO 3"
+    )

@@ -1,0 +1,112 @@
+"""The joint search: stages, devices, choices, depths and edges at once, by the recurrence of :mod:`.pace`."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..problem import Candidate, Problem, Stages, end_of
+from .pace import Tables, make_tables
+
+#: Ratio of a pace of the grid to the one before: the answer is within this factor of the best pace.
+PACE_STEP = 1.01
+#: Distinct plans that :func:`joint` returns, and the most of them with one number of microbatches.
+NUM_CANDIDATES, PER_COUNT = 6, 3
+
+
+def joint(problem: Problem) -> tuple[Candidate, ...]:
+    """The plans that are fastest in the model of :mod:`.pace`, with true prices of all their edges, best first."""
+    found: list[Candidate] = []
+    counts: dict[int, int] = {}
+    for candidate in best_plans(problem):
+        if counts.get(candidate.microbatches, 0) < PER_COUNT and candidate.text not in {each.text for each in found}:
+            counts[candidate.microbatches] = counts.get(candidate.microbatches, 0) + 1
+            found.append(candidate)
+        best = found[0].predicted_seconds or 0.0
+        if len(found) == NUM_CANDIDATES or (candidate.predicted_seconds or 0.0) > 1.5 * best:
+            break
+    return tuple(found)
+
+
+@dataclass(frozen=True, order=True)
+class _Entry:
+    """A pace to be searched. ``seconds`` is a lower bound of what its best plan takes, or that time if it is exact."""
+
+    seconds: float
+    count: int
+    pace: float
+    is_exact: bool
+    stages: Stages
+
+
+def best_plans(problem: Problem) -> Iterator[Candidate]:
+    """Plans of all paces and numbers of microbatches, by their seconds in the model.
+
+    Edges start with prices that no plan beats. The planner prices the edges of the best plan, and that pace is searched
+    again, until the best plan has true prices only: then no other is better. Paces are searched in the order of their
+    bounds, so most never are.
+    """
+    tables: dict[int, Tables] = {}
+    prices: dict[int, dict[int, tuple[float, float]]] = {}
+    heap: list[_Entry] = []
+    for count in problem.microbatches:
+        made = make_tables(problem, count)
+        if made is None:
+            continue
+        tables[count], prices[count] = made, {}
+        paces = pace_grid(made)
+        trip, _, _ = made.best_stages(math.inf if not paces else paces[-1] * 1e6, {})
+        if trip < math.inf:
+            heap += [_Entry(trip + (count - 1) * pace, count, pace, False, ()) for pace in paces]
+    heapq.heapify(heap)
+    while heap:
+        entry = heapq.heappop(heap)
+        count, pace = entry.count, entry.pace
+        if entry.is_exact:
+            yield Candidate("joint", entry.stages, count, entry.seconds)
+            continue
+        made = tables[count]
+        trip, excess, stages = made.best_stages(pace, prices[count])
+        if not stages:
+            continue
+        is_exact = not price_edges(made, stages, prices[count])
+        heapq.heappush(heap, _Entry(trip + (count - 1) * pace + excess, count, pace, is_exact, stages))
+
+
+def price_edges(tables: Tables, stages: Stages, prices: dict[int, tuple[float, float]]) -> bool:
+    """Price the edges between neighbours that have no price yet. Returns whether there were any."""
+    problem, rows, added = tables.problem, tables.problem.rows // tables.microbatches, False
+    for src, dst in itertools.pairwise(stages):
+        index = tables.edge_index(src, dst)
+        if index in prices:
+            continue
+        added = True
+        tensors = problem.graph.between(src.first_layer, src.end_layer, dst.end_layer)
+        if not tensors:
+            prices[index] = (0.0, 0.0)
+            continue
+        edge = problem.prices.edge((0, 1), tensors, rows, end_of(src, -1), end_of(dst, 0))
+        prices[index] = (edge.forward_seconds, edge.backward_seconds)
+    return added
+
+
+def pace_grid(tables: Tables) -> list[float]:
+    """Paces from the least that any plan can have to that of one stage, each 1 % above the one before."""
+    num = len(tables.problem.graph.layers)
+    total = tables.forward + tables.backward
+    first = np.arange(num)
+    # the slowest layer needs a pace of its own time on its best option, and all work needs the devices
+    slowest = float(total[:, first, first + 1].min(axis=0).max())
+    devices = np.array([tables.classes[c].num_ranks for c in tables.option_class])
+    work = float((total[:, first, first + 1] * devices[:, None]).min(axis=0).sum())
+    least = max(slowest, work / tables.problem.cluster.num_ranks) * (1 - 1e-9)
+    most = float(total[:, 0, num].max())
+    if least <= 0:
+        return [max(most, 1e-9)]
+    steps = math.ceil(math.log(max(most / least, 1.0)) / math.log(PACE_STEP)) + 1
+    return [least * PACE_STEP**step for step in range(steps)]

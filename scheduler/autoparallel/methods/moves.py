@@ -1,0 +1,86 @@
+"""Local moves: what may be changed in a candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..choices import Choice
+from ..problem import Candidate, Problem, Stages
+from ..strategy import StagePlan
+
+
+def neighbours(problem: Problem, candidate: Candidate) -> Iterator[Candidate]:
+    """Candidates that differ by one move, in a fixed order.
+
+    Moves: a cut by one or two layers, another choice for all layers of a stage, one recomputed layer more or less, two
+    stages in one, and another number of microbatches.
+    """
+    stages, count = candidate.stages, candidate.microbatches
+    for changed in (*_moved_cuts(stages), *_other_choices(problem, stages, count), *_merged(problem, stages)):
+        if _is_valid(problem, changed, count):
+            yield replace(candidate, method="auto", stages=changed, predicted_seconds=None)
+    at = problem.microbatches.index(count)
+    for other in problem.microbatches[max(0, at - 1) : at + 2]:
+        if other != count and _is_valid(problem, stages, other):
+            yield replace(candidate, method="auto", microbatches=other, predicted_seconds=None)
+
+
+def _moved_cuts(stages: Stages) -> Iterator[Stages]:
+    """One or two layers moved over a cut. They take the choice of the nearest layer of their new stage."""
+    for at in range(1, len(stages)):
+        left, right = stages[at - 1], stages[at]
+        for step in (-1, 1, -2, 2):
+            giver = left if step < 0 else right
+            if giver.num_layers <= abs(step):
+                continue
+            cut = left.end_layer + step
+            before = left.choices[:step] if step < 0 else left.choices + (left.choices[-1],) * step
+            behind = (right.choices[0],) * -step + right.choices if step < 0 else right.choices[step:]
+            yield (
+                *stages[: at - 1],
+                replace(left, end_layer=cut, choices=before),
+                replace(right, first_layer=cut, choices=behind),
+                *stages[at + 1 :],
+            )
+
+
+def _other_choices(problem: Problem, stages: Stages, count: int) -> Iterator[Stages]:
+    for at, stage in enumerate(stages):
+        for choice in problem.choices(stage.num_ranks, problem.rows // count):
+            if stage.choices != (choice,) * stage.num_layers:
+                yield _with(stages, at, replace(stage, choices=(choice,) * stage.num_layers))
+        if len(problem.rules.recompute) == 2:
+            number = sum(choice.recompute for choice in stage.choices)
+            for other in (number - 1, number + 1):
+                if 0 <= other <= stage.num_layers:
+                    choices = tuple(replace(c, recompute=i < other) for i, c in enumerate(stage.choices))
+                    yield _with(stages, at, replace(stage, choices=choices))
+
+
+def _merged(problem: Problem, stages: Stages) -> Iterator[Stages]:
+    for at in range(1, len(stages)):
+        left, right = stages[at - 1], stages[at]
+        if not problem.cluster.is_mesh(left.first_rank, right.end_rank):
+            continue
+        choice = left.choices[0]
+        if (right.end_rank - left.first_rank) % choice.tp:
+            continue
+        layers = right.end_layer - left.first_layer
+        merged = StagePlan(left.first_layer, right.end_layer, left.first_rank, right.end_rank, (choice,) * layers)
+        yield (*stages[: at - 1], merged, *stages[at + 1 :])
+
+
+def _with(stages: Stages, at: int, stage: StagePlan) -> Stages:
+    return (*stages[:at], stage, *stages[at + 1 :])
+
+
+def _is_valid(problem: Problem, stages: Stages, count: int) -> bool:
+    """Whether the rules of the search allow every choice of every stage."""
+    for stage in stages:
+        allowed: set[Choice] = set(problem.choices(stage.num_ranks, problem.rows // count))
+        if not allowed.issuperset(stage.choices):
+            return False
+        if problem.rules.executable and len({(choice.tp, choice.zero, choice.kind) for choice in stage.choices}) > 1:
+            return False
+    return True

@@ -1,0 +1,77 @@
+"""Single parallelisms, and Megatron's rule: what people choose by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..choices import Choice
+from ..problem import Candidate, Problem, Stages
+from ..strategy import StagePlan
+
+
+def pure(problem: Problem) -> tuple[Candidate, ...]:
+    """Data parallelism, ZeRO, tensor with data parallelism, pipelines of equal stages, and Megatron's rule.
+
+    A pipeline has equal numbers of layers and devices. Each variant comes with every allowed number of microbatches and
+    without and with recomputation. Those whose 1F1B does not fit the memory are left out.
+
+    Source of the rule: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021): tensor
+    parallelism up to the devices of a host, then the fewest stages that fit, then data parallelism.
+    """
+    found = []
+    for count in problem.microbatches:
+        for degree in _pipeline_degrees(problem):
+            for stages in even_stages(problem, degree, count):
+                fits = all(
+                    problem.stage_cost(stage, count).most_in_flight >= min(count, degree - at)
+                    for at, stage in enumerate(stages)
+                )
+                if fits:
+                    found.append((one_f_one_b_seconds(problem, stages, count), stages, count))
+    found.sort(key=lambda each: (float(f"{each[0]:.9g}"), len(each[1]), str(each[1])))
+    return tuple(Candidate("pure", stages, count, seconds) for seconds, stages, count in found[:6])
+
+
+def even_stages(problem: Problem, degree: int, count: int) -> Iterator[Stages]:
+    """Pipelines of ``degree`` stages with equal layers and devices, one for each choice of all their layers."""
+    size = problem.cluster.num_ranks // degree
+    firsts = [stage * size for stage in range(degree)]
+    if not all(problem.cluster.is_mesh(first, first + size) for first in firsts):
+        return
+    cuts = even_cuts(len(problem.graph.layers), degree)
+    for choice in problem.choices(size, problem.rows // count):
+        yield uniform_stages(cuts, firsts, size, choice)
+
+
+def uniform_stages(cuts: Sequence[int], firsts: Sequence[int], size: int, choice: Choice) -> Stages:
+    """Stages of equal meshes that begin at ``cuts`` and ``firsts``, with one choice for all layers."""
+    return tuple(
+        StagePlan(start, end, first, first + size, (choice,) * (end - start))
+        for start, end, first in zip(cuts, cuts[1:], firsts, strict=False)
+    )
+
+
+def even_cuts(num_layers: int, degree: int) -> list[int]:
+    """First layers of ``degree`` stages as equal as possible, larger ones first, and the number of layers."""
+    share, extra = divmod(num_layers, degree)
+    cuts = [0]
+    for stage in range(degree):
+        cuts.append(cuts[-1] + share + (stage < extra))
+    return cuts
+
+
+def one_f_one_b_seconds(problem: Problem, stages: Stages, count: int) -> float:
+    """Seconds of 1F1B if edges cost nothing: one pass through all stages, then the pace of the slowest, then its
+    sum.
+    """
+    costs = [problem.stage_cost(stage, count) for stage in stages]
+    slowest = max(cost.seconds for cost in costs)
+    return sum(cost.seconds for cost in costs) + (count - 1) * slowest + max(cost.sync_seconds for cost in costs)
+
+
+def _pipeline_degrees(problem: Problem) -> list[int]:
+    ranks, layers = problem.cluster.num_ranks, len(problem.graph.layers)
+    degrees = [d for d in range(1, min(ranks, layers) + 1) if ranks % d == 0]
+    if problem.num_stages:
+        degrees = [d for d in degrees if d in problem.num_stages]
+    return degrees

@@ -1,0 +1,1 @@
+"""What touches torch modules: tracing a model into layers, measuring them, and running a strategy on them."""

@@ -1,0 +1,76 @@
+"""Placements that run the stages of a strategy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from reshard.errors import ArgumentError
+
+from ...pipe.placement import Placement, ddp
+
+if TYPE_CHECKING:
+    from ..strategy import StagePlan, Strategy
+
+
+def make_placements(strategy: Strategy) -> list[Placement]:
+    """A placement for each stage of a strategy.
+
+    Raises:
+        ArgumentError: a stage mixes degrees or stages of ZeRO, or uses something that ``Pipe`` does not run.
+    """
+    names = [name for stage in strategy.layer_names for name in stage]
+    return [
+        _make_placement(number, stage, names[stage.first_layer : stage.end_layer])
+        for number, stage in enumerate(strategy.stages)
+    ]
+
+
+def _make_placement(number: int, stage: StagePlan, names: Sequence[str]) -> Placement:
+    kinds = {(choice.tp, choice.zero, choice.kind) for choice in stage.choices}
+    if len(kinds) > 1:
+        raise ArgumentError(
+            f"stage {number} mixes {len(kinds)} ways to share layers ({stage}); Pipe runs one tp and one ZeRO in a "
+            "stage: search with ChoiceRules(executable=True)"
+        )
+    tp, zero, kind = next(iter(kinds))
+    replicas = stage.num_ranks // tp
+    if zero in (1, 2) or kind != "1d" or (zero == 0 and tp > 1 and replicas > 1):
+        raise ArgumentError(
+            f"stage {number} has dp={replicas} {stage.choices[0]}, which Pipe does not run; it runs ZeRO 0 without "
+            "tensor parallelism, and ZeRO 3: search with ChoiceRules(executable=True)"
+        )
+    recomputed = [name for name, choice in zip(names, stage.choices, strict=True) if choice.recompute]
+    return Placement(
+        dp=replicas,
+        tp=tp,
+        ranks=tuple(range(stage.first_rank, stage.end_rank)),
+        wrap=functools.partial(_shard, names=tuple(names)) if zero == 3 else ddp,
+        prepare=functools.partial(_recompute, names=tuple(recomputed)) if recomputed else None,
+    )
+
+
+def _shard(module: Any, device_mesh: Any, *, names: Sequence[str]) -> Any:
+    """ZeRO 3: each layer gathers its parameters for its forward, and again for its backward."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in _find_layers(module, names):
+        fully_shard(layer, mesh=device_mesh, reshard_after_forward=True)
+    return fully_shard(module, mesh=device_mesh, reshard_after_forward=True)
+
+
+def _recompute(module: Any, *, names: Sequence[str]) -> Any:
+    """Let layers compute their forward again in the backward. Their parameters keep their names."""
+    for layer in _find_layers(module, names):
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    return module
+
+
+def _find_layers(module: Any, names: Sequence[str]) -> list[torch.nn.Module]:
+    """The modules that layers begin with. The first layer of a model and a block of a chain may have none."""
+    known = dict(module.named_modules())
+    return [known[name] for name in names if name in known and any(True for _ in known[name].parameters())]

@@ -1,0 +1,283 @@
+"""What every search method is given: the model, the devices, the profile and the rules, with the costs of any stage."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from reshard.errors import ArgumentError
+
+from ..graph import Edge, Pipeline, Stage
+from ..ir.communication import RECVS_AHEAD
+from .choices import Choice, ChoiceRules
+from .cluster import Cluster
+from .costs import LayerCost, Place, StateBytes, layer_cost
+from .edges import EdgePrices
+from .graph import Layer, LayerGraph, Tensor
+from .profile import Profile
+from .strategy import StagePlan
+
+Stages = tuple[StagePlan, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Stages and a number of microbatches that a method proposes.
+
+    ``predicted_seconds`` is what the method itself predicts; None if it predicts nothing.
+    """
+
+    method: str
+    stages: Stages
+    microbatches: int
+    predicted_seconds: float | None = None
+
+    @property
+    def text(self) -> str:
+        """A text that no other stages and microbatches have."""
+        return f"{self.microbatches} microbatches: {', '.join(map(str, self.stages))}"
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What the layers of a stage add up to, for one microbatch of its number of rows."""
+
+    forward_seconds: float
+    backward_seconds: float
+    weight_grad_seconds: float
+    compute_seconds: float
+    sum_seconds: float
+    gather_seconds: float
+    sync_seconds: float
+    state_bytes: float
+    activation_bytes: float
+    working_bytes: float
+    buffer_bytes: float
+    limit_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward of one microbatch."""
+        return self.forward_seconds + self.backward_seconds
+
+    def memory_bytes(self, in_flight: int) -> float:
+        """Peak bytes of a device with some microbatches in flight."""
+        return self.state_bytes + in_flight * self.activation_bytes + self.working_bytes + self.buffer_bytes
+
+    @property
+    def most_in_flight(self) -> int:
+        """Microbatches that fit the memory, at least 0."""
+        free = self.limit_bytes - self.memory_bytes(0)
+        if free < 0:
+            return 0
+        return int(min(1e9, free // self.activation_bytes if self.activation_bytes else 1e9))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A search: what to train, where, and which choices are allowed.
+
+    Args:
+        graph, cluster, profile: the model, its devices and the times of its layers.
+        rows: rows of a step. states: bytes of states of a parameter. rules: choices of a layer.
+        microbatches: numbers of microbatches to try; default: divisors of ``rows``, at most 4 x the devices and 256.
+        num_stages: numbers of stages to allow; default: any.
+
+    Raises:
+        ArgumentError: the profile is of another model, or no number of microbatches divides the rows.
+    """
+
+    graph: LayerGraph
+    cluster: Cluster
+    profile: Profile
+    rows: int
+    states: StateBytes = field(default_factory=StateBytes)
+    rules: ChoiceRules = field(default_factory=ChoiceRules)
+    microbatches: tuple[int, ...] = ()
+    num_stages: tuple[int, ...] = ()
+    prices: EdgePrices = field(init=False, compare=False)
+    _layer_costs: dict[tuple[Layer, Choice, Place, int, int], LayerCost] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.profile.check(self.graph)
+        if type(self.rows) is not int or self.rows < 1:
+            raise ArgumentError(f"rows is {self.rows!r}; it must be a positive integer")
+        for count in self.microbatches:
+            if type(count) is not int or count < 1 or self.rows % count:
+                raise ArgumentError(f"{count} microbatches do not divide {self.rows} rows evenly")
+        if not self.microbatches:
+            most = min(256, 4 * self.cluster.num_ranks, self.rows)
+            found = tuple(count for count in range(1, most + 1) if self.rows % count == 0)
+            object.__setattr__(self, "microbatches", found)
+        prices = EdgePrices(self.graph, self.cluster, self.profile.message_seconds)
+        object.__setattr__(self, "prices", prices)
+        object.__setattr__(self, "_layer_costs", {})
+
+    @cached_property
+    def host_devices(self) -> int:
+        """Devices of the smallest host: the most for tensor parallelism."""
+        return min(end - first for _, first, end in self.cluster.hosts)
+
+    def meshes(self, end: int) -> list[int]:
+        """Numbers of devices of a stage whose last rank is ``end - 1``."""
+        return [n for n in self.cluster.mesh_sizes if n <= end and self.cluster.is_mesh(end - n, end)]
+
+    def choices(self, num_ranks: int, rows: int) -> tuple[Choice, ...]:
+        """Choices for the layers of a stage, for microbatches of ``rows`` rows that its replicas divide evenly."""
+        found = self.rules.choices(num_ranks, self.host_devices)
+        limit = max(layer.tp_limit for layer in self.graph.layers)
+        return tuple(each for each in found if rows % (num_ranks // each.tp) == 0 and each.tp <= limit)
+
+    def layer_cost(self, layer: int, choice: Choice, place: Place, microbatches: int) -> LayerCost:
+        """The cost of a layer, which is the same for all layers of its class."""
+        plain = replace(self.graph.layers[layer], name="")
+        key = (plain, choice, place, self.rows // microbatches, microbatches)
+        if key not in self._layer_costs:
+            self._layer_costs[key] = layer_cost(
+                plain, choice, place, self.profile, self.states, self.rows // microbatches, microbatches
+            )
+        return self._layer_costs[key]
+
+    def place(self, first: int, end: int) -> Place:
+        """The place of ranks ``first`` to ``end - 1``."""
+        return Place.of(self.cluster, self.profile, first, end)
+
+    def stage_cost(self, stage: StagePlan, microbatches: int) -> StageCost:
+        """The cost of a stage for one of ``microbatches`` equal microbatches."""
+        place = self.place(stage.first_rank, stage.end_rank)
+        costs = [
+            self.layer_cost(stage.first_layer + at, choice, place, microbatches)
+            for at, choice in enumerate(stage.choices)
+        ]
+        moved = self.relayout_seconds(stage, place, microbatches)
+        gathered = sorted((cost.gathered_bytes for cost in costs), reverse=True)
+        return StageCost(
+            sum(cost.forward_seconds for cost in costs) + moved,
+            sum(cost.backward_seconds for cost in costs) + moved,
+            sum(cost.weight_grad_seconds for cost in costs),
+            sum(cost.compute_seconds for cost in costs),
+            sum(cost.sum_seconds for cost in costs) + 2 * moved,
+            sum(cost.gather_seconds for cost in costs),
+            sum(cost.sync_seconds for cost in costs),
+            sum(cost.state_bytes for cost in costs),
+            sum(cost.activation_bytes for cost in costs),
+            max(cost.recompute_bytes for cost in costs) + sum(gathered[:2]),
+            self.buffer_bytes(stage, microbatches),
+            self.cluster.memory_of(stage.first_rank, stage.end_rank),
+        )
+
+    def relayout_seconds(self, stage: StagePlan, place: Place, microbatches: int) -> float:
+        """Seconds in which tensors between layers of one stage with unequal degrees change their layout, one way."""
+        seconds = 0.0
+        for at in range(1, stage.num_layers):
+            seconds += self.relayout_between(
+                stage.first_layer + at, stage.choices[at - 1], stage.choices[at], place, microbatches
+            )
+        return seconds
+
+    def relayout_between(self, layer: int, before: Choice, after: Choice, place: Place, microbatches: int) -> float:
+        """Seconds for the inputs of ``layer`` to change from the layout of one choice to that of another.
+
+        Fewer replicas need a gather of rows; more replicas keep a part of what they have.
+        """
+        if before.tp >= after.tp:
+            return 0.0
+        rows = self.rows // microbatches
+        nbytes = sum(tensor.row_bytes for tensor in self.graph.between(0, layer, layer + 1)) * rows
+        replicas = place.num_ranks // after.tp
+        return place.replica_seconds(nbytes / replicas, place.num_ranks // (after.tp // before.tp), 1.0)
+
+    def buffer_bytes(self, stage: StagePlan, microbatches: int) -> float:
+        """Bytes of the receives that a rank posts ahead, and of the sends beside them."""
+        rows = self.rows // microbatches
+        received = sum(tensor.row_bytes for tensor in self.received(stage.first_layer, stage.end_layer))
+        sent = sum(tensor.row_bytes for tensor in self.sent(stage.first_layer, stage.end_layer))
+        ahead = received * rows / stage.replicas(stage.first_layer) + sent * rows / stage.replicas(stage.end_layer - 1)
+        return RECVS_AHEAD * ahead
+
+    def received(self, first: int, end: int) -> tuple[Tensor, ...]:
+        """Tensors that a stage of layers ``first`` to ``end - 1`` receives in a forward."""
+        return self.graph.between(0, first, end)
+
+    def sent(self, first: int, end: int) -> tuple[Tensor, ...]:
+        """Tensors that a stage of layers ``first`` to ``end - 1`` sends in a forward."""
+        return self.graph.between(first, end, len(self.graph.layers))
+
+    def edges(self, stages: Stages, microbatches: int) -> list[Edge]:
+        """The edges between stages, with prices of the planner."""
+        rows, found = self.rows // microbatches, []
+        for src, dst, tensors in stage_edges(self.graph, stages):
+            ends = (end_of(stages[src], -1), end_of(stages[dst], 0))
+            found.append(self.prices.edge((src, dst), tensors, rows, *ends))
+        return found
+
+    def pipeline(self, stages: Stages, microbatches: int) -> Pipeline:
+        """The pipeline of a candidate. Activations are scaled so that one limit, of 2**40 bytes, fits all stages.
+
+        Each stage has another amount of memory for activations; a schedule is built for one limit.
+        """
+        made = []
+        for number, plan in enumerate(stages):
+            cost = self.stage_cost(plan, microbatches)
+            free = max(1.0, cost.limit_bytes - cost.memory_bytes(0))
+            split = cost.weight_grad_seconds
+            made.append(
+                Stage(
+                    cost.forward_seconds,
+                    cost.backward_seconds - split,
+                    split,
+                    max(1, int(min(SCALED_LIMIT * 4.0, cost.activation_bytes / free * SCALED_LIMIT))),
+                    f"stage {number}",
+                    whole_backward_seconds=cost.backward_seconds,
+                )
+            )
+        edges = [replace(edge, tensors=(), without_gradient=frozenset()) for edge in self.edges(stages, microbatches)]
+        return Pipeline(tuple(made), tuple(edges))
+
+    def can_split(self, stages: Stages, microbatches: int) -> bool:
+        """Whether the engine can split the backwards of all stages."""
+        return all(choice.zero == 0 and not choice.recompute for stage in stages for choice in stage.choices)
+
+    @cached_property
+    def bound_seconds(self) -> float:
+        """Seconds of a step that no plan of the model beats: its least work, spread evenly over all devices."""
+        best = float("inf")
+        for count in self.microbatches:
+            work = 0.0
+            places = {self.place(end - n, end) for end in self._ends for n in self.meshes(end)}
+            for layer in range(len(self.graph.layers)):
+                work += min(
+                    place.num_ranks * (cost.forward_seconds + cost.backward_seconds)
+                    for place in places
+                    for choice in self.choices(place.num_ranks, self.rows // count)
+                    for cost in [self.layer_cost(layer, choice, place, count)]
+                )
+            best = min(best, count * work / self.cluster.num_ranks)
+        return best
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(range(1, self.cluster.num_ranks + 1))
+
+
+#: Limit of the scaled activations of :meth:`Problem.pipeline`.
+SCALED_LIMIT = 1 << 40
+
+
+def end_of(stage: StagePlan, layer: int) -> tuple[int, int, int]:
+    """The end of an edge at the first (0) or last (-1) layer of a stage."""
+    return (stage.first_rank, stage.end_rank, stage.choices[layer].tp)
+
+
+def stage_edges(graph: LayerGraph, stages: Sequence[StagePlan]) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
+    """``(src, dst, tensors)`` of each edge. A tensor that several stages read goes from each to the next."""
+    stage_of = [number for number, stage in enumerate(stages) for _ in range(stage.num_layers)]
+    found: dict[tuple[int, int], list[Tensor]] = {}
+    for tensor in graph.tensors:
+        holders = sorted({stage_of[layer] for layer in (tensor.writer, *tensor.readers)})
+        for src, dst in itertools.pairwise(holders):
+            found.setdefault((src, dst), []).append(tensor)
+    for (src, dst), tensors in sorted(found.items()):
+        yield src, dst, tuple(tensors)

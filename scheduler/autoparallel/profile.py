@@ -1,0 +1,222 @@
+"""Measured times of layer classes, kept as JSON."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import ArgumentError
+
+from .graph import LayerGraph
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Times of one layer for a number of rows, on one rank.
+
+    Attributes:
+        rows: rows of the forward.
+        forward_seconds, input_grad_seconds, weight_grad_seconds, backward_seconds: medians; ``backward_seconds`` is
+            that of a backward that is not split.
+        saved_bytes: bytes that autograd saves for the backward.
+        spread: interquartile range of ``forward_seconds + backward_seconds`` over their median.
+    """
+
+    rows: int
+    forward_seconds: float
+    input_grad_seconds: float
+    weight_grad_seconds: float
+    backward_seconds: float
+    saved_bytes: float = 0.0
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 <= value <= 1e15:
+                raise ArgumentError(f"{name} of a sample is {value!r}; it must be a number of at least 0")
+        if self.rows < 1:
+            raise ArgumentError(f"a sample has {self.rows} rows; it needs at least 1")
+
+
+@dataclass(frozen=True)
+class ClassTimes:
+    """Samples of one layer class at one tensor-parallel degree, by rows. ``failed``: rows that did not fit."""
+
+    samples: tuple[Sample, ...]
+    failed: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", tuple(sorted(self.samples, key=lambda sample: sample.rows)))
+        object.__setattr__(self, "failed", tuple(sorted(self.failed)))
+
+    def at(self, rows: float) -> Sample:
+        """Times for a number of rows: linear between samples, and in proportion to the last two outside them."""
+        samples = self.samples
+        if len(samples) == 1:
+            return _mixed(samples[0], samples[0], 0.0, rows / samples[0].rows, rows)
+        index = bisect.bisect_left([sample.rows for sample in samples], rows)
+        if index == 0:  # below the smallest: never below the time of its rows in proportion
+            return _mixed(samples[0], samples[0], 0.0, rows / samples[0].rows, rows)
+        low, high = (samples[-2], samples[-1]) if index == len(samples) else (samples[index - 1], samples[index])
+        return _mixed(low, high, (rows - low.rows) / (high.rows - low.rows), 1.0, rows)
+
+
+def _mixed(low: Sample, high: Sample, share: float, scale: float, rows: float) -> Sample:
+    values = {
+        name: max(0.0, (value + share * (getattr(high, name) - value)) * scale)
+        for name, value in asdict(low).items()
+        if name not in ("rows", "spread")
+    }
+    return Sample(max(1, round(rows)), **values, spread=max(low.spread, high.spread))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times of the layer classes of a model on one kind of device.
+
+    Args:
+        graph_key: :attr:`LayerGraph.key` of the model that was measured.
+        device, dtype: kind of the device, and dtype of computations.
+        classes: ``{layer class: {tensor-parallel degree: ClassTimes}}``. A degree that is not there takes its share of
+            the work of degree 1.
+        message_seconds: what a message between stages takes beside its bytes.
+        sums: ``(latency seconds, bytes per second)`` of collectives inside a host, as measured; default: of the
+            topology.
+        slowdown: how much longer computation takes while a transfer runs beside it.
+        is_guess: whether the times are estimates.
+        software: versions of what was measured.
+
+    Raises:
+        ArgumentError: a class has no sample.
+    """
+
+    graph_key: str
+    device: str
+    dtype: str
+    classes: Mapping[str, Mapping[int, ClassTimes]]
+    message_seconds: float = 0.0
+    sums: tuple[float, float] | None = None
+    slowdown: float = 1.0
+    is_guess: bool = False
+    software: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, degrees in self.classes.items():
+            for degree, times in degrees.items():
+                if not times.samples:
+                    raise ArgumentError(
+                        f"the profile has no time of layer class {key!r} at tp={degree}: "
+                        f"{list(times.failed)} rows did not fit the device; measure fewer rows"
+                    )
+            if 1 not in degrees:
+                raise ArgumentError(f"the profile has no times of layer class {key!r} at tp=1")
+        if not 1.0 <= self.slowdown <= 10.0:
+            raise ArgumentError(f"slowdown of a profile is {self.slowdown!r}; it must be from 1 to 10")
+
+    @classmethod
+    def estimate(
+        cls,
+        graph: LayerGraph,
+        *,
+        flops_per_second: float,
+        efficiency: float = 0.5,
+        device: str = "guess",
+        message_seconds: float = 0.0,
+        slowdown: float = 1.0,
+    ) -> Profile:
+        """A guess from counts of operations: everything that follows from it is marked as a guess.
+
+        Args:
+            graph: the model. flops_per_second: peak rate of a device for the dtype of the graph.
+            efficiency: part of the peak that layers reach. A backward has twice the work of a forward.
+        """
+        if not flops_per_second > 0 or not 0 < efficiency <= 1:
+            raise ArgumentError(
+                f"flops_per_second is {flops_per_second!r} and efficiency {efficiency!r}; the first must be positive, "
+                "and the second from 0 to 1"
+            )
+        classes = {}
+        for layer in graph.layers:
+            seconds = layer.forward_flops / (flops_per_second * efficiency)
+            sample = Sample(1, seconds, seconds, seconds, 2 * seconds, layer.saved_bytes)
+            classes[layer.key] = {1: ClassTimes((sample,))}
+        return cls(
+            graph.key, device, graph.dtype, classes, message_seconds=message_seconds, slowdown=slowdown, is_guess=True
+        )
+
+    def check(self, graph: LayerGraph, device: str | None = None) -> None:
+        """Raise ArgumentError unless the profile is of this model, dtype and device."""
+        missing = sorted({layer.key for layer in graph.layers} - set(self.classes))
+        if missing:
+            raise ArgumentError(
+                f"the profile has no layer class {missing[0]!r} of {graph.name!r}; it was measured for another model "
+                f"(its classes: {', '.join(sorted(self.classes))}); measure this one"
+            )
+        if self.graph_key != graph.key:
+            raise ArgumentError(
+                f"the profile was measured for a model of key {self.graph_key}, but {graph.name!r} has {graph.key}; "
+                "shapes, operations or dtype differ: measure this one"
+            )
+        if self.dtype != graph.dtype:
+            raise ArgumentError(f"the profile is of {self.dtype}, but {graph.name!r} computes in {graph.dtype}")
+        if device is not None and device != self.device:
+            raise ArgumentError(f"the profile was measured on {self.device!r}, not on {device!r}; measure it there")
+
+    def times(self, key: str, degree: int) -> tuple[ClassTimes, bool]:
+        """Times of a layer class, and whether they are of this tensor-parallel degree, not of degree 1."""
+        degrees = self.classes[key]
+        return (degrees[degree], True) if degree in degrees else (degrees[1], degree == 1)
+
+    @cached_property
+    def hash(self) -> str:
+        """Hash of the contents."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """Text that :meth:`from_json` reads."""
+        data = {"version": VERSION, **asdict(self)}
+        return json.dumps(data, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ArgumentError: the text is not a profile of this version.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            version = data.pop("version")
+            if version != VERSION:
+                raise ArgumentError(f"the profile has version {version!r}; this release reads version {VERSION}")
+            data["classes"] = {
+                key: {
+                    int(degree): ClassTimes(tuple(Sample(**sample) for sample in times["samples"]), times["failed"])
+                    for degree, times in degrees.items()
+                }
+                for key, degrees in data["classes"].items()
+            }
+            data["sums"] = None if data["sums"] is None else tuple(data["sums"])
+            return cls(**data)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, ArgumentError):
+                raise
+            raise ArgumentError(f"this is not a profile: {type(error).__name__}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def read(cls, path: str | Path) -> Profile:
+        """Read what :meth:`save` wrote."""
+        return cls.from_json(Path(path).read_text())

@@ -1,0 +1,174 @@
+"""``search``: from a model, its devices and its profile to a strategy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from reshard.dtypes import ITEMSIZE
+from reshard.errors import ArgumentError
+
+from ..ir.text import format_schedule
+from .choices import ChoiceRules
+from .cluster import Cluster
+from .costs import StateBytes
+from .graph import LayerGraph
+from .iteration import Evaluation, evaluate_schedule, wider_links
+from .methods.auto import METHODS, Method, auto, decide
+from .problem import Problem
+from .profile import Profile
+from .strategy import Alternative, EdgeReport, StageReport, Strategy
+
+#: Candidates that a strategy lists beside its own.
+NUM_ALTERNATIVES = 8
+#: Parts of a strategy that ``keep=`` fixes.
+KEPT = ("microbatches", "tp", "zero", "recompute")
+
+
+def search(
+    graph: LayerGraph,
+    cluster: Cluster,
+    profile: Profile,
+    *,
+    rows: int,
+    keep: Mapping[str, Any] | None = None,
+    method: str | Method = "auto",
+    states: StateBytes | None = None,
+    rules: ChoiceRules | None = None,
+) -> Strategy:
+    """Find the fastest strategy that fits the memory, as the simulator of whole steps predicts it.
+
+    Args:
+        graph, cluster, profile: the model, its devices and the times of its layers.
+        rows: rows of a step.
+        keep: parts that are fixed by hand: ``microbatches``, ``tp`` and ``zero`` of all stages, ``recompute``.
+        method: ``auto``, ``joint``, ``bmw``, ``alpa``, ``pure``, or a function from a :class:`Problem` to candidates.
+            All but ``auto`` are taken as they are, without moves.
+        states: bytes of states of a parameter; default: float32 with Adam.
+        rules: choices that are allowed; default: all that ``Pipe`` runs.
+
+    Returns:
+        The strategy, the same on every rank and from run to run.
+
+    Raises:
+        ArgumentError: the profile is of another model, an argument is out of range, or nothing fits the memory.
+    """
+    for what, value, kind in (
+        ("graph", graph, LayerGraph),
+        ("cluster", cluster, Cluster),
+        ("profile", profile, Profile),
+    ):
+        if not isinstance(value, kind):
+            raise ArgumentError(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
+    problem = make_problem(graph, cluster, profile, rows, keep or {}, states or StateBytes(), rules or ChoiceRules())
+    found = decide(problem, _find(method)(problem), moves=method == "auto")
+    best = found[0]
+    if best.short_bytes:
+        number = max(
+            range(len(best.costs)),
+            key=lambda i: best.costs[i].memory_bytes(best.schedule.in_flight[i]) - best.costs[i].limit_bytes,
+        )
+        needed = best.costs[number].memory_bytes(best.schedule.in_flight[number])
+        raise ArgumentError(
+            f"nothing fits: in the plan that comes nearest, stage {number} needs {needed / 1e9:.4g} GB of "
+            f"{best.costs[number].limit_bytes / 1e9:.4g} ({best.candidate.text}); use more devices or memory, fewer "
+            "rows, or allow recomputation and ZeRO 3"
+        )
+    return make_strategy(problem, best, found[1:])
+
+
+def make_problem(
+    graph: LayerGraph,
+    cluster: Cluster,
+    profile: Profile,
+    rows: int,
+    keep: Mapping[str, Any],
+    states: StateBytes,
+    rules: ChoiceRules,
+) -> Problem:
+    """The problem of a search.
+
+    Raises:
+        ArgumentError: ``keep`` names an unknown part, or the parts do not fit.
+    """
+    unknown = sorted(set(keep) - set(KEPT))
+    if unknown:
+        raise ArgumentError(f"keep names {unknown[0]!r}; it can fix {', '.join(KEPT)}")
+    if "zero" in keep:
+        rules = replace(rules, zero=(keep["zero"],))
+    if "recompute" in keep:
+        rules = replace(rules, recompute=(bool(keep["recompute"]),))
+    if "tp" in keep:
+        tp = keep["tp"]
+        if type(tp) is not int or tp < 1 or tp & (tp - 1):
+            raise ArgumentError(f"keep fixes tp at {tp!r}; it must be a power of two")
+        rules = replace(rules, least_tp=tp, max_tp=tp)
+    counts = (keep["microbatches"],) if "microbatches" in keep else ()
+    return Problem(graph, cluster, profile, rows, states, rules, counts)
+
+
+def _find(method: str | Method) -> Method:
+    if callable(method):
+        return method
+    if method == "auto":
+        return auto
+    if method not in METHODS:
+        raise ArgumentError(f"no search method {method!r}; choose auto, {', '.join(METHODS)}, or pass a function")
+    return METHODS[method]
+
+
+def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluation]) -> Strategy:
+    """The strategy of an evaluation, with what it is compared to."""
+    candidate, count = best.candidate, best.candidate.microbatches
+    busy = [best.timeline.busy_seconds(row) for row in range(len(best.costs))]
+    exposed = [best.timeline.exposed_seconds(row) for row in range(len(best.costs))]
+    reports = tuple(
+        StageReport(
+            cost.compute_seconds,
+            cost.sum_seconds,
+            cost.gather_seconds,
+            cost.sync_seconds,
+            busy[row],
+            exposed[row],
+            depth,
+            cost.state_bytes,
+            depth * cost.activation_bytes,
+            cost.working_bytes,
+            cost.buffer_bytes,
+            cost.limit_bytes,
+        )
+        for row, (cost, depth) in enumerate(zip(best.costs, best.schedule.in_flight, strict=True))
+    )
+    edges = []
+    for edge in problem.edges(candidate.stages, count):
+        port, seconds = max(edge.forward_loads, key=lambda load: (load[1], load[0]), default=("", 0.0))
+        nbytes = sum(math.prod(spec.shape) * ITEMSIZE[spec.dtype] for spec in edge.tensors)
+        edges.append(EdgeReport(edge.src, edge.dst, nbytes, edge.forward_seconds, edge.backward_seconds, port, seconds))
+    wider = evaluate_schedule(candidate, wider_links(best.pipeline, 1.1), best.costs, best.schedule)
+    layers = problem.graph.layers
+    return Strategy(
+        candidate.method,
+        candidate.stages,
+        tuple(tuple(layers[at].name for at in range(s.first_layer, s.end_layer)) for s in candidate.stages),
+        count,
+        problem.rows,
+        format_schedule(best.schedule),
+        best.seconds,
+        min(problem.bound_seconds, best.seconds),
+        problem.profile.is_guess,
+        problem.graph.hash,
+        problem.profile.hash,
+        problem.cluster.hash,
+        reports,
+        tuple(edges),
+        tuple(_alternative(each) for each in others[:NUM_ALTERNATIVES]),
+        wider.seconds,
+    )
+
+
+def _alternative(found: Evaluation) -> Alternative:
+    return Alternative(
+        found.candidate.method, found.candidate.text, found.seconds, *found.losses(), short_bytes=found.short_bytes
+    )
