@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from reshard.errors import ArgumentError
@@ -115,10 +115,10 @@ class ChoiceRules:
                 found += [Choice(tp, zero, recompute, kind) for recompute in self.recompute]
         return tuple(found)
 
-    def uniform(self, choices: Iterable[Choice]) -> tuple[tuple[Choice, ...], ...]:
+    def uniform(self, choices: Sequence[Choice]) -> tuple[tuple[Choice, ...], ...]:
         """Choices in groups that the layers of one stage may mix."""
         if not self.executable:
-            return (tuple(choices),)
+            return (tuple(choices),) if choices else ()
         groups: dict[tuple[int, int, str], list[Choice]] = {}
         for choice in choices:
             groups.setdefault((choice.tp, choice.zero, choice.kind), []).append(choice)

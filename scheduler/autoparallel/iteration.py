@@ -15,7 +15,7 @@ from ..simulation.replay import PipelineTimeline, simulate
 from .problem import SCALED_LIMIT, Candidate, Problem, StageCost
 
 #: Largest number of actions for which ``auto_schedule`` is tried.
-MOST_ACTIONS = 3000
+MOST_ACTIONS = 1500
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,17 @@ def evaluate_schedule(
     return Evaluation(candidate, schedule, pipeline, timeline, costs, seconds, max(0.0, short))
 
 
-def step_bound(pipeline: Pipeline, costs: Sequence[StageCost], count: int) -> float:
-    """Seconds that no schedule beats: a stage waits for the first microbatch, computes all, and the last one
-    returns.
+def step_bound(problem: Problem, candidate: Candidate) -> float:
+    """Seconds that no schedule of a candidate beats.
+
+    A stage waits for the first forward of all stages before it, then computes all microbatches, and sums its gradients.
     """
     before, best = 0.0, 0.0
-    for cost in costs:
-        best = max(best, before + count * cost.seconds)
-        before += cost.seconds
-    return max(best, before)
+    for stage in candidate.stages:
+        cost = problem.stage_cost(stage, candidate.microbatches)
+        best = max(best, before + candidate.microbatches * cost.seconds + cost.sync_seconds)
+        before += cost.forward_seconds
+    return best
 
 
 def wider_links(pipeline: Pipeline, factor: float) -> Pipeline:

@@ -83,7 +83,6 @@ class Problem:
         graph, cluster, profile: the model, its devices and the times of its layers.
         rows: rows of a step. states: bytes of states of a parameter. rules: choices of a layer.
         microbatches: numbers of microbatches to try; default: divisors of ``rows``, at most 4 x the devices and 256.
-        num_stages: numbers of stages to allow; default: any.
 
     Raises:
         ArgumentError: the profile is of another model, or no number of microbatches divides the rows.
@@ -96,7 +95,6 @@ class Problem:
     states: StateBytes = field(default_factory=StateBytes)
     rules: ChoiceRules = field(default_factory=ChoiceRules)
     microbatches: tuple[int, ...] = ()
-    num_stages: tuple[int, ...] = ()
     prices: EdgePrices = field(init=False, compare=False)
     _layer_costs: dict[tuple[Layer, Choice, Place, int, int], LayerCost] = field(init=False, compare=False)
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 
 from reshard.errors import ArgumentError
 
-from ..iteration import Evaluation, evaluate
+from ..iteration import Evaluation, evaluate, step_bound
 from ..problem import Candidate, Problem
+from .alpa import alpa
+from .bmw import bmw, galvatron_released
 from .joint import joint
 from .moves import neighbours
 from .pure import pure
@@ -15,9 +17,15 @@ from .pure import pure
 #: A search method: candidates, its own choice first.
 Method = Callable[[Problem], Sequence[Candidate]]
 #: Methods by name.
-METHODS: dict[str, Method] = {"pure": pure, "joint": joint}
-#: Evaluations that are improved by moves, and the most moves that each may try.
-NUM_IMPROVED, MOST_TRIES = 2, 120
+METHODS: dict[str, Method] = {
+    "joint": joint,
+    "bmw": bmw,
+    "galvatron": galvatron_released,
+    "alpa": alpa,
+    "pure": pure,
+}
+#: Evaluations that are improved by moves. Each may simulate this many computations for its moves.
+NUM_IMPROVED, MOVE_BUDGET = 2, 40_000
 #: Evaluations at the end for which ``auto_schedule`` is tried.
 NUM_THOROUGH = 2
 #: A move must gain this part of the time.
@@ -69,15 +77,19 @@ def order(found: Evaluation) -> tuple[float, tuple[float, float, int, str]]:
 
 def improve(problem: Problem, start: Evaluation) -> Evaluation:
     """Hill climbing: take the first move that gains until none does, or the tries are spent."""
-    best, tried, gained = start, {start.candidate.text}, True
-    while gained and len(tried) < MOST_TRIES:
+    best, tried, gained, left = start, {start.candidate.text}, True, MOVE_BUDGET
+    while gained:
         gained = False
         for candidate in neighbours(problem, best.candidate):
-            if candidate.text in tried or len(tried) >= MOST_TRIES:
+            if candidate.text in tried or left <= 0:
                 continue
             tried.add(candidate.text)
+            target = best.seconds * (1 - LEAST_GAIN)
+            if step_bound(problem, candidate) >= target:
+                continue  # no schedule can make it better
+            left -= 3 * candidate.microbatches * len(candidate.stages)
             found = evaluate(problem, candidate)
-            if found is not None and not found.short_bytes and found.seconds < best.seconds * (1 - LEAST_GAIN):
+            if found is not None and not found.short_bytes and found.seconds < target:
                 best, gained = found, True
                 break
     return best

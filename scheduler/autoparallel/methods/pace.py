@@ -55,7 +55,7 @@ class Option:
     place: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tables:
     """All numbers that the recurrence needs, for one number of microbatches.
 

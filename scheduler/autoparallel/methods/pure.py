@@ -71,7 +71,4 @@ def one_f_one_b_seconds(problem: Problem, stages: Stages, count: int) -> float:
 
 def _pipeline_degrees(problem: Problem) -> list[int]:
     ranks, layers = problem.cluster.num_ranks, len(problem.graph.layers)
-    degrees = [d for d in range(1, min(ranks, layers) + 1) if ranks % d == 0]
-    if problem.num_stages:
-        degrees = [d for d in degrees if d in problem.num_stages]
-    return degrees
+    return [d for d in range(1, min(ranks, layers) + 1) if ranks % d == 0]

@@ -1,0 +1,111 @@
+"""One stage of Galvatron-BMW: a choice for each layer, fastest within the memory, by dynamic programming."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..choices import Choice
+from ..problem import Problem
+from ..strategy import StagePlan
+
+#: Steps of the memory of a device. What a layer needs is rounded up to whole steps.
+STEPS = 512
+
+
+@dataclass(frozen=True)
+class PackedStage:
+    """The fastest choices of a stage: seconds per microbatch with its part of the gradient sum, and bytes at the
+    peak.
+    """
+
+    stage: StagePlan
+    seconds: float
+    memory_bytes: float
+
+
+def pack_stage(
+    problem: Problem, first: int, end: int, ranks: tuple[int, int], count: int, in_flight: int
+) -> PackedStage | None:
+    """The fastest choices of layers ``first`` to ``end - 1`` that fit, or None.
+
+    ``C(l, E, s) = min over s' of C(l - 1, E - O(l, s), s') + c(l, s) + R(l, s', s)``: c is the time of layer l under
+    choice s, O its states and activations in flight, and R the change of layout between layers. What a stage needs
+    beside the layers (working memory of the largest layer, buffers) is held back.
+
+    Args:
+        problem: the search. first, end: the layers. ranks: first rank and end. count: microbatches of a step.
+        in_flight: microbatches whose activations the stage keeps.
+
+    Source: Wang et al., "Improving Automatic Parallel Training via Balanced Memory Workload Optimization" (2023).
+    """
+    best: PackedStage | None = None
+    for choices in problem.rules.uniform(problem.choices(ranks[1] - ranks[0], problem.rows // count)):
+        found = _pack(problem, first, end, ranks, count, in_flight, choices)
+        if found is not None and (best is None or found.seconds < best.seconds):
+            best = found
+    return best
+
+
+def _pack(
+    problem: Problem,
+    first: int,
+    end: int,
+    ranks: tuple[int, int],
+    count: int,
+    in_flight: int,
+    choices: Sequence[Choice],
+) -> PackedStage | None:
+    place, num = problem.place(*ranks), len(choices)
+    costs = [[problem.layer_cost(layer, s, place, count) for s in choices] for layer in range(first, end)]
+    limit = problem.cluster.memory_of(*ranks)
+    aside = held_back(problem, first, end, ranks, count, choices)
+    if aside >= limit:
+        return None
+    step = (limit - aside) / STEPS
+    table = np.full((num, STEPS + 1), np.inf)
+    came = np.zeros((len(costs), num, STEPS + 1), dtype=np.int32)
+    for at, row in enumerate(costs):
+        moved = [
+            [problem.relayout_between(first + at, before, after, place, count) * 2 for before in choices]
+            for after in choices
+        ]
+        now = np.full((num, STEPS + 1), np.inf)
+        for s, cost in enumerate(row):
+            needed = math.ceil((cost.state_bytes + in_flight * cost.activation_bytes) / step - 1e-9)
+            seconds = cost.forward_seconds + cost.backward_seconds + cost.sync_seconds / count
+            if needed > STEPS:
+                continue
+            if at == 0:
+                now[s, needed:] = seconds
+                continue
+            sums = table[:, : STEPS + 1 - needed] + np.array(moved[s])[:, None] + seconds
+            came[at, s, needed:] = sums.argmin(axis=0)
+            now[s, needed:] = sums.min(axis=0)
+        table = now
+    last = int(table[:, STEPS].argmin())
+    seconds = float(table[last, STEPS])
+    if math.isinf(seconds):
+        return None
+    picked, left = [last], STEPS
+    for at in range(len(costs) - 1, 0, -1):
+        cost = costs[at][picked[-1]]
+        before = int(came[at, picked[-1], left])
+        left -= math.ceil((cost.state_bytes + in_flight * cost.activation_bytes) / step - 1e-9)
+        picked.append(before)
+    stage = StagePlan(first, end, *ranks, tuple(choices[s] for s in reversed(picked)))
+    return PackedStage(stage, seconds, problem.stage_cost(stage, count).memory_bytes(in_flight))
+
+
+def held_back(
+    problem: Problem, first: int, end: int, ranks: tuple[int, int], count: int, choices: Sequence[Choice]
+) -> float:
+    """Bytes of a device that no layer's states or activations may use, whatever the choices."""
+    place = problem.place(*ranks)
+    costs = [problem.layer_cost(layer, s, place, count) for layer in range(first, end) for s in choices]
+    working = max(cost.recompute_bytes for cost in costs) + 2 * max(cost.gathered_bytes for cost in costs)
+    buffers = max(problem.buffer_bytes(StagePlan(first, end, *ranks, (s,) * (end - first)), count) for s in choices)
+    return working + buffers

@@ -1,0 +1,119 @@
+"""Small random problems of the strategy search, and all plans of one."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import math
+import random
+
+from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, Problem, Profile, Tensor
+from reshard.topology import Host, Port, Topology
+
+
+def make_graph(rng, num_layers, *, skips=True):
+    layers, tensors = [], []
+    for at in range(num_layers):
+        saved = rng.uniform(1e6, 2e7)
+        params = rng.randrange(10**5, 5 * 10**6)
+        name, key = f"layers.{at}", f"kind {at if rng.random() < 0.7 else 0}"
+        half = {"tp_limit": 2, "tp_params": params // 2, "tp_saved_bytes": saved / 2}
+        sums = {"tp_sums": 2, "tp_sum_bytes": saved / 8}
+        layers.append(Layer(name, key, rng.uniform(1e8, 2e9), params, saved, saved / 8, **half, **sums))
+        if at:
+            tensors.append(Tensor(f"x{at}", (1, rng.choice([1000, 50_000, 400_000])), "float32", at - 1, (at,)))
+    if skips and num_layers > 2 and rng.random() < 0.5:
+        tensors.append(Tensor("skip", (1, 200_000), "float32", 0, (num_layers - 1,)))
+    return LayerGraph(tuple(layers), tuple(tensors), name="random")
+
+
+def make_cluster(rng, sizes, memory_bytes):
+    hosts = tuple(Host((Port.of(rng.choice([2e8, 1e9, 5e9])),)) for _ in sizes)
+    host_of_rank = tuple(host for host, size in enumerate(sizes) for _ in range(size))
+    return Cluster(Topology(host_of_rank, hosts, inside_bytes_per_second=1e10), memory_bytes)
+
+
+def make_problem(seed, *, most_layers=3, executable=True):
+    rng = random.Random(seed)
+    graph = make_graph(rng, rng.randint(2, most_layers))
+    sizes = rng.choice([(1, 1), (2,), (2, 1), (2, 2), (1, 1, 1)])
+    profile = Profile.estimate(graph, flops_per_second=1e11)
+    memory = rng.choice([1e9, 2e8, 1e8])
+    rules = ChoiceRules(executable=executable)
+    counts = (rng.choice([2, 4]),)
+    return Problem(graph, make_cluster(rng, sizes, memory), profile, 8, rules=rules, microbatches=counts)
+
+
+def all_plans(tables):
+    """All ways to fill the devices with stages: tuples of (first, end, index of devices left, option)."""
+    num_layers = len(tables.problem.graph.layers)
+
+    def extend(first, at):
+        for option, c in enumerate(tables.option_class):
+            if not tables.allowed[option, at]:
+                continue
+            rest = int(tables.next_at[c, at])
+            if rest == 0:
+                yield ((first, num_layers, at, option),)
+                continue
+            for end in range(first + 1, num_layers):
+                for others in extend(end, rest):
+                    yield ((first, end, at, option), *others)
+
+    return extend(0, len(tables.ends) - 1)
+
+
+@functools.cache
+def _stage(tables, first, end, left, option):
+    """A stage, its cost, and the seconds of its ports."""
+    stage = tables.stage(first, end, left, option)
+    c = tables.option_class[option]
+    ports = tables.received[first, end] * tables.port_in[c, left] + tables.sent[first, end] * tables.port_out[c, left]
+    return stage, tables.problem.stage_cost(stage, tables.microbatches), ports
+
+
+@functools.cache
+def _price(tables, src, dst, true_prices):
+    """Seconds forward and backward of the edge between two stages."""
+    problem = tables.problem
+    a, b = _stage(tables, *src)[0], _stage(tables, *dst)[0]
+    tensors = problem.graph.between(a.first_layer, a.end_layer, b.end_layer)
+    ends = ((a.first_rank, a.end_rank, a.choices[0].tp), (b.first_rank, b.end_rank, b.choices[0].tp))
+    rows = problem.rows // tables.microbatches
+    if not tensors:
+        return 0.0, 0.0
+    if not true_prices:
+        return problem.prices.bound_seconds(tensors, rows, *ends)
+    edge = problem.prices.edge((0, 1), tensors, rows, *ends)
+    return edge.forward_seconds, edge.backward_seconds
+
+
+def least_pace(tables, plan, true_prices):
+    """The pace below which no part of a plan can work."""
+    edges = [_price(tables, src, dst, true_prices) for src, dst in itertools.pairwise(plan)]
+    stages = [_stage(tables, *each) for each in plan]
+    return max([cost.seconds for _, cost, _ in stages] + [ports for _, _, ports in stages] + [max(e) for e in edges])
+
+
+def seconds_at(tables, plan, pace, true_prices):
+    """What a plan takes at a pace in the model of ``methods/pace.py``, written from its definition; inf if not allowed."""
+    m = tables.microbatches
+    if least_pace(tables, plan, true_prices) > pace * (1 + 1e-12):
+        return math.inf
+    trip, excess = 0.0, -math.inf
+    for at in reversed(range(len(plan))):
+        _, cost, _ = _stage(tables, *plan[at])
+        there, back = _price(tables, plan[at], plan[at + 1], true_prices) if at + 1 < len(plan) else (0.0, 0.0)
+        trip += cost.seconds + there + back
+        excess = max(cost.sync_seconds, excess - back - cost.backward_seconds)
+        held = min(m, max(1, math.ceil(trip / pace - 1e-9)))
+        if cost.memory_bytes(held) > cost.limit_bytes * (1 + 1e-12):
+            return math.inf
+    return trip + (m - 1) * pace + excess
+
+
+def least_seconds(tables, plan, paces):
+    """What a plan takes at the first pace of an ascending grid that allows it: a longer one only adds to it."""
+    start = bisect.bisect_left(paces, least_pace(tables, plan, True) * (1 - 1e-12))
+    return next((s for pace in paces[start:] if (s := seconds_at(tables, plan, pace, True)) < math.inf), math.inf)

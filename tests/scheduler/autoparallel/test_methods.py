@@ -1,0 +1,153 @@
+"""Search methods against all plans of small problems, each in its own model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from reshard.scheduler.autoparallel import Candidate
+from reshard.scheduler.autoparallel.iteration import evaluate, step_bound
+from reshard.scheduler.autoparallel.methods import alpa, bmw, joint, knapsack, pace
+from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
+from reshard.scheduler.autoparallel.strategy import StagePlan
+from tests.reference.pace import best_stages as reference_stages
+from tests.scheduler.autoparallel.random_searches import all_plans, least_seconds, make_problem, seconds_at
+
+
+def check_joint(seed):
+    """For some paces, the recurrence finds the least of all plans; with lazy prices, the least over all paces."""
+    problem = make_problem(seed)
+    tables = pace.make_tables(problem, problem.microbatches[0])
+    plans, grid = list(all_plans(tables)), joint.pace_grid(tables)
+    assert plans
+    for limit in grid[:: max(1, len(grid) // 6)]:
+        trip, excess, _ = tables.best_stages(limit, {})
+        least = min(seconds_at(tables, plan, limit, False) for plan in plans)
+        found = trip + (tables.microbatches - 1) * limit + excess if trip < math.inf else math.inf
+        assert found == pytest.approx(least, rel=1e-9)
+    first = next(joint.best_plans(problem), None)
+    least = min(least_seconds(tables, plan, grid) for plan in plans)
+    assert (math.inf if first is None else first.predicted_seconds) == pytest.approx(least, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_joint_finds_the_best_of_all_plans(seed):
+    check_joint(seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_native_recurrence_equals_its_reference(seed):
+    problem = make_problem(100 + seed)
+    tables = pace.make_tables(problem, problem.microbatches[0])
+    rng = random.Random(seed)
+    prices = {}
+    for plan in rng.sample(list(all_plans(tables)), 2):
+        stages = [tables.stage(*each) for each in plan]
+        joint.price_edges(tables, stages, prices)
+    grid = joint.pace_grid(tables)
+    for limit in rng.sample(grid, 6):
+        at = sorted(prices)
+        trip, excess, stages = reference_stages(
+            len(problem.graph.layers), problem.graph.is_chain, tables.option_class, tables.forward, tables.backward,
+            tables.activation, tables.fixed, tables.sync, tables.allowed, tables.next_at, tables.port_in,
+            tables.port_out, tables.memory, tables.received, tables.sent, tables.crossing, tables.factor, at,
+            [prices[i][0] for i in at], [prices[i][1] for i in at], tables.microbatches, limit,
+        )  # fmt: skip
+        assert tables.best_stages(limit, prices) == (trip, excess, tuple(tables.stage(*each) for each in stages))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_alpa_finds_the_best_of_all_plans_in_its_model(seed):
+    problem = make_problem(200 + seed)
+    count = problem.microbatches[0]
+    tables = pace.make_tables(problem, count)
+
+    def seconds(plan):
+        costs = [problem.stage_cost(tables.stage(*each), count) for each in plan]
+        for at, cost in enumerate(costs):
+            if cost.memory_bytes(min(count, len(costs) - at)) > cost.limit_bytes:
+                return math.inf
+        times = [cost.seconds for cost in costs]
+        return sum(times) + (count - 1) * max(times)
+
+    least = min(map(seconds, all_plans(tables)))
+    found, stages = alpa.best_stages(tables)
+    assert found == pytest.approx(least, rel=1e-5)
+    if stages:
+        costs = [problem.stage_cost(stage, count) for stage in stages]
+        times = [cost.seconds for cost in costs]
+        assert sum(times) + (count - 1) * max(times) == pytest.approx(found)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_knapsack_finds_the_best_of_all_choices(seed):
+    problem = make_problem(300 + seed, executable=False)
+    count, ranks = problem.microbatches[0], (0, problem.cluster.num_ranks)
+    num = min(3, len(problem.graph.layers))
+    choices = problem.choices(ranks[1], problem.rows // count)
+    if not choices:
+        assert knapsack.pack_stage(problem, 0, num, ranks, count, 2) is None
+        return
+    limit = problem.cluster.memory_of(*ranks)
+    step = (limit - knapsack.held_back(problem, 0, num, ranks, count, choices)) / knapsack.STEPS
+    place, least = problem.place(*ranks), math.inf
+    for picked in itertools.product(choices, repeat=num):
+        costs = [problem.layer_cost(layer, choice, place, count) for layer, choice in enumerate(picked)]
+        if (
+            step <= 0
+            or sum(math.ceil((c.state_bytes + 2 * c.activation_bytes) / step - 1e-9) for c in costs) > knapsack.STEPS
+        ):
+            continue
+        moved = problem.relayout_seconds(StagePlan(0, num, *ranks, picked), place, count)
+        times = sum(c.forward_seconds + c.backward_seconds + c.sync_seconds / count for c in costs)
+        least = min(least, times + 2 * moved)
+    found = knapsack.pack_stage(problem, 0, num, ranks, count, 2)
+    assert (math.inf if found is None else found.seconds) == pytest.approx(least, rel=1e-9)
+    if found is not None:
+        assert found.memory_bytes <= limit
+
+
+def test_partition_balances_the_largest_sum():
+    rng = random.Random(0)
+    for _ in range(30):
+        num, degree = rng.randint(3, 7), rng.randint(1, 3)
+        weights = [[rng.uniform(1, 10) for _ in range(num)] for _ in range(degree)]
+
+        def largest(cuts, weights=weights):
+            return max(sum(weights[s][a:b]) for s, (a, b) in enumerate(itertools.pairwise(cuts)))
+
+        every = [(0, *cuts, num) for cuts in itertools.combinations(range(1, num), degree - 1)]
+        assert largest(bmw.partition(weights, degree)) == pytest.approx(min(map(largest, every)))
+
+
+def test_bmw_moves_layers_only_where_they_help():
+    problem = make_problem(401)
+    for candidate in bmw.bmw(problem):
+        times = [problem.stage_cost(stage, candidate.microbatches).seconds for stage in candidate.stages]
+        time, _ = bmw.balance_degrees(times, times)
+        assert 0 <= time <= 1 - 1 / len(times) + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_auto_is_never_behind_a_candidate(seed):
+    problem = make_problem(500 + seed)
+    candidates = auto(problem)
+    if not candidates:
+        pytest.skip("nothing fits")
+    best = decide(problem, candidates, moves=True)[0]
+    for method in METHODS.values():
+        for candidate in method(problem):
+            found = evaluate(problem, candidate)
+            assert found is None or found.short_bytes or best.seconds <= found.seconds * (1 + 1e-9)
+            assert found is None or step_bound(problem, candidate) <= found.seconds * (1 + 1e-9)
+            assert found is None or problem.bound_seconds <= found.seconds * (1 + 1e-9)
+
+
+def test_a_candidate_is_a_value():
+    problem = make_problem(0)
+    candidate = joint.joint(problem)[0]
+    assert candidate == Candidate(**vars(candidate))
+    assert hash(candidate) is not None

@@ -1,0 +1,158 @@
+"""Values of the search, its errors, and that its answer is the same everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from reshard.errors import ArgumentError, TopologyError
+from reshard.scheduler import check_schedule
+from reshard.scheduler.autoparallel import (
+    MIXED_PRECISION,
+    ChoiceRules,
+    ClassTimes,
+    Cluster,
+    Layer,
+    LayerGraph,
+    Profile,
+    Sample,
+    Strategy,
+    Tensor,
+    search,
+)
+from reshard.topology import Topology
+
+HOSTS = Topology.uniform((0, 0, 1, 1), 1e9)
+
+
+def make_graph(**changes):
+    sizes = {"layers": 2, "hidden": 256, "heads": 4, "sequence": 64, "vocabulary": 512}
+    return LayerGraph.transformer(**{**sizes, **changes})
+
+
+GRAPH = make_graph()
+PROFILE = Profile.estimate(GRAPH, flops_per_second=1e12)
+CLUSTER = Cluster(HOSTS, 1e9)
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return search(GRAPH, CLUSTER, PROFILE, rows=8, states=MIXED_PRECISION)
+
+
+def test_a_strategy_fits_its_model_devices_and_memory(strategy):
+    assert [stage.first_layer for stage in strategy.stages[1:]] == [stage.end_layer for stage in strategy.stages[:-1]]
+    assert strategy.stages[0].first_layer == 0
+    assert strategy.stages[-1].end_layer == len(GRAPH.layers)
+    assert strategy.num_ranks == 4
+    assert all(report.memory_bytes <= report.limit_bytes for report in strategy.reports)
+    assert strategy.bound_seconds <= strategy.seconds
+    assert all(other.short_bytes or other.seconds >= strategy.seconds for other in strategy.alternatives)
+    assert strategy.schedule.in_flight == tuple(report.in_flight for report in strategy.reports)
+
+
+def test_formats_are_read_back(strategy, tmp_path):
+    strategy.save(tmp_path / "strategy.json")
+    assert Strategy.read(tmp_path / "strategy.json") == strategy
+    assert LayerGraph.from_json(GRAPH.to_json()) == GRAPH
+    assert Profile.from_json(PROFILE.to_json()) == PROFILE
+    for read in (Strategy.from_json, LayerGraph.from_json, Profile.from_json):
+        for text in ("", "[]", "{}", '{"version": 1}'):
+            with pytest.raises(ArgumentError, match="not a"):
+                read(text)
+        with pytest.raises(ArgumentError):
+            read(json.dumps({"version": 99}))
+
+
+def test_explain_marks_a_guess_and_names_what_others_lack(strategy):
+    text = strategy.explain()
+    assert "GUESS" in text
+    assert f"no plan of this model takes less than {strategy.bound_seconds:.4g} s" in text
+    for other in strategy.alternatives:
+        assert other.text in text
+
+
+def test_the_answer_does_not_depend_on_the_hash_seed(strategy):
+    code = (
+        "from reshard.scheduler.autoparallel import *; from tests.scheduler.autoparallel.test_search import *; "
+        "print(search(GRAPH, CLUSTER, PROFILE, rows=8, states=MIXED_PRECISION).hash)"
+    )
+    env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert run.stdout.strip() == strategy.hash
+
+
+def test_keep_fixes_parts():
+    kept = search(GRAPH, CLUSTER, PROFILE, rows=8, keep={"microbatches": 4, "tp": 2, "recompute": True})
+    assert kept.microbatches == 4
+    assert {choice.tp for stage in kept.stages for choice in stage.choices} == {2}
+    assert all(choice.recompute for stage in kept.stages for choice in stage.choices)
+    with pytest.raises(ArgumentError, match="keep names 'pp'"):
+        search(GRAPH, CLUSTER, PROFILE, rows=8, keep={"pp": 2})
+
+
+def test_methods_are_functions_that_may_be_passed_in():
+    by_name = search(GRAPH, CLUSTER, PROFILE, rows=8, method="alpa")
+    from reshard.scheduler.autoparallel.methods.alpa import alpa
+
+    assert search(GRAPH, CLUSTER, PROFILE, rows=8, method=alpa) == by_name
+    with pytest.raises(ArgumentError, match="no search method 'best'"):
+        search(GRAPH, CLUSTER, PROFILE, rows=8, method="best")
+
+
+def test_zero_1_and_2_are_priced_but_not_run():
+    rules = ChoiceRules(zero=(1,), recompute=(False,), max_tp=1, executable=False)
+    found = search(GRAPH, CLUSTER, PROFILE, rows=8, rules=rules, keep={"microbatches": 1})
+    replicated = [stage for stage in found.stages if stage.num_ranks > 1]
+    assert {choice.zero for stage in replicated for choice in stage.choices} == {1}
+    if replicated:
+        with pytest.raises(ArgumentError, match="which Pipe does not run"):
+            found.placements()
+
+
+def test_errors_name_the_thing_the_rule_and_the_numbers():
+    with pytest.raises(ArgumentError, match="write 80e9 for 80 GB"):
+        Cluster(HOSTS, 80)
+    with pytest.raises(TopologyError, match="the topology has 4 ranks, but the cluster should have 8"):
+        Cluster(HOSTS, 1e9, 8)
+    with pytest.raises(TopologyError, match="consecutive"):
+        Cluster(Topology.uniform((0, 1, 0), 1e9), 1e9)
+    with pytest.raises(ArgumentError, match="measured for another model"):
+        search(make_graph(hidden=512), CLUSTER, PROFILE, rows=8)
+    with pytest.raises(ArgumentError, match="shapes, operations or dtype differ"):
+        search(make_graph(dtype="float32"), CLUSTER, PROFILE, rows=8)
+    with pytest.raises(ArgumentError, match="3 microbatches do not divide 8 rows"):
+        search(GRAPH, CLUSTER, PROFILE, rows=8, keep={"microbatches": 3})
+    with pytest.raises(ArgumentError, match=r"nothing fits: .* GB of .*; use more devices or memory"):
+        search(GRAPH, Cluster(HOSTS, 2e6), PROFILE, rows=8)
+    with pytest.raises(ArgumentError, match="measured on 'guess', not on 'cuda'"):
+        PROFILE.check(GRAPH, "cuda")
+    with pytest.raises(ArgumentError, match=r"\[8\] rows did not fit the device"):
+        Profile(GRAPH.key, "cpu", "float32", {"block": {1: ClassTimes((), (8,))}})
+    with pytest.raises(ArgumentError, match="layers read only what earlier layers have written"):
+        Tensor("x", (1, 4), "float32", 1, (1,))
+    with pytest.raises(ArgumentError, match="saved_bytes of layer 'a' is -1"):
+        Layer("a", "a", 1.0, 1, -1.0)
+
+
+def test_times_are_linear_between_samples():
+    times = ClassTimes((Sample(4, 4.0, 4.0, 4.0, 8.0), Sample(1, 1.5, 1.5, 1.5, 3.0)))
+    assert times.at(2).forward_seconds == pytest.approx(1.5 + 2.5 / 3)
+    assert times.at(8).forward_seconds == pytest.approx(4.0 + 4 * 2.5 / 3)
+    assert times.at(0.5).forward_seconds == pytest.approx(0.75)
+
+
+def test_less_memory_never_gives_a_faster_strategy():
+    seconds = [search(GRAPH, Cluster(HOSTS, size), PROFILE, rows=8).seconds for size in (1e9, 2.5e7, 1.5e7)]
+    assert seconds == sorted(seconds)
+
+
+def test_schedules_of_the_strategy_are_valid(strategy):
+    from reshard.scheduler.autoparallel.problem import Problem
+
+    problem = Problem(GRAPH, CLUSTER, PROFILE, 8, MIXED_PRECISION)
+    check_schedule(strategy.schedule, problem.pipeline(strategy.stages, strategy.microbatches))
