@@ -7,6 +7,9 @@ simulation and ``Pipe``; only ``modules`` imports torch.
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .choices import Choice, ChoiceRules, Sharding
 from .cluster import Cluster
 from .costs import MIXED_PRECISION, StateBytes
@@ -15,6 +18,13 @@ from .problem import Candidate, Problem
 from .profile import ClassTimes, Profile, Sample
 from .searching import search
 from .strategy import Alternative, EdgeReport, StagePlan, StageReport, Strategy
+
+if TYPE_CHECKING:
+    from .modules.profiling import profile_layers
+    from .modules.tracing import TracedModel, trace_module
+
+#: Public names whose modules import torch. These modules are imported on first use.
+_WITH_TORCH = {"TracedModel": "tracing", "profile_layers": "profiling", "trace_module": "tracing"}
 
 __all__ = [
     "MIXED_PRECISION",
@@ -36,5 +46,14 @@ __all__ = [
     "StateBytes",
     "Strategy",
     "Tensor",
+    "TracedModel",
+    "profile_layers",
     "search",
+    "trace_module",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module 'reshard.scheduler.autoparallel' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.modules.{_WITH_TORCH[name]}"), name)

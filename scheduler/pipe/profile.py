@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -115,15 +116,23 @@ class SavedBytes:
 
 
 @contextlib.contextmanager
-def count_saved_bytes() -> Iterator[SavedBytes]:
-    """Count the bytes of the tensors that autograd saves inside, each storage once, without parameters."""
-    counted, seen = SavedBytes(), set()
+def count_saved_bytes(
+    key: Callable[[Any], int] = lambda storage: storage.data_ptr(), ignored: Iterable[torch.Tensor] = ()
+) -> Iterator[SavedBytes]:
+    """Count the bytes of the tensors that autograd saves inside, each storage once, without parameters.
+
+    Args:
+        key: what tells storages apart; default: their addresses. Storages without data need another one.
+        ignored: tensors whose storages do not count, such as parameters, of which autograd also saves views.
+    """
+    counted, seen = SavedBytes(), {key(torch_compat.inner_tensor(each).untyped_storage()) for each in ignored}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
             storage = torch_compat.inner_tensor(tensor).untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
+            number = key(storage)
+            if number not in seen:
+                seen.add(number)
                 counted.nbytes += storage.nbytes()
         return tensor
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
+import pytest
 import torch
 
 import reshard.scheduler as rs
-from reshard.scheduler.autoparallel import (
-    Cluster,
-    LayerGraph,
-    Profile,
-    Strategy,
-    search,
-)
+from reshard.errors import ArgumentError
+from reshard.scheduler import format_schedule
+from reshard.scheduler.autoparallel import Choice, Cluster, LayerGraph, Profile, StagePlan, Strategy, search
 from reshard.scheduler.training.models import make_model
 from reshard.scheduler.training.presets import GPTConfig
 from reshard.topology import Topology
@@ -66,3 +64,42 @@ def test_a_strategy_trains_as_one_process():
     assert strategy.num_ranks == 3
     assert len(strategy.stages) > 1
     check_trains(strategy)
+
+
+def made_by_hand(stages):
+    """A strategy of these stages under 1F1B with four microbatches."""
+    plain = find_strategy((0,) * stages[-1].end_rank, {"microbatches": 4})
+    names = [name for stage in plain.layer_names for name in stage]
+    num = len(stages)
+    schedule = format_schedule(rs.one_f_one_b(rs.Pipeline.of_costs([1] * num, [1] * num, [0] * (num - 1)), 4))
+    layer_names = tuple(tuple(names[stage.first_layer : stage.end_layer]) for stage in stages)
+    return replace(plain, stages=stages, layer_names=layer_names, schedule_text=schedule, microbatches=4)
+
+
+PLAIN, AGAIN = Choice(), Choice(recompute=True)
+SHARDED, SHARDED_AGAIN = Choice(zero=3), Choice(zero=3, recompute=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (StagePlan(0, 6, 0, 2, (SHARDED,) * 6),),
+        (StagePlan(0, 2, 0, 1, (PLAIN, AGAIN)), StagePlan(2, 6, 1, 3, (SHARDED_AGAIN,) * 2 + (SHARDED,) * 2)),
+        (StagePlan(0, 3, 0, 2, (Choice(2),) * 3), StagePlan(3, 6, 2, 3, (AGAIN,) * 3)),
+        (StagePlan(0, 3, 0, 4, (Choice(2, 3), Choice(2, 3, True), Choice(2, 3))), StagePlan(3, 6, 4, 6, (PLAIN,) * 3)),
+    ],
+    ids=["zero 3", "uneven, mixed", "tensor parallel, recompute", "both and zero 3"],
+)
+def test_every_choice_trains_as_one_process(stages):
+    check_trains(made_by_hand(stages))
+
+
+def test_pipe_refuses_what_it_cannot_run():
+    strategy = find_strategy((0, 0), {"microbatches": 2})
+    with pytest.raises(ArgumentError, match="cuts and placements of its own"):
+        rs.Pipe(make_gpt(), ["blocks.1"], strategy=strategy)
+    stage = StagePlan(0, 6, 0, 2, (Choice(zero=3), *(Choice(),) * 5))
+    mixed = replace(strategy, stages=(stage,), layer_names=(tuple("abcdef"),))
+    with pytest.raises(ArgumentError, match="stage 0 mixes 2 ways to share layers"):
+        rs.Pipe(make_gpt(), strategy=mixed)

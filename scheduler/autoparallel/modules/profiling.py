@@ -1,0 +1,143 @@
+"""Measure the layers of a model, one of each class."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from reshard.errors import ArgumentError
+
+from ...pipe.partition.blocks import BlockStage
+from ...pipe.profile import count_saved_bytes
+from ..profile import ClassTimes, Profile, Sample
+from .tracing import TracedModel, layer_inputs, run_layer
+
+#: Rows that are measured, unless others are given.
+ROWS = (1, 2, 4)
+#: A size is not measured if the one before took longer than this.
+MOST_SECONDS = 5.0
+
+
+def profile_layers(
+    traced: TracedModel,
+    device: str = "cpu",
+    *,
+    rows: Sequence[int] = ROWS,
+    repeats: int = 5,
+    message_seconds: float = 0.0,
+    slowdown: float = 1.0,
+) -> Profile:
+    """Measure one layer of each class: forward, input gradients alone, and a whole backward.
+
+    A size that does not fit the device is recorded, and larger ones are left out; the other classes go on. The model
+    keeps its values; of a model on the meta device, layers are measured with empty ones.
+
+    Args:
+        traced: the model, from :func:`trace_module`.
+        device: what to measure on.
+        rows: numbers of rows of one forward. repeats: measurements, of which the median counts.
+        message_seconds, slowdown: see :class:`Profile`; what a message takes beside its bytes cannot be measured by one
+            process.
+
+    Raises:
+        ArgumentError: no size of some class fits, or an argument is out of range.
+    """
+    if repeats < 1 or not rows or min(rows) < 1:
+        raise ArgumentError(f"rows are {list(rows)} and repeats {repeats}; both need positive integers")
+    stages = traced.pipe.cut(traced.outline.names).build(traced.pipe.model)
+    classes: dict[str, Mapping[int, ClassTimes]] = {}
+    for number, (layer, module) in enumerate(zip(traced.graph.layers, stages, strict=True)):
+        if layer.key in classes:
+            continue
+        if isinstance(module, BlockStage):
+            module.outputs = tuple(value.name for value in traced.stage_graph.values if value.writer == number)
+        classes[layer.key] = {1: _measure_class(traced, number, module, device, sorted(rows), repeats)}
+    software = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    return Profile(
+        traced.graph.key,
+        torch.device(device).type,
+        traced.graph.dtype,
+        classes,
+        message_seconds=message_seconds,
+        slowdown=slowdown,
+        software=software,
+    )
+
+
+def _measure_class(
+    traced: TracedModel, number: int, module: Any, device: str, rows: Sequence[int], repeats: int
+) -> ClassTimes:
+    values = [(each, each.grad) for each in module.parameters()]
+    if any(each.is_meta for each, _ in values):
+        module = module.to_empty(device=device)
+    else:
+        module = module.to(device)
+    samples: list[Sample] = []
+    failed: list[int] = []
+    for size in rows:
+        if failed or (samples and samples[-1].forward_seconds + samples[-1].backward_seconds > MOST_SECONDS):
+            failed.append(size)
+            continue
+        try:
+            make_inputs = functools.partial(layer_inputs, traced.outline, traced.stage_graph, number, size, device)
+            samples.append(measure_layer(module, make_inputs, size, repeats, device))
+        except (MemoryError, torch.OutOfMemoryError):
+            failed.append(size)
+        except RuntimeError as error:
+            if "memory" not in str(error):
+                raise
+            failed.append(size)
+    for parameter, gradient in values:
+        parameter.grad = gradient
+    return ClassTimes(tuple(samples), tuple(failed))
+
+
+def measure_layer(
+    module: Any, make_inputs: Callable[[], dict[str, Any]], rows: int, repeats: int, device: str
+) -> Sample:
+    """Medians of the seconds of a layer.
+
+    The weight-gradient pass is what a whole backward takes beyond one of input gradients alone.
+    """
+    times: dict[str, list[float]] = {"forward": [], "input": [], "whole": []}
+    saved = 0
+    for turn in range(repeats + 1):
+        for kind in ("input", "whole"):
+            inputs = make_inputs()
+            wanted = [each for each in inputs.values() if isinstance(each, torch.Tensor) and each.requires_grad]
+            _wait(device)
+            start = time.perf_counter()
+            if turn == 0:
+                with count_saved_bytes(ignored=module.parameters()) as counted:
+                    outputs = run_layer(module, inputs)
+                saved = counted.nbytes
+            else:
+                outputs = run_layer(module, inputs)
+            _wait(device)
+            middle = time.perf_counter()
+            gradients = [torch.ones_like(each) for each in outputs]
+            if kind == "whole" and outputs:
+                torch.autograd.backward(outputs, gradients)
+            elif wanted and outputs:
+                torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+            _wait(device)
+            if turn:  # the first turn warms up
+                times["forward"].append(middle - start)
+                times[kind].append(time.perf_counter() - middle)
+    median = {kind: statistics.median(values) for kind, values in times.items()}
+    whole = median["whole"]
+    given = min(median["input"], whole)
+    both = sorted(f + b for f, b in zip(times["forward"][1::2], times["whole"], strict=True))
+    spread = (both[(3 * len(both)) // 4] - both[len(both) // 4]) / statistics.median(both) if both[0] else 0.0
+    return Sample(rows, median["forward"], given, whole - given, whole, float(saved), spread)
+
+
+def _wait(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,248 @@
+"""Layers of a torch model, found with the means that cut it into stages."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError
+
+from ...pipe.partition.batches import BatchOutline, name_batch, outline_batch
+from ...pipe.partition.blocks import Block, BlockStage
+from ...pipe.partition.stage_graph import Skeleton, StageGraph
+from ...pipe.pipe import Pipe
+from ...pipe.placement import Placement
+from ...pipe.profile import count_saved_bytes
+from ...pipe.tensor_parallel import find_plan
+from ...runtime import torch_compat
+from ..graph import Layer, LayerGraph, Tensor
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Operations of attention: two products for each pair of positions."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[-2] * (width + value[-1])
+
+
+#: Operations that torch's counter does not know.
+_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A torch model as layers.
+
+    Attributes:
+        graph: the layers and the tensors between them.
+        pipe: the model cut before every layer. outline: of a batch. stage_graph: what the layers exchange.
+    """
+
+    graph: LayerGraph
+    pipe: Pipe
+    outline: BatchOutline
+    stage_graph: StageGraph
+
+
+def trace_module(
+    model: torch.nn.Module,
+    example: Any,
+    cuts: str | Sequence[str] = (),
+    *,
+    loss: Callable[..., Any] | None = None,
+    blocks: Callable[[Any], Sequence[Block]] | None = None,
+    tp_plan: Mapping[str, Any] | None = None,
+    max_tp: int = 1,
+    name: str | None = None,
+) -> TracedModel:
+    """Divide a model into layers.
+
+    A model whose forward can be cut nowhere else is one layer: pass no ``cuts``.
+
+    Args:
+        model: the whole model, with or without values; it is not changed.
+        example: a batch, as for :meth:`reshard.scheduler.Pipe.compile`.
+        cuts: paths of the modules that begin the second and each further layer, in the order of the forward. ``*``
+            stands for any part of a name: ``"layers.*"``.
+        loss, blocks, tp_plan: as for :class:`reshard.scheduler.Pipe`.
+        max_tp: largest tensor-parallel degree that the plan allows, for example the number of heads.
+        name: of the graph; default: the class of the model.
+
+    Raises:
+        ArgumentError: no module has such a path, or the model cannot be cut there. The text names the module.
+    """
+    paths = _find_paths(model, [cuts] if isinstance(cuts, str) else list(cuts))
+    pipe = Pipe(model, paths, stages=[Placement()] * (len(paths) + 1), loss=loss, blocks=blocks)
+    outline = outline_batch(name_batch(example, pipe.input_names))
+    skeleton = Skeleton(model, pipe.cut(outline.names))
+    stage_graph = skeleton.find(outline)
+    tensors = tuple(
+        Tensor(
+            value.name,
+            _row_first(value.shape, value.row_dim),
+            value.dtype,
+            value.writer,
+            value.readers,
+            value.has_gradient,
+        )
+        for value in stage_graph.values
+    )
+    stages = pipe.cut(outline.names).build(model)
+    if any(isinstance(stage, BlockStage) for stage in stages):
+        for number, stage in enumerate(stages):
+            stage.outputs = tuple(value.name for value in stage_graph.values if value.writer == number)
+    plan = find_plan(Placement(tp=2, tp_plan=tp_plan), model, None, 0) if max_tp > 1 else {}
+    layers = []
+    for number, (stage, path) in enumerate(zip(stages, ["", *paths], strict=True)):
+        received = [tensor for tensor in tensors if number in tensor.readers]
+        flops, saved = _measure_work(stage, outline, stage_graph, number)
+        layers.append(_make_layer(path, stage, received, outline, stage_graph, number, flops, saved, plan, max_tp))
+    dtype = next((dtype_name(p.dtype) for p in model.parameters()), "float32")
+    graph = LayerGraph(tuple(layers), tensors, dtype, name or type(model).__name__)
+    return TracedModel(graph, pipe, outline, stage_graph)
+
+
+def _find_paths(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The module paths that the patterns name, in the order of the model, without the first module of a model."""
+    names = [name for name, _ in model.named_modules() if name]
+    found: list[str] = []
+    for pattern in patterns:
+        parts = pattern.count(".")
+        matches = [name for name in names if fnmatch.fnmatchcase(name, pattern) and name.count(".") == parts]
+        if not matches:
+            more = ", ..." if len(names) > 12 else ""
+            raise ArgumentError(
+                f"{type(model).__name__} has no module {pattern!r}; it has {', '.join(names[:12])}{more}"
+            )
+        found += [each for each in matches if each not in found]
+    return found
+
+
+def _row_first(shape: tuple[int, ...], row_dim: int | None) -> tuple[int, ...]:
+    """The shape of one row with its rows in the first dim. A tensor without rows counts for each of them."""
+    if row_dim is None:
+        return (1, *shape)
+    return (shape[row_dim], *shape[:row_dim], *shape[row_dim + 1 :])
+
+
+def layer_inputs(outline: BatchOutline, graph: StageGraph, number: int, rows: int, device: str) -> dict[str, Any]:
+    """Values that a layer reads for ``rows`` rows: zeros for integers, small numbers otherwise."""
+    made: dict[str, Any] = {}
+    for entry in outline.entries:
+        if entry.name in graph.inputs[number]:
+            shape = (rows, *entry.shape) if entry.is_divided else entry.shape
+            made[entry.name] = _fill(shape, getattr(torch, entry.dtype), device) if entry.dtype else entry.value
+    for value in graph.values:
+        if number in value.readers:
+            tensor = _fill(value.shape_for(rows), getattr(torch, value.dtype), device)
+            made[value.name] = tensor.requires_grad_(value.has_gradient)
+    return made
+
+
+def _fill(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return torch.full(tuple(shape), 0.01, dtype=dtype, device=device)
+    return torch.zeros(tuple(shape), dtype=dtype, device=device)
+
+
+def run_layer(module: Any, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Run a layer's forward. Returns its outputs that have a gradient."""
+    output = module(**{name: value for name, value in inputs.items() if name in _parameters(module, inputs)})
+    values: list[Any] = []
+    if isinstance(output, Mapping):
+        values = list(output.values())
+    else:
+        values = [output.loss, *(output.tensors or {}).values()]
+    return [each for each in values if isinstance(each, torch.Tensor) and each.requires_grad]
+
+
+def _parameters(module: Any, inputs: Mapping[str, Any]) -> set[str]:
+    if isinstance(module, BlockStage):
+        return set(inputs)
+    return {node.target for node in module.graph.nodes if node.op == "placeholder"}
+
+
+def _measure_work(module: Any, outline: BatchOutline, graph: StageGraph, number: int) -> tuple[float, float]:
+    """Operations and saved bytes of the forward of one row, counted on tensors without data."""
+    flops, saved = [], []
+    with torch_compat.fake_mode():
+        memo: dict[int, Any] = {}
+        for tensor in [*module.parameters(), *module.buffers()]:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            memo[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        fake = copy.deepcopy(module, memo)
+        for rows in (1, 2):
+            inputs = layer_inputs(outline, graph, number, rows, "cpu")
+            with (
+                FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter,
+                count_saved_bytes(lambda each: each._cdata) as counted,
+            ):
+                run_layer(fake, inputs)
+            flops.append(float(counter.get_total_flops()))
+            saved.append(float(counted.nbytes))
+    return max(0.0, flops[1] - flops[0]), max(0.0, saved[1] - saved[0])
+
+
+def _make_layer(
+    path: str,
+    module: Any,
+    received: Sequence[Tensor],
+    outline: BatchOutline,
+    graph: StageGraph,
+    number: int,
+    flops: float,
+    saved: float,
+    plan: Mapping[str, Any],
+    max_tp: int,
+) -> Layer:
+    params = {id(each): each for each in module.parameters()}
+    divided, sums = 0, 0
+    for name, inner in module.named_modules():
+        style = next((style for pattern, style in plan.items() if fnmatch.fnmatch(name, pattern)), None)
+        if style is not None:
+            divided += sum(each.numel() for each in inner.parameters(recurse=False))
+            sums += type(style).__name__ == "RowwiseParallel"
+    inputs = float(sum(tensor.row_bytes for tensor in received))
+    inside = dict(module.named_modules()).get(path) if path else None
+    owned = set() if inside is None else {id(each) for each in inside.parameters()}
+    is_whole = bool(owned) and owned == set(params)
+    layer = Layer(
+        path or "first",
+        "",
+        flops,
+        sum(each.numel() for each in params.values()),
+        saved,
+        min(inputs, saved) if is_whole else saved,  # what is not in the module of the layer cannot be recomputed
+    )
+    if sums:
+        total = layer.num_params
+        share = divided / total if total else 0.0
+        layer = replace(
+            layer, tp_limit=max_tp, tp_params=min(divided, total), tp_saved_bytes=saved * share * 0.75, tp_sums=sums,
+            tp_sum_bytes=inputs,
+        )  # fmt: skip
+    return replace(layer, key=_class_key(module, layer, received, outline, graph, number))
+
+
+def _class_key(
+    module: Any, layer: Layer, received: Sequence[Tensor], outline: BatchOutline, graph: StageGraph, number: int
+) -> str:
+    """A name of the layer's class: shapes, operations and dtypes, whatever the names of its parts."""
+    kinds = [(type(each).__name__, each.extra_repr()) for each in module.modules()]
+    shapes = [(tuple(each.shape), str(each.dtype)) for each in module.parameters()]
+    inputs = sorted((tensor.shape, tensor.dtype) for tensor in received)
+    batch = [(e.dtype, e.shape) for e in outline.entries if e.name in graph.inputs[number]]
+    written = [(v.shape, v.dtype) for v in graph.values if v.writer == number]
+    traced = module.graph.nodes if hasattr(module, "graph") else ()
+    nodes = [getattr(node.target, "__name__", "") for node in traced if node.op == "call_function"]
+    text = repr((kinds[1:], shapes, inputs, batch, written, nodes, layer.forward_flops, layer.saved_bytes))
+    kind = "layer" if not layer.name else type(dict(module.named_modules()).get(layer.name, module)).__name__
+    return f"{kind} {hashlib.sha256(text.encode()).hexdigest()[:10]}"

@@ -1,0 +1,94 @@
+"""Layers of torch models, and their measured times."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from reshard.errors import ArgumentError
+from reshard.scheduler.autoparallel import Cluster, Profile, profile_layers, search, trace_module
+from reshard.scheduler.autoparallel.modules import profiling
+from reshard.scheduler.training.models import make_model
+from reshard.scheduler.training.presets import GPTConfig
+from reshard.topology import Topology
+
+CONFIG = GPTConfig(3, 2, 8, sequence=8, vocabulary=32, is_tied=False)
+EXAMPLE = {name: torch.zeros(4, 8, dtype=torch.long) for name in ("tokens", "targets")}
+
+
+@pytest.fixture(scope="module")
+def traced():
+    return trace_module(make_model(CONFIG), EXAMPLE, ["blocks.*", "norm"], max_tp=2)
+
+
+def test_equal_blocks_are_one_class(traced):
+    layers = traced.graph.layers
+    assert [layer.name for layer in layers] == ["first", "blocks.0", "blocks.1", "blocks.2", "norm"]
+    assert len({layer.key for layer in layers}) == 3
+    assert traced.graph.is_chain
+    assert {tensor.shape for tensor in traced.graph.tensors} == {(1, 8, 16)}
+    assert sum(layer.num_params for layer in layers) == CONFIG.num_parameters
+
+
+def test_work_is_that_of_the_products(traced):
+    block, head = traced.graph.layers[1], traced.graph.layers[-1]
+    # four projections and two of four times the width for 8 tokens; attention adds two products of 8 x 8 tokens
+    assert block.forward_flops == 8 * 2 * 12 * 16 * 16 + 2 * (2 * 8 * 8 * 16)
+    assert head.forward_flops == 8 * 2 * 16 * 32
+    assert (block.tp_limit, block.tp_sums, head.tp_limit) == (2, 2, 1)
+    assert block.input_bytes == 8 * 16 * 4
+    assert block.input_bytes < block.saved_bytes
+    assert head.input_bytes == head.saved_bytes  # its loss is outside the module, so it is not recomputed
+
+
+def test_skips_are_tensors_with_several_readers():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            y = self.a(x)
+            return (self.c(self.b(y)) + y).square().mean()
+
+    graph = trace_module(Net(), torch.zeros(2, 4), ["b", "c"]).graph
+    assert {tensor.name: tensor.readers for tensor in graph.tensors} == {"a": (1, 2), "b": (2,)}
+    assert not graph.is_chain
+    whole = trace_module(Net(), torch.zeros(2, 4)).graph
+    assert (len(whole.layers), whole.tensors) == (1, ())
+    with pytest.raises(ArgumentError, match="Net has no module 'd'"):
+        trace_module(Net(), torch.zeros(2, 4), ["d"])
+
+
+def test_a_profile_is_of_one_model(traced):
+    profile = profile_layers(traced, rows=(1, 2), repeats=1)
+    assert profile.device == "cpu"
+    assert not profile.is_guess
+    assert Profile.from_json(profile.to_json()) == profile
+    for times in profile.classes.values():
+        assert [sample.rows for sample in times[1].samples] == [1, 2]
+    block = profile.classes[traced.graph.layers[1].key][1].samples
+    assert block[1].saved_bytes == 2 * block[0].saved_bytes > 0  # of the microbatch alone, without parameters
+    strategy = search(traced.graph, Cluster(Topology.uniform((0, 0), 1e9), 1e9), profile, rows=4)
+    assert not strategy.is_guess
+    other = trace_module(make_model(GPTConfig(3, 2, 4, sequence=8, vocabulary=32)), EXAMPLE, ["blocks.*"])
+    with pytest.raises(ArgumentError, match="another model"):
+        profile.check(other.graph)
+
+
+def test_a_size_that_does_not_fit_is_recorded(traced, monkeypatch):
+    real = profiling.run_layer
+
+    def run(module, inputs):
+        if next(iter(inputs.values())).shape[0] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(module, inputs)
+
+    monkeypatch.setattr(profiling, "run_layer", run)
+    profile = profile_layers(traced, rows=(1, 2, 4, 8), repeats=1)
+    for times in profile.classes.values():
+        assert [sample.rows for sample in times[1].samples] == [1, 2]
+        assert times[1].failed == (4, 8)
+    with pytest.raises(ArgumentError, match=r"\[4, 8\] rows did not fit"):
+        profile_layers(traced, rows=(4, 8), repeats=1)
