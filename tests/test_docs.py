@@ -62,6 +62,7 @@ PUBLIC = (
     "reshard.parallel",
     "reshard.ray",
     "reshard.scheduler",
+    "reshard.scheduler.autoparallel",
     "reshard.testing",
 )
 

@@ -15,7 +15,7 @@ import torch
 
 from reshard.cli.progress import print_line, track
 from reshard.codecs import BLOCK_CODECS, BlockCodec, parse_codec
-from tests.reference import block_codecs as reference
+from tests.reference.codecs import block_codecs as reference
 
 #: Values of the timed arrays: 8 MiB of fp32, so that the caches of one core do not hold them.
 NUM_VALUES = 2**21

@@ -8,7 +8,7 @@ import torch
 
 from reshard.codecs import BLOCK_CODECS, BlockCodec, parse_codec
 from reshard.errors import ArgumentError
-from tests.reference import block_codecs as reference
+from tests.reference.codecs import block_codecs as reference
 
 KINDS = ("int8", "int6", "int4", "fp8", "int4-bf16")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -7,7 +7,7 @@ import pytest
 
 from reshard.codecs.delta import HEADER_BYTES, apply_delta, encode_delta
 from reshard.errors import ArgumentError
-from tests.reference import delta as reference
+from tests.reference.codecs import delta as reference
 
 
 def _pair(dtype, share, size=4000, seed=0):

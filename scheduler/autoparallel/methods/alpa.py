@@ -17,9 +17,10 @@ SAME = 1e-6
 
 
 def alpa(problem: Problem) -> tuple[Candidate, ...]:
-    """The best stages for each number of microbatches if edges and sums of gradients took no time, best first.
+    """The best stages for each number of microbatches if edges took no time, best first.
 
-    A stage with s - 1 stages behind it keeps s microbatches in flight, as 1F1B does.
+    The time of a stage has its part of the gradient sum. A stage with s - 1 stages behind it keeps s microbatches in
+    flight, as 1F1B does.
 
     Source: Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning" (2022),
     with the times of stages from the profile in place of those of its intra-operator search.
@@ -74,7 +75,8 @@ def _fastest(tables: Tables, in_flight: int) -> tuple[np.ndarray, np.ndarray]:
     for o, c in enumerate(tables.option_class):
         needed = tables.fixed[o] + held * tables.activation[o]
         for at in np.flatnonzero(tables.allowed[o]):
-            time = np.where((needed <= tables.memory[c, at]) & upper, tables.forward[o] + tables.backward[o], np.inf)
+            whole = tables.forward[o] + tables.backward[o] + tables.sync[o] / tables.microbatches
+            time = np.where((needed <= tables.memory[c, at]) & upper, whole, np.inf)
             is_faster = time < seconds[c, at]
             seconds[c, at] = np.where(is_faster, time, seconds[c, at])
             option[c, at] = np.where(is_faster, o, option[c, at])

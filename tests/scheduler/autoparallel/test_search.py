@@ -156,3 +156,22 @@ def test_schedules_of_the_strategy_are_valid(strategy):
 
     problem = Problem(GRAPH, CLUSTER, PROFILE, 8, MIXED_PRECISION)
     check_schedule(strategy.schedule, problem.pipeline(strategy.stages, strategy.microbatches))
+
+
+def test_the_command_prints_and_writes_a_strategy(tmp_path, capsys):
+    from reshard.cli.main import main
+
+    (tmp_path / "graph.json").write_text(GRAPH.to_json())
+    rest = ["--topology", "tcp", "--devices", "4", "--memory", "1GB", "--rows", "8"]
+    written = tmp_path / "strategy.json"
+    status = main(["search", str(tmp_path / "graph.json"), *rest, "--flops", "1e12", "--output", str(written)])
+    assert status == 0
+    assert capsys.readouterr().out.strip() == Strategy.read(written).explain()
+    for arguments, text in (
+        ([str(tmp_path / "graph.json"), *rest], "pass either --profile, a measured one, or --flops"),
+        (["transformer:layers=2", *rest, "--flops", "1e12"], "lacks heads, hidden, sequence"),
+        ([str(tmp_path / "none.json"), *rest, "--flops", "1e12"], "there is no file"),
+        ([str(tmp_path / "graph.json"), *rest, "--flops", "1e12", "--keep", "tp"], "must be NAME=NUMBER"),
+    ):
+        assert main(["search", *arguments]) == 2
+        assert text in capsys.readouterr().err

@@ -1,0 +1,163 @@
+"""Compare methods of the strategy search, and time it: ``python -m microbench.planner.strategy_search``.
+
+All seconds are simulated with estimated times of layers. ``clusters`` compares methods on random clusters; ``families``
+on models where edges matter and where they do not; ``speed`` times the recurrence and the whole search.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Sequence
+
+from reshard.scheduler.autoparallel import (
+    MIXED_PRECISION,
+    Cluster,
+    Layer,
+    LayerGraph,
+    Problem,
+    Profile,
+)
+from reshard.scheduler.autoparallel.iteration import evaluate
+from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
+from reshard.scheduler.autoparallel.methods.joint import best_plans
+from reshard.topology import Host, Port, Topology
+
+#: Peak rate of a device, and the rate inside a host, as of an A100.
+FLOPS, INSIDE = 3.12e14, 3e11
+GBIT = 1e9 / 8
+
+
+def make_gpt(layers: int, hidden: int, sequence: int = 1024) -> LayerGraph:
+    """A GPT, whose edges are all alike."""
+    return LayerGraph.transformer(
+        layers=layers, hidden=hidden, heads=hidden // 128, sequence=sequence, vocabulary=50_304, name=f"gpt{hidden}"
+    )
+
+
+def make_backbone(blocks: int, width: int, side: int = 56) -> LayerGraph:
+    """A vision backbone of four steps: each halves the side and doubles the width, so that later edges carry less."""
+    layers: list[Layer] = []
+    shapes: list[tuple[int, ...]] = []
+    for step in range(4):
+        tokens, hidden = (side >> step) ** 2, width << step
+        for _ in range(blocks * (3 if step == 2 else 1)):
+            stream = 2.0 * tokens * hidden
+            sums = {"tp_limit": 8, "tp_params": 12 * hidden**2, "tp_saved_bytes": 12 * stream, "tp_sums": 2}
+            flops = 24.0 * tokens * hidden**2
+            name, key = f"layers.{len(layers)}", f"step {step} {width} {side}"
+            params = 12 * hidden**2 + 13 * hidden
+            layers.append(Layer(name, key, flops, params, 17 * stream, stream, tp_sum_bytes=stream, **sums))
+            shapes.append((1, tokens, hidden))
+    return LayerGraph.chain(layers, shapes[:-1], dtype="bfloat16", name=f"backbone{width}")
+
+
+def make_topology(rates: Sequence[float], devices: int) -> Topology:
+    """Hosts with one NIC each, of these rates in bytes per second."""
+    host_of_rank = tuple(host for host in range(len(rates)) for _ in range(devices))
+    hosts = tuple(Host((Port.of(rate),)) for rate in rates)
+    return Topology(
+        host_of_rank, hosts, inside_bytes_per_second=INSIDE, latency_seconds=1.5e-5, inside_latency_seconds=5e-6
+    )
+
+
+def make_problem(graph: LayerGraph, topology: Topology, rows: int, memory: float = 40e9) -> Problem:
+    """A search with guessed times."""
+    profile = Profile.estimate(graph, flops_per_second=FLOPS)
+    counts = tuple(count for count in (4, 8, 16, 32) if rows % count == 0)
+    return Problem(graph, Cluster(topology, memory), profile, rows, MIXED_PRECISION, microbatches=counts)
+
+
+def compare(problem: Problem) -> dict[str, float]:
+    """Simulated seconds of each method's own choice, of ``joint`` with its best candidate, and of ``auto``."""
+    found: dict[str, float] = {}
+    for name, method in METHODS.items():
+        seconds = []
+        for candidate in method(problem):
+            evaluation = evaluate(problem, candidate)
+            seconds.append(math.inf if evaluation is None or evaluation.short_bytes else evaluation.seconds)
+        found[name] = seconds[0] if seconds else math.inf
+        if name == "joint":
+            found["joint, best of its candidates"] = min(seconds, default=math.inf)
+    candidates = auto(problem)
+    best = decide(problem, candidates, moves=True)[0] if candidates else None
+    found["auto"] = math.inf if best is None or best.short_bytes else best.seconds
+    return found
+
+
+def print_table(title: str, results: Sequence[dict[str, float]]) -> None:
+    """Geometric mean and worst ratio over ``auto``, and how often a method finds nothing that fits."""
+    results = [each for each in results if each["auto"] < math.inf]
+    print(f"{title}: {len(results)} problems; seconds over those of auto")
+    for name in results[0] if results else ():
+        ratios = [each[name] / each["auto"] for each in results if each[name] < math.inf]
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
+        missing = len(results) - len(ratios)
+        worst = max(ratios, default=math.nan)
+        least = min(ratios, default=math.nan)
+        print(f"  {name:32} mean {mean:6.3f}  worst {worst:6.3f}  least {least:6.3f}  nothing fits {missing}")
+
+
+def random_clusters(number: int) -> None:
+    """Models and clusters drawn at random."""
+    results = []
+    for seed in range(number):
+        rng = random.Random(seed)
+        graph = rng.choice([make_gpt(8, 1024), make_gpt(12, 2048), make_backbone(2, 256), make_backbone(2, 384)])
+        rates = [rng.choice([10, 25, 100]) * GBIT for _ in range(rng.choice([2, 3, 4]))]
+        if rng.random() < 0.5:
+            rates = [rates[0]] * len(rates)
+        results.append(compare(make_problem(graph, make_topology(rates, rng.choice([2, 4])), 64)))
+    print_table("random clusters", results)
+
+
+def families() -> None:
+    """One line for each family of models and links."""
+    for title, graph, rates in (
+        ("GPT, fast links", make_gpt(12, 2048), [400 * GBIT] * 4),
+        ("GPT, unequal links", make_gpt(12, 2048), [100 * GBIT, 10 * GBIT, 100 * GBIT, 10 * GBIT]),
+        ("vision backbone, 25 Gbit/s", make_backbone(2, 384), [25 * GBIT] * 4),
+        ("vision backbone, 10 Gbit/s", make_backbone(2, 384), [10 * GBIT] * 4),
+    ):
+        found = compare(make_problem(graph, make_topology(rates, 4), 64))
+        ratios = ", ".join(f"{name} {seconds / found['auto']:.3f}" for name, seconds in found.items())
+        print(f"{title}: auto {found['auto']:.4g} s; over it: {ratios}")
+
+
+def speed() -> None:
+    """Seconds of the recurrence until its first exact plan, and of ``auto``."""
+    for layers, hidden, hosts, counts in ((48, 8192, 8, (16, 32, 64)), (94, 12288, 128, (64, 128, 256))):
+        graph = make_gpt(layers, hidden, 2048)
+        topology = make_topology([400 * GBIT] * hosts, 8)
+        profile = Profile.estimate(graph, flops_per_second=FLOPS)
+        problem = Problem(graph, Cluster(topology, 80e9), profile, 1024, MIXED_PRECISION, microbatches=counts)
+        begun = time.process_time()
+        plan = next(best_plans(problem))
+        took = time.process_time() - begun
+        print(
+            f"{len(graph.layers)} layers on {8 * hosts} devices: {took:.2f} CPU s to the first exact plan, "
+            f"{problem.prices.num_priced} prices; {plan.predicted_seconds:.4g} s, {len(plan.stages)} stages"
+        )
+
+
+def main() -> None:
+    """Run the parts that are named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["families", "speed", "clusters"])
+    parser.add_argument("--clusters", type=int, default=20, help="number of random clusters (default: 20)")
+    options = parser.parse_args()
+    for part in options.parts:
+        if part == "clusters":
+            random_clusters(options.clusters)
+        elif part == "families":
+            families()
+        elif part == "speed":
+            speed()
+        else:
+            parser.error(f"no part {part!r}; choose families, speed and clusters")
+
+
+if __name__ == "__main__":
+    main()

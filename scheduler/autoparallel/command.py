@@ -1,0 +1,130 @@
+"""The ``search`` subcommand of ``reshard``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import ArgumentError
+from reshard.topology import MACHINES, load_preset, read_topology
+
+from .cluster import Cluster
+from .costs import MIXED_PRECISION, StateBytes
+from .graph import LayerGraph
+from .methods.auto import METHODS
+from .profile import Profile
+from .searching import search
+
+HELP = "search for a training strategy: stages, devices, parallelism, schedule and microbatches"
+EXAMPLES = (
+    "reshard search transformer:layers=24,hidden=2048,heads=16,sequence=2048,vocabulary=50257 --topology dgx_a100 "
+    "--devices 16 --memory 80GB --flops 312e12 --rows 256 --mixed",
+    "reshard search graph.json --topology hosts.json --memory 40GB --profile profile.json --rows 64 --output plan.json",
+)
+_UNITS = {
+    "": 1.0,
+    "B": 1.0,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KIB": 2.0**10,
+    "MIB": 2.0**20,
+    "GIB": 2.0**30,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add(
+        "graph",
+        help="JSON of a LayerGraph, or transformer:layers=24,hidden=2048,heads=16,sequence=2048,vocabulary=50257",
+    )
+    add("--topology", required=True, help=f"{', '.join(MACHINES)}, or a JSON or YAML file of hosts")
+    add("--devices", type=int, help="number of devices (default: all of the file)")
+    add("--memory", required=True, help="memory of a device, for example 80GB")
+    add("--rows", type=int, required=True, help="rows of a step")
+    add("--profile", help="JSON of a Profile, as profile_layers() measures it")
+    add("--flops", type=float, help="without a profile, guess times from this peak rate of a device")
+    add("--efficiency", type=float, default=0.5, help="part of the peak that layers reach (default: 0.5)")
+    add("--mixed", action="store_true", help="16-bit parameters with float32 optimizer states (default: float32)")
+    add("--method", choices=["auto", *METHODS], default="auto", help="search method (default: auto)")
+    add("--keep", action="append", default=[], metavar="NAME=VALUE", help="fix microbatches, tp, zero or recompute")
+    add("--output", metavar="FILE", help="write the strategy here")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Search, and print where time and memory go."""
+    graph = _read_graph(options.graph)
+    if (options.profile is None) == (options.flops is None):
+        raise ArgumentError("pass either --profile, a measured one, or --flops, to guess times")
+    profile = (
+        Profile.read(options.profile)
+        if options.profile is not None
+        else Profile.estimate(graph, flops_per_second=options.flops, efficiency=options.efficiency)
+    )
+    if options.topology in MACHINES:
+        if options.devices is None:
+            raise ArgumentError(f"--topology {options.topology} needs --devices")
+        topology = load_preset(options.topology, options.devices)
+    else:
+        topology = read_topology(options.topology)
+    cluster = Cluster(topology, parse_bytes(options.memory), options.devices or 0)
+    strategy = search(
+        graph,
+        cluster,
+        profile,
+        rows=options.rows,
+        keep=dict(map(_parse_keep, options.keep)),
+        method=options.method,
+        states=MIXED_PRECISION if options.mixed else StateBytes(),
+    )
+    print(strategy.explain())
+    if options.output:
+        strategy.save(options.output)
+    return 0
+
+
+def parse_bytes(text: str) -> float:
+    """Bytes from ``"80GB"`` or ``"64 GiB"``.
+
+    Raises:
+        ArgumentError: the unit is unknown.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text, flags=re.IGNORECASE)
+    if found is None or found[2].upper() not in _UNITS:
+        raise ArgumentError(f"--memory {text!r} must be a number of bytes with a unit, such as 80GB")
+    return float(found[1]) * _UNITS[found[2].upper()]
+
+
+def _read_graph(text: str) -> LayerGraph:
+    kind, separator, sizes = text.partition(":")
+    if not separator:
+        path = Path(text)
+        if not path.is_file():
+            raise ArgumentError(f"there is no file {text!r}; pass the JSON of a LayerGraph, or transformer:layers=...")
+        return LayerGraph.from_json(path.read_text())
+    if kind != "transformer":
+        raise ArgumentError(f"no model {kind!r}; write transformer:layers=24,hidden=2048,heads=16,sequence=2048")
+    values: dict[str, Any] = {}
+    for part in sizes.split(","):
+        name, _, value = part.partition("=")
+        if name not in ("layers", "hidden", "heads", "sequence", "vocabulary") or not value.isdecimal():
+            raise ArgumentError(
+                f"{part!r} of {text!r} must be layers, hidden, heads, sequence or vocabulary = a number"
+            )
+        values[name] = int(value)
+    missing = sorted({"layers", "hidden", "heads", "sequence"} - set(values))
+    if missing:
+        raise ArgumentError(f"{text!r} lacks {', '.join(missing)}")
+    return LayerGraph.transformer(**values)
+
+
+def _parse_keep(text: str) -> tuple[str, int]:
+    name, separator, value = text.partition("=")
+    if not separator or not value.isdecimal():
+        raise ArgumentError(f"--keep {text!r} must be NAME=NUMBER, such as tp=8 or recompute=1")
+    return name, int(value)
