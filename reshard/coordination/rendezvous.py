@@ -273,7 +273,7 @@ class Rendezvous:
                 text = f"rank {hub} is gone: its connection to rank {self.group.rank} ended ({error})"
             else:
                 text = f"rank {self.group.rank} lost its connection to rank {hub}: {error}"
-            return explain_loss(lambda: self._check_absent(hub, fault_tolerant=False), text)
+            return explain_loss(lambda: self._check_absent(hub, fault_tolerant=False), text, self.links.find_reason())
         except DeadlineError:
             # Without the store no other member can be found either.
             if fault_tolerant and self.links.spoke is None and not self._store.responds():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from reshard.coordination.liveness.call_sequence import (
     CallLeftError,
@@ -65,8 +65,11 @@ def check_rank_status(
         raise CallLeftError((name, name_rank(rank, text)), members)
 
 
-def explain_loss(check_status: Callable[[], None], text: str) -> Decision:
-    """Why a connection ended: the error that ``check_status`` raises from the peer's status, or ``text`` if none."""
+def explain_loss(check_status: Callable[[], None], text: str, reason: Sequence[str] | None) -> Decision:
+    """Why a connection ended: the error that ``check_status`` raises from the peer's status, which may be lost.
+
+    Otherwise, ``reason``: class and text of the error that the peer gave when it said goodbye; or else ``text``.
+    """
     try:
         check_status()
     except RoundEndedError as ended:
@@ -75,7 +78,7 @@ def explain_loss(check_status: Callable[[], None], text: str) -> Decision:
         return Decision(error=describe_error(known))
     except RuntimeError:  # the store is lost too
         pass
-    return Decision(error=(RemoteError.__name__, text))
+    return Decision(error=(RemoteError.__name__, text) if reason is None else (reason[0], reason[1]))
 
 
 def explain_lost_store(group: Group, error: BaseException) -> ReshardError:
