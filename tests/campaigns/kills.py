@@ -1,0 +1,112 @@
+"""Kill ranks that train: ``python -m tests.campaigns.kills --runs 20``. Every survivor must name the rank that is gone.
+
+Four ranks train a model over two stages with two replicas each, under plain ``env://``. One of them is killed at a
+random moment; every fourth time it is rank 0, which serves the store. Each survivor must raise an error of this package
+that names the rank, within five seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+import reshard.scheduler as rs
+from reshard.cli.progress import print_line, track
+from reshard.errors import ReshardError
+from reshard.testing.processes import LaunchError, run_processes
+from tests.scheduler.pipe.test_pipe import make_batch, make_chain
+from tests.support.interpreters import find_free_port
+
+LIMIT_SECONDS = 5.0
+NUM_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One run: how replicas are wrapped, who dies, and how long after the third step."""
+
+    wrap: str
+    victim: int
+    delay_seconds: float
+
+    def __str__(self) -> str:
+        return f"rank {self.victim} under {self.wrap}, killed {self.delay_seconds:.3f} s after step 3"
+
+
+def train_until_killed(rank: int, _: int, port: int, kill: Kill, folder: Path) -> tuple[str, float]:
+    """Train on one rank. Returns the text of the error of a survivor, and its delay."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"WORLD_SIZE": str(NUM_RANKS), "RANK": str(rank)}
+    dist.init_process_group("gloo")  # rank 0 serves the store
+    placement = rs.Placement(dp=2, wrap=getattr(rs, kill.wrap))
+    pipe = rs.Pipe(make_chain(), ["layers.2"], stages=[placement, placement])
+    engine = pipe.compile(make_batch(0), 4, schedule=rs.one_f_one_b)
+
+    def die() -> None:
+        time.sleep(kill.delay_seconds)
+        (folder / "killed").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    number = 0
+    try:
+        while True:
+            engine.step(make_batch(number))
+            engine.clip_grad_norm_(1.0)
+            number += 1
+            if number == 3 and rank == kill.victim:
+                threading.Thread(target=die, daemon=True).start()
+    except ReshardError as error:
+        return str(error), time.monotonic() - float((folder / "killed").read_text())
+
+
+def play(kill: Kill) -> tuple[list[str], float]:
+    """Run a kill. Returns descriptions of all violations, and the longest delay of an error."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = find_free_port(), kill, Path(folder)
+        try:
+            run_processes(train_until_killed, NUM_RANKS, *arguments, grace_seconds=30, init_group=False)
+        except LaunchError as error:
+            failures, results = error.failures, error.results
+        else:
+            return ["no rank died"], 0.0
+    wrong = [f"rank {each.rank}: {each.text}" for each in failures if each.rank != kill.victim]
+    for rank, (text, seconds) in results.items():
+        if f"rank {kill.victim} is gone" not in text:
+            wrong.append(f"rank {rank} does not name rank {kill.victim}: {text}")
+        if seconds > LIMIT_SECONDS:
+            wrong.append(f"rank {rank} raised after {seconds:.1f} s, more than {LIMIT_SECONDS:g} s: {text}")
+    return wrong, max((seconds for _, seconds in results.values()), default=0.0)
+
+
+def main() -> int:
+    """Print the number of runs as required; returns 1 if one was not."""
+    parser = argparse.ArgumentParser(prog="python -m tests.campaigns.kills", description=__doc__)
+    parser.add_argument("--runs", type=int, default=20, help="runs with each wrapper (20)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments (0)")
+    options = parser.parse_args()
+    num_wrong = 0
+    for wrap in ("ddp", "fsdp"):
+        good, slowest, chance = 0, 0.0, random.Random(options.seed)
+        for number in track(range(options.runs), f"runs under {wrap}"):
+            kill = Kill(wrap, number % NUM_RANKS, chance.uniform(0.0, 0.5))
+            wrong, seconds = play(kill)
+            good, slowest = good + (not wrong), max(slowest, seconds)
+            if wrong:
+                print_line("\n    ".join([str(kill), *wrong]), sys.stderr)
+        print(f"{wrap}: {good} of {options.runs} as required, slowest error after {slowest:.2f} s", flush=True)
+        num_wrong += options.runs - good
+    return 1 if num_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
