@@ -103,7 +103,7 @@ def best_stages(
     memory: Any,
     received: Any,
     sent: Any,
-    crossing: Any,
+    cut_bytes: Any,
     factor: Any,
     priced_at: Any,
     priced_forward: Any,

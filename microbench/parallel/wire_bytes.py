@@ -1,6 +1,6 @@
 """Bytes that each rank receives on the wire, against the formulas: ``python -m microbench.parallel.wire_bytes``.
 
-Each rank has a network namespace of its own, whose counters see all that it receives: payload, headers, and the
+Each rank has a separate network namespace, whose counters see all that it receives: payload, headers, and the
 acknowledgements of what it sends. Two runs with different numbers of steps are subtracted, so that connecting does not
 count.
 """

@@ -51,7 +51,7 @@ struct Search {
     const int64_t *option_class, *next_at;
     const uint8_t *allowed;
     const double *forward, *backward, *activation, *fixed, *sync, *port_in, *port_out, *memory, *received, *sent;
-    const double *crossing, *factor;
+    const double *cut_bytes, *factor;
     int64_t microbatches;
     double pace;
     std::unordered_map<int64_t, std::pair<double, double>> prices;
@@ -75,7 +75,7 @@ struct Search {
             if (found != prices.end())
                 return found->second;
         }
-        const double seconds = crossing[is_chain ? cut : edge] * factor[(c * num_ends + at) * num_classes + d];
+        const double seconds = cut_bytes[is_chain ? cut : edge] * factor[(c * num_ends + at) * num_classes + d];
         return {seconds, seconds};
     }
 
@@ -179,7 +179,7 @@ std::tuple<double, double, Stages> best_stages(
     int64_t num_layers, bool is_chain, Array<int64_t, 1> option_class, Array<double, 3> forward,
     Array<double, 3> backward, Array<double, 3> activation, Array<double, 3> fixed, Array<double, 3> sync,
     Array<uint8_t, 2> allowed, Array<int64_t, 2> next_at, Array<double, 2> port_in, Array<double, 2> port_out,
-    Array<double, 2> memory, Array<double, 2> received, Array<double, 2> sent, Array<double, 3> crossing,
+    Array<double, 2> memory, Array<double, 2> received, Array<double, 2> sent, Array<double, 3> cut_bytes,
     Array<double, 3> factor, Array<int64_t, 1> priced_at, Array<double, 1> priced_forward,
     Array<double, 1> priced_backward, int64_t microbatches, double pace) {
     Search search;
@@ -200,7 +200,7 @@ std::tuple<double, double, Stages> best_stages(
     for (const auto *table : {&port_in, &port_out, &memory})
         fits = fits && is_shape(*table, {num_classes, num_ends});
     fits = fits && is_shape(allowed, {num_options, num_ends}) && is_shape(received, {size, size}) &&
-           is_shape(sent, {size, size}) && is_shape(crossing, {sides, size, sides}) &&
+           is_shape(sent, {size, size}) && is_shape(cut_bytes, {sides, size, sides}) &&
            is_shape(factor, {num_classes, num_ends, num_classes});
     if (!fits)
         throw std::invalid_argument("best_stages: sizes of the arrays do not fit each other");
@@ -219,7 +219,7 @@ std::tuple<double, double, Stages> best_stages(
     search.forward = forward.data(), search.backward = backward.data(), search.activation = activation.data();
     search.fixed = fixed.data(), search.sync = sync.data(), search.port_in = port_in.data();
     search.port_out = port_out.data(), search.memory = memory.data(), search.received = received.data();
-    search.sent = sent.data(), search.crossing = crossing.data(), search.factor = factor.data();
+    search.sent = sent.data(), search.cut_bytes = cut_bytes.data(), search.factor = factor.data();
     search.microbatches = microbatches, search.pace = pace;
     for (size_t i = 0; i < priced_at.shape(0); ++i)
         search.prices[priced_at.data()[i]] = {priced_forward.data()[i], priced_backward.data()[i]};
@@ -252,7 +252,7 @@ void bind_pace(nb::module_ &m) {
     m.def("best_stages", &best_stages, nb::arg("num_layers"), nb::arg("is_chain"), nb::arg("option_class"),
           nb::arg("forward"), nb::arg("backward"), nb::arg("activation"), nb::arg("fixed"), nb::arg("sync"),
           nb::arg("allowed"), nb::arg("next_at"), nb::arg("port_in"), nb::arg("port_out"), nb::arg("memory"),
-          nb::arg("received"), nb::arg("sent"), nb::arg("crossing"), nb::arg("factor"), nb::arg("priced_at"),
+          nb::arg("received"), nb::arg("sent"), nb::arg("cut_bytes"), nb::arg("factor"), nb::arg("priced_at"),
           nb::arg("priced_forward"), nb::arg("priced_backward"), nb::arg("microbatches"), nb::arg("pace"),
           "The best stages for one pace, as (round trip, excess of gradient sums, [(first, end, devices left, option)]).");
 }

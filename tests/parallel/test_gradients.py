@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from reshard.errors import ArgumentError, DisagreementError
-from reshard.parallel import Grid, parallelize, sync_gradients
+from reshard.parallel import Grid, parallelize, plain_state_dict, sync_gradients
 from reshard.runtime import gradient_sums
 from reshard.testing import run_processes
 
@@ -112,6 +112,39 @@ def check_norm(rank):
 def test_variance_is_that_of_centered_values():
     torch.manual_seed(0)
     assert max(run_processes(check_norm, 2)) < 1e-2
+
+
+def check_clip_and_checkpoint(rank, folder):
+    torch.set_num_threads(1)
+    import torch.distributed.checkpoint as dcp
+
+    grids = [Grid.make(2, 2, 1), Grid.make(1, 2, 2)]
+    model, plain = parallelize(make_gpt(), grids[0]), make_gpt()
+    for each in (model, plain):
+        run_backward(each)
+    sync_gradients(model)
+    norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, plain)]
+    error = abs(float(norms[0].full_tensor() - norms[1]))
+    errors = gradient_errors(model, plain)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    other = parallelize(make_gpt(), grids[1])
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    other.load_state_dict(state["model"])
+    loaded = plain_state_dict(other)
+    is_same = all(torch.equal(loaded[name], value) for name, value in make_gpt().state_dict().items())
+    return error, max(errors.values()), is_same
+
+
+def test_clipping_and_checkpoints_of_torch(tmp_path):
+    """A checkpoint of one grid loads on another."""
+    for norm, gradient, is_same in run_processes(check_clip_and_checkpoint, 4, str(tmp_path)):
+        assert norm < 1e-12
+        assert gradient < 1e-12
+        assert is_same
 
 
 def check_fsdp(rank):

@@ -29,11 +29,11 @@ def add(front, point):
 
 def best_stages(
     num_layers, is_chain, option_class, forward, backward, activation, fixed, sync, allowed, next_at, port_in, port_out,
-    memory, received, sent, crossing, factor, priced_at, priced_forward, priced_backward, microbatches, pace,
+    memory, received, sent, cut_bytes, factor, priced_at, priced_forward, priced_backward, microbatches, pace,
 ):  # fmt: skip
     """The best stages for one pace, as ``(trip, excess, [(first, end, index of devices left, option), ...])``.
 
-    ``crossing * factor`` is the price of an edge in each direction, unless ``priced_at`` has its index. The excess is that
+    ``cut_bytes * factor`` is the price of an edge in each direction, unless ``priced_at`` has its index. The excess is that
     of gradient sums over the last backward of the first stage. Returns infinity and no stages if none fit.
     """
     num_classes, num_ends = next_at.shape
@@ -50,7 +50,7 @@ def best_stages(
         index = ((((first * size + cut) * size + end) * num_classes + c) * num_ends + at) * num_classes + d
         if index in prices:
             return prices[index]
-        seconds = crossing[first, cut, end] * factor[c, at, d]
+        seconds = cut_bytes[first, cut, end] * factor[c, at, d]
         return seconds, seconds
 
     def behind(first, cut, c, at):

@@ -70,7 +70,7 @@ class Tables:
         port_in, port_out: ``[class, u]``: seconds per byte of the ports towards the stages before and behind it.
         memory: ``[class, u]``: bytes of a device.
         received, sent: ``[first, end]``: bytes of a microbatch that a stage receives and sends forward.
-        crossing: ``[first, cut, end]``: bytes between two stages next to each other; chains use ``[0, cut, 0]`` only.
+        cut_bytes: ``[first, cut, end]``: bytes between two stages next to each other; chains use ``[0, cut, 0]`` only.
         factor: ``[class, u, next class]``: seconds per byte of such an edge that no plan beats.
     """
 
@@ -91,7 +91,7 @@ class Tables:
     memory: np.ndarray
     received: np.ndarray
     sent: np.ndarray
-    crossing: np.ndarray
+    cut_bytes: np.ndarray
     factor: np.ndarray
 
     def best_stages(self, pace: float, prices: Mapping[int, tuple[float, float]]) -> tuple[float, float, Stages]:
@@ -105,7 +105,7 @@ class Tables:
         trip, excess, chosen = _native.best_stages(
             len(self.problem.graph.layers), self.problem.graph.is_chain, self.option_class, self.forward,
             self.backward, self.activation, self.fixed, self.sync, self.allowed, self.next_at, self.port_in,
-            self.port_out, self.memory, self.received, self.sent, self.crossing, self.factor, at,
+            self.port_out, self.memory, self.received, self.sent, self.cut_bytes, self.factor, at,
             priced[:, 0].copy(), priced[:, 1].copy(), self.microbatches, pace,
         )  # fmt: skip
         return trip, excess, tuple(self.stage(*each) for each in chosen)
@@ -178,11 +178,11 @@ def make_tables(problem: Problem, microbatches: int) -> Tables | None:
     factor = _bound_factors(problem, classes, ends, next_at)
     return Tables(
         problem, microbatches, classes, options, ends, forward, backward, activation, fixed, sync, allowed, next_at,
-        port_in, port_out, memory, received, sent, _crossing_bytes(problem, rows), factor,
+        port_in, port_out, memory, received, sent, _bytes_of_cuts(problem, rows), factor,
     )  # fmt: skip
 
 
-def _crossing_bytes(problem: Problem, rows: int) -> np.ndarray:
+def _bytes_of_cuts(problem: Problem, rows: int) -> np.ndarray:
     """``[first, cut, end]``: bytes of a microbatch from a stage of layers first to cut to one of layers cut to end."""
     graph, num = problem.graph, len(problem.graph.layers)
     sides = 1 if graph.is_chain else num + 1

@@ -53,7 +53,7 @@ def test_native_recurrence_equals_its_reference(seed):
         trip, excess, stages = reference_stages(
             len(problem.graph.layers), problem.graph.is_chain, tables.option_class, tables.forward, tables.backward,
             tables.activation, tables.fixed, tables.sync, tables.allowed, tables.next_at, tables.port_in,
-            tables.port_out, tables.memory, tables.received, tables.sent, tables.crossing, tables.factor, at,
+            tables.port_out, tables.memory, tables.received, tables.sent, tables.cut_bytes, tables.factor, at,
             [prices[i][0] for i in at], [prices[i][1] for i in at], tables.microbatches, limit,
         )  # fmt: skip
         assert tables.best_stages(limit, prices) == (trip, excess, tuple(tables.stage(*each) for each in stages))
