@@ -28,7 +28,7 @@ test: install
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-cluster: install
-	$(BIN)/python -m pytest -m cluster
+	$(BIN)/python -m pytest -m 'cluster and not slow'
 
 test-faults: install
 	$(BIN)/python -m tests.campaigns.faults --runs 24 --timeout 5 --slack 10

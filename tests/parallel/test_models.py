@@ -59,6 +59,7 @@ def check_training(rank, grid_shape):
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True)), max(errors), is_bitwise
 
 
+@pytest.mark.slow
 def test_ten_steps_of_adamw_equal_one_process_and_repeat_bitwise():
     for loss, state, is_bitwise in run_processes(check_training, 4, (1, 2, 2)):
         assert loss < 1e-10
@@ -113,7 +114,7 @@ def check_transformers(rank, kind, grid_shape):
 @pytest.mark.parametrize(
     ("kind", "grid_shape"),
     [
-        ("gpt2", (2, 2, 1)),
+        pytest.param("gpt2", (2, 2, 1), marks=pytest.mark.slow),
         ("llama", (1, 4, 1)),  # more columns than key/value heads
         pytest.param("gpt2", (2, 3, 1), marks=pytest.mark.slow),
         pytest.param("llama", (2, 2, 2), marks=pytest.mark.slow),

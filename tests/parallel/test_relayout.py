@@ -13,8 +13,8 @@ from reshard.testing import run_processes
 
 from .models import make_batch, make_gpt, train
 
-#: Rows, columns and depth of 1-D, 2-D, 2.5-D and data parallelism.
-SHAPES = [(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4)]
+#: Rows, columns and depth of 1-D, 2-D and 2.5-D.
+SHAPES = [(1, 4, 1), (2, 2, 1), (1, 2, 2)]
 
 
 def check_training(rank):
@@ -32,11 +32,11 @@ def check_training(rank):
         losses += train(model, 5, 2, sync_gradients, 2 * number, optimizer)
     again = parallelize(make_gpt(heads=5), grids[0])
     optimizer = torch.optim.AdamW(again.parameters(), 1e-2)
-    expected = train(again, 5, 10, sync_gradients, 0, optimizer)
+    expected = train(again, 5, 6, sync_gradients, 0, optimizer)
     return is_exact, max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 
 
-def test_training_goes_on_over_five_grids():
+def test_training_goes_on_over_three_grids():
     for is_exact, error in run_processes(check_training, 4):
         assert is_exact
         assert error < 1e-10

@@ -352,5 +352,6 @@ def _recover_without_a_stopped_one():
     return found
 
 
+@pytest.mark.slow
 def test_survivors_recover_without_a_stopped_actor(drive):
     assert drive(_recover_without_a_stopped_one) == [([1.0], [1], True), ([2.0], [1], True)]
