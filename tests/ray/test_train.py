@@ -73,6 +73,7 @@ def _run_until_one_dies(folder, *options):
     return status, errors, time.time() - (folder / "kept" / "killed").stat().st_mtime
 
 
+@pytest.mark.slow
 def test_dead_worker_is_named(drive, tmp_path):
     options = ["--meshes", "1x1,2x1", "--steps", "100000", "--checkpoint", "kept", "--save-every", "1"]
     status, errors, seconds = drive(_run_until_one_dies, tmp_path, *options, "--launcher", "ray")
