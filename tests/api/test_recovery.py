@@ -88,6 +88,7 @@ def _move_with(rank, victims, src, on_loss, options):
     "victims",
     [
         pytest.param({0: 2}, id="the first source"),
+        pytest.param({3: 1}, id="a source"),
         pytest.param({4: 3}, id="a forwarding destination"),
         pytest.param({7: 1}, id="a destination"),
         pytest.param(

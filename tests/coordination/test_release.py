@@ -19,7 +19,7 @@ from reshard.testing.processes import run_processes
 from tests.support.stages_with_replicas import NUM, First, Last, feed, make_pipeline, wrap
 
 ROWS, COLS = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
-NUM_GROUPS = 10
+NUM_GROUPS = 30
 
 
 def _move(rank, group):

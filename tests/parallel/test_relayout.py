@@ -13,14 +13,14 @@ from reshard.testing import run_processes
 
 from .models import make_batch, make_gpt, train
 
-#: Rows, columns and depth of 1-D, 2-D and 2.5-D.
-SHAPES = [(1, 4, 1), (2, 2, 1), (1, 2, 2)]
+#: Rows, columns and depth of 1-D, 2-D and 2.5-D, then those of replicas with rows and alone.
+SHAPES = [(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4)]
 
 
-def check_training(rank):
+def check_training(rank, num_grids):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    grids = [Grid.make(*shape) for shape in SHAPES]
+    grids = [Grid.make(*shape) for shape in SHAPES[:num_grids]]
     model = parallelize(make_gpt(heads=5), grids[0])
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     losses, is_exact = [], True
@@ -32,12 +32,13 @@ def check_training(rank):
         losses += train(model, 5, 2, sync_gradients, 2 * number, optimizer)
     again = parallelize(make_gpt(heads=5), grids[0])
     optimizer = torch.optim.AdamW(again.parameters(), 1e-2)
-    expected = train(again, 5, 6, sync_gradients, 0, optimizer)
+    expected = train(again, 5, 2 * num_grids, sync_gradients, 0, optimizer)
     return is_exact, max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 
 
-def test_training_goes_on_over_three_grids():
-    for is_exact, error in run_processes(check_training, 4):
+@pytest.mark.parametrize("num_grids", [3, pytest.param(5, marks=pytest.mark.slow)])
+def test_training_goes_on_over_several_grids(num_grids):
+    for is_exact, error in run_processes(check_training, 4, num_grids):
         assert is_exact
         assert error < 1e-10
 

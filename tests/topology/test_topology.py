@@ -262,6 +262,7 @@ def test_all_forms_of_a_topology_have_the_same_limit_of_ranks():
     largest = topology_from_json({"hosts": [{"devices": most}]})
     assert largest == Topology((0,) * most)
     largest.check_covers([MAX_RANK])
+    assert len(load_preset("tcp", most).host_of_rank) == most
     for make, message in (
         (lambda: Topology((0,) * (most + 1)), f"{refused}, not 4194305"),
         (lambda: load_preset("tcp", most + 1), "num_ranks is 4194305; it must be an integer from 1 to 4,194,304"),

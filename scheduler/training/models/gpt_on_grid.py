@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from reshard.parallel import Heads, Linear, PositionEmbedding, multiply
 
-if TYPE_CHECKING:
-    from .gpt import Embedding, GPTBlock
 
-
-def convert_embedding(embedding: Embedding, conversion: Any, path: str) -> nn.Module:
+def convert_embedding(embedding: Any, conversion: Any, path: str) -> nn.Module:
     """Cut both tables, in place."""
     embedding.tokens = conversion.convert(embedding.tokens, f"{path}.tokens")
-    embedding.positions = PositionEmbedding(embedding.positions, conversion.grid)  # type: ignore[assignment]
-    return embedding
+    embedding.positions = PositionEmbedding(embedding.positions, conversion.grid)
+    result: nn.Module = embedding
+    return result
 
 
 class GPTBlockOnGrid(nn.Module):
     """A pre-norm transformer layer; its parameters have the names of :class:`GPTBlock`."""
 
-    def __init__(self, block: GPTBlock, conversion: Any, path: str) -> None:
+    def __init__(self, block: Any, conversion: Any, path: str) -> None:
         super().__init__()
         num_heads = block.q.out_features // block.head_size
         self.heads = Heads(conversion.grid, num_heads, num_heads, block.head_size)
         for name, child in block.named_children():
             if name in ("q", "k", "v"):
-                setattr(self, name, Linear(child, conversion.grid, "in", conversion.panel))  # type: ignore[arg-type]
+                setattr(self, name, Linear(child, conversion.grid, "in", conversion.panel))
             else:
                 setattr(self, name, conversion.convert(child, f"{path}.{name}"))
 

@@ -131,12 +131,10 @@ def test_bmw_moves_layers_only_where_they_help():
         assert 0 <= time <= 1 - 1 / len(times) + 1e-9
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, 3, 4])  # with seed 2, nothing fits the memory
 def test_auto_is_never_behind_a_candidate(seed):
     problem = make_problem(500 + seed)
     candidates = auto(problem)
-    if not candidates:
-        pytest.skip("nothing fits")
     best = decide(problem, candidates, moves=True)[0]
     for method in METHODS.values():
         for candidate in method(problem):
