@@ -12,6 +12,7 @@ from torch import nn
 
 from reshard.errors import ArgumentError
 
+from .graphs import check_graph
 from .grid import Grid
 from .layers.dropout import Dropout
 from .layers.embedding import Embedding
@@ -29,7 +30,7 @@ _ELEMENTWISE = (
     nn.Identity, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus,
     nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
 )  # fmt: skip
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Module)
 
 
 def register(module_class: type, convert: Converter) -> None:
@@ -83,7 +84,10 @@ class Conversion:
         if hasattr(module, "to_grid"):
             made: nn.Module = module.to_grid(self, path)
             return made
-        if isinstance(module, torch.fx.GraphModule) or type(module) in _CONTAINERS:
+        if isinstance(module, torch.fx.GraphModule):
+            check_graph(module, path)
+            return self.convert_children(module, path)
+        if type(module) in _CONTAINERS:
             return self.convert_children(module, path)
         if type(module) in _ELEMENTWISE:
             return module
@@ -204,7 +208,8 @@ class _Input:
             raise ArgumentError("the forward of a model on a grid needs a tensor whose first dim is the batch")
         rows = len(tensors[0])
         if self.has_local_input:
-            context = self.grid.local_batch(rows, tensors[0].device)
+            sizes = set(map(len, tensors))  # a tensor that all rows share has 1 in its first dim
+            context = self.grid.local_batch(min(sizes) and max(sizes), tensors[0].device)
         else:
             context = self.grid.batch(rows)
             self._warn_if_idle(rows)

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from reshard.api.call import reshard
+from reshard.sharding import Mesh
+
 from .grid import Grid
 from .layers.linear import Linear, multiply
 
@@ -64,7 +67,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if not hasattr(value, "full_tensor"):
             return torch.as_tensor(value)
         if id(value) not in whole:
-            whole[id(value)] = value.detach().full_tensor()
+            whole[id(value)] = _whole(value.detach())
         return whole[id(value)]
 
     state = {name: gather(value) for name, value in model.state_dict(keep_vars=True).items()}
@@ -72,3 +75,16 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if hasattr(module, "to_plain"):
             module.to_plain(state, f"{path}." if path else "")
     return state
+
+
+def _whole(value: Any) -> torch.Tensor:
+    """The whole of a DTensor on (row, col). Torch's ``full_tensor`` mixes shards up where ranks do not ascend."""
+    from torch.distributed.tensor import Replicate
+
+    ranks = value.device_mesh.mesh
+    if all(bool((ranks.diff(dim=axis) > 0).all()) for axis in range(ranks.dim())):
+        result: torch.Tensor = value.full_tensor()
+        return result
+    mesh = Mesh.from_device_mesh(value.device_mesh)
+    whole = reshard(value.to_local(), mesh, mesh, src_spec=value.placements, dst_spec=[Replicate()] * ranks.dim())
+    return torch.as_tensor(whole)

@@ -109,7 +109,8 @@ def _convert_llama_norm(module: Any, conversion: Conversion, path: str) -> nn.Mo
 
 
 def _convert_gpt2(module: Any, conversion: Conversion, path: str) -> nn.Module:
-    module.wpe = PositionEmbedding(module.wpe, conversion.grid)
+    if module.wpe is not None:  # a stage of a pipeline may lack it
+        module.wpe = PositionEmbedding(module.wpe, conversion.grid)
     for name, child in list(module.named_children()):
         if name != "wpe":
             setattr(module, name, conversion.convert(child, f"{path}.{name}" if path else name))
@@ -119,7 +120,7 @@ def _convert_gpt2(module: Any, conversion: Conversion, path: str) -> nn.Module:
 def _convert_causal_lm(module: Any, conversion: Conversion, path: str) -> nn.Module:
     """The loss runs on logits that are cut; a cache of keys and values is not kept."""
     module.config.use_cache = False
-    entropy = CrossEntropy(conversion.grid, module.lm_head.out_features)
+    entropy = CrossEntropy(conversion.grid, module.config.vocab_size)
 
     def loss_function(
         logits: torch.Tensor,
@@ -136,6 +137,7 @@ def _convert_causal_lm(module: Any, conversion: Conversion, path: str) -> nn.Mod
         result: torch.Tensor = entropy(logits, shift_labels, num_items_in_batch)
         return result
 
+    loss_function.sum_over_batch = entropy.sum_over_batch  # type: ignore[attr-defined]
     module.loss_function = loss_function
     return conversion.convert_children(module, path)
 

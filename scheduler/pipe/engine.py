@@ -25,6 +25,7 @@ from . import checkpoint
 from .feeding import Feeder
 from .gradients import LossScale, are_finite, local_power_sum, scale_gradients
 from .partition.batches import take_rows
+from .partition.stage_mesh import ranks_with_own_loss
 from .planner import Planner, Programs
 from .profile import Profile, ScheduleBuilder, count_saved_bytes, profile_timelines
 from .totals import Totals, combine_totals
@@ -308,7 +309,7 @@ class PipelineEngine:
             weights = []
             for rows in part:
                 own = self._feeder.own(rows)
-                weights.append(float(len(own)))
+                weights.append(float(self._feeder.rows_of_loss(rows)))
                 source = range(taken, taken + len(own)) if is_local else own
                 taken += len(own)
                 for stage, fed in feed.items():
@@ -318,10 +319,9 @@ class PipelineEngine:
         return steps, outline.rows
 
     def _exchange_totals(self, steps: Sequence[Step], rows: int, finite: bool) -> Totals:
-        """The totals of all parts over all ranks. Tensor-parallel ranks have the same loss, so one of them counts."""
+        """The totals of all parts over all ranks. Of ranks that have the same loss, one counts."""
         own: list[Any] = []
-        mesh = next(mesh for mesh in self._planner.meshes if self._rank in mesh.ranks)
-        if mesh.ranks.index(self._rank) % mesh.axis_size("tp") == 0:
+        if self._rank in ranks_with_own_loss(self._planner.mesh_of(self._rank)):
             own = [[stage, asdict(totals)] for step in steps for stage, totals in step.totals.items()]
         said = self._engine.exchange([own, finite])
         by_stage: dict[int, list[StageTotals]] = {}

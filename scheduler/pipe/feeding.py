@@ -18,6 +18,7 @@ from .partition.batches import (
     split_microbatches,
     split_rows,
 )
+from .partition.stage_mesh import num_row_shards, rows_of_loss
 from .planner import Planner
 
 
@@ -72,7 +73,7 @@ class Feeder:
         parts = self.divide(outline.rows, accumulate)
         fewest = min(len(rows) for part in parts for rows in part)
         for stage, mesh in enumerate(self._planner.meshes):
-            if stage in self._fsdp_stages and fewest < mesh.axis_size("dp"):
+            if stage in self._fsdp_stages and fewest < num_row_shards(mesh):
                 self._planner.check_no_rows(outline, stage, fewest)
             for rank in mesh.ranks:
                 wanted = sum(len(self.own(rows, rank)) for part in parts for rows in part)
@@ -101,6 +102,9 @@ class Feeder:
     def own(self, rows: range, rank: int | None = None) -> range:
         """The rows of a microbatch that a rank computes; default: this rank."""
         rank = self._engine.rank if rank is None else rank
-        mesh = next(mesh for mesh in self._planner.meshes if rank in mesh.ranks)
-        own = replica_rows(len(rows), mesh, rank)
+        own = replica_rows(len(rows), self._planner.mesh_of(rank), rank)
         return range(rows.start + own.start, rows.start + own.stop)
+
+    def rows_of_loss(self, rows: range) -> int:
+        """Number of rows of a microbatch that a loss on this rank is a mean over."""
+        return rows_of_loss(self._planner.mesh_of(self._engine.rank), len(rows), len(self.own(rows)))

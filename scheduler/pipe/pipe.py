@@ -43,7 +43,7 @@ from .placement import (
 )
 from .planner import Planner
 from .profile import Profile, ScheduleBuilder
-from .tensor_parallel import find_plan, parallelize
+from .tensor_parallel import find_plan, parallelize, put_on_grid
 
 
 class Pipe:
@@ -254,14 +254,19 @@ class Pipe:
         for stage, module in modules.items():
             placement = self.placements[stage]
             device_mesh = make_device_mesh(self.meshes[stage], device, group)
-            if placement.tp > 1:
+            if placement.grid is not None:
+                module = put_on_grid(module, device_mesh)
+            elif placement.tp > 1:
                 parallelize(module, device_mesh["tp"], self._tp_plans[stage])
             if placement.prepare is not None:
                 whole = module
                 module = placement.prepare(whole)
                 if isinstance(whole, BlockStage):
                     whole.rebind()
-            if placement.dp > 1:
+            if placement.grid is not None:
+                if placement.wrap is not None and placement.grid[2] > 1:
+                    module = placement.wrap(module, device_mesh["depth"])
+            elif placement.dp > 1:
                 wrap = placement.wrap or (fsdp if placement.tp > 1 else ddp)
                 module = wrap(module, device_mesh["dp"])
             made[stage] = module

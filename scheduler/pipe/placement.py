@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
 
 from reshard.errors import ArgumentError
 from reshard.formatting import describe_ranks
 from reshard.sharding import Mesh
 
 from ..ir.schedule import Schedule
+from .partition.stage_mesh import GRID_AXES, STAGE_AXES
 
 #: Wraps the module of a stage for data parallelism: ``wrap(module, device_mesh)`` with a one-dimensional mesh.
 Wrap = Callable[[Any, Any], Any]
@@ -32,7 +36,7 @@ def fsdp(module: Any, device_mesh: Any) -> Any:
 
 
 def make_device_mesh(mesh: Mesh, device: Any, group: Any) -> Any:
-    """The device mesh of a stage of this rank, with process groups for its lines of replicas and of TP ranks.
+    """The device mesh of a stage of this rank, with a process group for each axis.
 
     The ranks of ``mesh`` are those of ``group``. Only they take part, so that other ranks of the world need not call.
     """
@@ -41,10 +45,10 @@ def make_device_mesh(mesh: Mesh, device: Any, group: Any) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
     array = torch.tensor(dist.get_process_group_ranks(group))[torch.tensor(mesh.array)]
-    ((replica, place),) = (array == dist.get_rank()).nonzero().tolist()
-    lines = (array[:, place], array[replica])
+    (place,) = (array == dist.get_rank()).nonzero().tolist()
+    lines = [array[(*place[:axis], slice(None), *place[axis + 1 :])] for axis in range(array.dim())]
     groups = [dist.new_group(line.tolist(), use_local_synchronization=True) for line in lines]
-    return DeviceMesh.from_group(groups, device.type, mesh=array, mesh_dim_names=("dp", "tp"))
+    return DeviceMesh.from_group(groups, device.type, mesh=array, mesh_dim_names=mesh.axes)
 
 
 @dataclass(frozen=True)
@@ -54,21 +58,27 @@ class Placement:
     Args:
         dp: number of data-parallel replicas, which see different rows of a microbatch.
         tp: number of tensor-parallel ranks of each replica. More than one needs a plan.
+        grid: ``(rows, cols, depth)`` of a grid of :mod:`reshard.parallel`, which cuts the stage instead of dp and tp.
+            Replicas are its depth. A tensor with a gradient that another stage sends or receives must have its features
+            in its last dim, which the columns divide.
         tp_plan: ``{module path: ParallelStyle}`` for ``torch.distributed.tensor.parallel.parallelize_module``. Paths
             are those of the whole model and may contain ``*``. Default: the model's own ``_tp_plan``.
         wrap: :func:`ddp`, :func:`fsdp`, or a function with their signature; default: :func:`ddp`, and :func:`fsdp` if
-            ``tp`` is more than one. Used if ``dp`` is more than one.
+            ``tp`` is more than one. Used if ``dp`` is more than one. On a grid: :func:`fsdp` over its depth, or None.
         prepare: called with the module of the stage before ``wrap``; returns the module to run. Use it for
             ``torch.compile`` or activation checkpointing.
-        ranks: ranks of the stage; replica ``i`` is on ``tp`` consecutive ones. Default: the ranks that follow those of
-            the stage before. Two stages with the same ranks share them, as interleaved schedules require.
+        ranks: ranks of the stage; replica ``i`` is on ``tp`` consecutive ones, and a layer of a grid on ``rows * cols``
+            ones, row by row. Default: the ranks that follow those of the stage before. Two stages with the same ranks
+            share them, as interleaved schedules require.
 
     Raises:
-        ArgumentError: a size is not a positive integer, or ``ranks`` has another number of ranks.
+        ArgumentError: a size is not a positive integer, ``ranks`` has another number of ranks, or an option does not
+            apply to a grid.
     """
 
     dp: int = 1
     tp: int = 1
+    grid: tuple[int, int, int] | None = None
     tp_plan: Mapping[str, Any] | None = None
     wrap: Wrap | None = None
     prepare: Callable[[Any], Any] | None = None
@@ -76,15 +86,64 @@ class Placement:
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"{name} of a placement is {value!r}; it must be a positive integer")
+            if not _is_size(getattr(self, name)):
+                raise ArgumentError(f"{name} of a placement is {getattr(self, name)!r}; it must be a positive integer")
+        if self.grid is not None:
+            self._check_grid(self.grid)
         if self.ranks is not None:
             object.__setattr__(self, "ranks", tuple(self.ranks))
-            if len(self.ranks) != self.dp * self.tp:
-                raise ArgumentError(
-                    f"a placement of dp={self.dp} and tp={self.tp} needs {self.dp * self.tp} ranks, not {self.ranks}"
-                )
+            if len(self.ranks) != self.size:
+                raise ArgumentError(f"a placement of {self} needs {self.size} ranks, not {self.ranks}")
+            self._check_order(Mesh(self.ranks, self.axis_sizes))
+
+    def _check_order(self, mesh: Mesh) -> None:
+        """Torch sorts the ranks of a process group, so a DTensor on a mesh in another order has its shards mixed up."""
+        for axis, name in enumerate(mesh.axes):
+            if name == "dp" and (self.wrap is ddp or (self.wrap is None and self.tp == 1)):
+                continue
+            lines = np.moveaxis(mesh.array, axis, -1).reshape(-1, mesh.sizes[axis])
+            for line in lines.tolist():
+                if line != sorted(line):
+                    raise ArgumentError(
+                        f"ranks of a placement of {self} are {self.ranks}; along {name} they are {line}, but they must "
+                        "ascend where torch shards parameters"
+                    )
+
+    def _check_grid(self, grid: Any) -> None:
+        if not isinstance(grid, (list, tuple)) or len(grid) != 3 or not all(map(_is_size, grid)):
+            raise ArgumentError(
+                f"grid of a placement is {grid!r}; it must be (rows, cols, depth), three positive integers"
+            )
+        object.__setattr__(self, "grid", tuple(grid))
+        if self.dp != 1 or self.tp != 1 or self.tp_plan is not None:
+            raise ArgumentError(
+                "a placement on a grid takes no dp, tp or tp_plan; the depth of the grid is its replicas"
+            )
+        if self.wrap not in (None, fsdp):
+            raise ArgumentError(
+                "a placement on a grid sums its gradients itself; its wrap must be rs.fsdp, which shards parameters "
+                f"over the depth, or None, not {getattr(self.wrap, '__name__', self.wrap)!r}"
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.axis_sizes.values())
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """The axes of the mesh of the stage."""
+        if self.grid is None:
+            return dict(zip(STAGE_AXES, (self.dp, self.tp), strict=True))
+        rows, cols, depth = self.grid
+        return dict(zip(GRID_AXES, (depth, rows, cols), strict=True))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={size}" for name, size in self.axis_sizes.items())
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 class Strategy(Protocol):
@@ -105,7 +164,9 @@ class Strategy(Protocol):
 
 
 def parse_placements(stages: str | Sequence[Placement]) -> tuple[Placement, ...]:
-    """Placements from ``"1x2,2x2"``, which is dp x tp of each stage, or from a list of them.
+    """Placements from ``"1x2,2x2x1"`` or from a list of them.
+
+    Two numbers are dp x tp of a stage, three are rows x cols x depth of a grid.
 
     Raises:
         ArgumentError: the text or the list is malformed.
@@ -120,38 +181,45 @@ def parse_placements(stages: str | Sequence[Placement]) -> tuple[Placement, ...]
         return tuple(stages)
     placements = []
     for text in stages.split(","):
-        match = re.fullmatch(r"\s*(\d+)x(\d+)\s*", text)
-        if match is None:
-            raise ArgumentError(f'stages {stages!r}: {text!r} must be dp x tp of a stage, such as "2x1"')
-        placements.append(Placement(dp=int(match[1]), tp=int(match[2])))
+        if not re.fullmatch(r"\s*\d+(x\d+){1,2}\s*", text):
+            raise ArgumentError(
+                f'stages {stages!r}: {text!r} must be dp x tp of a stage, such as "2x1", or rows x cols x depth of a '
+                'grid, such as "2x2x1"'
+            )
+        sizes = [int(size) for size in text.split("x")]
+        if len(sizes) == 2:
+            placements.append(Placement(dp=sizes[0], tp=sizes[1]))
+        else:
+            placements.append(Placement(grid=(sizes[0], sizes[1], sizes[2])))
     return tuple(placements)
 
 
 def find_meshes(placements: Sequence[Placement]) -> list[Mesh]:
-    """The mesh of each stage, with axes "dp" and "tp".
+    """The mesh of each stage, with axes "dp" and "tp", or "depth", "row" and "col" of a grid.
 
     Raises:
-        ArgumentError: placements of two stages share some ranks, but not all in the same order with the same dp and tp.
+        ArgumentError: placements of two stages share some ranks, but not all in the same order with the same axes.
     """
     meshes: list[Mesh] = []
     following = 0
     for stage, placement in enumerate(placements):
-        size = placement.dp * placement.tp
-        ranks = placement.ranks if placement.ranks is not None else tuple(range(following, following + size))
+        first = tuple(range(following, following + placement.size))
+        ranks = placement.ranks if placement.ranks is not None else first
         following = max(following, *(rank + 1 for rank in ranks))
-        mesh = Mesh(ranks, {"dp": placement.dp, "tp": placement.tp})
+        mesh = Mesh(ranks, placement.axis_sizes)
         for other, earlier in enumerate(meshes):
             if mesh != earlier and set(mesh.ranks) & set(earlier.ranks):
                 raise ArgumentError(
                     f"stage {other} is on {_describe(earlier)} and stage {stage} on {_describe(mesh)}; two stages must "
-                    "have no rank in common, or the same ranks in the same order, with the same dp and tp"
+                    "have no rank in common, or the same ranks in the same order, with the same axes"
                 )
         meshes.append(mesh)
     return meshes
 
 
 def _describe(mesh: Mesh) -> str:
-    return f"{describe_ranks(mesh.ranks)} as dp={mesh.axis_size('dp')}, tp={mesh.axis_size('tp')}"
+    sizes = ", ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=True))
+    return f"{describe_ranks(mesh.ranks)} as {sizes}"
 
 
 def check_world(meshes: Sequence[Mesh], num_ranks: int) -> None:

@@ -20,6 +20,7 @@ from ..runtime.executor import Program
 from ..simulation.validate import check_schedule
 from .partition.batches import BatchOutline
 from .partition.stage_graph import Skeleton, StageGraph
+from .partition.stage_mesh import num_row_shards
 from .profile import Profile, ScheduleBuilder
 
 #: Most programs that an engine keeps, for batches of different shapes.
@@ -44,6 +45,10 @@ class Planner:
         """The rank that decides for all."""
         return min(rank for mesh in self.meshes for rank in mesh.ranks)
 
+    def mesh_of(self, rank: int) -> Mesh:
+        """The mesh of the stages of a rank."""
+        return next(mesh for mesh in self.meshes if rank in mesh.ranks)
+
     def graph(self, outline: BatchOutline) -> StageGraph:
         """The stage graph for batches of this outline, whatever their number of rows."""
         key = outline.entries
@@ -57,7 +62,7 @@ class Planner:
         if key not in self._without_rows:
             self._without_rows[key] = self._skeleton.find_failure_without_rows(outline, self.graph(outline), stage)
         if self._without_rows[key] is not None:
-            replicas = self.meshes[stage].axis_size("dp")
+            replicas = num_row_shards(self.meshes[stage])
             raise ArgumentError(
                 f"stage {stage} has {replicas} replicas under FSDP, which must all run, but a microbatch has {rows} "
                 f"row{'s' * (rows > 1)}, and the stage does not run on 0 rows ({self._without_rows[key]}); pass at "

@@ -1,4 +1,4 @@
-"""Tensor parallelism inside a stage, by torch's ``parallelize_module``."""
+"""Tensor parallelism inside a stage: by torch's ``parallelize_module``, or on a grid of :mod:`reshard.parallel`."""
 
 from __future__ import annotations
 
@@ -77,6 +77,20 @@ def parallelize(module: torch.nn.Module, device_mesh: Any, plan: Mapping[str, An
     parallelize_module(module, device_mesh, mine)
     for first, *others in shared.values():
         _tie(module, first, others)
+
+
+def put_on_grid(module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+    """Cut the modules of a stage over a grid. Returns the module to run.
+
+    Args:
+        module: of the stage. device_mesh: with the axes depth, row and col.
+
+    Raises:
+        ArgumentError: a module cannot be cut.
+    """
+    import reshard.parallel
+
+    return reshard.parallel.parallelize(module, reshard.parallel.Grid(device_mesh), has_local_input=True)
 
 
 def _tie(module: torch.nn.Module, first: str, others: list[str]) -> None:

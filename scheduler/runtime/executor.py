@@ -195,9 +195,9 @@ class Iteration:
                 for replicas in self.parts.replicas:
                     with self.observe("sum gradients of", replicas.stage, None):
                         replicas.add_gradients(self.check_errors, already)
-                self.parts.ties.add_gradients()
                 for run in self.stages.values():
                     run.sum_declared_gradients()
+                self.parts.ties.add_gradients()
             for record in self.measured.transfers:  # on a GPU, a transfer can fail after wait() has returned
                 record.transfer.synchronize()
         except Exception as error:

@@ -31,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
     add("preset", help=f"model and recipe: {', '.join(PRESETS)}")
-    add("--meshes", help="dp x tp of each stage, for example 1x2,2x2,1x4 (default: that of the preset)")
+    add(
+        "--meshes",
+        help="dp x tp of each stage, or rows x cols x depth of a grid: 1x2,2x2,2x2x1 (default: of the preset)",
+    )
     add("--layers", help="layers of each stage, for example 4,4,4 (default: that of the preset, or equal shares)")
     add("--shrink", type=int, default=1, metavar="N", help="divide width and depth by N; see docs/pipeline.md")
     add("--steps", type=int, default=100, help="number of the last step (default: 100)")

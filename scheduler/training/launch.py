@@ -40,7 +40,7 @@ def launch(job: Job, device: str, on_ray: bool) -> TrainResult | None:
         RemoteError: an actor died.
     """
     _ = make_loaders(job), make_pipe(job)  # errors of the options before any process starts
-    num_ranks = sum(each.dp * each.tp for each in parse_placements(job.stages))
+    num_ranks = sum(each.size for each in parse_placements(job.stages))
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if on_ray:
         if under_torchrun:
@@ -115,7 +115,9 @@ def _train_on_ray(job: Job, wanted: str, num_ranks: int) -> TrainResult:
     with contextlib.ExitStack() as stack:
         meshes: list[ActorMesh] = [
             stack.enter_context(
-                ActorMesh((each.dp, each.tp), name=f"stage {number}", num_gpus=1.0 if device == "cuda" else 0.0)
+                ActorMesh(
+                    tuple(each.axis_sizes.values()), name=f"stage {number}", num_gpus=1.0 if device == "cuda" else 0.0
+                )
             )
             for number, each in enumerate(parse_placements(job.stages))
         ]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import reshard.scheduler as rs
+from reshard.parallel import plain_state_dict
 from reshard.testing import run_processes
 
 
@@ -56,7 +57,7 @@ def train_alone(case):
         with torch.no_grad(), cast:
             held_out = case.loss_of(model, case.held_out)[0]
         results.append([float(loss.detach()), float(norm), float(held_out)])
-    return results, {name: each.detach() for name, each in model.named_parameters(remove_duplicate=False)}
+    return results, model.state_dict()
 
 
 def train_staged(rank, case, make_pipe, accumulate=1):
@@ -78,6 +79,11 @@ def train_staged(rank, case, make_pipe, accumulate=1):
         values = {}
         for name, each in engine.named_parameters():
             values[name] = (each.full_tensor() if hasattr(each, "full_tensor") else each).detach().clone()
+        for module in engine.modules.values():
+            if hasattr(module, "reshard_grid"):
+                own = {name for name, _ in module.named_parameters()}
+                values = {name: value for name, value in values.items() if name not in own}
+                values |= plain_state_dict(module)
     return results, values
 
 

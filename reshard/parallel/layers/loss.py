@@ -49,8 +49,12 @@ class CrossEntropy(nn.Module):
         losses = _TokenLosses.apply(logits.reshape(-1, logits.shape[-1]), flat, counted, span, self.grid)
         total = _SumOverRows.apply(losses.sum(), self.grid)
         if count is None:
-            count = _sum_over_rows(counted.sum().to(total.dtype), self.grid)
+            count = self.sum_over_batch(counted.sum().to(total.dtype))
         return total / count
+
+    def sum_over_batch(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of a scalar over the ranks that hold different rows of the batch."""
+        return _sum_over_rows(value, self.grid)
 
 
 def _sum_over_rows(value: torch.Tensor, grid: Grid) -> torch.Tensor:

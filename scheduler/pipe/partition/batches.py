@@ -10,7 +10,9 @@ import torch
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
-from reshard.sharding import Layout, Mesh
+from reshard.sharding import Mesh
+
+from .stage_mesh import layout_of_rows, num_row_shards, ranks_with_own_rows
 
 #: ``{name: value}``; tensors whose first dim has one entry per row, and values that are not divided
 Batch = Mapping[str, Any]
@@ -131,13 +133,13 @@ def split_rows(rows: int, parts: int) -> list[int]:
 
 def split_microbatches(rows: int, microbatches: int, meshes: Sequence[Mesh]) -> list[int]:
     """Rows of each microbatch. There are fewer microbatches if otherwise one would have fewer rows than replicas."""
-    most_replicas = max(mesh.axis_size("dp") for mesh in meshes)
-    return split_rows(rows, min(microbatches, max(1, rows // most_replicas)))
+    most_shards = max(map(num_row_shards, meshes))
+    return split_rows(rows, min(microbatches, max(1, rows // most_shards)))
 
 
 def replica_rows(rows: int, mesh: Mesh, rank: int) -> range:
     """The rows of a microbatch that a rank of a stage computes."""
-    layout = Layout(mesh, ("dp",))
+    layout = layout_of_rows(mesh)
     if not layout.local_shape((rows,), rank)[0]:
         return range(0)
     ((interval,),) = layout.regions((rows,), rank)
@@ -184,5 +186,5 @@ def common_outline(
         return outline
     rows = {rank: each.rows for rank, each in outlines.items()}
     return BatchOutline(
-        max(sum(rows.get(rank, 0) for rank in mesh.ranks[:: mesh.axis_size("tp")]) for mesh in meshes), outline.entries
+        max(sum(rows.get(rank, 0) for rank in ranks_with_own_rows(mesh)) for mesh in meshes), outline.entries
     )

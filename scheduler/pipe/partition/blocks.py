@@ -70,6 +70,7 @@ class BlockStage(torch.nn.Module):
         # The blocks run on this copy and share its children, so that they see what wraps or shards them.
         view = torch_compat.copy_parts(root, used)
         torch_compat.share_parts(self, view)
+        self.__dict__["_view"] = view  # not a child
         self._bind = functools.partial(bind, view)
         self._blocks = list(self._bind())
         self.outputs: tuple[str, ...] = ()  # names of the values that other stages read
@@ -78,6 +79,14 @@ class BlockStage(torch.nn.Module):
     def rebind(self) -> None:
         """Make the blocks again, after children have been replaced."""
         self._blocks = list(self._bind())
+
+    def to_grid(self, conversion: Any, path: str) -> BlockStage:
+        """Cut the modules that the blocks use over a grid of :mod:`reshard.parallel`, in place."""
+        view = self.__dict__["_view"]
+        if conversion.convert(view, path) is not view:
+            raise ArgumentError(f"a converter replaces the whole {type(view).__name__}, whose parts are in stages")
+        self.rebind()
+        return self
 
     def forward(self, **values: Any) -> StageOutput:
         """Run the blocks on named values."""

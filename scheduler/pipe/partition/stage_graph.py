@@ -18,6 +18,7 @@ from ...graph import Edge
 from ...runtime import torch_compat
 from .batches import BatchOutline
 from .blocks import BlockStage
+from .stage_mesh import layout_of_tensor, num_row_shards
 
 
 class Cut(Protocol):
@@ -98,7 +99,7 @@ class StageGraph:
 
 def _check_gradient(value: Value, meshes: Sequence[Mesh]) -> None:
     """Replicas compute the gradient of their own rows, so that of a value without rows would have to be summed."""
-    replicas = {stage: meshes[stage].axis_size("dp") for stage in (value.writer, *value.readers)}
+    replicas = {stage: num_row_shards(meshes[stage]) for stage in (value.writer, *value.readers)}
     if value.row_dim is None and value.has_gradient and max(replicas.values()) > 1:
         stage = max(replicas, key=lambda each: replicas[each])
         raise ArgumentError(
@@ -109,15 +110,14 @@ def _check_gradient(value: Value, meshes: Sequence[Mesh]) -> None:
 
 
 def _layout(value: Value, mesh: Mesh, rows: int) -> Layout:
-    if value.row_dim is None:
-        return Layout(mesh)
-    replicas, per_row = mesh.axis_size("dp"), value.shape[value.row_dim]
+    replicas = num_row_shards(mesh)
+    per_row = 1 if value.row_dim is None else value.shape[value.row_dim]
     if per_row > 1 and rows % replicas:
         raise ArgumentError(
             f"{value.name!r} has {per_row} entries of dim {value.row_dim} for each row, so a microbatch of {rows} rows "
             f"cannot be divided over {replicas} replicas; use a multiple of {replicas} rows"
         )
-    return Layout(mesh, tuple("dp" if dim == value.row_dim else None for dim in range(len(value.shape))))
+    return layout_of_tensor(mesh, len(value.shape), value.row_dim, has_features=value.has_gradient)
 
 
 class Skeleton:

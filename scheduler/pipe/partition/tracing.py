@@ -135,7 +135,7 @@ class TracedCut:
                     for each in node.all_input_nodes:
                         find(each)
                     value = fx.node.map_arg(node.args[0], find)
-                    result = graph.call_function(_finish, (value,))
+                    result = graph.call_function(finish_output, (value,))
             elif self._stage_of.get(node) == stage:
                 find(node)
         sent = {node.name: find(node) for node in outputs}
@@ -225,7 +225,7 @@ def _move_placeholders_up(graph: fx.Graph) -> None:
             first.prepend(node)
 
 
-def _finish(output: Any) -> StageOutput:
+def finish_output(output: Any) -> StageOutput:
     """What the last stage returns for the output of the model."""
     if isinstance(output, StageOutput):
         return output
@@ -237,3 +237,7 @@ def _finish(output: Any) -> StageOutput:
         f"the model returns {type(output).__name__}; it must return the loss, (loss, metrics) or a StageOutput, or "
         "Pipe needs loss="
     )
+
+
+#: It computes nothing, so it may follow modules that :mod:`reshard.parallel` has cut.
+finish_output.works_on_parts = True  # type: ignore[attr-defined]

@@ -1,0 +1,68 @@
+"""What the axes of a stage's mesh mean: which of them divide the rows of a batch, and which one divides features.
+
+The mesh of a stage has the axes (dp, tp), or (depth, row, col) of a grid of :mod:`reshard.parallel`. Ranks that differ
+on the last axis only hold the same rows.
+"""
+
+from __future__ import annotations
+
+import math
+
+from reshard.errors import ArgumentError
+from reshard.sharding import Layout, Mesh
+
+STAGE_AXES = ("dp", "tp")
+GRID_AXES = ("depth", "row", "col")
+
+
+def is_grid(mesh: Mesh) -> bool:
+    """Whether the stage runs on a grid of :mod:`reshard.parallel`."""
+    return mesh.axes == GRID_AXES
+
+
+def num_row_shards(mesh: Mesh) -> int:
+    """Number of parts that the rows of a microbatch are divided into."""
+    return math.prod(mesh.sizes[:-1])
+
+
+def ranks_with_own_rows(mesh: Mesh) -> tuple[int, ...]:
+    """One rank for each part of the rows, in the order of the rows."""
+    return mesh.ranks[:: mesh.sizes[-1]]
+
+
+def ranks_with_own_loss(mesh: Mesh) -> tuple[int, ...]:
+    """Ranks whose losses add up to that of the stage. On a grid, every rank has the loss of all rows."""
+    return mesh.ranks[:1] if is_grid(mesh) else ranks_with_own_rows(mesh)
+
+
+def rows_of_loss(mesh: Mesh, rows: int, own_rows: int) -> int:
+    """Number of rows that the loss of a rank is a mean over, of a microbatch of ``rows`` rows."""
+    return rows if is_grid(mesh) else own_rows
+
+
+def layout_of_rows(mesh: Mesh) -> Layout:
+    """The layout of a tensor whose first dim is the rows of a microbatch."""
+    return Layout(mesh, (mesh.axes[:-1],))
+
+
+def layout_of_tensor(mesh: Mesh, num_dims: int, row_dim: int | None, *, has_features: bool) -> Layout:
+    """The layout of a tensor between stages.
+
+    Args:
+        mesh: of the stage. num_dims: number of dims.
+        row_dim: the dim that grows with the rows of a batch; None: there is none.
+        has_features: whether the last dim is one of features, which a grid divides over its columns.
+
+    Raises:
+        ArgumentError: the rows are not the first dim of a tensor on a grid.
+    """
+    if is_grid(mesh) and row_dim:
+        raise ArgumentError(
+            f"a tensor between stages has the rows of the batch in dim {row_dim}; on a grid, they must be its first dim"
+        )
+    axes: list[tuple[str, ...]] = [() for _ in range(num_dims)]
+    if row_dim is not None:
+        axes[row_dim] = mesh.axes[:-1]
+    if has_features and is_grid(mesh) and num_dims and row_dim != num_dims - 1:
+        axes[-1] = mesh.axes[-1:]
+    return Layout(mesh, tuple(axes))
