@@ -17,6 +17,7 @@ from .grid import Grid
 from .layers.dropout import Dropout
 from .layers.embedding import Embedding
 from .layers.linear import Linear
+from .layers.loss import CrossEntropy
 from .layers.norms import LayerNorm, RMSNorm
 from .products.cuts import size_of
 from .products.dataflow import PANEL_WIDTH
@@ -50,7 +51,7 @@ class Conversion:
 
     Attributes:
         grid: the grid. panel: see :class:`~reshard.parallel.Linear`.
-        features: size of the hidden dim, in whole, for dropout; None: a Dropout is an error.
+        features: size of the last dim of what the latest layer returns, in whole, for dropout and losses.
     """
 
     def __init__(self, model: nn.Module, grid: Grid, panel: int) -> None:
@@ -100,6 +101,7 @@ class Conversion:
 
 
 def _convert_linear(module: nn.Linear, conversion: Conversion, path: str) -> nn.Module:
+    conversion.features = module.out_features
     return Linear(module, conversion.grid, panel=conversion.panel)
 
 
@@ -123,11 +125,22 @@ def _convert_dropout(module: nn.Dropout, conversion: Conversion, path: str) -> n
     return Dropout(module.p, conversion.grid, conversion.features)
 
 
+def _convert_loss(module: nn.CrossEntropyLoss, conversion: Conversion, path: str) -> nn.Module:
+    if module.weight is not None or module.reduction != "mean" or module.label_smoothing:
+        raise ArgumentError(
+            f"{path!r} has weights, smoothed labels or no mean; CrossEntropy on a grid has none of them"
+        )
+    if conversion.features is None:
+        raise ArgumentError(f"{path!r} is a loss, but no Linear before it says how many classes there are")
+    return CrossEntropy(conversion.grid, conversion.features, module.ignore_index)
+
+
 register(nn.Linear, _convert_linear)
 register(nn.Embedding, _convert_embedding)
 register(nn.LayerNorm, _convert_norm)
 register(nn.RMSNorm, _convert_norm)
 register(nn.Dropout, _convert_dropout)
+register(nn.CrossEntropyLoss, _convert_loss)
 
 
 def _find_adapter(module: Any) -> Converter | None:
@@ -141,11 +154,11 @@ def _find_adapter(module: Any) -> Converter | None:
 def parallelize(model: nn.Module, grid: Grid, *, panel: int = PANEL_WIDTH, has_local_input: bool = False) -> nn.Module:
     """Cut a model over a grid, in place. All ranks of the grid call it with the same model.
 
-    Knows ``nn.Linear``, ``Embedding``, ``LayerNorm``, ``RMSNorm``, ``Dropout``, elementwise activations and containers
-    of them, the GPT of ``reshard train``, and GPT-2 and Llama of ``transformers``; :func:`register` adds others. Every
-    rank keeps its part of each parameter only, as a DTensor. The forward of the result takes the whole batch on every
-    rank; losses are those of the whole batch, and other outputs have this rank's rows and features. Call
-    :func:`sync_gradients` after the last backward of each step.
+    Knows ``nn.Linear``, ``Embedding``, ``LayerNorm``, ``RMSNorm``, ``Dropout``, ``CrossEntropyLoss``, elementwise
+    activations and containers of them, the GPT of ``reshard train``, and GPT-2 and Llama of ``transformers``;
+    :func:`register` adds others. Every rank keeps its part of each parameter only, as a DTensor. The forward of the
+    result takes the whole batch on every rank; losses are those of the whole batch, and other outputs have this rank's
+    rows and features. Call :func:`sync_gradients` after the last backward of each step.
 
     Args:
         model: the model, with the same values on all ranks.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from reshard.errors import ArgumentError
 from reshard.parallel import CrossEntropy, Grid, Linear, parallelize, sync_gradients
 from reshard.testing import run_processes
 
@@ -133,3 +134,32 @@ def test_autocast_to_bfloat16():
     for loss, gradient in run_processes(check_autocast, 4):
         assert loss < 1e-2
         assert gradient < 5e-2  # both sides round
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 14), nn.GELU(), nn.Dropout(0.5), nn.Linear(14, 7))
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, x, targets):
+        return self.loss(self.body(x), targets)
+
+    def to_grid(self, conversion, path):
+        return conversion.convert_children(self, path)
+
+
+def check_classifier(rank, shape):
+    torch.manual_seed(2)
+    model = parallelize(Classifier().double(), Grid.make(*shape))
+    x, targets = torch.randn(5, 6, dtype=torch.float64), torch.tensor([0, 6, -100, 3, 3])
+    lo, hi = (0, 6) if shape[1] == 1 else ((0, 3), (3, 6))[rank % 2]
+    loss = model(x[:, lo:hi], targets)
+    with pytest.raises(ArgumentError, match="a Dropout of 14 features got 5 on column"):
+        model.body[2](torch.ones(2, 5))
+    return float(loss.detach())
+
+
+def test_dropout_and_loss_take_their_sizes_from_the_layer_before():
+    (expected,) = run_processes(check_classifier, 1, (1, 1, 1))
+    assert run_processes(check_classifier, 4, (2, 2, 1)) == pytest.approx([expected] * 4, abs=1e-12)

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from reshard.errors import ArgumentError
 from reshard.parallel import Grid, parallelize, plain_state_dict, relayout, sync_gradients
@@ -66,3 +67,16 @@ def check_misuse(rank):
 
 def test_misuse_is_refused():
     run_processes(check_misuse, 2)
+
+
+def check_order(rank):
+    torch.set_num_threads(1)
+    ranks = torch.tensor([[[5, 1], [2, 0]], [[3, 4], [6, 7]]])
+    grid = Grid(DeviceMesh("cpu", ranks, mesh_dim_names=("depth", "row", "col")))
+    state = plain_state_dict(parallelize(make_gpt(), grid))
+    for name, value in make_gpt().state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+def test_ranks_in_any_order_give_the_plain_state():
+    run_processes(check_order, 8)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from reshard.errors import ArgumentError
+
 from ..grid import Grid
-from ..products.cuts import Span, chunk_spans
+from ..products.cuts import Span, chunk_spans, size_of
 
 # Multipliers of a 64-bit integer hash (splitmix64; Steele et al., 2014) as signed integers.
 _GAMMA = -7046029254386353131
@@ -35,6 +37,11 @@ class Dropout(nn.Module):
         if not self.training or not self.p:
             return x
         span = chunk_spans(self.features, self.grid.cols)[self.grid.col]
+        if x.shape[-1] != size_of(span):
+            raise ArgumentError(
+                f"a Dropout of {self.features} features got {x.shape[-1]} on column {self.grid.col} of {self.grid}, "
+                f"not {size_of(span)}"
+            )
         return x * dropout_mask(self.grid, x, self.p, dim=x.dim() - 1, span=span, size=self.features)
 
     def extra_repr(self) -> str:
