@@ -9,6 +9,7 @@ import math
 import socket
 import weakref
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Grid:
 
     Args:
         device_mesh: a ``DeviceMesh`` whose axes are named ``("depth", "row", "col")``, in this order.
+        timeout_seconds: of the process groups that the grid adds to those of the mesh; default: that of the world.
 
     Attributes:
         depth, rows, cols: sizes of the axes.
@@ -43,7 +45,7 @@ class Grid:
         MeshError: the axes of the mesh are others, or this rank is not in it.
     """
 
-    def __init__(self, device_mesh: Any) -> None:
+    def __init__(self, device_mesh: Any, *, timeout_seconds: float | None = None) -> None:
         names = tuple(device_mesh.mesh_dim_names or ())
         if names != AXES:
             raise MeshError(
@@ -64,6 +66,7 @@ class Grid:
             "row": Axis("row", device_mesh.get_group("row"), ranks[k, :, j].tolist(), i),
             "col": Axis("col", device_mesh.get_group("col"), ranks[k, i, :].tolist(), j),
         }
+        self._timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
         self._axes["layer"] = self._make_layer_axis(ranks[k].flatten().tolist())
         watch = Watch(ranks.flatten().tolist(), device_mesh.shape)
         for axis in self._axes.values():
@@ -220,7 +223,7 @@ class Grid:
         own = torch.tensor([digest], device=self.device_mesh.device_type)
         for name in AXES:
             axis = self._axes[name]
-            axis.split_by_host(axis.gather(own, [1] * axis.size).wait().tolist())
+            axis.split_by_host(axis.gather(own, [1] * axis.size).wait().tolist(), self._timeout)
 
     def _make_layer_axis(self, ranks: Sequence[int]) -> Axis:
         if self.rows == 1:
@@ -228,5 +231,5 @@ class Grid:
         if self.cols == 1:
             return self._axes["row"]
         backend = dist.get_backend(self._axes["col"].group)
-        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        group = dist.new_group(list(ranks), self._timeout, backend=backend, use_local_synchronization=True)
         return Axis("layer", group, ranks, self.row * self.cols + self.col)

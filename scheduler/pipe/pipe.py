@@ -191,7 +191,7 @@ class Pipe:
         outline = outline_batch(batch)
         cut = self.cut(outline.names)
         planner = Planner(Skeleton(self.model, cut, device.type, self.autocast), self.meshes)
-        modules, ties = self._make_stages(cut, planner.graph(outline), device, group)
+        modules, ties = self._make_stages(cut, planner.graph(outline), device, group, timeout_seconds)
         rows = split_microbatches(outline.rows, microbatches, self.meshes)
         first = planner.pipeline(outline, rows[0])
         engine = Engine(
@@ -219,7 +219,7 @@ class Pipe:
         return made
 
     def _make_stages(
-        self, cut: Cut, graph: StageGraph, device: torch.device, group: Any
+        self, cut: Cut, graph: StageGraph, device: torch.device, group: Any, timeout_seconds: float
     ) -> tuple[dict[int, torch.nn.Module], list[TiedParameter]]:
         """The parallelized modules of this rank, with their values, and the parameters that stages share."""
         stages = list(cut.build(self.model))
@@ -234,7 +234,8 @@ class Pipe:
         _separate(stages, mine)
         tied_tensors = [stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties]
         shapes = [(tuple(each.shape), dtype_name(each.dtype)) for each in tied_tensors]
-        modules = self._parallelize({stage: stages[stage].to(device) for stage in mine}, device, group)
+        own = {stage: stages[stage].to(device) for stage in mine}
+        modules = self._parallelize(own, device, group, timeout_seconds)
         layouts = _exchange_layouts(ties, modules, self.meshes, group)
         return modules, [
             TiedParameter(tie, shape, dtype, layouts=where)
@@ -248,14 +249,16 @@ class Pipe:
             return one_f_one_b(pipeline, num_microbatches)
         return auto_schedule(pipeline, num_microbatches, row_of_stage=row_of_stage, can_split=False)
 
-    def _parallelize(self, modules: Mapping[int, Any], device: torch.device, group: Any) -> dict[int, torch.nn.Module]:
+    def _parallelize(
+        self, modules: Mapping[int, Any], device: torch.device, group: Any, timeout_seconds: float
+    ) -> dict[int, torch.nn.Module]:
         """Shard and wrap the modules of this rank."""
         made: dict[int, torch.nn.Module] = {}
         for stage, module in modules.items():
             placement = self.placements[stage]
-            device_mesh = make_device_mesh(self.meshes[stage], device, group)
+            device_mesh = make_device_mesh(self.meshes[stage], device, group, timeout_seconds)
             if placement.grid is not None:
-                module = put_on_grid(module, device_mesh)
+                module = put_on_grid(module, device_mesh, timeout_seconds)
             elif placement.tp > 1:
                 parallelize(module, device_mesh["tp"], self._tp_plans[stage])
             if placement.prepare is not None:

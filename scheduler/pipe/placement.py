@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,10 +36,11 @@ def fsdp(module: Any, device_mesh: Any) -> Any:
     return fully_shard(module, mesh=device_mesh)
 
 
-def make_device_mesh(mesh: Mesh, device: Any, group: Any) -> Any:
+def make_device_mesh(mesh: Mesh, device: Any, group: Any, timeout_seconds: float) -> Any:
     """The device mesh of a stage of this rank, with a process group for each axis.
 
     The ranks of ``mesh`` are those of ``group``. Only they take part, so that other ranks of the world need not call.
+    ``timeout_seconds`` is that of the process groups.
     """
     import torch
     import torch.distributed as dist
@@ -47,7 +49,8 @@ def make_device_mesh(mesh: Mesh, device: Any, group: Any) -> Any:
     array = torch.tensor(dist.get_process_group_ranks(group))[torch.tensor(mesh.array)]
     (place,) = (array == dist.get_rank()).nonzero().tolist()
     lines = [array[(*place[:axis], slice(None), *place[axis + 1 :])] for axis in range(array.dim())]
-    groups = [dist.new_group(line.tolist(), use_local_synchronization=True) for line in lines]
+    timeout = timedelta(seconds=timeout_seconds)
+    groups = [dist.new_group(line.tolist(), timeout, use_local_synchronization=True) for line in lines]
     return DeviceMesh.from_group(groups, device.type, mesh=array, mesh_dim_names=mesh.axes)
 
 

@@ -79,18 +79,19 @@ def parallelize(module: torch.nn.Module, device_mesh: Any, plan: Mapping[str, An
         _tie(module, first, others)
 
 
-def put_on_grid(module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+def put_on_grid(module: torch.nn.Module, device_mesh: Any, timeout_seconds: float) -> torch.nn.Module:
     """Cut the modules of a stage over a grid. Returns the module to run.
 
     Args:
-        module: of the stage. device_mesh: with the axes depth, row and col.
+        module: of the stage. device_mesh: with the axes depth, row and col. timeout_seconds: of collectives.
 
     Raises:
         ArgumentError: a module cannot be cut.
     """
     import reshard.parallel
 
-    return reshard.parallel.parallelize(module, reshard.parallel.Grid(device_mesh), has_local_input=True)
+    grid = reshard.parallel.Grid(device_mesh, timeout_seconds=timeout_seconds)
+    return reshard.parallel.parallelize(module, grid, has_local_input=True)
 
 
 def _tie(module: torch.nn.Module, first: str, others: list[str]) -> None:

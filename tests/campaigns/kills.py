@@ -1,6 +1,6 @@
 """Kill ranks that train: ``python -m tests.campaigns.kills --runs 20``. Every survivor must name the rank that is gone.
 
-Four ranks train a model over two stages with two replicas each, under plain ``env://``. One of them is killed at a
+Four ranks train a model over two stages of two ranks, replicas or grids, under plain ``env://``. One of them is killed at a
 random moment; every fourth time it is rank 0, which serves the store. Each survivor must raise an error of this package
 that names the rank, within five seconds.
 """
@@ -24,7 +24,9 @@ import reshard.scheduler as rs
 from reshard.cli.progress import print_line, track
 from reshard.errors import ReshardError
 from reshard.testing.processes import LaunchError, run_processes
-from tests.scheduler.pipe.test_pipe import make_batch, make_chain
+from tests.parallel.models import make_gpt
+from tests.scheduler.pipe.test_grid_stages import make_batch as make_gpt_batch
+from tests.scheduler.pipe.test_pipe import make_batch as make_chain_batch, make_chain
 from tests.support.interpreters import find_free_port
 
 LIMIT_SECONDS = 5.0
@@ -33,7 +35,7 @@ NUM_RANKS = 4
 
 @dataclass(frozen=True)
 class Kill:
-    """One run: how replicas are wrapped, who dies, and how long after the third step."""
+    """One run: how replicas are wrapped, or "grid", who dies, and how long after the third step."""
 
     wrap: str
     victim: int
@@ -48,9 +50,12 @@ def train_until_killed(rank: int, _: int, port: int, kill: Kill, folder: Path) -
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"WORLD_SIZE": str(NUM_RANKS), "RANK": str(rank)}
     dist.init_process_group("gloo")  # rank 0 serves the store
-    placement = rs.Placement(dp=2, wrap=getattr(rs, kill.wrap))
-    pipe = rs.Pipe(make_chain(), ["layers.2"], stages=[placement, placement])
-    engine = pipe.compile(make_batch(0), 4, schedule=rs.one_f_one_b)
+    if kill.wrap == "grid":
+        model, cut, stages = make_gpt(), "blocks.1", [rs.Placement(grid=(2, 1, 1)), rs.Placement(grid=(1, 2, 1))]
+    else:
+        model, cut, stages = make_chain(), "layers.2", [rs.Placement(dp=2, wrap=getattr(rs, kill.wrap))] * 2
+    make_batch = make_gpt_batch if kill.wrap == "grid" else make_chain_batch
+    engine = rs.Pipe(model, [cut], stages=stages).compile(make_batch(0), 4, schedule=rs.one_f_one_b)
 
     def die() -> None:
         time.sleep(kill.delay_seconds)
@@ -91,11 +96,11 @@ def play(kill: Kill) -> tuple[list[str], float]:
 def main() -> int:
     """Print the number of runs as required; returns 1 if one was not."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.kills", description=__doc__)
-    parser.add_argument("--runs", type=int, default=20, help="runs with each wrapper (20)")
+    parser.add_argument("--runs", type=int, default=20, help="runs with each wrapper, and with grids (20)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments (0)")
     options = parser.parse_args()
     num_wrong = 0
-    for wrap in ("ddp", "fsdp"):
+    for wrap in ("ddp", "fsdp", "grid"):
         good, slowest, chance = 0, 0.0, random.Random(options.seed)
         for number in track(range(options.runs), f"runs under {wrap}"):
             kill = Kill(wrap, number % NUM_RANKS, chance.uniform(0.0, 0.5))

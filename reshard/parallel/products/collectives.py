@@ -8,6 +8,7 @@ hosts first and gathers between hosts first. Ranks receive as much as before, bu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import accumulate
 from typing import Any
 
@@ -62,11 +63,12 @@ class Axis:
         order = sorted(range(self.size), key=lambda position: self.ranks[position])
         self._order = None if order == list(range(self.size)) else order
 
-    def split_by_host(self, hosts: Sequence[int]) -> None:
+    def split_by_host(self, hosts: Sequence[int], timeout: timedelta | None = None) -> None:
         """Use two levels, inside hosts and between them, if each host has the same number of ranks and it helps.
 
         Args:
             hosts: host of each rank, in order. All ranks of the axis call this.
+            timeout: of the process groups; default: that of the world.
         """
         members: dict[int, list[int]] = {}
         for position, host in enumerate(hosts):
@@ -80,7 +82,7 @@ class Axis:
 
         def make(name: str, positions: Sequence[int]) -> Axis:
             ranks = [self.ranks[position] for position in positions]
-            group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+            group = dist.new_group(ranks, timeout, backend=backend, use_local_synchronization=True)
             axis = Axis(f"{self.name} {name}", group, ranks, positions.index(self.index))
             axis.explain = self.explain
             return axis

@@ -9,7 +9,12 @@ from tests.campaigns.kills import Kill, play
 
 @pytest.mark.parametrize(
     ("wrap", "victim"),
-    [("ddp", 0), ("fsdp", 3), *(pytest.param("ddp", each, marks=pytest.mark.slow) for each in (1, 2, 3))],
+    [
+        ("ddp", 0),
+        ("fsdp", 3),
+        *(pytest.param("ddp", each, marks=pytest.mark.slow) for each in (1, 2, 3)),
+        *(pytest.param("grid", each, marks=pytest.mark.slow) for each in range(4)),
+    ],
 )
 def test_killed_rank_is_named_by_every_survivor(wrap, victim):
     wrong, _ = play(Kill(wrap, victim, 0.0))
