@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +15,26 @@ from .grid import Grid
 from .layers.linear import Linear, multiply
 
 
+@dataclass(frozen=True)
+class PlainForm:
+    """A parameter of the plain model that is other parameters on a grid.
+
+    Attributes:
+        parts: their names; the plain parameter is their concatenation along dim 0.
+        is_transposed: the plain parameter is the transpose of it.
+    """
+
+    parts: tuple[str, ...]
+    is_transposed: bool = False
+
+
 class TransposedLinear(Linear):
     """A Linear whose weight is ``[in_features, out_features]`` in the plain model."""
 
-    def to_plain(self, state: dict[str, torch.Tensor], prefix: str) -> None:
-        """Replace the entries of this layer by those of the plain model."""
-        state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+    @property
+    def plain_forms(self) -> dict[str, PlainForm]:
+        """Parameters of the plain layer that differ."""
+        return {"weight": PlainForm(("weight",), is_transposed=True)}
 
 
 class FusedLinear(nn.Module):
@@ -47,13 +62,25 @@ class FusedLinear(nn.Module):
         """``[batch, ..., in_j]`` to each output ``[batch, ..., out_j]``."""
         return multiply(list(self.parts), x)  # type: ignore[arg-type]
 
-    def to_plain(self, state: dict[str, torch.Tensor], prefix: str) -> None:
-        """Replace the entries of this layer by those of the plain model."""
-        for key in ("weight", "bias"):
-            names = [f"{prefix}parts.{number}.{key}" for number in range(len(self.parts))]
-            if names[0] in state:
-                whole = torch.cat([state.pop(name) for name in names])
-                state[f"{prefix}{key}"] = whole.t() if key == "weight" and self.is_transposed else whole
+    @property
+    def plain_forms(self) -> dict[str, PlainForm]:
+        """Parameters of the plain layer that differ."""
+        forms = {}
+        for key, _ in self.parts[0].named_parameters():
+            parts = tuple(f"parts.{number}.{key}" for number in range(len(self.parts)))
+            forms[key] = PlainForm(parts, is_transposed=self.is_transposed and key == "weight")
+        return forms
+
+
+def find_plain_forms(model: nn.Module) -> dict[str, PlainForm]:
+    """``{name in the plain model: form}`` of all parameters that differ, with names in ``model``."""
+    found = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, form in getattr(module, "plain_forms", {}).items():
+            parts = tuple(f"{prefix}{part}" for part in form.parts)
+            found[f"{prefix}{name}"] = PlainForm(parts, form.is_transposed)
+    return found
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -71,9 +98,9 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         return whole[id(value)]
 
     state = {name: gather(value) for name, value in model.state_dict(keep_vars=True).items()}
-    for path, module in model.named_modules():
-        if hasattr(module, "to_plain"):
-            module.to_plain(state, f"{path}." if path else "")
+    for name, form in find_plain_forms(model).items():
+        joined = torch.cat([state.pop(part) for part in form.parts])
+        state[name] = joined.t() if form.is_transposed else joined
     return state
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from reshard.coordination import Request, find_channel, find_group, resolve
+from reshard.coordination import Request, explain_lost_store, find_channel, find_group, resolve
 from reshard.errors import RemoteError, ReshardError
 from reshard.formatting import describe_ranks
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
@@ -29,7 +29,7 @@ class Watch:
     """
 
     def __init__(self, ranks: Sequence[int], shape: Sequence[int]) -> None:
-        group = find_group(None)
+        self._group = group = find_group(None)
         self._channel = find_channel(group, tuple(sorted(ranks)))
         arguments = [("the ranks of a grid", str(list(ranks))), ("the shape of a grid", str(list(shape)))]
         request = Request(dist.get_rank(), arguments, hostname=group.hostname)
@@ -43,7 +43,7 @@ class Watch:
             try:
                 reported = self._channel.reported_error(self._generation)
             except RuntimeError as lost:
-                return RemoteError(f"a collective of a grid failed, and the store is lost: {error}; {lost}")
+                return explain_lost_store(self._group, lost)
             if reported is not None:
                 return reported
             time.sleep(LOOK_SECONDS)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from reshard.errors import ArgumentError
 
-from ..runtime.data_parallel import plain_name, plain_parameters, without_ddp
+from .plain_parameters import PlainParameter, divide_state
 
 _FOLDER = re.compile(r"step-(\d{8,})")
 
@@ -50,20 +50,18 @@ class TrainingState:
 
     def model(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers, by their names in the whole model."""
-        return {
-            plain_name(name): value
-            for module in self.modules.values()
-            for name, value in without_ddp(module).state_dict().items()
-            if isinstance(value, torch.Tensor)
-        }
-
-    def names(self) -> dict[torch.Tensor, list[str]]:
-        """The names of each parameter in the whole model."""
-        named: dict[torch.Tensor, list[str]] = {}
+        found: dict[str, torch.Tensor] = {}
         for module in self.modules.values():
-            for name, parameter in plain_parameters(module, remove_duplicate=False):
-                named.setdefault(parameter, []).append(name)
-        return named
+            parameters, buffers = divide_state(module)
+            found |= {each.name: each.join(each.parameters) for each in parameters}
+            found |= buffers
+        return found
+
+    def optimized(self) -> list[tuple[PlainParameter, dict[str, Any]]]:
+        """The parameters in the optimizer, each under all of its names, and the group of each."""
+        groups = {id(each): group for group in self.optimizer.param_groups for each in group["params"]}
+        every = [each for module in self.modules.values() for each in divide_state(module)[0]]
+        return [(each, groups[id(each.parameters[0])]) for each in every if id(each.parameters[0]) in groups]
 
     def aliases(self, name: str) -> list[str]:
         """The name, then the other names of the same parameter."""
@@ -117,16 +115,15 @@ def save(folder: Path, state: TrainingState, process_group: Any) -> None:
 
 
 def _optimizer_state(state: TrainingState) -> dict[str, Any]:
-    names = state.names()
     flat: dict[str, Any] = {}
-    for group in state.optimizer.param_groups:
-        for parameter in group["params"]:
-            for name in names.get(parameter, ()):
-                for key, value in state.optimizer.state.get(parameter, {}).items():
-                    flat[f"state.{name}.{key}"] = value
-                for key, value in group.items():
-                    if key != "params":
-                        flat[f"param_groups.{name}.{key}"] = value
+    for plain, group in state.optimized():
+        values = [state.optimizer.state.get(each, {}) for each in plain.parameters]
+        for key, value in values[0].items():
+            has_shape = isinstance(value, torch.Tensor) and value.shape == plain.parameters[0].shape
+            flat[f"state.{plain.name}.{key}"] = plain.join([each[key] for each in values]) if has_shape else value
+        for key, value in group.items():
+            if key != "params":
+                flat[f"param_groups.{plain.name}.{key}"] = value
     return flat
 
 
@@ -229,44 +226,55 @@ def _copy(tensor: torch.Tensor, source: torch.Tensor) -> None:
 
 def _want_optimizer(request: Request, state: TrainingState) -> None:
     """Ask for the state and the settings of each parameter in the optimizer."""
-    names = state.names()
     keys_of: dict[str, dict[str, str]] = {}  # {parameter name: {key of its state: key in the checkpoint}}
     prefix = "optimizer.state."
     for stored in request.known:
         if stored.startswith(prefix):
             name, _, key = stored.removeprefix(prefix).rpartition(".")
             keys_of.setdefault(name, {})[key] = stored
-    for group in state.optimizer.param_groups:
-        for parameter in group["params"]:
-            aliases = [alias for name in names.get(parameter, ()) for alias in state.aliases(name)]
+    names: dict[int, list[str]] = {}
+    optimized = state.optimized()
+    for plain, _ in optimized:
+        names.setdefault(id(plain.parameters[0]), []).extend(state.aliases(plain.name))
+    done: set[int] = set()
+    for plain, group in optimized:
+        aliases = names[id(plain.parameters[0])]
+        if id(plain.parameters[0]) not in done:
             for key, stored in next((keys_of[each] for each in aliases if each in keys_of), {}).items():
-                _want_state(request, state.optimizer.state[parameter], parameter, key, stored)
-        first = next((parameter for parameter in group["params"] if parameter in names), None)
-        if first is None:
-            continue
-        aliases = [alias for name in names[first] for alias in state.aliases(name)]
-        for key in group:
-            if key != "params":
-                setting = request.want([f"optimizer.param_groups.{alias}.{key}" for alias in aliases])
-                if setting is not None:
-                    request.restore.append(functools.partial(_set_from, group, key, request, setting))
+                _want_state(request, [state.optimizer.state[each] for each in plain.parameters], plain, key, stored)
+        if id(group) not in done:
+            for key in group:
+                if key != "params":
+                    setting = request.want([f"optimizer.param_groups.{alias}.{key}" for alias in aliases])
+                    if setting is not None:
+                        request.restore.append(functools.partial(_set_from, group, key, request, setting))
+        done |= {id(plain.parameters[0]), id(group)}
 
 
-def _want_state(request: Request, values: dict[str, Any], parameter: torch.Tensor, key: str, stored: str) -> None:
+def _want_state(
+    request: Request, values: Sequence[dict[str, Any]], plain: PlainParameter, key: str, stored: str
+) -> None:
     """Ask for one entry of the optimizer's state of a parameter, sharded as the parameter is."""
     metadata = request.known[stored]
-    if isinstance(metadata, TensorStorageMetadata):
-        dtype = metadata.properties.dtype
-        if stored in request.wanted:
-            values[key] = request.wanted[stored]
-        elif tuple(metadata.size) == tuple(parameter.shape):
-            values[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        else:
-            values[key] = torch.zeros(metadata.size, dtype=dtype)
-        request.want([stored], values[key])
-    else:
+    if not isinstance(metadata, TensorStorageMetadata):
         request.want([stored])
-        request.restore.append(functools.partial(_set_from, values, key, request, stored))
+        for each in values:
+            request.restore.append(functools.partial(_set_from, each, key, request, stored))
+    elif tuple(metadata.size) == tuple(plain.join(plain.parameters).shape):
+        dtype = metadata.properties.dtype
+        made = [torch.zeros_like(each, dtype=dtype, requires_grad=False) for each in plain.parameters]
+        for each, tensor in zip(values, made, strict=True):
+            each[key] = tensor
+        request.want([stored], plain.join(made))
+    else:
+        values[0][key] = torch.zeros(metadata.size, dtype=metadata.properties.dtype)
+        request.want([stored], values[0][key])
+        for each in values[1:]:
+            request.restore.append(functools.partial(_clone_from, each, key, values[0]))
+
+
+def _clone_from(values: dict[str, Any], key: str, source: Mapping[str, Any]) -> None:
+    values[key] = source[key].clone()
 
 
 def _set_from(values: dict[str, Any], key: str, request: Request, stored: str) -> None:

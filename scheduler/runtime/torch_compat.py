@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -112,6 +113,16 @@ def fsdp_ranks(module: Any) -> list[int] | None:
 
 
 # Tensors
+
+
+def make_shapeless_subclass(cls: Any, shape: Sequence[int], like: torch.Tensor) -> Any:
+    """A tensor of a subclass with a shape but without elements, of the dtype and on the device of another tensor."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+
+
+def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of this rank's shard of a DTensor, and where it begins in the whole tensor."""
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
 def version_of(tensor: torch.Tensor) -> int:

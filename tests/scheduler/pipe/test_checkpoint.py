@@ -152,3 +152,39 @@ def test_missing_checkpoint_and_missing_entry_are_errors_on_all_ranks(tmp_path):
         assert first == "there is no complete checkpoint at nowhere"
         assert "has no loader.0; it has" in second
         assert (step, finite) == (0, True)
+
+
+def make_gpt2_parts(stages):
+    models = pytest.importorskip("tests.scheduler.pipe.test_transformers")
+    number = stages.count(",") + 1
+    cuts = models.gpt2_layers(2) if number == 2 else []
+    return rs.Pipe(models.make_gpt2(), cuts, stages=stages), models.make_batch
+
+
+def train_gpt2(rank, stages, source, start, until, target=None):
+    """Load a checkpoint, train GPT-2 on numbered batches, and save. Returns the losses."""
+    torch.set_num_threads(1)
+    pipe, make = make_gpt2_parts(stages)
+    with pipe.compile(make(0), 2, schedule=rs.one_f_one_b) as engine:
+        optimizer = torch.optim.AdamW(engine.parameters(), 1e-2)
+        assert engine.load(source, optimizer, missing_ok=True) == start
+        losses = []
+        for each in range(start, until):
+            optimizer.zero_grad()
+            losses.append(engine.step(make(each)).loss)
+            optimizer.step()
+        if target is not None:
+            engine.save(target, optimizer, step=until)
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_checkpoints_of_fused_parameters_move_between_grids_and_plain_stages(tmp_path):
+    whole = run_processes(train_gpt2, 1, "1x1", str(tmp_path / "none"), 0, 6)[0]
+    losses, folder = [], str(tmp_path)
+    for step, (size, stages) in enumerate([(7, "1x3x1,2x1x2"), (1, "1x1"), (5, "2x2x1,1x1")]):
+        found = run_processes(train_gpt2, size, stages, folder, 2 * step, 2 * step + 2, folder)
+        assert all(each == found[0] for each in found)
+        losses += found[0]
+    assert losses == pytest.approx(whole, rel=1e-5)
