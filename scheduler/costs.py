@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from reshard.cost import find_loads, simulate
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
-from reshard.planner import Strategy, plan_tensors
+from reshard.planner import Strategy, code_tensors, coding_seconds, plan_tensors
 from reshard.sharding import TensorSpec
 from reshard.topology import Topology
 
@@ -48,7 +49,9 @@ def plan_edge(
 def price_edge(
     edge: Edge, topology: Topology, *, strategy: str | Strategy | None = None, links: Topology | None = None
 ) -> Edge:
-    """The edge with the simulated costs of its plans.
+    """The edge with the simulated costs of its plans, with the codecs of the edge.
+
+    Encoding and decoding count if the topology that plans are timed on has the rates of the codec.
 
     Args:
         edge: an edge with tensors.
@@ -57,10 +60,16 @@ def price_edge(
         links: topology that the plans are timed on, for example with measured rates; default: ``topology``.
     """
     forward, backward = edge_plans(edge, topology, strategy=strategy)
+    rates = {rate.codec: rate for rate in (links or topology).codec_rates}
+
+    def seconds(plan: Plan, codec: str | None) -> float:
+        coding = coding_seconds(plan, rates[codec]) if codec in rates else 0.0
+        return simulate(plan, links).makespan_seconds + coding
+
     return replace(
         edge,
-        forward_seconds=simulate(forward, links).makespan_seconds,
-        backward_seconds=0.0 if backward is None else simulate(backward, links).makespan_seconds,
+        forward_seconds=seconds(forward, edge.forward_codec),
+        backward_seconds=0.0 if backward is None else seconds(backward, edge.backward_codec),
         forward_loads=_loads(forward, links),
         backward_loads=() if backward is None else _loads(backward, links),
     )
@@ -70,9 +79,17 @@ def edge_plans(edge: Edge, topology: Topology, *, strategy: str | Strategy | Non
     """The plans of one forward and one backward transfer. The second is None if no tensor has a gradient."""
     gradients = edge.gradients
     return (
-        plan_tensors(edge.tensors, strategy=strategy, topology=topology),
-        plan_tensors(gradients, strategy=strategy, topology=topology) if gradients else None,
+        plan_coded(edge.tensors, edge.forward_codec, topology, strategy),
+        plan_coded(gradients, edge.backward_codec, topology, strategy) if gradients else None,
     )
+
+
+def plan_coded(
+    tensors: Sequence[TensorSpec], codec: str | None, topology: Topology, strategy: str | Strategy | None
+) -> Plan:
+    """A plan of tensors with a codec, or without one."""
+    plan = functools.partial(plan_tensors, strategy=strategy, topology=topology)
+    return plan(code_tensors(tensors, codec, None, topology, plan))
 
 
 def _loads(plan: Plan, links: Topology | None) -> Loads:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from reshard.codecs import parse_codec
 from reshard.errors import ArgumentError
 from reshard.formatting import format_ranks
 from reshard.sharding import Mesh, TensorSpec
@@ -72,11 +73,12 @@ class Edge:
         without_gradient: names of tensors that need no gradient. Integer and boolean tensors never have one.
         passed_on: names of tensors that stage ``src`` sends on as it received them, so that its module does not
             return them.
+        forward_codec, backward_codec: block codecs of the tensors and of their gradients on the wire; None: raw.
 
     Raises:
         ArgumentError: a cost is not a number from 0 to 1e15, a link is busy for longer than the transfer takes, a
             tensor has no name or a name that is taken or reserved, ``without_gradient`` or ``passed_on`` names an
-            unknown tensor, or an argument has a wrong type.
+            unknown tensor, there is no such codec, or an argument has a wrong type.
     """
 
     src: int
@@ -88,8 +90,13 @@ class Edge:
     tensors: tuple[TensorSpec, ...] = field(default=())
     without_gradient: frozenset[str] = frozenset()
     passed_on: frozenset[str] = frozenset()
+    forward_codec: str | None = None
+    backward_codec: str | None = None
 
     def __post_init__(self) -> None:
+        for codec in (self.forward_codec, self.backward_codec):
+            if codec is not None:
+                parse_codec(codec)
         for name in ("without_gradient", "passed_on"):
             value = getattr(self, name)
             if isinstance(value, str):

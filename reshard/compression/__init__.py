@@ -6,6 +6,16 @@ May import every package below :mod:`reshard.api`, and it.
 from reshard.compression.ddp_communication import ddp_hook
 from reshard.compression.fsdp_collectives import CodedAllGather, CodedReduceScatter
 from reshard.compression.gradient_sum import GradientSum
+from reshard.compression.policy import Policy, parse_policy
 from reshard.compression.weight_sync import SyncReport, WeightSync
 
-__all__ = ["CodedAllGather", "CodedReduceScatter", "GradientSum", "SyncReport", "WeightSync", "ddp_hook"]
+__all__ = [
+    "CodedAllGather",
+    "CodedReduceScatter",
+    "GradientSum",
+    "Policy",
+    "SyncReport",
+    "WeightSync",
+    "ddp_hook",
+    "parse_policy",
+]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.codecs import BlockCodec, parse_codec
-from reshard.compression.collectives import decode_rows, encode_rows, exchange, gather
+from reshard.compression.host_sums import GroupLevel, padded_size, split_by_host, sum_over_hosts
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 
@@ -67,16 +67,11 @@ class GradientSum:
         named = () if module is None else module.named_parameters()
         self.names = {id(parameter): name for name, parameter in named}
         hosts = self._agree([codec, None if host_of_rank is None else list(host_of_rank), average, feedback])
-        members: dict[Any, list[int]] = {}
-        for rank, host in enumerate(hosts):
-            members.setdefault(host, []).append(rank)
-        sizes = {len(ranks) for ranks in members.values()}
-        if len(sizes) != 1:
-            counts = ", ".join(f"{host} has {len(ranks)}" for host, ranks in members.items())
+        levels = split_by_host(hosts, self._rank)
+        if levels is None:
+            counts = ", ".join(f"{host} has {number}" for host, number in Counter(hosts).items())
             raise ArgumentError(f"a hierarchical sum needs equally many ranks on each host, but {counts}")
-        inside = members[hosts[self._rank]]
-        across = [ranks[inside.index(self._rank)] for ranks in members.values()]
-        self._inside, self._across = self._new_group(inside), self._new_group(across)
+        self._inside, self._across = (GroupLevel(self._new_group(ranks)) for ranks in levels)
         self._errors: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
 
@@ -115,7 +110,7 @@ class GradientSum:
             if dtype_name(gradient.dtype) not in GRADIENT_DTYPES:
                 raise ArgumentError(f"the gradient of {name!r} is {dtype_name(gradient.dtype)}, not floating point")
         sizes = [gradient.numel() for gradient in gradients.values()]
-        flat = self._buffer("values", self._padded(sum(sizes)))
+        flat = self._buffer("values", padded_size(sum(sizes), self._size, self.codec))
         flat[sum(sizes) :] = 0
         pieces = flat[: sum(sizes)].split(sizes)
         for (name, gradient), piece in zip(gradients.items(), pieces, strict=True):
@@ -125,7 +120,8 @@ class GradientSum:
             if name in self._errors:
                 piece += self._errors[name]
         errors = torch.zeros_like(flat) if self.feedback and self.codec is not None else None
-        self._sum(flat, errors)
+        received = self._buffer("received", flat.numel())
+        sum_over_hosts(flat, self._inside, self._across, self.codec, errors=errors, received=received)
         for gradient, piece in zip(gradients.values(), pieces, strict=True):
             gradient.copy_(piece.view(gradient.shape))
         if errors is not None:
@@ -143,39 +139,6 @@ class GradientSum:
     def thread(self) -> ThreadPoolExecutor:
         """One thread, which runs sums in the order in which they are submitted."""
         return ThreadPoolExecutor(1, thread_name_prefix="reshard-gradients")
-
-    def _padded(self, numel: int) -> int:
-        """The size of a buffer in which each part is a whole number of elements."""
-        values = 1 if self.codec is None else self.codec.values
-        return math.ceil(numel / (self._size * values)) * self._size * values
-
-    def _sum(self, flat: torch.Tensor, errors: torch.Tensor | None) -> None:
-        """Sum ``flat`` over all ranks in place. Write the errors of this rank's codings to ``errors``."""
-        place, host = dist.get_rank(self._inside), dist.get_rank(self._across)
-        slices = flat.view(dist.get_world_size(self._inside), -1)
-        received = exchange(slices, self._inside, self._buffer("received", flat.numel()).view_as(slices))
-        own_slice = received[0]
-        for row in received[1:]:
-            own_slice += row
-        parts = own_slice.view(dist.get_world_size(self._across), -1)
-        sent = encode_rows(parts, self.codec)
-        total = torch.zeros_like(parts[0])
-        for other, row in enumerate(exchange(sent, self._across)):
-            if other == host:
-                total += parts[host]
-            else:
-                decode_rows(row[None], total[None], self.codec, accumulate=True)
-        coded = encode_rows(total[None], self.codec)
-        if errors is not None:
-            own = errors.view(len(slices), len(parts), -1)[place]
-            own.copy_(parts)
-            decoded = torch.empty_like(parts)
-            decode_rows(sent, decoded, self.codec)
-            own -= decoded
-            decode_rows(coded, decoded[host : host + 1], self.codec)
-            own[host] = total - decoded[host]
-        every = gather(gather(coded, self._across), self._inside)  # (places, hosts * bytes of a part)
-        decode_rows(every.view(-1, coded.shape[1]), flat.view(self._size, -1), self.codec)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The coding errors that this rank adds to its next gradients, by parameter name."""

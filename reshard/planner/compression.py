@@ -44,6 +44,12 @@ def predict(plan: Plan, rate: CodecRate | None = None) -> Prediction:
     Args:
         rate: of the codec of the plan's coded tensors.
     """
+    seconds = simulate(plan).makespan_seconds + (0.0 if rate is None else coding_seconds(plan, rate))
+    return Prediction(None if rate is None else rate.codec, seconds, find_bound(plan).seconds)
+
+
+def coding_seconds(plan: Plan, rate: CodecRate) -> float:
+    """The time of the slowest encoder of a plan, and of its slowest decoder."""
     encoded: dict[int, int] = {}
     decoded: dict[int, int] = {}
     for spec in plan.tensors:
@@ -53,11 +59,10 @@ def predict(plan: Plan, rate: CodecRate | None = None) -> Prediction:
             for rank in shards.layout.ranks:
                 size = math.prod(shards.local_shape(rank)) * ITEMSIZE[spec.coding.dtype]
                 nbytes[rank] = nbytes.get(rank, 0) + size
-    seconds = simulate(plan).makespan_seconds
-    if rate is not None:
-        seconds += max(encoded.values(), default=0) / rate.encode_bytes_per_second
-        seconds += max(decoded.values(), default=0) / rate.decode_bytes_per_second
-    return Prediction(None if rate is None else rate.codec, seconds, find_bound(plan).seconds)
+    return (
+        max(encoded.values(), default=0) / rate.encode_bytes_per_second
+        + max(decoded.values(), default=0) / rate.decode_bytes_per_second
+    )
 
 
 def code_tensors(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from reshard.compression import Policy
 from reshard.errors import ArgumentError
 
 from ..ir.schedule import Schedule
@@ -58,7 +59,7 @@ class CompileOptions:
         ties: ``{stage: name}`` of each parameter that several stages share.
         device: of the parameters. scales_loss: whether float16 needs it.
         memory_limit_bytes: given to ``schedule`` if it is a function.
-        process_group: that of the ranks; None: the world.
+        process_group: that of the ranks; None: the world. policy: codecs of each parallel dimension.
     """
 
     microbatches: int
@@ -69,6 +70,7 @@ class CompileOptions:
     scales_loss: bool = False
     memory_limit_bytes: int | None = None
     process_group: Any = None
+    policy: Policy | None = None
 
 
 class PipelineEngine:
@@ -99,7 +101,7 @@ class PipelineEngine:
         self._is_chain = list(row_of_stage) == list(range(len(row_of_stage)))
         if not self._is_chain:
             hints["row_of_stage"] = row_of_stage
-        self._programs = Programs(engine, planner, options.schedule, hints)
+        self._programs = Programs(engine, planner, options.schedule, hints, options.policy or Policy())
 
     # Parameters
 
@@ -124,6 +126,11 @@ class PipelineEngine:
     def schedule(self) -> Schedule:
         """The schedule of a step on a batch like the example."""
         return self._programs.schedules[self._usual_microbatches]
+
+    @property
+    def compression(self) -> str:
+        """Which transfers between stages are coded, and the simulated iteration with and without codecs."""
+        return self._programs.choices
 
     def step(
         self, batch: Any = None, *, accumulate: int = 1, local_batch: bool = False, timeline: bool = False

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from reshard.compression import Policy
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.sharding import Layout, Mesh
@@ -155,6 +156,7 @@ class Pipe:
         group: Any = None,
         topology: Topology | None = None,
         memory_limit_bytes: int | None = None,
+        compression: Policy | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> PipelineEngine:
         """Parallelize the stages of this rank and make the engine. Every rank must call this.
@@ -174,6 +176,8 @@ class Pipe:
             group: process group whose ranks the placements name; default: the world.
             topology: hosts and links; default: hosts are found by host name.
             memory_limit_bytes: given to ``schedule`` if it is a function.
+            compression: codecs of each parallel dimension. Transfers between stages are coded where the simulated
+                iteration gets shorter; ``engine.compression`` says where.
             timeout_seconds: see :class:`Engine`.
 
         Raises:
@@ -202,6 +206,7 @@ class Pipe:
             topology=topology,
             ties=ties,
             autocast=self.autocast,
+            compression=compression,
             timeout_seconds=timeout_seconds,
         )
         options = CompileOptions(
@@ -213,6 +218,7 @@ class Pipe:
             scales_loss=self.autocast is torch.float16,
             memory_limit_bytes=memory_limit_bytes,
             process_group=group,
+            policy=compression,
         )
         made = PipelineEngine(engine, planner, modules, options)
         made.prepare(batch, profile)

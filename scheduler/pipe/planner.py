@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import collections
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from reshard.compression import Policy
 from reshard.errors import ArgumentError
 from reshard.sharding import Mesh
 from reshard.topology import Topology
 
 from ..costs import price_edge
 from ..graph import Pipeline, Stage
-from ..ir.schedule import Schedule
+from ..ir.schedule import Channel, Schedule
 from ..ir.text import format_schedule, parse_schedule
+from ..passes.compression import CodecChoice, choose_codecs, code_edges
 from ..runtime.engine import Engine
 from ..runtime.executor import Program
 from ..simulation.validate import check_schedule
@@ -88,14 +91,26 @@ class Programs:
         planner: plans the stages.
         build: a schedule, or a function that builds one.
         options: given to ``build`` if it has parameters of these names.
+        policy: its codecs between stages are used where they pay.
+
+    Attributes:
+        choices: the text of the last choice of codecs; the same on all ranks.
     """
 
     def __init__(
-        self, engine: Engine, planner: Planner, build: Schedule | ScheduleBuilder, options: dict[str, Any]
+        self,
+        engine: Engine,
+        planner: Planner,
+        build: Schedule | ScheduleBuilder,
+        options: dict[str, Any],
+        policy: Policy,
     ) -> None:
         self._engine, self._planner, self._build, self._options = engine, planner, build, options
+        self._policy = policy
         self.profile: Profile | None = None
         self.schedules: dict[int, Schedule] = {}  # by number of microbatches
+        self._codecs: dict[int, dict[Channel, str]] = {}  # the same
+        self.choices = ""
         self._programs: collections.OrderedDict[Any, Program] = collections.OrderedDict()
 
     def find(self, outline: BatchOutline, sizes: tuple[int, ...], schedule: Schedule | None) -> Program:
@@ -108,6 +123,7 @@ class Programs:
         pipelines = [self._planner.pipeline(outline, size) for size in distinct]
         if schedule is None:
             schedule = self._schedule_for(len(sizes), outline, sizes[0])
+            pipelines = [code_edges(each, self._codecs[len(sizes)]) for each in pipelines]
         program = self._engine.make_program(schedule, pipelines, [distinct.index(size) for size in sizes])
         self._programs[key] = program
         if len(self._programs) > MOST_PROGRAMS:
@@ -118,20 +134,42 @@ class Programs:
         """The schedule for a number of microbatches, which the first rank builds for all."""
         if num_microbatches in self.schedules:
             return self.schedules[num_microbatches]
-        text: str | None = None
+        found: list[Any] | None = None
         failure: Exception | None = None
         if self._engine.rank == self._planner.first_rank:
             try:
-                text = format_schedule(self._build_schedule(num_microbatches, outline, rows))
+                choice = self._choose(num_microbatches, outline, rows)
+                codecs = [[each.sender, each.receiver, each.is_forward, name] for each, name in choice.codecs.items()]
+                found = [format_schedule(choice.schedule), codecs, str(choice)]
             except Exception as error:  # whatever the user's function raises must reach the other ranks
                 failure = error
-        said = self._engine.exchange(text, failure)
-        schedule = parse_schedule(next(text for text in said.values() if text is not None))
+        said = self._engine.exchange(found, failure)
+        text, codecs, self.choices = next(each for each in said.values() if each is not None)
+        schedule = parse_schedule(text)
         check_schedule(schedule, self._planner.pipeline(outline, rows))
         self.schedules[num_microbatches] = schedule
+        self._codecs[num_microbatches] = {Channel(*channel): name for *channel, name in codecs}
         return schedule
 
-    def _build_schedule(self, num_microbatches: int, outline: BatchOutline, rows: int) -> Schedule:
+    def _choose(self, num_microbatches: int, outline: BatchOutline, rows: int) -> CodecChoice:
+        """The schedule and the codecs between stages."""
+        build = functools.partial(self._build_schedule, num_microbatches)
+        topology = self._engine.topology
+        if self._policy.pp is None and isinstance(self._build, Schedule):
+            return CodecChoice({}, build(None), 0.0, 0.0, {})
+        assert self.profile is not None
+        pipeline = self._planner.priced(outline, rows, topology, self.profile)
+        if self._policy.pp is None:
+            return CodecChoice({}, build(pipeline), 0.0, 0.0, {})
+        return choose_codecs(
+            pipeline,
+            build,
+            functools.partial(price_edge, topology=topology),
+            self._policy.pair("pp"),
+            is_forced=self._policy.force_pp,
+        )
+
+    def _build_schedule(self, num_microbatches: int, pipeline: Pipeline | None) -> Schedule:
         if isinstance(self._build, Schedule):
             if self._build.num_microbatches < num_microbatches:
                 raise ArgumentError(
@@ -139,8 +177,6 @@ class Programs:
                     f"batch has {num_microbatches}; pass a function such as auto_schedule instead"
                 )
             return self._build.first(num_microbatches)
-        assert self.profile is not None
-        pipeline = self._planner.priced(outline, rows, self._engine.topology, self.profile)
         accepted = inspect.signature(self._build).parameters
         options = {name: value for name, value in self._options.items() if name in accepted}
         return self._build(pipeline, num_microbatches, **options)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from reshard.compression import Policy
 from reshard.coordination import (
     Request,
     check_inside,
@@ -33,6 +34,16 @@ from ..graph import Pipeline
 from ..ir.schedule import Kind, Schedule
 from ..simulation.replay import PipelineTimeline
 from ..simulation.validate import check_schedule, has_one_order
+from . import torch_compat
+from .compression import (
+    add_codec_rates,
+    check_policy,
+    code_modules,
+    code_pipelines,
+    code_sums,
+    describe_modules,
+    measure_codecs,
+)
 from .data_parallel import LossShards, check_loss_shards, check_split, warn_of_drift
 from .engine_arguments import (
     check_last,
@@ -44,7 +55,7 @@ from .engine_arguments import (
     weigh_last,
 )
 from .executor import Iteration, Parts, Program, Step, StepInputs
-from .grad_sync import ReplicaSync, find_replicas, is_store_error
+from .grad_sync import ReplicaSync, find_replicas
 from .p2p import StageTransfers, find_device_type, plan_channels
 from .stage import StageRun
 from .tied_params import TiedParameter, TiedParameters, check_ties
@@ -74,6 +85,8 @@ class Engine:
         num_loss_shards: replicas that see different data on the stage with the loss; the total is the mean over them.
             For several such stages, ``{stage: number}``; the default is 1.
         autocast: dtype of ``torch.autocast`` in the forwards; default: no autocast.
+        compression: codecs of each parallel dimension. Those between stages (``pp``) replace those of the edges where
+            the simulated iteration gets shorter, with the costs of the pipeline's stages.
         signal_only: move one element instead of each tensor and compute on zeros, to measure communication costs.
         timeout_seconds: limit for agreeing, and for each transfer including the sender's computation. Silent ranks are
             detected after 30 s; with a shorter timeout, errors may name a rank that waits for the silent one.
@@ -97,6 +110,7 @@ class Engine:
         ties: Sequence[TiedParameter] = (),
         num_loss_shards: LossShards = 1,
         autocast: torch.dtype | None = None,
+        compression: Policy | None = None,
         signal_only: bool = False,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
@@ -137,7 +151,9 @@ class Engine:
                 *((f"tie {i}", str(tie)) for i, tie in enumerate(ties)),
             ]
             arguments += [("num_loss_shards", format_loss_shards(num_loss_shards)), ("signal_only", str(signal_only))]
-            arguments.append(("autocast", str(autocast)))
+            if compression is not None and not isinstance(compression, Policy):
+                raise ArgumentError(f"compression must be a Policy, not {type(compression).__name__}")
+            arguments += [("autocast", str(autocast)), ("compression", str(compression))]
             arguments.append(("the type of device", device := find_device_type(modules)))
         except Exception as error:  # any error of this rank must reach the other ranks
             failure = describe_error(error)
@@ -145,17 +161,24 @@ class Engine:
         _, decision = channel.agree(request, lambda requests: resolve(requests, {}), agreeing_seconds)
         if topology is None:
             topology = Topology.from_hostnames([decision.hostnames.get(rank, "") for rank in range(ranks[-1] + 1)])
+        policy = compression or Policy()
         pipelines = tuple(one for one in (pipeline, last_pipeline) if one is not None)
+        if policy.dimensions:
+            check_policy(policy, list(self.exchange(describe_modules(modules, schedule)).values()), device)
+            self.exchange(error=code_modules(modules, policy))
+            topology = add_codec_rates(topology, self.exchange(measure_codecs(policy, topology)))
+            pipelines = code_pipelines(policy, schedule, pipelines, topology, strategy)
         self._topology, self._strategy, self._device, self._signal_only = topology, strategy, device, signal_only
         last = len(pipelines) - 1
         self._program = self.make_program(schedule, pipelines, (0,) * (schedule.num_microbatches - 1) + (last,))
         for stage, run in self._stages.items():
             warn_of_drift(pipeline, stage, run.module)
         try:
-            replicas = [
-                ReplicaSync(stage, self._stages[stage].module, self._group, replica_ranks, device, timeout_seconds)
-                for stage, replica_ranks in self._find_replicas().items()
-            ]
+            replicas = []
+            for stage, members in self._find_replicas().items():
+                coded = code_sums(policy, topology, members, self._group.rank)
+                module = self._stages[stage].module
+                replicas.append(ReplicaSync(stage, module, self._group, members, device, timeout_seconds, coded))
         except ReshardError as error:
             for each in self._program.transfers:  # ranks of other stages may already wait in a step
                 each.fail(error)
@@ -252,7 +275,7 @@ class Engine:
             self._iteration = Iteration(self._parts, program, inputs() if callable(inputs) else inputs)
             return self._iteration.run()
         except BaseException as error:
-            if is_store_error(error):
+            if torch_compat.is_store_error(error):
                 explained = explain_lost_store(self._group, error)
                 self.fail(program, explained)
                 raise explained from error

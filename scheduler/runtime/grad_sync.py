@@ -26,6 +26,7 @@ from reshard.formatting import describe_ranks
 from reshard.sharding import Mesh
 
 from . import torch_compat
+from .compression import CodedSums, can_code
 from .data_parallel import fsdp_ranks
 
 #: Intervals at which a waiting replica polls its collective, and checks for errors of other ranks.
@@ -88,9 +89,16 @@ class ReplicaSync:
     """
 
     def __init__(
-        self, stage: int, module: Any, group: Group, ranks: tuple[int, ...], device: str, timeout_seconds: float
+        self,
+        stage: int,
+        module: Any,
+        group: Group,
+        ranks: tuple[int, ...],
+        device: str,
+        timeout_seconds: float,
+        coded: CodedSums | None = None,
     ) -> None:
-        self.stage, self._module, self._timeout_seconds = stage, module, timeout_seconds
+        self.stage, self._module, self._timeout_seconds, self._coded = stage, module, timeout_seconds, coded
         self._group, self._channel = group, find_channel(group, ranks)
         outline = [(f"{what} of stage {stage}", text) for what, text in self._outline()]
         request = Request(group.rank, outline, hostname=group.hostname)
@@ -204,7 +212,10 @@ class ReplicaSync:
         for gradients in dense.values():
             for bucket in _buckets(gradients):
                 flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-                self._all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, check_errors)
+                if self._coded is not None and can_code(flat):
+                    self._coded.add(flat, functools.partial(self._exchange, check_errors))
+                else:
+                    self._all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, check_errors)
                 for gradient, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
                     gradient.copy_(part.view(gradient.shape))
 
@@ -266,6 +277,10 @@ class ReplicaSync:
         options.reduceOp = op
         self._wait(self._connections.allreduce([array], options), purpose, check_errors)
 
+    def _exchange(self, check_errors: CheckErrors, received: torch.Tensor, sent: torch.Tensor, rows: list[int]) -> None:
+        """Exchange the given numbers of rows with each replica."""
+        self._wait(self._connections.alltoall_base(received, sent, rows, rows), "add its gradients", check_errors)
+
     def _broadcast(self, array: torch.Tensor) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
@@ -309,18 +324,6 @@ def wait_for_root_cause(check_errors: CheckErrors) -> None:
     while time.monotonic() < deadline:
         check_errors()
         time.sleep(CHECK_SECONDS)
-
-
-def is_connection_error(error: BaseException) -> bool:
-    """Whether an error may come from a collective that lost another rank."""
-    if isinstance(error, ReshardError):
-        return False
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-
-
-def is_store_error(error: BaseException) -> bool:
-    """Whether an error is that of a store that cannot be reached."""
-    return isinstance(error, (dist.DistNetworkError, dist.DistStoreError)) and not isinstance(error, ReshardError)
 
 
 def stash_gradients(parameters: Iterable[torch.Tensor]) -> Gradients:

@@ -14,10 +14,11 @@ from reshard.api.mover import Mover
 from reshard.coordination import Group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
-from reshard.planner import Strategy, plan_tensors
+from reshard.planner import Strategy
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import Topology
 
+from ..costs import plan_coded
 from ..graph import Edge, Pipeline
 from ..ir.schedule import Channel
 from .observe import describe_channel
@@ -73,7 +74,8 @@ def plan_channels(
         for channel, tensors in _directions(edge):
             moved = [_one_element(spec) for spec in tensors] if signal_only else tensors
             is_local = rows[edge.src] == rows[edge.dst] and all(spec.src == spec.dst for spec in tensors)
-            plan = None if is_local or not moved else plan_tensors(moved, strategy=strategy, topology=topology)
+            codec = edge.forward_codec if channel.is_forward else edge.backward_codec
+            plan = None if is_local or not moved else plan_coded(moved, codec, topology, strategy)
             plans.append(ChannelPlan(channel, tensors, plan))
     return plans
 

@@ -8,9 +8,12 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from reshard.errors import ReshardError
 
 __all__ = [
     "TorchDispatchMode",
@@ -23,7 +26,9 @@ __all__ = [
     "held_tensors",
     "inner_tensor",
     "is_async",
+    "is_connection_error",
     "is_profiling",
+    "is_store_error",
     "is_strided_shard",
     "keep_rng",
     "largest_magnitudes",
@@ -159,3 +164,15 @@ def multiply_(tensors: Sequence[torch.Tensor], factor: float) -> None:
 def largest_magnitudes(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The largest magnitude in each plain tensor; NaN or infinite if any element is."""
     return torch._foreach_norm(list(tensors), math.inf)
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether an error may come from a collective that lost another rank."""
+    if isinstance(error, ReshardError):
+        return False
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def is_store_error(error: BaseException) -> bool:
+    """Whether an error is that of a store that cannot be reached."""
+    return isinstance(error, (dist.DistNetworkError, dist.DistStoreError)) and not isinstance(error, ReshardError)

@@ -45,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--learning-rate", type=float, help="peak learning rate (default: that of the preset)")
     add("--warmup", type=int, help="steps in which the learning rate grows (default: a tenth of all)")
     add("--schedule", choices=_SCHEDULES, default="auto", help="pipeline schedule (default: auto)")
+    add(
+        "--compression",
+        metavar="POLICY",
+        help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; see docs/compression.md",
+    )
     add("--autocast", choices=("float16", "bfloat16", "none"), help="dtype of computations (default: of the preset)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if every rank can have one")
     add("--launcher", choices=("auto", "ray"), default="auto", help="default: torchrun under it, else local processes")
@@ -91,6 +96,8 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
     Raises:
         ArgumentError: an option is out of range.
     """
+    from reshard.compression import parse_policy
+
     from .loop import Job
 
     for name in ("shrink", "steps", "batch", "microbatches", "sequence", "log_every", "eval_batches"):
@@ -119,6 +126,7 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
         stages=stages,
         layers=_parse_layers(options.layers),
         schedule=options.schedule,
+        compression=None if options.compression is None else str(parse_policy(options.compression)),
         data=options.data,
         warmup=options.steps // 10 if options.warmup is None else options.warmup,
         seed=options.seed,

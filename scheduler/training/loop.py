@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from reshard.compression import parse_policy
 from reshard.errors import ArgumentError
 
 from ..pipe.engine import PipelineEngine
@@ -41,7 +42,8 @@ class Job:
     Attributes:
         name: of the run, for messages. preset: the model and how it is trained.
         steps: the number of the last step. stages: dp x tp of each stage. layers: of each stage; empty: of the preset.
-        schedule: name of a schedule. data: file of tokens; None: the text that Python ships.
+        schedule: name of a schedule. compression: text of a policy; None: nothing is coded.
+        data: file of tokens; None: the text that Python ships.
         warmup: steps in which the learning rate grows. seed: of the parameters and of the order of the data.
         device: "cpu" or "cuda". log_every: steps between messages and measured times.
         eval_every: steps between evaluations; 0: at the end only. eval_batches: batches of an evaluation.
@@ -55,6 +57,7 @@ class Job:
     stages: str
     layers: tuple[int, ...] = ()
     schedule: str = "auto"
+    compression: str | None = None
     data: str | None = None
     warmup: int = 0
     seed: int = 0
@@ -88,7 +91,11 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
     device = torch.device(job.device, torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
     torch.manual_seed(job.seed)
     engine = make_pipe(job).compile(
-        _move(loader.batch(0), device), job.preset.microbatches, schedule=SCHEDULES[job.schedule], device=device
+        _move(loader.batch(0), device),
+        job.preset.microbatches,
+        schedule=SCHEDULES[job.schedule],
+        device=device,
+        compression=None if job.compression is None else parse_policy(job.compression),
     )
     optimizer = make_optimizer(engine.parameters(), job.preset.learning_rate)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factors(job.steps, job.warmup))
@@ -98,6 +105,8 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
         start = engine.load(folder, optimizer, rates, loader, missing_ok=True) if job.resume else 0
         progress = Progress(job.name, start, job.steps, job.preset, job.log_every, shows and rank == 0)
         with progress:
+            if engine.compression:
+                progress.note(engine.compression)
             for step, batch in zip(range(start, job.steps), loader, strict=False):
                 result = engine.step(_move(batch, device), timeline=progress.wants_times(step))
                 norm = engine.clip_grad_norm_(MOST_NORM)

@@ -16,7 +16,7 @@ import reshard
 from reshard import Mesh, RemoteError, ReshardError
 from reshard.scheduler import Pipeline, Stage, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
-from reshard.scheduler.runtime.grad_sync import is_connection_error
+from reshard.scheduler.runtime.torch_compat import is_connection_error
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.stages_with_replicas import (
     NUM,

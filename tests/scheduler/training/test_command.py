@@ -25,9 +25,10 @@ def test_trains_in_local_processes_and_resumes(capfd, tmp_path, monkeypatch):
     assert "exposed communication" in shown.err
     assert shown.out.startswith("gpt3-125m/24 on 1x1,2x1, steps 0 to 2: loss 5.")
     assert (tmp_path / "gpt3-125m.checkpoint" / "step-00000002").is_dir()
-    assert main([*command, "--steps", "4"]) == 0
+    assert main([*command, "--steps", "4", "--compression", "dp=int4x128-bf16,pp=int8x128"]) == 0
     shown = capfd.readouterr()
     assert "continuing at step 2" in shown.err
+    assert "0 -> 1 activations: " in shown.err
     assert shown.out.startswith("gpt3-125m/24 on 1x1,2x1, steps 2 to 4: loss 5.")
 
 
@@ -54,6 +55,7 @@ def test_trains_under_torchrun(tmp_path):
         (["gpt3-125m", "--layers", "6,x"], "--layers is '6,x'; it must be the layers of each stage"),
         (["u-transformer-1b", "--sequence", "8"], "u-transformer-1b has no sequence; omit --sequence"),
         (["u-transformer-1b", "--data", "x"], "trains on pictures that it draws itself; omit --data"),
+        (["gpt3-125m", "--compression", "ep=int8x128"], "the policy 'ep=int8x128' has 'ep=int8x128'"),
         (["gpt3-125m", "--data", "absent"], "the data absent cannot be read"),
         (["gpt3-125m", "--layers", "6,5"], "6|5 layers on 2 stages do not divide a model of 12 layers"),
         (["u-transformer-470m", "--meshes", "1x2,1x1"], "stage 0 has tp=2, but no plan"),

@@ -1,0 +1,115 @@
+"""Which directions of which edges are coded: those where the simulation says that the iteration gets shorter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ..graph import Edge, Pipeline
+from ..ir.schedule import Channel, Schedule
+from ..simulation.replay import simulate
+
+#: Codecs pay only if the iteration becomes shorter by at least this share.
+MIN_GAIN = 0.01
+#: A channel stays coded only if coding it saves at least this share of the iteration.
+MIN_SHARE = 0.001
+
+#: The codec of each coded channel.
+ChannelCodecs = Mapping[Channel, str]
+
+
+@dataclass(frozen=True)
+class CodecChoice:
+    """The codecs of a pipeline's edges, and why.
+
+    Attributes:
+        codecs: of the coded channels. schedule: built for the pipeline with these codecs.
+        raw_seconds, seconds: simulated iteration without and with the codecs.
+        gains: for each channel that was tried, the seconds that coding it saves in the end.
+    """
+
+    codecs: ChannelCodecs
+    schedule: Schedule
+    raw_seconds: float
+    seconds: float
+    gains: Mapping[Channel, float]
+
+    def __str__(self) -> str:
+        lines = [f"iteration {self.seconds:.4g} s with codecs between stages, {self.raw_seconds:.4g} s without"]
+        for channel, gain in self.gains.items():
+            what = f"{channel.sender} -> {channel.receiver} {'activations' if channel.is_forward else 'gradients'}"
+            lines.append(f"  {what}: {self.codecs.get(channel, 'raw')}, saves {gain:.3g} s")
+        return "\n".join(lines)
+
+
+def code_edges(pipeline: Pipeline, codecs: ChannelCodecs) -> Pipeline:
+    """The pipeline whose edges have these codecs, and no others. Costs stay as they are."""
+
+    def code(edge: Edge) -> Edge:
+        ahead, back = (Channel(edge.src, edge.dst, True), Channel(edge.dst, edge.src, False))
+        return replace(edge, forward_codec=codecs.get(ahead), backward_codec=codecs.get(back))
+
+    return replace(pipeline, edges=tuple(map(code, pipeline.edges)))
+
+
+def choose_codecs(
+    pipeline: Pipeline,
+    build: Callable[[Pipeline], Schedule],
+    price: Callable[[Edge], Edge],
+    codecs: tuple[str | None, str | None],
+    *,
+    is_forced: bool = False,
+) -> CodecChoice:
+    """Code the channels that make the iteration shorter.
+
+    Starts with all channels coded, since several may share the critical path, and removes those whose codec saves less
+    than :data:`MIN_SHARE` of the iteration, the least useful first.
+
+    Args:
+        pipeline: with the costs of stages; those of edges are not used.
+        build: the schedule of a pipeline with costs.
+        price: an edge with the costs of its codecs.
+        codecs: of activations, and of their gradients; None: leave them raw.
+        is_forced: code every channel.
+    """
+    wanted: dict[Channel, str] = {}
+    forward_codec, backward_codec = codecs
+    for edge in pipeline.edges:
+        if forward_codec is not None:
+            wanted[Channel(edge.src, edge.dst, True)] = forward_codec
+        if backward_codec is not None and edge.gradients:
+            wanted[Channel(edge.dst, edge.src, False)] = backward_codec
+    priced: dict[Edge, Edge] = {}
+
+    def with_costs(codecs: ChannelCodecs) -> Pipeline:
+        coded = code_edges(pipeline, codecs)
+        for edge in coded.edges:
+            if edge not in priced:
+                priced[edge] = price(edge)
+        return replace(coded, edges=tuple(priced[edge] for edge in coded.edges))
+
+    def seconds(codecs: ChannelCodecs, schedule: Schedule) -> float:
+        return simulate(schedule, with_costs(codecs)).makespan_seconds
+
+    def without(codecs: ChannelCodecs, channel: Channel) -> ChannelCodecs:
+        return {each: codec for each, codec in codecs.items() if each != channel}
+
+    raw_schedule = build(with_costs({}))
+    raw_seconds = seconds({}, raw_schedule)
+    chosen, schedule = dict(wanted), build(with_costs(wanted))
+    found = seconds(chosen, schedule)
+    gains: dict[Channel, float] = {}
+    while chosen:
+        left = {channel: seconds(without(chosen, channel), schedule) - found for channel in chosen}
+        gains |= left
+        least = min(left, key=lambda channel: left[channel])
+        if is_forced or left[least] >= MIN_SHARE * raw_seconds:
+            break
+        del chosen[least]
+        found = seconds(chosen, schedule)
+    if chosen and len(chosen) < len(wanted):
+        schedule = build(with_costs(chosen))
+        found = seconds(chosen, schedule)
+    if not is_forced and found > (1 - MIN_GAIN) * raw_seconds:
+        chosen, schedule, found = {}, raw_schedule, raw_seconds
+    return CodecChoice(chosen, schedule, raw_seconds, found, gains)

@@ -1,0 +1,189 @@
+"""A compression policy in an engine: sums of gradients over replicas, and FSDP's collectives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from reshard.codecs import CODED_DTYPES, measure_rates, parse_codec
+from reshard.compression import CodedAllGather, CodedReduceScatter, Policy
+from reshard.compression.host_sums import padded_size, split_by_host, sum_over_hosts
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError
+from reshard.planner import Strategy
+from reshard.topology import CodecRate, Topology
+
+from ..costs import price_edge
+from ..graph import Pipeline
+from ..ir.schedule import Schedule
+from ..passes.compression import choose_codecs, code_edges
+from .data_parallel import is_fsdp
+
+#: ``exchange(received, sent, rows)`` with the number of rows from and to each replica.
+Exchange = Callable[[torch.Tensor, torch.Tensor, list[int]], None]
+
+
+class CodedSums:
+    """Sums of gradients over replicas of a stage, raw inside a host and coded between hosts.
+
+    Replicas that share one host, or are not equally many on each, count as hosts of their own.
+
+    Args:
+        codec: name of a block codec.
+        hosts: host of each replica. position: that of this replica.
+    """
+
+    def __init__(self, codec: str, hosts: Sequence[int], position: int) -> None:
+        self._codec, self._size = parse_codec(codec), len(hosts)
+        levels = split_by_host(hosts, position) if len(set(hosts)) > 1 else None
+        self._levels = levels or ([position], list(range(self._size)))
+        self._position = position
+
+    def add(self, gradients: torch.Tensor, exchange: Exchange) -> None:
+        """Replace flat gradients by their sum over the replicas. All replicas get the same bits."""
+        size = padded_size(gradients.numel(), self._size, self._codec)
+        flat = torch.zeros(size)
+        flat[: gradients.numel()] = gradients
+        inside, across = (_Level(members, self._position, self._size, exchange) for members in self._levels)
+        sum_over_hosts(flat, inside, across, self._codec)
+        gradients.copy_(flat[: gradients.numel()])
+
+
+class _Level:
+    """Some of the replicas, which exchange rows over the connections of all."""
+
+    def __init__(self, members: Sequence[int], own: int, num_replicas: int, exchange: Exchange) -> None:
+        self.size, self.index = len(members), members.index(own)
+        self._rows = [int(position in members) for position in range(num_replicas)]
+        self._exchange = exchange
+
+    def exchange(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        received = torch.empty_like(rows) if out is None else out
+        self._exchange(received, rows, self._rows)
+        return received
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.exchange(rows.reshape(1, -1).repeat(self.size, 1))
+
+
+def can_code(gradients: torch.Tensor) -> bool:
+    """Whether sums of these gradients can be coded."""
+    return gradients.device.type == "cpu" and dtype_name(gradients.dtype) in CODED_DTYPES
+
+
+def code_sums(policy: Policy, topology: Topology, replicas: Sequence[int], rank: int) -> CodedSums | None:
+    """The coded sums of the gradients of replicas; None if the policy does not code them."""
+    if policy.dp is None:
+        return None
+    return CodedSums(policy.dp, [topology.host_of_rank[each] for each in replicas], replicas.index(rank))
+
+
+def describe_modules(modules: Mapping[int, torch.nn.Module], schedule: Schedule) -> dict[str, list[int]]:
+    """The stages of this rank that have each kind of parallelism."""
+    found: dict[str, list[int]] = {"dp": [], "zero": [], "tp": [], "torch tp": [], "pp": []}
+    if len(schedule.rows) > 1:
+        found["pp"] = list(modules)
+    for stage, module in sorted(modules.items()):
+        if isinstance(module, DistributedDataParallel):
+            found["dp"].append(stage)
+        if is_fsdp(module):
+            found["zero"].append(stage)
+        if any(hasattr(each, "reshard_grid") for each in module.modules()):
+            found["tp"].append(stage)
+        elif any("tp" in _mesh_dims(parameter) for parameter in module.parameters()):
+            found["torch tp"].append(stage)
+    return found
+
+
+def _mesh_dims(parameter: Any) -> tuple[str, ...]:
+    return tuple(getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ())
+
+
+def check_policy(policy: Policy, described: Sequence[Mapping[str, Sequence[int]]], device: str) -> None:
+    """Raise ArgumentError if the policy names a dimension that the stages do not have, on all ranks alike.
+
+    Args:
+        described: what :func:`describe_modules` found on each rank.
+        device: device type of the stages.
+    """
+    stages = {kind: sorted({stage for each in described for stage in each[kind]}) for kind in described[0]}
+    if policy.dimensions and device != "cpu":
+        raise ArgumentError(f"codecs code CPU tensors only, so compression={policy} cannot be used on {device}")
+    lacks = {
+        "pp": "all stages are on the same ranks",
+        "dp": "no stage has replicas under DDP, whose gradients the engine sums",
+        "zero": "no stage is sharded by fully_shard",
+        "tp": "no stage is on a grid of reshard.parallel",
+    }
+    for dimension in policy.dimensions:
+        if dimension == "tp" and stages["torch tp"]:
+            raise ArgumentError(
+                f"compression={policy} has tp=, but torch's own collectives join the tensor-parallel ranks of stages "
+                f"{stages['torch tp']}; only stages on a grid of reshard.parallel can be coded"
+            )
+        if dimension in lacks and not stages[dimension]:
+            raise ArgumentError(f"compression={policy} has {dimension}=, but {lacks[dimension]}")
+        if dimension == "optimizer":
+            raise ArgumentError(
+                f"compression={policy} has optimizer=, but an engine moves no optimizer state; pass the policy to "
+                "reshard.parallel.relayout"
+            )
+
+
+def measure_codecs(policy: Policy, topology: Topology) -> dict[str, tuple[float, float]]:
+    """The rates of this rank for the codecs between stages that the topology has no rates of."""
+    known = {rate.codec for rate in topology.codec_rates}
+    wanted = set(policy.pair("pp")) - known - {None}
+    return {name: measure_rates(parse_codec(name)) for name in sorted(map(str, wanted))}
+
+
+def add_codec_rates(topology: Topology, measured: Mapping[int, Mapping[str, Sequence[float]]]) -> Topology:
+    """The topology with the rates of the slowest rank. Args: what :func:`measure_codecs` returned, by rank."""
+    names = next(iter(measured.values()))
+    slowest = {name: map(min, zip(*(each[name] for each in measured.values()), strict=True)) for name in names}
+    rates = tuple(CodecRate(name, *pair) for name, pair in slowest.items())
+    return replace(topology, codec_rates=(*topology.codec_rates, *rates))
+
+
+def code_pipelines(
+    policy: Policy,
+    schedule: Schedule,
+    pipelines: tuple[Pipeline, ...],
+    topology: Topology,
+    strategy: str | Strategy | None,
+) -> tuple[Pipeline, ...]:
+    """The pipelines with the codecs of the policy, where they make the iteration of the first one shorter."""
+    if policy.pp is None:
+        return pipelines
+    price = functools.partial(price_edge, topology=topology, strategy=strategy)
+    choice = choose_codecs(pipelines[0], lambda _: schedule, price, policy.pair("pp"), is_forced=policy.force_pp)
+    return tuple(code_edges(each, choice.codecs) for each in pipelines)
+
+
+def code_modules(modules: Mapping[int, torch.nn.Module], policy: Policy) -> ArgumentError | None:
+    """Replace the collectives of the FSDP modules of this rank by coded ones, if the policy says so.
+
+    Returns:
+        The error if FSDP shards parameters that the codec does not code.
+    """
+    gathers, scatters = policy.pair("zero")
+    for stage, module in modules.items():
+        if policy.zero is None or not is_fsdp(module):
+            continue
+        for name, parameter in module.named_parameters():
+            if dtype_name(parameter.dtype) not in CODED_DTYPES:
+                return ArgumentError(
+                    f"compression has zero=, but {name!r} of stage {stage} is {dtype_name(parameter.dtype)}; codecs "
+                    f"code {', '.join(CODED_DTYPES)}"
+                )
+        for each in module.modules():
+            if gathers is not None and hasattr(each, "set_custom_all_gather"):
+                each.set_custom_all_gather(CodedAllGather(gathers))
+            if scatters is not None and hasattr(each, "set_custom_reduce_scatter"):
+                each.set_custom_reduce_scatter(CodedReduceScatter(scatters))
+    return None

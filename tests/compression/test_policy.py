@@ -1,0 +1,150 @@
+"""Policies in the engine and in ``Pipe``: bytes on the wire per dimension, and dimensions that a job has not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.distributed.device_mesh
+import torch.distributed.tensor
+from torch import nn
+
+import reshard.scheduler as rs
+from reshard import Topology
+from reshard.compression import Policy, parse_policy
+from reshard.coordination.connections import GlooTransport
+from reshard.errors import ArgumentError
+from reshard.scheduler.runtime.grad_sync import ReplicaSync
+from reshard.testing.processes import run_processes
+
+WIDTH, ROWS = 128, 64
+
+
+def test_policies_have_a_text_form():
+    policy = Policy(dp="int4x128-bf16", pp=("int8x128", None), zero="fp8x128", force_pp=True)
+    assert str(policy) == "dp=int4x128-bf16,pp=int8x128/raw,zero=fp8x128/fp8x128,force-pp"
+    assert parse_policy(str(policy)) == dataclasses.replace(policy, zero=("fp8x128", "fp8x128"))
+    assert parse_policy("dp=int8x128, tp=int6x128") == Policy(dp="int8x128", tp="int6x128")
+    for text, message in (
+        ("dp=int9", "no codec 'int9'"), ("ep=int8x128", "has 'ep=int8x128'"), ("dp=int8x128,dp=int8x128", "each once"),
+        ("force-pp", "needs pp="), ("zero=raw/raw", "a codec or two"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=message):
+            parse_policy(text)
+
+
+class _Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return ((x - y) ** 2).mean()
+
+
+def _engine(compression, stages="1x1,2x1", **options):
+    torch.manual_seed(0)
+    x, y = torch.randn(2, ROWS, WIDTH)
+    batch = {"x": x, "y": y}
+    pipe = rs.Pipe(_Model(), ["layers.1"], stages=stages)
+    options = {"topology": Topology.uniform((0, 1, 2), 1e8), "schedule": rs.one_f_one_b} | options
+    return pipe.compile(batch, 1, compression=compression, **options), batch
+
+
+class _Wire:
+    """Counts the bytes that this rank sends: between stages, in sums over replicas, and in FSDP's collectives."""
+
+    def __init__(self, patch):
+        self.pp = self.dp = self.zero = 0
+        send, exchange, reduce = GlooTransport.send, ReplicaSync._exchange, ReplicaSync._all_reduce
+
+        def count_send(transport, buffer, *arguments):
+            self.pp += buffer.nbytes
+            return send(transport, buffer, *arguments)
+
+        def count_exchange(sync, check, received, sent, rows):
+            own = sync.members.index(dist.get_rank())
+            self.dp += sent.nbytes // len(sent) * (sum(rows) - rows[own])
+            exchange(sync, check, received, sent, rows)
+
+        def count_sum(sync, array, *arguments, **options):
+            self.dp += array.nbytes if array.is_floating_point() else 0
+            reduce(sync, array, *arguments, **options)
+
+        patch.setattr(GlooTransport, "send", count_send)
+        patch.setattr(ReplicaSync, "_exchange", count_exchange)
+        patch.setattr(ReplicaSync, "_all_reduce", count_sum)
+
+
+def _count(rank, policies):
+    """Bytes per dimension of one step under each policy, and the gradients."""
+    results = []
+    for policy in policies:
+        with pytest.MonkeyPatch.context() as patch:
+            engine, batch = _engine(policy)
+            with engine:
+                wire = _Wire(patch)
+                engine.step(batch)
+                results.append((wire.pp, wire.dp, [each.grad.clone() for each in engine.parameters()]))
+    return results
+
+
+def test_each_dimension_sends_fewer_bytes():
+    policies = (None, Policy(pp="int8x128", force_pp=True), Policy(pp=("int8x128", None), force_pp=True),
+                Policy(dp="int8x128"))  # fmt: skip
+    ranks = run_processes(_count, 3, policies)
+    values, elements = ROWS * WIDTH, ROWS
+    summed = WIDTH * WIDTH + WIDTH
+    parts = -(-summed // 256) * 132  # bytes of half of the gradients
+    for rank, results in enumerate(ranks):
+        raw, both, forward, dp = results
+        sends = 4 * values if rank == 0 else 2 * values
+        coded = 132 * elements if rank == 0 else 66 * elements
+        assert [raw[0], both[0], dp[0]] == [sends, coded, sends]
+        assert forward[0] == (coded if rank == 0 else sends)
+        if rank:
+            assert [raw[1], both[1], dp[1]] == [4 * summed, 4 * summed, 2 * parts]
+        for _, _, gradients in results[1:]:
+            for gradient, exact in zip(gradients, raw[2], strict=True):
+                error = float((gradient - exact).norm() / exact.norm())
+                assert 1e-4 < error < 0.03 or torch.equal(gradient, exact)
+    for number in range(len(policies)):
+        for one, other in zip(ranks[1][number][2], ranks[2][number][2], strict=True):
+            assert torch.equal(one, other)  # replicas
+    assert not torch.equal(ranks[1][3][2][0], ranks[1][0][2][0])
+
+
+def _choices(rank, rates):
+    texts = []
+    for rate in rates:
+        with _engine(Policy(pp="int8x128"), topology=Topology.uniform((0, 1, 2), rate))[0] as engine:
+            texts.append(engine.compression)
+    return texts
+
+
+def test_an_edge_is_coded_only_where_the_iteration_gets_shorter():
+    slow, fast = run_processes(_choices, 3, (1e5, 1e12))[2]
+    assert "0 -> 1 activations: int8x128" in slow and "1 -> 0 gradients: int8x128" in slow
+    assert "0 -> 1 activations: raw" in fast and "1 -> 0 gradients: raw" in fast
+
+
+def _refused(rank, cases):
+    for policy, stages, message in cases:
+        with pytest.raises(ArgumentError, match=message):
+            _engine(policy, stages)
+
+
+def test_dimensions_that_a_job_has_not_are_errors():
+    cases = (
+        (Policy(dp="int8x128"), "1x1,1x1", "has dp=, but no stage has replicas"),
+        (Policy(zero="int8x128"), "1x1,1x1", "has zero=, but no stage is sharded"),
+        (Policy(tp="int8x128"), "1x1,1x1", "has tp=, but no stage is on a grid"),
+        (Policy(optimizer="int8x128"), "1x1,1x1", "moves no optimizer state"),
+        ("int8x128", "1x1,1x1", "must be a Policy"),
+    )
+    run_processes(_refused, 2, cases)
