@@ -62,6 +62,20 @@ class Policy:
         value: Codecs = getattr(self, dimension)
         return value if isinstance(value, tuple) else (value, value)
 
+    def check_only(self, dimension: str, who: str) -> str:
+        """The codec of the one dimension that a call uses.
+
+        Raises:
+            ArgumentError: the policy lacks the dimension, or has others, which the call would ignore.
+        """
+        if self.dimensions != (dimension,):
+            raise ArgumentError(
+                f"{who} uses {dimension}= of a policy and nothing else; compression={self} has "
+                f"{', '.join(self.dimensions) or 'no dimension'}"
+            )
+        codec: str = getattr(self, dimension)
+        return codec
+
     def __str__(self) -> str:
         """The text that :func:`parse_policy` reads."""
         parts = [

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from reshard.compression import Policy
 from reshard.errors import ArgumentError
 
 from .graphs import check_graph
@@ -151,7 +152,14 @@ def _find_adapter(module: Any) -> Converter | None:
     return adapters.get(type(module).__name__)
 
 
-def parallelize(model: nn.Module, grid: Grid, *, panel: int = PANEL_WIDTH, has_local_input: bool = False) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    grid: Grid,
+    *,
+    panel: int = PANEL_WIDTH,
+    has_local_input: bool = False,
+    compression: Policy | None = None,
+) -> nn.Module:
     """Cut a model over a grid, in place. All ranks of the grid call it with the same model.
 
     Knows ``nn.Linear``, ``Embedding``, ``LayerNorm``, ``RMSNorm``, ``Dropout``, ``CrossEntropyLoss``, elementwise
@@ -165,14 +173,18 @@ def parallelize(model: nn.Module, grid: Grid, *, panel: int = PANEL_WIDTH, has_l
         grid: the grid.
         panel: see :class:`Linear`.
         has_local_input: the forward takes only this rank's rows, as a stage of a pipeline does.
+        compression: a policy with ``tp`` alone: the codec of the messages of matrix products, fp32, bf16 or fp16.
 
     Returns:
         The model; a new module if ``model`` itself is replaced.
 
     Raises:
-        ArgumentError: a module cannot be cut, or modules that share a parameter would cut it in two ways.
+        ArgumentError: a module cannot be cut, modules that share a parameter would cut it in two ways, or the policy
+            has another dimension.
     """
     grid = grid.copy()
+    if compression is not None:
+        grid.set_codec(compression.check_only("tp", "parallelize"))
     conversion = Conversion(model, grid, panel)
     result = conversion.convert(model, "")
     for names in conversion.ties:

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.codecs import BlockCodec, parse_codec
 from reshard.errors import ArgumentError, MeshError
 from reshard.sharding import Mesh
 
+from .products.coded_axis import CodedAxis
 from .products.collectives import Axis
 from .products.cuts import Span, batch_spans, chunk_spans, size_of
 from .watch import Watch
@@ -72,6 +74,8 @@ class Grid:
         for axis in self._axes.values():
             axis.explain = watch.explain
         self._split_axes_by_host()
+        #: Codes the messages of products; None: nothing is coded.
+        self.codec: BlockCodec | None = None
         self._batch_rows: tuple[int, ...] | None = None
         self._first_row: int | None = None
         #: Products whose backward has not run; they live as long as their autograd graphs.
@@ -115,7 +119,9 @@ class Grid:
 
     def become(self, other: Grid) -> None:
         """Take the shape and the groups of another grid. For :func:`~reshard.parallel.relayout` only."""
+        codec = self.codec
         self.__dict__.update(other.copy().__dict__)
+        self.codec = codec
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -144,6 +150,21 @@ class Grid:
             axis: "depth", "row" or "col"; "layer" is all ranks of this depth, row by row.
         """
         return self._axes[axis]
+
+    def coded(self, axis: str) -> Axis | CodedAxis:
+        """As :meth:`along`, with messages coded by the codec of the grid."""
+        found = self._axes[axis]
+        return found if self.codec is None else CodedAxis(found, self.codec)
+
+    def set_codec(self, name: str) -> None:
+        """Code the messages of matrix products. All ranks call it with the same codec.
+
+        Raises:
+            ArgumentError: there is no such codec, or the grid is not on the CPU.
+        """
+        if self.device_mesh.device_type != "cpu":
+            raise ArgumentError(f"codec {name} codes CPU tensors only; the grid is on {self.device_mesh.device_type}")
+        self.codec = parse_codec(name)
 
     def local_rows(self, rows: int) -> Span:
         """The interval of a batch of ``rows`` rows that this rank holds."""

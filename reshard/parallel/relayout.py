@@ -8,32 +8,44 @@ import torch
 from torch import nn
 
 from reshard.api.call import reshard
+from reshard.compression import Policy
 from reshard.errors import ArgumentError
 
 from .grid import Grid
 from .layers.attention import check_heads
 
 
-def relayout(model: nn.Module, grid: Grid, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Move the parameters of a model, and the state of its optimizer, to another grid, bit for bit.
+def relayout(
+    model: nn.Module,
+    grid: Grid,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    compression: Policy | None = None,
+) -> None:
+    """Move the parameters of a model, and the state of its optimizer, to another grid.
 
-    All parameters travel in one plan of :func:`reshard.reshard`. The model keeps its modules; its parameters and the
-    entries of the optimizer are replaced. All ranks call it between steps, with gradients set to None.
+    Parameters move bit for bit; the state of the optimizer too, unless ``compression`` codes it.
+
+    All tensors travel in one plan of :func:`reshard.reshard`, or in two if some are coded. The model keeps its modules;
+    its parameters and the entries of the optimizer are replaced. All ranks call it between steps, with gradients set to
+    None.
 
     Args:
         model: a model that :func:`~reshard.parallel.parallelize` has cut.
         grid: the new grid, of the same ranks.
         optimizer: the optimizer of the model's parameters.
+        compression: a policy with ``optimizer`` alone: the codec of the optimizer's state.
 
     Raises:
         ArgumentError: the model is not on a grid, ranks differ, the model does not fit the new grid, a backward is
-            still to come, or a parameter has a gradient.
+            still to come, a parameter has a gradient, or the policy does not fit.
         ReshardError: what :func:`reshard.reshard` raises.
     """
     own = getattr(model, "reshard_grid", None)
     if not isinstance(own, Grid):
         raise ArgumentError("relayout needs a model that parallelize has returned")
     _check(model, own, grid)
+    codec = None if compression is None else compression.check_only("optimizer", "relayout")
     meshes = [each.mesh for each in (own, grid)]
     parameters = _holders(model)
     state = {} if optimizer is None else optimizer.state
@@ -44,7 +56,14 @@ def relayout(model: nn.Module, grid: Grid, optimizer: torch.optim.Optimizer | No
             if _is_cut(value):
                 sources[f"{number}.{key}"] = value.detach().to_local()
                 placements[f"{number}.{key}"] = _specs(value)
-    moved = reshard(sources, *meshes, src_spec=placements, dst_spec=placements)
+    coded = {name for name in sources if codec is not None and not name.endswith(".")}
+    if codec is not None and not coded:
+        raise ArgumentError(f"compression={compression} has optimizer=, but there is no optimizer state to move")
+    moved: dict[str, torch.Tensor] = {}
+    for names, how in (([name for name in sources if name not in coded], None), (sorted(coded), codec)):
+        if names:
+            parts, specs = ({name: values[name] for name in names} for values in (sources, placements))
+            moved |= reshard(parts, *meshes, src_spec=specs, dst_spec=specs, compression=how)
     replaced: dict[int, nn.Parameter] = {}
     for number, (parameter, holders) in enumerate(parameters):
         made = nn.Parameter(_join(moved[f"{number}."], parameter, grid), requires_grad=parameter.requires_grad)

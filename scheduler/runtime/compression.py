@@ -93,11 +93,16 @@ def describe_modules(modules: Mapping[int, torch.nn.Module], schedule: Schedule)
             found["dp"].append(stage)
         if is_fsdp(module):
             found["zero"].append(stage)
-        if any(hasattr(each, "reshard_grid") for each in module.modules()):
+        if any(map(_is_cut, module.modules())):
             found["tp"].append(stage)
         elif any("tp" in _mesh_dims(parameter) for parameter in module.parameters()):
             found["torch tp"].append(stage)
     return found
+
+
+def _is_cut(module: torch.nn.Module) -> bool:
+    """Whether :func:`reshard.parallel.parallelize` has returned the module."""
+    return hasattr(module, "reshard_grid")
 
 
 def _mesh_dims(parameter: Any) -> tuple[str, ...]:
@@ -166,11 +171,14 @@ def code_pipelines(
 
 
 def code_modules(modules: Mapping[int, torch.nn.Module], policy: Policy) -> ArgumentError | None:
-    """Replace the collectives of the FSDP modules of this rank by coded ones, if the policy says so.
+    """Replace the collectives of FSDP modules and grids of this rank by coded ones, if the policy says so.
 
     Returns:
         The error if FSDP shards parameters that the codec does not code.
     """
+    if policy.tp is not None:
+        for grid in (each.reshard_grid for module in modules.values() for each in module.modules() if _is_cut(each)):
+            grid.set_codec(policy.tp)  # type: ignore[union-attr, operator]
     gathers, scatters = policy.pair("zero")
     for stage, module in modules.items():
         if policy.zero is None or not is_fsdp(module):

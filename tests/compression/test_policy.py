@@ -119,6 +119,43 @@ def test_each_dimension_sends_fewer_bytes():
     assert not torch.equal(ranks[1][3][2][0], ranks[1][0][2][0])
 
 
+def _count_fsdp(rank, policies):
+    """Bytes handed to torch's gathers, exchanges and reduce-scatters in a step, by policy, and the gradients."""
+    results = []
+    for policy in policies:
+        engine, batch = _engine(policy, [rs.Placement(), rs.Placement(dp=2, wrap=rs.fsdp)])
+        with engine, pytest.MonkeyPatch.context() as patch:
+            wire = {"all_gather_single": 0, "all_to_all_single": 0, "reduce_scatter_single": 0}
+
+            def count(name, wire, patch):
+                collective = getattr(dist, name)
+
+                def counted(*arrays, **options):
+                    wire[name] += (arrays[1] if len(arrays) > 1 else options["input"]).nbytes
+                    return collective(*arrays, **options)
+
+                patch.setattr(dist, name, counted)
+
+            for name in wire:
+                count(name, wire, patch)
+            engine.step(batch)
+            gradients = [each.grad.full_tensor() if rank else each.grad for each in engine.parameters()]
+            results.append((tuple(wire.values()), gradients))
+    return results
+
+
+def test_collectives_of_fsdp_send_fewer_bytes():
+    policies = (None, Policy(zero="int8x128"), Policy(zero=(None, "int4x128-bf16")))
+    half = (WIDTH * WIDTH + WIDTH) // 2
+    elements = -(-half // 128)
+    for raw, both, scatters in run_processes(_count_fsdp, 3, policies)[1:]:
+        assert raw[0] == (4 * half, 0, 8 * half)
+        assert both[0] == (132 * elements, 2 * 132 * elements, 0)
+        assert scatters[0] == (4 * half, 2 * 72 * elements, 0)
+        for gradient, exact in zip(both[1], raw[1], strict=True):
+            assert 1e-4 < float((gradient - exact).norm() / exact.norm()) < 0.03
+
+
 def _choices(rank, rates):
     texts = []
     for rate in rates:

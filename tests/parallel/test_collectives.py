@@ -29,7 +29,7 @@ def check_axis(rank, hosts, ranks):
     assert torch.equal(axis.all_reduce(torch.full((7, 2), 2.0**rank)), torch.full((7, 2), 2.0**6 - 1))
     assert axis.sum(torch.tensor([1.0, rank])).tolist() == [6.0, 15.0]
     assert axis.max(torch.tensor(rank)).item() == 5
-    return axis._levels is not None
+    return axis.levels is not None
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,8 @@ class Axis:
         self.name, self.group, self.ranks, self.index = name, group, tuple(ranks), index
         #: The error to raise when a collective failed; a grid sets it.
         self.explain: Explain = self._describe
-        self._levels: Levels | None = None
+        #: Two levels, if :meth:`split_by_host` found that they help.
+        self.levels: Levels | None = None
         # torch sorts the ranks of a group: member g of the group is at position _order[g] of the axis.
         order = sorted(range(self.size), key=lambda position: self.ranks[position])
         self._order = None if order == list(range(self.size)) else order
@@ -88,7 +89,7 @@ class Axis:
             return axis
 
         inside, between = make("inside", table[host]), make("between", [row[local] for row in table])
-        self._levels = Levels(tuple(map(tuple, table)), inside, between)
+        self.levels = Levels(tuple(map(tuple, table)), inside, between)
 
     @property
     def size(self) -> int:
@@ -107,8 +108,8 @@ class Axis:
         result = part.new_empty((sum(sizes), *part.shape[1:]))
         if not result.numel():
             return Pending(None, lambda: result)
-        if self._levels is not None:
-            return self._levels.gather(part, sizes, result)
+        if self.levels is not None:
+            return self.levels.gather(part, sizes, result)
         in_group = self._in_group(sizes)
         if len(set(sizes)) == 1:
             work = self._start(dist.all_gather_single, result, part)
@@ -128,8 +129,8 @@ class Axis:
         """
         if self.size == 1:
             return Pending(None, lambda: array)
-        if self._levels is not None and array.numel():
-            return self._levels.reduce_scatter(array, sizes)
+        if self.levels is not None and array.numel():
+            return self.levels.reduce_scatter(array, sizes)
         own = sizes[self.index]
         received = array.new_empty((self.size * own, *array.shape[1:]))
 
@@ -144,12 +145,16 @@ class Axis:
 
     def exchange(self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> torch.Tensor:
         """All-to-all of flat arrays: rank ``i`` gets the ``i``-th part of each rank, in the order of ranks."""
-        received = sent.new_empty(sum(receive_sizes))
+        return self.start_exchange(sent, send_sizes, receive_sizes).wait()
+
+    def start_exchange(self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
+        """As :meth:`exchange`, without waiting."""
         if self.size == 1:
-            return sent
+            return Pending(None, lambda: sent)
+        received = sent.new_empty(sum(receive_sizes))
         sent, in_group = self._to_group(sent, send_sizes), self._in_group(receive_sizes)
         work = self._start(dist.all_to_all_single, received, sent, in_group, self._in_group(send_sizes))
-        return Pending(work, lambda: self._from_group(received, in_group), self.explain).wait()
+        return Pending(work, lambda: self._from_group(received, in_group), self.explain)
 
     def sum(self, array: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, the same bits on each. For small arrays: every rank receives all of them."""
@@ -204,6 +209,13 @@ class Axis:
         return RemoteError(f"a collective of {describe_ranks(self.ranks)} of a grid failed: {error}")
 
 
+class Summing(Protocol):
+    """Sums arrays over ranks, as :meth:`Axis.reduce_scatter` does."""
+
+    def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> Pending:
+        """See :meth:`Axis.reduce_scatter`."""
+
+
 class Levels:
     """An axis as hosts and their ranks.
 
@@ -231,14 +243,19 @@ class Levels:
 
         return Pending(None, finish)
 
-    def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> Pending:
-        """Sum inside each host, then between hosts. See :meth:`Axis.reduce_scatter`."""
+    def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int], between: Summing | None = None) -> Pending:
+        """Sum inside each host, then between hosts. See :meth:`Axis.reduce_scatter`.
+
+        Args:
+            between: sums between hosts; default: the axis between hosts.
+        """
+        across = between or self.between
         parts = array.split(list(sizes))
         order = [row[local] for local in range(self.inside.size) for row in self.table]
         per_local = [sum(sizes[row[local]] for row in self.table) for local in range(self.inside.size)]
         first = self.inside.reduce_scatter(torch.cat([parts[position] for position in order]), per_local)
         mine = [sizes[row[self.inside.index]] for row in self.table]
-        return Pending(None, lambda: self.between.reduce_scatter(first.wait(), mine).wait())
+        return Pending(None, lambda: across.reduce_scatter(first.wait(), mine).wait())
 
 
 def ordered_sum(parts: torch.Tensor) -> torch.Tensor:

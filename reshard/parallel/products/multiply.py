@@ -26,7 +26,7 @@ class Product:
 
     def __init__(self, grid: Grid, shape: ProductShape) -> None:
         self.grid, self.shape = grid, shape
-        self._row_axis, self._col_axis, self._layer = grid.along("row"), grid.along("col"), grid.along("layer")
+        self._row_axis, self._col_axis, self._layer = map(grid.coded, ("row", "col", "layer"))
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """The local product. Benchmarks replace it to time communication alone."""

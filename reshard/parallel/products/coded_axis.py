@@ -1,0 +1,128 @@
+"""The collectives of products with messages coded by a block codec.
+
+A message of n values is coded if its elements take fewer bytes than the values, which both ends know. Gathers decode
+every part, so that all ranks hold the same bits. Sums and exchanges leave a rank's own part as it is. Where several
+ranks of an axis share a host, sums inside hosts are raw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from reshard.codecs import CODED_DTYPES, BlockCodec
+from reshard.dtypes import dtype_name
+
+from .collectives import Axis, Pending
+
+
+class CodedAxis:
+    """As :class:`Axis`, for its ``gather``, ``reduce_scatter`` and ``exchange``. Other dtypes travel as they are.
+
+    Args:
+        axis: the ranks.
+        codec: codes values of fp32, bf16 and fp16.
+    """
+
+    def __init__(self, axis: Axis, codec: BlockCodec) -> None:
+        self._axis, self._codec = axis, codec
+
+    def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
+        """See :meth:`Axis.gather`."""
+        axis, shape = self._axis, (sum(sizes), *part.shape[1:])
+        if axis.size == 1 or dtype_name(part.dtype) not in CODED_DTYPES:
+            return axis.gather(part, sizes)
+        row = part[:1].numel() if len(part) else part.new_empty((1, *part.shape[1:])).numel()
+        numels = [size * row for size in sizes]
+        nbytes = [self._message_bytes(numel, part.itemsize) for numel in numels]
+        result = part.new_empty(sum(numels))
+        pending = axis.gather(self._encode([part]), nbytes)
+
+        def finish() -> torch.Tensor:
+            for data, target in zip(pending.wait().split(nbytes), result.split(numels), strict=True):
+                self._decode(data, target)
+            return result.view(shape)
+
+        return Pending(None, finish)
+
+    def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> Pending:
+        """See :meth:`Axis.reduce_scatter`."""
+        axis = self._axis
+        if axis.size == 1 or not array.numel() or dtype_name(array.dtype) not in CODED_DTYPES:
+            return axis.reduce_scatter(array, sizes)
+        if axis.levels is not None:
+            return axis.levels.reduce_scatter(array, sizes, CodedAxis(axis.levels.between, self._codec))
+        parts = array.split(list(sizes))
+        own, numel = parts[axis.index], parts[axis.index].numel()
+        received_bytes = [self._message_bytes(numel, array.itemsize)] * axis.size
+        sent_bytes = [self._message_bytes(part.numel(), array.itemsize) for part in parts]
+        received_bytes[axis.index] = sent_bytes[axis.index] = 0
+        others = [part for position, part in enumerate(parts) if position != axis.index]
+        pending = axis.start_exchange(self._encode(others), sent_bytes, received_bytes)
+
+        def finish() -> torch.Tensor:
+            total = torch.zeros(numel)
+            for position, data in enumerate(pending.wait().split(received_bytes)):
+                if position == axis.index:
+                    total += own.reshape(-1)
+                else:
+                    self._decode(data, total, array.dtype, accumulate=True)
+            return total.to(array.dtype).view(own.shape)
+
+        return Pending(None, finish)
+
+    def exchange(self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> torch.Tensor:
+        """See :meth:`Axis.exchange`."""
+        axis = self._axis
+        if axis.size == 1 or dtype_name(sent.dtype) not in CODED_DTYPES:
+            return axis.exchange(sent, send_sizes, receive_sizes)
+        parts = sent.split(list(send_sizes))
+        sent_bytes, received_bytes = (
+            [self._message_bytes(numel, sent.itemsize) for numel in sizes] for sizes in (send_sizes, receive_sizes)
+        )
+        received_bytes[axis.index] = sent_bytes[axis.index] = 0
+        others = [part for position, part in enumerate(parts) if position != axis.index]
+        data = axis.start_exchange(self._encode(others), sent_bytes, received_bytes).wait()
+        result = sent.new_empty(sum(receive_sizes))
+        for position, (message, target) in enumerate(
+            zip(data.split(received_bytes), result.split(list(receive_sizes)), strict=True)
+        ):
+            if position == axis.index:
+                target.copy_(parts[position])
+            else:
+                self._decode(message, target)
+        return result
+
+    def _message_bytes(self, numel: int, itemsize: int) -> int:
+        return min(self._codec.nbytes((numel,), 0), numel * itemsize)
+
+    def _is_coded(self, numel: int, itemsize: int) -> bool:
+        return self._codec.nbytes((numel,), 0) < numel * itemsize
+
+    def _encode(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The messages of some parts, one after the other."""
+        sizes = [self._message_bytes(part.numel(), part.itemsize) for part in parts]
+        out = torch.empty(sum(sizes), dtype=torch.uint8)
+        for part, start, size in zip(parts, accumulate(sizes, initial=0), sizes, strict=False):
+            flat = part.contiguous().reshape(-1)
+            if self._is_coded(part.numel(), part.itemsize):
+                self._codec.encode(flat, out[start : start + size], 0)
+            else:
+                out[start : start + size] = flat.view(torch.uint8)
+        return out
+
+    def _decode(
+        self, data: torch.Tensor, target: torch.Tensor, dtype: torch.dtype | None = None, *, accumulate: bool = False
+    ) -> None:
+        """Write a message of ``dtype`` to a flat target, or add it."""
+        dtype = dtype or target.dtype
+        if not target.numel():
+            return
+        if self._is_coded(target.numel(), dtype.itemsize):
+            self._codec.decode(data, target, 0, accumulate=accumulate)
+        elif accumulate:
+            target += data.clone().view(dtype)
+        else:
+            target.copy_(data.clone().view(dtype))
