@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import ArgumentError
-from reshard.topology import MACHINES, load_preset, read_topology
+from reshard.topology import MACHINES, Topology, load_preset, read_topology
 
 from .cluster import Cluster
 from .costs import MIXED_PRECISION, StateBytes
@@ -66,19 +67,15 @@ def run(options: argparse.Namespace) -> int:
         if options.profile is not None
         else Profile.estimate(graph, flops_per_second=options.flops, efficiency=options.efficiency)
     )
-    if options.topology in MACHINES:
-        if options.devices is None:
-            raise ArgumentError(f"--topology {options.topology} needs --devices")
-        topology = load_preset(options.topology, options.devices)
-    else:
-        topology = read_topology(options.topology)
-    cluster = Cluster(topology, parse_bytes(options.memory), options.devices or 0)
+    cluster = Cluster(
+        find_topology(options.topology, options.devices), parse_bytes(options.memory), options.devices or 0
+    )
     strategy = search(
         graph,
         cluster,
         profile,
         rows=options.rows,
-        keep=dict(map(_parse_keep, options.keep)),
+        keep=parse_keep(options.keep),
         method=options.method,
         states=MIXED_PRECISION if options.mixed else StateBytes(),
     )
@@ -86,6 +83,19 @@ def run(options: argparse.Namespace) -> int:
     if options.output:
         strategy.save(options.output)
     return 0
+
+
+def find_topology(text: str, devices: int | None) -> Topology:
+    """The topology of ``--topology``: that of a machine for a number of devices, or that of a file.
+
+    Raises:
+        ArgumentError: the machine needs a number of devices.
+    """
+    if text not in MACHINES:
+        return read_topology(text)
+    if devices is None:
+        raise ArgumentError(f"--topology {text} needs --devices")
+    return load_preset(text, devices)
 
 
 def parse_bytes(text: str) -> float:
@@ -123,8 +133,16 @@ def _read_graph(text: str) -> LayerGraph:
     return LayerGraph.transformer(**values)
 
 
-def _parse_keep(text: str) -> tuple[str, int]:
-    name, separator, value = text.partition("=")
-    if not separator or not value.isdecimal():
-        raise ArgumentError(f"--keep {text!r} must be NAME=NUMBER, such as tp=8 or recompute=1")
-    return name, int(value)
+def parse_keep(parts: Sequence[str]) -> dict[str, int]:
+    """The parts that ``--keep NAME=NUMBER`` fixes.
+
+    Raises:
+        ArgumentError: a part is malformed.
+    """
+    kept = {}
+    for text in parts:
+        name, separator, value = text.partition("=")
+        if not separator or not value.isdecimal():
+            raise ArgumentError(f"--keep {text!r} must be NAME=NUMBER, such as tp=8 or recompute=1")
+        kept[name] = int(value)
+    return kept

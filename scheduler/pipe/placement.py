@@ -152,7 +152,9 @@ def _is_size(value: Any) -> bool:
 class Strategy(Protocol):
     """What a search has chosen for a model: its cuts, and how its stages run."""
 
-    microbatches: int
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step."""
 
     @property
     def cut_before(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
@@ -14,12 +15,14 @@ from reshard.errors import ArgumentError
 from .presets import PRESETS, GPTConfig, Preset, find_preset
 
 if TYPE_CHECKING:
+    from ..autoparallel import Strategy
     from .loop import Job
 
 HELP = "train GPT or U-Transformer over pipeline stages"
 EXAMPLES = (
     "reshard train gpt3-125m --shrink 8 --meshes 1x2,2x2,1x4 --steps 200    # 10 local processes",
     "reshard train gpt3-125m --meshes 1x2,2x2,1x4 --data FILE --steps 1000 --resume",
+    "reshard train gpt3-125m --shrink 8 --strategy auto --devices 4 --steps 200    # it searches for the stages",
     "reshard train u-transformer-470m --shrink 20 --meshes 2x1,4x1,4x1",
     "torchrun --nproc-per-node 8 -m reshard train gpt3-1.3b --meshes 2x2,2x2 --batch 64",
     "reshard train gpt3-1.3b --meshes 2x2,2x2 --batch 64 --launcher ray    # actors of a Ray cluster",
@@ -50,6 +53,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="POLICY",
         help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; see docs/compression.md",
     )
+    add("--strategy", metavar="auto|FILE", help="measure the layers and search for the stages, or read a strategy")
+    add("--devices", type=int, help="number of ranks that a search may use (default: all of the topology)")
+    add("--topology", help="hosts and links for a search, as for reshard search (default: one host)")
+    add("--memory", help="memory of a device for a search, such as 16GB (default: what it has)")
+    add(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="fix a part in a search",
+    )
     add("--autocast", choices=("float16", "bfloat16", "none"), help="dtype of computations (default: of the preset)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if every rank can have one")
     add("--launcher", choices=("auto", "ray"), default="auto", help="default: torchrun under it, else local processes")
@@ -70,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is None:
         raise ArgumentError("training needs torch: pip install 'reshard[train]'")
     preset = find_preset(options.preset)
-    stages = options.meshes or preset.stages
+    stages = "" if options.strategy else options.meshes or preset.stages
     job = make_job(options, preset, stages)
     if options.shrink > 1 and os.environ.get("RANK", "0") == "0":
         factor = preset.config.shrink_factor(options.shrink)
@@ -80,13 +94,15 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     from .launch import launch
+    from .strategies import SearchOptions
 
-    result = launch(job, options.device, on_ray=options.launcher == "ray")
+    wanted = SearchOptions.of(options) if options.strategy == "auto" else None
+    result = launch(job, options.device, on_ray=options.launcher == "ray", options=wanted)
     if result is not None:
         losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, " if result.losses else ""
         skipped = f", {len(result.skipped)} steps skipped" if result.skipped else ""
         steps = f"steps {result.start} to {max(result.start, job.steps)}"
-        print(f"{job.name} on {stages}, {steps}: {losses}held-out {result.held_out:.4f}{skipped}")
+        print(f"{job.name} on {stages or 'a strategy'}, {steps}: {losses}held-out {result.held_out:.4f}{skipped}")
     return 0
 
 
@@ -108,7 +124,9 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
         value = getattr(options, name)
         if value is not None and value < 0:
             raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must not be negative")
-    preset = preset.shrunk(options.shrink, stages.count(",") + 1)
+    strategy = _read_strategy(options)
+    num_stages = stages.count(",") + 1 if strategy is None else len(strategy.stages)
+    preset = preset.shrunk(options.shrink, num_stages)
     changes: dict[str, Any] = {"rows": options.batch, "microbatches": options.microbatches}
     changes["learning_rate"] = options.learning_rate
     changes["autocast"] = "" if options.autocast == "none" else options.autocast
@@ -136,7 +154,33 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
         checkpoint=(options.checkpoint or f"{options.preset}.checkpoint") if saves else None,
         save_every=options.save_every,
         resume=options.resume,
+        strategy=strategy,
     )
+
+
+def _read_strategy(options: argparse.Namespace) -> Strategy | None:
+    """The strategy of a file; None if there is none, or one is still to be searched for.
+
+    Raises:
+        ArgumentError: the file is not a strategy, or other options do not fit it.
+    """
+    if options.strategy is None:
+        for name in ("devices", "topology", "memory", "keep"):
+            if getattr(options, name):
+                raise ArgumentError(f"--{name} is for a search; pass --strategy auto with it")
+        return None
+    for name in ("meshes", "layers"):
+        if getattr(options, name) is not None:
+            raise ArgumentError(f"a strategy has stages of its own; omit --{name} or --strategy")
+    if options.schedule != "auto":
+        raise ArgumentError("a strategy has a schedule of its own; omit --schedule or --strategy")
+    if options.strategy == "auto":
+        return None
+    from ..autoparallel import Strategy
+
+    if not Path(options.strategy).is_file():
+        raise ArgumentError(f"there is no strategy {options.strategy!r}; pass auto, or the file of a strategy")
+    return Strategy.read(options.strategy)
 
 
 def _parse_layers(text: str | None) -> tuple[int, ...]:

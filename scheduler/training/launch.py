@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from reshard.errors import ArgumentError
-from reshard.testing import run_processes
+from reshard.testing import LaunchError, run_processes
 
-from ..pipe.placement import parse_placements
+from ..autoparallel import Strategy
 from .loop import Job, TrainResult, make_loaders, make_pipe, train
+from .strategies import SearchOptions, find_strategy
 
 if TYPE_CHECKING:
     from reshard.ray import ActorMesh
@@ -25,12 +29,13 @@ _FOREVER_SECONDS = 1e6
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
-def launch(job: Job, device: str, on_ray: bool) -> TrainResult | None:
+def launch(job: Job, device: str, on_ray: bool, options: SearchOptions | None = None) -> TrainResult | None:
     """Train on all ranks of a job. Under torchrun, this process is one of them.
 
     Args:
         job: its device is replaced. device: "cpu", "cuda", or "auto" for CUDA if every rank can have a GPU.
         on_ray: start the ranks as actors of the Ray cluster to which this process is or can be connected.
+        options: search for the strategy of the job first, on one rank.
 
     Returns:
         The result; None on other ranks than the first.
@@ -39,16 +44,22 @@ def launch(job: Job, device: str, on_ray: bool) -> TrainResult | None:
         ArgumentError: the options do not fit each other, the launcher or the machines.
         RemoteError: an actor died.
     """
-    _ = make_loaders(job), make_pipe(job)  # errors of the options before any process starts
-    num_ranks = sum(each.size for each in parse_placements(job.stages))
+    make_loaders(job)  # errors of the options before any process starts
+    if options is None:
+        make_pipe(job)
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if on_ray:
         if under_torchrun:
             raise ArgumentError("--launcher ray starts the ranks itself; run it without torchrun")
-        return _train_on_ray(job, device, num_ranks)
-    job = replace(job, device=_find_local_device(device, num_ranks))
+        return _train_on_ray(job, device, options)
     if under_torchrun:
-        return _join_launcher(job, num_ranks)
+        return _join_launcher(replace(job, device=_find_local_device(device, 1)), options)
+    if options is not None:
+        wanted = len(options.find_topology(None).host_of_rank)
+        job = replace(job, device=_find_local_device(device, options.devices or wanted))
+        job = _with_strategy(job, _run_alone(find_strategy, job, options))
+    num_ranks = sum(map(math.prod, job.shapes))
+    job = replace(job, device=_find_local_device(device, num_ranks))
     if job.device == "cpu":
         result: TrainResult = run_processes(train, num_ranks, job, timeout_seconds=_FOREVER_SECONDS)[0]
         return result
@@ -68,19 +79,60 @@ def _find_local_device(wanted: str, num_ranks: int) -> str:
     return "cuda" if num_gpus >= num_local else "cpu"
 
 
-def _join_launcher(job: Job, num_ranks: int) -> TrainResult | None:
+def _run_alone(function: Callable[..., Any], job: Job, *args: Any) -> Any:
+    """Run ``function(job, ...)`` in a process of its own. This process can still fork, and has no CUDA context."""
+    try:
+        return run_processes(_call, 1, function, job, *args, timeout_seconds=_FOREVER_SECONDS, init_group=False)[0]
+    except LaunchError as error:
+        raise error.failures[0].error or error from None
+
+
+def _call(_rank: int, _port: int, function: Callable[..., Any], job: Job, *args: Any) -> Any:
+    if job.device == "cuda":
+        torch.cuda.set_device(0)
+    return function(job, *args)
+
+
+def _with_strategy(job: Job, strategy: Strategy) -> Job:
+    print(strategy, file=sys.stderr)
+    return replace(job, strategy=strategy)
+
+
+def _join_launcher(job: Job, options: SearchOptions | None) -> TrainResult | None:
     """Train as one rank of torchrun."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    num_ranks = size if options is not None else sum(map(math.prod, job.shapes))
     if size != num_ranks:
-        raise ArgumentError(f"the stages {job.stages} need {num_ranks} ranks, but the launcher started {size}")
+        what = f"the stages {job.stages}" if job.strategy is None else "the strategy"
+        raise ArgumentError(
+            f"{what} need{'s' * (job.strategy is not None)} {num_ranks} ranks, but the launcher started {size}"
+        )
     if job.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     dist.init_process_group(_BACKENDS[job.device])
     try:
+        if options is not None:
+            job = replace(job, strategy=_find_on_first_rank(job, options, size))
         result = train(rank, job)
     finally:
         dist.destroy_process_group()
     return result if rank == 0 else None
+
+
+def _find_on_first_rank(job: Job, options: SearchOptions, num_ranks: int) -> Strategy:
+    """The strategy that rank 0 finds, or its error, on all ranks alike."""
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = find_strategy(job, options, num_ranks)
+            print(found[0], file=sys.stderr)
+        except ArgumentError as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise ArgumentError(found[1])
+    strategy: Strategy = found[0]
+    return strategy
 
 
 def _train_on_gpu(rank: int, port: int, num_ranks: int, job: Job) -> TrainResult:
@@ -91,7 +143,11 @@ def _train_on_gpu(rank: int, port: int, num_ranks: int, job: Job) -> TrainResult
     return train(rank, job)
 
 
-def _train_on_ray(job: Job, wanted: str, num_ranks: int) -> TrainResult:
+def _search_on_actor(_rank: int, job: Job, options: SearchOptions) -> Strategy:
+    return find_strategy(job, options)
+
+
+def _train_on_ray(job: Job, wanted: str, options: SearchOptions | None) -> TrainResult:
     """Train on actors: one mesh of actors per stage, on one node. Files must be at the same paths on all nodes."""
     try:
         import ray
@@ -106,20 +162,25 @@ def _train_on_ray(job: Job, wanted: str, num_ranks: int) -> TrainResult:
             raise ArgumentError(
                 "--launcher ray finds no Ray cluster: run `ray start --head` on this machine, or set RAY_ADDRESS"
             ) from None
+    if options is not None:
+        num_ranks = options.devices or len(options.find_topology(None).host_of_rank)
+    else:
+        num_ranks = sum(map(math.prod, job.shapes))
     num_gpus = int(ray.cluster_resources().get("GPU", 0))
     if wanted == "cuda" and num_gpus < num_ranks:
         raise ArgumentError(f"--device cuda needs {num_ranks} GPUs in the Ray cluster, which has {num_gpus}")
     device = "cuda" if wanted != "cpu" and num_gpus >= num_ranks else "cpu"
     data, checkpoint = (None if path is None else str(Path(path).absolute()) for path in (job.data, job.checkpoint))
     job = replace(job, device=device, data=data, checkpoint=checkpoint)
+    gpus = 1.0 if device == "cuda" else 0.0
+    if options is not None:
+        with ActorMesh((1, 1), name="search", num_gpus=gpus) as alone:
+            found = run([alone], _search_on_actor, job, options, timeout_seconds=_FOREVER_SECONDS, backend="gloo")
+        job = _with_strategy(job, found[0])
     with contextlib.ExitStack() as stack:
         meshes: list[ActorMesh] = [
-            stack.enter_context(
-                ActorMesh(
-                    tuple(each.axis_sizes.values()), name=f"stage {number}", num_gpus=1.0 if device == "cuda" else 0.0
-                )
-            )
-            for number, each in enumerate(parse_placements(job.stages))
+            stack.enter_context(ActorMesh(shape, name=f"stage {number}", num_gpus=gpus))
+            for number, shape in enumerate(job.shapes)
         ]
         results = run(meshes, train, job, timeout_seconds=_FOREVER_SECONDS, backend=_BACKENDS[device])
     result: TrainResult = results[0]

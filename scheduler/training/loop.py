@@ -12,12 +12,14 @@ import torch
 from reshard.compression import parse_policy
 from reshard.errors import ArgumentError
 
+from ..autoparallel import Strategy
 from ..pipe.engine import PipelineEngine
 from ..pipe.pipe import Pipe
+from ..pipe.placement import parse_placements
 from ..schedules.auto import auto_schedule
 from ..schedules.classic import eager_1f1b, one_f_one_b, zb_h1
 from .data import Loader, PictureLoader, TokenLoader, hold_out, read_tokens
-from .models import find_cuts, make_model
+from .models import find_cuts, layer_paths, make_model
 from .presets import GPTConfig, Preset
 from .progress import Progress
 
@@ -49,6 +51,7 @@ class Job:
         eval_every: steps between evaluations; 0: at the end only. eval_batches: batches of an evaluation.
         checkpoint: folder to save to; None: do not save. save_every: steps between saves; 0: at the end only.
         resume: continue from the newest checkpoint there, if there is one.
+        strategy: cuts, placements, microbatches and schedule, in place of ``stages``, ``layers`` and ``schedule``.
     """
 
     name: str
@@ -68,6 +71,13 @@ class Job:
     checkpoint: str | None = None
     save_every: int = 0
     resume: bool = False
+    strategy: Strategy | None = None
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Dp and tp of each stage."""
+        placements = parse_placements(self.stages) if self.strategy is None else self.strategy.placements()
+        return [tuple(each.axis_sizes.values()) for each in placements]
 
 
 @dataclass(frozen=True)
@@ -90,13 +100,12 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
     loader, held_out = make_loaders(job)
     device = torch.device(job.device, torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
     torch.manual_seed(job.seed)
-    engine = make_pipe(job).compile(
-        _move(loader.batch(0), device),
-        job.preset.microbatches,
-        schedule=SCHEDULES[job.schedule],
-        device=device,
-        compression=None if job.compression is None else parse_policy(job.compression),
-    )
+    options: dict[str, Any] = {}
+    if job.strategy is None:
+        options = {"microbatches": job.preset.microbatches, "schedule": SCHEDULES[job.schedule]}
+    if job.compression is not None:
+        options["compression"] = parse_policy(job.compression)
+    engine = make_pipe(job).compile(_move(loader.batch(0), device), device=device, **options)
     optimizer = make_optimizer(engine.parameters(), job.preset.learning_rate)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factors(job.steps, job.warmup))
     folder = job.checkpoint or ""
@@ -130,6 +139,14 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
 
 def make_pipe(job: Job) -> Pipe:
     """The model of a job on the meta device, cut at layers and placed."""
+    model = make_model(job.preset.config)
+    options: dict[str, Any] = {
+        "init": type(model).initialize,
+        "autocast": getattr(torch, job.preset.autocast) if job.preset.autocast else None,
+    }
+    if job.strategy is not None:
+        check_strategy(job.strategy, job)
+        return Pipe(model, strategy=job.strategy, **options)
     num_stages = job.stages.count(",") + 1
     layers = job.layers or job.preset.divide_layers(num_stages)
     if sum(layers) != job.preset.config.num_layers or min(layers) < 1 or len(layers) != num_stages:
@@ -137,14 +154,23 @@ def make_pipe(job: Job) -> Pipe:
             f"{'|'.join(map(str, layers))} layers on {num_stages} stages do not divide a model of "
             f"{job.preset.config.num_layers} layers; every stage needs at least one"
         )
-    model = make_model(job.preset.config)
-    return Pipe(
-        model,
-        find_cuts(job.preset.config, layers),
-        stages=job.stages,
-        init=type(model).initialize,
-        autocast=getattr(torch, job.preset.autocast) if job.preset.autocast else None,
-    )
+    return Pipe(model, find_cuts(job.preset.config, layers), stages=job.stages, **options)
+
+
+def check_strategy(strategy: Strategy, job: Job) -> None:
+    """Raise ArgumentError unless a strategy is of the model and the rows of a job."""
+    names = [name for stage in strategy.layer_names for name in stage][1:]
+    paths = layer_paths(job.preset.config)
+    if names != paths:
+        raise ArgumentError(
+            f"the strategy has {len(names) + 1} layers ({', '.join(names[:3])}, ...), but {job.name} has "
+            f"{len(paths) + 1} ({', '.join(paths[:3])}, ...); search with this model"
+        )
+    if strategy.rows != job.preset.rows:
+        raise ArgumentError(
+            f"the strategy is for {strategy.rows} rows of a step, but {job.name} has {job.preset.rows}; pass --batch "
+            f"{strategy.rows} or search again"
+        )
 
 
 def make_loaders(job: Job) -> tuple[Loader, Loader]:

@@ -36,7 +36,7 @@ def profile_layers(
     """Measure one layer of each class: forward, input gradients alone, and a whole backward.
 
     A size that does not fit the device is recorded, and larger ones are left out; the other classes go on. The model
-    keeps its values; of a model on the meta device, layers are measured with empty ones.
+    keeps its values; of a model on the meta device, layers are measured with equal ones.
 
     Args:
         traced: the model, from :func:`trace_module`.
@@ -76,6 +76,9 @@ def _measure_class(
     values = [(each, each.grad) for each in module.parameters()]
     if any(each.is_meta for each, _ in values):
         module = module.to_empty(device=device)
+        with torch.no_grad():  # what lies in fresh memory may be slow to compute with
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.fill_(0.01 if tensor.is_floating_point() else 0)
     else:
         module = module.to(device)
     samples: list[Sample] = []
@@ -86,7 +89,7 @@ def _measure_class(
             continue
         try:
             make_inputs = functools.partial(layer_inputs, traced.outline, traced.stage_graph, number, size, device)
-            samples.append(measure_layer(module, make_inputs, size, repeats, device))
+            samples.append(measure_layer(module, make_inputs, size, repeats, device, traced.autocast))
         except (MemoryError, torch.OutOfMemoryError):
             failed.append(size)
         except RuntimeError as error:
@@ -99,7 +102,12 @@ def _measure_class(
 
 
 def measure_layer(
-    module: Any, make_inputs: Callable[[], dict[str, Any]], rows: int, repeats: int, device: str
+    module: Any,
+    make_inputs: Callable[[], dict[str, Any]],
+    rows: int,
+    repeats: int,
+    device: str,
+    autocast: torch.dtype | None = None,
 ) -> Sample:
     """Medians of the seconds of a layer.
 
@@ -115,10 +123,10 @@ def measure_layer(
             start = time.perf_counter()
             if turn == 0:
                 with count_saved_bytes(ignored=module.parameters()) as counted:
-                    outputs = run_layer(module, inputs)
+                    outputs = run_layer(module, inputs, autocast)
                 saved = counted.nbytes
             else:
-                outputs = run_layer(module, inputs)
+                outputs = run_layer(module, inputs, autocast)
             _wait(device)
             middle = time.perf_counter()
             gradients = [torch.ones_like(each) for each in outputs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fnmatch
 import hashlib
@@ -43,12 +44,14 @@ class TracedModel:
     Attributes:
         graph: the layers and the tensors between them.
         pipe: the model cut before every layer. outline: of a batch. stage_graph: what the layers exchange.
+        autocast: dtype of ``torch.autocast``; None for that of the parameters.
     """
 
     graph: LayerGraph
     pipe: Pipe
     outline: BatchOutline
     stage_graph: StageGraph
+    autocast: torch.dtype | None = None
 
 
 def trace_module(
@@ -61,6 +64,7 @@ def trace_module(
     tp_plan: Mapping[str, Any] | None = None,
     max_tp: int = 1,
     name: str | None = None,
+    autocast: torch.dtype | None = None,
 ) -> TracedModel:
     """Divide a model into layers.
 
@@ -74,14 +78,15 @@ def trace_module(
         loss, blocks, tp_plan: as for :class:`reshard.scheduler.Pipe`.
         max_tp: largest tensor-parallel degree that the plan allows, for example the number of heads.
         name: of the graph; default: the class of the model.
+        autocast: as for :class:`reshard.scheduler.Pipe`.
 
     Raises:
         ArgumentError: no module has such a path, or the model cannot be cut there. The text names the module.
     """
     paths = _find_paths(model, [cuts] if isinstance(cuts, str) else list(cuts))
-    pipe = Pipe(model, paths, stages=[Placement()] * (len(paths) + 1), loss=loss, blocks=blocks)
+    pipe = Pipe(model, paths, stages=[Placement()] * (len(paths) + 1), loss=loss, blocks=blocks, autocast=autocast)
     outline = outline_batch(name_batch(example, pipe.input_names))
-    skeleton = Skeleton(model, pipe.cut(outline.names))
+    skeleton = Skeleton(model, pipe.cut(outline.names), autocast=autocast)
     stage_graph = skeleton.find(outline)
     tensors = tuple(
         Tensor(
@@ -102,11 +107,11 @@ def trace_module(
     layers = []
     for number, (stage, path) in enumerate(zip(stages, ["", *paths], strict=True)):
         received = [tensor for tensor in tensors if number in tensor.readers]
-        flops, saved = _measure_work(stage, outline, stage_graph, number)
+        flops, saved = _measure_work(stage, outline, stage_graph, number, autocast)
         layers.append(_make_layer(path, stage, received, outline, stage_graph, number, flops, saved, plan, max_tp))
-    dtype = next((dtype_name(p.dtype) for p in model.parameters()), "float32")
+    dtype = dtype_name(autocast or next((p.dtype for p in model.parameters()), torch.float32))
     graph = LayerGraph(tuple(layers), tensors, dtype, name or type(model).__name__)
-    return TracedModel(graph, pipe, outline, stage_graph)
+    return TracedModel(graph, pipe, outline, stage_graph, autocast)
 
 
 def _find_paths(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -152,9 +157,11 @@ def _fill(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor
     return torch.zeros(tuple(shape), dtype=dtype, device=device)
 
 
-def run_layer(module: Any, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+def run_layer(module: Any, inputs: Mapping[str, Any], autocast: torch.dtype | None = None) -> list[torch.Tensor]:
     """Run a layer's forward. Returns its outputs that have a gradient."""
-    output = module(**{name: value for name, value in inputs.items() if name in _parameters(module, inputs)})
+    device = next((each.device.type for each in inputs.values() if isinstance(each, torch.Tensor)), "cpu")
+    with torch.autocast(device, autocast) if autocast is not None else contextlib.nullcontext():
+        output = module(**{name: value for name, value in inputs.items() if name in _parameters(module, inputs)})
     values: list[Any] = []
     if isinstance(output, Mapping):
         values = list(output.values())
@@ -169,7 +176,9 @@ def _parameters(module: Any, inputs: Mapping[str, Any]) -> set[str]:
     return {node.target for node in module.graph.nodes if node.op == "placeholder"}
 
 
-def _measure_work(module: Any, outline: BatchOutline, graph: StageGraph, number: int) -> tuple[float, float]:
+def _measure_work(
+    module: Any, outline: BatchOutline, graph: StageGraph, number: int, autocast: torch.dtype | None
+) -> tuple[float, float]:
     """Operations and saved bytes of the forward of one row, counted on tensors without data."""
     flops, saved = [], []
     with torch_compat.fake_mode():
@@ -185,7 +194,7 @@ def _measure_work(module: Any, outline: BatchOutline, graph: StageGraph, number:
                 FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter,
                 count_saved_bytes(lambda each: each._cdata) as counted,
             ):
-                run_layer(fake, inputs)
+                run_layer(fake, inputs, autocast)
             flops.append(float(counter.get_total_flops()))
             saved.append(float(counted.nbytes))
     return max(0.0, flops[1] - flops[0]), max(0.0, saved[1] - saved[0])

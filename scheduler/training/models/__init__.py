@@ -25,3 +25,10 @@ def find_cuts(config: GPTConfig | UTransformerConfig, layers: tuple[int, ...]) -
     """Paths of the layers that begin the second and each further stage, for the number of layers of each stage."""
     name = "blocks" if isinstance(config, GPTConfig) else "layers"
     return [f"{name}.{sum(layers[:stage])}" for stage in range(1, len(layers))]
+
+
+def layer_paths(config: GPTConfig | UTransformerConfig) -> list[str]:
+    """Paths of all modules before which a strategy may cut, in the order of the forward."""
+    if isinstance(config, GPTConfig):
+        return [*(f"blocks.{layer}" for layer in range(config.num_layers)), "norm"]
+    return [f"layers.{layer}" for layer in range(config.num_layers)]

@@ -80,10 +80,10 @@ def test_a_profile_is_of_one_model(traced):
 def test_a_size_that_does_not_fit_is_recorded(traced, monkeypatch):
     real = profiling.run_layer
 
-    def run(module, inputs):
+    def run(module, inputs, autocast):
         if next(iter(inputs.values())).shape[0] > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(module, inputs)
+        return real(module, inputs, autocast)
 
     monkeypatch.setattr(profiling, "run_layer", run)
     profile = profile_layers(traced, rows=(1, 2, 4, 8), repeats=1)

@@ -1,0 +1,71 @@
+"""``reshard train --strategy``: strategies of presets, found or read, train as one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from reshard.cli.main import main
+from reshard.scheduler.autoparallel import Cluster, LayerGraph, Profile, search
+from reshard.scheduler.training.loop import Job, train
+from reshard.scheduler.training.strategies import SearchOptions, find_strategy
+from reshard.testing import run_processes
+from reshard.topology import Topology
+from tests.scheduler.training.test_loop import GPT, U_TRANSFORMER, train_alone
+
+
+@pytest.mark.parametrize(
+    ("preset", "devices", "keep"),
+    [
+        (GPT, 3, (("tp", 1),)),
+        pytest.param(U_TRANSFORMER, 2, (("microbatches", 4),), marks=pytest.mark.slow),
+        pytest.param(GPT, 4, (("tp", 2), ("microbatches", 4)), marks=pytest.mark.slow),
+        pytest.param(replace(GPT, autocast="bfloat16"), 2, (), marks=pytest.mark.slow),
+    ],
+    ids=["gpt", "u-transformer", "tensor parallel", "autocast"],
+)
+def test_a_strategy_that_was_found_trains_as_one_process(preset, devices, keep):
+    job = Job("test", preset, 3, "", warmup=2)
+    strategy = find_strategy(job, SearchOptions(devices, None, "100MB", keep))
+    assert strategy.num_ranks == devices
+    assert not strategy.is_guess
+    results = run_processes(train, devices, replace(job, strategy=strategy), False, timeout_seconds=300)
+    losses, held_out = train_alone(replace(job, preset=replace(preset, autocast="")))
+    close = {"rel": 5e-3} if preset.autocast else {"abs": 1e-5}
+    for result in results:
+        assert list(result.losses) == pytest.approx(losses, **close)
+        assert result.held_out == pytest.approx(held_out, **close)
+
+
+SMALL = ["train", "gpt3-125m", "--shrink", "24", "--batch", "4", "--steps", "1", "--devices", "2"]
+
+
+@pytest.mark.slow
+def test_the_command_searches_and_trains(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*SMALL, "--memory", "1GB", "--strategy", "auto", "--keep", "microbatches=2"]) == 0
+    shown = capfd.readouterr()
+    assert "2 microbatches" in shown.err
+    assert shown.out.startswith("gpt3-125m/24 on a strategy, steps 0 to 1: loss 5.")
+    assert main([*SMALL, "--strategy", "auto", "--memory", "1.1MB", "--shrink", "8"]) == 2
+    shown = capfd.readouterr().err
+    assert "nothing fits" in shown
+    assert "Traceback" not in shown
+
+
+def test_the_command_refuses_what_does_not_fit(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    graph = LayerGraph.transformer(layers=5, hidden=8, heads=2, sequence=8, vocabulary=32)
+    profile = Profile.estimate(graph, flops_per_second=1e9)
+    search(graph, Cluster(Topology.uniform((0, 0)), 1e9), profile, rows=4).save("plan.json")
+    for options, message in (
+        (["--strategy", "plan.json"], "has 7 layers (blocks.0, blocks.1, blocks.2, ...), but gpt3-125m/24 has "),
+        (["--strategy", "none.json"], "there is no strategy 'none.json'; pass auto, or the file of a strategy"),
+        (["--strategy", "auto", "--meshes", "1x1"], "a strategy has stages of its own; omit --meshes or --strategy"),
+        (["--strategy", "auto", "--schedule", "1f1b"], "a strategy has a schedule of its own"),
+        (["--strategy", "auto", "--memory", "80 GHz"], "must be a number of bytes with a unit, such as 80GB"),
+        ([], "--devices is for a search; pass --strategy auto with it"),
+    ):
+        assert main([*SMALL, *options]) == 2
+        assert message in capfd.readouterr().err
