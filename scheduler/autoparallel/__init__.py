@@ -16,8 +16,10 @@ from .costs import MIXED_PRECISION, StateBytes
 from .graph import Layer, LayerGraph, Tensor
 from .problem import Candidate, Problem
 from .profile import ClassTimes, Profile, Sample
+from .result.reports import Alternative, EdgeReport, StageReport
+from .result.stages import StagePlan
+from .result.strategy import Strategy
 from .searching import search
-from .strategy import Alternative, EdgeReport, StagePlan, StageReport, Strategy
 
 if TYPE_CHECKING:
     from .modules.profiling import profile_layers

@@ -17,7 +17,7 @@ from .costs import LayerCost, Place, StateBytes, layer_cost
 from .edges import EdgePrices
 from .graph import Layer, LayerGraph, Tensor
 from .profile import Profile
-from .strategy import StagePlan
+from .result.stages import StagePlan
 
 Stages = tuple[StagePlan, ...]
 

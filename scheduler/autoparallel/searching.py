@@ -19,7 +19,8 @@ from .iteration import Evaluation, evaluate_schedule, wider_links
 from .methods.auto import METHODS, Method, auto, decide
 from .problem import Problem
 from .profile import Profile
-from .strategy import Alternative, EdgeReport, StageReport, Strategy
+from .result.reports import Alternative, EdgeReport, StageReport
+from .result.strategy import Strategy
 
 #: Candidates that a strategy lists beside its own.
 NUM_ALTERNATIVES = 8

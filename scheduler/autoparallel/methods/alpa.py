@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from ..problem import Candidate, Problem, Stages
-from ..strategy import StagePlan
+from ..result.stages import StagePlan
 from .pace import Tables, make_tables
 
 #: Limits of the slowest stage are all times of stages, or this many of them, evenly spread, if there are more.

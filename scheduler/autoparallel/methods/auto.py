@@ -8,6 +8,7 @@ from reshard.errors import ArgumentError
 
 from ..iteration import Evaluation, evaluate, step_bound
 from ..problem import Candidate, Problem
+from ..result.stages import StagePlan
 from .alpa import alpa
 from .bmw import bmw, galvatron_released
 from .joint import joint
@@ -97,8 +98,6 @@ def improve(problem: Problem, start: Evaluation) -> Evaluation:
 
 def _nothing_fits(problem: Problem) -> str:
     """What the smallest plan lacks, with numbers: all layers on all devices, with all memory-saving choices."""
-    from ..strategy import StagePlan
-
     count, total = max(problem.microbatches), problem.cluster.num_ranks
     least: tuple[float, str] | None = None
     for counts in problem.microbatches:

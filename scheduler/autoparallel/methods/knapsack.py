@@ -10,7 +10,7 @@ import numpy as np
 
 from ..choices import Choice
 from ..problem import Problem
-from ..strategy import StagePlan
+from ..result.stages import StagePlan
 
 #: Steps of the memory of a device. What a layer needs is rounded up to whole steps.
 STEPS = 512

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..choices import Choice
 from ..problem import Candidate, Problem, Stages
-from ..strategy import StagePlan
+from ..result.stages import StagePlan
 
 
 def neighbours(problem: Problem, candidate: Candidate) -> Iterator[Candidate]:

@@ -26,7 +26,7 @@ from reshard import _native
 
 from ..choices import Choice
 from ..problem import Problem, Stages
-from ..strategy import StagePlan
+from ..result.stages import StagePlan
 
 #: Parts of a stage's layers that are recomputed, from its first layer on.
 RECOMPUTED_PARTS = (0.0, 0.5, 1.0)

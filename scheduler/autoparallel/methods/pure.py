@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..choices import Choice
 from ..problem import Candidate, Problem, Stages
-from ..strategy import StagePlan
+from ..result.stages import StagePlan
 
 
 def pure(problem: Problem) -> tuple[Candidate, ...]:

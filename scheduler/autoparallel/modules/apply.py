@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -12,21 +12,21 @@ from torch.utils.checkpoint import checkpoint
 from reshard.errors import ArgumentError
 
 from ...pipe.placement import Placement, ddp
-
-if TYPE_CHECKING:
-    from ..strategy import StagePlan, Strategy
+from ..result.stages import StagePlan
 
 
-def make_placements(strategy: Strategy) -> list[Placement]:
+def make_placements(stages: Sequence[StagePlan], layer_names: Sequence[Sequence[str]]) -> list[Placement]:
     """A placement for each stage of a strategy.
+
+    Args:
+        stages: the stages. layer_names: for each stage, the names of its layers.
 
     Raises:
         ArgumentError: a stage mixes degrees or stages of ZeRO, or uses something that ``Pipe`` does not run.
     """
-    names = [name for stage in strategy.layer_names for name in stage]
     return [
-        _make_placement(number, stage, names[stage.first_layer : stage.end_layer])
-        for number, stage in enumerate(strategy.stages)
+        _make_placement(number, stage, names)
+        for number, (stage, names) in enumerate(zip(stages, layer_names, strict=True))
     ]
 
 

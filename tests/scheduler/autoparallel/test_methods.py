@@ -12,7 +12,7 @@ from reshard.scheduler.autoparallel import Candidate
 from reshard.scheduler.autoparallel.iteration import evaluate, step_bound
 from reshard.scheduler.autoparallel.methods import alpa, bmw, joint, knapsack, pace
 from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
-from reshard.scheduler.autoparallel.strategy import StagePlan
+from reshard.scheduler.autoparallel.result.stages import StagePlan
 from tests.reference.pace import best_stages as reference_stages
 from tests.scheduler.autoparallel.random_searches import all_plans, least_seconds, make_problem, seconds_at
 

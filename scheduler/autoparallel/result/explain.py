@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from reshard.formatting import format_bytes
 
-if TYPE_CHECKING:
-    from .strategy import Strategy
+from .record import StrategyRecord
 
 
-def explain_strategy(strategy: Strategy) -> str:
-    """The text of :meth:`Strategy.explain`."""
+def explain_strategy(strategy: StrategyRecord) -> str:
+    """The text of :meth:`reshard.scheduler.autoparallel.Strategy.explain`."""
     lines = [
         f"{strategy.seconds:.4g} s for {strategy.rows} rows in {strategy.microbatches} microbatches, found by "
         f"{strategy.method}, schedule {strategy.schedule.name}"

@@ -1,0 +1,1 @@
+"""The result of a search: stages, what is predicted of them, and the explanation of both."""

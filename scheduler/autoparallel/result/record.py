@@ -1,0 +1,114 @@
+"""The values of a strategy, saved as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Self
+
+from reshard.errors import ArgumentError
+
+from ...ir.schedule import Schedule
+from ...ir.text import parse_schedule
+from ..choices import Choice
+from .reports import Alternative, EdgeReport, StageReport
+from .stages import StagePlan
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class StrategyRecord:
+    """The values of a :class:`Strategy`, which documents them, and their JSON."""
+
+    method: str
+    stages: tuple[StagePlan, ...]
+    layer_names: tuple[tuple[str, ...], ...]
+    microbatches: int
+    rows: int
+    schedule_text: str
+    seconds: float
+    bound_seconds: float
+    is_guess: bool
+    graph_hash: str
+    profile_hash: str
+    cluster_hash: str
+    reports: tuple[StageReport, ...]
+    edges: tuple[EdgeReport, ...]
+    alternatives: tuple[Alternative, ...] = ()
+    wider_links_seconds: float = 0.0
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule."""
+        return parse_schedule(self.schedule_text)
+
+    @cached_property
+    def hash(self) -> str:
+        """Hash of the contents."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    @property
+    def cut_before(self) -> tuple[str, ...]:
+        """Names of the layers that begin the second and each further stage."""
+        return tuple(names[0] for names in self.layer_names[1:])
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all stages."""
+        return self.stages[-1].end_rank
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of the fullest device at the peak."""
+        return max(report.memory_bytes for report in self.reports)
+
+    def __str__(self) -> str:
+        stages = ", ".join(map(str, self.stages))
+        name = self.schedule_text.partition(":")[0]
+        guess = " (a guess)" if self.is_guess else ""
+        return f"{self.method}: {self.seconds:.4g} s{guess}, {self.microbatches} microbatches, {name}: {stages}"
+
+    def to_json(self) -> str:
+        """Text that :meth:`from_json` reads. Runs of equal choices are written once."""
+        data = asdict(self)
+        for stage in data["stages"]:
+            runs: list[list[Any]] = []
+            for choice in stage["choices"]:
+                if runs and runs[-1][1] == choice:
+                    runs[-1][0] += 1
+                else:
+                    runs.append([1, choice])
+            stage["choices"] = runs
+        return json.dumps({"version": VERSION, **data}, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ArgumentError: the text is not a strategy of this version.
+        """
+        try:
+            data = json.loads(text)
+            version = data.pop("version")
+            if version != VERSION:
+                raise ArgumentError(f"the strategy has version {version!r}; this release reads version {VERSION}")
+            stages = tuple(_read_stage(stage) for stage in data.pop("stages"))
+            kinds: Mapping[str, Any] = {"reports": StageReport, "edges": EdgeReport, "alternatives": Alternative}
+            lists: dict[str, Any] = {
+                name: tuple(kind(**each) for each in data.pop(name)) for name, kind in kinds.items()
+            }
+            return cls(stages=stages, **lists, **{**data, "layer_names": tuple(map(tuple, data["layer_names"]))})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, ArgumentError):
+                raise
+            raise ArgumentError(f"this is not a strategy: {type(error).__name__}: {error}") from error
+
+
+def _read_stage(data: dict[str, Any]) -> StagePlan:
+    choices = [Choice(**choice) for count, choice in data.pop("choices") for _ in range(count)]
+    return StagePlan(**data, choices=tuple(choices))

@@ -1,0 +1,58 @@
+"""What a search predicts of the stages and edges of a strategy, and of other candidates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """Predicted seconds of a stage for one microbatch, and bytes of a device at the peak."""
+
+    compute_seconds: float
+    sum_seconds: float
+    gather_seconds: float
+    gradient_sync_seconds: float
+    busy_seconds: float
+    exposed_seconds: float
+    in_flight: int
+    state_bytes: float
+    activation_bytes: float
+    working_bytes: float
+    buffer_bytes: float
+    limit_bytes: float
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of a device at the peak."""
+        return self.state_bytes + self.activation_bytes + self.working_bytes + self.buffer_bytes
+
+
+@dataclass(frozen=True)
+class EdgeReport:
+    """Price of an edge for one microbatch: bytes and seconds forward, and seconds backward and its busiest port."""
+
+    src: int
+    dst: int
+    nbytes: int
+    forward_seconds: float
+    backward_seconds: float
+    busiest_port: str = ""
+    port_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A candidate that was not chosen: its predicted seconds, and the seconds of its slowest stage by kind.
+
+    ``short_bytes``: memory by which its worst device is too small, 0 if it fits.
+    """
+
+    method: str
+    text: str
+    seconds: float
+    busy_seconds: float
+    exposed_seconds: float
+    bubble_seconds: float
+    sync_seconds: float
+    short_bytes: float = 0.0

@@ -1,0 +1,56 @@
+"""One stage of a strategy: its layers, its ranks and the choices of its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reshard.errors import ArgumentError
+
+from ..choices import Choice
+
+
+@dataclass(frozen=True, order=True)
+class StagePlan:
+    """Layers ``first_layer`` to ``end_layer - 1`` on ranks ``first_rank`` to ``end_rank - 1``.
+
+    ``choices`` has one entry for each of the layers.
+    """
+
+    first_layer: int
+    end_layer: int
+    first_rank: int
+    end_rank: int
+    choices: tuple[Choice, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "choices", tuple(self.choices))
+        if len(self.choices) != self.end_layer - self.first_layer or not self.choices:
+            raise ArgumentError(
+                f"a stage of layers {self.first_layer} to {self.end_layer - 1} has {len(self.choices)} choices; it "
+                "needs one for each layer"
+            )
+        for choice in self.choices:
+            if self.num_ranks % choice.tp:
+                raise ArgumentError(f"{choice} does not divide the {self.num_ranks} ranks of a stage")
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the stage."""
+        return self.end_rank - self.first_rank
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the stage."""
+        return self.end_layer - self.first_layer
+
+    def replicas(self, layer: int) -> int:
+        """Data-parallel replicas of a layer, counted over the whole model."""
+        return self.num_ranks // self.choices[layer - self.first_layer].tp
+
+    def __str__(self) -> str:
+        counts: dict[Choice, int] = {}
+        for choice in self.choices:
+            counts[choice] = counts.get(choice, 0) + 1
+        parts = [f"dp={self.num_ranks // c.tp} {c}" + (f" x{n}" if len(counts) > 1 else "") for c, n in counts.items()]
+        last = f"-{self.end_layer - 1}" if self.num_layers > 1 else ""
+        return f"layers {self.first_layer}{last} on {self.num_ranks} ranks ({'; '.join(parts)})"

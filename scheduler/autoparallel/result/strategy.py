@@ -1,0 +1,52 @@
+"""The result of a search: which layers run where, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .explain import explain_strategy
+from .record import StrategyRecord
+
+
+@dataclass(frozen=True)
+class Strategy(StrategyRecord):
+    """Stages, schedule and microbatches of a training, and what they are predicted to take.
+
+    ``Pipe(model, strategy=strategy)`` trains it. It is the same on every rank and from run to run.
+
+    Attributes:
+        method: the method that found it. stages: the stages, in order.
+        layer_names: for each stage, the names of its layers.
+        microbatches, rows: of a step. schedule_text: the schedule, as :func:`reshard.scheduler.parse_schedule` reads.
+        seconds: predicted seconds of a step, with the sums of gradients.
+        bound_seconds: no plan of this model and profile is faster.
+        is_guess: whether the profile is an estimate.
+        graph_hash, profile_hash, cluster_hash: what it was made for.
+        reports, edges: details of each stage and edge. alternatives: other candidates, fastest first.
+        wider_links_seconds: predicted seconds with the same schedule if links were 10 % faster.
+    """
+
+    def explain(self) -> str:
+        """Where time and memory go, what the edges cost, how far the bound is, and what other candidates lack."""
+        return explain_strategy(self)
+
+    def placements(self) -> list[Any]:
+        """A :class:`reshard.scheduler.Placement` for each stage. Imports torch.
+
+        Raises:
+            ArgumentError: ``Pipe`` cannot run the strategy.
+        """
+        from ..modules.apply import make_placements
+
+        return make_placements(self.stages, self.layer_names)
+
+    def save(self, path: str | Path) -> None:
+        """Write the strategy as JSON."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def read(cls, path: str | Path) -> Strategy:
+        """Read what :meth:`save` wrote."""
+        return cls.from_json(Path(path).read_text())
