@@ -75,7 +75,7 @@ class Job:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Dp and tp of each stage."""
+        """Sizes of the mesh axes of each stage."""
         placements = parse_placements(self.stages) if self.strategy is None else self.strategy.placements()
         return [tuple(each.axis_sizes.values()) for each in placements]
 
