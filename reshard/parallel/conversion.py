@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from reshard.compression import Policy
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, DisagreementError
+from reshard.runtime.gradient_sums import CHECK_EVERY, digest_of
 
 from .graphs import check_graph
 from .grid import Grid
@@ -220,6 +221,7 @@ class _Input:
         self.grid, self.has_local_input = grid, has_local_input
         self._open: list[Any] = []
         self._has_warned = False
+        self._num_forwards = 0
 
     def attach(self, model: nn.Module) -> None:
         """Run before and after each forward of a model."""
@@ -238,6 +240,9 @@ class _Input:
         else:
             context = self.grid.batch(rows)
             self._warn_if_idle(rows)
+            if self._num_forwards % CHECK_EVERY == 0:
+                self._compare_batches(args, kwargs)
+            self._num_forwards += 1
             lo, hi = self.grid.local_rows(rows)
             args = tuple(_narrow(each, rows, lo, hi) for each in args)
             kwargs = {name: _narrow(each, rows, lo, hi) for name, each in kwargs.items()}
@@ -248,6 +253,32 @@ class _Input:
     def _after(self, *_: Any) -> None:
         if self._open:
             self._open.pop().__exit__(None, None, None)
+
+    def _compare_batches(self, args: Any, kwargs: Any) -> None:
+        """Raise DisagreementError, on all ranks alike, if ranks pass different batches.
+
+        A floating-point input may have features that are cut over the columns, which then differ.
+        """
+        named = [(f"argument {number}", each) for number, each in enumerate(args)] + sorted(kwargs.items())
+        tensors = [(name, each) for name, each in named if isinstance(each, torch.Tensor)]
+        device = tensors[0][1].device
+        if bool(self._differs(torch.tensor([len(tensors)], device=device), torch.tensor([False], device=device))):
+            raise DisagreementError(f"ranks of {self.grid} pass different numbers of tensors to a model")
+        is_cut = torch.tensor([each.is_floating_point() for _, each in tensors], device=device)
+        different = self._differs(torch.stack([digest_of(each) for _, each in tensors]), is_cut)
+        for index in different.nonzero().flatten().tolist():
+            raise DisagreementError(
+                f"ranks of {self.grid} pass different batches to a model: {tensors[index][0]} differs; every rank must "
+                "pass the whole batch"
+            )
+
+    def _differs(self, values: torch.Tensor, may_differ_by_column: torch.Tensor) -> torch.Tensor:
+        """1 where any two ranks have different values, 0 elsewhere; the same on all ranks."""
+        row, col, depth = (self.grid.along(axis) for axis in ("row", "col", "depth"))
+        high, low = (depth.max(row.max(each)) for each in (values, -values))
+        by_column = (col.max(values) != -col.max(-values)) & ~may_differ_by_column
+        wrong = ((high != -low) | by_column).int()
+        return depth.max(row.max(col.max(wrong)))
 
     def _warn_if_idle(self, rows: int) -> None:
         grid = self.grid

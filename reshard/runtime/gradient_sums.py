@@ -144,7 +144,7 @@ def _sum_bucket(gradients: Sequence[torch.Tensor], axes: Sequence[SumAxis]) -> N
 
 def _check_replicas(entries: Sequence[tuple[str, torch.Tensor, torch.Tensor]], axes: Sequence[SumAxis]) -> None:
     """Compare digests of gradients and parameters over ``axes``."""
-    digests = torch.stack([_digest(each) for _, parameter, gradient in entries for each in (gradient, parameter)])
+    digests = torch.stack([digest_of(each) for _, parameter, gradient in entries for each in (gradient, parameter)])
     for axis in axes:
         high, low = axis.max(digests), -axis.max(-digests)
         for index in (high != low).nonzero().flatten().tolist():
@@ -152,9 +152,11 @@ def _check_replicas(entries: Sequence[tuple[str, torch.Tensor, torch.Tensor]], a
             raise DisagreementError(f"the {what} of {name!r} differs between ranks of {_describe([axis])}")
 
 
-def _digest(array: Any) -> torch.Tensor:
+def digest_of(array: Any) -> torch.Tensor:
     """A 64-bit hash of all elements."""
     flat = local_of(array).detach().reshape(-1)
+    if flat.dtype is torch.bool:
+        flat = flat.view(torch.uint8)
     digest = torch.hash_tensor(flat) if flat.numel() else flat.new_zeros((), dtype=torch.uint64)
     return digest.view(torch.int64) >> 1
 

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from reshard.errors import ArgumentError, MeshError
+from reshard.errors import ArgumentError, DisagreementError, MeshError
 from reshard.parallel import Grid, Linear, parallelize, plain_state_dict, sync_gradients
 from reshard.testing import LaunchError, run_processes
 
@@ -180,3 +180,17 @@ def test_a_killed_rank_is_named_by_every_survivor(victim):
     assert len(texts) == 3
     for text in texts.values():
         assert f"rank {victim} is gone" in text
+
+
+def check_different_batches(rank):
+    model = parallelize(make_gpt(), Grid.make(1, 2, 2))
+    tokens, targets = make_batch(4)
+    if rank == 2:
+        targets[3, 1] = 7
+    with pytest.raises(DisagreementError, match="pass different batches to a model: targets differs"):
+        model(tokens, targets=targets)
+    model(*make_batch(4))
+
+
+def test_different_batches_are_refused_on_all_ranks():
+    run_processes(check_different_batches, 4)

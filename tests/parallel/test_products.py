@@ -11,7 +11,7 @@ from reshard.parallel import Grid
 from reshard.parallel.products import multiply
 from reshard.parallel.products.cuts import batch_spans, chunk_spans, cut_panels, size_of
 from reshard.parallel.products.dataflow import ProductKind, ProductShape, busiest_elements, received_elements
-from reshard.parallel.products.multiply import Product
+from reshard.parallel.products.multiply import Product, run_together
 from reshard.testing import run_processes
 
 #: Tokens, P, Q, panel.
@@ -72,7 +72,7 @@ def check_products(rank, rows, cols, depth):
             for kind in KINDS:
                 multiply.is_weight_stationary = lambda *_, keeps=keeps_weight: keeps
                 counts.clear()
-                actual = getattr(product, kind.name.lower())(*arguments[kind], per_row)
+                actual = run_together(getattr(product, kind.name.lower())(*arguments[kind], per_row))[0]
                 assert actual.shape == expected[kind].shape
                 if actual.numel():
                     worst = max(worst, float((actual - expected[kind]).abs().max()))

@@ -17,7 +17,7 @@ from reshard.runtime.weight_grad_store import later_tasks
 from ..grid import Grid
 from ..products.cuts import chunk_spans, size_of
 from ..products.dataflow import PANEL_WIDTH, ProductShape
-from ..products.multiply import Product
+from ..products.multiply import Product, Steps, run_together
 from .parameters import gradient_axes, local_of, shard_parameter
 
 
@@ -141,12 +141,21 @@ class _Call:
             return weights[0]
         return (weights[0] if len(weights) == 1 else torch.cat(list(weights))).t()
 
-    def weight_gradients(self, x: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """The gradient of each layer's local weight, not summed over depth."""
+    def input_gradient(self, gradient: torch.Tensor, weights: Sequence[torch.Tensor]) -> Steps:
+        """The gradient of the input."""
+        multiply_back = self.product.contract_q if self.cuts_in else self.product.contract_p
+        return multiply_back(gradient, self.matrix(weights), self.tokens)
+
+    def weight_gradient(self, x: torch.Tensor, gradient: torch.Tensor) -> Steps:
+        """The gradient of the local weights, not summed over depth, for :meth:`split`."""
+        first, second = (x, gradient) if self.cuts_in else (gradient, x)
+        return self.product.contract_tokens(first, second, self.tokens)
+
+    def split(self, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """The gradient of each layer's local weight."""
         if not self.cuts_in:
-            return [self.product.contract_tokens(gradient, x, self.tokens)]
-        whole = self.product.contract_tokens(x, gradient, self.tokens).t()
-        return list(whole.split([local_of(each.weight).shape[0] for each in self.layers]))
+            return [gradient]
+        return list(gradient.t().split([local_of(each.weight).shape[0] for each in self.layers]))
 
 
 class _Multiply(torch.autograd.Function):
@@ -156,7 +165,7 @@ class _Multiply(torch.autograd.Function):
         call.layers[0].grid.open_calls.add(call)
         ctx.save_for_backward(x, *weights)
         multiply_forward = call.product.contract_p if call.cuts_in else call.product.contract_q
-        return multiply_forward(x, call.matrix(weights), call.tokens)
+        return run_together(multiply_forward(x, call.matrix(weights), call.tokens))[0]
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -164,22 +173,22 @@ class _Multiply(torch.autograd.Function):
         call: _Call = ctx.call
         x, *weights = ctx.saved_tensors
         x, gradient = x.detach(), gradients[0].contiguous()
-        x_gradient = None
-        if ctx.needs_input_grad[0]:
-            multiply_back = call.product.contract_q if call.cuts_in else call.product.contract_p
-            x_gradient = multiply_back(gradient, call.matrix(weights), call.tokens)
-        weight_gradients: list[Any] = [None] * len(weights)
+        products = [call.input_gradient(gradient, weights)] if ctx.needs_input_grad[0] else []
+        if call.tasks is None and any(ctx.needs_input_grad[3:]):
+            products.append(call.weight_gradient(x, gradient))
+        results = run_together(*products)
+        x_gradient = results.pop(0) if ctx.needs_input_grad[0] else None
+        weight_gradients = call.split(results[0]) if results else [None] * len(weights)
         if call.tasks is not None:
             call.tasks.append(lambda: _accumulate(call, x, gradient))
-        elif any(ctx.needs_input_grad[3:]):
-            weight_gradients = call.weight_gradients(x, gradient)
         call.layers[0].grid.open_calls.discard(call)
         return x_gradient, None, None, *weight_gradients
 
 
 def _accumulate(call: _Call, x: torch.Tensor, gradient: torch.Tensor) -> None:
     """The deferred weight gradient. Autograd adds it, so that other uses of the parameter add up."""
-    for layer, weight_gradient in zip(call.layers, call.weight_gradients(x, gradient), strict=True):
+    (whole,) = run_together(call.weight_gradient(x, gradient))
+    for layer, weight_gradient in zip(call.layers, call.split(whole), strict=True):
         if layer.weight.requires_grad:
             with torch.enable_grad():
                 local = local_of(layer.weight)

@@ -18,8 +18,14 @@ import torch.distributed as dist
 from reshard.errors import RemoteError, ReshardError
 from reshard.formatting import describe_ranks
 
+from .cuts import Span
+
 #: Turns the error of a collective into one of ours.
 Explain = Callable[[RuntimeError], ReshardError]
+
+
+#: Collectives in two levels move at most so many pieces, each of at least so many bytes for a rank.
+MOST_PIECES, PIECE_BYTES = 4, 2**18
 
 
 class Pending:
@@ -229,16 +235,23 @@ class Levels:
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int], result: torch.Tensor) -> Pending:
         """Gather between hosts, then inside each host. See :meth:`Axis.gather`."""
-        mine = [sizes[row[self.inside.index]] for row in self.table]
-        first = self.between.gather(part, mine)
+        pieces = self._cut(sizes, result)
+        own = self.table[self.between.index][self.inside.index]
+        between = [
+            self.between.gather(part[piece[own][0] : piece[own][1]], [_length(piece[each]) for each in self._column])
+            for piece in pieces
+        ]
 
         def finish() -> torch.Tensor:
-            per_local = [sum(sizes[row[local]] for row in self.table) for local in range(self.inside.size)]
-            found = self.inside.gather(first.wait(), per_local).wait()
-            order = [row[local] for local in range(self.inside.size) for row in self.table]
+            inside = []
+            for piece, first in zip(pieces, between, strict=True):
+                inside.append(self.inside.gather(first.wait(), self._per_local(piece)))
             starts = list(accumulate(sizes, initial=0))
-            for position, rows in zip(order, found.split([sizes[each] for each in order]), strict=True):
-                result[starts[position] : starts[position + 1]] = rows
+            for piece, last in zip(pieces, inside, strict=True):
+                rows = last.wait().split([_length(piece[each]) for each in self._order])
+                for position, found in zip(self._order, rows, strict=True):
+                    lo, hi = piece[position]
+                    result[starts[position] + lo : starts[position] + hi] = found
             return result
 
         return Pending(None, finish)
@@ -250,12 +263,43 @@ class Levels:
             between: sums between hosts; default: the axis between hosts.
         """
         across = between or self.between
-        parts = array.split(list(sizes))
-        order = [row[local] for local in range(self.inside.size) for row in self.table]
-        per_local = [sum(sizes[row[local]] for row in self.table) for local in range(self.inside.size)]
-        first = self.inside.reduce_scatter(torch.cat([parts[position] for position in order]), per_local)
-        mine = [sizes[row[self.inside.index]] for row in self.table]
-        return Pending(None, lambda: across.reduce_scatter(first.wait(), mine).wait())
+        parts, pieces = array.split(list(sizes)), self._cut(sizes, array)
+        inside = []
+        for piece in pieces:
+            rows = torch.cat([parts[each][piece[each][0] : piece[each][1]] for each in self._order])
+            inside.append(self.inside.reduce_scatter(rows, self._per_local(piece)))
+
+        def finish() -> torch.Tensor:
+            sums = []
+            for piece, first in zip(pieces, inside, strict=True):
+                own = [_length(piece[each]) for each in self._column]
+                sums.append(across.reduce_scatter(first.wait(), own))
+            return torch.cat([last.wait() for last in sums])
+
+        return Pending(None, finish)
+
+    @property
+    def _order(self) -> list[int]:
+        """All positions by local rank, then by host."""
+        return [row[local] for local in range(self.inside.size) for row in self.table]
+
+    @property
+    def _column(self) -> list[int]:
+        """The positions of this local rank on each host."""
+        return [row[self.inside.index] for row in self.table]
+
+    def _per_local(self, piece: Sequence[Span]) -> list[int]:
+        """Rows of a piece that each local rank has from all hosts."""
+        return [sum(_length(piece[row[local]]) for row in self.table) for local in range(self.inside.size)]
+
+    def _cut(self, sizes: Sequence[int], whole: torch.Tensor) -> list[list[Span]]:
+        """Pieces that pass the two levels one after the other, so that both are busy: ``[piece][position]`` rows."""
+        count = max(1, min(MOST_PIECES, whole.nbytes // (self.inside.size * PIECE_BYTES)))
+        return [[(size * n // count, size * (n + 1) // count) for size in sizes] for n in range(count)]
+
+
+def _length(span: Span) -> int:
+    return span[1] - span[0]
 
 
 def ordered_sum(parts: torch.Tensor) -> torch.Tensor:

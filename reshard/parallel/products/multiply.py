@@ -6,7 +6,7 @@ Notation of :mod:`~reshard.parallel.products.dataflow`. All arrays here are loca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 
@@ -15,9 +15,25 @@ from .collectives import Pending, ordered_sum
 from .cuts import Span, intersect, size_of, total
 from .dataflow import ProductKind, ProductShape, is_weight_stationary
 
+#: A product in steps. It stops where collectives are under way, so that those of another product can start.
+Steps = Generator[None, None, torch.Tensor]
+
+
+def run_together(*products: Steps) -> list[torch.Tensor]:
+    """The results of products whose collectives overlap. All ranks pass them in the same order."""
+    results: dict[int, torch.Tensor] = {}
+    while len(results) < len(products):
+        for number, each in enumerate(products):
+            if number not in results:
+                try:
+                    next(each)
+                except StopIteration as end:
+                    results[number] = end.value
+    return [results[number] for number in range(len(products))]
+
 
 class Product:
-    """One weight on a grid, and the products with it.
+    """One weight on a grid, and the products with it, for :func:`run_together`.
 
     Args:
         grid: the grid.
@@ -39,12 +55,15 @@ class Product:
     def _keeps_weight(self, kind: ProductKind, tokens: Sequence[int]) -> bool:
         return is_weight_stationary(kind, self.shape, tuple(tokens))
 
-    def contract_p(self, x: torch.Tensor, w: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    def contract_p(self, x: torch.Tensor, w: torch.Tensor, tokens: Sequence[int]) -> Steps:
         """``X W``: ``[m, P_j]`` to ``[m, Q_j]``. ``tokens``: number of tokens of each row of the grid."""
         if self._keeps_weight(ProductKind.CONTRACT_P, tokens):
             partial = self.multiply(self._features_of_row(x, tokens).t(), w)
-            return self._row_axis.reduce_scatter(partial, tokens).wait()
+            summed = self._row_axis.reduce_scatter(partial, tokens)
+            yield
+            return summed.wait()
         gathers = self._start_gathers(0, x, w)
+        yield
         y: torch.Tensor | None = None
         for panel in range(self.shape.panels.num_panels):
             x_panel, w_panel = (each.wait() for each in gathers)
@@ -54,13 +73,15 @@ class Product:
         assert y is not None
         return y
 
-    def contract_q(self, x: torch.Tensor, w: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    def contract_q(self, x: torch.Tensor, w: torch.Tensor, tokens: Sequence[int]) -> Steps:
         """``X Wᵀ``: ``[m, Q_j]`` to ``[m, P_j]``."""
         if self._keeps_weight(ProductKind.CONTRACT_Q, tokens):
-            every_token = self._row_axis.gather(x.contiguous(), tokens).wait()
-            return self._sum_to_columns(self.multiply(w, every_token.t()), tokens)
+            every_token = self._row_axis.gather(x.contiguous(), tokens)
+            yield
+            return self._sum_to_columns(self.multiply(w, every_token.wait().t()), tokens)
         panels, y = self.shape.panels, x.new_empty((len(x), size_of(self.shape.p_cols[self.grid.col])))
         gathered, sums = self._gather_weight(0, w), []
+        yield
         for panel in range(panels.num_panels):
             w_panel = gathered.wait()
             if panel + 1 < panels.num_panels:
@@ -68,16 +89,19 @@ class Product:
             sums.append(self._col_axis.reduce_scatter(self.multiply(w_panel, x.t()), panels.col_sizes(panel)))
             if panel:
                 _put(y.t(), panels.by_col[self.grid.col][panel - 1], sums[panel - 1])
+        yield
         _put(y.t(), panels.by_col[self.grid.col][-1], sums[-1])
         return y
 
-    def contract_tokens(self, x: torch.Tensor, z: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    def contract_tokens(self, x: torch.Tensor, z: torch.Tensor, tokens: Sequence[int]) -> Steps:
         """``Xᵀ Z``: ``[m, P_j]`` and ``[m, Q_j]`` to ``[P_i, Q_j]``. Not summed over depth."""
         if self._keeps_weight(ProductKind.CONTRACT_TOKENS, tokens):
-            every_token = self._row_axis.gather(z.contiguous(), tokens).wait()
-            return self.multiply(self._features_of_row(x, tokens), every_token)
+            every_token = self._row_axis.gather(z.contiguous(), tokens)
+            yield
+            return self.multiply(self._features_of_row(x, tokens), every_token.wait())
         panels, gradient = self.shape.panels, z.new_empty((size_of(self.shape.p_rows[self.grid.row]), z.shape[1]))
         gathered, sums = self._gather_features(0, x), []
+        yield
         for panel in range(panels.num_panels):
             x_panel = gathered.wait()
             if panel + 1 < panels.num_panels:
@@ -85,6 +109,7 @@ class Product:
             sums.append(self._row_axis.reduce_scatter(self.multiply(x_panel, z), panels.row_sizes(panel)))
             if panel:
                 _put(gradient, panels.by_row[self.grid.row][panel - 1], sums[panel - 1])
+        yield
         _put(gradient, panels.by_row[self.grid.row][-1], sums[-1])
         return gradient
 
