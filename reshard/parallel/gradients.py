@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, DisagreementError
 from reshard.runtime.gradient_sums import CHECK_EVERY, sum_gradients
 
 
@@ -21,10 +21,22 @@ def sync_gradients(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) ->
 
     Raises:
         ArgumentError: a gradient was summed before in this step.
-        DisagreementError: replicas differ.
+        DisagreementError: replicas differ, on all ranks of the grid.
     """
     if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
         raise ArgumentError(f"check_every is {check_every!r}; it must be a number of steps, or 0")
     step = getattr(model, "_reshard_steps", 0)
     object.__setattr__(model, "_reshard_steps", step + 1)
-    sum_gradients(model, check_replicas=check_every > 0 and step % check_every == 0)
+    is_checked = check_every > 0 and step % check_every == 0
+    error: DisagreementError | None = None
+    try:
+        sum_gradients(model, check_replicas=is_checked)
+    except DisagreementError as found:
+        error = found
+    grid = getattr(model, "reshard_grid", None)
+    if is_checked and grid is not None:  # so that all ranks raise
+        failed = torch.tensor([error is not None], device=grid.device_mesh.device_type).int()
+        if bool(grid.along("depth").max(grid.along("layer").max(failed))) and error is None:
+            error = DisagreementError(f"replicas of a gradient or a value differ on other ranks of {grid}")
+    if error is not None:
+        raise error

@@ -124,8 +124,10 @@ def sum_gradients(module: torch.nn.Module, *, check_replicas: bool = False) -> N
             for bucket in _split(entries):
                 _sum_bucket([gradient for _, _, gradient in bucket], axes_by_key[key])
         if check_replicas:
-            for key, entries in buckets.items():
-                _check_replicas(entries, axes_by_key[key])
+            # every rank takes part in all comparisons before any raises
+            different = [text for key, entries in buckets.items() for text in _compare(entries, axes_by_key[key])]
+            if different:
+                raise DisagreementError(different[0])
 
 
 def local_of(array: Any) -> torch.Tensor:
@@ -142,14 +144,14 @@ def _sum_bucket(gradients: Sequence[torch.Tensor], axes: Sequence[SumAxis]) -> N
         gradient.copy_(part.view(gradient.shape))
 
 
-def _check_replicas(entries: Sequence[tuple[str, torch.Tensor, torch.Tensor]], axes: Sequence[SumAxis]) -> None:
-    """Compare digests of gradients and parameters over ``axes``."""
+def _compare(entries: Sequence[tuple[str, torch.Tensor, torch.Tensor]], axes: Sequence[SumAxis]) -> Iterator[str]:
+    """Compare digests of gradients and parameters over ``axes``. Gives what differs."""
     digests = torch.stack([digest_of(each) for _, parameter, gradient in entries for each in (gradient, parameter)])
     for axis in axes:
         high, low = axis.max(digests), -axis.max(-digests)
         for index in (high != low).nonzero().flatten().tolist():
             name, what = entries[index // 2][0], ("gradient", "value")[index % 2]
-            raise DisagreementError(f"the {what} of {name!r} differs between ranks of {_describe([axis])}")
+            yield f"the {what} of {name!r} differs between {_describe([axis])}"
 
 
 def digest_of(array: Any) -> torch.Tensor:

@@ -47,12 +47,29 @@ def check_misuse(rank):
     if rank == 1:
         with torch.no_grad():
             model.norm.weight.to_local()[3] += 1e-3
-    with pytest.raises(DisagreementError, match=r"the value of 'norm.weight' differs between ranks of ranks \[0, 1\]"):
+    with pytest.raises(DisagreementError, match=r"the value of 'norm.weight' differs between ranks \[0, 1\]"):
         sync_gradients(model)
 
 
 def test_misuse_is_named():
     run_processes(check_misuse, 2)
+
+
+def check_one_bad_replica(rank):
+    torch.set_num_threads(1)
+    model = parallelize(make_gpt(), Grid.make(2, 1, 2))
+    run_backward(model)
+    if rank == 3:
+        with torch.no_grad():
+            model.blocks[1].up.weight.to_local()[1, 2] += 1
+    message = "the value of 'blocks.1.up.weight' differs" if rank in (1, 3) else "differ on other ranks of Grid"
+    with pytest.raises(DisagreementError, match=message):
+        sync_gradients(model)
+    return True
+
+
+def test_a_replica_that_differs_is_an_error_on_all_ranks():
+    assert run_processes(check_one_bad_replica, 4) == [True] * 4
 
 
 def check_faults(rank):
