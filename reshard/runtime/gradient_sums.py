@@ -15,6 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from reshard.errors import ArgumentError, DisagreementError
+from reshard.runtime.cpu.verification import digest_array
 
 #: Replicas are compared in the first step and every so many steps after it.
 CHECK_EVERY = 100
@@ -155,12 +156,9 @@ def _compare(entries: Sequence[tuple[str, torch.Tensor, torch.Tensor]], axes: Se
 
 
 def digest_of(array: Any) -> torch.Tensor:
-    """A 64-bit hash of all elements."""
-    flat = local_of(array).detach().reshape(-1)
-    if flat.dtype is torch.bool:
-        flat = flat.view(torch.uint8)
-    digest = torch.hash_tensor(flat) if flat.numel() else flat.new_zeros((), dtype=torch.uint64)
-    return digest.view(torch.int64) >> 1
+    """A 63-bit digest of the local elements and their order, on the device of the array."""
+    local = local_of(array).detach()
+    return torch.tensor(digest_array(local) >> 1, device=local.device)
 
 
 def _split(entries: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> Iterator[list[Any]]:

@@ -10,6 +10,7 @@ import torch
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
+from reshard.runtime.cpu.verification import digest_array
 from reshard.sharding import Mesh
 
 from .stage_mesh import layout_of_rows, num_row_shards, ranks_with_own_rows
@@ -156,10 +157,36 @@ def take_rows(batch: Batch, outline: BatchOutline, names: Sequence[str], rows: r
     return taken
 
 
+def digest_batch(batch: Batch) -> dict[str, int]:
+    """The digest of each tensor of a batch."""
+    return {name: digest_array(each.detach().cpu()) for name, each in batch.items() if isinstance(each, torch.Tensor)}
+
+
+def check_same_values(digests: Mapping[int, Mapping[str, int]]) -> None:
+    """Raise DisagreementError, on all ranks alike, if ranks pass batches with different values.
+
+    Args:
+        digests: of each tensor, by rank and name.
+    """
+    (first, expected), *others = sorted(digests.items())
+    for rank, own in others:
+        for name, digest in expected.items():
+            if own[name] != digest:
+                raise DisagreementError(
+                    f"ranks {first} and {rank} pass different values of {name!r}; every rank must pass the same batch, "
+                    "or its own rows with local_batch=True"
+                )
+
+
 def common_outline(
-    outlines: Mapping[int, BatchOutline], said: Mapping[int, Any], meshes: Sequence[Mesh]
+    outlines: Mapping[int, BatchOutline], settings: Mapping[int, Any], meshes: Sequence[Mesh]
 ) -> BatchOutline:
     """The outline of the whole batch.
+
+    Args:
+        outlines: of the batch of each rank that passes one.
+        settings: ``accumulate`` and ``local_batch`` of each rank.
+        meshes: of the stages.
 
     Raises:
         ArgumentError: no rank passes a batch. DisagreementError: ranks pass different ones.
@@ -167,7 +194,6 @@ def common_outline(
     if not outlines:
         raise ArgumentError("no rank passes a batch")
     (first, outline), *others = sorted(outlines.items())
-    settings = {rank: value[1:] for rank, value in said.items()}
     for rank, each in others:
         if each.entries != outline.entries:
             raise DisagreementError(f"ranks {first} and {rank} pass different batches: {outline}; {each}")

@@ -100,6 +100,11 @@ def use_wrongly(rank):
             (ArgumentError, "the batch has no tensor with rows", {} if rank else good),
             (DisagreementError, "ranks 0 and 1 pass batches of 8 and 6 rows", make_batch(0, 8 - 2 * rank)),
             (DisagreementError, "ranks 0 and 1 pass different batches", make_batch(0, 8, 5 + rank)),
+            (
+                DisagreementError,
+                "ranks 0 and 1 pass different values of 'tokens'",
+                {**good, "tokens": tokens.flip(0) if rank else tokens},
+            ),
         ]
         for kind, message, batch in wrong:
             fails(kind, message, lambda batch=batch: engine.step(batch))

@@ -1,0 +1,173 @@
+"""Compare ``choose_grid`` with measured steps: ``python -m microbench.parallel.choices``.
+
+Each case trains one layer of the GPT of ``reshard train`` on emulated hosts, on every shape of grid that the ranks can
+form, with the rank order that has the lowest price. Links are calibrated, and the rate of multiplications is that of a
+rank while all ranks multiply. "Lost" is the measured time of the chosen grid over that of the best one, less 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from microbench.emulation.cluster import Cluster, ClusterError
+from microbench.harness.calibrate import measure_cluster
+from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, sync_gradients
+from reshard.parallel.choice import GridPrice
+from reshard.parallel.grid import AXES
+from reshard.scheduler.training.models.gpt import GPT
+from reshard.scheduler.training.presets import GPTConfig
+from reshard.topology import Topology
+
+HEADS, VOCABULARY = 16, 512
+
+
+@dataclass(frozen=True)
+class Case:
+    """Hosts and a model.
+
+    Attributes:
+        hosts, per_host: numbers of hosts and of ranks on each. mbits: rate of each NIC.
+        rows, sequence: of a batch. hidden: width of the model.
+    """
+
+    hosts: int
+    per_host: int
+    mbits: float
+    rows: int
+    sequence: int
+    hidden: int
+
+    @property
+    def topology(self) -> Topology:
+        """The hosts and their NICs."""
+        ranks = range(self.hosts * self.per_host)
+        return Topology.uniform([rank // self.per_host for rank in ranks], self.mbits * 125e3)
+
+    @property
+    def config(self) -> GPTConfig:
+        """One layer."""
+        return GPTConfig(1, HEADS, self.hidden // HEADS, self.sequence, VOCABULARY, is_tied=False)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.hosts} hosts x {self.per_host}, {self.mbits:g} Mbit/s, {self.rows * self.sequence} tokens, "
+            f"h = {self.hidden}"
+        )
+
+
+CASES = (
+    Case(4, 4, 400, 32, 128, 256),
+    Case(4, 4, 400, 16, 64, 512),
+    Case(4, 4, 200, 16, 16, 512),
+    Case(2, 4, 400, 16, 256, 256),
+    Case(2, 4, 400, 8, 32, 512),
+    Case(4, 2, 400, 16, 128, 256),
+    Case(4, 1, 200, 8, 128, 256),
+    Case(8, 1, 400, 16, 16, 768),
+)
+
+
+def measure_multiplications(rank: int, report: Callable[[Any], None], case: Case) -> float:
+    """Multiplications and additions per second of a rank, while all ranks multiply matrices like those of the model."""
+    torch.set_num_threads(1)
+    tokens = max(1, case.rows * case.sequence // (case.hosts * case.per_host))
+    a, b = torch.randn(tokens, case.hidden), torch.randn(case.hidden, 4 * case.hidden)
+    rates = []
+    for _ in range(4):
+        dist.barrier()
+        begun, count = time.perf_counter(), 0
+        while time.perf_counter() - begun < 0.3:
+            a @ b
+            count += 1
+        rates.append(2.0 * a.numel() * b.shape[1] * count / (time.perf_counter() - begun))
+    total = torch.tensor(statistics.median(rates[1:]))
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def time_grids(
+    rank: int, report: Callable[[Any], None], case: Case, arrangements: list[np.ndarray], repeats: int
+) -> list[list[float]]:
+    """Seconds of each step on each grid, the longest of all ranks. Grids run in turns."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(VOCABULARY, (2, case.rows, case.sequence), generator=generator)
+    models = []
+    for ranks in arrangements:
+        torch.manual_seed(0)
+        model = GPT(case.config)
+        model.apply(GPT.initialize)
+        models.append(parallelize(model, Grid(DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=AXES))))
+    seconds: list[list[float]] = [[] for _ in models]
+    for turn in range(repeats + 1):
+        for number, model in enumerate(models):
+            dist.barrier()
+            begun = time.perf_counter()
+            model(tokens, targets).backward()
+            sync_gradients(model, check_every=0)
+            longest = torch.tensor(time.perf_counter() - begun)
+            model.zero_grad()
+            dist.all_reduce(longest, dist.ReduceOp.MAX)
+            if turn:  # the first turn connects
+                seconds[number].append(float(longest))
+    return seconds
+
+
+def best_of_each_shape(candidates: tuple[GridPrice, ...]) -> list[GridPrice]:
+    """The cheapest rank order of each shape, cheapest shape first."""
+    found: dict[str, GridPrice] = {}
+    for price in candidates:
+        found.setdefault(str(price), price)
+    return list(found.values())
+
+
+def run_case(case: Case, repeats: int) -> float:
+    """Measure and print one case. Returns what the choice loses."""
+    with Cluster(case.topology) as cluster:
+        links = measure_cluster(cluster, case.topology)
+        flops = cluster.run(measure_multiplications, case, timeout_seconds=120)[0]
+        ranks = range(case.hosts * case.per_host)
+        choice = choose_grid(
+            TransformerSizes.of(case.config), links, ranks, rows=case.rows, flops_per_second=flops, itemsize=4
+        )
+        prices = best_of_each_shape(choice.candidates)
+        arrangements = [price.ranks(ranks) for price in prices]
+        seconds = [statistics.median(each) for each in cluster.run(
+            time_grids, case, arrangements, repeats, timeout_seconds=900
+        )[0]]  # fmt: skip
+    lost = seconds[0] / min(seconds) - 1
+    print(f"\n{case}; {flops / 1e9:.1f} GFLOP/s a rank; the choice loses {lost:.1%}")
+    print(f"{'grid':>12} {'kind':>14} {'predicted, ms':>14} {'measured, ms':>13}")
+    for price, measured in zip(prices, seconds, strict=True):
+        print(f"{price!s:>12} {price.kind:>14} {1e3 * price.seconds:>14.0f} {1e3 * measured:>13.0f}", flush=True)
+    return lost
+
+
+def main() -> int:
+    """Run all cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="1 2 3 4 5 6 7 8", help="numbers of the cases to run")
+    parser.add_argument("--repeats", type=int, default=3, help="steps of each grid, of which the median counts (3)")
+    args = parser.parse_args()
+    try:
+        lost = [run_case(CASES[int(number) - 1], args.repeats) for number in args.cases.split()]
+    except ClusterError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"\n{sum(each <= 0.1 for each in lost)} of {len(lost)} choices lose at most 10 %; worst {max(lost):.1%}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
