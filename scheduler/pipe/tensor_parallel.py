@@ -19,7 +19,8 @@ def find_plan(
     """The tensor-parallel plan of a stage: that of its placement, the default, or the model's own ``_tp_plan``.
 
     Raises:
-        ArgumentError: ``tp`` is more than one and there is no plan, or the plan names an unknown module or style.
+        ArgumentError: ``tp`` is more than one and there is no plan, the plan names an unknown module or style, or the
+            model's own plan would divide a head.
     """
     if placement.tp == 1:
         return {}
@@ -29,6 +30,8 @@ def find_plan(
             f"stage {stage} has tp={placement.tp}, but no plan says how to shard its modules; pass tp_plan="
             "{module path: ColwiseParallel(), ...}, or use dp"
         )
+    if not placement.tp_plan and not default:
+        _check_heads(model, placement.tp, stage)
     if not isinstance(plan, Mapping):
         raise ArgumentError(f"tp_plan must be {{module path: style}}, not {type(plan).__name__}")
     names = [name for name, _ in model.named_modules()]
@@ -36,6 +39,17 @@ def find_plan(
         if not fnmatch.filter(names, path):
             raise ArgumentError(f"the tp_plan names {path!r}, but {type(model).__name__} has no such module")
     return {path: _style(path, style) for path, style in plan.items()}
+
+
+def _check_heads(model: Any, tp: int, stage: int) -> None:
+    """Raise ArgumentError if the model's own plan would divide a head."""
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(getattr(model, "config", None), name, None)
+        if isinstance(heads, int) and heads % tp:
+            raise ArgumentError(
+                f"stage {stage} has tp={tp}, but {type(model).__name__} has {heads} {name}; its plan needs a multiple "
+                "of tp; use another tp, or a grid, which cuts any number of heads"
+            )
 
 
 def _style(path: str, style: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+import reshard.scheduler as rs
+from reshard.errors import ArgumentError
 from tests.support.whole_models import Case, check_equal, pipe_of
 
 transformers = pytest.importorskip("transformers")
@@ -111,3 +113,28 @@ def test_stages(model, stages, cuts, accumulate):
     num_ranks = sum(int(stage[0]) for stage in stages.split(","))
     case = make_case(make, mask=True, ignored=True)
     check_equal(case, pipe_of(layers(*cuts), stages), num_ranks, accumulate)
+
+
+def placements_of(model, wrap):
+    """Meshes like dp x tp = 1x2, 2x2 and 1x4. Grids cut GPT-2, which has no plan, and two key/value heads over four."""
+    if model == "gpt2":
+        return [rs.Placement(grid=(1, 2, 1)), rs.Placement(grid=(1, 2, 2), wrap=wrap), rs.Placement(grid=(1, 4, 1))]
+    return [rs.Placement(tp=2), rs.Placement(dp=2, tp=2, wrap=wrap), rs.Placement(grid=(1, 4, 1))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [None, rs.fsdp], ids=["default", "fsdp"])
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_fifty_steps_equal_one_process(model, num_stages, wrap):
+    make = make_gpt2 if model == "gpt2" else lambda: make_llama(tied=True)
+    layers = gpt2_layers if model == "gpt2" else llama_layers
+    places = placements_of(model, wrap)
+    places, cuts = (places, layers(1, 3)) if num_stages == 3 else (places[1:2], [])
+    case = make_case(make, steps=50, mask=True, ignored=True)
+    check_equal(case, pipe_of(cuts, places), sum(each.size for each in places))
+
+
+def test_heads_that_tensor_parallel_ranks_cannot_share_are_refused():
+    with pytest.raises(ArgumentError, match=r"stage 1 has tp=4, but .* has 2 num_key_value_heads; .* or a grid"):
+        rs.Pipe(make_llama(), llama_layers(2), stages="1x2,1x4")
