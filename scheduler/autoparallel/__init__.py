@@ -19,7 +19,8 @@ from .profile import ClassTimes, Profile, Sample
 from .result.reports import Alternative, EdgeReport, StageReport
 from .result.stages import StagePlan
 from .result.strategy import Strategy
-from .searching import search
+from .searching import choose_strategy, search
+from .tuning import Measurement, Round, Tuned, tune
 
 if TYPE_CHECKING:
     from .modules.profiling import profile_layers
@@ -39,8 +40,10 @@ __all__ = [
     "EdgeReport",
     "Layer",
     "LayerGraph",
+    "Measurement",
     "Problem",
     "Profile",
+    "Round",
     "Sample",
     "Sharding",
     "StagePlan",
@@ -49,9 +52,12 @@ __all__ = [
     "Strategy",
     "Tensor",
     "TracedModel",
+    "Tuned",
+    "choose_strategy",
     "profile_layers",
     "search",
     "trace_module",
+    "tune",
 ]
 
 

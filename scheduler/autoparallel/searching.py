@@ -64,6 +64,11 @@ def search(
         if not isinstance(value, kind):
             raise ArgumentError(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
     problem = make_problem(graph, cluster, profile, rows, keep or {}, states or StateBytes(), rules or ChoiceRules())
+    return choose_strategy(problem, method)
+
+
+def choose_strategy(problem: Problem, method: str | Method = "auto") -> Strategy:
+    """The fastest strategy of a problem that fits the memory. Arguments and errors: :func:`search`."""
     found = decide(problem, _find(method)(problem), moves=method == "auto")
     best = found[0]
     if best.short_bytes:

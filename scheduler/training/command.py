@@ -27,6 +27,8 @@ EXAMPLES = (
     "torchrun --nproc-per-node 8 -m reshard train gpt3-1.3b --meshes 2x2,2x2 --batch 64",
     "reshard train gpt3-1.3b --meshes 2x2,2x2 --batch 64 --launcher ray    # actors of a Ray cluster",
 )
+#: Values of ``--strategy`` that search.
+SEARCHES = ("auto", "tune")
 _SCHEDULES = ("auto", "1f1b", "eager", "zb_h1")
 
 
@@ -53,7 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="POLICY",
         help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; see docs/compression.md",
     )
-    add("--strategy", metavar="auto|FILE", help="measure the layers and search for the stages, or read a strategy")
+    add(
+        "--strategy",
+        metavar="auto|tune|FILE",
+        help="search for the stages with measured times of layers (auto), correct these times by steps of the choice "
+        "and search again (tune), or read a strategy",
+    )
+    add("--save-strategy", metavar="FILE", help="write the strategy that was found")
     add("--devices", type=int, help="number of ranks that a search may use (default: all of the topology)")
     add("--topology", help="hosts and links for a search, as for reshard search (default: one host)")
     add("--memory", help="memory of a device for a search, such as 16GB (default: what it has)")
@@ -96,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
     from .launch import launch
     from .strategies import SearchOptions
 
-    wanted = SearchOptions.of(options) if options.strategy == "auto" else None
+    wanted = SearchOptions.of(options) if options.strategy in SEARCHES else None
     result = launch(job, options.device, on_ray=options.launcher == "ray", options=wanted)
     if result is not None:
         losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, " if result.losses else ""
@@ -165,21 +173,21 @@ def _read_strategy(options: argparse.Namespace) -> Strategy | None:
         ArgumentError: the file is not a strategy, or other options do not fit it.
     """
     if options.strategy is None:
-        for name in ("devices", "topology", "memory", "keep"):
+        for name in ("devices", "topology", "memory", "keep", "save_strategy"):
             if getattr(options, name):
-                raise ArgumentError(f"--{name} is for a search; pass --strategy auto with it")
+                raise ArgumentError(f"--{name.replace('_', '-')} is for a search; pass --strategy auto with it")
         return None
     for name in ("meshes", "layers"):
         if getattr(options, name) is not None:
             raise ArgumentError(f"a strategy has stages of its own; omit --{name} or --strategy")
     if options.schedule != "auto":
         raise ArgumentError("a strategy has a schedule of its own; omit --schedule or --strategy")
-    if options.strategy == "auto":
+    if options.strategy in SEARCHES:
         return None
     from ..autoparallel import Strategy
 
     if not Path(options.strategy).is_file():
-        raise ArgumentError(f"there is no strategy {options.strategy!r}; pass auto, or the file of a strategy")
+        raise ArgumentError(f"there is no strategy {options.strategy!r}; pass auto, tune, or the file of a strategy")
     return Strategy.read(options.strategy)
 
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from reshard.errors import ArgumentError
 from reshard.testing import LaunchError, run_processes
 
-from ..autoparallel import Strategy
+from ..autoparallel import Strategy, Tuned
 from .loop import Job, TrainResult, make_loaders, make_pipe, train
-from .strategies import SearchOptions, find_strategy
+from .strategies import SearchOptions, find_strategy, tune_strategy
 
 if TYPE_CHECKING:
     from reshard.ray import ActorMesh
@@ -35,7 +35,7 @@ def launch(job: Job, device: str, on_ray: bool, options: SearchOptions | None = 
     Args:
         job: its device is replaced. device: "cpu", "cuda", or "auto" for CUDA if every rank can have a GPU.
         on_ray: start the ranks as actors of the Ray cluster to which this process is or can be connected.
-        options: search for the strategy of the job first, on one rank.
+        options: search for the strategy of the job first, on one rank, or on all if its steps are measured too.
 
     Returns:
         The result; None on other ranks than the first.
@@ -55,16 +55,19 @@ def launch(job: Job, device: str, on_ray: bool, options: SearchOptions | None = 
     if under_torchrun:
         return _join_launcher(replace(job, device=_find_local_device(device, 1)), options)
     if options is not None:
-        wanted = len(options.find_topology(None).host_of_rank)
-        job = replace(job, device=_find_local_device(device, options.devices or wanted))
-        job = _with_strategy(job, _run_alone(find_strategy, job, options))
+        num_ranks = options.devices or len(options.find_topology(None).host_of_rank)
+        job = replace(job, device=_find_local_device(device, num_ranks))
+        if options.measures:
+            job = _with_strategy(job, options, _tune_locally(job, options, num_ranks))
+        else:
+            job = _with_strategy(job, options, _run_alone(find_strategy, job, options))
     num_ranks = sum(map(math.prod, job.shapes))
     job = replace(job, device=_find_local_device(device, num_ranks))
     if job.device == "cpu":
         result: TrainResult = run_processes(train, num_ranks, job, timeout_seconds=_FOREVER_SECONDS)[0]
         return result
-    arguments = num_ranks, job
-    return run_processes(_train_on_gpu, num_ranks, *arguments, timeout_seconds=_FOREVER_SECONDS, init_group=False)[0]
+    arguments = num_ranks, train, job
+    return run_processes(_on_gpu, num_ranks, *arguments, timeout_seconds=_FOREVER_SECONDS, init_group=False)[0]
 
 
 def _find_local_device(wanted: str, num_ranks: int) -> str:
@@ -93,8 +96,25 @@ def _call(_rank: int, _port: int, function: Callable[..., Any], job: Job, *args:
     return function(job, *args)
 
 
-def _with_strategy(job: Job, strategy: Strategy) -> Job:
-    print(strategy, file=sys.stderr)
+def _tune_locally(job: Job, options: SearchOptions, num_ranks: int) -> Tuned:
+    on_gpu = job.device == "cuda"
+    function, more = (_on_gpu, (num_ranks, tune_strategy)) if on_gpu else (tune_strategy, ())
+    try:
+        found: Tuned = run_processes(
+            function, num_ranks, *more, job, options, timeout_seconds=_FOREVER_SECONDS, init_group=not on_gpu
+        )[0]
+    except LaunchError as error:
+        raise error.failures[0].error or error from None
+    return found
+
+
+def _with_strategy(job: Job, options: SearchOptions, found: Strategy | Tuned, shows: bool = True) -> Job:
+    """The job with the strategy that was found, which is shown and saved."""
+    strategy = found.strategy if isinstance(found, Tuned) else found
+    if shows:
+        print(found, file=sys.stderr)
+        if options.output is not None:
+            strategy.save(options.output)
     return replace(job, strategy=strategy)
 
 
@@ -112,20 +132,21 @@ def _join_launcher(job: Job, options: SearchOptions | None) -> TrainResult | Non
     dist.init_process_group(_BACKENDS[job.device])
     try:
         if options is not None:
-            job = replace(job, strategy=_find_on_first_rank(job, options, size))
+            job = _with_strategy(job, options, _find_on_all_ranks(job, options), shows=rank == 0)
         result = train(rank, job)
     finally:
         dist.destroy_process_group()
     return result if rank == 0 else None
 
 
-def _find_on_first_rank(job: Job, options: SearchOptions, num_ranks: int) -> Strategy:
+def _find_on_all_ranks(job: Job, options: SearchOptions) -> Strategy | Tuned:
     """The strategy that rank 0 finds, or its error, on all ranks alike."""
+    if options.measures:
+        return tune_strategy(dist.get_rank(), job, options)
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            found[0] = find_strategy(job, options, num_ranks)
-            print(found[0], file=sys.stderr)
+            found[0] = find_strategy(job, options, dist.get_world_size())
         except ArgumentError as error:
             found[1] = str(error)
     dist.broadcast_object_list(found, src=0)
@@ -135,12 +156,12 @@ def _find_on_first_rank(job: Job, options: SearchOptions, num_ranks: int) -> Str
     return strategy
 
 
-def _train_on_gpu(rank: int, port: int, num_ranks: int, job: Job) -> TrainResult:
-    """Train on one of the local processes, each with a GPU of its own."""
+def _on_gpu(rank: int, port: int, num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Run ``function(rank, ...)`` on one of the local processes, each with a GPU of its own."""
     torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(_BACKENDS["cuda"], store=store, rank=rank, world_size=num_ranks)
-    return train(rank, job)
+    return function(rank, *args)
 
 
 def _search_on_actor(_rank: int, job: Job, options: SearchOptions) -> Strategy:
@@ -174,9 +195,10 @@ def _train_on_ray(job: Job, wanted: str, options: SearchOptions | None) -> Train
     job = replace(job, device=device, data=data, checkpoint=checkpoint)
     gpus = 1.0 if device == "cuda" else 0.0
     if options is not None:
-        with ActorMesh((1, 1), name="search", num_gpus=gpus) as alone:
-            found = run([alone], _search_on_actor, job, options, timeout_seconds=_FOREVER_SECONDS, backend="gloo")
-        job = _with_strategy(job, found[0])
+        shape, function = ((1, num_ranks), tune_strategy) if options.measures else ((1, 1), _search_on_actor)
+        with ActorMesh(shape, name="search", num_gpus=gpus) as actors:
+            found = run([actors], function, job, options, timeout_seconds=_FOREVER_SECONDS, backend=_BACKENDS[device])
+        job = _with_strategy(job, options, found[0])
     with contextlib.ExitStack() as stack:
         meshes: list[ActorMesh] = [
             stack.enter_context(ActorMesh(shape, name=f"stage {number}", num_gpus=gpus))

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from reshard.errors import ArgumentError
 from reshard.topology import MACHINES, Topology
 
-from ..autoparallel import Cluster, Profile, StateBytes, Strategy, TracedModel, profile_layers, search, trace_module
+from ..autoparallel import (
+    ChoiceRules,
+    Cluster,
+    Measurement,
+    Problem,
+    Profile,
+    StateBytes,
+    Strategy,
+    TracedModel,
+    Tuned,
+    choose_strategy,
+    profile_layers,
+    trace_module,
+    tune,
+)
 from ..autoparallel.command import find_topology, parse_bytes, parse_keep
-from .loop import Job, make_loaders
+from ..autoparallel.searching import make_problem
+from .loop import Job, make_loaders, make_pipe
 from .models import layer_paths, make_model
 from .presets import GPTConfig
 
 #: Rows of a forward that are measured, as far as a step has so many.
 ROWS = (1, 2, 4, 8)
+#: Steps of a strategy that are measured.
+MEASURED_STEPS = 3
 #: AdamW with float32 parameters and gradients.
 STATES = StateBytes(4.0, 4.0, 8.0)
 #: Part of the memory of a device that a strategy may use unless ``--memory`` is given.
@@ -35,12 +54,16 @@ class SearchOptions:
         devices: number of ranks; None: that of the topology. topology: a machine or a file; None: one host.
         memory: of a device, such as ``"16GB"``; None: what the device has.
         keep: parts that are fixed, as :func:`reshard.scheduler.autoparallel.search` takes them.
+        measures: whether steps of the choice are measured, and correct the times for another search.
+        output: file to which the strategy is written.
     """
 
     devices: int | None = None
     topology: str | None = None
     memory: str | None = None
     keep: tuple[tuple[str, int], ...] = ()
+    measures: bool = False
+    output: str | None = None
 
     @classmethod
     def of(cls, options: Any) -> SearchOptions:
@@ -56,7 +79,14 @@ class SearchOptions:
             keep.setdefault("microbatches", options.microbatches)
         if options.memory is not None:
             parse_bytes(options.memory)
-        return cls(options.devices, options.topology, options.memory, tuple(sorted(keep.items())))
+        return cls(
+            options.devices,
+            options.topology,
+            options.memory,
+            tuple(sorted(keep.items())),
+            options.strategy == "tune",
+            options.save_strategy,
+        )
 
     def find_topology(self, num_ranks: int | None) -> Topology:
         """The hosts and links of all ranks.
@@ -120,13 +150,78 @@ def find_cluster(options: SearchOptions, device: str, num_ranks: int | None) -> 
     return Cluster(topology, memory, options.devices or 0)
 
 
+def make_job_problem(job: Job, options: SearchOptions, num_ranks: int | None = None) -> Problem:
+    """The search for a strategy of a job, with times that this process measures."""
+    cluster = find_cluster(options, job.device, num_ranks)
+    traced = trace_job(job)
+    profile = profile_job(traced, job)
+    return make_problem(traced.graph, cluster, profile, job.preset.rows, dict(options.keep), STATES, ChoiceRules())
+
+
 def find_strategy(job: Job, options: SearchOptions, num_ranks: int | None = None) -> Strategy:
     """Measure the layers of a job in this process, and search.
 
     Raises:
         ArgumentError: nothing fits, or the options do not fit each other.
     """
-    cluster = find_cluster(options, job.device, num_ranks)
-    traced = trace_job(job)
-    profile = profile_job(traced, job)
-    return search(traced.graph, cluster, profile, rows=job.preset.rows, keep=dict(options.keep), states=STATES)
+    return choose_strategy(make_job_problem(job, options, num_ranks))
+
+
+def tune_strategy(rank: int, job: Job, options: SearchOptions) -> Tuned:
+    """Search, run steps of the choice on all ranks, correct the times, and search again. Every rank calls this.
+
+    Rank 0 measures layers and searches; all ranks run what it has chosen.
+
+    Raises:
+        ArgumentError: rank 0 finds nothing that fits, on all ranks alike.
+    """
+    world = dist.get_world_size()
+    if rank:
+        while True:
+            said = _broadcast(None)
+            if not isinstance(said, Strategy):
+                break
+            measure_steps(rank, replace(job, strategy=said))
+    else:
+        said = None
+        try:
+
+            def measure(strategy: Strategy) -> Measurement:
+                return measure_steps(rank, replace(job, strategy=_broadcast(strategy)))
+
+            said = tune(make_job_problem(job, options, world), choose_strategy, measure)
+        except ArgumentError as error:
+            said = str(error)
+        _broadcast(said)
+    if isinstance(said, str):
+        raise ArgumentError(said)
+    tuned: Tuned = said
+    return tuned
+
+
+def measure_steps(rank: int, job: Job) -> Measurement:
+    """Seconds and timelines of steps on the first batch, after one that warms up. Every rank calls this."""
+    device = torch.device(job.device, torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
+    batch = {name: value.to(device) for name, value in make_loaders(job)[0].batch(0).items()}
+    seconds, timelines = [], []
+    with make_pipe(job).compile(batch, device=device) as engine:
+        for step in range(1 + MEASURED_STEPS):
+            begun = time.perf_counter()
+            engine.step(batch)
+            if job.device == "cuda":
+                torch.cuda.synchronize()
+            took = [time.perf_counter() - begun]
+            result = engine.step(batch, timeline=True)
+            if step and result.timeline is not None:
+                slowest = torch.tensor(took)
+                dist.all_reduce(slowest, dist.ReduceOp.MAX)
+                seconds.append(float(slowest))
+                timelines.append(result.timeline)
+    return Measurement(tuple(seconds), tuple(timelines))
+
+
+def _broadcast(value: Any) -> Any:
+    """The value of rank 0."""
+    said = [value]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]

@@ -9,8 +9,8 @@ import pytest
 from reshard.cli.main import main
 from reshard.scheduler.autoparallel import Cluster, LayerGraph, Profile, search
 from reshard.scheduler.training.loop import Job, train
-from reshard.scheduler.training.strategies import SearchOptions, find_strategy
-from reshard.testing import run_processes
+from reshard.scheduler.training.strategies import SearchOptions, find_strategy, tune_strategy
+from reshard.testing import LaunchError, run_processes
 from reshard.topology import Topology
 from tests.scheduler.training.test_loop import GPT, U_TRANSFORMER, train_alone
 
@@ -61,7 +61,7 @@ def test_the_command_refuses_what_does_not_fit(capfd, tmp_path, monkeypatch):
     search(graph, Cluster(Topology.uniform((0, 0)), 1e9), profile, rows=4).save("plan.json")
     for options, message in (
         (["--strategy", "plan.json"], "has 7 layers (blocks.0, blocks.1, blocks.2, ...), but gpt3-125m/24 has "),
-        (["--strategy", "none.json"], "there is no strategy 'none.json'; pass auto, or the file of a strategy"),
+        (["--strategy", "none.json"], "there is no strategy 'none.json'; pass auto, tune, or the file of a strategy"),
         (["--strategy", "auto", "--meshes", "1x1"], "a strategy has stages of its own; omit --meshes or --strategy"),
         (["--strategy", "auto", "--schedule", "1f1b"], "a strategy has a schedule of its own"),
         (["--strategy", "auto", "--memory", "80 GHz"], "must be a number of bytes with a unit, such as 80GB"),
@@ -69,3 +69,28 @@ def test_the_command_refuses_what_does_not_fit(capfd, tmp_path, monkeypatch):
     ):
         assert main([*SMALL, *options]) == 2
         assert message in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_loop_of_search_and_measurement_trains_as_one_process():
+    job = Job("test", GPT, 3, "", warmup=2)
+    options = SearchOptions(2, None, "100MB", (("microbatches", 4),), measures=True)
+    found = run_processes(tune_strategy, 2, job, options, timeout_seconds=300)
+    assert found[0] == found[1]
+    tuned = found[0]
+    assert 1 <= len(tuned.rounds) <= 2
+    assert tuned.gain >= 1.0
+    for each in tuned.rounds:
+        assert {span.action.stage for span in each.measurement.timelines[0].spans} == set(
+            range(len(each.strategy.stages))
+        )
+    result = run_processes(train, 2, replace(job, strategy=tuned.strategy), False, timeout_seconds=300)[0]
+    assert list(result.losses) == pytest.approx(train_alone(job)[0], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_an_error_of_the_search_reaches_all_ranks():
+    job = Job("test", GPT, 3, "")
+    with pytest.raises(LaunchError) as raised:
+        run_processes(tune_strategy, 2, job, SearchOptions(2, None, "100MB", (("microbatches", 3),), measures=True))
+    assert [str(each.error) for each in raised.value.failures] == ["3 microbatches do not divide 8 rows evenly"] * 2

@@ -1,0 +1,235 @@
+"""The loop of search and measurement: the steps of a strategy correct the profile that it was chosen by.
+
+Source of the idea: Hosoki et al., "An optimization pass for training speed-up and strategy search in 3D parallelism"
+(2024): with transfers behind their producers, a span of a measured step is computation only, so the profile is true.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ..ir.schedule import Kind
+from ..simulation.replay import PipelineTimeline
+from .choices import SHARDINGS
+from .problem import Problem
+from .profile import ClassTimes, Profile, Sample
+from .result.stages import StagePlan
+from .result.strategy import Strategy
+
+#: A layer class, its degree of tensor parallelism, and the kind of that.
+_Entry = tuple[str, int, str]
+#: Groups of kinds of actions.
+_Kinds = Sequence[Sequence[Kind]]
+#: Most rounds of measurement and search.
+MOST_ROUNDS = 2
+#: Steps of the multiplicative fit of layer times to stage times.
+FIT_STEPS = 60
+#: A layer class takes at least and at most this many times what the profile says.
+LEAST_FACTOR, MOST_FACTOR = 0.05, 20.0
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Measured steps of a strategy: the seconds of each, with the sums of gradients, and timelines."""
+
+    step_seconds: tuple[float, ...]
+    timelines: tuple[PipelineTimeline, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Median seconds of a step."""
+        return statistics.median(self.step_seconds)
+
+
+@dataclass(frozen=True)
+class Round:
+    """A strategy and its measurement."""
+
+    strategy: Strategy
+    measurement: Measurement
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What the loop found.
+
+    Attributes:
+        rounds: what was measured, in order; the first strategy is that of the profile alone.
+        strategy: the one with the fewest measured seconds. profile: with the times of all rounds.
+        is_settled: whether the last search chose a strategy that had been measured.
+    """
+
+    rounds: tuple[Round, ...]
+    strategy: Strategy
+    profile: Profile
+    is_settled: bool
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast the strategy is as the first choice, as measured."""
+        return self.rounds[0].measurement.seconds / min(each.measurement.seconds for each in self.rounds)
+
+    def __str__(self) -> str:
+        lines = [
+            f"round {number}: predicted {each.strategy.seconds:.4g} s, measured {each.measurement.seconds:.4g} s "
+            f"({each.strategy.seconds / each.measurement.seconds:.3f}): {each.strategy}"
+            for number, each in enumerate(self.rounds, 1)
+        ]
+        end = "the choice stays" if self.is_settled else f"stopped after {len(self.rounds)} rounds"
+        return "\n".join([*lines, f"{end}; {self.gain:.3f} times as fast as the first choice"])
+
+
+def tune(problem: Problem, choose: Callable[[Problem], Strategy], measure: Callable[[Strategy], Measurement]) -> Tuned:
+    """Search, measure the choice, correct the profile, and search again, until the choice stays; at most two rounds.
+
+    Args:
+        problem: the search, with its first profile. choose: a search. measure: runs some steps of a strategy.
+
+    Returns:
+        The strategy with the fewest measured seconds, so the loop never ends with a slower one than the first choice.
+    """
+    rounds: list[Round] = []
+    strategy = choose(problem)
+    is_settled = False
+    while len(rounds) < MOST_ROUNDS and not is_settled:
+        measurement = measure(strategy)
+        rounds.append(Round(strategy, measurement))
+        problem = replace(problem, profile=correct_profile(problem, strategy, measurement.timelines))
+        strategy = choose(problem)
+        is_settled = any(is_same(strategy, each.strategy) for each in rounds)
+    best = min(rounds, key=lambda each: each.measurement.seconds)
+    return Tuned(tuple(rounds), best.strategy, problem.profile, is_settled)
+
+
+def is_same(one: Strategy, other: Strategy) -> bool:
+    """Whether two strategies train alike, whatever is predicted of them."""
+    return (one.stages, one.schedule_text) == (other.stages, other.schedule_text)
+
+
+def correct_profile(problem: Problem, strategy: Strategy, timelines: Sequence[PipelineTimeline]) -> Profile:
+    """The profile with times that explain measured steps.
+
+    A layer class has one factor for its forward, one for its backward and one for its weight gradients, such that the
+    sums over the layers of each stage are what was measured. Classes that the strategy does not run keep their times.
+
+    Args:
+        problem: the search that chose the strategy. timelines: of steps of the strategy, whose transfers do not block.
+    """
+    profile = problem.profile
+    forward = _fit(problem, strategy, timelines, _FORWARD)
+    backward = _fit(problem, strategy, timelines, _BACKWARD)
+    weight = _fit(problem, strategy, timelines, _WEIGHT) or backward
+    classes = {key: dict(degrees) for key, degrees in profile.classes.items()}
+    for entry in forward | backward:
+        key, tp, kind = entry
+        times, is_measured = profile.times(key, tp)
+        layer = next(layer for layer in problem.graph.layers if layer.key == key)
+        share = 1.0 if is_measured else SHARDINGS[kind](layer, tp).compute
+        changes = [share * each.get(entry, 1.0) for each in (forward, backward, weight)]
+        samples = tuple(_scaled(sample, *changes) for sample in times.samples)
+        classes[key][tp] = ClassTimes(samples, times.failed)
+    return replace(profile, classes=classes, message_seconds=_message_seconds(problem, strategy, timelines))
+
+
+def _scaled(sample: Sample, forward: float, backward: float, weight: float) -> Sample:
+    whole = sample.backward_seconds * backward
+    put_off = min(whole, sample.weight_grad_seconds * weight)
+    return replace(
+        sample,
+        forward_seconds=sample.forward_seconds * forward,
+        input_grad_seconds=whole - put_off,
+        weight_grad_seconds=put_off,
+        backward_seconds=whole,
+    )
+
+
+#: Actions whose seconds a factor is fitted to: those of the first group that a step has.
+_FORWARD, _BACKWARD, _WEIGHT = ((Kind.F,),), ((Kind.B,), (Kind.I, Kind.W)), ((Kind.W,),)
+
+
+def _fit(
+    problem: Problem, strategy: Strategy, timelines: Sequence[PipelineTimeline], kinds: _Kinds
+) -> dict[_Entry, float]:
+    """Factor of each class for computations of some kinds; empty if no step has them.
+
+    The factors are those of a multiplicative fit, which keeps them positive (Shepp and Vardi, 1982).
+    """
+    parts: list[tuple[dict[_Entry, float], float]] = []
+    for number, stage in enumerate(strategy.stages):
+        measured = next((sum(each) for each in _measured(timelines, number, kinds) if all(each)), 0.0)
+        work, other = _work(problem, stage, strategy.microbatches, kinds)
+        if measured and sum(work.values()):
+            parts.append((work, max(measured - other, LEAST_FACTOR * measured)))
+    factors = dict.fromkeys((entry for work, _ in parts for entry in work), 1.0)
+    for _ in range(FIT_STEPS):
+        up, down = dict.fromkeys(factors, 0.0), dict.fromkeys(factors, 0.0)
+        for work, measured in parts:
+            ratio = measured / sum(factors[entry] * seconds for entry, seconds in work.items())
+            for entry, seconds in work.items():
+                up[entry] += seconds * ratio
+                down[entry] += seconds
+        for entry in factors:
+            if down[entry]:
+                factors[entry] = min(MOST_FACTOR, max(LEAST_FACTOR, factors[entry] * up[entry] / down[entry]))
+    return factors
+
+
+def _measured(timelines: Sequence[PipelineTimeline], stage: int, kinds: _Kinds) -> list[list[float]]:
+    """Median seconds of the actions of each group, 0 for one that no step has."""
+    return [[_median_seconds(timelines, stage, kind) for kind in group] for group in kinds]
+
+
+def _median_seconds(timelines: Sequence[PipelineTimeline], stage: int, kind: Kind) -> float:
+    spans = [
+        span.end - span.start
+        for timeline in timelines
+        for span in timeline.spans
+        if span.action.stage == stage and span.action.kind is kind
+    ]
+    return statistics.median(spans) if spans else 0.0
+
+
+def _work(problem: Problem, stage: StagePlan, count: int, kinds: _Kinds) -> tuple[dict[_Entry, float], float]:
+    """Predicted seconds of computation of each class of a stage for one microbatch, and of all else in the actions."""
+    place, rows = problem.place(stage.first_rank, stage.end_rank), problem.rows // count
+    work: dict[_Entry, float] = {}
+    whole = 0.0
+    for at, choice in enumerate(stage.choices, stage.first_layer):
+        layer, cost = problem.graph.layers[at], problem.layer_cost(at, choice, place, count)
+        times, is_measured = problem.profile.times(layer.key, choice.tp)
+        sample = times.at(rows * choice.tp / place.num_ranks)
+        if kinds is _FORWARD:
+            seconds, total = sample.forward_seconds, cost.forward_seconds
+        elif kinds is _BACKWARD:
+            seconds, total = sample.backward_seconds, cost.backward_seconds
+        else:
+            seconds = total = cost.weight_grad_seconds and sample.weight_grad_seconds
+        share = 1.0 if is_measured else SHARDINGS[choice.kind](layer, choice.tp).compute
+        entry = (layer.key, choice.tp, choice.kind)
+        work[entry] = work.get(entry, 0.0) + seconds * share
+        whole += total
+    return work, max(0.0, whole - sum(work.values()))
+
+
+def _message_seconds(problem: Problem, strategy: Strategy, timelines: Sequence[PipelineTimeline]) -> float:
+    """What a message takes beside its bytes: the median over all channels of what is measured beyond the plan.
+
+    Of each channel, the faster half of its transfers counts: the others share links.
+    """
+    now, extra = problem.profile.message_seconds, []
+    for edge in strategy.edges:
+        for ends, seconds in (
+            ((edge.src, edge.dst), edge.forward_seconds),
+            ((edge.dst, edge.src), edge.backward_seconds),
+        ):
+            taken = sorted(
+                transfer.end - max(transfer.start, transfer.ready)
+                for timeline in timelines
+                for transfer in timeline.transfers
+                if (transfer.channel.sender, transfer.channel.receiver) == ends
+            )
+            if taken and seconds:
+                extra.append(taken[len(taken) // 4] - (seconds - now))
+    return max(0.0, statistics.median(extra)) if extra else now
