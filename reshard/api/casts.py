@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from reshard.api.tensor_checks import mark_written
 from reshard.codecs import CODED_DTYPES, ErrorSums
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError
@@ -82,7 +83,11 @@ def encode_source(
 
 
 def wire_target(target: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor | None:
-    """The array that receives a destination shard: a new one for a coded tensor, else a view of the target."""
+    """The array that receives a destination shard: a new one for a coded tensor, else a view of the target.
+
+    Tells autograd that the target changes.
+    """
+    mark_written([target])
     if spec.codec is None or target is None:
         return receive_view(target, spec.dtype)
     return _empty_elements(target, spec)

@@ -165,7 +165,9 @@ class Recovery:
         try:
             views = view_pieces(self._plan, self._pieces, self._original, self._group.rank, self._src, self._dst)
             limit, verify = self.timeout_seconds, self._verify
-            with Mover(self._plan, self._group, timeout_seconds=limit, verify=verify, fault_tolerant=True) as mover:
+            with self._group.nesting():
+                mover = Mover(self._plan, self._group, timeout_seconds=limit, verify=verify, fault_tolerant=True)
+            with mover:
                 handle = mover.start_checked(*views, lambda: None)
                 tally = handle.tally
                 handle.wait()
@@ -185,7 +187,7 @@ class FaultTolerantHandle(Handle):
         super().__init__(inner._channel, inner._generation, finish)
         self._inner, self._recovery = inner, recovery
         self._deadline = time.monotonic() + recovery.timeout_seconds + OUTCOME_SECONDS
-        self._completing = threading.Lock()
+        self._completing = threading.RLock()
         self._final_error: ReshardError | None = None
         self._is_complete = False
 

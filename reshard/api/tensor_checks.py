@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,19 @@ def check_movable(array: Any, what: str, rank: int) -> None:
     storage = array.untyped_storage()
     if array.numel() and (storage.device.type == "meta" or storage.data_ptr() == 0):
         raise ArgumentError(f"{what}: rank {rank} passes a {type(array).__name__} that has no storage")
+    needed = (_address_range(array)[1] - storage.data_ptr()) if array.numel() else 0
+    if needed > storage.nbytes():
+        raise ArgumentError(
+            f"{what}: rank {rank} passes a tensor that ends at byte {needed} of a storage of {storage.nbytes()} bytes"
+        )
+
+
+def mark_written(outs: Iterable[torch.Tensor | None]) -> None:
+    """Tell autograd that these arrays change, as after an in-place operation of torch.
+
+    Otherwise the backward pass of a graph that saved one of them would use the new values.
+    """
+    torch.autograd.graph.increment_version([out for out in outs if out is not None and not out.is_inference()])
 
 
 def check_no_aliasing(

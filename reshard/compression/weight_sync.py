@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from reshard.api.mover import Mover
-from reshard.api.tensor_checks import check_array, check_no_aliasing
+from reshard.api.tensor_checks import check_array, check_no_aliasing, mark_written
 from reshard.codecs.delta import HEADER_BYTES, apply_delta, encode_delta, word_width
 from reshard.compression.streams import Stream, bytes_of, find_streams
 from reshard.coordination import Decision, Request, calling, describe_error, find_channel, find_group, rebuild_error
@@ -122,6 +122,7 @@ class WeightSync:
             failure = None
             try:
                 if out is not None:
+                    mark_written(out.values())
                     self._apply(received, out, digests, version)
             except Exception as error:
                 failure = describe_error(error)
@@ -208,7 +209,8 @@ class WeightSync:
             for (name, size), stream in zip(self._capacity.items(), self._streams.values(), strict=True)
         ]
         plan = plan_tensors(specs, topology=self._topology)
-        self._mover = Mover(plan, self._group, timeout_seconds=self._timeout_seconds)
+        with self._group.nesting():
+            self._mover = Mover(plan, self._group, timeout_seconds=self._timeout_seconds)
         rank = self._group.rank
         self._sent, self._received = (
             {

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.coordination.connections import Connections, GlooTransport
-from reshard.coordination.liveness.call_sequence import record_skipped
+from reshard.coordination.liveness.call_sequence import in_round, record_skipped
 from reshard.coordination.liveness.heartbeat import Monitor
 from reshard.coordination.messages import Decision, Request, describe_error, name_rank, rebuild_error
 from reshard.coordination.process_group import Group, check_inside
@@ -80,7 +80,7 @@ class Channel:
             The round number and the decision, which holds no error.
         """
         self.group.check_usable()
-        with self._lock:
+        with self._lock, in_round(self.group):
             request = replace(request, generation=self.generation + (self.broken is not None))
             decision = self.rendezvous.hold(request, decide, timeout_seconds, fault_tolerant)
             if decision.generation != self.generation:

@@ -23,7 +23,7 @@ from reshard.formatting import describe_ranks
 #: How long closing a group waits for each of its threads to end.
 END_SECONDS = 2.0
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # like all locks that callers take: a signal handler may interrupt its holder
 _groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 _all: weakref.WeakSet[Group] = weakref.WeakSet()
 
@@ -108,7 +108,7 @@ class Group:
         self.store = Store(store)
         self.resources = GroupResources(self.store)
         self.channels = self.resources.channels
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.attempts = 0  # rounds that this rank has started, on any channel
         self.status = RankStatus()
         self.acknowledged: dict[str, int] = {}  # skipped calls, see reshard.coordination.liveness.call_sequence
@@ -116,6 +116,8 @@ class Group:
         self.abandoned_call = False  # whether this rank ends its call because another rank has left it
         self.last_members: tuple[int, ...] = ()  # members of the last round
         self._caller: int | None = None  # the thread that is in a call
+        self._may_nest = False  # whether the next call may begin inside the current one
+        self._in_rounds: set[int] = set()  # the threads that are in a round
         self.callers: list[threading.Thread] = []  # live threads that have called, latest last
         self.callers_alternate = False  # whether a thread has called again after another one
         self._is_closed = False
@@ -149,7 +151,7 @@ class Group:
         group twice, or in a forked child, does nothing.
 
         Raises:
-            ArgumentError: another thread is in a call on the group.
+            ArgumentError: a call on the group has not ended.
         """
         if self.resources.is_released or self.pid != os.getpid():
             return
@@ -157,7 +159,8 @@ class Group:
             try:
                 stack.enter_context(self.calling())
             except ArgumentError:
-                raise ArgumentError(f"cannot close this {self}: another thread is in a call on it") from None
+                whose = "this" if self._caller == threading.get_ident() else "another"
+                raise ArgumentError(f"cannot close this {self}: {whose} thread is in a call on it") from None
             self._is_closed = True
             for user in self.resources.users():
                 user.finish(None)
@@ -172,10 +175,10 @@ class Group:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Reserve the group for this thread while it agrees with other ranks; two threads would mix up their answers.
+        """Reserve the group for one call while it agrees with other ranks; two calls would mix up their answers.
 
         Raises:
-            ArgumentError: another thread is in a call.
+            ArgumentError: another thread is in a call, or this thread is, and did not allow a call inside it.
         """
         thread_id = threading.get_ident()
         with self.lock:
@@ -186,6 +189,9 @@ class Group:
                     "threads have no common order: give each thread its own group (torch.distributed.new_group or "
                     "reshard.join)"
                 )
+            if not is_first and not self._may_nest:
+                raise self._describe_interruption()
+            may_nest, self._may_nest = self._may_nest, False
             self._caller = thread_id
             current = threading.current_thread()
             earlier = [thread for thread in self.callers if thread is not current and thread.is_alive()]
@@ -194,8 +200,40 @@ class Group:
         try:
             yield
         finally:
+            self._may_nest = may_nest
             if is_first:
                 self._caller = None
+
+    @contextlib.contextmanager
+    def nesting(self) -> Iterator[None]:
+        """Allow one call at a time inside the current one, such as that of a Mover."""
+        self._may_nest = True
+        try:
+            yield
+        finally:
+            self._may_nest = False
+
+    @contextlib.contextmanager
+    def in_round(self) -> Iterator[None]:
+        """Mark that this thread is in a round. Rounds contain no others, except if a signal handler starts one.
+
+        Raises:
+            ArgumentError: this thread is already in a round.
+        """
+        thread_id = threading.get_ident()
+        if thread_id in self._in_rounds:
+            raise self._describe_interruption()
+        self._in_rounds.add(thread_id)
+        try:
+            yield
+        finally:
+            self._in_rounds.discard(thread_id)
+
+    def _describe_interruption(self) -> ArgumentError:
+        return ArgumentError(
+            f"rank {self.rank}: a call on the {self} begins inside another call of its thread, as in a signal handler; "
+            "ranks match calls by order: call after the other call has returned"
+        )
 
     def translate(self, world_rank: int) -> int:
         """The group rank of a world rank, as a DeviceMesh names it.

@@ -59,7 +59,7 @@ class _Worker:
         self.raw: dist.Store | None = raw
         self.thread: threading.Thread | None = None
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._unanswered: _Call | None = None  # the last call that timed out
         self._unanswered_since = 0.0

@@ -12,6 +12,7 @@ import numpy as np
 from reshard.codecs import measure_rates, parse_codec
 from reshard.coordination.communicator import find_channel
 from reshard.coordination.decide import resolve
+from reshard.coordination.liveness.call_sequence import calling, publish_interruption
 from reshard.coordination.messages import Decision, Request, describe_error
 from reshard.coordination.process_group import find_group
 from reshard.errors import ArgumentError
@@ -52,7 +53,7 @@ def find_topology(
         failure, seconds = describe_error(error), DEFAULT_TIMEOUT_SECONDS
     arguments = [("what to do", "find_topology"), ("codecs", ", ".join(map(str, codecs)))]
     request = Request(found.rank, arguments, hostname=found.hostname, error=failure, payload=rates)
-    with found.calling():
+    with publish_interruption(found), calling(found):
         channel = find_channel(found, members)
         _, decision = channel.agree(request, _resolve, seconds)
     topology = topology_of_names(decision.hostnames, found.size)

@@ -20,6 +20,11 @@ COLS = Layout(Mesh.of("2", first_rank=2), "R S0")
 WHOLE = whole_tensor((6, 4), torch.float32)
 
 
+def _cut_storage(array):
+    array.untyped_storage().resize_(40)
+    return array
+
+
 def _cases(rank):
     """``{case: (arguments of this rank, text that every rank's error must contain)}``."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -62,6 +67,10 @@ def _cases(rank):
         "fake tensor": (
             valid | {"tensor": FakeTensorMode().from_tensor(shard) if rank == 0 else source, "shape": (6, 4)},
             "rank 0 passes a FakeTensor that has no storage",
+        ),
+        "storage shorter than the tensor": (
+            valid | {"out": _cut_storage(out.clone()) if rank == 2 else None},
+            "rank 2 passes a tensor that ends at byte 48 of a storage of 40 bytes",
         ),
         "out of the wrong shape": (
             valid | {"out": torch.zeros(2, 6) if rank == 3 else None},

@@ -138,6 +138,61 @@ def test_call_interrupted_by_a_signal_is_never_paired_with_a_later_call(who, kin
         ), by_rank
 
 
+def _call_in_handler(rank, what):
+    """On rank 1, a signal handler calls on the group while its thread waits in another call."""
+    mesh, inner = Mesh.of("4"), []
+    rows, columns = Layout(mesh, "S0 R"), Layout(mesh, "R S0")
+
+    def move(value):
+        return reshard.reshard(torch.full((2, 4), value), rows, columns, timeout_seconds=10)
+
+    handlers = {
+        "reshard": lambda: move(9.0),
+        "mover": lambda: reshard.Mover(reshard.make_plan(rows, columns, (8, 4), "float32"), timeout_seconds=10),
+        "topology": lambda: reshard.find_topology(timeout_seconds=10),
+    }
+    signal.signal(signal.SIGALRM, lambda *_: inner.append(_result_or_error(handlers[what])))
+    if rank == 1:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        time.sleep(0.8)
+    outer = [_result_or_error(lambda value=value: move(float(value))) for value in range(2)]
+    return inner, [out if isinstance(out, str) else bool((out == value).all()) for value, out in enumerate(outer)]
+
+
+@pytest.mark.parametrize("what", ["reshard", "mover", "topology"])
+def test_call_of_a_signal_handler_inside_another_call_is_refused_on_every_rank(what):
+    for rank, (inner, outer) in enumerate(run_processes(_call_in_handler, 4, what)):
+        assert len(inner) == (rank == 1)
+        assert all(result is True or "inside another call of its thread" in str(result) for result in outer), outer
+        assert all("inside another call of its thread" in str(result) for result in (*inner, outer[-1]))
+
+
+def _move_under_autograd(rank, dst_dtype, with_mover):
+    """The backward pass of a graph that saved ``out`` before it was overwritten."""
+    src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh([1, 0]), "S0")
+    weight = torch.ones(4, dtype=getattr(torch, dst_dtype), requires_grad=True)
+    loss = (weight * weight).sum()
+    source = torch.full((4,), float(rank + 5))
+    if with_mover:
+        with reshard.Mover(reshard.make_plan(src, dst, (8,), "float32")) as mover:
+            mover(source, out=weight)
+    else:
+        reshard.reshard(source, src, dst, out=weight, dst_dtype=dst_dtype)
+    assert weight.tolist() == [6.0 - rank] * 4
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        out = torch.zeros(4)
+    reshard.reshard(source, src, dst, out=out)
+    return out.tolist()
+
+
+@pytest.mark.parametrize(("dst_dtype", "with_mover"), [("float32", False), ("float64", False), ("float32", True)])
+def test_autograd_is_told_that_out_changes(dst_dtype, with_mover):
+    assert run_processes(_move_under_autograd, 2, dst_dtype, with_mover) == [[6.0] * 4, [5.0] * 4]
+
+
 def _interrupted_mover(rank, monkeypatch):
     """KeyboardInterrupt is raised while a Mover checks its arrays."""
     plan, results = reshard.make_plan(ROWS, COLS, (8, 6), "float32"), []

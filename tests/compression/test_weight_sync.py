@@ -48,7 +48,9 @@ def _sync(rank):
 
     full = send(1)
     assert (full.base, full.because) == (None, "no rank holds a version") and holds(1)
+    saved = out["scale"]._version if out is not None else -1
     second = send(2)
+    assert out is None or out["scale"]._version > saved  # else autograd would not notice that weights change
     assert (second.version, second.base, second.because) == (2, 1, "") and holds(2)
     assert second.stream_bytes < full.stream_bytes / 5 and full.stream_bytes < full.plain_bytes + 9 * 16
 

@@ -54,10 +54,23 @@ def report_error(group: Group, error: ReshardError) -> None:
 
 @contextlib.contextmanager
 def calling(group: Group) -> Iterator[None]:
-    """Like ``Group.calling``, but an overlapping call from a second thread makes the group unusable on all ranks."""
+    """Like ``Group.calling``, but overlapping calls make the group unusable on all ranks."""
+    with _refusing_overlap(group, group.calling()):
+        yield
+
+
+@contextlib.contextmanager
+def in_round(group: Group) -> Iterator[None]:
+    """Like ``Group.in_round``, but a round inside another one makes the group unusable on all ranks."""
+    with _refusing_overlap(group, group.in_round()):
+        yield
+
+
+@contextlib.contextmanager
+def _refusing_overlap(group: Group, entered: contextlib.AbstractContextManager[None]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(group.calling())
+            stack.enter_context(entered)
         except ReshardError as error:
             group.status.out_of_sync.setdefault(ANY_RANKS, str(error))
             report_error(group, error)

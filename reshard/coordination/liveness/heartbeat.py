@@ -61,7 +61,7 @@ class Monitor:
         self._group = weakref.ref(group)
         self._rank, self._store = group.rank, group.store
         self._watched: set[Watched] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._end_requests: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._num_beats, self._next_beat = 0, 0.0
         self._heartbeats = HeartbeatReader(group.store)
