@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from reshard.codecs import ErrorSums
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.plan import Plan, ensure_checked, expand_messages
@@ -48,14 +50,18 @@ def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dic
 
 def _encode(spec: TensorSpec, arrays: Mapping[int, Array]) -> Mapping[int, Array]:
     """The arrays that travel: ``(..., elements, bytes)`` uint8 for a coded tensor."""
-    if spec.codec is None:
-        return arrays
-    coded = {}
+    return arrays if spec.codec is None else _encode_measured(spec, arrays)[0]
+
+
+def _encode_measured(spec: TensorSpec, arrays: Mapping[int, Array]) -> tuple[Mapping[int, Array], float]:
+    """The elements of a coded tensor, and the relative error of decoding them."""
+    assert spec.codec is not None
+    coded, sums = {}, ErrorSums()
     for rank, array in arrays.items():
         array = np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array.detach().cpu().contiguous()
         coded[rank] = np.empty((*spec.src_shards.local_shape(rank), spec.itemsize), dtype=np.uint8)
-        spec.codec.encode(array, coded[rank], spec.ndim - 1)
-    return coded
+        sums = sums.plus(spec.codec.encode_measured(array, coded[rank], spec.ndim - 1))
+    return coded, sums.relative_error
 
 
 def _decode(spec: TensorSpec, array: Array, shape: tuple[int, ...], like: Array) -> Array:
@@ -120,10 +126,11 @@ def reshard_local(
         dst_dtype: dtype of the result. Default: the source's.
         strategy: a name in ``reshard.planner.registry.STRATEGIES``, or a function of that form.
         topology: hosts and links of the ranks.
-        compression, max_error: see :func:`reshard.make_plan`.
+        compression: see :func:`reshard.make_plan`.
+        max_error: limit on the error of a codec, as in :func:`reshard.reshard`; above it no codec is used.
 
     Returns:
-        ``{destination rank: local array}``, new arrays.
+        ``{destination rank: local array}``, new arrays that require no grad.
 
     Raises:
         ArgumentError: a shard is missing, has the wrong shape or dtype, or cannot be cast to ``dst_dtype``.
@@ -144,11 +151,10 @@ def reshard_local(
             raise ArgumentError(f"{what} must be a Mesh, a Layout or a RegionLayout, not {type(layout).__name__}")
     if not isinstance(shards, Mapping) or not shards:
         raise ArgumentError(f"pass shards as {{source rank: local array}}, not {type(shards).__name__}")
-    for rank, array in shards.items():
-        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
-            raise ArgumentError(f"rank {rank} holds {type(array).__name__}, not a NumPy array or a torch tensor")
+    for rank in shards:
         if rank not in src_layout.ranks:
             raise ArgumentError(f"rank {rank} has a shard, but is not in the source layout")
+    shards = _read_shards(shards)
     dtype = dtype_name(next(iter(shards.values())).dtype)
     on_wire = dtype
     if dst_dtype is not None:
@@ -164,8 +170,31 @@ def reshard_local(
     _check_shards(plan.tensors[0].plain.src_shards, dtype, shards, None)
     if isinstance(src, Mesh) and src_spec is None:
         _check_replicas({rank: shards[rank] for rank in src.ranks})
+    if max_error is not None:
+        from reshard.api.options import check_compression  # imports torch
+
+        check_compression(compression, max_error, "raw")
+        if spec.codec is not None and _encode_measured(spec, shards)[1] > max_error:
+            plan = make([replace(tensor, dtype=on_wire)])
+            spec = plan.tensors[0]
     moved = execute_local(plan, [{rank: _cast(array, spec.plain.dtype) for rank, array in shards.items()}])[0]
     return moved if dst_dtype is None else {rank: _cast(array, dst_dtype) for rank, array in moved.items()}
+
+
+def _read_shards(shards: Mapping[int, Array]) -> dict[int, Array]:
+    """The shards, detached from autograd, after checking that they are arrays of one library."""
+    found, kinds = {}, {}
+    for rank, array in shards.items():
+        is_tensor = hasattr(array, "detach")
+        if not is_tensor and (not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray)):
+            raise ArgumentError(f"rank {rank} holds {type(array).__name__}, not a NumPy array or a torch tensor")
+        kinds[is_tensor] = rank
+        found[rank] = array.detach() if is_tensor else array
+    if len(kinds) > 1:
+        raise ArgumentError(
+            f"rank {kinds[True]} holds a torch tensor and rank {kinds[False]} a NumPy array; pass one kind"
+        )
+    return found
 
 
 def _cast(array: Array, dtype: str) -> Array:

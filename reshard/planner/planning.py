@@ -10,7 +10,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, Transfers, mark_sound
 from reshard.planner.auto import choose_fastest
-from reshard.planner.compression import code_tensors
+from reshard.planner.compression import AUTO_CODEC, code_tensors
 from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
 from reshard.sharding import AnyLayout, TensorSpec, check_shape, check_tensors
@@ -46,8 +46,8 @@ def make_plan(
             moves its elements, and a Mover encodes and decodes them. Tensors that the codec cannot code, or would not
             make smaller, travel as they are; ``print(plan)`` says why. ``"auto"`` chooses among the codecs of
             ``topology.codec_rates`` the one with the lowest predicted time, or none.
-        max_error: with ``"auto"``: the largest relative L2 error that a codec may usually have. Without it no lossy
-            codec is chosen.
+        max_error: only with ``"auto"``: the largest relative L2 error that a codec may usually have. Without it no
+            lossy codec is chosen. What a named codec changes depends on the values, which a plan does not know.
 
     Returns:
         The plan. Equal arguments give equal plans on every rank.
@@ -55,6 +55,11 @@ def make_plan(
     Raises:
         LayoutError, ArgumentError, TopologyError: the arguments contradict each other, or the plan is too large.
     """
+    if max_error is not None and compression != AUTO_CODEC:
+        raise ArgumentError(
+            f"max_error is {max_error!r}, but a plan cannot limit what {compression or 'no codec'} changes: pass "
+            'max_error to reshard, or choose compression="auto"'
+        )
     if isinstance(shape, Mapping):
         names = list(shape)
         tensors = [

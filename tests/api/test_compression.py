@@ -191,6 +191,27 @@ def test_one_process_moves_coded_shards(kind):
         assert isinstance(out, type(shards[0])) and (np.asarray(out) == wanted.numpy()).all()
 
 
+def test_one_process_limits_the_error_as_processes_do():
+    whole = _whole((96, 1000), seed=2).numpy()
+    src, dst = Layout(Mesh.of("3"), "S0"), Layout(Mesh.of("1", first_rank=3))
+    shards = {rank: take_shard(src, rank, whole) for rank in src.ranks}
+
+    def move(max_error, compression="int8x128"):
+        out = reshard.reshard_local(
+            shards, src, dst, shape=whole.shape, compression=compression, max_error=max_error, dst_dtype="float16"
+        )
+        return out[3].astype(np.float64)
+
+    assert (move(1e-6) == whole.astype(np.float16)).all()
+    assert 1e-3 < np.linalg.norm(move(0.02) - whole) / np.linalg.norm(whole) < 0.02
+    with pytest.raises(ArgumentError, match="max_error is nan; it must be a positive number"):
+        move(float("nan"))
+    with pytest.raises(ArgumentError, match="without compression= nothing is changed"):
+        move(0.02, None)
+    with pytest.raises(ArgumentError, match="a plan cannot limit what int8x128 changes"):
+        reshard.make_plan(src, dst, whole.shape, "float32", compression="int8x128", max_error=0.02)
+
+
 def test_regions_and_uneven_cuts_are_coded_where_blocks_fit_and_go_raw_elsewhere():
     def plan(src, dst, shape, dtype="float32"):
         return reshard.make_plan(src, dst, shape, dtype, compression="int8x128").tensors[0]

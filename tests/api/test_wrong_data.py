@@ -349,6 +349,20 @@ def test_reshard_local_compares_replicas():
     assert out.dtype == np.float32 and (out == 1.5).all()
 
 
+@pytest.mark.parametrize(
+    ("shards", "text"),
+    [
+        ({0: torch.zeros(2), 1: np.zeros(2, np.float32)}, "rank 0 holds a torch tensor and rank 1 a NumPy array"),
+        ({0: np.zeros(2, np.float32), 1: torch.zeros(2)}, "rank 1 holds a torch tensor and rank 0 a NumPy array"),
+        ({0: np.zeros(2), 1: np.ma.array([1.0, 2.0], mask=[True, False])}, "rank 1 holds MaskedArray"),
+        ({0: np.float32(1), 1: np.float32(1)}, "rank 0 holds float32, not a NumPy array"),
+    ],
+)
+def test_reshard_local_refuses_other_arrays(shards, text):
+    with pytest.raises(reshard.ArgumentError, match=text):
+        reshard.reshard_local(shards, ROWS, Layout(Mesh.of("1", first_rank=2)), shape=(4,))
+
+
 def _pass_size(rank, sizes, src_spec, grid):
     source = torch.zeros(sizes[rank], 2) if rank < len(sizes) else None
     dst = Mesh.of("1", first_rank=len(sizes))
