@@ -174,8 +174,8 @@ def reshard_async(
 
     Returns:
         A handle; ``handle.wait(timeout_seconds=...)`` returns the result of :func:`reshard`. The transfer progresses
-        without a call to ``wait``, but tensors are encoded before this function returns, and decoded in ``wait``. The
-        source must not change until the transfer has ended.
+        without a call to ``wait``, but tensors are encoded before this function returns, and decoded or cast in
+        ``wait``. The source must not change until the transfer has ended.
     """
     try:
         found = find_group(group)

@@ -37,6 +37,8 @@ class Handle:
         self._channel, self._generation, self._finish = channel, generation, finish
         self._pid = os.getpid()
         self._done = threading.Event()
+        self._finishing, self._is_finishing = threading.RLock(), False
+        self._interruption: str | None = None  # class of the exception that ended the completion of the result
         self._error: ReshardError | None = None
         self._result: Any = None
         self.begun_at: float | None = None
@@ -86,8 +88,24 @@ class Handle:
             )
 
     def _take_result(self) -> Any:
-        if self._finish is not None:
-            self._result, self._finish = self._finish(), None  # type: ignore[assignment]
+        """The result. The first call completes it, for example by casts in place, which must not run twice."""
+        with self._finishing:
+            if self._interruption is not None:
+                raise ArgumentError(
+                    f"an earlier wait() for this transfer ended with {self._interruption}, and left its result "
+                    "incomplete"
+                )
+            if self._is_finishing:
+                raise ArgumentError("this wait() begins inside another wait() of its transfer, as in a signal handler")
+            if self._finish is not None:
+                self._is_finishing = True
+                try:
+                    self._result, self._finish = self._finish(), None  # type: ignore[assignment]
+                except BaseException as error:
+                    self._interruption = type(error).__name__
+                    raise
+                finally:
+                    self._is_finishing = False
         return self._result
 
     def reported_error(self) -> ReshardError | None:

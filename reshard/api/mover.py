@@ -81,8 +81,7 @@ class Mover:
         PlanError: the plan does not deliver every element.
         DisagreementError: ranks pass different plans or options.
         ArgumentError: the plan names ranks outside the group.
-        TransferTimeoutError: a rank did not join in time.
-        RankLostError: with ``fault_tolerant``, ranks were lost.
+        TransferTimeoutError: a rank did not join in time. RankLostError: with ``fault_tolerant``, ranks were lost.
     """
 
     def __init__(
@@ -167,8 +166,7 @@ class Mover:
         if runner is not None:
             device = runner.memory.device
             first = plan.tensors[0]
-            is_backward = both_ways and first.src.ranks[0] > first.dst.ranks[0]
-            number = 2 * connection + is_backward
+            number = 2 * connection + (both_ways and first.src.ranks[0] > first.dst.ranks[0])
             exchange = channel.exchange(self._generation, device, number, runner.rounds, timeout_seconds)
             streams = STREAMS[device.type](device) if exchange is None else exchange.streams
             self._streamed = StreamTransfers(runner, exchange or _no_exchange, streams)
@@ -203,9 +201,12 @@ class Mover:
         self._group.check_usable()
         if self._closed:
             raise ArgumentError("this Mover is closed")
+        with self._owner.starting(self._program.rank, self.fail):
+            return self._start(tensor, out)
+
+    def _start(self, tensor: Any, out: Any) -> Handle:
         names = [spec.name for spec in self.plan.tensors]
         try:
-            self._owner.check(self._program.rank)
             src = self._arrays.sources(self.plan.by_tensor(tensor))
             outs = self.plan.by_tensor(out)
             dst = self._arrays.targets(outs)

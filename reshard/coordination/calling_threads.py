@@ -8,11 +8,13 @@ threads with the same name belong together.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, ReshardError
 
 #: Name prefix of this package's own threads, which make no calls.
 _OWN_PREFIX = "reshard-"
@@ -77,9 +79,31 @@ class Owner:
 
     def __init__(self) -> None:
         self._thread = threading.current_thread()
+        self._is_starting = False
 
-    def check(self, rank: int) -> None:
-        """Raise ArgumentError unless the current thread may start a transfer."""
+    @contextlib.contextmanager
+    def starting(self, rank: int, fail: Callable[[ReshardError], ReshardError]) -> Iterator[None]:
+        """Refuse a start by another thread, or by a signal handler that interrupts another start.
+
+        Args:
+            fail: publishes the error; returns the one to raise.
+        """
+        try:
+            self._check_thread(rank)
+            if self._is_starting:
+                raise ArgumentError(
+                    f"rank {rank}: a transfer of a Mover starts inside the start of another one, as in a signal "
+                    "handler; ranks match transfers by order: start it after the other call has returned"
+                )
+        except ArgumentError as error:
+            raise fail(error) from None
+        self._is_starting = True
+        try:
+            yield
+        finally:
+            self._is_starting = False
+
+    def _check_thread(self, rank: int) -> None:
         current = threading.current_thread()
         if current is not self._thread and self._thread.is_alive():
             raise ArgumentError(

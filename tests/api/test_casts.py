@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 
 import pytest
 import torch
@@ -187,3 +189,40 @@ def test_check_cast_refuses(src, dst):
     with pytest.raises(ArgumentError, match=f"{src} .*{dst}") as raised:
         check_cast(src, dst, "the tensor")
     assert "INTERNAL" not in str(raised.value)
+
+
+def _wait_twice(rank, monkeypatch):
+    """Two threads wait for a result that is cast in place; then a wait is interrupted while it casts."""
+
+    def cast_slowly(*arguments):
+        time.sleep(0.2)
+        cast_received(*arguments)
+
+    monkeypatch.setattr("reshard.api.casts.cast_received", cast_slowly)
+    source, wanted = take_shard(ROWS, rank, WHOLE), take_shard(COLS, rank, WHOLE.double())
+    handle = reshard.reshard_async(source, ROWS, COLS, dst_dtype="float64")
+    outs = []
+    threads = [threading.Thread(target=lambda: outs.append(handle.wait())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outs) == 2 and outs[0] is outs[1]
+    assert wanted is None or same_bytes(outs[0], wanted)
+
+    def cast_half(received, targets):
+        cast_received(received, targets)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("reshard.api.casts.cast_received", cast_half)
+    handle = reshard.reshard_async(source, ROWS, COLS, dst_dtype="float64")
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    monkeypatch.setattr("reshard.api.casts.cast_received", cast_received)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="ended with KeyboardInterrupt, and left its result incomplete"):
+            handle.wait()
+
+
+def test_a_result_is_cast_once(monkeypatch):
+    run_processes(_wait_twice, 5, monkeypatch)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import reshard
+import reshard.api.mover
 from reshard import DisagreementError, Layout, Mesh, RegionLayout
 from reshard.testing.processes import run_processes
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
@@ -166,6 +167,37 @@ def test_call_of_a_signal_handler_inside_another_call_is_refused_on_every_rank(w
         assert len(inner) == (rank == 1)
         assert all(result is True or "inside another call of its thread" in str(result) for result in outer), outer
         assert all("inside another call of its thread" in str(result) for result in (*inner, outer[-1]))
+
+
+def _start_in_handler(rank, monkeypatch):
+    """On rank 1, a signal handler starts a transfer of a Mover while its thread starts another one."""
+    plan, inner, results = reshard.make_plan(ROWS, COLS, (8, 6), "float32"), [], []
+    with reshard.Mover(plan, timeout_seconds=10) as mover:
+        check = reshard.api.mover.check_no_aliasing
+
+        def ring(*arguments):
+            if not inner and rank == 1:
+                signal.raise_signal(signal.SIGUSR1)
+            check(*arguments)
+
+        monkeypatch.setattr("reshard.api.mover.check_no_aliasing", ring)
+        signal.signal(
+            signal.SIGUSR1,
+            lambda *_: inner.append(_result_or_error(lambda: mover.start(take_shard(ROWS, rank, WHOLE) + 100))),
+        )
+        for step in range(3):
+            source = take_shard(ROWS, rank, WHOLE)
+            out = _result_or_error(lambda source=source, step=step: mover(None if source is None else source + step))
+            results.append(
+                out if isinstance(out, str) else out is None or same_bytes(out, take_shard(COLS, rank, WHOLE) + step)
+            )
+    return inner + results
+
+
+def test_start_of_a_signal_handler_inside_another_start_is_refused_on_every_rank(monkeypatch):
+    for results in run_processes(_start_in_handler, 4, monkeypatch):
+        assert all(result is True or "inside the start of another one" in str(result) for result in results), results
+        assert "inside the start of another one" in str(results[-1]), results
 
 
 def _move_under_autograd(rank, dst_dtype, with_mover):
