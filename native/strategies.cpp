@@ -69,8 +69,34 @@ struct Greedy {
     std::vector<int64_t> load, sent, left, alive, hosts;
     std::vector<uint64_t> taken; // by port: the last set that uses it
     uint64_t set = 0;
-    std::vector<std::pair<uint64_t, int64_t>> order;
+    std::vector<std::pair<uint64_t, int64_t>> order, drawn; // (random number, class)
+    std::vector<size_t> bucket_at;
     std::vector<std::pair<int64_t, int64_t>> chosen, best; // (class, option)
+
+    // Orders the classes by random numbers; ties keep them in ascending order. Numbers of 53 random bits spread evenly
+    // over as many buckets as there are classes, so that sorting by bucket leaves few pairs to exchange.
+    void shuffle(Twister &rng) {
+        const size_t n = alive.size();
+        drawn.resize(n), order.resize(n), bucket_at.assign(n + 1, 0);
+        const auto bucket_of = [&](uint64_t number) {
+            return static_cast<size_t>(static_cast<unsigned __int128>(number) * n >> 53);
+        };
+        for (size_t k = 0; k < n; ++k) {
+            drawn[k] = {rng.bits53(), alive[k]};
+            ++bucket_at[bucket_of(drawn[k].first) + 1];
+        }
+        for (size_t k = 0; k < n; ++k)
+            bucket_at[k + 1] += bucket_at[k];
+        for (const auto &entry : drawn)
+            order[bucket_at[bucket_of(entry.first)]++] = entry;
+        for (size_t k = 1; k < n; ++k) {
+            const auto entry = order[k];
+            size_t at = k;
+            for (; at > 0 && order[at - 1] > entry; --at)
+                order[at] = order[at - 1];
+            order[at] = entry;
+        }
+    }
 
     bool is_free(int64_t way) const {
         for (int64_t i = port_at[way]; i < port_at[way + 1]; ++i)
@@ -81,10 +107,8 @@ struct Greedy {
 
     // Draws one random set into `chosen`; returns its bytes and its negative spread over hosts.
     std::pair<Wide, Wide> choose(Twister &rng) {
-        order.clear(), chosen.clear(), hosts.clear();
-        for (const int64_t i : alive)
-            order.emplace_back(rng.bits53(), i);
-        std::sort(order.begin(), order.end()); // ties keep the classes in ascending order
+        chosen.clear(), hosts.clear();
+        shuffle(rng);
         ++set;
         Wide total = 0, spread = 0;
         for (const auto &entry : order) {

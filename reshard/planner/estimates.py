@@ -12,7 +12,7 @@ from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
 from reshard.planner.strategies.direct import global_cuts
 from reshard.planner.strategies.problem import DIRECT_CHUNK_BYTES, SMALL_BYTES, STAGING_PARTS, TREE_CHUNK_BYTES, Problem
-from reshard.ragged import NO_RANK
+from reshard.ragged import NO_RANK, ranges
 from reshard.topology import MAX_NICS, Topology
 
 
@@ -58,7 +58,10 @@ class Floors:
         if not host_classes.moves.any():
             return self.of_all
         classes, hosts = host_classes.classes, np.diff(host_classes.destinations[0])[host_classes.host_class]
-        is_chain = (classes.receivers != NO_RANK).sum(axis=1) > 1
+        first = host_classes.destinations[1][host_classes.destinations[0][:-1][host_classes.host_class[hosts > 0]]]
+        ranks = classes.receivers[hosts > 0]
+        is_chain = hosts > 1
+        is_chain[hosts > 0] |= ((topology.host_by_rank[ranks] == first[:, None]) & (ranks != NO_RANK)).sum(axis=1) > 1
         chunks = -(-classes.nbytes // np.where(is_chain, TREE_CHUNK_BYTES, DIRECT_CHUNK_BYTES))
         leaves_host = hosts > 0
         seconds = [float(hosts.max()) * topology.latency_seconds]
@@ -69,7 +72,37 @@ class Floors:
             rates = [nic.egress_bytes_per_second for h in np.unique(members).tolist() for nic in topology.host(h).nics]
             work = times * (classes.nbytes + chunks * topology.latency_seconds * min(rates))
             seconds.append(float(work.sum()) / sum(rates))
-        return max(self.of_trees, self._add_start(max(seconds)))
+        return max(self.of_trees, self._add_start(max(*seconds, self._chain_seconds)))
+
+    @property
+    def _chain_seconds(self) -> float:
+        """Time of the busiest host that sends regions held on one host only: to or along the chain of their hosts.
+
+        The order of a chain follows from its first host, see :func:`~reshard.planner.strategies.trees.along_trees`. Its
+        last host sends nothing.
+        """
+        topology, (holder_at, holders), (at, destinations) = (
+            self.problem.topology, self.host_classes.holders, self.host_classes.destinations
+        )  # fmt: skip
+        single = np.flatnonzero((np.diff(holder_at) == 1) & (np.diff(at) > 0))
+        if not len(single):
+            return 0.0
+        home, count = holders[holder_at[single]], np.diff(at)[single]
+        nbytes = self.host_classes.nbytes[single].astype(np.float64)
+        messages = nbytes / np.where(count > 1, TREE_CHUNK_BYTES, DIRECT_CHUNK_BYTES)  # at least
+        of, host = np.repeat(np.arange(len(single)), count), destinations[ranges(at[single], count)]
+        num_hosts = topology.num_hosts
+        place = np.where(host < home[of], num_hosts, 0) + host
+        if topology.pods:
+            pod = np.array([topology.host(h).pod for h in range(num_hosts)], dtype=np.int64)
+            place += (pod[host] - pod[home[of]]) % len(topology.pods) * 2 * num_hosts
+        forwards = place < np.maximum.reduceat(place, np.cumsum(count) - count)[of]
+        sender, of = np.concatenate([home, host[forwards]]), np.concatenate([np.arange(len(single)), of[forwards]])
+        sent, held = (np.bincount(sender, weights=one[of], minlength=num_hosts) for one in (nbytes, messages))
+        hosts = [topology.host(h) for h in range(num_hosts)]
+        slowest = np.array([min(nic.egress_bytes_per_second for nic in one.nics) for one in hosts])
+        rate = np.array([one.egress_bytes_per_second for one in hosts])
+        return float(((sent + held * topology.latency_seconds * slowest) / rate).max())
 
     def of_gathers(self, num_receivers: np.ndarray) -> float:
         """Floor of the all-gathers: each receiver of a region forwards one message for each other receiver.

@@ -70,6 +70,29 @@ def test_no_plan_is_faster_than_its_floors(seed):
     assert floors.of_all <= floors.of_gathers(num_receivers)
 
 
+def test_broadcasts_of_regions_on_one_host_are_ruled_out_unplanned(monkeypatch):
+    """The busiest host of all their chains is known from the layouts: here the first receiver, which sends on all."""
+    topology = Topology.uniform([rank // 4 for rank in range(32)])
+    src, dst = Layout(Mesh.of("4x4"), "S0 R"), Layout(Mesh.of("4x4", first_rank=16), "R S1")
+    problem = Problem.of([TensorSpec((8192, 8192), "float32", src, dst)], topology)
+    for name in ("broadcast_naive", "broadcast_size", "broadcast_greedy"):
+        floor = floor_of_transfers(problem, complete(problem, CANDIDATES[name](problem)))
+        assert Floors(problem).of_broadcasts == pytest.approx(floor, rel=1e-9)
+        monkeypatch.setitem(CANDIDATES, name, None)
+    monkeypatch.setattr("reshard.planner.auto.broadcast_earliest", None)
+    make_plan(src, dst, (8192, 8192), "float32", topology=topology)
+
+
+def test_floor_of_broadcasts_allows_large_chunks_in_a_star():
+    """Each holder sends to one rank of its host and to one of the other host, so chunks may be larger than 1 MiB."""
+    topology = Topology.uniform([0] * 4 + [1] * 4, 3.125e9)
+    spec = TensorSpec((32, 512, 256), "bfloat16", Layout(Mesh.of("2x2"), "S1"), Layout(Mesh.of("2x4"), "S1"))
+    problem = Problem.of([spec], topology)
+    transfers = complete(problem, CANDIDATES["broadcast_naive"](problem))
+    seconds = simulate(Plan((spec,), topology, "", transfers)).makespan_seconds
+    assert Floors(problem).of_broadcasts <= seconds * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_native_and_twin_greedy_orders_are_equal(seed):
     chance = np.random.default_rng(seed)

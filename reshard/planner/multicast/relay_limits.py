@@ -10,6 +10,9 @@ from reshard.plan import num_recv_slots
 from reshard.planner.multicast.native_schedule import Schedule, put_in_order
 from reshard.planner.multicast.workload import Workload
 
+#: Up to this many receivers per class it is faster to compare a message with each of them than to search for it.
+_MAX_COMPARED = 16
+
 
 def limit_relay_staging(schedule: Schedule, workload: Workload, num_ranks: int, staging_bytes: int) -> Schedule:
     """Return the schedule if every relay has room for its staged messages. Otherwise, reorder it.
@@ -50,10 +53,19 @@ def _find_relays(schedule: Schedule, workload: Workload, num_ranks: int) -> np.n
     used[schedule.source[schedule.source >= 0]] = True
     if used.any():
         at, receivers = workload.class_receivers
-        needed_keys = np.sort(np.repeat(np.arange(len(at) - 1), np.diff(at)) * num_ranks + receivers)
-        used_keys = workload.piece_class[schedule.piece[used]] * num_ranks + schedule.receiver[used]
-        found = np.searchsorted(needed_keys, used_keys)  # numpy.isin is much slower: half of the planning time
-        relays[used] = needed_keys[np.minimum(found, len(needed_keys) - 1)] != used_keys
+        needed_class, receiver = workload.piece_class[schedule.piece[used]], schedule.receiver[used]
+        first, count = at[needed_class], np.diff(at)[needed_class]
+        most = int(count.max())
+        if most <= _MAX_COMPARED:
+            is_needed = np.zeros(len(receiver), dtype=bool)
+            for nth in range(most):
+                is_needed |= (receivers[np.minimum(first + nth, len(receivers) - 1)] == receiver) & (nth < count)
+            relays[used] = ~is_needed
+        else:
+            needed_keys = np.sort(np.repeat(np.arange(len(at) - 1), np.diff(at)) * num_ranks + receivers)
+            used_keys = needed_class * num_ranks + receiver
+            found = np.searchsorted(needed_keys, used_keys)  # numpy.isin is much slower: half of the planning time
+            relays[used] = needed_keys[np.minimum(found, len(needed_keys) - 1)] != used_keys
     return relays
 
 

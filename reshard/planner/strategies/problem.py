@@ -234,7 +234,10 @@ def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Trans
     has_one_hop, crosses = _classify_routes(routes, problem.topology)
     limit = staging_bytes // STAGING_PARTS
     direct = np.where(problem.is_strided[routes.task], min(PACKED_CHUNK_BYTES, limit), min(DIRECT_CHUNK_BYTES, limit))
-    chunk_bytes = np.where(has_one_hop | ~crosses, direct, np.minimum(_tree_chunks(problem, routes, nbytes), limit))
+    is_direct = has_one_hop | ~crosses
+    chunk_bytes = direct
+    if not is_direct.all():
+        chunk_bytes = np.where(is_direct, direct, np.minimum(_tree_chunks(problem, routes, nbytes), limit))
     chunk_bytes = np.where(is_copy, np.int64(2**62), chunk_bytes)
     bundle_of = _bundle_small(routes, nbytes, itemsize, is_copy, min(SMALL_BYTES, limit), min(TREE_CHUNK_BYTES, limit))
     order = np.argsort(bundle_of, kind="stable")

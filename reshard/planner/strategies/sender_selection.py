@@ -21,6 +21,8 @@ class SendLoads:
 
     def pick(self, candidates: Sequence[int]) -> int:
         """The least loaded candidate on the least loaded host; ties go to the first candidate."""
+        if len(candidates) == 1:
+            return candidates[0]
         loads, host_of, rank_load = self.host, self.host_of, self.rank.get
         least = min([loads[host_of[rank]] for rank in candidates])
         return min([rank for rank in candidates if loads[host_of[rank]] == least], key=lambda rank: rank_load(rank, 0))
