@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from reshard.codecs import parse_codec
 from reshard.errors import ArgumentError
@@ -10,6 +10,8 @@ from reshard.errors import ArgumentError
 #: A codec, or one for each direction: of activations and their gradients, or of gathers and reduce-scatters.
 Codecs = str | tuple[str | None, str | None] | None
 
+#: Names of the dimensions.
+DIMENSIONS = ("dp", "pp", "tp", "zero", "optimizer")
 _PAIRS = ("pp", "zero")
 
 
@@ -54,8 +56,7 @@ class Policy:
     @property
     def dimensions(self) -> tuple[str, ...]:
         """Names of the dimensions that have a codec."""
-        names = [each.name for each in fields(self) if each.name != "force_pp"]
-        return tuple(name for name in names if getattr(self, name) is not None)
+        return tuple(name for name in DIMENSIONS if getattr(self, name) is not None)
 
     def pair(self, dimension: str) -> tuple[str | None, str | None]:
         """Both codecs of ``pp`` or ``zero``."""
@@ -100,7 +101,7 @@ def parse_policy(text: str) -> Policy:
             is_forced = True
             continue
         name, equals, value = part.partition("=")
-        if not equals or name not in ("dp", "pp", "tp", "zero", "optimizer") or name in found:
+        if not equals or name not in DIMENSIONS or name in found:
             raise ArgumentError(
                 f"the policy {text!r} has {part!r}; write dp=, pp=, tp=, zero= or optimizer= with a codec, each once, "
                 "or force-pp"

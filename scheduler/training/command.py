@@ -81,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eval-batches", type=int, default=1, metavar="N", help="batches of an evaluation (default: 1)")
     add("--checkpoint", metavar="PATH", help="save here at the end (default with --resume: PRESET.checkpoint)")
     add("--save-every", type=int, default=0, metavar="N", help="save every N steps too")
+    add("--dump-tensors", metavar="PATH", help="save tensors of three steps here, for reshard profile-compression")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one, and save at the end")
 
 
@@ -163,6 +164,7 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
         save_every=options.save_every,
         resume=options.resume,
         strategy=strategy,
+        dump=options.dump_tensors,
     )
 
 

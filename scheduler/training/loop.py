@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from ..pipe.placement import parse_placements
 from ..schedules.auto import auto_schedule
 from ..schedules.classic import eager_1f1b, one_f_one_b, zb_h1
 from .data import Loader, PictureLoader, TokenLoader, hold_out, read_tokens
+from .dump import TensorDump, dumped_steps
 from .models import find_cuts, layer_paths, make_model
 from .presets import GPTConfig, Preset
 from .progress import Progress
@@ -52,6 +54,7 @@ class Job:
         checkpoint: folder to save to; None: do not save. save_every: steps between saves; 0: at the end only.
         resume: continue from the newest checkpoint there, if there is one.
         strategy: cuts, placements, microbatches and schedule, in place of ``stages``, ``layers`` and ``schedule``.
+        dump: folder for tensors of some steps; None: save none.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Job:
     checkpoint: str | None = None
     save_every: int = 0
     resume: bool = False
+    dump: str | None = None
     strategy: Strategy | None = None
 
     @property
@@ -109,6 +113,7 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
     optimizer = make_optimizer(engine.parameters(), job.preset.learning_rate)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factors(job.steps, job.warmup))
     folder = job.checkpoint or ""
+    dump = None if job.dump is None else TensorDump(job.dump, rank, engine, optimizer)
     losses, skipped = [], []
     with engine:
         start = engine.load(folder, optimizer, rates, loader, missing_ok=True) if job.resume else 0
@@ -117,13 +122,19 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
             if engine.compression:
                 progress.note(engine.compression)
             for step, batch in zip(range(start, job.steps), loader, strict=False):
-                result = engine.step(_move(batch, device), timeline=progress.wants_times(step))
+                caught = dump if dump is not None and step in dumped_steps(job.steps) else None
+                with contextlib.nullcontext() if caught is None else caught.catch_activations():
+                    result = engine.step(_move(batch, device), timeline=progress.wants_times(step))
                 norm = engine.clip_grad_norm_(MOST_NORM)
+                if caught is not None:
+                    caught.keep_gradients()
                 if result.finite:
                     optimizer.step()
                     rates.step()
                 else:
                     skipped.append(step)
+                if caught is not None:
+                    caught.save(step + 1)
                 optimizer.zero_grad()
                 losses.append(result.loss)
                 progress.advance(step, result, norm)

@@ -1,0 +1,27 @@
+"""The ``profile-compression`` subcommand of ``reshard``. Torch is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+
+HELP = "report what each codec does to the tensors of a run, and recommend a policy"
+EXAMPLES = (
+    "reshard train gpt3-125m --shrink 8 --meshes 1x1,2x1 --steps 100 --dump-tensors dump",
+    "reshard profile-compression dump",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("dump", help="folder that reshard train --dump-tensors has written")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report and the recommended policy."""
+    from reshard.compression.tensor_profile import profile_tensors, read_dump
+
+    profile = profile_tensors(*read_dump(options.dump))
+    print(profile)
+    policy = profile.recommend()
+    print(f"recommended: --compression {policy}" if policy.dimensions else "recommended: no codec")
+    return 0

@@ -1,0 +1,205 @@
+"""What each codec would do to the tensors of a run, and the policy that follows.
+
+A dump is a folder with one folder ``step-XXXXXXXX`` per dumped step and one file ``rank-N.pt`` in it per rank, which
+``reshard train --dump-tensors`` or ``torch.save`` writes: ``{kind: {name: tensor}}``, and under ``"dimensions"`` the
+dimensions of a policy that the rank has.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from reshard.codecs import BLOCK_CODECS, BlockCodec, parse_codec
+from reshard.codecs.delta import HEADER_BYTES, encode_delta
+from reshard.compression.policy import Policy
+from reshard.errors import ArgumentError
+
+#: Kinds of tensors in a dump. ``weights_before`` are the weights before the optimizer's step.
+KINDS = ("gradients", "activations", "activation_gradients", "weights", "weights_before", "optimizer")
+#: Largest relative L2 error that training bore, by kind: gradients at 4 bits, the others at 8 (docs/compression.md).
+MAX_ERROR = {"gradients": 0.11, "activations": 0.015, "activation_gradients": 0.015, "weights": 0.012}
+#: Codecs that are at least this much as small as another count as equally small.
+SAME_SIZE = 0.9
+#: Tensors of fewer values are left out: they take no time on the wire.
+MIN_VALUES = 1024
+
+
+@dataclass(frozen=True)
+class CodecReport:
+    """What a codec does to all tensors of a kind.
+
+    Attributes:
+        error: L2 norm of the error over that of the values. ratio: plain bytes over coded ones.
+        bias: sum of the errors in units of the standard deviation of such a sum; beyond 3 or so, errors have a sign.
+    """
+
+    codec: str
+    error: float
+    ratio: float
+    bias: float
+
+
+@dataclass(frozen=True)
+class KindReport:
+    """All tensors of a kind, of all steps and ranks.
+
+    Attributes:
+        num_values: of the tensors that count. exponent_bits: entropy of their exponents as bf16, of 8 bits.
+        codecs: a report per block codec.
+    """
+
+    kind: str
+    num_values: int
+    exponent_bits: float
+    codecs: tuple[CodecReport, ...]
+
+
+@dataclass(frozen=True)
+class TensorProfile:
+    """The report of a dump.
+
+    Attributes:
+        kinds: those found. changed: share of the weights that a step changes, as bf16; None if the dump does not tell.
+        delta_ratio: plain bytes of bf16 weights over those of their differences; None likewise.
+        dimensions: of a policy, that the job has; empty if the dump does not tell.
+    """
+
+    kinds: tuple[KindReport, ...]
+    dimensions: frozenset[str]
+    changed: float | None
+    delta_ratio: float | None
+
+    def recommend(self) -> Policy:
+        """The smallest codec of each dimension whose error training bore, for the dimensions that the job has.
+
+        ``dp`` and ``zero``'s reduce-scatters carry gradients, ``pp`` activations and their gradients, and ``zero``'s
+        gathers weights. ``tp`` and ``optimizer`` are left out: their tensors are not in a dump, or bear no error.
+        """
+        best = {each.kind: _smallest(each) for each in self.kinds if each.kind in MAX_ERROR}
+        gradients, weights = best.get("gradients"), best.get("weights")
+        edges = best.get("activations"), best.get("activation_gradients")
+        found = {
+            "dp": gradients,
+            "pp": edges if any(edges) else None,
+            "zero": (weights, gradients) if weights or gradients else None,
+        }
+        has = self.dimensions or set(found)
+        return Policy(**{name: codecs for name, codecs in found.items() if name in has})  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        lines = []
+        for each in self.kinds:
+            lossless = 16 / (8 + each.exponent_bits)
+            lines.append(
+                f"{each.kind}: {each.num_values:,} values, exponents {each.exponent_bits:.2f} of 8 bits (bf16 without "
+                f"loss at most {lossless:.2f} times smaller)"
+            )
+            for codec in each.codecs:
+                sizes = f"{codec.ratio:.2f} times smaller"
+                lines.append(f"  {codec.codec:14} error {codec.error:7.2%}  {sizes}  bias {codec.bias:+.1f}")
+        if self.changed is not None:
+            lines.append(
+                f"a step changes {self.changed:.1%} of the weights as bf16; their differences are "
+                f"{self.delta_ratio:.1f} times smaller"
+            )
+        return "\n".join(lines)
+
+
+def read_dump(path: str | Path) -> tuple[dict[str, list[torch.Tensor]], set[str]]:
+    """The tensors of all steps and ranks of a dump by kind, in equal order in each kind, and the job's dimensions.
+
+    Raises:
+        ArgumentError: there is no dump, or a file of it cannot be read.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    dimensions: set[str] = set()
+    files = [each for each in sorted(Path(path).glob("step-*/rank-*.pt")) if re.fullmatch(r"rank-\d+\.pt", each.name)]
+    if not files:
+        raise ArgumentError(f"{path} has no files step-*/rank-*.pt; write them by reshard train --dump-tensors {path}")
+    for file in files:
+        try:
+            data = torch.load(file, map_location="cpu", weights_only=True)
+            dimensions.update(data.pop("dimensions", ()))
+            for kind, tensors in data.items():
+                if kind not in KINDS:
+                    raise ValueError(f"kind {kind!r} is unknown; kinds are {', '.join(KINDS)}")
+                found.setdefault(kind, []).extend(tensors[name] for name in sorted(tensors))
+        except Exception as error:  # torch.load raises anything
+            raise ArgumentError(f"{file} cannot be read as a dump: {type(error).__name__}: {error}") from error
+    return found, dimensions
+
+
+def profile_tensors(tensors: Mapping[str, Iterable[torch.Tensor]], dimensions: Iterable[str] = ()) -> TensorProfile:
+    """The report of tensors by kind, of a job with these dimensions of a policy.
+
+    Raises:
+        ArgumentError: no kind has floating-point tensors that are large enough.
+    """
+    kept = {
+        kind: [each.detach().float() for each in found if each.is_floating_point() and each.numel() >= MIN_VALUES]
+        for kind, found in tensors.items()
+    }
+    kinds = tuple(_profile_kind(kind, kept[kind]) for kind in KINDS if kind != "weights_before" and kept.get(kind))
+    if not kinds:
+        raise ArgumentError(f"the dump has no floating-point tensor of {MIN_VALUES} values or more")
+    changed, ratio = _profile_changes(kept.get("weights_before", []), kept.get("weights", []))
+    return TensorProfile(kinds, frozenset(dimensions), changed, ratio)
+
+
+def _profile_kind(kind: str, tensors: list[torch.Tensor]) -> KindReport:
+    counts = torch.zeros(256, dtype=torch.int64)
+    for each in tensors:
+        exponents = (each.bfloat16().contiguous().view(torch.int16).int() >> 7) & 0xFF
+        counts += torch.bincount(exponents.reshape(-1), minlength=256)
+    shares = counts[counts > 0].double() / counts.sum()
+    entropy = float(-(shares * shares.log2()).sum())
+    codecs = tuple(_try_codec(parse_codec(name), tensors) for name in BLOCK_CODECS)
+    return KindReport(kind, sum(each.numel() for each in tensors), entropy, codecs)
+
+
+def _try_codec(codec: BlockCodec, tensors: list[torch.Tensor]) -> CodecReport:
+    plain = coded_bytes = 0
+    squares = error_squares = error_sum = 0.0
+    for each in tensors:
+        values = each.reshape(-1).contiguous()
+        coded = torch.empty(codec.nbytes(values.shape, 0), dtype=torch.uint8)
+        decoded = torch.empty_like(values)
+        codec.encode(values, coded, 0)
+        codec.decode(coded, decoded, 0)
+        errors = (decoded - values).double()
+        plain += values.nbytes
+        coded_bytes += coded.nbytes
+        squares += float(values.double().square().sum())
+        error_squares += float(errors.square().sum())
+        error_sum += float(errors.sum())
+    error = math.sqrt(error_squares / squares) if squares else 0.0
+    bias = error_sum / math.sqrt(error_squares) if error_squares else 0.0
+    return CodecReport(codec.name, error, plain / coded_bytes, bias)
+
+
+def _profile_changes(before: list[torch.Tensor], after: list[torch.Tensor]) -> tuple[float | None, float | None]:
+    """The share of bf16 weights that steps change, and the ratio of their differences."""
+    if not before or [each.shape for each in before] != [each.shape for each in after]:
+        return None, None
+    changed = plain = coded = 0
+    for old, new in zip(before, after, strict=True):
+        words = [each.bfloat16().reshape(-1).view(torch.int16).numpy().view(np.uint8) for each in (old, new)]
+        changed += int((words[0].view(np.int16) != words[1].view(np.int16)).sum())
+        plain += words[0].nbytes
+        coded += encode_delta(words[1], words[0], np.empty(words[0].nbytes + HEADER_BYTES, dtype=np.uint8), 2)
+    return 2 * changed / plain, plain / coded
+
+
+def _smallest(report: KindReport) -> str | None:
+    """Of the codecs whose error training bore, the smallest, or one of nearly its size with less error."""
+    allowed = [each for each in report.codecs if each.error <= MAX_ERROR[report.kind]]
+    most = max((each.ratio for each in allowed), default=0.0)
+    close = [each for each in allowed if each.ratio >= SAME_SIZE * most]
+    return min(close, key=lambda each: each.error).codec if close else None
