@@ -140,7 +140,7 @@ class Programs:
             try:
                 choice = self._choose(num_microbatches, outline, rows)
                 codecs = [[each.sender, each.receiver, each.is_forward, name] for each, name in choice.codecs.items()]
-                found = [format_schedule(choice.schedule), codecs, str(choice)]
+                found = [format_schedule(choice.schedule), codecs, str(choice) if choice.gains else ""]
             except Exception as error:  # whatever the user's function raises must reach the other ranks
                 failure = error
         said = self._engine.exchange(found, failure)
