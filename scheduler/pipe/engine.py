@@ -129,7 +129,7 @@ class PipelineEngine:
 
     @property
     def compression(self) -> str:
-        """Which transfers between stages are coded, and the simulated iteration with and without; empty without a policy."""
+        """Which transfers between stages a policy codes, and the simulated iteration with and without; else empty."""
         return self._programs.choices
 
     def step(
