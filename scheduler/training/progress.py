@@ -56,7 +56,7 @@ class Progress:
         throughput = self._per_step * (step + 1 - self._last) / (now - self._since)
         self._since, self._last = now, step + 1
         skipped = "" if result.finite else ", not finite: skipped"
-        text = f"loss {result.loss:.4f}, norm {norm:.3g}, {throughput:,.0f} {self._unit}{self._exposed}{skipped}"
+        text = f"loss {result.loss:.4f}, norm {norm:.3g}, {_format_rate(throughput)} {self._unit}{self._exposed}{skipped}"
         if self._bar is not None:
             self._bar.set_postfix_str(text)
         else:
@@ -75,3 +75,7 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _format_rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
