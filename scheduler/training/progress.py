@@ -56,7 +56,8 @@ class Progress:
         throughput = self._per_step * (step + 1 - self._last) / (now - self._since)
         self._since, self._last = now, step + 1
         skipped = "" if result.finite else ", not finite: skipped"
-        text = f"loss {result.loss:.4f}, norm {norm:.3g}, {_format_rate(throughput)} {self._unit}{self._exposed}{skipped}"
+        speed = f"{_format_rate(throughput)} {self._unit}"
+        text = f"loss {result.loss:.4f}, norm {norm:.3g}, {speed}{self._exposed}{skipped}"
         if self._bar is not None:
             self._bar.set_postfix_str(text)
         else:
