@@ -267,6 +267,60 @@ def test_device_that_fails_or_hangs_ends_the_transfer_on_all_ranks(device, kind,
     assert max(took for *_, took in results) < 8
 
 
+def _start_fails(rank, kind):
+    """The start of rank 4 raises; the other ranks have posted, and wait for the device."""
+    source, _ = _shards(rank)
+    mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), timeout_seconds=30.0)
+    mover._streamed.streams.mark_of = Never
+    if rank == 4:
+
+        def fail(src, dst):
+            raise kind("unexpected argument")
+
+        mover._streamed.start = fail
+    begun = time.monotonic()
+    try:
+        mover.start(source).synchronize()
+    except reshard.ReshardError as error:
+        return str(error), time.monotonic() - begun
+    return None
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError, RuntimeError])
+def test_start_that_fails_ends_the_transfer_on_all_ranks(device, kind):
+    for text, seconds in run_processes(_start_fails, RANKS, kind):
+        assert text == f"rank 4: {kind.__name__}: unexpected argument" and seconds < 8
+
+
+def _start_blocks(rank):
+    """The start of rank 4 blocks, as NCCL does on a dead peer, until its monitor hears of the error of rank 2."""
+    source, _ = _shards(rank)
+    mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), timeout_seconds=30.0)
+    mover._streamed.streams.mark_of = Never
+    begun = time.monotonic()
+    if rank == 4:
+
+        def block(src, dst):
+            while mover._channel.find_failure(mover._generation) is None and time.monotonic() < begun + 20:
+                time.sleep(0.01)
+            raise RuntimeError("aborted")
+
+        mover._streamed.start = block
+    try:
+        if rank == 2:
+            time.sleep(0.5)
+            raise mover.fail(reshard.RemoteError("another stage failed"))
+        mover.start(source).synchronize()
+    except reshard.ReshardError as error:
+        return str(error), time.monotonic() - begun
+    return None
+
+
+def test_transfer_is_watched_while_its_start_blocks(device):
+    for text, seconds in run_processes(_start_blocks, RANKS):
+        assert text == "rank 2: another stage failed" and seconds < 10
+
+
 def test_engine_trains(device):
     losses, grads = single_process(torch.float64, [4, 4, 2])
     for build in (auto_schedule, one_f_one_b):

@@ -258,6 +258,7 @@ class StreamTransfers:
         used = [array for array in (*src, *dst) if array is not None]
         mark = self.streams.enqueue(lambda: self._runner.run(src, dst, self._exchange), used)
         if mark is None:
+            self._runner.keep()
             _captured.add(self._runner)
         return mark
 

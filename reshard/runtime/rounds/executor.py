@@ -22,6 +22,8 @@ from reshard.runtime.strided_regions import MAX_UNIT, box_regions, make_tables
 
 #: Alignment of messages in the buffer, in bytes.
 ALIGN = 256
+#: Lists of steps without tables that are kept, for arrays of different kinds.
+MAX_KINDS = 32
 
 
 class ArrayKind(NamedTuple):
@@ -73,6 +75,11 @@ class Step:
     unpack_views: tuple[Packed, ...]
     after_unpack: int
 
+    @property
+    def has_tables(self) -> bool:
+        """Whether a kernel copies some of its messages."""
+        return bool(self.pack_tables or self.unpack_tables)
+
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
@@ -83,7 +90,7 @@ class RoundRunner:
 
     The buffer has two halves that rounds use in turn (one if two do not fit), and space for relayed messages. A
     ``copier`` packs and unpacks a round in a few launches. Arrays that are not contiguous or are cast are copied box by
-    box, and so is everything if the tables do not fit.
+    box, and so is what does not fit: all of it, or the tables for arrays of another alignment than before.
 
     Args:
         round_of: the round of each message, from :func:`~reshard.runtime.rounds.schedule.find_rounds`.
@@ -116,13 +123,16 @@ class RoundRunner:
         self._storage: Array | None = None
         self.table_bytes = 0
         self.num_halves = 1
+        self._is_captured = False
         kinds, limit = self._usual_kinds(itemsizes), math.inf if staging_bytes is None else staging_bytes
+        self._room_for_tables = math.inf
         for halves, kernel in ((2 if len(self.rounds) > 1 else 1, copier), (1, copier), (1, None)):
             self.num_halves, self._copier, self.table_bytes = halves, kernel, 0
             self._steps.clear()
             if self.nbytes <= limit:
                 self._find_steps(kinds)
                 if self.nbytes + self.table_bytes <= limit:
+                    self._room_for_tables = limit - self.nbytes
                     return
         raise PlanError(
             f"rank {program.rank} needs {self.nbytes} bytes of buffers to pack and forward messages in rounds, but "
@@ -140,8 +150,13 @@ class RoundRunner:
         return 0 if self._storage is None else self.nbytes + self.table_bytes
 
     def release(self) -> None:
-        """Free the buffer; the next run allocates a new one."""
-        self._storage = None
+        """Free the buffer, unless a graph uses it; the next run allocates a new one."""
+        if not self._is_captured:
+            self._storage = None
+
+    def keep(self) -> None:
+        """Never free the buffer: a captured graph uses its address, and can be replayed at any time."""
+        self._is_captured = True
 
     def warm_up(self) -> None:
         """Allocate the buffer and load the kernels, which could block if a receive were under way."""
@@ -167,7 +182,7 @@ class RoundRunner:
         arrays, streams, buffer = [*src, *dst], self._streams, self._buffer()
         steps = self._find_steps(tuple(map(self._kind_of, arrays)))
         addresses = None
-        if any(step.pack_tables or step.unpack_tables for step in steps):
+        if any(step.has_tables for step in steps):
             assert self._copier is not None
             addresses = self._copier.find_addresses(tuple(map(self._address_of, arrays)))
         flats = [self._flat_of(array) for array in arrays]
@@ -282,6 +297,10 @@ class RoundRunner:
     def _find_steps(self, kinds: tuple[ArrayKind | None, ...]) -> tuple[Step, ...]:
         if kinds not in self._steps:
             self._steps[kinds] = self._make_steps(kinds)
+            # tables are kept, since kernels under way or captured may read them
+            droppable = [one for one, steps in self._steps.items() if not any(step.has_tables for step in steps)]
+            for one in droppable[:-MAX_KINDS]:
+                del self._steps[one]
         return self._steps[kinds]
 
     def _make_steps(self, kinds: Sequence[ArrayKind | None]) -> tuple[Step, ...]:
@@ -354,7 +373,10 @@ class RoundRunner:
             return (), tuple(views)
         assert self._copier is not None
         tables = make_tables(regions, [MAX_UNIT if kind is None else max(kind.alignment, 1) for kind in kinds])
-        self.table_bytes += sum(table.nbytes for table in tables)
+        nbytes = sum(table.nbytes for table in tables)
+        if self.table_bytes + nbytes > self._room_for_tables:
+            return (), tuple(packed)
+        self.table_bytes += nbytes
         return tuple(map(self._copier.upload, tables)), tuple(views)
 
     def _regions_of(self, one: Packed, kinds: Sequence[ArrayKind | None]) -> list[tuple[int, ...]] | None:

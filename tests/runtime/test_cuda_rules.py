@@ -1,0 +1,136 @@
+"""Rules of the code for CUDA devices that need no GPU to be tested: captures, devices, tables and warnings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from reshard import ArgumentError, Layout, Mesh, make_plan
+from reshard.api.tensor_checks import check_movable
+from reshard.coordination.connections import Connections
+from reshard.runtime.cpu.staging import TorchMemory
+from reshard.runtime.cuda import stream
+from reshard.runtime.program import build_program
+from reshard.runtime.rounds import executor
+from reshard.runtime.rounds.executor import RoundRunner
+from reshard.runtime.rounds.schedule import find_rounds
+from tests.support.memory_transport import PythonCopier
+
+CPU = torch.device("cpu")
+SRC, DST = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2", first_rank=2), "R S0")
+HALVES = (slice(0, 24), slice(24, 48))
+#: Texts of CUDA's errors of its capture modes: 900, 901 and 906.
+CAPTURE_ERRORS = [
+    "CUDA error: operation not permitted when stream is capturing",
+    "CUDA error: operation failed due to a previous error during capture",
+    "CUDA error: operation would make the legacy stream depend on a capturing blocking stream",
+]
+
+
+def _make_runner(staging_bytes=None):
+    plan = make_plan(SRC, DST, (64, 48), "uint8")
+    return RoundRunner(build_program(plan, 0), find_rounds(plan), TorchMemory(CPU), [1], PythonCopier(), staging_bytes)
+
+
+def _sent(runner, source):
+    """The bytes that rank 0 sends in each round."""
+    found = []
+    runner.run([source], [None], lambda _, sends: found.extend(bytes(part.numpy()) for part, _ in sends))
+    return found
+
+
+def test_tables_for_other_alignments_stay_within_staging_bytes(monkeypatch):
+    """Arrays at addresses of five alignments need five tables. Where these do not fit, boxes are copied one by one."""
+    monkeypatch.setattr(executor, "MAX_KINDS", 1)
+    least = _make_runner()
+    runner = _make_runner(least.nbytes + 3 * least.table_bytes)
+    whole = np.arange(32 * 48, dtype=np.uint8)
+    flat = np.zeros(len(whole) + 32, dtype=np.uint8)
+    first = -flat.ctypes.data % 16
+    for offset in (0, 1, 2, 4, 8, 1):
+        part = flat[first + offset :][: len(whole)]
+        part[:] = whole
+        sent = _sent(runner, torch.from_numpy(part).view(32, 48))
+        assert [one for one in sent if one] == [whole.reshape(32, 48)[:, half].tobytes() for half in HALVES]
+        assert runner.allocated_bytes <= least.nbytes + 3 * least.table_bytes
+    with_tables = [any(step.has_tables for step in steps) for steps in runner._steps.values()]
+    assert with_tables.count(True) < 5 and with_tables.count(False) == 1  # other lists without tables were dropped
+
+
+class _Capture:
+    """A stream that a CUDA graph captures: it enqueues work and has no mark."""
+
+    def enqueue(self, work, arrays):
+        work()
+
+    def join(self):
+        pass
+
+
+def test_buffers_of_a_captured_transfer_are_never_freed():
+    runner = _make_runner()
+    transfers = stream.StreamTransfers(runner, lambda recvs, sends: None, _Capture())
+    assert transfers.start([torch.zeros(32, 48, dtype=torch.uint8)], [None]) is None
+    held = runner.allocated_bytes
+    runner.release()  # as a later call with another plan does
+    assert runner.allocated_bytes == held > 0
+    stream._captured.discard(runner)
+
+
+def test_addresses_that_a_graph_captured_are_kept_and_new_ones_are_refused_in_a_capture(monkeypatch):
+    kernel = pytest.importorskip("reshard.runtime.cuda.pack_kernel", reason="triton is not installed")
+    copier = kernel.RegionCopier(CPU)
+    first = copier.find_addresses((1, 2))
+    monkeypatch.setattr(copier, "_is_capturing", lambda: True)
+    assert copier.find_addresses((1, 2)) is first
+    with pytest.raises(ArgumentError, match="call the Mover with them once first"):
+        copier.find_addresses((3,))
+    monkeypatch.setattr(copier, "_is_capturing", lambda: False)
+    for address in range(2 * kernel.MAX_ADDRESS_TABLES):
+        assert copier.find_addresses((10, address)).tolist() == [10, address]
+    assert copier.find_addresses((1, 2)) is first
+    assert len(copier._addresses) == kernel.MAX_ADDRESS_TABLES + 1
+
+
+@pytest.mark.parametrize("text", [*CAPTURE_ERRORS, "CUDA error: an illegal memory access was encountered"])
+def test_query_during_a_capture_is_no_failure(monkeypatch, text):
+    class Event:
+        def record(self):
+            pass
+
+        def query(self):
+            raise RuntimeError(text)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    mark = stream.CudaMark()
+    if text in CAPTURE_ERRORS:
+        assert mark.query() is False
+    else:
+        with pytest.raises(RuntimeError, match="illegal memory"):
+            mark.query()
+
+
+def test_device_of_this_process_has_an_index(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert stream.current_device("cuda") == torch.device("cuda", 3)
+
+
+def test_tensor_on_another_gpu_is_refused(monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        tensor = torch.empty(4, device="cuda:1")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ArgumentError, match=r"on cuda:1, but its current device is cuda:0; .*LOCAL_RANK"):
+        check_movable(tensor, "the tensor", 5)
+
+
+@pytest.mark.parametrize(("number", "warns"), [(0, False), (1, True)])
+def test_second_communicator_warns_of_a_single_device_connection(monkeypatch, recwarn, number, warns):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    connections = Connections(torch.distributed.HashStore(), 0, (0, 1))
+    connections._exchanges[number] = exchange = object()
+    assert connections.exchange(CPU, number, 1.0, lambda: None) is exchange
+    assert [str(one.message)[:32] for one in recwarn] == ["CUDA_DEVICE_MAX_CONNECTIONS is 1"] * warns
+    connections._exchanges.clear()
