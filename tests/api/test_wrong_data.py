@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import threading
-import time
 
 import numpy as np
 import pytest
 import torch
 
 import reshard
-import reshard.api.mover
 from reshard import DisagreementError, Layout, Mesh, RegionLayout
 from reshard.testing.processes import run_processes
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
@@ -100,104 +97,25 @@ def test_calls_from_threads_with_different_names_are_refused():
         assert all("from thread 'job" in str(result) for result in results), results
 
 
-class _Alarm(Exception):
-    pass
-
-
-def _interrupted(rank, who, kind):
-    """A signal handler raises while one rank waits in a call for the other; both then call again."""
-
-    def ring(*_):
-        raise kind("step took too long")
-
-    signal.signal(signal.SIGALRM, ring)
-    mesh, results = Mesh.of("2"), []
-    for step in range(4):
-        if step == 1:
-            if rank == who:
-                signal.setitimer(signal.ITIMER_REAL, 0.4)
-            else:
-                time.sleep(1.0)
-        try:
-            source = torch.full((2, 4), float(step))
-            out = reshard.reshard(source, Layout(mesh, "S0 R"), Layout(mesh, "R S0"), timeout_seconds=10)
-            results.append(bool((out == step).all()))
-        except (kind, reshard.ReshardError) as error:
-            results.append(f"{type(error).__name__}: {error}")
-    return results
-
-
-@pytest.mark.parametrize("kind", [_Alarm, TimeoutError, KeyboardInterrupt])
-@pytest.mark.parametrize("who", [0, 1])
-def test_call_interrupted_by_a_signal_is_never_paired_with_a_later_call(who, kind):
-    by_rank = run_processes(_interrupted, 2, who, kind)
-    assert by_rank[who][1] == f"{kind.__name__}: step took too long"
-    for steps in by_rank:
-        assert steps[0] is True
-        assert all(
-            "out of sync" in text or "left a call" in text or "step took too long" in text for text in steps[1:]
-        ), by_rank
-
-
-def _call_in_handler(rank, what):
-    """On rank 1, a signal handler calls on the group while its thread waits in another call."""
-    mesh, inner = Mesh.of("4"), []
-    rows, columns = Layout(mesh, "S0 R"), Layout(mesh, "R S0")
-
-    def move(value):
-        return reshard.reshard(torch.full((2, 4), value), rows, columns, timeout_seconds=10)
-
-    handlers = {
-        "reshard": lambda: move(9.0),
-        "mover": lambda: reshard.Mover(reshard.make_plan(rows, columns, (8, 4), "float32"), timeout_seconds=10),
-        "topology": lambda: reshard.find_topology(timeout_seconds=10),
-    }
-    signal.signal(signal.SIGALRM, lambda *_: inner.append(_result_or_error(handlers[what])))
-    if rank == 1:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-    else:
-        time.sleep(0.8)
-    outer = [_result_or_error(lambda value=value: move(float(value))) for value in range(2)]
-    return inner, [out if isinstance(out, str) else bool((out == value).all()) for value, out in enumerate(outer)]
-
-
-@pytest.mark.parametrize("what", ["reshard", "mover", "topology"])
-def test_call_of_a_signal_handler_inside_another_call_is_refused_on_every_rank(what):
-    for rank, (inner, outer) in enumerate(run_processes(_call_in_handler, 4, what)):
-        assert len(inner) == (rank == 1)
-        assert all(result is True or "inside another call of its thread" in str(result) for result in outer), outer
-        assert all("inside another call of its thread" in str(result) for result in (*inner, outer[-1]))
-
-
-def _start_in_handler(rank, monkeypatch):
-    """On rank 1, a signal handler starts a transfer of a Mover while its thread starts another one."""
-    plan, inner, results = reshard.make_plan(ROWS, COLS, (8, 6), "float32"), [], []
+def _use_mover_from_another_thread(rank):
+    plan = reshard.make_plan(ROWS, COLS, (8, 6), "float32")
+    results = []
     with reshard.Mover(plan, timeout_seconds=10) as mover:
-        check = reshard.api.mover.check_no_aliasing
-
-        def ring(*arguments):
-            if not inner and rank == 1:
-                signal.raise_signal(signal.SIGUSR1)
-            check(*arguments)
-
-        monkeypatch.setattr("reshard.api.mover.check_no_aliasing", ring)
-        signal.signal(
-            signal.SIGUSR1,
-            lambda *_: inner.append(_result_or_error(lambda: mover.start(take_shard(ROWS, rank, WHOLE) + 100))),
+        thread = threading.Thread(
+            target=lambda: results.append(_result_or_error(lambda: mover(take_shard(ROWS, rank, WHOLE))))
         )
-        for step in range(3):
-            source = take_shard(ROWS, rank, WHOLE)
-            out = _result_or_error(lambda source=source, step=step: mover(None if source is None else source + step))
-            results.append(
-                out if isinstance(out, str) else out is None or same_bytes(out, take_shard(COLS, rank, WHOLE) + step)
-            )
-    return inner + results
+        if rank == 1:
+            thread.start()
+            thread.join()
+        else:
+            results.append(_result_or_error(lambda: mover(take_shard(ROWS, rank, WHOLE))))
+    return results[0]
 
 
-def test_start_of_a_signal_handler_inside_another_start_is_refused_on_every_rank(monkeypatch):
-    for results in run_processes(_start_in_handler, 4, monkeypatch):
-        assert all(result is True or "inside the start of another one" in str(result) for result in results), results
-        assert "inside the start of another one" in str(results[-1]), results
+def test_mover_refuses_another_thread():
+    errors = run_processes(_use_mover_from_another_thread, 4)
+    assert "rank 1: thread" in errors[1], errors
+    assert errors[2] == errors[3] == errors[1], errors
 
 
 def _move_under_autograd(rank, dst_dtype, with_mover):
@@ -223,60 +141,6 @@ def _move_under_autograd(rank, dst_dtype, with_mover):
 @pytest.mark.parametrize(("dst_dtype", "with_mover"), [("float32", False), ("float64", False), ("float32", True)])
 def test_autograd_is_told_that_out_changes(dst_dtype, with_mover):
     assert run_processes(_move_under_autograd, 2, dst_dtype, with_mover) == [[6.0] * 4, [5.0] * 4]
-
-
-def _interrupted_mover(rank, monkeypatch):
-    """KeyboardInterrupt is raised while a Mover checks its arrays."""
-    plan, results = reshard.make_plan(ROWS, COLS, (8, 6), "float32"), []
-    with reshard.Mover(plan, timeout_seconds=10) as mover:
-        for step in range(3):
-            if rank == 1 and step == 1:
-                with monkeypatch.context() as patched:
-                    patched.setattr("reshard.api.mover.check_no_aliasing", _interrupt)
-                    with pytest.raises(KeyboardInterrupt):
-                        mover(take_shard(ROWS, rank, WHOLE) + step)
-                continue
-            source = take_shard(ROWS, rank, WHOLE)
-            out = _result_or_error(lambda source=source, step=step: mover(None if source is None else source + step))
-            results.append(
-                out if isinstance(out, str) else out is None or same_bytes(out, take_shard(COLS, rank, WHOLE) + step)
-            )
-    return results
-
-
-def _interrupt(*_):
-    raise KeyboardInterrupt
-
-
-def test_interrupted_start_ends_the_movers_transfers_on_every_rank(monkeypatch):
-    for results in run_processes(_interrupted_mover, 4, monkeypatch):
-        assert results[0] is True
-        assert all(
-            "KeyboardInterrupt" in str(text) or "closed the connections" in str(text) or text is True
-            for text in results[1:]
-        ), results
-        assert "KeyboardInterrupt" in str(results[-1]) or "closed the connections" in str(results[-1]), results
-
-
-def _use_mover_from_another_thread(rank):
-    plan = reshard.make_plan(ROWS, COLS, (8, 6), "float32")
-    results = []
-    with reshard.Mover(plan, timeout_seconds=10) as mover:
-        thread = threading.Thread(
-            target=lambda: results.append(_result_or_error(lambda: mover(take_shard(ROWS, rank, WHOLE))))
-        )
-        if rank == 1:
-            thread.start()
-            thread.join()
-        else:
-            results.append(_result_or_error(lambda: mover(take_shard(ROWS, rank, WHOLE))))
-    return results[0]
-
-
-def test_mover_refuses_another_thread():
-    errors = run_processes(_use_mover_from_another_thread, 4)
-    assert "rank 1: thread" in errors[1], errors
-    assert errors[2] == errors[3] == errors[1], errors
 
 
 def _override_dtensors(rank):
