@@ -5,15 +5,19 @@ C++ compiler. It uses Triton, CuPy and compute-sanitizer if they are installed. 
 or pip: it builds the package with its build backend and unpacks it next to copies of the tests.
 
 The most informative checks per minute run first. Each check is a separate process with a time limit, and a failure does
-not stop the others. With ``--standin`` the script runs without a GPU, on stand-ins for the device.
+not stop the others. All together end after eight minutes; checks for which no time is left are not run. With
+``--standin`` the script runs without a GPU, on stand-ins for the device.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
 import platform
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +40,8 @@ PYTEST = [
     "filterwarnings=",
 ]
 BUILD_SECONDS = 180.0
+#: Limit of the build and all checks together.
+TOTAL_SECONDS = 480.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class Check:
     Attributes:
         what: describes it. arguments: for Python. standin: arguments for a run without a GPU; empty to skip it then.
         seconds: time limit. tool: a command to run Python under.
+        is_idle: it mostly waits, so the following checks run beside it.
     """
 
     what: str
@@ -52,6 +59,7 @@ class Check:
     standin: tuple[str, ...]
     seconds: float
     tool: str = ""
+    is_idle: bool = False
 
 
 def tests(file: str, *names: str) -> tuple[str, ...]:
@@ -60,28 +68,37 @@ def tests(file: str, *names: str) -> tuple[str, ...]:
 
 
 CHECKS = [
-    Check("the NCCL binding: library, version, calls", tests("runtime/test_nccl.py"), tests("runtime/test_nccl.py"), 60),
+    Check("the NCCL binding: library, version, calls", tests("runtime/test_nccl.py"), tests("runtime/test_nccl.py"), 40),
     Check(
         "the packing kernel against its Python reference, every unit", tests("runtime/test_gpu.py", "kernel_matches"),
-        tests("runtime/test_strided_regions.py"), 90,
+        tests("runtime/test_strided_regions.py"), 60,
     ),
     Check(
-        "the same under compute-sanitizer", tests("runtime/test_gpu.py", "kernel_matches"), (), 120,
+        "the same under compute-sanitizer", tests("runtime/test_gpu.py", "kernel_matches"), (), 90,
         "compute-sanitizer --error-exitcode 9 --target-processes all",
     ),
-    Check("packing rates compared with torch.copy_", ("-m", "microbench.kernels.packing", "--repeats", "10"), (), 60),
+    Check("packing rates compared with torch.copy_", ("-m", "microbench.kernels.packing", "--repeats", "10"), (), 40),
     Check(
         "all ranks of a plan in one process, every strategy", tests("runtime/test_gpu.py", "in_one_process"),
-        tests("runtime/test_rounds.py"), 90,
+        tests("runtime/test_rounds.py"), 60,
     ),
-    Check("two ranks on one GPU over NCCL", tests("runtime/test_gpu.py", "share_one_gpu"), tests("runtime/test_stream.py", "element"), 60),
-    Check("calls between four ranks", tests("runtime/test_gpu.py", "calls_move", "blocks_the_stream"), tests("runtime/test_stream.py", "repeatedly"), 90),
-    Check("casts", tests("runtime/test_gpu.py", "cast"), tests("runtime/test_stream.py", "cast"), 60),
-    Check("CuPy arrays", tests("runtime/test_gpu.py", "cupy"), tests("cupy/test_cupy.py"), 60),
-    Check("capture, replay, other arrays, replay", tests("runtime/test_gpu.py", "captured"), (), 60),
-    Check("a rank that dies", tests("runtime/test_gpu.py", "dies"), tests("runtime/test_stream.py", "fails_or_hangs"), 170),
-    Check("the pipeline engine", tests("runtime/test_gpu.py", "engine"), tests("runtime/test_stream.py", "engine", "two_rows"), 90),
+    Check("two ranks on one GPU over NCCL", tests("runtime/test_gpu.py", "share_one_gpu"), tests("runtime/test_stream.py", "element"), 40),
+    Check("calls between four ranks", tests("runtime/test_gpu.py", "calls_move", "blocks_the_stream"), tests("runtime/test_stream.py", "repeatedly"), 60),
+    Check("casts", tests("runtime/test_gpu.py", "cast"), tests("runtime/test_stream.py", "cast"), 40),
+    Check("CuPy arrays", tests("runtime/test_gpu.py", "cupy"), tests("cupy/test_cupy.py"), 40),
+    Check("capture, replay, other arrays, replay", tests("runtime/test_gpu.py", "captured"), tests("runtime/test_cuda_rules.py", "capture"), 40),
+    Check("a rank that dies", tests("runtime/test_gpu.py", "dies"), tests("runtime/test_stream.py", "fails_or_hangs"), 170, is_idle=True),
+    Check("the pipeline engine", tests("runtime/test_gpu.py", "engine"), tests("runtime/test_stream.py", "engine", "two_rows"), 60),
 ]  # fmt: skip
+
+
+def check_loopback() -> None:
+    """Exit if processes of this machine cannot connect, as in a network namespace whose loopback interface is down."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=2.0).close()
+    except OSError as error:
+        sys.exit(f"127.0.0.1 cannot be reached ({error}): run `ip link set lo up`")
 
 
 def build(folder: Path) -> None:
@@ -95,9 +112,12 @@ def build(folder: Path) -> None:
         else:
             shutil.copy(path, sources / name)
     code = f"from scikit_build_core.build import build_wheel; print(build_wheel({str(folder)!r}))"
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=sources, check=True, timeout=BUILD_SECONDS, stdout=subprocess.DEVNULL
-    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=sources, check=False, timeout=BUILD_SECONDS, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    if run.returncode:
+        sys.exit("\n".join([*run.stdout.splitlines()[-25:], "the package cannot be built"]))
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(folder / "installed")
     for name in ("tests", "microbench"):
@@ -121,53 +141,115 @@ def describe(python: str) -> str:
     return f"{platform.platform()}, {os.cpu_count()} processors\n{run.stdout}{run.stderr[-2000:]}"
 
 
+class Run:
+    """A check under way, or its result.
+
+    Attributes:
+        decision: ``"passed"``, ``"FAILED (exit code)"`` or ``"not run"`` with the reason. output: of the process.
+    """
+
+    def __init__(self, check: Check, folder: Path, standin: bool, deadline: float) -> None:
+        arguments = check.standin if standin else check.arguments
+        tool = check.tool.split()
+        self.check, self.begun, self.output, self.seconds = check, time.monotonic(), "", 0.0
+        self.decision = ""
+        if not arguments:
+            self.decision = "not run (it needs a GPU)"
+        elif tool and shutil.which(tool[0]) is None:
+            self.decision = f"not run ({tool[0]} is not installed)"
+        elif self.begun >= deadline:
+            self.decision = f"not run (no time left of {TOTAL_SECONDS:g} s)"
+        if not self.decision:
+            self.command = [*tool, sys.executable, *arguments]
+            self._deadline = min(self.begun + check.seconds, deadline)
+            self._path = folder / f"output of {check.what}.txt".replace("/", " ")
+            with self._path.open("w") as file:
+                self._process = subprocess.Popen(
+                    self.command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                )
+
+    def end(self) -> None:
+        """Wait for the process, and kill it with its children at its time limit."""
+        if self.decision:
+            return
+        try:
+            code = self._process.wait(max(self._deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            code = 124
+        self.seconds = time.monotonic() - self.begun
+        self.output = self._path.read_text(errors="replace")
+        if "skipped" in self.output and " passed" not in self.output:
+            code = code or 5
+        self.decision = "passed" if code == 0 else f"FAILED ({code})"
+
+    def report(self) -> None:
+        """Print the result, with the end of the output of a failed check, and all of a measurement."""
+        print(f"{self.decision:9} {self.check.what}, {self.seconds:.0f} s", flush=True)
+        if self.decision.startswith("FAILED"):
+            print("\n".join(f"    {line}" for line in self.output.splitlines()[-25:]), flush=True)
+        elif self.is_measurement:
+            print(self.output, flush=True)
+
+    @property
+    def is_measurement(self) -> bool:
+        """Whether the output is a result."""
+        return self.decision == "passed" and "microbench" in " ".join(self.check.arguments)
+
+
+def run_checks(folder: Path, standin: bool, deadline: float) -> list[Run]:
+    """Run and report all checks. The next one starts while an idle one waits."""
+    runs: list[Run] = []
+    for check in CHECKS:
+        runs.append(Run(check, folder, standin, deadline))
+        if not check.is_idle:
+            runs[-1].end()
+            runs[-1].report()
+    for run in runs:
+        if run.check.is_idle:
+            run.end()
+            run.report()
+    return runs
+
+
+def write_results(out: Path, machine: str, runs: list[Run]) -> None:
+    """Write the output of each check to a file, and all results as a page for ``docs/benchmarks``."""
+    out.mkdir(parents=True, exist_ok=True)
+    lines = [f"# First run on a GPU, {datetime.date.today()}", "", "```text", machine.strip(), "```", ""]
+    lines += ["| check | result | seconds |", "|---|---|---|"]
+    for number, run in enumerate(runs):
+        lines.append(f"| {run.check.what} | {run.decision} | {run.seconds:.0f} |")
+        if run.output:
+            (out / f"{number}.txt").write_text(f"{' '.join(run.command)}\n\n{run.output}")
+    for run in runs:
+        if run.is_measurement:
+            lines += ["", f"## {run.check.what}", "", "```text", run.output.strip(), "```"]
+    (out / "first-card.md").write_text("\n".join(lines) + "\n")
+
+
 def main() -> int:
     """Run all checks; returns 0 if none failed."""
     parser = argparse.ArgumentParser(prog="python3 tests/first_card.py", description=__doc__)
-    parser.add_argument("--out", type=Path, help="a folder for the output of each check")
+    parser.add_argument("--out", type=Path, help="a folder for a page of the results and the output of each check")
     parser.add_argument("--standin", action="store_true", help="run without a GPU, on stand-ins")
     options = parser.parse_args()
-    begun, failed = time.monotonic(), []
+    begun = time.monotonic()
+    check_loopback()
     with tempfile.TemporaryDirectory(prefix="reshard-first-card-") as name:
         folder = Path(name)
         build(folder)
-        os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (folder / "installed", folder, folder / "tests")))
+        os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (folder / "installed", folder)))
         os.environ.update(CUDA_MODULE_LOADING="EAGER", PYTHONDONTWRITEBYTECODE="1", PYTHONUNBUFFERED="1")
         machine = f"built in {time.monotonic() - begun:.0f} s\n{describe(sys.executable)}"
         print(machine, flush=True)
+        runs = run_checks(folder, options.standin, begun + TOTAL_SECONDS)
         if options.out is not None:
-            options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / "machine.txt").write_text(machine)
-        for number, check in enumerate(CHECKS):
-            arguments = check.standin if options.standin else check.arguments
-            tool = check.tool.split()
-            missing = not arguments or (tool and shutil.which(tool[0]) is None)
-            if missing:
-                print(f"not run   {check.what}", flush=True)
-                continue
-            started = time.monotonic()
-            command = [*tool, sys.executable, *arguments]
-            try:
-                run = subprocess.run(
-                    command, cwd=folder, timeout=check.seconds, check=False, text=True,
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                )  # fmt: skip
-                code, output = run.returncode, run.stdout
-            except subprocess.TimeoutExpired as error:
-                code, output = 124, (error.stdout or b"").decode(errors="replace")
-            if "skipped" in output and " passed" not in output:
-                code = code or 5
-            decision = "passed" if code == 0 else f"FAILED ({code})"
-            print(f"{decision:9} {check.what}, {time.monotonic() - started:.0f} s", flush=True)
-            if code:
-                failed.append(check.what)
-                print("\n".join(f"    {line}" for line in output.splitlines()[-25:]), flush=True)
-            elif "packing" in " ".join(arguments):
-                print(output)
-            if options.out is not None:
-                (options.out / f"{number}.txt").write_text(f"{' '.join(command)}\n\n{output}")
-    print(f"{len(failed)} failed, in {time.monotonic() - begun:.0f} s")
-    return bool(failed)
+            write_results(options.out, machine, runs)
+    num_failed = sum(run.decision.startswith("FAILED") for run in runs)
+    num_late = sum("no time left" in run.decision for run in runs)
+    print(f"{num_failed} failed, {num_late} not run for lack of time, in {time.monotonic() - begun:.0f} s")
+    return bool(num_failed or num_late)
 
 
 if __name__ == "__main__":
