@@ -71,6 +71,7 @@ def test_mesh_text_equality_and_from_jax():
     assert str(mesh) == "Mesh(dp=2, tp=2; ranks 4-6,0)"
     assert parse_ranks(format_ranks(mesh.ranks)) == [4, 5, 6, 0]
     assert mesh == Mesh.from_array([[4, 5], [6, 0]], ["dp", "tp"])
+    assert Mesh([[4, 5], [6, 0]]) == Mesh([4, 5, 6, 0], {"0": 2, "1": 2})
     assert hash(mesh) == hash(Mesh.from_array([[4, 5], [6, 0]], ["dp", "tp"]))
 
     class Device:
