@@ -143,10 +143,87 @@ class Handle:
         self._done.set()
 
 
+class StreamWatch:
+    """What is watched of a transfer on a GPU until the device has finished it.
+
+    It holds no array, so that a result that the caller drops is freed at once. The allocator knows which streams use
+    the memory.
+    """
+
+    def __init__(self, channel: Channel, generation: int, transfers: StreamTransfers, deadline: float) -> None:
+        self._channel, self._generation = channel, generation
+        self._group = channel.group  # which the channel does not keep alive
+        self._transfers, self._deadline = transfers, deadline
+        self._pid = os.getpid()
+        self.mark: Mark | None = None
+        self.done = threading.Event()
+        self.error: ReshardError | None = None
+        self.ended_at: float | None = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part."""
+        return self._channel.members
+
+    def reported_error(self) -> ReshardError | None:
+        """See :meth:`Handle.reported_error`."""
+        return self._channel.reported_error(self._generation)
+
+    def stop(self, error: ReshardError) -> None:
+        """See :meth:`Handle.stop`."""
+        if not self.done.is_set():
+            self.error = self._channel.record_error(self._generation, error)
+            self.done.set()
+
+    def succeed(self) -> None:
+        """See :meth:`Handle.succeed`."""
+        self.ended_at = time.monotonic()
+        self.done.set()
+        Monitor.of(self._group).forget(self)
+
+    def look(self) -> bool:
+        """Poll for the end of the transfer. Ends it at its deadline, or if the device or a connection failed."""
+        try:
+            if self.done.is_set():
+                pass  # stopped by an error that another rank published
+            elif (failed := self._channel.find_failure(self._generation)) is not None:
+                self.stop(failed)  # check before the mark: aborted work also completes on the device
+            elif self.mark is not None and self.mark.query():
+                self.succeed()
+            elif time.monotonic() >= self._deadline:
+                error = TransferTimeoutError(f"rank {self._group.rank}: the transfer did not finish in time")
+                self.stop(self._channel.fail(self._generation, error))
+            elif (broken := self._transfers.find_error()) is not None:
+                self.stop(self._channel.fail(self._generation, ConnectionError(broken)))
+        except RuntimeError as error:
+            self.stop(self._channel.fail(self._generation, error))
+        if self.done.is_set():
+            _unfinished.discard(self)
+        return self.done.is_set()
+
+    def block(self, timeout_seconds: float | None) -> None:
+        """Block until the transfer has ended; raises TransferTimeoutError if it has not within the timeout."""
+        limit = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while not self.look():
+            if limit is not None and time.monotonic() >= limit:
+                raise TransferTimeoutError(f"the transfer has not ended after {timeout_seconds:g} s; it continues")
+            time.sleep(SYNCHRONIZE_SECONDS)
+
+    def finish(self, timeout_seconds: float | None) -> None:
+        """Block until the device has finished the transfer; errors are ignored."""
+        if self._pid == os.getpid():
+            with contextlib.suppress(ReshardError):
+                self.block(timeout_seconds)
+
+    def release(self) -> None:
+        """Called when the group closes. The transfer keeps what it uses until it has ended."""
+
+
 class StreamHandle(Handle):
     """A transfer on a GPU: :meth:`wait` makes the current stream wait, not the CPU.
 
-    The handle is created, and monitored, before any work is enqueued on a stream; :meth:`begin_at` follows.
+    The handle is created, and its ``watch`` monitored, before any work is enqueued on a stream; :meth:`begin_at`
+    follows.
     """
 
     def __init__(
@@ -158,29 +235,38 @@ class StreamHandle(Handle):
         deadline: float,
     ) -> None:
         super().__init__(channel, generation, finish)
-        self._group = channel.group
-        self._transfers, self._deadline = transfers, deadline
-        self._mark: Mark | None = None
+        self.watch = StreamWatch(channel, generation, transfers, deadline)
+        self._done, self._group, self._transfers = self.watch.done, channel.group, transfers
 
     def begin_at(self, mark: Mark | None) -> None:
         """Record that the transfer is enqueued and ends at ``mark``; None if a CUDA graph captures it."""
         self.begin()
-        self._mark = mark
+        self.watch.mark = mark
         if mark is None:
-            self.succeed()
+            self.watch.succeed()
             return
-        _unfinished.add(self)
-        self._group.resources.add_user(self)
+        _unfinished.add(self.watch)
+        self._group.resources.add_user(self.watch)
         call_at_exit(_finish_streams, priority=20)
-
-    def succeed(self) -> None:
-        """See :class:`Handle`."""
-        super().succeed()
-        Monitor.of(self._group).forget(self)
 
     def done(self) -> bool:
         """Whether the device has finished the transfer, or it has failed."""
         return self.look()
+
+    def look(self) -> bool:
+        """See :meth:`StreamWatch.look`."""
+        ended = self.watch.look()
+        self._error, self.ended_at = self.watch.error, self.watch.ended_at
+        return ended
+
+    def check(self) -> None:
+        """See :meth:`Handle.check`."""
+        self._error = self.watch.error
+        super().check()
+
+    def stop(self, error: ReshardError) -> None:
+        """See :meth:`Handle.stop`."""
+        self.watch.stop(error)
 
     def wait(self, timeout_seconds: float | None = None) -> Any:
         """The result, without blocking the CPU; later work on the current stream waits for the transfer.
@@ -190,59 +276,27 @@ class StreamHandle(Handle):
         """
         self.check_process()
         self.check()
-        if self._mark is None:
+        if self.watch.mark is None:
             self._transfers.streams.join()
         else:
-            self._mark.wait()
+            self.watch.mark.wait()
         return self._take_result()
 
     def synchronize(self, timeout_seconds: float | None = None) -> Any:
         """Block until the device has finished the transfer and return its result; raises as :meth:`Handle.wait`."""
         self.check_process()
-        check_wait_timeout(timeout_seconds)
-        limit = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while not self.look():
-            if limit is not None and time.monotonic() >= limit:
-                raise TransferTimeoutError(f"the transfer has not ended after {timeout_seconds:g} s; it continues")
-            time.sleep(SYNCHRONIZE_SECONDS)
+        self.watch.block(check_wait_timeout(timeout_seconds))
+        self.look()
         self.check()
         return self.wait()
 
-    def finish(self, timeout_seconds: float | None) -> None:
-        """Block until the device has finished the transfer; errors are ignored."""
-        with contextlib.suppress(ReshardError):
-            self.synchronize(timeout_seconds)
 
-    def release(self) -> None:
-        """Called when the group closes. The transfer keeps what it uses until the handle is dropped."""
-
-    def look(self) -> bool:
-        """Poll for the end of the transfer. Ends it at its deadline, or if the device or a connection failed."""
-        try:
-            if self._done.is_set():
-                pass  # stopped by an error that another rank published
-            elif (failed := self._channel.find_failure(self._generation)) is not None:
-                self.stop(failed)  # check before the mark: aborted work also completes on the device
-            elif self._mark is not None and self._mark.query():
-                self.succeed()
-            elif time.monotonic() >= self._deadline:
-                error = TransferTimeoutError(f"rank {self._channel.group.rank}: the transfer did not finish in time")
-                self.stop(self._channel.fail(self._generation, error))
-            elif (broken := self._transfers.find_error()) is not None:
-                self.stop(self._channel.fail(self._generation, ConnectionError(broken)))
-        except RuntimeError as error:
-            self.stop(self._channel.fail(self._generation, error))
-        if self._done.is_set():
-            _unfinished.discard(self)
-        return self._done.is_set()
-
-
-#: Keeps handles, and the buffers they use, alive until the device has finished the transfer.
-_unfinished: set[StreamHandle] = set()
+#: Keeps what transfers use alive until the device has finished them.
+_unfinished: set[StreamWatch] = set()
 call_in_child(_unfinished.clear)
 
 
 def _finish_streams() -> None:
     """At process exit, finish sending what other ranks wait for."""
-    for handle in list(_unfinished):
-        handle.finish(EXIT_SECONDS)
+    for watch in list(_unfinished):
+        watch.finish(EXIT_SECONDS)

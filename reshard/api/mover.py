@@ -294,7 +294,7 @@ class Mover:
         self._channel.check_usable(self._generation)
         deadline = time.monotonic() + self._timeout_seconds
         handle = StreamHandle(self._channel, self._generation, finish, streamed, deadline)
-        Monitor.of(self._group).watch(handle)  # before the start, which may block on a rank that has died
+        Monitor.of(self._group).watch(handle.watch)  # before the start, which may block on a rank that has died
         try:
             handle.begin_at(streamed.start(list(map(carrier, src)), list(map(carrier, dst))))
         except BaseException as error:  # the other ranks wait for this one

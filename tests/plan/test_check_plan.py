@@ -354,7 +354,7 @@ def test_a_copy_of_a_missing_box_names_its_message():
         build_program(bad, 0)
 
 
-@pytest.mark.parametrize("name", ["2 -> 4 ranks, send_recv", "staged boxes interlock"])
+@pytest.mark.parametrize("name", ["2 -> 4 ranks, send_recv", "2 -> 2 ranks, small boxes"])
 def test_fifty_thousand_messages_are_checked_within_a_second(name):
     """In 0.02 to 0.4 s of processor time; a checker that compares each message with all others took 10 to 40 s."""
     plan = check_speed.CASES[name](50_000)

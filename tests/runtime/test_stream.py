@@ -10,12 +10,14 @@ import queue
 import re
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 
 import reshard
 from reshard import Layout, Mesh
+from reshard.api import handle as handles
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.coordination import connections
 from reshard.runtime.cuda import nccl_exchange, stream
@@ -61,6 +63,7 @@ class ThreadStream:
                 work()
             except Exception as error:
                 mark.error = error
+            del work  # it refers to the arrays
             mark.reached.set()
 
     def enqueue(self, work, arrays):
@@ -265,6 +268,25 @@ def test_device_that_fails_or_hangs_ends_the_transfer_on_all_ranks(device, kind,
     assert results[0][0] == name
     assert re.search(text, results[0][1])
     assert max(took for *_, took in results) < 8
+
+
+def _drop_result(rank):
+    """Drop a result and its handle before the monitor sees that the device has finished."""
+    source, wanted = _shards(rank)
+    with reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32")) as mover:
+        mover._streamed.streams.mark_of = Never
+        handle = mover.start(source)
+        result = handle.wait()
+        assert wanted is None or (not count_unlike(result, wanted) and handle.watch in handles._unfinished)
+        reference = weakref.ref(source if result is None else result)
+        del source, result, handle
+        freed = reference() is None
+        handles._unfinished.clear()  # this stream never ends
+        return freed
+
+
+def test_dropped_result_is_freed_at_once(device):
+    assert run_processes(_drop_result, RANKS) == [True] * RANKS
 
 
 def _start_fails(rank, kind):
