@@ -299,7 +299,7 @@ class _Call:
         try:
             for item, spec in zip(self.items, plan.tensors, strict=True):
                 if spec.codec is not None:
-                    encoded[item.name], sums[item.name] = encode_source(item.tensor, spec, measure=True)
+                    encoded[item.name], sums[item.name] = encode_source(item.tensor, spec)
         except Exception as failed:  # for example out of memory
             error = describe_error(failed)
         return (encoded, *agree_on_errors(channel, plan, sums, self.options, error, self.timeout_seconds, self.purpose))
@@ -375,7 +375,7 @@ class _Call:
         dst = [wire_target(target, spec) for target, spec in zip(targets, plan.tensors, strict=True)]
 
         def finish() -> Any:
-            finish_received(dst, targets, plan.tensors)
+            finish_received(dst, targets)
             return self._result(targets, decision)
 
         return src, dst, finish

@@ -3,13 +3,14 @@
 A cast never allocates a second shard. A narrowing cast happens on the sender, message by message as it packs. For a
 widening cast, the receiver stores the narrow elements in the destination's memory and casts them in place.
 
-A codec allocates the coded shard at both ends: it encodes from the source's dtype before the transfer, and decodes
-into the destination's dtype after it.
+A codec allocates the coded shard at both ends: it encodes from the source's dtype and decodes into the destination's
+dtype, while other messages are on the wire (:mod:`reshard.runtime.cpu.coding`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from reshard.api.tensor_checks import mark_written
 from reshard.codecs import CODED_DTYPES, ErrorSums
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError
+from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.staging import CastSource
 from reshard.sharding import TensorSpec
 
@@ -63,26 +65,25 @@ def _promotes(a: torch.dtype, b: torch.dtype) -> bool:
     return torch.promote_types(a, b) is b
 
 
-def wire_source(array: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor | CastSource | None:
-    """A source shard as the plan's tensor ``spec`` sends it: coded, cast while it is packed, or unchanged."""
-    return cast_source(array, spec.dtype) if spec.codec is None else encode_source(array, spec)[0]
+def wire_source(array: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor | CastSource | EncodedSource | None:
+    """A source shard as the plan's tensor ``spec`` sends it: encoded or cast while it is sent, or unchanged."""
+    if spec.codec is None or array is None:
+        return cast_source(array, spec.dtype)
+    return EncodedSource(array.contiguous(), spec.codec, spec.ndim - 1)
 
 
-def encode_source(
-    array: torch.Tensor | None, spec: TensorSpec, measure: bool = False
-) -> tuple[torch.Tensor | None, ErrorSums]:
-    """The elements of a coded tensor's source shard, and the sums of their errors if ``measure``."""
+def encode_source(array: torch.Tensor | None, spec: TensorSpec) -> tuple[torch.Tensor | None, ErrorSums]:
+    """The elements of a coded tensor's source shard, and the sums of their errors."""
     if array is None:
         return None, ErrorSums()
     assert spec.codec is not None
-    coded, source = _empty_elements(array, spec), array.contiguous()
-    if measure:
-        return coded, spec.codec.encode_measured(source, coded, spec.ndim - 1)
-    spec.codec.encode(source, coded, spec.ndim - 1)
-    return coded, ErrorSums()
+    source, num_rows = array.contiguous(), spec.ndim - 1
+    num_elements = spec.codec.num_elements(array.shape[num_rows:], 0)
+    coded = torch.empty((*array.shape[:num_rows], num_elements, spec.itemsize), dtype=torch.uint8)
+    return coded, spec.codec.encode_measured(source, coded, num_rows)
 
 
-def wire_target(target: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor | None:
+def wire_target(target: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor | DecodedTarget | None:
     """The array that receives a destination shard: a new one for a coded tensor, else a view of the target.
 
     Tells autograd that the target changes.
@@ -90,31 +91,18 @@ def wire_target(target: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor |
     mark_written([target])
     if spec.codec is None or target is None:
         return receive_view(target, spec.dtype)
-    return _empty_elements(target, spec)
+    plain = target.detach()  # the target may be a parameter that requires grad
+    is_direct = plain.is_contiguous() and dtype_name(plain.dtype) in CODED_DTYPES
+    return DecodedTarget(plain, spec.codec, spec.ndim - 1, decodes_early=is_direct)
 
 
-def finish_received(
-    received: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None], specs: Sequence[TensorSpec]
-) -> None:
+def finish_received(received: Sequence[Any], targets: Sequence[torch.Tensor | None]) -> None:
     """Decode or cast what :func:`wire_target` received into the targets."""
-    for array, target, spec in zip(received, targets, specs, strict=True):
-        if spec.codec is None:
+    for array, target in zip(received, targets, strict=True):
+        if isinstance(array, DecodedTarget):
+            array.finish()
+        else:
             cast_received([array], [target])
-        elif array is not None and target is not None:
-            wide = target.detach()  # the target may be a parameter that requires grad
-            is_direct = wide.is_contiguous() and dtype_name(wide.dtype) in CODED_DTYPES
-            decoded = wide if is_direct else torch.empty(wide.shape, dtype=torch.float32)
-            spec.codec.decode(array, decoded, spec.ndim - 1)
-            if not is_direct:
-                wide.copy_(decoded)
-
-
-def _empty_elements(array: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """A new array for the elements that code ``array``, a shard of the coded tensor."""
-    assert spec.codec is not None
-    num_rows = spec.ndim - 1
-    num_elements = spec.codec.num_elements(array.shape[num_rows:], 0)
-    return torch.empty((*array.shape[:num_rows], num_elements, spec.itemsize), dtype=torch.uint8)
 
 
 def cast_source(array: torch.Tensor | None, dtype: str) -> torch.Tensor | CastSource | None:

@@ -40,14 +40,15 @@ from reshard.coordination import (
 from reshard.errors import ArgumentError, RankLostError, ReshardError, VerificationError
 from reshard.formatting import format_ranks
 from reshard.plan import Plan, ensure_checked
+from reshard.runtime.cpu.coding import coded_array
 from reshard.runtime.cpu.executor import (
     NOTIFY_TAG,
     VERIFY_TAG,
     RunOptions,
     WrongCopyError,
-    describe_progress,
     run_program,
 )
+from reshard.runtime.cpu.progress import describe_progress
 from reshard.runtime.cpu.staging import Staging, carrier
 from reshard.runtime.cpu.verification import Digests, Hops, compare_digests, describe_copy
 from reshard.runtime.cuda.stream import STREAMS, StreamTransfers, make_runner
@@ -222,7 +223,7 @@ class Mover:
         results = [given if is_dtensor(given) else array for given, array in zip(outs, dst, strict=True)]
 
         def finish() -> Any:
-            finish_received(received, dst, self.plan.tensors)
+            finish_received(received, dst)
             return dict(zip(names, results, strict=True)) if named else results[0]
 
         return self._enqueue(src, received, finish)
@@ -334,7 +335,7 @@ class Mover:
             deadline = time.monotonic() + self._timeout_seconds
             digests = None
             if self._verify:
-                digests = Digests()
+                digests, src = Digests(), list(map(coded_array, src))
                 digests.replicas = self._hops.replicas.digest(self._program.rank, src)
             run_program(
                 self._program,

@@ -36,7 +36,8 @@ from reshard.errors import RankLostError, ReshardError, TransferTimeoutError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.plan import Plan
 from reshard.planner.recovery import Arrived, find_missing, plan_remainder, view_pieces, whole_tensors
-from reshard.runtime.cpu.executor import Tally
+from reshard.runtime.cpu.coding import coded_array
+from reshard.runtime.cpu.progress import Tally
 from reshard.timeouts import check_wait_timeout
 
 #: Extra time after the time limit of the transfer in which ranks wait for each other's outcome.
@@ -163,7 +164,8 @@ class Recovery:
         if self._group.rank not in self._plan.ranks:
             return None, tally, deadline
         try:
-            views = view_pieces(self._plan, self._pieces, self._original, self._group.rank, self._src, self._dst)
+            src, dst = (list(map(coded_array, arrays)) for arrays in (self._src, self._dst))
+            views = view_pieces(self._plan, self._pieces, self._original, self._group.rank, src, dst)
             limit, verify = self.timeout_seconds, self._verify
             with self._group.nesting():
                 mover = Mover(self._plan, self._group, timeout_seconds=limit, verify=verify, fault_tolerant=True)

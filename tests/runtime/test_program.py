@@ -10,21 +10,13 @@ import time
 import pytest
 import torch
 
-from reshard import (
-    Layout,
-    Mesh,
-    PlanError,
-    RegionLayout,
-    Topology,
-    TransferTimeoutError,
-    check_plan,
-    make_plan,
-)
+from reshard import Layout, Mesh, PlanError, RegionLayout, Topology, TransferTimeoutError, check_plan, make_plan
 from reshard.coordination.connections import ABORT_TAG
 from reshard.plan.text_parser import parse_plan
 from reshard.planner.planning import plan_tensors
 from reshard.runtime.cpu import executor
-from reshard.runtime.cpu.executor import RunOptions, Tally, WrongCopyError, describe_progress, run_program
+from reshard.runtime.cpu.executor import RunOptions, WrongCopyError, run_program
+from reshard.runtime.cpu.progress import Tally, describe_progress
 from reshard.runtime.cpu.staging import MANY_BOXES, MAX_WINDOW, Pool, Staging, carrier
 from reshard.runtime.cpu.verification import Digests, find_fault
 from reshard.runtime.program import build_program

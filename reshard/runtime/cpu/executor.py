@@ -23,15 +23,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from reshard.errors import PlanError
-from reshard.plan import Plan
-from reshard.runtime.cpu.staging import MANY_BOXES, Pool, Staging, copy_into, flat_bytes, pack, unpack, view_of
+from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
+from reshard.runtime.cpu.progress import Tally
+from reshard.runtime.cpu.queues import Notification, Queue
+from reshard.runtime.cpu.staging import MANY_BOXES, Staging, copy_into, flat_bytes, pack, unpack, view_of
 from reshard.runtime.cpu.verification import Digests, digest_of, is_copy_of
-from reshard.runtime.program import Event, Program, Recv, Send
+from reshard.runtime.program import Event, LocalBox, Program, Recv, Send
 from reshard.runtime.transport import Transport, Work, wait_for
 
 #: Interval between calls of ``check`` while a queue has no posted operation to wait for.
@@ -50,46 +51,6 @@ class WrongCopyError(Exception):
     def __init__(self, message: int) -> None:
         super().__init__(f"message {message}")
         self.id = message
-
-
-@dataclass
-class Tally:
-    """Progress of a rank: whether its local copies are complete, and how many messages and bytes it has received."""
-
-    copied: bool = False
-    received: int = 0
-    received_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class _Notification:
-    """A byte from rank ``sender``, which reports ``event``: message ``id`` has finished on that rank."""
-
-    id: int
-    sender: int
-    event: Event
-
-
-class _Queue:
-    """Operations of one kind, in the plan's order.
-
-    Attributes:
-        ops: all operations. The operations before index ``next`` have been posted.
-        posted: posted and unfinished operations, each with its work and its staging slot.
-        pool: staging slots; None for notifications.
-        changed: wakes the queue's thread, which is ``sleeping`` while nothing is posted.
-    """
-
-    def __init__(self, lock: threading.Lock, ops: Sequence[Any], pool: Pool | None = None) -> None:
-        self.ops, self.next = ops, 0
-        self.pool: Any = pool
-        self.posted: deque[tuple[Any, Work, torch.Tensor | None]] = deque()
-        self.changed = threading.Condition(lock)
-        self.sleeping = False
-
-    @property
-    def is_finished(self) -> bool:
-        return self.next == len(self.ops) and not self.posted
 
 
 @dataclass(frozen=True)
@@ -122,19 +83,23 @@ class _Execution:
     ) -> None:
         self.program, self.transport, self.tag = program, transport, options.tag
         self.digests = options.digests
-        self.src, self.dst, self.staging = src, dst, staging
+        self.encoders = {at: array for at, array in enumerate(src) if isinstance(array, EncodedSource)}
+        self.decoders = {at: array for at, array in enumerate(dst) if isinstance(array, DecodedTarget)}
+        self.src = [each.coded if isinstance(each, EncodedSource) else each for each in src]
+        self.dst = [each.coded if isinstance(each, DecodedTarget) else each for each in dst]
+        self.encoded: set[int] = set()  # sends whose elements are encoded
+        self.is_encoding = bool(self.encoders)
+        self.staging = staging
         self.deadline, self.check = options.deadline, options.check
         # flattened once, so that a contiguous message is one slice
-        self.flat_src, self.flat_dst = _flatten(src), _flatten(dst)
+        self.flat_src, self.flat_dst = _flatten(self.src), _flatten(self.dst)
         self.lock = threading.Lock()  # guards the attributes below while threads run
-        self.recvs = _Queue(self.lock, program.recvs, staging.recv)
+        self.recvs = Queue(self.lock, program.recvs, staging.recv)
         self.sends = [
-            _Queue(self.lock, program.sends_across, staging.across),
-            _Queue(self.lock, program.sends_inside, staging.inside),
+            Queue(self.lock, program.sends_across, staging.across),
+            Queue(self.lock, program.sends_inside, staging.inside),
         ]
-        self.notifications = _Queue(
-            self.lock, [_Notification(event[0], rank, event) for event, rank in program.awaited]
-        )
+        self.notifications = Queue(self.lock, [Notification(event[0], rank, event) for event, rank in program.awaited])
         self.queues = (self.recvs, *self.sends, self.notifications)
         self.done: set[Event] = set()
         self.to_notify: dict[int, deque[Event]] = {}  # rank -> events to notify it of, in the order that it expects
@@ -149,23 +114,26 @@ class _Execution:
         self.error: BaseException | None = None
 
     def run(self) -> None:
+        threads = []
+        if self.encoders:
+            threads.append(threading.Thread(target=self.encode, name="reshard-encode", daemon=True))
+            threads[0].start()
         with self.lock:
             self.post()
         for copy in self.program.copies:
+            self.encode_boxes([copy.box])
             target = view_of(self.dst, copy.box.tensor, copy.box.dst)
             source = view_of(self.src, copy.box.tensor, copy.box.src)
             copy_into(target, source)
             if self.digests is not None and not is_copy_of(target, source):
                 raise WrongCopyError(copy.id)
+            self.decode_boxes([copy.box])
         self.tally.copied = True
         queues = [queue for queue in self.queues if queue.ops]
         self.num_threads = len(queues)
-        threads = [
-            threading.Thread(target=self.drain, args=(queue,), name="reshard-queue", daemon=True)
-            for queue in queues[1:]
-        ]
-        for thread in threads:
-            thread.start()
+        for queue in queues[1:]:
+            threads.append(threading.Thread(target=self.drain, args=(queue,), name="reshard-queue", daemon=True))
+            threads[-1].start()
         if queues:
             self.drain(queues[0])
         for thread in threads:
@@ -175,13 +143,13 @@ class _Execution:
         if self.error is not None:
             raise self.error
 
-    def drain(self, queue: _Queue) -> None:
+    def drain(self, queue: Queue) -> None:
         """Wait for the operations of a queue in order. After each one, post every operation that can now start."""
         try:
             while True:
                 with self.lock:
                     while not queue.posted and not queue.is_finished and self.error is None:
-                        if not any(other.posted for other in self.queues):
+                        if not self.is_encoding and not any(other.posted for other in self.queues):
                             raise PlanError(
                                 f"rank {self.program.rank}: message {queue.ops[queue.next].id} can never start: "
                                 "no posted operation can free a buffer or bring its data"
@@ -206,20 +174,57 @@ class _Execution:
                         self.finish_event((op.id, True))
                     else:
                         self.done.add(op.event)
-                    self.post()
-                    for other in self.queues:
-                        if other.sleeping and other.posted:
-                            other.changed.notify()
+                    self.post_and_wake()
+                if isinstance(op, Recv) and not op.is_relay:  # after posting, so that it overlaps the transfer
+                    self.decode_boxes(op.boxes)
         except BaseException as error:
+            self.stop(error)
+
+    def post_and_wake(self) -> None:
+        """Post every operation that can start, and wake the queues that wait for one."""
+        self.post()
+        for other in self.queues:
+            if other.sleeping and other.posted:
+                other.changed.notify()
+
+    def stop(self, error: BaseException) -> None:
+        """End all threads with the first error."""
+        with self.lock:
+            first = self.error is None
+            self.error = self.error or error
+            for other in self.queues:
+                other.changed.notify()
+        abort = getattr(self.transport, "abort", None)
+        if first and abort is not None and self.num_threads > 1:  # end the waits of the other threads
+            with contextlib.suppress(Exception):
+                abort()
+
+    def encode(self) -> None:
+        """Encode the elements of each send, in plan order, and post what can start."""
+        try:
+            sends = [op for queue in self.sends for op in queue.ops if op.forwards is None]
+            for op in sorted(sends, key=lambda each: each.id):
+                self.encode_boxes(op.boxes)
+                with self.lock:
+                    if self.error is not None:
+                        return
+                    self.encoded.add(op.id)
+                    self.post_and_wake()
+        except BaseException as error:
+            self.stop(error)
+        finally:
             with self.lock:
-                first = self.error is None
-                self.error = self.error or error
-                for other in self.queues:
-                    other.changed.notify()
-            abort = getattr(self.transport, "abort", None)
-            if first and abort is not None and self.num_threads > 1:  # end the waits of the other threads
-                with contextlib.suppress(Exception):
-                    abort()
+                self.is_encoding = False
+
+    def encode_boxes(self, boxes: Sequence[LocalBox]) -> None:
+        for box in boxes:
+            if box.tensor in self.encoders and box.src is not None:
+                self.encoders[box.tensor].encode(box.src)
+
+    def decode_boxes(self, boxes: Sequence[LocalBox]) -> None:
+        for box in boxes:
+            if box.tensor in self.decoders and box.dst is not None:
+                self.decoders[box.tensor].decode(box.dst)
 
     def finish_event(self, event: Event) -> None:
         """Mark an event as done. Send each waiting rank the notifications now due, in the order that it expects."""
@@ -305,12 +310,14 @@ class _Execution:
         if not self.num_readers[index]:
             self.recvs.pool.give(self.slot_of.pop(index))
 
-    def post_send(self, queue: _Queue) -> bool:
+    def post_send(self, queue: Queue) -> bool:
         """Post the next send of a queue; False if it cannot start yet."""
         op: Send = queue.ops[queue.next]  # type: ignore[assignment]
         if len(queue.posted) >= op.window or (op.forwards is not None and self.tally.received <= op.forwards):
             return False
         if op.waits and not self.done.issuperset(op.waits):
+            return False
+        if op.forwards is None and self.encoders and op.id not in self.encoded:
             return False
         slot = None
         if op.forwards is not None and op.forwards in self.slot_of:
@@ -336,20 +343,20 @@ class _Execution:
             self.digests.sent[op.id] = digest_of([buffer])
         return True
 
-    def finish_send(self, queue: _Queue, op: Send, slot: torch.Tensor | None) -> None:
+    def finish_send(self, queue: Queue, op: Send, slot: torch.Tensor | None) -> None:
         if slot is not None:
             queue.pool.give(slot)
         elif op.forwards is not None and op.forwards in self.slot_of:
             self.num_readers[op.forwards] -= 1
             self.release_if_unused(op.forwards)
 
-    def wait(self, work: Work, op: Recv | Send | _Notification | int) -> None:
+    def wait(self, work: Work, op: Recv | Send | Notification | int) -> None:
         if isinstance(op, int):
             peer, what = op, f"a notification to rank {op}"
         elif isinstance(op, Send):
             peer, what = op.receiver, f"message {op.id} to rank {op.receiver}"
         else:
-            notified = "the notification of " if isinstance(op, _Notification) else ""
+            notified = "the notification of " if isinstance(op, Notification) else ""
             peer, what = op.sender, f"{notified}message {op.id} from rank {op.sender}"
         wait_for(work, self.deadline, self.check, self.program.rank, peer, what)
 
@@ -377,17 +384,3 @@ def run_program(
         PlanError: an operation can never start. WrongCopyError: with ``digests``, a local copy differs from its source.
     """
     _Execution(program, transport, src, dst, staging, options).run()
-
-
-def describe_progress(plan: Plan, program: Program, tally: Tally) -> str:
-    """The progress of a rank in a transfer, for an error message."""
-    total = sum(recv.nbytes for recv in program.recvs)
-    return (
-        f"rank {program.rank} had received {tally.received} of {len(program.recvs)} messages, {tally.received_bytes} "
-        f"of {total} bytes, of the transfer of {', '.join(map(str, plan.tensors[:1]))}"
-        f"{_and_more(len(plan.tensors) - 1)} (plan {plan.plan_hash[:12]})"
-    )
-
-
-def _and_more(count: int) -> str:
-    return f" and {count} more tensor{'s' * (count > 1)}" if count else ""

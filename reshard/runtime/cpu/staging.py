@@ -198,12 +198,12 @@ def _typed(buffer: torch.Tensor, at: int, nbytes: int, like: torch.Tensor | Cast
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def carrier(tensor: torch.Tensor | CastSource | None) -> Any:
+def carrier(tensor: Any) -> Any:
     """View a tensor as a plain dtype of the same itemsize, so that copies preserve the bits of any dtype.
 
-    None and a :class:`CastSource` are returned unchanged.
+    None, a :class:`CastSource` and coded arrays are returned unchanged.
     """
-    if tensor is None or isinstance(tensor, CastSource):
+    if not isinstance(tensor, torch.Tensor):
         return tensor
     return tensor.detach().view(_CARRIERS[tensor.element_size()])
 

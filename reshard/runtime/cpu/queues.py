@@ -1,0 +1,47 @@
+"""The queues of an execution: operations of one kind, in the plan's order."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reshard.runtime.cpu.staging import Pool
+from reshard.runtime.program import Event
+from reshard.runtime.transport import Work
+
+
+@dataclass(frozen=True)
+class Notification:
+    """A byte from rank ``sender``, which reports ``event``: message ``id`` has finished on that rank."""
+
+    id: int
+    sender: int
+    event: Event
+
+
+class Queue:
+    """Operations of one kind, in the plan's order.
+
+    Attributes:
+        ops: all operations. The operations before index ``next`` have been posted.
+        posted: posted and unfinished operations, each with its work and its staging slot.
+        pool: staging slots; None for notifications.
+        changed: wakes the queue's thread, which is ``sleeping`` while nothing is posted.
+    """
+
+    def __init__(self, lock: threading.Lock, ops: Sequence[Any], pool: Pool | None = None) -> None:
+        self.ops, self.next = ops, 0
+        self.pool: Any = pool
+        self.posted: deque[tuple[Any, Work, torch.Tensor | None]] = deque()
+        self.changed = threading.Condition(lock)
+        self.sleeping = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all operations are done."""
+        return self.next == len(self.ops) and not self.posted
