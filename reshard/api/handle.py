@@ -108,6 +108,10 @@ class Handle:
                     self._is_finishing = False
         return self._result
 
+    def release(self) -> None:
+        """Drop the result after :meth:`wait`. Later calls of :meth:`wait` return None."""
+        self._result = None
+
     def reported_error(self) -> ReshardError | None:
         """The error of this transfer that another rank published, or None."""
         return self._channel.reported_error(self._generation)

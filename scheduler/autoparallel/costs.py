@@ -45,7 +45,7 @@ class LayerCost:
         compute_seconds, sum_seconds, gather_seconds: forward and backward by kind: computation, tensor-parallel sums,
             and what gathers of parameters add.
         state_bytes: parameters, gradients and optimizer. activation_bytes: kept for each microbatch in flight.
-        recompute_bytes: activations while it is computed again. gathered_bytes: parameters while they are gathered.
+        recompute_bytes: more while it is computed again. gathered_bytes: parameters while they are gathered.
         sync_seconds: sum of the gradients, once in a step.
     """
 
@@ -123,7 +123,7 @@ def layer_cost(
     """The cost of a layer for microbatches of ``rows`` rows, which the replicas divide evenly.
 
     ZeRO 3 gathers the parameters for the forward and again for the backward of each microbatch, next to computation.
-    The engine reduces gradients once, behind the last backward, so with several microbatches they are whole until then.
+    The engine reduces gradients once, in the last backward, so with several microbatches they are whole until then.
     """
     replicas = place.num_ranks // choice.tp
     own = rows / replicas
@@ -141,7 +141,9 @@ def layer_cost(
     params = sharding.params
     weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
     gathered, gather, scatter = 0.0, 0.0, 0.0
-    sync = place.replica_seconds(gradients, choice.tp, 2.0)
+    if choice.zero == 0 and replicas > 1:
+        gradients *= 2  # DDP has buckets beside the gradients
+    sync = place.replica_seconds(params * states.gradient, choice.tp, 2.0)
     if choice.zero >= 1:
         optimizer /= replicas
     if choice.zero == 2:
@@ -151,7 +153,7 @@ def layer_cost(
     if choice.zero == 3:
         gathered, gather = weights, place.replica_seconds(weights, choice.tp, 1.0)
         weights /= replicas
-        gradients = gradients / replicas if microbatches == 1 else gradients * (1 + 1 / replicas)
+        gradients = gradients / replicas if microbatches == 1 else gradients
         sync = place.replica_seconds(params * states.gradient, choice.tp, 1.0)
     computed_backward = backward + (forward if choice.recompute else 0.0)
     backward_sums = sums * (2 if choice.recompute else 1)
@@ -161,6 +163,7 @@ def layer_cost(
     saved = (sample.saved_bytes or layer.saved_bytes * own) * (
         sharding.saved_bytes / layer.saved_bytes if layer.saved_bytes else 1
     )
+    kept = min(saved, layer.input_bytes * own) if choice.recompute else saved
     compute = forward + computed_backward
     return LayerCost(
         whole_forward,
@@ -170,8 +173,8 @@ def layer_cost(
         sums + backward_sums,
         whole_forward + whole_backward - compute - sums - backward_sums,
         weights + gradients + optimizer,
-        layer.input_bytes * own if choice.recompute else saved,
-        saved if choice.recompute else 0.0,
+        kept,
+        saved - kept,
         gathered,
         sync,
     )

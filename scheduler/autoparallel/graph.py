@@ -26,7 +26,7 @@ class Layer:
         forward_flops: floating point operations of the forward of one row.
         num_params: parameters of the layer.
         saved_bytes: bytes that autograd saves for the backward of one row.
-        input_bytes: bytes of the inputs of one row, which recomputation keeps instead.
+        input_bytes: bytes of one row that recomputation keeps instead: the inputs, and what it does not compute again.
         tp_limit: most ranks that tensor parallelism may divide the layer over.
         tp_params: parameters that tensor parallelism divides. The others have a copy on each rank.
         tp_saved_bytes: the part of ``saved_bytes`` that tensor parallelism divides.

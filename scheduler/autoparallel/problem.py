@@ -150,6 +150,7 @@ class Problem:
             for at, choice in enumerate(stage.choices)
         ]
         moved = self.relayout_seconds(stage, place, microbatches)
+        # a layer that runs, the next one, and the buffer that the next one was gathered in
         gathered = sorted((cost.gathered_bytes for cost in costs), reverse=True)
         return StageCost(
             sum(cost.forward_seconds for cost in costs) + moved,
@@ -160,8 +161,8 @@ class Problem:
             sum(cost.gather_seconds for cost in costs),
             sum(cost.sync_seconds for cost in costs),
             sum(cost.state_bytes for cost in costs),
-            sum(cost.activation_bytes for cost in costs),
-            max(cost.recompute_bytes for cost in costs) + sum(gathered[:2]),
+            sum(cost.activation_bytes for cost in costs) + self.kept_bytes(stage, microbatches),
+            recompute_bytes(costs) + sum(gathered[:2]) + gathered[0],
             self.buffer_bytes(stage, microbatches),
             self.cluster.memory_of(stage.first_rank, stage.end_rank),
         )
@@ -188,12 +189,21 @@ class Problem:
         return place.replica_seconds(nbytes / replicas, place.num_ranks // (after.tp // before.tp), 1.0)
 
     def buffer_bytes(self, stage: StagePlan, microbatches: int) -> float:
-        """Bytes of the receives that a rank posts ahead, and of the sends beside them."""
+        """Bytes of the receives that a rank posts ahead, of tensors and of gradients."""
         rows = self.rows // microbatches
         received = sum(tensor.row_bytes for tensor in self.received(stage.first_layer, stage.end_layer))
+        returned = self.returned_row_bytes(stage.first_layer, stage.end_layer)
+        first, last = stage.replicas(stage.first_layer), stage.replicas(stage.end_layer - 1)
+        return min(RECVS_AHEAD, microbatches) * rows * (received / first + returned / last)
+
+    def kept_bytes(self, stage: StagePlan, microbatches: int) -> float:
+        """Bytes of the outputs of a microbatch, which a rank keeps until their gradients return."""
         sent = sum(tensor.row_bytes for tensor in self.sent(stage.first_layer, stage.end_layer))
-        ahead = received * rows / stage.replicas(stage.first_layer) + sent * rows / stage.replicas(stage.end_layer - 1)
-        return RECVS_AHEAD * ahead
+        return self.rows // microbatches * sent / stage.replicas(stage.end_layer - 1)
+
+    def returned_row_bytes(self, first: int, end: int) -> int:
+        """Bytes of a row of the gradients that a stage of layers ``first`` to ``end - 1`` receives in a backward."""
+        return sum(tensor.row_bytes for tensor in self.sent(first, end) if tensor.has_gradient)
 
     def received(self, first: int, end: int) -> tuple[Tensor, ...]:
         """Tensors that a stage of layers ``first`` to ``end - 1`` receives in a forward."""
@@ -258,6 +268,18 @@ class Problem:
     @cached_property
     def _ends(self) -> list[int]:
         return list(range(1, self.cluster.num_ranks + 1))
+
+
+def recompute_bytes(costs: Sequence[LayerCost]) -> float:
+    """Bytes by which the backward of a microbatch exceeds what its forward has kept.
+
+    A layer is computed again once the layers behind it have released their activations.
+    """
+    most, released = 0.0, 0.0
+    for cost in reversed(costs):
+        most = max(most, cost.recompute_bytes - released)
+        released += cost.activation_bytes
+    return most
 
 
 #: Limit of the scaled activations of :meth:`Problem.pipeline`.

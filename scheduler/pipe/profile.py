@@ -110,9 +110,11 @@ def profile_timelines(
 
 @dataclass
 class SavedBytes:
-    """Bytes that autograd saved for backwards."""
+    """Bytes that autograd saved for backwards; ``marked_bytes``: of them, those while ``is_marked`` was set."""
 
     nbytes: int = 0
+    marked_bytes: int = 0
+    is_marked: bool = False
 
 
 @contextlib.contextmanager
@@ -134,6 +136,7 @@ def count_saved_bytes(
             if number not in seen:
                 seen.add(number)
                 counted.nbytes += storage.nbytes()
+                counted.marked_bytes += storage.nbytes() * counted.is_marked
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

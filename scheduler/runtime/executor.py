@@ -245,7 +245,7 @@ class Iteration:
             transfer.check_at_end(lambda: _check_unchanged(channel, tensors, output.versions))
             self.sends.append(transfer)
             while self.sends and self.sends[0].is_done():
-                self.sends.popleft().wait()
+                self.sends.popleft().take()
         else:
             with self.observe("receive over", channel, microbatch):
                 transfer = self.transfers(microbatch).recv(channel)
@@ -337,7 +337,7 @@ class Iteration:
             channel = Channel(other, stage, is_forward)
             transfer = self.pending.pop((channel, microbatch))
             with self.observe("wait for", channel, microbatch):
-                found[other] = transfer.wait()
+                found[other] = transfer.take()
         return found
 
     def hand_on(self, stage: int, microbatch: int, sent: Mapping[int, Tensors], *, is_forward: bool) -> None:

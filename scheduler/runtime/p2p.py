@@ -126,6 +126,15 @@ class PendingTransfer:
             self._check = None
         return dict(self._tensors if self._tensors is not None else received or {})
 
+    def take(self) -> dict[str, Any]:
+        """As :meth:`wait`, but keep the tensors no longer: the records of a step hold this transfer until its end."""
+        tensors = self.wait()
+        if self._tensors is not None:
+            self._tensors = {}
+        if self.handle is not None:
+            self.handle.release()
+        return tensors
+
     def synchronize(self) -> None:
         """Block the host until the device has finished the transfer. Raises the error of the transfer, if any."""
         if self.handle is not None:

@@ -62,7 +62,7 @@ def _pack(
     place, num = problem.place(*ranks), len(choices)
     costs = [[problem.layer_cost(layer, s, place, count) for s in choices] for layer in range(first, end)]
     limit = problem.cluster.memory_of(*ranks)
-    aside = held_back(problem, first, end, ranks, count, choices)
+    aside = held_back(problem, first, end, ranks, count, choices, in_flight)
     if aside >= limit:
         return None
     step = (limit - aside) / STEPS
@@ -101,11 +101,19 @@ def _pack(
 
 
 def held_back(
-    problem: Problem, first: int, end: int, ranks: tuple[int, int], count: int, choices: Sequence[Choice]
+    problem: Problem,
+    first: int,
+    end: int,
+    ranks: tuple[int, int],
+    count: int,
+    choices: Sequence[Choice],
+    in_flight: int,
 ) -> float:
     """Bytes of a device that no layer's states or activations may use, whatever the choices."""
     place = problem.place(*ranks)
     costs = [problem.layer_cost(layer, s, place, count) for layer in range(first, end) for s in choices]
-    working = max(cost.recompute_bytes for cost in costs) + 2 * max(cost.gathered_bytes for cost in costs)
-    buffers = max(problem.buffer_bytes(StagePlan(first, end, *ranks, (s,) * (end - first)), count) for s in choices)
-    return working + buffers
+    working = max(cost.recompute_bytes for cost in costs) + 3 * max(cost.gathered_bytes for cost in costs)
+    stages = [StagePlan(first, end, *ranks, (s,) * (end - first)) for s in choices]
+    return working + max(
+        problem.buffer_bytes(stage, count) + in_flight * problem.kept_bytes(stage, count) for stage in stages
+    )

@@ -24,6 +24,7 @@ import numpy as np
 
 from reshard import _native
 
+from ...ir.communication import RECVS_AHEAD
 from ..choices import Choice
 from ..problem import Problem, Stages
 from ..result.stages import StagePlan
@@ -166,15 +167,17 @@ def make_tables(problem: Problem, microbatches: int) -> Tables | None:
         for o, option in enumerate(options):
             allowed[o, at] |= option.stage_class == c and option.place == place
     costs = [_option_tables(problem, option, places, microbatches) for option in options]
-    received, sent = np.zeros((num + 1, num + 1)), np.zeros((num + 1, num + 1))
+    received, sent, ahead = (np.zeros((num + 1, num + 1)) for _ in range(3))
     for first in range(num):
         for end in range(first + 1, num + 1):
             received[first, end] = rows * sum(tensor.row_bytes for tensor in problem.received(first, end))
             sent[first, end] = rows * sum(tensor.row_bytes for tensor in problem.sent(first, end))
+            ahead[first, end] = received[first, end] + rows * problem.returned_row_bytes(first, end)
     forward, backward, activation, fixed, sync = (np.stack(each) for each in zip(*costs, strict=True))
     for o, option in enumerate(options):
         replicas = classes[option.stage_class].num_ranks // option.choice.tp
-        fixed[o] += 2 * (received + sent) / replicas  # as Problem.buffer_bytes
+        fixed[o] += min(RECVS_AHEAD, microbatches) * ahead / replicas  # as Problem.buffer_bytes
+        activation[o] += sent / replicas  # as Problem.kept_bytes
     factor = _bound_factors(problem, classes, ends, next_at)
     return Tables(
         problem, microbatches, classes, options, ends, forward, backward, activation, fixed, sync, allowed, next_at,
@@ -287,13 +290,16 @@ def _option_tables(problem: Problem, option: Option, places: list, count: int) -
             table[start, start + 1 :] = np.maximum.accumulate(np.array(values[start:]))
         return table
 
-    recompute = running_max([cost.recompute_bytes for cost in again])[first, middle]
-    fixed = total("state_bytes") + recompute + _two_largest([cost.gathered_bytes for cost in plain])
-    return total("forward_seconds"), total("backward_seconds"), total("activation_bytes"), fixed, total("sync_seconds")
+    activation = total("activation_bytes")
+    kept = np.cumsum([0.0] + [cost.activation_bytes for cost in again])
+    peaks = running_max([cost.recompute_bytes + kept[at + 1] for at, cost in enumerate(again)])[first, middle]
+    recompute = np.maximum(0.0, peaks - kept[first] - activation)  # as Problem's recompute_bytes
+    fixed = total("state_bytes") + recompute + _gathered_bytes([cost.gathered_bytes for cost in plain])
+    return total("forward_seconds"), total("backward_seconds"), activation, fixed, total("sync_seconds")
 
 
-def _two_largest(values: Sequence[float]) -> np.ndarray:
-    """``[first, end]``: sum of the two largest values of a range."""
+def _gathered_bytes(values: Sequence[float]) -> np.ndarray:
+    """``[first, end]``: sum of the two largest values of a range, and the largest once more."""
     num = len(values)
     table = np.zeros((num + 1, num + 1))
     for start in range(num):
@@ -303,7 +309,7 @@ def _two_largest(values: Sequence[float]) -> np.ndarray:
                 largest, second = values[end], largest
             else:
                 second = max(second, values[end])
-            table[start, end + 1] = largest + second
+            table[start, end + 1] = 2 * largest + second
     return table
 
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import fnmatch
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from ...pipe.partition.blocks import Block, BlockStage
 from ...pipe.partition.stage_graph import Skeleton, StageGraph
 from ...pipe.pipe import Pipe
 from ...pipe.placement import Placement
-from ...pipe.profile import count_saved_bytes
+from ...pipe.profile import SavedBytes, count_saved_bytes
 from ...pipe.tensor_parallel import find_plan
 from ...runtime import torch_compat
 from ..graph import Layer, LayerGraph, Tensor
@@ -107,8 +107,8 @@ def trace_module(
     layers = []
     for number, (stage, path) in enumerate(zip(stages, ["", *paths], strict=True)):
         received = [tensor for tensor in tensors if number in tensor.readers]
-        flops, saved = _measure_work(stage, outline, stage_graph, number, autocast)
-        layers.append(_make_layer(path, stage, received, outline, stage_graph, number, flops, saved, plan, max_tp))
+        work = _measure_work(stage, outline, stage_graph, number, autocast, plan, path)
+        layers.append(_make_layer(path, stage, received, outline, stage_graph, number, work, plan, max_tp))
     dtype = dtype_name(autocast or next((p.dtype for p in model.parameters()), torch.float32))
     graph = LayerGraph(tuple(layers), tensors, dtype, name or type(model).__name__)
     return TracedModel(graph, pipe, outline, stage_graph, autocast)
@@ -177,10 +177,20 @@ def _parameters(module: Any, inputs: Mapping[str, Any]) -> set[str]:
 
 
 def _measure_work(
-    module: Any, outline: BatchOutline, graph: StageGraph, number: int, autocast: torch.dtype | None
-) -> tuple[float, float]:
-    """Operations and saved bytes of the forward of one row, counted on tensors without data."""
-    flops, saved = [], []
+    module: Any,
+    outline: BatchOutline,
+    graph: StageGraph,
+    number: int,
+    autocast: torch.dtype | None,
+    plan: Mapping[str, Any],
+    path: str,
+) -> tuple[float, ...]:
+    """Operations and saved bytes of the forward of one row, and the saved bytes that tensor parallelism divides.
+
+    Counted on tensors without data. What is saved behind a column-wise module and before the end of the next row-wise
+    one is divided. The last number is what is saved in the module at ``path``, which recomputation computes again.
+    """
+    counts = []
     with torch_compat.fake_mode():
         memo: dict[int, Any] = {}
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -194,10 +204,49 @@ def _measure_work(
                 FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter,
                 count_saved_bytes(lambda each: each._cdata) as counted,
             ):
+                hooks = list(_mark_divided(fake, plan, counted))
                 run_layer(fake, inputs, autocast)
-            flops.append(float(counter.get_total_flops()))
-            saved.append(float(counted.nbytes))
-    return max(0.0, flops[1] - flops[0]), max(0.0, saved[1] - saved[0])
+            for hook in hooks:
+                hook.remove()
+            inner = dict(fake.named_modules()).get(path)
+            within = SavedBytes()
+            if inner is not None:
+                with count_saved_bytes(lambda each: each._cdata) as within:
+                    hooks = list(_count_within(inner, within))
+                    run_layer(fake, inputs, autocast)
+                for hook in hooks:
+                    hook.remove()
+            counts.append((counter.get_total_flops(), counted.nbytes, counted.marked_bytes, within.marked_bytes))
+    return tuple(max(0.0, float(two - one)) for one, two in zip(*counts, strict=True))
+
+
+def _count_within(module: Any, counted: SavedBytes) -> Iterator[Any]:
+    """Hooks that mark what is saved inside a module."""
+
+    def begin(*_: Any) -> None:
+        counted.is_marked = True
+
+    def end(*_: Any) -> None:
+        counted.is_marked = False
+
+    yield module.register_forward_pre_hook(begin)
+    yield module.register_forward_hook(end)
+
+
+def _mark_divided(module: Any, plan: Mapping[str, Any], counted: SavedBytes) -> Iterator[Any]:
+    """Hooks that mark what is saved between a column-wise module and the end of the next row-wise one."""
+    for name, inner in module.named_modules():
+        style = _find_style(name, plan)
+        if style is not None:
+
+            def mark(*_: Any, is_marked: bool = type(style).__name__ == "ColwiseParallel") -> None:
+                counted.is_marked = is_marked
+
+            yield inner.register_forward_hook(mark)
+
+
+def _find_style(name: str, plan: Mapping[str, Any]) -> Any:
+    return next((style for pattern, style in plan.items() if fnmatch.fnmatch(name, pattern)), None)
 
 
 def _make_layer(
@@ -207,37 +256,37 @@ def _make_layer(
     outline: BatchOutline,
     graph: StageGraph,
     number: int,
-    flops: float,
-    saved: float,
+    work: tuple[float, ...],
     plan: Mapping[str, Any],
     max_tp: int,
 ) -> Layer:
+    flops, saved, divided_saved, within = work
     params = {id(each): each for each in module.parameters()}
     divided, sums = 0, 0
     for name, inner in module.named_modules():
-        style = next((style for pattern, style in plan.items() if fnmatch.fnmatch(name, pattern)), None)
+        style = _find_style(name, plan)
         if style is not None:
             divided += sum(each.numel() for each in inner.parameters(recurse=False))
             sums += type(style).__name__ == "RowwiseParallel"
     inputs = float(sum(tensor.row_bytes for tensor in received))
-    inside = dict(module.named_modules()).get(path) if path else None
-    owned = set() if inside is None else {id(each) for each in inside.parameters()}
-    is_whole = bool(owned) and owned == set(params)
     layer = Layer(
         path or "first",
         "",
         flops,
         sum(each.numel() for each in params.values()),
         saved,
-        min(inputs, saved) if is_whole else saved,  # what is not in the module of the layer cannot be recomputed
+        min(saved, saved - within + inputs * bool(within)),  # only the module of the layer is computed again
     )
     if sums:
         total = layer.num_params
-        share = divided / total if total else 0.0
         layer = replace(
-            layer, tp_limit=max_tp, tp_params=min(divided, total), tp_saved_bytes=saved * share * 0.75, tp_sums=sums,
+            layer,
+            tp_limit=max_tp,
+            tp_params=min(divided, total),
+            tp_saved_bytes=min(divided_saved, saved),
+            tp_sums=sums,
             tp_sum_bytes=inputs,
-        )  # fmt: skip
+        )
     return replace(layer, key=_class_key(module, layer, received, outline, graph, number))
 
 

@@ -92,7 +92,7 @@ def test_knapsack_finds_the_best_of_all_choices(seed):
         assert knapsack.pack_stage(problem, 0, num, ranks, count, 2) is None
         return
     limit = problem.cluster.memory_of(*ranks)
-    step = (limit - knapsack.held_back(problem, 0, num, ranks, count, choices)) / knapsack.STEPS
+    step = (limit - knapsack.held_back(problem, 0, num, ranks, count, choices, 2)) / knapsack.STEPS
     place, least = problem.place(*ranks), math.inf
     for picked in itertools.product(choices, repeat=num):
         costs = [problem.layer_cost(layer, choice, place, count) for layer, choice in enumerate(picked)]

@@ -1,0 +1,46 @@
+"""Strategies made by hand, for measurements that need many of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from reshard.errors import ArgumentError
+from reshard.scheduler.autoparallel import Candidate, Choice, Cluster, Problem, StagePlan, Strategy
+from reshard.scheduler.autoparallel.iteration import evaluate
+from reshard.scheduler.autoparallel.searching import make_strategy
+from reshard.scheduler.training.presets import GPTConfig, Preset, UTransformerConfig
+
+#: Small models that train on CPU processes.
+GPT = Preset(GPTConfig(6, 4, 16, sequence=64, vocabulary=512, is_tied=False), 16, 3e-3, microbatches=4)
+U_TRANSFORMER = Preset(UTransformerConfig(16, side=16, num_heads=4, groups=4), 16, 3e-3, microbatches=4)
+
+
+def parse_stages(text: str) -> tuple[StagePlan, ...]:
+    """Stages from a text such as ``"3:1 recompute, 5:2 zero"``: layers, a colon, ranks and words.
+
+    ``tp`` divides the layers over all ranks of a stage, ``zero`` shards states, ``recompute`` recomputes all layers,
+    and ``half`` the first half of them.
+    """
+    stages: list[StagePlan] = []
+    layer, rank = 0, 0
+    for part in text.split(","):
+        sizes, *words = part.split()
+        count, ranks = map(int, sizes.split(":"))
+        again = count if "recompute" in words else (count + 1) // 2 if "half" in words else 0
+        plain = Choice(ranks if "tp" in words else 1, 3 if "zero" in words else 0)
+        choices = (replace(plain, recompute=True),) * again + (plain,) * (count - again)
+        stages.append(StagePlan(layer, layer + count, rank, rank + ranks, choices))
+        layer, rank = layer + count, rank + ranks
+    return tuple(stages)
+
+
+def make_by_hand(
+    problem: Problem, cluster: Cluster, stages: Sequence[StagePlan], microbatches: int
+) -> tuple[Problem, Strategy]:
+    """The strategy of these stages under its fastest schedule, with all predictions, and its problem."""
+    changed = replace(problem, cluster=cluster, microbatches=(microbatches,))
+    found = evaluate(changed, Candidate("by hand", tuple(stages), microbatches))
+    if found is None:
+        raise ArgumentError(f"no schedule runs {stages}")
+    return changed, make_strategy(changed, found, [])

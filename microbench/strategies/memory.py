@@ -1,0 +1,67 @@
+"""Predicted against counted bytes of tensors: ``python -m microbench.strategies.memory``.
+
+Trains strategies on local processes, and counts the storages that each rank keeps: parameters, gradients, states of the
+optimizer, activations, gathered parameters and receives.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from microbench.strategies.by_hand import GPT, U_TRANSFORMER, make_by_hand, parse_stages
+from reshard.scheduler.autoparallel import Cluster
+from reshard.scheduler.training.loop import Job
+from reshard.scheduler.training.memory import count_peak_bytes, predicted_bytes
+from reshard.scheduler.training.strategies import SearchOptions, make_job_problem
+from reshard.testing import run_processes
+from reshard.topology import Topology
+
+#: Strategies of each model: stages and microbatches.
+CASES = {
+    "GPT": (
+        ("4:1, 4:1", 4),
+        ("4:1 recompute, 4:1 recompute", 4),
+        ("8:2", 4),
+        ("8:2 zero", 4),
+        ("8:2 zero recompute", 4),
+        ("8:2 tp", 4),
+        ("8:2 tp recompute", 4),
+        ("3:1, 5:2", 4),
+        ("3:2 zero, 5:1 half", 8),
+        ("2:1, 3:1, 3:1", 8),
+        ("4:2 tp, 4:1 half", 4),
+        ("4:2 zero half, 4:2 zero", 2),
+    ),
+    "U-Transformer": (("7:1, 7:1", 4), ("14:2", 4), ("7:1 recompute, 7:2", 4), ("9:2 zero half, 5:1", 4)),
+}
+
+
+def main() -> None:
+    """Print predicted and counted megabytes of the fullest rank of each strategy."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    ratios = []
+    for name, preset in (("GPT", GPT), ("U-Transformer", U_TRANSFORMER)):
+        job = Job("memory", preset, 2, "")
+        problem = make_job_problem(job, SearchOptions(2, None, "10GB"))
+        for text, count in CASES[name]:
+            stages = parse_stages(text)
+            cluster = Cluster(Topology.uniform((0,) * stages[-1].end_rank), 1e10)
+            _, strategy = make_by_hand(problem, cluster, stages, count)
+            counted = run_processes(count_peak_bytes, strategy.num_ranks, replace(job, strategy=strategy))
+            pairs = list(zip(predicted_bytes(strategy), counted, strict=True))
+            predicted, most = max(pairs, key=lambda pair: pair[1])
+            ratios += [first / second for first, second in pairs]
+            every = ", ".join(f"{first / second:.3f}" for first, second in pairs)
+            print(
+                f"{name:14}{text:34}{count:3} microbatches, {strategy.schedule.name:14} predicted "
+                f"{predicted / 1e6:7.3f} MB, counted {most / 1e6:7.3f} MB, ratio of each rank {every}",
+                flush=True,
+            )
+    within = sum(0.95 <= ratio <= 1.05 for ratio in ratios)
+    print(f"{within} of {len(ratios)} ranks within 5 %, least {min(ratios):.3f}, most {max(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Count the bytes of tensors that a rank keeps while it trains a strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..autoparallel import Strategy
+from ..runtime import torch_compat
+from .loop import Job, make_loaders, make_optimizer, make_pipe
+
+
+class StorageCounter(TorchDispatchMode):
+    """Counts the live storages of all tensors that operations return inside, and their largest sum.
+
+    Sums are taken by :meth:`sample`, at points where only what is kept is alive, not in the midst of an operation.
+
+    Attributes:
+        peak_bytes: the largest sum so far.
+    """
+
+    def __init__(self, ignored: Any = ()) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._ignored = {each.untyped_storage()._cdata for each in tree_leaves(ignored)}
+        self._storages: dict[int, int] = {}  # address of a storage -> a weak reference to it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note the storages of its results."""
+        results, is_gathered = func(*args, **(kwargs or {})), "split_with_sizes_copy" in str(func)
+        for each in tree_leaves(results):
+            if isinstance(each, torch.Tensor) and each.layout is torch.strided:
+                plain = torch_compat.inner_tensor(each)
+                if plain.device.type == "meta" or isinstance(plain, FakeTensor):
+                    continue
+                storage = plain.untyped_storage()
+                if storage._cdata not in self._storages and storage._cdata not in self._ignored:
+                    self._storages[storage._cdata] = storage._weak_ref()
+        if is_gathered:
+            self.sample()  # FSDP has just gathered the parameters of a layer
+        return results
+
+    def sample_in_backward(self, *_: Any) -> None:
+        """Sum what is alive now if a backward runs."""
+        if torch._C._current_graph_task_id() != -1:
+            self.sample()
+
+    def sample(self, *_: Any) -> None:
+        """Sum what is alive now."""
+        total = 0
+        for address, weak in list(self._storages.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(weak)
+            if storage is None:
+                torch.UntypedStorage._free_weak_ref(weak)
+                del self._storages[address]
+            else:
+                total += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, total)
+
+
+def count_peak_bytes(rank: int, job: Job, steps: int = 2) -> int:
+    """Largest sum of the bytes of tensors that this rank keeps in training steps of a strategy, without the batch.
+
+    Sampled at the end of each forward of a stage, whenever FSDP has gathered parameters, and before each module whose
+    forward is computed again in a backward.
+    """
+    assert isinstance(job.strategy, Strategy)
+    batch = make_loaders(job)[0].batch(0)
+    counter = StorageCounter(batch)
+    with counter, make_pipe(job).compile(batch) as engine:
+        optimizer = make_optimizer(engine.parameters(), job.preset.learning_rate)
+        for module in engine.modules.values():
+            module.register_forward_hook(counter.sample)
+            for inner in module.modules():
+                inner.register_forward_pre_hook(counter.sample_in_backward)
+        for step in range(steps):
+            if step + 1 == steps:
+                counter.peak_bytes = 0  # by now there are states of the optimizer
+            engine.step(batch)
+            engine.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return counter.peak_bytes
+
+
+def predicted_bytes(strategy: Strategy) -> list[float]:
+    """Predicted peak of each rank."""
+    return [
+        report.memory_bytes
+        for stage, report in zip(strategy.stages, strategy.reports, strict=True)
+        for _ in range(stage.num_ranks)
+    ]

@@ -1,0 +1,36 @@
+"""Predicted bytes of a strategy against those that its ranks keep. ``microbench.strategies.memory`` has more of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from microbench.strategies.by_hand import GPT, make_by_hand, parse_stages
+from reshard.scheduler.autoparallel import Cluster
+from reshard.scheduler.training.loop import Job
+from reshard.scheduler.training.memory import count_peak_bytes, predicted_bytes
+from reshard.scheduler.training.strategies import SearchOptions, make_job_problem
+from reshard.testing import run_processes
+from reshard.topology import Topology
+
+JOB = Job("memory", GPT, 2, "")
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return make_job_problem(JOB, SearchOptions(2, None, "10GB"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "microbatches"),
+    [("4:2 tp, 4:1 half", 4), ("3:1, 5:2", 4), ("3:2 zero, 5:1 half", 8)],
+    ids=["tensor parallel and recompute", "replicas", "zero 3"],
+)
+def test_predicted_memory_is_within_5_percent(problem, text, microbatches):
+    stages = parse_stages(text)
+    cluster = Cluster(Topology.uniform((0,) * stages[-1].end_rank), 1e10)
+    _, strategy = make_by_hand(problem, cluster, stages, microbatches)
+    counted = run_processes(count_peak_bytes, strategy.num_ranks, replace(JOB, strategy=strategy), timeout_seconds=300)
+    assert counted == pytest.approx(predicted_bytes(strategy), rel=0.05)
