@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mixed", action="store_true", help="16-bit parameters with float32 optimizer states (default: float32)")
     add("--method", choices=["auto", *METHODS], default="auto", help="search method (default: auto)")
     add("--keep", action="append", default=[], metavar="NAME=VALUE", help="fix microbatches, tp, zero or recompute")
+    add("--svg", metavar="FILE", help="draw the stages on their hosts")
     add("--output", metavar="FILE", help="write the strategy here")
 
 
@@ -80,6 +81,8 @@ def run(options: argparse.Namespace) -> int:
         states=MIXED_PRECISION if options.mixed else StateBytes(),
     )
     print(strategy.explain())
+    if options.svg:
+        Path(options.svg).write_text(strategy.to_svg())
     if options.output:
         strategy.save(options.output)
     return 0

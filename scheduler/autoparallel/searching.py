@@ -171,6 +171,7 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
         tuple(edges),
         tuple(_alternative(each) for each in others[:NUM_ALTERNATIVES]),
         wider.seconds,
+        problem.cluster.hosts,
     )
 
 

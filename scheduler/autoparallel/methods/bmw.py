@@ -63,12 +63,6 @@ def seconds_of(packed: Sequence[PackedStage], count: int) -> float:
     return sum(times) + (count - 1) * max(times)
 
 
-def balance_degrees(times: Sequence[float], memories: Sequence[float]) -> tuple[float, float]:
-    """Balance of time and of memory: ``1 - max / sum``. At most ``1 - 1 / stages``, if all stages are equal."""
-    time, memory = (1 - max(values) / (sum(values) or 1.0) for values in (times, memories))
-    return time, memory
-
-
 def _balanced(problem: Problem, degree: int, count: int) -> Sequence[PackedStage] | None:
     """The stages after all moves; None if neither extreme fits."""
     by_time, by_memory = (partition(_weights(problem, degree, count, what), degree) for what in ("time", "memory"))

@@ -19,6 +19,9 @@ def explain_strategy(strategy: StrategyRecord) -> str:
         f"no plan of this model takes less than {strategy.bound_seconds:.4g} s "
         f"({strategy.bound_seconds / strategy.seconds:.0%} of this one's time is work that cannot be avoided)"
     )
+    time, memory = strategy.balance
+    most = 1 - 1 / len(strategy.stages)
+    lines.append(f"balance of time {time:.3f} and of memory {memory:.3f}; equal stages would have {most:.3f}")
     for number, (stage, report) in enumerate(zip(strategy.stages, strategy.reports, strict=True)):
         idle = strategy.seconds - report.busy_seconds - report.gradient_sync_seconds
         lines += [

@@ -14,7 +14,7 @@ from reshard.errors import ArgumentError
 from ...ir.schedule import Schedule
 from ...ir.text import parse_schedule
 from ..choices import Choice
-from .reports import Alternative, EdgeReport, StageReport
+from .reports import Alternative, EdgeReport, StageReport, balance_degrees
 from .stages import StagePlan
 
 VERSION = 1
@@ -40,6 +40,7 @@ class StrategyRecord:
     edges: tuple[EdgeReport, ...]
     alternatives: tuple[Alternative, ...] = ()
     wider_links_seconds: float = 0.0
+    hosts: tuple[tuple[int, int, int], ...] = ()
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -65,6 +66,13 @@ class StrategyRecord:
     def memory_bytes(self) -> float:
         """Bytes of the fullest device at the peak."""
         return max(report.memory_bytes for report in self.reports)
+
+    @property
+    def balance(self) -> tuple[float, float]:
+        """Balance degrees of time and of memory over the stages, as :func:`balance_degrees` defines them."""
+        return balance_degrees(
+            [report.busy_seconds for report in self.reports], [report.memory_bytes for report in self.reports]
+        )
 
     def __str__(self) -> str:
         stages = ", ".join(map(str, self.stages))
@@ -102,7 +110,8 @@ class StrategyRecord:
             lists: dict[str, Any] = {
                 name: tuple(kind(**each) for each in data.pop(name)) for name, kind in kinds.items()
             }
-            return cls(stages=stages, **lists, **{**data, "layer_names": tuple(map(tuple, data["layer_names"]))})
+            pairs = {name: tuple(map(tuple, data[name])) for name in ("layer_names", "hosts")}
+            return cls(stages=stages, **lists, **{**data, **pairs})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ArgumentError):
                 raise

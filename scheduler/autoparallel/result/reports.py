@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -56,3 +57,9 @@ class Alternative:
     bubble_seconds: float
     sync_seconds: float
     short_bytes: float = 0.0
+
+
+def balance_degrees(times: Sequence[float], memories: Sequence[float]) -> tuple[float, float]:
+    """Balance of time and of memory: ``1 - max / sum``. At most ``1 - 1 / stages``, if all stages are equal."""
+    time, memory = (1 - max(values) / (sum(values) or 1.0) for values in (times, memories))
+    return time, memory

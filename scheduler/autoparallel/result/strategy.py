@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .drawing import draw_strategy
 from .explain import explain_strategy
 from .record import StrategyRecord
 
@@ -26,11 +27,16 @@ class Strategy(StrategyRecord):
         graph_hash, profile_hash, cluster_hash: what it was made for.
         reports, edges: details of each stage and edge. alternatives: other candidates, fastest first.
         wider_links_seconds: predicted seconds with the same schedule if links were 10 % faster.
+        hosts: host, first rank and end of each host.
     """
 
     def explain(self) -> str:
         """Where time and memory go, what the edges cost, how far the bound is, and what other candidates lack."""
         return explain_strategy(self)
+
+    def to_svg(self) -> str:
+        """A drawing of the stages on their hosts, with the seconds and the busiest link of each edge."""
+        return draw_strategy(self)
 
     def placements(self) -> list[Any]:
         """A :class:`reshard.scheduler.Placement` for each stage. Imports torch.

@@ -12,6 +12,7 @@ from reshard.scheduler.autoparallel import Candidate
 from reshard.scheduler.autoparallel.iteration import evaluate, step_bound
 from reshard.scheduler.autoparallel.methods import alpa, bmw, joint, knapsack, pace
 from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
+from reshard.scheduler.autoparallel.result.reports import balance_degrees
 from reshard.scheduler.autoparallel.result.stages import StagePlan
 from tests.reference.pace import best_stages as reference_stages
 from tests.scheduler.autoparallel.random_searches import all_plans, least_seconds, make_problem, seconds_at
@@ -127,7 +128,7 @@ def test_bmw_moves_layers_only_where_they_help():
     problem = make_problem(401)
     for candidate in bmw.bmw(problem):
         times = [problem.stage_cost(stage, candidate.microbatches).seconds for stage in candidate.stages]
-        time, _ = bmw.balance_degrees(times, times)
+        time, _ = balance_degrees(times, times)
         assert 0 <= time <= 1 - 1 / len(times) + 1e-9
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
@@ -13,6 +15,8 @@ from reshard.errors import ArgumentError, TopologyError
 from reshard.scheduler import check_schedule
 from reshard.scheduler.autoparallel import (
     MIXED_PRECISION,
+    Candidate,
+    Choice,
     ChoiceRules,
     ClassTimes,
     Cluster,
@@ -20,6 +24,7 @@ from reshard.scheduler.autoparallel import (
     LayerGraph,
     Profile,
     Sample,
+    StagePlan,
     Strategy,
     Tensor,
     search,
@@ -74,6 +79,33 @@ def test_explain_marks_a_guess_and_names_what_others_lack(strategy):
     assert f"no plan of this model takes less than {strategy.bound_seconds:.4g} s" in text
     for other in strategy.alternatives:
         assert other.text in text
+
+
+def test_explain_prints_both_balance_degrees(strategy):
+    times, memories = ([getattr(each, name) for each in strategy.reports] for name in ("busy_seconds", "memory_bytes"))
+    assert strategy.balance == (1 - max(times) / sum(times), 1 - max(memories) / sum(memories))
+    assert f"balance of time {strategy.balance[0]:.3f} and of memory {strategy.balance[1]:.3f}" in strategy.explain()
+
+
+def test_the_drawing_shows_stages_on_hosts_and_the_seconds_of_edges():
+    kept = {"microbatches": 4}
+    skip = Tensor("skip", (1, 1000), "float32", 0, (3,))
+    graph = replace(GRAPH, tensors=(*GRAPH.tensors, skip))
+    found = search(graph, Cluster(HOSTS, 1e9), PROFILE, rows=8, keep=kept, method=split_in_four)
+    root = ElementTree.fromstring(found.to_svg())
+    texts = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    for number, stage in enumerate(found.stages):
+        assert f"stage {number}: {stage}" in texts
+    assert [text for text in texts if text.startswith("host ")] == ["host 0", "host 0", "host 1", "host 1"]
+    shown = [text.partition(":")[0] for text in texts if " forward, " in text]
+    assert shown == ["0 to 1", "0 to 3", "1 to 2", "2 to 3"]
+    for edge in found.edges:
+        assert any(f"{edge.forward_seconds:.3g} s forward" in text and edge.busiest_port in text for text in texts)
+
+
+def split_in_four(problem):
+    stages = tuple(StagePlan(at, at + 1, at, at + 1, (Choice(),)) for at in range(4))
+    return (Candidate("four", stages, problem.microbatches[0]),)
 
 
 def test_the_answer_does_not_depend_on_the_hash_seed(strategy):

@@ -1,0 +1,174 @@
+"""Predicted against measured steps of strategies on emulated hosts: ``python -m microbench.strategies.accuracy``.
+
+Devices sleep for the seconds of their stages, and the tensors of the edges cross rate-limited links. The first strategy
+of each model corrects its profile, as ``tune`` does. All others are predicted before they run. Sums of gradients are
+left out: timed stages have no parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from microbench.emulation.cluster import Cluster as EmulatedCluster
+from microbench.emulation.links import nominal
+from microbench.harness.steal_time import merge_laps
+from microbench.strategies.by_hand import make_by_hand, parse_stages
+from microbench.training.worker import Method, Training, train_in_turns
+from reshard.scheduler import Pipeline, PipelineTimeline
+from reshard.scheduler.autoparallel import (
+    ClassTimes,
+    Cluster,
+    Layer,
+    LayerGraph,
+    Problem,
+    Profile,
+    Sample,
+    Strategy,
+    Tensor,
+    choose_strategy,
+)
+from reshard.scheduler.autoparallel.problem import Stages
+from reshard.scheduler.autoparallel.tuning import correct_profile
+from reshard.sharding import Mesh
+from reshard.topology import Topology, topology_from_json
+
+ROWS, MICROBATCHES, REPEATS = 16, 8, 3
+#: Stages of all models, which have 8 layers. The first ones correct the profile.
+CASES = (
+    "4:2, 4:2",
+    "3:2, 5:2",
+    "5:2, 3:2",
+    "2:2, 6:2",
+    "6:2, 2:2",
+    "2:1, 2:1, 2:1, 2:1",
+    "4:2, 2:1, 2:1",
+    "1:1, 3:1, 4:2",
+    "3:1, 1:1, 1:1, 3:1",
+)
+MB = 250_000  # elements of a megabyte
+
+
+@dataclass(frozen=True)
+class Model:
+    """Eight layers: seconds of the forward of one row, and megabytes of a row behind each but the last.
+
+    ``skips``: (writer, reader, megabytes).
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+    megabytes: tuple[float, ...]
+    skips: tuple[tuple[int, int, float], ...] = ()
+
+    def graph(self) -> LayerGraph:
+        """The layers, without parameters, and the tensors between them."""
+        layers = [Layer(f"layers.{at}", f"{s:g} s", 0.0, 0, 0.0) for at, s in enumerate(self.seconds)]
+        tensors = [
+            Tensor(f"x{at}", (1, round(mb * MB)), "float32", at, (at + 1,)) for at, mb in enumerate(self.megabytes)
+        ]
+        tensors += [
+            Tensor(f"skip{writer}", (1, round(mb * MB)), "float32", writer, (reader,))
+            for writer, reader, mb in self.skips
+        ]
+        return LayerGraph(tuple(layers), tuple(tensors), name=self.name)
+
+    def profile(self, graph: LayerGraph) -> Profile:
+        """The seconds that the stages sleep."""
+        classes = {f"{s:g} s": {1: ClassTimes((Sample(1, s, s, s, 2 * s),))} for s in self.seconds}
+        return Profile(graph.key, "timed", graph.dtype, classes)
+
+
+MODELS = (
+    Model("GPT", (0.006,) * 8, (0.5,) * 7),
+    Model("vision backbone", (0.006,) * 8, (4.0, 4.0, 2.0, 2.0, 1.0, 0.5, 0.5)),
+    Model(
+        "U-Net",
+        (0.004, 0.006, 0.008, 0.008, 0.008, 0.008, 0.006, 0.004),
+        (1.0, 0.5, 0.25, 0.25, 0.25, 0.5, 1.0),
+        ((0, 7, 1.0), (1, 6, 0.5), (2, 5, 0.25)),
+    ),
+)
+
+
+def make_pipeline(problem: Problem, stages: Stages) -> Pipeline:
+    """The pipeline of a strategy with meshes and tensors, as the engine runs it."""
+    made = problem.pipeline(stages, MICROBATCHES)
+    meshes = [Mesh(tuple(range(s.first_rank, s.end_rank)), {"dp": s.num_ranks, "tp": 1}) for s in stages]
+    parts = tuple(
+        replace(stage, mesh=mesh, activation_bytes=1) for stage, mesh in zip(made.stages, meshes, strict=True)
+    )
+    return Pipeline(parts, tuple(problem.edges(stages, MICROBATCHES)))
+
+
+def measure(
+    cluster: EmulatedCluster, problem: Problem, strategy: Strategy, plain: Topology
+) -> tuple[list[float], PipelineTimeline]:
+    """Seconds of the kept steps of a strategy, and the timeline of the least disturbed one."""
+    method = Method("strategy", strategy.schedule, None)
+    training = Training(make_pipeline(problem, strategy.stages), (method,), plain, None, REPEATS)
+    results: list[dict[str, Any]] = cluster.run(train_in_turns, training, timeout_seconds=300.0)
+    laps = merge_laps([result["laps"]["strategy"] for result in results])
+    return [lap.seconds for lap in laps.kept()], results[0]["timelines"]["strategy"]
+
+
+def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[list[tuple[str, float, float]], float]:
+    """``(strategy, predicted, measured)`` of all cases, and the measured seconds of the choice of the search."""
+    plain = nominal(shaped)
+    graph = model.graph()
+    devices = Cluster(plain, 1e9)
+    true = Problem(graph, devices, model.profile(graph), ROWS, microbatches=(MICROBATCHES,))
+    rows: list[tuple[str, float, float]] = []
+    with EmulatedCluster(shaped) as cluster:
+        problem = true
+        for number, text in enumerate(cases):
+            _, strategy = make_by_hand(problem, devices, parse_stages(text), MICROBATCHES)
+            seconds, timeline = measure(cluster, true, strategy, plain)
+            if number == 0:
+                problem = replace(problem, profile=correct_profile(true, strategy, [timeline]))
+                print(f"{model.name}: a message takes {1e3 * problem.profile.message_seconds:.2f} ms", flush=True)
+                continue
+            rows.append((text, strategy.seconds, statistics.median(seconds)))
+            print(
+                f"{model.name:16}{text:22}{strategy.schedule.name:14} predicted {strategy.seconds:.3f} s, measured "
+                f"{rows[-1][2]:.3f} s ({min(seconds):.3f} to {max(seconds):.3f}), ratio "
+                f"{strategy.seconds / rows[-1][2]:.3f}",
+                flush=True,
+            )
+        chosen = choose_strategy(problem)
+        taken = statistics.median(measure(cluster, true, chosen, plain)[0])
+        best = min(rows, key=lambda row: row[2])
+        print(
+            f"{model.name}: the choice, predicted {chosen.seconds:.3f} s, takes {taken:.3f} s; the best of the others "
+            f"takes {best[2]:.3f} s ({best[0]}): {chosen}",
+            flush=True,
+        )
+    return rows, taken
+
+
+def main() -> None:
+    """Print every strategy, the part that is predicted within 5 and 10 %, and the rank correlation."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="1 Gbit/s", help="of each NIC (default: 1 Gbit/s)")
+    options = parser.parse_args()
+    from scipy.stats import spearmanr
+
+    shaped = topology_from_json({"hosts": [{"devices": 2, "nics": [options.rate]}] * 2})
+    every, correlations = [], []
+    for model in MODELS:
+        rows, _ = run_model(model, shaped, CASES)
+        every += rows
+        correlations.append(float(spearmanr([row[1] for row in rows], [row[2] for row in rows])[0]))
+    ratios = [predicted / measured for _, predicted, measured in every]
+    within = [sum(abs(ratio - 1) <= part for ratio in ratios) for part in (0.05, 0.1)]
+    print(
+        f"{len(ratios)} strategies: {within[0]} within 5 %, {within[1]} within 10 %, least {min(ratios):.3f}, most "
+        f"{max(ratios):.3f}; rank correlation of each model {', '.join(f'{each:.3f}' for each in correlations)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
