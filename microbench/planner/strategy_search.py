@@ -100,16 +100,22 @@ def print_table(title: str, results: Sequence[dict[str, float]]) -> None:
         print(f"  {name:32} mean {mean:6.3f}  worst {worst:6.3f}  least {least:6.3f}  nothing fits {missing}")
 
 
-def random_clusters(number: int) -> None:
-    """Models and clusters drawn at random."""
+def random_clusters(number: int, seconds: float) -> None:
+    """Models and clusters drawn at random, as many as fit the seconds. Stops if ``auto`` is behind another method."""
     results = []
+    begun = time.monotonic()
     for seed in range(number):
+        if time.monotonic() - begun > seconds:
+            break
         rng = random.Random(seed)
         graph = rng.choice([make_gpt(8, 1024), make_gpt(12, 2048), make_backbone(2, 256), make_backbone(2, 384)])
         rates = [rng.choice([10, 25, 100]) * GBIT for _ in range(rng.choice([2, 3, 4]))]
         if rng.random() < 0.5:
             rates = [rates[0]] * len(rates)
         results.append(compare(make_problem(graph, make_topology(rates, rng.choice([2, 4])), 64)))
+        behind = {name: s for name, s in results[-1].items() if s < results[-1]["auto"] * (1 - 1e-9)}
+        if behind:
+            raise SystemExit(f"cluster {seed}: auto takes {results[-1]['auto']:.6g} s, but {behind}")
     print_table("random clusters", results)
 
 
@@ -147,10 +153,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["families", "speed", "clusters"])
     parser.add_argument("--clusters", type=int, default=20, help="number of random clusters (default: 20)")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="start no further cluster after this time")
     options = parser.parse_args()
     for part in options.parts:
         if part == "clusters":
-            random_clusters(options.clusters)
+            random_clusters(options.clusters, options.seconds)
         elif part == "families":
             families()
         elif part == "speed":
