@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+# Let the interpreters that tests start keep compiled modules.
+unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml constraints.txt $(wildcard native/* native/*/*)
 
 install: $(VENV)/installed
@@ -25,7 +27,7 @@ demo: install
 	$(BIN)/reshard demo
 
 test: install
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -q --workers 4
 
 test-cluster: install
 	$(BIN)/python -m pytest -m 'cluster and not slow'
