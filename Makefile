@@ -8,9 +8,14 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml constraints.txt $(wildcard native/* native/*/*)
 
+# In the same environment, each build of the package reuses the objects of the last one.
+EDITABLE := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable
+BUILD_REQUIREMENTS := import shutil, tomllib; tools = [tool for tool in ("cmake", "ninja") if not shutil.which(tool)]; \
+	print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], *tools, sep="\n")
+
 install: $(VENV)/installed
 
-# Each installation builds the package again, so CI installs all extras at once.
+# CI installs all extras at once.
 install-all: $(VENV)/all
 	touch $(VENV)/installed $(VENV)/bench $(VENV)/docs
 
@@ -20,7 +25,8 @@ $(VENV)/all: EXTRAS := torch,test,dev,bench,docs
 $(VENV)/installed $(VENV)/all: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
+	$(BIN)/python -c '$(BUILD_REQUIREMENTS)' | xargs -d '\n' $(BIN)/python -m pip install --quiet --disable-pip-version-check
+	$(EDITABLE) '.[$(EXTRAS)]'
 	touch $@
 
 demo: install
@@ -54,7 +60,7 @@ bench: $(VENV)/bench
 	test $$status -eq 2 || $(BIN)/python -m microbench.harness.report build/bench.jsonl --into build/bench; exit $$status
 
 $(VENV)/bench: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	$(EDITABLE) '.[bench]'
 	touch $@
 
 # The public docs: scheduler/ where it is installed, and cross-references in the form that Markdown knows.
@@ -65,7 +71,7 @@ docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f .mkdocs.yml
 
 $(VENV)/docs: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(EDITABLE) '.[docs]'
 	touch $@
 
 wheel: install
