@@ -33,7 +33,7 @@ demo: install
 	$(BIN)/reshard demo
 
 test: install
-	$(BIN)/python -m pytest -q --workers 4
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-cluster: install
 	$(BIN)/python -m pytest -m 'cluster and not slow'

@@ -10,8 +10,6 @@ from hypothesis import HealthCheck, Phase, settings
 
 from tests.support.nccl_standin import build_standin
 
-pytest_plugins = ["tests.forked_workers"]
-
 settings.register_profile(
     "fixed", derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
 )
