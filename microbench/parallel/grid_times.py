@@ -27,7 +27,7 @@ from microbench.parallel.layers import GridShape, LinearStack, transformer_linea
 from reshard.parallel import Grid
 from reshard.parallel.costs import find_product_seconds, find_traffic
 from reshard.parallel.grid import AXES
-from reshard.parallel.products.cuts import chunk_spans, size_of
+from reshard.parallel.grid.cuts import chunk_spans, size_of
 from reshard.parallel.products.dataflow import PANEL_WIDTH, ProductKind, ProductShape, is_weight_stationary
 from reshard.parallel.products.multiply import Product
 from reshard.topology import Topology

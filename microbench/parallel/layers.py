@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from reshard.parallel import Grid, Linear, sync_gradients
-from reshard.parallel.products.cuts import batch_spans, chunk_spans, size_of
+from reshard.parallel.grid.cuts import batch_spans, chunk_spans, size_of
 from reshard.parallel.products.dataflow import (
     PANEL_WIDTH,
     ProductKind,

@@ -16,7 +16,7 @@ from reshard.topology import Topology
 
 from .costs import find_product_seconds, find_traffic
 from .grid import AXES
-from .products.cuts import chunk_spans, size_of
+from .grid.cuts import chunk_spans, size_of
 from .products.dataflow import PANEL_WIDTH, ProductKind, ProductShape, is_weight_stationary
 from .transformer import TransformerSizes
 

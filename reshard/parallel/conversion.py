@@ -16,12 +16,12 @@ from reshard.runtime.gradient_sums import CHECK_EVERY, digest_of
 
 from .graphs import check_graph
 from .grid import Grid
+from .grid.cuts import size_of
 from .layers.dropout import Dropout
 from .layers.embedding import Embedding
 from .layers.linear import Linear
 from .layers.loss import CrossEntropy
 from .layers.norms import LayerNorm, RMSNorm
-from .products.cuts import size_of
 from .products.dataflow import PANEL_WIDTH
 
 #: ``convert(module, conversion, path) -> module on the grid``.

@@ -11,7 +11,7 @@ import numpy as np
 
 from reshard.topology import Topology
 
-from .products.cuts import size_of
+from .grid.cuts import size_of
 from .products.dataflow import ProductKind, ProductShape, busiest_elements
 
 
@@ -21,7 +21,7 @@ class AxisTraffic:
 
     A gather and a sum move the same: each rank receives the part of every other rank of its axis, through NICs or
     inside its host. Where hosts have equally many ranks of an axis, both run in two levels, as
-    :class:`~reshard.parallel.products.collectives.Levels` does.
+    :class:`~reshard.parallel.grid.collectives.Levels` does.
 
     Attributes:
         nic_seconds: seconds of the busiest NIC for parts of one byte.

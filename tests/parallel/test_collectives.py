@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from reshard.parallel.products.collectives import Axis
+from reshard.parallel.grid.collectives import Axis
 from reshard.testing import run_processes
 
 SIZES = [[2, 2, 2, 2, 2, 2], [3, 0, 1, 4, 2, 1], [0, 0, 5, 0, 0, 0]]

@@ -14,8 +14,8 @@ from reshard.compression import Policy
 from reshard.coordination.connections import GlooTransport
 from reshard.errors import ArgumentError
 from reshard.parallel import Grid, parallelize, relayout, sync_gradients
-from reshard.parallel.products.coded_axis import CodedAxis
-from reshard.parallel.products.collectives import Axis
+from reshard.parallel.grid.coded_axis import CodedAxis
+from reshard.parallel.grid.collectives import Axis
 from reshard.scheduler import Engine, Pipeline, Stage, StageOutput, one_f_one_b
 from reshard.testing import run_processes
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from reshard.parallel import Grid
+from reshard.parallel.grid.cuts import batch_spans, chunk_spans, cut_panels, size_of
 from reshard.parallel.products import multiply
-from reshard.parallel.products.cuts import batch_spans, chunk_spans, cut_panels, size_of
 from reshard.parallel.products.dataflow import ProductKind, ProductShape, busiest_elements, received_elements
 from reshard.parallel.products.multiply import Product, run_together
 from reshard.testing import run_processes

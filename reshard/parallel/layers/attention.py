@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from reshard.errors import ArgumentError
 
 from ..grid import Grid
-from ..products.cuts import Span, balanced_spans, chunk_spans, intersect, size_of
+from ..grid.cuts import Span, balanced_spans, chunk_spans, intersect, size_of
 from .dropout import dropout_mask
 
 

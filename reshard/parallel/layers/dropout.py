@@ -8,7 +8,7 @@ from torch import nn
 from reshard.errors import ArgumentError
 
 from ..grid import Grid
-from ..products.cuts import Span, chunk_spans, size_of
+from ..grid.cuts import Span, chunk_spans, size_of
 
 # Multipliers of a 64-bit integer hash (splitmix64; Steele et al., 2014) as signed integers.
 _GAMMA = -7046029254386353131

@@ -15,7 +15,7 @@ from reshard.runtime.gradient_sums import declare_sums
 from reshard.runtime.weight_grad_store import later_tasks
 
 from ..grid import Grid
-from ..products.cuts import chunk_spans, size_of
+from ..grid.cuts import chunk_spans, size_of
 from ..products.dataflow import PANEL_WIDTH, ProductShape
 from ..products.multiply import Product, Steps, run_together
 from .parameters import gradient_axes, local_of, shard_parameter

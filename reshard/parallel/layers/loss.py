@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from reshard.errors import ArgumentError
 
 from ..grid import Grid
-from ..products.cuts import chunk_spans, size_of
+from ..grid.cuts import chunk_spans, size_of
 
 
 class CrossEntropy(nn.Module):

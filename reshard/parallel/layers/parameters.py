@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..grid import Grid
-from ..products.cuts import chunk_spans
+from ..grid.cuts import chunk_spans
 
 
 def shard_parameter(value: torch.Tensor, grid: Grid, row_dim: int | None, col_dim: int | None) -> nn.Parameter:

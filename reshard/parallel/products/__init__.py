@@ -1,1 +1,1 @@
-"""Matrix products on one layer of a grid: cuts, dataflows and their prices, collectives."""
+"""Matrix products on one layer of a grid: dataflows and what they move."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from .cuts import Panels, Span, chunk_spans, cut_panels, intersect, size_of
+from ..grid.cuts import Panels, Span, chunk_spans, cut_panels, intersect, size_of
 
 #: Default width of a panel: contracted elements per step.
 PANEL_WIDTH = 1024

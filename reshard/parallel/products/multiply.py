@@ -11,8 +11,8 @@ from collections.abc import Generator, Sequence
 import torch
 
 from ..grid import Grid
-from .collectives import Pending, ordered_sum
-from .cuts import Span, intersect, size_of, total
+from ..grid.collectives import Pending, ordered_sum
+from ..grid.cuts import Span, intersect, size_of, total
 from .dataflow import ProductKind, ProductShape, is_weight_stationary
 
 #: A product in steps. It stops where collectives are under way, so that those of another product can start.

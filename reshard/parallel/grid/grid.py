@@ -19,9 +19,9 @@ from reshard.codecs import BlockCodec, parse_codec
 from reshard.errors import ArgumentError, MeshError
 from reshard.sharding import Mesh
 
-from .products.coded_axis import CodedAxis
-from .products.collectives import Axis
-from .products.cuts import Span, batch_spans, chunk_spans, size_of
+from .coded_axis import CodedAxis
+from .collectives import Axis
+from .cuts import Span, batch_spans, chunk_spans, size_of
 from .watch import Watch
 
 AXES = ("depth", "row", "col")
