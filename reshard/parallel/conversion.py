@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,8 @@ class Conversion:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         self.ties = [same for same in names.values() if len(same) > 1]
+        #: The module, its conversion, and the features after it, by id of the module.
+        self._made: dict[int, tuple[Any, nn.Module, int | None]] = {}
         self._tied = {key for key, same in names.items() if len(same) > 1}
 
     def is_tied(self, parameter: Any) -> bool:
@@ -71,16 +73,27 @@ class Conversion:
 
     def convert_children(self, module: nn.Module, path: str) -> nn.Module:
         """Convert the children of a module in place."""
-        for name, child in list(module.named_children()):
-            setattr(module, name, self.convert(child, f"{path}.{name}" if path else name))
+        for name, child in list(module._modules.items()):  # under each of its names
+            if child is not None:
+                setattr(module, name, self.convert(child, f"{path}.{name}" if path else name))
         return module
 
     def convert(self, module: Any, path: str) -> nn.Module:
         """The module on the grid; containers and elementwise modules are changed in place.
 
+        A module with several names is converted once. Dropouts and losses are not: their sizes are those of the place.
+
         Raises:
             ArgumentError: no converter is known for the module, or it cannot be cut.
         """
+        if isinstance(module, (nn.Dropout, nn.CrossEntropyLoss)):
+            return self._convert(module, path)
+        if id(module) not in self._made:
+            self._made[id(module)] = (module, self._convert(module, path), self.features)
+        _, made, self.features = self._made[id(module)]
+        return made
+
+    def _convert(self, module: Any, path: str) -> nn.Module:
         converter = _CONVERTERS.get(type(module)) or _find_adapter(module)
         if converter is not None:
             return converter(module, self, path)
@@ -233,7 +246,7 @@ class _Input:
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dim()]
         if not tensors:
             raise ArgumentError("the forward of a model on a grid needs a tensor whose first dim is the batch")
-        rows = len(tensors[0])
+        rows = _rows_of(tensors)
         if self.has_local_input:
             sizes = set(map(len, tensors))  # a tensor that all rows share has 1 in its first dim
             context = self.grid.local_batch(min(sizes) and max(sizes), tensors[0].device)
@@ -245,7 +258,10 @@ class _Input:
             self._num_forwards += 1
             lo, hi = self.grid.local_rows(rows)
             args = tuple(_narrow(each, rows, lo, hi) for each in args)
-            kwargs = {name: _narrow(each, rows, lo, hi) for name, each in kwargs.items()}
+            kwargs = {
+                name: each if _is_of_positions(name, each) else _narrow(each, rows, lo, hi)
+                for name, each in kwargs.items()
+            }
         context.__enter__()
         self._open.append(context)
         return args, kwargs
@@ -301,6 +317,17 @@ def _sum_under_fsdp(model: nn.Module) -> None:
         if isinstance(module, FSDPModule) and not getattr(module, "_reshard_sums", False):
             module.set_gradient_divide_factor(1.0)
             object.__setattr__(module, "_reshard_sums", True)
+
+
+def _rows_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Rows of a batch: what all rows share has 1 in its first dim, or one dim alone."""
+    several = [each for each in tensors if each.dim() > 1] or tensors
+    return next((len(each) for each in several if len(each) != 1), 1)
+
+
+def _is_of_positions(name: str, value: Any) -> bool:
+    """Whether an argument has one element for each position of a sequence, and none for each row of the batch."""
+    return name in ("position_ids", "cache_position") and isinstance(value, torch.Tensor) and value.dim() == 1
 
 
 def _narrow(value: Any, rows: int, lo: int, hi: int) -> Any:

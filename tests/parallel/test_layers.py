@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from reshard.errors import ArgumentError
-from reshard.parallel import CrossEntropy, Grid, Linear, parallelize, sync_gradients
+from reshard.parallel import CrossEntropy, Grid, LayerNorm, Linear, RMSNorm, parallelize, sync_gradients
 from reshard.testing import run_processes
 
 from .models import make_batch, make_gpt, relative_error
@@ -163,3 +163,59 @@ def check_classifier(rank, shape):
 def test_dropout_and_loss_take_their_sizes_from_the_layer_before():
     (expected,) = run_processes(check_classifier, 1, (1, 1, 1))
     assert run_processes(check_classifier, 4, (2, 2, 1)) == pytest.approx([expected] * 4, abs=1e-12)
+
+
+class Repeated(torch.nn.Module):
+    """A block, a dropout and a norm without parameters, each under several names."""
+
+    def __init__(self):
+        super().__init__()
+        norm, dropout, linear = torch.nn.LayerNorm(6, elementwise_affine=False), torch.nn.Dropout(0.5), nn_linear(6, 6)
+        block = torch.nn.Sequential(nn_linear(6, 14), torch.nn.GELU(), dropout, nn_linear(14, 6), dropout)
+        self.embed = torch.nn.Embedding(9, 6)
+        self.body = torch.nn.Sequential(norm, linear, norm, linear, block, torch.nn.Sequential(norm, block), norm)
+        self.head, self.loss = nn_linear(6, 9), torch.nn.CrossEntropyLoss()
+
+    def forward(self, tokens, targets):
+        return self.loss(self.head(self.body(self.embed(tokens))), targets)
+
+    def to_grid(self, conversion, path):
+        return conversion.convert_children(self, path)
+
+
+def nn_linear(inputs, outputs):
+    return torch.nn.Linear(inputs, outputs, dtype=torch.float64)
+
+
+def check_repeated(rank, shape):
+    torch.manual_seed(2)
+    model = parallelize(Repeated().double(), Grid.make(*shape))
+    tokens = torch.arange(5)
+    loss = model(tokens[:, None], tokens[:, None])
+    loss.backward()
+    sync_gradients(model)
+    return float(loss.detach()), model.body[1].weight.grad.full_tensor()
+
+
+def test_modules_with_several_names_are_cut_under_each():
+    ((expected, gradient),) = run_processes(check_repeated, 1, (1, 1, 1))
+    for loss, actual in run_processes(check_repeated, 4, (2, 2, 1)):
+        assert loss == pytest.approx(expected, abs=1e-12)
+        assert relative_error(actual, gradient) < 1e-12
+
+
+def check_norms(rank):
+    grid = Grid.make(1, 2, 1)
+    x = torch.arange(12.0).view(2, 6)
+    lo, hi = grid.local_features(6)
+    for eps in (None, 0.0, 0.1):
+        for affine in (False, True):
+            norm = torch.nn.RMSNorm(6, eps, elementwise_affine=affine)
+            torch.testing.assert_close(RMSNorm(norm, grid)(x[:, lo:hi] * 1e-4), norm(x * 1e-4)[:, lo:hi])
+    for affine in (False, True):
+        with pytest.raises(ArgumentError, match="a norm of 2 features got 2 on column . of .*, not 1"):
+            LayerNorm(torch.nn.LayerNorm(2, elementwise_affine=affine), grid)(x[:, :2])
+
+
+def test_norms_without_parameters_and_of_whole_inputs():
+    run_processes(check_norms, 2)

@@ -13,7 +13,7 @@ from reshard.errors import ArgumentError, DisagreementError, MeshError
 from reshard.parallel import Grid, Linear, parallelize, plain_state_dict, sync_gradients
 from reshard.testing import LaunchError, run_processes
 
-from .models import gradient_errors, make_batch, make_gpt, relative_error, train
+from .models import SEQUENCE, gradient_errors, make_batch, make_gpt, relative_error, train
 
 FAST = [(2, 2, 2), (3, 2, 1)]
 SLOW = [(1, 1, 1), (1, 4, 1), (2, 2, 1), (2, 3, 2), (2, 4, 1), (1, 1, 4), (4, 1, 1), (3, 3, 1), (2, 2, 4), (4, 4, 1)]
@@ -67,7 +67,7 @@ def test_ten_steps_of_adamw_equal_one_process_and_repeat_bitwise():
         assert is_bitwise
 
 
-def make_transformers_model(kind):
+def make_transformers_model(kind, num_kv_heads=2):
     import transformers
 
     torch.manual_seed(1)
@@ -79,7 +79,7 @@ def make_transformers_model(kind):
         return transformers.GPT2LMHeadModel(config)
     config = transformers.LlamaConfig(
         vocab_size=53, hidden_size=30, intermediate_size=45, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=6, max_position_embeddings=8, bos_token_id=0, eos_token_id=1,
+        num_key_value_heads=num_kv_heads, head_dim=6, max_position_embeddings=8, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -180,6 +180,41 @@ def test_a_killed_rank_is_named_by_every_survivor(victim):
     assert len(texts) == 3
     for text in texts.values():
         assert f"rank {victim} is gone" in text
+
+
+def check_empty_columns(rank):
+    torch.set_num_threads(1)
+    model, plain = (make_transformers_model("llama", 1).double() for _ in range(2))
+    model = parallelize(model, Grid.make(1, 4, 1))  # the key has 6 features: 2, 2, 2 and 0
+    tokens = make_batch(2)[0]
+    losses = []
+    for each in (model, plain):
+        losses.append(each(input_ids=tokens, labels=tokens).loss)
+        losses[-1].backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-6)  # a loss of transformers is in float32
+    key = "model.layers.0.self_attn.k_proj.weight"
+    assert relative_error(model.get_parameter(key).grad.full_tensor(), plain.get_parameter(key).grad) < 1e-5
+
+
+def test_columns_may_be_empty():
+    make_transformers_model("llama")
+    run_processes(check_empty_columns, 4)
+
+
+def check_position_ids(rank):
+    torch.set_num_threads(1)
+    model, plain = (make_transformers_model("gpt2").double() for _ in range(2))
+    model = parallelize(model, Grid.make(1, 1, 2))
+    tokens = make_batch(SEQUENCE)[0]  # as many rows as positions
+    positions = torch.arange(SEQUENCE) + 2
+    for given in (positions, positions[None]):
+        losses = [each(position_ids=given, input_ids=tokens, labels=tokens).loss.item() for each in (model, plain)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_positions_that_all_rows_share_may_come_first():
+    make_transformers_model("gpt2")
+    run_processes(check_position_ids, 2)
 
 
 def check_different_batches(rank):

@@ -121,7 +121,7 @@ def select_features(x: torch.Tensor, have: Sequence[Span], need: Sequence[Span],
     """
     if tuple(have) == tuple(need):
         return x
-    flat: torch.Tensor = _Select.apply(x.reshape(-1, x.shape[-1]), tuple(have), tuple(need), grid)
+    flat: torch.Tensor = _Select.apply(x.flatten(0, -2), tuple(have), tuple(need), grid)
     return flat.view(*x.shape[:-1], flat.shape[1])
 
 

@@ -102,7 +102,7 @@ def multiply(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
     else:
         anchor, call.tasks = None, None
     weights = [each.to(x.dtype) for each in locals_]
-    flat = _Multiply.apply(x.reshape(-1, x.shape[-1]), anchor, call, *weights)
+    flat = _Multiply.apply(x.flatten(0, -2), anchor, call, *weights)
     results = flat.split([out[grid.col] for out in outs], dim=1)
     return [
         _add_bias(each, result).view(*x.shape[:-1], result.shape[1])

@@ -46,7 +46,7 @@ class CrossEntropy(nn.Module):
         bad = counted & ((flat < 0) | (flat >= self.num_classes))
         if bool(bad.any()):
             raise ArgumentError(f"target {int(flat[bad][0])} is not a class of {self.num_classes}")
-        losses = _TokenLosses.apply(logits.reshape(-1, logits.shape[-1]), flat, counted, span, self.grid)
+        losses = _TokenLosses.apply(logits.flatten(0, -2), flat, counted, span, self.grid)
         total = _SumOverRows.apply(losses.sum(), self.grid)
         if count is None:
             count = self.sum_over_batch(counted.sum().to(total.dtype))

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from reshard.errors import ArgumentError
 from reshard.runtime.gradient_sums import declare_sums
 
 from ..grid import Grid
+from ..products.cuts import chunk_spans, size_of
 from .parameters import gradient_axes, local_of, shard_parameter
 
 
@@ -18,12 +20,13 @@ class _Norm(nn.Module):
     """Shared by both norms.
 
     Args:
-        weight, bias: whole parameters ``[features]``, or None. eps: added to the variance.
+        weight, bias: whole parameters ``[features]``, or None. eps: added to the variance; None: that of the
+            dtype of the input.
     """
 
     centers = True
 
-    def __init__(self, weight: Any, bias: Any, features: int, eps: float, grid: Grid) -> None:
+    def __init__(self, weight: Any, bias: Any, features: int, eps: float | None, grid: Grid) -> None:
         super().__init__()
         self.grid, self.features, self.eps = grid, features, eps
         self.weight = None if weight is None else shard_parameter(weight, grid, None, 0)
@@ -37,6 +40,12 @@ class _Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize ``[batch, ..., features_j]`` over all features, in float32 if the dtype is shorter."""
+        span = chunk_spans(self.features, self.grid.cols)[self.grid.col]
+        if x.shape[-1] != size_of(span):
+            raise ArgumentError(
+                f"a norm of {self.features} features got {x.shape[-1]} on column {self.grid.col} of {self.grid}, not "
+                f"{size_of(span)}"
+            )
         weight, bias = (None if each is None else local_of(each) for each in (self.weight, self.bias))
         y = _Normalize.apply(x, weight, bias, self)
         return y.to(x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype))
@@ -59,9 +68,9 @@ class RMSNorm(_Norm):
     centers = False
 
     def __init__(self, norm: Any, grid: Grid) -> None:
-        eps = getattr(norm, "eps", None) or getattr(norm, "variance_epsilon", None)
-        eps = torch.finfo(norm.weight.dtype).eps if eps is None else eps
-        super().__init__(norm.weight, None, norm.weight.shape[-1], eps, grid)
+        eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
+        features = norm.normalized_shape[-1] if norm.weight is None else norm.weight.shape[-1]
+        super().__init__(norm.weight, None, features, eps, grid)
 
 
 class _Normalize(torch.autograd.Function):
@@ -72,7 +81,7 @@ class _Normalize(torch.autograd.Function):
         if norm.centers:
             centered = centered - columns.sum(centered.sum(-1, keepdim=True)) / norm.features
         variance = columns.sum(centered.square().sum(-1, keepdim=True)) / norm.features
-        scale = torch.rsqrt(variance + norm.eps)
+        scale = torch.rsqrt(variance + (torch.finfo(x.dtype).eps if norm.eps is None else norm.eps))
         normalized = centered * scale
         ctx.save_for_backward(normalized, scale, weight)
         ctx.norm, ctx.has_bias, ctx.dtype = norm, bias is not None, x.dtype
