@@ -5,6 +5,7 @@ Only what depends on whole heads or whole features is replaced; the forwards of 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class GPT2Attention(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
         """``[batch, sequence, features_j]`` to the same shape, and None in place of the weights."""
+        check_no_cache(kwargs)
         q, k, v = (self.heads.split(each, is_query=True) for each in self.c_attn(hidden_states))
         dropout = self.dropout if self.training else 0.0
         attended = self.heads.attend(q, k, v, attention_mask, dropout=dropout, scale=self.scaling)
@@ -58,6 +60,7 @@ class LlamaAttention(nn.Module):
         self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
         """``[batch, sequence, features_j]`` to the same shape, and None in place of the weights."""
+        check_no_cache(kwargs)
         projected = multiply([self.q_proj, self.k_proj, self.v_proj], hidden_states)
         q, k, v = (self.heads.split(each, is_query=number == 0) for number, each in enumerate(projected))
         q, k = (rotate(each, *position_embeddings) for each in (q, k))
@@ -81,6 +84,18 @@ class LlamaMLP(nn.Module):
         gate, up = multiply([self.gate_proj, self.up_proj], x)
         result: torch.Tensor = self.down_proj(self.act_fn(gate) * up)
         return result
+
+
+def check_no_cache(options: Mapping[str, Any]) -> None:
+    """Raise ArgumentError if an attention on a grid is called with earlier keys and values.
+
+    Args:
+        options: keyword arguments of the call.
+    """
+    if options.get("past_key_values") is not None:
+        raise ArgumentError(
+            "attention on a grid keeps no cache of keys and values; omit use_cache=True and past_key_values"
+        )
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -213,7 +213,7 @@ def check_norms(rank):
             norm = torch.nn.RMSNorm(6, eps, elementwise_affine=affine)
             torch.testing.assert_close(RMSNorm(norm, grid)(x[:, lo:hi] * 1e-4), norm(x * 1e-4)[:, lo:hi])
     for affine in (False, True):
-        with pytest.raises(ArgumentError, match="a norm of 2 features got 2 on column . of .*, not 1"):
+        with pytest.raises(ArgumentError, match=r"a norm of 2 features got 2 on column . of .*, not 1"):
             LayerNorm(torch.nn.LayerNorm(2, elementwise_affine=affine), grid)(x[:, :2])
 
 

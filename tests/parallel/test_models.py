@@ -201,20 +201,24 @@ def test_columns_may_be_empty():
     run_processes(check_empty_columns, 4)
 
 
-def check_position_ids(rank):
+def check_arguments(rank):
     torch.set_num_threads(1)
     model, plain = (make_transformers_model("gpt2").double() for _ in range(2))
     model = parallelize(model, Grid.make(1, 1, 2))
     tokens = make_batch(SEQUENCE)[0]  # as many rows as positions
     positions = torch.arange(SEQUENCE) + 2
+    with pytest.raises(
+        ArgumentError, match="attention on a grid keeps no cache of keys and values; omit use_cache=True"
+    ):
+        model(input_ids=tokens, use_cache=True)
     for given in (positions, positions[None]):
         losses = [each(position_ids=given, input_ids=tokens, labels=tokens).loss.item() for each in (model, plain)]
         assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
-def test_positions_that_all_rows_share_may_come_first():
+def test_positions_may_come_first_and_a_cache_is_refused():
     make_transformers_model("gpt2")
-    run_processes(check_position_ids, 2)
+    run_processes(check_arguments, 2)
 
 
 def check_different_batches(rank):
