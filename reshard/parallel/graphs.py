@@ -13,34 +13,53 @@ from reshard.errors import ArgumentError
 
 #: Functions of each element by itself, and of what has no elements.
 _FUNCTIONS = {
-    getattr, dict, operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.iadd,
+    dict, operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.iadd,
     operator.imul, torch.add, torch.sub, torch.mul, torch.div, torch.neg, torch.relu, torch.sigmoid, torch.tanh,
     torch.exp, functional.relu, functional.gelu, functional.silu, functional.mish, functional.sigmoid, functional.tanh,
     functional.elu, functional.leaky_relu, functional.softplus,
 }  # fmt: skip
 _METHODS = {
     "add", "sub", "mul", "div", "neg", "relu", "sigmoid", "tanh", "to", "float", "double", "half", "bfloat16", "detach",
-    "contiguous", "clone", "size", "dim",
+    "contiguous", "clone", "dim",
 }  # fmt: skip
+#: Attributes that are alike for a tensor and for the part of it that a rank holds.
+_ATTRIBUTES = {"dtype", "device", "ndim"}
 
 
 def check_graph(module: fx.GraphModule, path: str) -> None:
-    """Raise ArgumentError if the graph of a traced model calls a function that needs whole rows or features."""
+    """Raise ArgumentError if the graph of a traced model calls a function that needs whole rows or features.
+
+    So do sizes, which are those of this rank's part, and parameters that no module holds, whose gradients nobody sums.
+    """
     for node in module.graph.nodes:
-        if not _works_on_parts(node):
-            name = getattr(node.target, "__name__", node.target)
+        problem = _find_problem(module, node)
+        if problem is not None:
             raise ArgumentError(
-                f"{path or 'the model'!r} calls {name} between its modules, which parallelize cannot cut over a grid; "
-                "put the call into a module, and see reshard.parallel.register"
+                f"{path or 'the model'!r} {problem} between its modules, which parallelize cannot cut over a grid; "
+                "put it into a module, and see reshard.parallel.register"
             )
 
 
-def _works_on_parts(node: fx.Node) -> bool:
+def _find_problem(module: fx.GraphModule, node: fx.Node) -> str | None:
     target: Any = node.target
+    if node.op == "get_attr":
+        is_parameter = isinstance(operator.attrgetter(target)(module), torch.nn.Parameter)
+        return f"reads the parameter {target!r}" if is_parameter else None
     if node.op == "call_method":
-        return target in _METHODS
+        return None if target in _METHODS else f"calls {target}"
     if node.op != "call_function":
-        return True
-    if target is operator.getitem:  # an element of a tuple or of a dict
-        return isinstance(node.args[1], (int, str))
-    return target in _FUNCTIONS or getattr(target, "works_on_parts", False)
+        return None
+    if target is getattr:
+        return None if node.args[1] in _ATTRIBUTES else f"reads {node.args[1]} of a tensor"
+    if target is operator.getitem:
+        is_element = isinstance(node.args[1], str) or not _gives_tensor(module, node.args[0])
+        return None if is_element and isinstance(node.args[1], (int, str)) else f"reads {node}, elements of a tensor,"
+    is_known = target in _FUNCTIONS or getattr(target, "works_on_parts", False)
+    return None if is_known else f"calls {getattr(target, '__name__', target)}"
+
+
+def _gives_tensor(module: fx.GraphModule, node: Any) -> bool:
+    """Whether a node gives a tensor, and not a tuple, as far as its kind shows."""
+    if node.op == "call_module":
+        return type(module.get_submodule(node.target)).__module__.startswith("torch.nn.modules.")
+    return node.op != "call_function" or node.target is not dict

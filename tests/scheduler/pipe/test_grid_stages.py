@@ -121,19 +121,27 @@ def test_bad_placements_are_refused():
 
 
 class Scaled(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, scale):
         super().__init__()
         self.first, self.second = torch.nn.Linear(4, 6), torch.nn.Linear(6, 2)
+        self.factor, self.scale = torch.nn.Parameter(torch.ones(1)), scale
 
     def forward(self, x):
-        y = self.first(x)
-        return self.second(y / y.norm(dim=-1, keepdim=True)).sum()
+        return self.second(self.scale(self, self.first(x))).sum()
 
 
 def check_untraceable(rank):
-    pipe = rs.Pipe(Scaled(), stages="1x2x1")
-    with pytest.raises(ArgumentError, match="calls norm between its modules, which parallelize cannot cut"):
-        pipe.compile({"x": torch.ones(4, 4)}, 2)
+    for scale, message in (
+        (lambda _, y: y / y.norm(dim=-1, keepdim=True), "calls norm"),
+        (lambda model, y: y * model.factor, "reads the parameter 'factor'"),
+        (lambda _, y: y / y.size(-1), "calls size"),
+        (lambda _, y: y / y.shape[-1], "reads shape of a tensor"),
+        (lambda _, y: y + y[0], "reads getitem, elements of a tensor,"),
+        (lambda _, y: y + y[:, :1], "reads getitem, elements of a tensor,"),
+    ):
+        pipe = rs.Pipe(Scaled(scale), stages="1x2x1")
+        with pytest.raises(ArgumentError, match=f"{message} between its modules, which parallelize cannot cut"):
+            pipe.compile({"x": torch.ones(4, 4)}, 2)
 
 
 def test_functions_of_whole_features_are_refused():
