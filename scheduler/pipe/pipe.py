@@ -11,7 +11,7 @@ import torch
 
 from reshard.compression import Policy
 from reshard.dtypes import dtype_name
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, ReshardError
 from reshard.sharding import Layout, Mesh
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
@@ -241,7 +241,13 @@ class Pipe:
         tied_tensors = [stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties]
         shapes = [(tuple(each.shape), dtype_name(each.dtype)) for each in tied_tensors]
         own = {stage: stages[stage].to(device) for stage in mine}
-        modules = self._parallelize(own, device, group, timeout_seconds)
+        modules: dict[int, torch.nn.Module] = {}
+        error: ReshardError | None = None
+        try:
+            modules = self._parallelize(own, device, group, timeout_seconds)
+        except ReshardError as found:
+            error = found
+        _raise_on_all(error, group)
         layouts = _exchange_layouts(ties, modules, self.meshes, group)
         return modules, [
             TiedParameter(tie, shape, dtype, layouts=where)
@@ -305,6 +311,15 @@ def _separate(stages: list[torch.nn.Module], mine: Sequence[int]) -> None:
             if isinstance(made, BlockStage):
                 made.rebind()
         seen |= parameters
+
+
+def _raise_on_all(error: ReshardError | None, group: Any) -> None:
+    """Raise the error of this rank, or else that of the lowest rank that has one: stages fail one by one."""
+    errors: list[ReshardError | None] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(errors, error, group=group)
+    first = next((each for each in (error, *errors) if each is not None), None)
+    if first is not None:
+        raise first
 
 
 def _exchange_layouts(

@@ -139,10 +139,10 @@ def check_untraceable(rank):
         (lambda _, y: y + y[0], "reads getitem, elements of a tensor,"),
         (lambda _, y: y + y[:, :1], "reads getitem, elements of a tensor,"),
     ):
-        pipe = rs.Pipe(Scaled(scale), stages="1x2x1")
+        pipe = rs.Pipe(Scaled(scale), ["second"], stages="1x2x1,1x1")  # ranks of both stages raise
         with pytest.raises(ArgumentError, match=f"{message} between its modules, which parallelize cannot cut"):
             pipe.compile({"x": torch.ones(4, 4)}, 2)
 
 
 def test_functions_of_whole_features_are_refused():
-    run_processes(check_untraceable, 2)
+    run_processes(check_untraceable, 3)
