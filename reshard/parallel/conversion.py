@@ -12,7 +12,7 @@ from torch import nn
 
 from reshard.compression import Policy
 from reshard.errors import ArgumentError, DisagreementError
-from reshard.runtime.gradient_sums import CHECK_EVERY, digest_of
+from reshard.runtime.gradient_sums import CHECK_EVERY, digest_of, mark_replaced
 
 from .graphs import check_graph
 from .grid import Grid
@@ -199,13 +199,15 @@ def parallelize(
     grid = grid.copy()
     if compression is not None:
         grid.set_codec(compression.check_only("tp", "parallelize"))
-    conversion = Conversion(model, grid, panel)
+    conversion, before = Conversion(model, grid, panel), list(model.parameters())
     result = conversion.convert(model, "")
     for names in conversion.ties:
         _tie(result, names)
     for path, module in reversed(list(result.named_modules())):  # errors name the first use of a tied parameter
         if hasattr(module, "declare"):
             module.declare(f"{path}." if path else "")
+    kept = set(map(id, result.parameters()))
+    mark_replaced([each for each in before if id(each) not in kept], "parallelize")
     _Input(grid, has_local_input).attach(result)
     result.reshard_grid = grid  # type: ignore[assignment]
     return result

@@ -10,6 +10,7 @@ from torch import nn
 from reshard.api.call import reshard
 from reshard.compression import Policy
 from reshard.errors import ArgumentError
+from reshard.runtime.gradient_sums import mark_replaced
 
 from .grid import Grid
 from .layers.attention import check_heads
@@ -79,6 +80,7 @@ def relayout(
     if optimizer is not None:
         for group in optimizer.param_groups:
             group["params"] = [replaced.get(id(each), each) for each in group["params"]]
+    mark_replaced([parameter for parameter, _ in parameters], "relayout")
     own.become(grid)
     for path, module in reversed(list(model.named_modules())):
         if hasattr(module, "declare"):

@@ -7,7 +7,7 @@ before its sum, and a gradient that would be summed twice, are errors that name 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,6 +57,7 @@ class _Declared:
 
 
 _STATE = "_reshard_gradient_sum"
+_REPLACED = "_reshard_replaced_by"
 #: Axes that a DTensor parameter lies on in any case; its gradient is not summed over them by a wrapper.
 _WEIGHT_AXES = ("row", "col")
 _hooked_optimizers = False
@@ -184,7 +185,6 @@ def _describe(axes: Sequence[SumAxis]) -> str:
 
 def _watch(parameter: torch.Tensor, name: str) -> None:
     """Note when a backward adds to a gradient, and check optimizers."""
-    global _hooked_optimizers  # noqa: PLW0603 the hook of torch is global as well
     known: _Declared | None = getattr(parameter, _STATE, None)
     if known is not None:
         known.name = name
@@ -204,15 +204,37 @@ def _watch(parameter: torch.Tensor, name: str) -> None:
         state.is_pending = True
 
     state.handles = [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
+    _check_optimizers()
+
+
+def mark_replaced(parameters: Iterable[torch.Tensor], by: str) -> None:
+    """Make optimizers that still hold parameters of a model raise ArgumentError, where they would change nothing.
+
+    Args:
+        parameters: those that the model no longer has. by: the function that replaced them, for errors.
+    """
+    for parameter in parameters:
+        setattr(parameter, _REPLACED, by)
+    _check_optimizers()
+
+
+def _check_optimizers() -> None:
+    global _hooked_optimizers  # noqa: PLW0603 the hook of torch is global as well
     if not _hooked_optimizers:
         register_optimizer_step_pre_hook(_check_optimizer)
         _hooked_optimizers = True
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before each step of an optimizer: raise ArgumentError if a declared sum is missing."""
+    """Before each step of an optimizer: raise ArgumentError if a parameter was replaced, or a sum is missing."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            by = getattr(parameter, _REPLACED, None)
+            if by is not None:
+                raise ArgumentError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that {by} has replaced in its "
+                    "model; make the optimizer after parallelize, and pass it to relayout"
+                )
             state: _Declared | None = getattr(parameter, _STATE, None)
             if state is not None and state.is_pending and parameter.grad is not None:
                 raise ArgumentError(

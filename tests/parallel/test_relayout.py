@@ -47,7 +47,10 @@ def test_training_goes_on_over_several_grids(num_grids):
 def check_misuse(rank):
     torch.set_num_threads(1)
     grids = [Grid.make(1, 2, 1), Grid.make(2, 1, 1)]
-    model = parallelize(make_gpt(heads=2), grids[0])
+    model = make_gpt(heads=2)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
+    model = parallelize(model, grids[0])
+    optimizers.append(torch.optim.SGD(model.parameters(), 0.1))
     loss = model(*make_batch(2))
     with pytest.raises(ArgumentError, match="between a forward of the model and its backward"):
         relayout(model, grids[1])
@@ -56,6 +59,9 @@ def check_misuse(rank):
         relayout(model, grids[1])
     model.zero_grad()
     relayout(model, grids[1])
+    for optimizer, name in zip(optimizers, ("parallelize", "relayout"), strict=True):
+        with pytest.raises(ArgumentError, match=rf"a parameter of shape \[.*\] that {name} has replaced in its model"):
+            optimizer.step()
     model(*make_batch(2))
     relayout(model, grids[0])  # a forward whose graph is gone does not count
     model = parallelize(make_gpt(heads=1), grids[1])
