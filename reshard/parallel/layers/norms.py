@@ -12,7 +12,7 @@ from reshard.errors import ArgumentError
 from reshard.runtime.gradient_sums import declare_sums
 
 from ..grid import Grid
-from ..products.cuts import chunk_spans, size_of
+from ..grid.cuts import chunk_spans, size_of
 from .parameters import gradient_axes, local_of, shard_parameter
 
 
