@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import hashlib
 import math
 import socket
@@ -109,6 +110,8 @@ class Grid:
     @property
     def has_open_graph(self) -> bool:
         """Whether a forward of a model on this grid is waiting for its backward."""
+        if self.open_calls:
+            gc.collect()  # a graph in a reference cycle is not waiting
         return bool(self.open_calls)
 
     def copy(self) -> Grid:
