@@ -14,6 +14,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
@@ -293,6 +294,7 @@ def _start_fails(rank, kind):
     """The start of rank 4 raises; the other ranks have posted, and wait for the device."""
     source, _ = _shards(rank)
     mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), timeout_seconds=30.0)
+    dist.barrier()  # all ranks are connected
     mover._streamed.streams.mark_of = Never
     if rank == 4:
 
@@ -318,6 +320,7 @@ def _start_blocks(rank):
     """The start of rank 4 blocks, as NCCL does on a dead peer, until its monitor hears of the error of rank 2."""
     source, _ = _shards(rank)
     mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), timeout_seconds=30.0)
+    dist.barrier()  # all ranks are connected
     mover._streamed.streams.mark_of = Never
     begun = time.monotonic()
     if rank == 4:
