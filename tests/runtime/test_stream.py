@@ -11,6 +11,7 @@ import re
 import threading
 import time
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -297,11 +298,7 @@ def _start_fails(rank, kind):
     dist.barrier()  # all ranks are connected
     mover._streamed.streams.mark_of = Never
     if rank == 4:
-
-        def fail(src, dst):
-            raise kind("unexpected argument")
-
-        mover._streamed.start = fail
+        mover._streamed.start = Mock(side_effect=kind("unexpected argument"))
     begun = time.monotonic()
     try:
         mover.start(source).synchronize()
