@@ -13,6 +13,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from reshard.parallel.state import find_plain_forms
+
 from ..runtime import torch_compat
 from ..runtime.data_parallel import plain_name, without_ddp
 
@@ -41,8 +43,11 @@ def divide_state(module: torch.nn.Module) -> tuple[list[PlainParameter], dict[st
     """The parameters of a stage, each under all of its names, and its persistent buffers."""
     state = {plain_name(name): value for name, value in without_ddp(module).state_dict(keep_vars=True).items()}
     found = []
-    for name, parts, is_transposed in _find_forms(module):
-        found.append(PlainParameter(name, tuple(state.pop(part) for part in parts), is_transposed))
+    forms = find_plain_forms(without_ddp(module))
+    for name, form in {plain_name(name): form for name, form in forms.items()}.items():
+        found.append(
+            PlainParameter(name, tuple(state.pop(plain_name(part)) for part in form.parts), form.is_transposed)
+        )
     buffers = {}
     for name, value in state.items():
         if isinstance(value, torch.nn.Parameter):
@@ -50,15 +55,6 @@ def divide_state(module: torch.nn.Module) -> tuple[list[PlainParameter], dict[st
         elif isinstance(value, torch.Tensor):
             buffers[name] = value
     return found, buffers
-
-
-def _find_forms(module: torch.nn.Module) -> list[tuple[str, tuple[str, ...], bool]]:
-    forms = []
-    for path, child in without_ddp(module).named_modules():
-        prefix = f"{plain_name(path)}." if path else ""
-        for name, form in getattr(child, "plain_forms", {}).items():
-            forms.append((f"{prefix}{name}", tuple(f"{prefix}{part}" for part in form.parts), form.is_transposed))
-    return forms
 
 
 class JoinedTensor(torch.Tensor):

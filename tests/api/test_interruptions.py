@@ -12,19 +12,8 @@ import reshard
 import reshard.api.mover
 from reshard import Layout, Mesh
 from reshard.testing.processes import run_processes
-from tests.support.tensors import same_bytes, take_shard, whole_tensor
-
-ROWS = Layout(Mesh.of("2"), "S0")
-COLS = Layout(Mesh.of("2", first_rank=2), "R S0")
-WHOLE = whole_tensor((8, 6), torch.float32)
-
-
-def _result_or_error(call):
-    """The return value of a call, or its error as text."""
-    try:
-        return call()
-    except reshard.ReshardError as error:
-        return f"{type(error).__name__}: {error}"
+from tests.api.test_wrong_data import COLS, ROWS, WHOLE, result_or_error
+from tests.support.tensors import same_bytes, take_shard
 
 
 class _Alarm(Exception):
@@ -79,12 +68,12 @@ def _call_in_handler(rank, what):
         "mover": lambda: reshard.Mover(reshard.make_plan(rows, columns, (8, 4), "float32"), timeout_seconds=10),
         "topology": lambda: reshard.find_topology(timeout_seconds=10),
     }
-    signal.signal(signal.SIGALRM, lambda *_: inner.append(_result_or_error(handlers[what])))
+    signal.signal(signal.SIGALRM, lambda *_: inner.append(result_or_error(handlers[what])))
     if rank == 1:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
     else:
         time.sleep(0.8)
-    outer = [_result_or_error(lambda value=value: move(float(value))) for value in range(2)]
+    outer = [result_or_error(lambda value=value: move(float(value))) for value in range(2)]
     return inner, [out if isinstance(out, str) else bool((out == value).all()) for value, out in enumerate(outer)]
 
 
@@ -110,11 +99,11 @@ def _start_in_handler(rank, monkeypatch):
         monkeypatch.setattr("reshard.api.mover.check_no_aliasing", ring)
         signal.signal(
             signal.SIGUSR1,
-            lambda *_: inner.append(_result_or_error(lambda: mover.start(take_shard(ROWS, rank, WHOLE) + 100))),
+            lambda *_: inner.append(result_or_error(lambda: mover.start(take_shard(ROWS, rank, WHOLE) + 100))),
         )
         for step in range(3):
             source = take_shard(ROWS, rank, WHOLE)
-            out = _result_or_error(lambda source=source, step=step: mover(None if source is None else source + step))
+            out = result_or_error(lambda source=source, step=step: mover(None if source is None else source + step))
             results.append(
                 out if isinstance(out, str) else out is None or same_bytes(out, take_shard(COLS, rank, WHOLE) + step)
             )
@@ -139,7 +128,7 @@ def _interrupted_mover(rank, monkeypatch):
                         mover(take_shard(ROWS, rank, WHOLE) + step)
                 continue
             source = take_shard(ROWS, rank, WHOLE)
-            out = _result_or_error(lambda source=source, step=step: mover(None if source is None else source + step))
+            out = result_or_error(lambda source=source, step=step: mover(None if source is None else source + step))
             results.append(
                 out if isinstance(out, str) else out is None or same_bytes(out, take_shard(COLS, rank, WHOLE) + step)
             )

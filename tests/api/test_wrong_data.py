@@ -18,7 +18,7 @@ COLS = Layout(Mesh.of("2", first_rank=2), "R S0")
 WHOLE = whole_tensor((8, 6), torch.float32)
 
 
-def _result_or_error(call):
+def result_or_error(call):
     """The return value of a call, or its error as text."""
     try:
         return call()
@@ -34,7 +34,7 @@ def _call_from_two_threads(rank, is_ordered):
         for value in range(first, first + 5):
             source = torch.full((4, 6), float(value)) if rank < 2 else None
             with lock if is_ordered else threading.Lock():
-                out = _result_or_error(lambda source=source: reshard.reshard(source, ROWS, COLS, timeout_seconds=10))
+                out = result_or_error(lambda source=source: reshard.reshard(source, ROWS, COLS, timeout_seconds=10))
             results.append(out if isinstance(out, str) else out is None or bool((out == value).all()))
 
     threads = [threading.Thread(target=loop, args=(first,)) for first in (100, 200)]
@@ -82,7 +82,7 @@ def _call_from_named_threads(rank):
 
     def call(value):
         source = torch.full((4, 6), float(value)) if rank < 2 else None
-        out = _result_or_error(lambda: reshard.reshard(source, ROWS, COLS, timeout_seconds=10))
+        out = result_or_error(lambda: reshard.reshard(source, ROWS, COLS, timeout_seconds=10))
         results.append(out if isinstance(out, str) else out is None or bool((out == value).all()))
 
     for value in (10, 20) if rank % 2 else (20, 10):
@@ -102,13 +102,13 @@ def _use_mover_from_another_thread(rank):
     results = []
     with reshard.Mover(plan, timeout_seconds=10) as mover:
         thread = threading.Thread(
-            target=lambda: results.append(_result_or_error(lambda: mover(take_shard(ROWS, rank, WHOLE))))
+            target=lambda: results.append(result_or_error(lambda: mover(take_shard(ROWS, rank, WHOLE))))
         )
         if rank == 1:
             thread.start()
             thread.join()
         else:
-            results.append(_result_or_error(lambda: mover(take_shard(ROWS, rank, WHOLE))))
+            results.append(result_or_error(lambda: mover(take_shard(ROWS, rank, WHOLE))))
     return results[0]
 
 
@@ -157,7 +157,7 @@ def _override_dtensors(rank):
         return distribute_tensor(values.clone(), where, placements, src_data_rank=None)
 
     def call(tensor, **given):
-        out = _result_or_error(lambda: reshard.reshard(tensor, **({"dst_mesh": mesh, "dst_spec": rows} | given)))
+        out = result_or_error(lambda: reshard.reshard(tensor, **({"dst_mesh": mesh, "dst_spec": rows} | given)))
         return out if isinstance(out, str) or out is None else same_bytes(out.full_tensor(), WHOLE)
 
     partial = DTensor.from_local(torch.ones(8, 6), mesh, [Replicate(), Partial()])
@@ -188,9 +188,9 @@ def _override_dtensors(rank):
         accepted["a Mover"] = mover(cut(rows), out=out) is out and same_bytes(out.full_tensor(), WHOLE)
         accepted["an empty out"] = mover(cut(rows), out=mover.empty_out()).equal(out.to_local())
     with reshard.Mover(plan) as mover:
-        refused["a Mover's source"] = _result_or_error(lambda: mover(cut(strided))), "but the plan says (0+1)"
+        refused["a Mover's source"] = result_or_error(lambda: mover(cut(strided))), "but the plan says (0+1)"
     with reshard.Mover(plan) as mover:
-        refused["a Mover's out"] = _result_or_error(lambda: mover(cut(rows), out=cut(rows))), "but the plan says (-, 1)"
+        refused["a Mover's out"] = result_or_error(lambda: mover(cut(rows), out=cut(rows))), "but the plan says (-, 1)"
     return refused, accepted
 
 
@@ -204,24 +204,22 @@ def test_arguments_cannot_override_a_dtensor():
 def _replicas(rank):
     mesh, dst = Mesh.of("3"), Mesh.of("1", first_rank=3)
     value = torch.full((4,), float(rank == 2))
-    texts = [_result_or_error(lambda: reshard.reshard(None if rank == 3 else value, mesh, dst))]
+    texts = [result_or_error(lambda: reshard.reshard(None if rank == 3 else value, mesh, dst))]
     texts.append(
-        _result_or_error(
+        result_or_error(
             lambda: reshard.reshard(
                 {"a": None if rank == 3 else value * 0, "b": None if rank == 3 else value}, mesh, dst
             )
         )
     )
-    same = _result_or_error(lambda: reshard.reshard(None if rank == 3 else torch.ones(4), mesh, dst))
-    texts.append(
-        _result_or_error(lambda: reshard.reshard(None if rank == 3 else value, Layout(mesh), dst, verify=True))
-    )
+    same = result_or_error(lambda: reshard.reshard(None if rank == 3 else torch.ones(4), mesh, dst))
+    texts.append(result_or_error(lambda: reshard.reshard(None if rank == 3 else value, Layout(mesh), dst, verify=True)))
     grid = Layout(Mesh.of("3x1"), "S1")
     with reshard.Mover(reshard.make_plan(grid, Layout(dst), (4,), "float32"), verify=True) as mover:
-        texts.append(_result_or_error(lambda: mover(None if rank == 3 else value)))
+        texts.append(result_or_error(lambda: mover(None if rank == 3 else value)))
     overlap = RegionLayout({0: [[(0, 3)]], 1: [[(2, 4)]], 2: [[(2, 4)]]})
     source = None if rank == 3 else value[: 3 if rank == 0 else 2]
-    texts.append(_result_or_error(lambda: reshard.reshard(source, overlap, Layout(dst), verify=True)))
+    texts.append(result_or_error(lambda: reshard.reshard(source, overlap, Layout(dst), verify=True)))
     return texts, rank < 3 or same.equal(torch.ones(4))
 
 
@@ -262,7 +260,7 @@ def test_reshard_local_refuses_other_arrays(shards, text):
 def _pass_size(rank, sizes, src_spec, grid):
     source = torch.zeros(sizes[rank], 2) if rank < len(sizes) else None
     dst = Mesh.of("1", first_rank=len(sizes))
-    return _result_or_error(lambda: reshard.reshard(source, Mesh.of(grid), dst, src_spec=src_spec))
+    return result_or_error(lambda: reshard.reshard(source, Mesh.of(grid), dst, src_spec=src_spec))
 
 
 @pytest.mark.parametrize(
