@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from microbench.emulation.cluster import Cluster, ClusterError
 from microbench.harness.calibrate import measure_cluster
+from reshard.cli.progress import print_line, track
 from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, sync_gradients
 from reshard.parallel.choice import GridPrice
 from reshard.parallel.grid import AXES
@@ -147,10 +148,10 @@ def run_case(case: Case, repeats: int) -> float:
             time_grids, case, arrangements, repeats, timeout_seconds=900
         )[0]]  # fmt: skip
     lost = seconds[0] / min(seconds) - 1
-    print(f"\n{case}; {flops / 1e9:.1f} GFLOP/s a rank; the choice loses {lost:.1%}")
-    print(f"{'grid':>12} {'kind':>14} {'predicted, ms':>14} {'measured, ms':>13}")
+    print_line(f"\n{case}; {flops / 1e9:.1f} GFLOP/s a rank; the choice loses {lost:.1%}")
+    print_line(f"{'grid':>12} {'kind':>14} {'predicted, ms':>14} {'measured, ms':>13}")
     for price, measured in zip(prices, seconds, strict=True):
-        print(f"{price!s:>12} {price.kind:>14} {1e3 * price.seconds:>14.0f} {1e3 * measured:>13.0f}", flush=True)
+        print_line(f"{price!s:>12} {price.kind:>14} {1e3 * price.seconds:>14.0f} {1e3 * measured:>13.0f}")
     return lost
 
 
@@ -161,11 +162,11 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="steps of each grid, of which the median counts (3)")
     args = parser.parse_args()
     try:
-        lost = [run_case(CASES[int(number) - 1], args.repeats) for number in args.cases.split()]
+        lost = [run_case(CASES[int(number) - 1], args.repeats) for number in track(args.cases.split(), "cases")]
     except ClusterError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"\n{sum(each <= 0.1 for each in lost)} of {len(lost)} choices lose at most 10 %; worst {max(lost):.1%}")
+    print_line(f"\n{sum(each <= 0.1 for each in lost)} of {len(lost)} choices lose at most 10 %; worst {max(lost):.1%}")
     return 0
 
 

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from microbench.emulation.cluster import Cluster, ClusterError
 from microbench.harness.calibrate import measure_cluster
 from microbench.parallel.layers import GridShape, LinearStack, transformer_linears
+from reshard.cli.progress import print_line, track
 from reshard.parallel import Grid
 from reshard.parallel.costs import find_product_seconds, find_traffic
 from reshard.parallel.grid import AXES
@@ -178,10 +179,10 @@ def main() -> int:
         with Cluster(topology) as cluster:
             links = measure_cluster(cluster, topology)
             inside = links.inside_bytes_per_second or 0.0
-            print(
+            print_line(
                 f"{args.hosts} hosts of {per_host} ranks, {args.rate:g} Mbit/s; inside {inside / 1e6:.0f} MB/s a rank"
             )
-            for text in args.sizes.split():
+            for text in track(args.sizes.split(), "sizes"):
                 tokens, hidden = map(int, text.split(","))
                 results = cluster.run(
                     time_settings, settings, tokens, hidden, args.repeats, not args.no_dtensor, timeout_seconds=900
@@ -197,8 +198,8 @@ def _print_table(
     settings: list[Setting], seconds: dict[tuple[int, str], list[float]], links: Topology, tokens: int, hidden: int
 ) -> None:
     names = sorted({name for _, name in seconds}, key=["transfers", "one panel", "panels", "dtensor"].index)
-    print(f"\n{tokens} tokens, hidden {hidden}: milliseconds, forward + backward + depth sums; medians")
-    print(
+    print_line(f"\n{tokens} tokens, hidden {hidden}: milliseconds, forward + backward + depth sums; medians")
+    print_line(
         f"{'grid':>10} {'ranks vary along':>18} {'bound':>8} " + " ".join(f"{name:>10}" for name in names) + "  ratio"
     )
     for number, setting in enumerate(settings):
@@ -206,7 +207,7 @@ def _print_table(
         medians = [statistics.median(seconds[number, name]) for name in names]
         cells = " ".join(f"{1e3 * each:>10.0f}" for each in medians)
         order = ", ".join(reversed([axis for axis in setting.order if _size(setting, axis) > 1]))
-        print(f"{setting.shape!s:>10} {order:>18} {1e3 * bound:>8.0f} {cells}  {medians[0] / bound:.2f}", flush=True)
+        print_line(f"{setting.shape!s:>10} {order:>18} {1e3 * bound:>8.0f} {cells}  {medians[0] / bound:.2f}")
 
 
 def _size(setting: Setting, axis: str) -> int:

@@ -12,6 +12,7 @@ import argparse
 import itertools
 import sys
 
+from reshard.cli.progress import print_line, track
 from reshard.parallel import GridPrice, TransformerSizes, choose_grid
 from reshard.topology import Topology
 
@@ -44,9 +45,10 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=ROWS, help="batch rows per unit of depth x rows")
     parser.add_argument("--hidden", type=int, default=HIDDEN, help="hidden features per row of the grid")
     args = parser.parse_args()
-    print(f"[4,4,4] over [8,8,1]; {SEQUENCE} tokens a row; the paper reports 1.45")
-    print(f"{'NIC':>10} {'inside':>9} {'TFLOP/s':>8} {'weak scaling':>13} {'same problem':>13}")
-    for nic, inside, teraflops in itertools.product((100, 200), (25, 50, 200), (30, 60, 120)):
+    settings = itertools.product((100, 200), (25, 50, 200), (30, 60, 120))
+    print_line(f"[4,4,4] over [8,8,1]; {SEQUENCE} tokens a row; the paper reports 1.45")
+    print_line(f"{'NIC':>10} {'inside':>9} {'TFLOP/s':>8} {'weak scaling':>13} {'same problem':>13}")
+    for nic, inside, teraflops in track(list(settings), "settings"):
         topology = Topology(
             tuple(rank // 4 for rank in range(64)),
             Topology.uniform([0], nic * 125e6).hosts,
@@ -60,9 +62,8 @@ def main() -> int:
             weak.append(speed(price(shape, rows, hidden, topology, teraflops * 1e12), rows, hidden))
             rows, hidden = args.rows * 16, args.hidden * 4
             same.append(speed(price(shape, rows, hidden, topology, teraflops * 1e12), rows, hidden))
-        print(
+        print_line(
             f"{nic:>5} Gb/s {inside:>4} GB/s {teraflops:>8} {weak[0] / weak[1]:>13.2f} {same[0] / same[1]:>13.2f}",
-            flush=True,
         )
     return 0
 

@@ -16,6 +16,7 @@ import torch
 
 from microbench.emulation.cluster import Cluster, ClusterError
 from microbench.parallel.layers import GridShape, LinearStack, received_per_rank, transformer_linears
+from reshard.cli.progress import print_line, track
 from reshard.parallel import Grid
 from reshard.topology import Topology
 
@@ -53,10 +54,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="steps that are counted")
     args = parser.parse_args()
     sizes = transformer_linears(args.hidden)
-    print(f"linears of a transformer layer, {args.tokens} tokens, hidden {args.hidden}, float32, bytes per step")
-    print(f"{'grid':>10} {'ranks':>6} {'formula':>12} {'counted':>12} {'worst ratio':>12}")
+    print_line(f"linears of a transformer layer, {args.tokens} tokens, hidden {args.hidden}, float32, bytes per step")
+    print_line(f"{'grid':>10} {'ranks':>6} {'formula':>12} {'counted':>12} {'worst ratio':>12}")
     worst = 0.0
-    for text in args.grids.split():
+    for text in track(args.grids.split(), "grids"):
         shape = GridShape.parse(text)
         formula = [4 * each for each in received_per_rank(shape, sizes, args.tokens)]
         try:
@@ -67,7 +68,7 @@ def main() -> int:
         ratios = [a / b for a, b in zip(counted, formula, strict=True)]
         ratio = max(ratios, key=lambda each: abs(each - 1))
         worst = max(worst, abs(ratio - 1))
-        print(f"{shape!s:>10} {shape.size:>6} {max(formula):>12} {max(counted):>12.0f} {ratio:>12.4f}", flush=True)
+        print_line(f"{shape!s:>10} {shape.size:>6} {max(formula):>12} {max(counted):>12.0f} {ratio:>12.4f}")
     return int(worst > TOLERANCE)
 
 

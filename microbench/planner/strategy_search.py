@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Sequence
 
+from reshard.cli.progress import print_line, track
 from reshard.scheduler.autoparallel import (
     MIXED_PRECISION,
     Cluster,
@@ -90,21 +91,21 @@ def compare(problem: Problem) -> dict[str, float]:
 def print_table(title: str, results: Sequence[dict[str, float]]) -> None:
     """Geometric mean and worst ratio over ``auto``, and how often a method finds nothing that fits."""
     results = [each for each in results if each["auto"] < math.inf]
-    print(f"{title}: {len(results)} problems; seconds over those of auto")
+    print_line(f"{title}: {len(results)} problems; seconds over those of auto")
     for name in results[0] if results else ():
         ratios = [each[name] / each["auto"] for each in results if each[name] < math.inf]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
         missing = len(results) - len(ratios)
         worst = max(ratios, default=math.nan)
         least = min(ratios, default=math.nan)
-        print(f"  {name:32} mean {mean:6.3f}  worst {worst:6.3f}  least {least:6.3f}  nothing fits {missing}")
+        print_line(f"  {name:32} mean {mean:6.3f}  worst {worst:6.3f}  least {least:6.3f}  nothing fits {missing}")
 
 
 def random_clusters(number: int, seconds: float) -> None:
     """Models and clusters drawn at random, as many as fit the seconds. Stops if ``auto`` is behind another method."""
     results = []
     begun = time.monotonic()
-    for seed in range(number):
+    for seed in track(range(number), "clusters"):
         if time.monotonic() - begun > seconds:
             break
         rng = random.Random(seed)
@@ -129,7 +130,7 @@ def families() -> None:
     ):
         found = compare(make_problem(graph, make_topology(rates, 4), 64))
         ratios = ", ".join(f"{name} {seconds / found['auto']:.3f}" for name, seconds in found.items())
-        print(f"{title}: auto {found['auto']:.4g} s; over it: {ratios}")
+        print_line(f"{title}: auto {found['auto']:.4g} s; over it: {ratios}")
 
 
 def speed() -> None:
@@ -142,7 +143,7 @@ def speed() -> None:
         begun = time.process_time()
         plan = next(best_plans(problem))
         took = time.process_time() - begun
-        print(
+        print_line(
             f"{len(graph.layers)} layers on {8 * hosts} devices: {took:.2f} CPU s to the first exact plan, "
             f"{problem.prices.num_priced} prices; {plan.predicted_seconds:.4g} s, {len(plan.stages)} stages"
         )

@@ -18,6 +18,7 @@ from microbench.emulation.links import nominal
 from microbench.harness.steal_time import merge_laps
 from microbench.strategies.by_hand import make_by_hand, parse_stages
 from microbench.training.worker import Method, Training, train_in_turns
+from reshard.cli.progress import print_line, track
 from reshard.scheduler import Pipeline, PipelineTimeline
 from reshard.scheduler.autoparallel import (
     ClassTimes,
@@ -124,27 +125,25 @@ def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[lis
     rows: list[tuple[str, float, float]] = []
     with EmulatedCluster(shaped) as cluster:
         problem = true
-        for number, text in enumerate(cases):
+        for number, text in track(enumerate(cases), "strategies", len(cases)):
             _, strategy = make_by_hand(problem, devices, parse_stages(text), MICROBATCHES)
             seconds, timeline = measure(cluster, true, strategy, plain)
             if number == 0:
                 problem = replace(problem, profile=correct_profile(true, strategy, [timeline]))
-                print(f"{model.name}: a message takes {1e3 * problem.profile.message_seconds:.2f} ms", flush=True)
+                print_line(f"{model.name}: a message takes {1e3 * problem.profile.message_seconds:.2f} ms")
                 continue
             rows.append((text, strategy.seconds, statistics.median(seconds)))
-            print(
+            print_line(
                 f"{model.name:16}{text:22}{strategy.schedule.name:14} predicted {strategy.seconds:.3f} s, measured "
                 f"{rows[-1][2]:.3f} s ({min(seconds):.3f} to {max(seconds):.3f}), ratio "
                 f"{strategy.seconds / rows[-1][2]:.3f}",
-                flush=True,
             )
         chosen = choose_strategy(problem)
         taken = statistics.median(measure(cluster, true, chosen, plain)[0])
         best = min(rows, key=lambda row: row[2])
-        print(
+        print_line(
             f"{model.name}: the choice, predicted {chosen.seconds:.3f} s, takes {taken:.3f} s; the best of the others "
             f"takes {best[2]:.3f} s ({best[0]}): {chosen}",
-            flush=True,
         )
     return rows, taken
 
@@ -164,7 +163,7 @@ def main() -> None:
         correlations.append(float(spearmanr([row[1] for row in rows], [row[2] for row in rows])[0]))
     ratios = [predicted / measured for _, predicted, measured in every]
     within = [sum(abs(ratio - 1) <= part for ratio in ratios) for part in (0.05, 0.1)]
-    print(
+    print_line(
         f"{len(ratios)} strategies: {within[0]} within 5 %, {within[1]} within 10 %, least {min(ratios):.3f}, most "
         f"{max(ratios):.3f}; rank correlation of each model {', '.join(f'{each:.3f}' for each in correlations)}"
     )

@@ -11,6 +11,7 @@ import argparse
 from dataclasses import replace
 
 from microbench.planner.strategy_search import FLOPS, GBIT, make_topology
+from reshard.cli.progress import print_line, track
 from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import (
     MIXED_PRECISION,
@@ -69,7 +70,7 @@ def main() -> None:
     topology = make_topology([100 * GBIT] * 2, 4)
     for name, graph in make_models().items():
         profile = Profile.estimate(graph, flops_per_second=FLOPS)
-        for limit in map(float, options.limits.split(",")):
+        for limit in track([*map(float, options.limits.split(","))], "limits"):
             cells = []
             for method in METHODS:
                 counts = tuple(count for count in (1, 2, 4, 8, 16) if options.rows % count == 0)
@@ -85,7 +86,7 @@ def main() -> None:
                     continue
                 time, memory = found.balance
                 cells.append(f"{method}: {options.rows / found.seconds:.1f}/s ({time:.2f}, {memory:.2f})")
-            print(f"{name:5}{limit:4g} GB  {'; '.join(cells)}", flush=True)
+            print_line(f"{name:5}{limit:4g} GB  {'; '.join(cells)}")
 
 
 if __name__ == "__main__":

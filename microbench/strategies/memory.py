@@ -10,6 +10,7 @@ import argparse
 from dataclasses import replace
 
 from microbench.strategies.by_hand import GPT, U_TRANSFORMER, make_by_hand, parse_stages
+from reshard.cli.progress import print_line, track
 from reshard.scheduler.autoparallel import Cluster
 from reshard.scheduler.training.loop import Job
 from reshard.scheduler.training.memory import count_peak_bytes, predicted_bytes
@@ -45,7 +46,7 @@ def main() -> None:
     for name, preset in (("GPT", GPT), ("U-Transformer", U_TRANSFORMER)):
         job = Job("memory", preset, 2, "")
         problem = make_job_problem(job, SearchOptions(2, None, "10GB"))
-        for text, count in CASES[name]:
+        for text, count in track(CASES[name], "strategies"):
             stages = parse_stages(text)
             cluster = Cluster(Topology.uniform((0,) * stages[-1].end_rank), 1e10)
             _, strategy = make_by_hand(problem, cluster, stages, count)
@@ -54,13 +55,12 @@ def main() -> None:
             predicted, most = max(pairs, key=lambda pair: pair[1])
             ratios += [first / second for first, second in pairs]
             every = ", ".join(f"{first / second:.3f}" for first, second in pairs)
-            print(
+            print_line(
                 f"{name:14}{text:34}{count:3} microbatches, {strategy.schedule.name:14} predicted "
                 f"{predicted / 1e6:7.3f} MB, counted {most / 1e6:7.3f} MB, ratio of each rank {every}",
-                flush=True,
             )
     within = sum(0.95 <= ratio <= 1.05 for ratio in ratios)
-    print(f"{within} of {len(ratios)} ranks within 5 %, least {min(ratios):.3f}, most {max(ratios):.3f}")
+    print_line(f"{within} of {len(ratios)} ranks within 5 %, least {min(ratios):.3f}, most {max(ratios):.3f}")
 
 
 if __name__ == "__main__":

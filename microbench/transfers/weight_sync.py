@@ -19,6 +19,7 @@ import reshard
 from microbench.emulation.cluster import Cluster, ClusterError
 from microbench.harness.suite import describe_machine, stderr
 from microbench.harness.worker import Stopwatch
+from reshard.cli.progress import print_line, track
 from reshard.compression import WeightSync
 from reshard.topology import Topology, topology_from_json
 
@@ -76,8 +77,8 @@ def main() -> int:
     if not 1 <= options.mib <= 1024 or not 1 <= options.repeats <= 1000 or not 0 <= options.share <= 1:
         parser.error("--mib must be 1 to 1024, --repeats 1 to 1000, --share 0 to 1")
     run = describe_machine([])
-    print(f"{options.mib} MiB of bf16, {options.share:.1%} changed, {run['machine']}, {run['date']}")
-    for rate in options.rate or ["0.4 Gbit/s", "1 Gbit/s"]:
+    print_line(f"{options.mib} MiB of bf16, {options.share:.1%} changed, {run['machine']}, {run['date']}")
+    for rate in track(options.rate or ["0.4 Gbit/s", "1 Gbit/s"], "rates"):
         try:
             topology = topology_from_json({"hosts": [{"count": 4, "devices": 2, "nics": [rate]}]})
             with Cluster(topology) as cluster:
@@ -90,7 +91,7 @@ def main() -> int:
             name: [max(times) for times in zip(*(one[name] for one in results), strict=True)] for name in results[0]
         }
         raw, delta = statistics.median(turns["raw"]), statistics.median(turns["delta"])
-        print(
+        print_line(
             f"{rate:11} raw {raw:.4f} s  delta {delta:.4f} s ({min(turns['delta']):.4f}..{max(turns['delta']):.4f})  "
             f"{raw / delta:5.1f}x  streams are 1/{statistics.median(turns['ratio']):.0f} of the weights"
         )
