@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from reshard.codecs import parse_codec
 from reshard.errors import ArgumentError
@@ -120,29 +121,15 @@ class Edge:
             if not all(isinstance(name, str) for name in getattr(self, what)):
                 raise ArgumentError(f"{what} of edge {self.src} -> {self.dst} must be a set of names")
             object.__setattr__(self, what, frozenset(getattr(self, what)))
+        where = f"edge {self.src} -> {self.dst}"
         for direction in ("forward", "backward"):
-            seconds = getattr(self, f"{direction}_seconds")
-            _check_cost(f"{direction}_seconds of edge {self.src} -> {self.dst}", seconds)
             loads = getattr(self, f"{direction}_loads")
             if isinstance(loads, Mapping):
                 loads = tuple(loads.items())
                 object.__setattr__(self, f"{direction}_loads", loads)
-            if not isinstance(loads, Iterable) or not all(
-                isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) for entry in loads
-            ):
-                raise ArgumentError(
-                    f"{direction}_loads of edge {self.src} -> {self.dst} must be ((link, seconds), ...), not {loads!r}"
-                )
-            links = [link for link, _ in loads]
-            if len(set(links)) < len(links):
-                raise ArgumentError(f"{direction}_loads of edge {self.src} -> {self.dst} name a link twice: {links}")
-            for link, busy in loads:
-                _check_cost(f"the load of link {link}", busy)
-                if busy > seconds * (1 + 1e-9):
-                    raise ArgumentError(
-                        f"edge {self.src} -> {self.dst}: link {link} is busy for {busy:g} s, "
-                        f"longer than the transfer takes ({seconds:g} s)"
-                    )
+            seconds = getattr(self, f"{direction}_seconds")
+            _check_cost(f"{direction}_seconds of {where}", seconds)
+            _check_loads(f"{direction}_loads of {where}", loads, seconds)
         names = [spec.name for spec in self.tensors]
         if None in names or len(set(names)) < len(names) or not self.without_gradient <= set(names):
             raise ArgumentError(
@@ -289,6 +276,23 @@ def check_limit(memory_limit_bytes: object) -> None:
 def _check_cost(what: str, value: object, most: float = MOST_COST) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
         raise ArgumentError(f"{what} is {_short(value)}; it must be a number from 0 to {most:g}")
+
+
+def _check_loads(what: str, loads: Any, transfer_seconds: float) -> None:
+    """Raise ArgumentError unless the loads of links fit a transfer of this duration."""
+    if not isinstance(loads, Iterable) or not all(
+        isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) for entry in loads
+    ):
+        raise ArgumentError(f"{what} must be ((link, seconds), ...), not {loads!r}")
+    links = [link for link, _ in loads]
+    if len(set(links)) < len(links):
+        raise ArgumentError(f"{what} name a link twice: {links}")
+    for link, busy in loads:
+        _check_cost(f"the load of link {link}", busy)
+        if busy > transfer_seconds * (1 + 1e-9):
+            raise ArgumentError(
+                f"{what}: link {link} is busy for {busy:g} s, longer than the transfer takes ({transfer_seconds:g} s)"
+            )
 
 
 def _short(value: object) -> str:

@@ -173,22 +173,8 @@ def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> d
         if method.signal_only:
             pipeline = with_transfers(pipeline, calibration.message)
         predicted[method.name] = simulate(method.schedule, pipeline)
-        laps = merge_laps([result["laps"][method.name] for result in results])
-        seconds = [lap.seconds for lap in laps.kept()]
-        rows.append(
-            {
-                "method": method.name,
-                "seconds": seconds,
-                "median_seconds": statistics.median(seconds),
-                "disturbed": sum(lap.is_disturbed for lap in laps.kept()),
-                "stolen": statistics.median(lap.steal_share for lap in laps.kept()),
-                "repeated": len(laps.done) - len(seconds),
-                "predicted_seconds": predicted[method.name].makespan_seconds,
-                "busy": statistics.median(lap.busy for lap in laps.kept()),
-                "in_flight": list(method.schedule.in_flight),
-                "off": None if alone is None or method.signal_only else _relative_error(alone, results, method.name),
-            }
-        )
+        off = None if alone is None or method.signal_only else _relative_error(alone, results, method.name)
+        rows.append(_row(method, results, predicted[method.name].makespan_seconds, off))
     return {
         "kind": "setting",
         "title": setting.title,
@@ -201,6 +187,25 @@ def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> d
         "valid": drift <= MAX_DEVIATION,
         "rows": rows,
         "timelines": {name: (measured, predicted[name]) for name, measured in results[0]["timelines"].items()},
+    }
+
+
+def _row(method: Method, results: list[dict[str, Any]], predicted_seconds: float, off: float | None) -> dict[str, Any]:
+    """The record of a method: measured and predicted seconds of a step, and how far training is ``off``."""
+    laps = merge_laps([result["laps"][method.name] for result in results])
+    kept = laps.kept()
+    seconds = [lap.seconds for lap in kept]
+    return {
+        "method": method.name,
+        "seconds": seconds,
+        "median_seconds": statistics.median(seconds),
+        "disturbed": sum(lap.is_disturbed for lap in kept),
+        "stolen": statistics.median(lap.steal_share for lap in kept),
+        "repeated": len(laps.done) - len(seconds),
+        "predicted_seconds": predicted_seconds,
+        "busy": statistics.median(lap.busy for lap in kept),
+        "in_flight": list(method.schedule.in_flight),
+        "off": off,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Strided
 
@@ -60,75 +61,35 @@ def study_cases(divide: int = 1) -> list[Case]:
 
 def hard_cases(rows: int = 512) -> list[Case]:
     """Uneven, in-place, overlapping, empty and irregular layouts. ``rows`` scales the larger tensors."""
-    grid, four, three = Mesh.of("2x2"), Mesh.of("4"), Mesh.of("3")
-    heads = 4 * (rows // 4)
+
+    def ranks(grid: str, spec: Any = None, first_rank: int = 0) -> Layout:
+        return Layout(Mesh.of(grid, first_rank=first_rank), spec)
+
+    heads = rows // 4  # of one rank in each of Q, K and V
     fused = RegionLayout(
         {
-            rank: [
-                [(part * heads + rank * heads // 4, part * heads + (rank + 1) * heads // 4), (0, rows)]
-                for part in range(3)
-            ]
+            rank: [[((4 * part + rank) * heads, (4 * part + rank + 1) * heads), (0, rows)] for part in range(3)]
             for rank in range(4)
         }
     )
-    return [
-        Case(
-            "uneven",
-            f"{rows * 4 + 3} rows over 3 ranks -> columns over 4",
-            (rows * 4 + 3, 257),
-            "bfloat16",
-            Layout(three, "S0"),
-            Layout(Mesh.of("4", first_rank=3), "R S0"),
-        ),
-        Case(
-            "in place",
-            "rows -> columns on the same 4 ranks",
-            (rows * 4, rows),
-            "float32",
-            Layout(four, "S0"),
-            Layout(four, "R S0"),
-        ),
-        Case(
-            "overlapping",
-            "ranks 0-3 -> ranks 2-7, two hosts",
-            (rows * 6, rows),
-            "float32",
-            Layout(grid, "S0 S1"),
-            Layout(Mesh.of("2x3", first_rank=2), "S1 S0"),
-        ),
-        Case(
-            "axis order",
-            "S01 -> S10, the major axis changes",
-            (rows * 4 + 1, rows),
-            "float16",
-            Layout(grid, "S01 R"),
-            Layout(grid, "S10 R"),
-        ),
-        Case(
-            "0-d", "a scalar from 1 rank to 5", (), "float64", Layout(Mesh.of("1")), Layout(Mesh.of("5", first_rank=3))
-        ),
-        Case(
-            "empty shards",
-            "3 rows over 4 ranks -> 5 ranks, some get none",
-            (3, 7),
-            "complex64",
-            Layout(four, "S0"),
-            Layout(Mesh.of("5", first_rank=4), "S0"),
-        ),
-        Case(
-            "fused",
-            "Q, K and V split by head in one tensor -> plain rows",
-            (3 * heads, rows),
-            "float32",
-            fused,
-            Layout(Mesh.of("2", first_rank=4), "S0"),
-        ),
-        Case(
-            "strided",
-            "torch's _StridedShard, 2 x 2 -> replicated on 3",
-            (rows * 2, rows),
-            "float8_e4m3fn",
-            Layout(grid, ((Strided("0", 2), "1"),)),
-            Layout(Mesh.of("3", first_rank=4)),
-        ),
+    layouts: dict[str, tuple[AnyLayout, Layout]] = {
+        "uneven": (ranks("3", "S0"), ranks("4", "R S0", 3)),
+        "in place": (ranks("4", "S0"), ranks("4", "R S0")),
+        "overlapping": (ranks("2x2", "S0 S1"), ranks("2x3", "S1 S0", 2)),
+        "axis order": (ranks("2x2", "S01 R"), ranks("2x2", "S10 R")),
+        "0-d": (ranks("1"), ranks("5", first_rank=3)),
+        "empty shards": (ranks("4", "S0"), ranks("5", "S0", 4)),
+        "fused": (fused, ranks("2", "S0", 4)),
+        "strided": (ranks("2x2", ((Strided("0", 2), "1"),)), ranks("3", first_rank=4)),
+    }
+    tensors: list[tuple[str, str, tuple[int, ...], str]] = [
+        ("uneven", f"{rows * 4 + 3} rows over 3 ranks -> columns over 4", (rows * 4 + 3, 257), "bfloat16"),
+        ("in place", "rows -> columns on the same 4 ranks", (rows * 4, rows), "float32"),
+        ("overlapping", "ranks 0-3 -> ranks 2-7, two hosts", (rows * 6, rows), "float32"),
+        ("axis order", "S01 -> S10, the major axis changes", (rows * 4 + 1, rows), "float16"),
+        ("0-d", "a scalar from 1 rank to 5", (), "float64"),
+        ("empty shards", "3 rows over 4 ranks -> 5 ranks, some get none", (3, 7), "complex64"),
+        ("fused", "Q, K and V split by head in one tensor -> plain rows", (12 * heads, rows), "float32"),
+        ("strided", "torch's _StridedShard, 2 x 2 -> replicated on 3", (rows * 2, rows), "float8_e4m3fn"),
     ]
+    return [Case(*tensor, *layouts[tensor[0]]) for tensor in tensors]

@@ -90,21 +90,32 @@ def reshard(
         "max_error": max_error,
         "on_error": on_error,
     }
-    meshes = [src_mesh] if first == 0 else [src_mesh, dst_mesh]
     with order_lock:
-        key = join_meshes(meshes)
-        calls: list[ActorCall] = []
-        for mesh in meshes:
-            keys = {
-                name: (one.key if mesh is src_mesh else None, results[name].key if mesh is dst_mesh else None)
-                for name, one in arrays.items()
-            }
-            calls += [(mesh, rank, "move", (key, keys, specs_by_name, options)) for rank in mesh.mesh.ranks]
-        pending = PendingCalls(calls, meshes, key, fault_tolerant)
+        pending = _start_moves(arrays, results, src_mesh, dst_mesh, (specs_by_name, options))
     pending.take((6 if fault_tolerant else 2) * timeout_seconds + GRACE_SECONDS)
     for one in results.values():
         one.lost = frozenset(dst_mesh.dead)
     return results if isinstance(array, Mapping) else results[None]
+
+
+def _start_moves(
+    arrays: Mapping[Any, ShardedArray],
+    results: Mapping[Any, ShardedArray],
+    src_mesh: ActorMesh,
+    dst_mesh: ActorMesh,
+    arguments: tuple[Mapping[Any, Any], Mapping[str, Any]],
+) -> PendingCalls:
+    """Tell all actors to move their shards. ``arguments`` are the layouts by name and the options of the transfer."""
+    meshes = [src_mesh] if dst_mesh is src_mesh else [src_mesh, dst_mesh]
+    key = join_meshes(meshes)
+    calls: list[ActorCall] = []
+    for mesh in meshes:
+        keys = {
+            name: (one.key if mesh is src_mesh else None, results[name].key if mesh is dst_mesh else None)
+            for name, one in arrays.items()
+        }
+        calls += [(mesh, rank, "move", (key, keys, *arguments)) for rank in mesh.mesh.ranks]
+    return PendingCalls(calls, meshes, key, arguments[1]["on_loss"] == "recover")
 
 
 def _check_arrays(arrays: Mapping[Any, Any], src_mesh: Any, dst_mesh: Any) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,12 +45,12 @@ from .compression import (
 )
 from .data_parallel import LossShards, check_loss_shards, check_split, warn_of_drift
 from .engine_arguments import (
+    EngineOptions,
+    check_feed,
     check_last,
-    check_types,
-    describe_arguments,
     find_ranks,
     find_rows,
-    format_loss_shards,
+    read_loss_weights,
     weigh_last,
 )
 from .executor import Iteration, Parts, Program, Step, StepInputs
@@ -114,80 +113,103 @@ class Engine:
         signal_only: bool = False,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
-        self.schedule, self.pipeline, self._autocast = schedule, pipeline, autocast
+        self.schedule, self.pipeline = schedule, pipeline
+        self._options = options = EngineOptions(
+            topology,
+            strategy,
+            last_pipeline,
+            ties,
+            num_loss_shards,
+            autocast,
+            compression,
+            signal_only,
+            timeout_seconds,
+        )
         self._group = find_group(group)
         self._error: BaseException | None = None  # of the step that failed
         self._closed = False
         self._stepping = threading.Lock()
         self._stages: dict[int, StageRun] = {}
+        self._iteration: Iteration | None = None
         try:
-            check_types(schedule, pipeline, last_pipeline, ties)
+            options.check_pipelines(schedule, pipeline)
             ranks = find_ranks(pipeline)
             check_inside(self._group, ranks)
         except ReshardError as error:
             report_error(self._group, error)
             raise
-        channel = self._channel = find_channel(self._group, ranks)
-        arguments: list[tuple[str, str]] = []
-        failure, device = None, "cpu"
-        agreeing_seconds = DEFAULT_TIMEOUT_SECONDS
-        try:
-            agreeing_seconds = timeout_seconds = self._timeout_seconds = check_timeout(timeout_seconds)
-            if topology is not None and not isinstance(topology, Topology):
-                raise ArgumentError(f"topology must be a Topology, not {type(topology).__name__}")
-            check_schedule(schedule, pipeline)
-            rows = find_rows(schedule, pipeline)
-            self.row = next(row for row, row_ranks in enumerate(rows) if self._group.rank in row_ranks)
-            check_last(pipeline, last_pipeline)
-            self._last_weight = weigh_last(pipeline, last_pipeline)
-            check_loss_shards(num_loss_shards, pipeline)
-            self._stages = self._make_stages(modules)
-            if self._group.process_group is not None:
-                self._find_replicas()  # raises if a wrapper uses ranks of other stages
-            check_ties(ties, pipeline, modules, self._group.rank)
-            arguments = describe_arguments(schedule, pipeline, last_pipeline, strategy, topology)
-            arguments += [
-                ("the number of ties", str(len(ties))),
-                *((f"tie {i}", str(tie)) for i, tie in enumerate(ties)),
-            ]
-            arguments += [("num_loss_shards", format_loss_shards(num_loss_shards)), ("signal_only", str(signal_only))]
-            if compression is not None and not isinstance(compression, Policy):
-                raise ArgumentError(f"compression must be a Policy, not {type(compression).__name__}")
-            arguments += [("autocast", str(autocast)), ("compression", str(compression))]
-            arguments.append(("the type of device", device := find_device_type(modules)))
-        except Exception as error:  # any error of this rank must reach the other ranks
-            failure = describe_error(error)
-        request = Request(self._group.rank, arguments, hostname=self._group.hostname, error=failure)
-        _, decision = channel.agree(request, lambda requests: resolve(requests, {}), agreeing_seconds)
-        if topology is None:
-            topology = Topology.from_hostnames([decision.hostnames.get(rank, "") for rank in range(ranks[-1] + 1)])
-        policy = compression or Policy()
+        self._channel = find_channel(self._group, ranks)
+        hostnames, self._device = self._agree(modules)
+        names = [hostnames.get(rank, "") for rank in range(ranks[-1] + 1)]
+        self._topology = Topology.from_hostnames(names) if topology is None else topology
         pipelines = tuple(one for one in (pipeline, last_pipeline) if one is not None)
-        if policy.dimensions:
-            check_policy(policy, list(self.exchange(describe_modules(modules, schedule)).values()), device)
-            self.exchange(error=code_modules(modules, policy))
-            topology = add_codec_rates(topology, self.exchange(measure_codecs(policy, topology)))
-            pipelines = code_pipelines(policy, schedule, pipelines, topology, strategy)
-        self._topology, self._strategy, self._device, self._signal_only = topology, strategy, device, signal_only
+        if options.policy.dimensions:
+            pipelines = self._code(modules, pipelines)
         last = len(pipelines) - 1
         self._program = self.make_program(schedule, pipelines, (0,) * (schedule.num_microbatches - 1) + (last,))
         for stage, run in self._stages.items():
             warn_of_drift(pipeline, stage, run.module)
+        replicas = self._make_replicas()
+        plan_tied = functools.partial(plan_tensors, strategy=strategy, topology=self._topology)
+        tied = TiedParameters(ties, pipeline, modules, self._group, plan_tied, self._timeout_seconds, self._device)
+        tied.share_values()
+        self._parts = Parts(self._group.rank, self.row, self._stages, replicas, tied, num_loss_shards)
+
+    def _agree(self, modules: Mapping[int, torch.nn.Module]) -> tuple[Mapping[int, str], str]:
+        """Check the arguments and compare them with those of all ranks. Returns ``{rank: host}`` and a device type."""
+        options, rank = self._options, self._group.rank
+        arguments: list[tuple[str, str]] = []
+        failure, device = None, "cpu"
+        seconds = DEFAULT_TIMEOUT_SECONDS
         try:
-            replicas = []
-            for stage, members in self._find_replicas().items():
-                coded = code_sums(policy, topology, members, self._group.rank)
-                module = self._stages[stage].module
-                replicas.append(ReplicaSync(stage, module, self._group, members, device, timeout_seconds, coded))
+            seconds = self._timeout_seconds = check_timeout(options.timeout_seconds)
+            options.check_types()
+            check_schedule(self.schedule, self.pipeline)
+            rows = find_rows(self.schedule, self.pipeline)
+            self.row = next(row for row, row_ranks in enumerate(rows) if rank in row_ranks)
+            check_last(self.pipeline, options.last_pipeline)
+            self._last_weight = weigh_last(self.pipeline, options.last_pipeline)
+            check_loss_shards(options.num_loss_shards, self.pipeline)
+            self._stages = self._make_stages(modules)
+            if self._group.process_group is not None:
+                self._find_replicas()  # raises if a wrapper uses ranks of other stages
+            check_ties(options.ties, self.pipeline, modules, rank)
+            device = find_device_type(modules)
+            arguments = [*options.describe(self.schedule, self.pipeline), ("the type of device", device)]
+        except Exception as error:  # any error of this rank must reach the other ranks
+            failure = describe_error(error)
+        request = Request(rank, arguments, hostname=self._group.hostname, error=failure)
+        _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), seconds)
+        return decision.hostnames, device
+
+    def _code(self, modules: Mapping[int, torch.nn.Module], pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
+        """Code the collectives of the modules by the policy. Returns the pipelines with the codecs of their edges."""
+        policy, strategy = self._options.policy, self._options.strategy
+        described = self.exchange(describe_modules(modules, self.schedule))
+        check_policy(policy, list(described.values()), self._device)
+        self.exchange(error=code_modules(modules, policy))
+        self._topology = add_codec_rates(self._topology, self.exchange(measure_codecs(policy, self._topology)))
+        return code_pipelines(policy, self.schedule, pipelines, self._topology, strategy)
+
+    def _make_replicas(self) -> tuple[ReplicaSync, ...]:
+        """What sums the gradients of the stages of this rank over replicas."""
+        try:
+            return tuple(
+                ReplicaSync(
+                    stage,
+                    self._stages[stage].module,
+                    self._group,
+                    members,
+                    self._device,
+                    self._timeout_seconds,
+                    code_sums(self._options.policy, self._topology, members, self._group.rank),
+                )
+                for stage, members in self._find_replicas().items()
+            )
         except ReshardError as error:
             for each in self._program.transfers:  # ranks of other stages may already wait in a step
                 each.fail(error)
             raise
-        plan_tied = functools.partial(plan_tensors, strategy=strategy, topology=topology)
-        tied = TiedParameters(ties, pipeline, modules, self._group, plan_tied, timeout_seconds, device)
-        tied.share_values()
-        self._parts = Parts(self._group.rank, self.row, self._stages, tuple(replicas), tied, num_loss_shards)
-        self._iteration: Iteration | None = None
 
     def make_program(self, schedule: Schedule, pipelines: Sequence[Pipeline], used: Sequence[int]) -> Program:
         """What this rank does in ``schedule`` with tensors of the shapes of ``pipelines``. All ranks pass the same.
@@ -200,8 +222,8 @@ class Engine:
         self._check_split(schedule, self._stages)
         transfers = []
         for one in pipelines:
-            options = {"signal_only": self._signal_only}
-            channels = plan_channels(one, schedule.row_of_stage, self._topology, self._strategy, **options)
+            options = {"signal_only": self._options.signal_only}
+            channels = plan_channels(one, schedule.row_of_stage, self._topology, self._options.strategy, **options)
             for each in channels:
                 logger.debug("rank %d plans %s", self._group.rank, each)
             options["separate_connections"] = not has_one_order(schedule)
@@ -216,7 +238,8 @@ class Engine:
             raise ArgumentError(f"modules must be {{stage: module}}, not {type(modules).__name__}")
         if set(modules) != set(ours):
             raise ArgumentError(f"rank {self._group.rank} computes stages {ours}, but has modules for {[*modules]}")
-        autocast = None if self._autocast is None else (find_device_type(modules), self._autocast)
+        dtype = self._options.autocast
+        autocast = None if dtype is None else (find_device_type(modules), dtype)
         stages = {stage: StageRun(stage, modules[stage], self.pipeline, self._group.rank, autocast) for stage in ours}
         self._check_split(self.schedule, stages)
         return stages
@@ -247,19 +270,20 @@ class Engine:
         Raises:
             ReshardError: this rank or another failed. All ranks raise, and the engine cannot be used again.
         """
-        return self.run(
-            self._program, lambda: StepInputs(self._check_feed(feed or {}), self._check_weights(loss_weights))
-        )
+        return self.run(self._program, lambda: self._read_inputs(feed, loss_weights, train=True))
 
     def evaluate(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:
         """Run the forward of every microbatch without gradients. Arguments and errors are those of :meth:`step`.
 
         Modules are run in the mode that they are in: call ``module.eval()`` first if it matters.
         """
-        return self.run(
-            self._program,
-            lambda: StepInputs(self._check_feed(feed or {}), self._check_weights(loss_weights), train=False),
-        )
+        return self.run(self._program, lambda: self._read_inputs(feed, loss_weights, train=False))
+
+    def _read_inputs(self, feed: Feed | None, loss_weights: Sequence[float] | None, train: bool) -> StepInputs:
+        num = self.schedule.num_microbatches
+        check_feed(feed or {}, num, len(self.pipeline.stages))
+        fed = {stage: (feed or {}).get(stage, ({},) * num) for stage in self._stages}
+        return StepInputs(fed, read_loss_weights(loss_weights, num, self._last_weight), train=train)
 
     def run(self, program: Program, inputs: StepInputs | Callable[[], StepInputs]) -> Step:
         """Run one iteration of a program, the same on all ranks, on inputs of this rank or on what makes them."""
@@ -361,38 +385,3 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_feed(self, feed: Feed) -> dict[int, Sequence[Mapping[str, Any]]]:
-        num = self.schedule.num_microbatches
-        if not isinstance(feed, Mapping):
-            raise ArgumentError(f"feed must be {{stage: [{{name: tensor}}, ...]}}, not {type(feed).__name__}")
-        for stage, rows in feed.items():
-            if not isinstance(rows, Sequence):
-                raise ArgumentError(
-                    f"stage {stage} is fed {type(rows).__name__}; it needs a list with one entry per microbatch"
-                )
-            if stage not in range(len(self.pipeline.stages)):
-                raise ArgumentError(
-                    f"feed names stage {stage!r}; there are stages 0 to {len(self.pipeline.stages) - 1}"
-                )
-            if len(rows) != num or not all(isinstance(row, Mapping) for row in rows):
-                raise ArgumentError(
-                    f"stage {stage} is fed {len(rows)} microbatches; it needs {num}, each {{name: tensor}}"
-                )
-        return {stage: feed.get(stage, ({},) * num) for stage in self._stages}
-
-    def _check_weights(self, loss_weights: Sequence[float] | None) -> list[float]:
-        num = self.schedule.num_microbatches
-        if loss_weights is None:
-            parts = [1.0] * (num - 1) + [self._last_weight]
-            weights = [part / sum(parts) for part in parts]
-        else:
-            try:
-                if isinstance(loss_weights, str):
-                    raise TypeError
-                weights = [float(weight) for weight in loss_weights]
-            except (TypeError, ValueError):
-                raise ArgumentError(f"loss_weights must be {num} numbers, not {loss_weights!r}") from None
-            if len(weights) != num or not all(map(math.isfinite, weights)):
-                raise ArgumentError(f"loss_weights must be {num} finite numbers, not {loss_weights!r}")
-        return weights

@@ -5,10 +5,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from reshard.compression import Policy
 from reshard.errors import ArgumentError
 from reshard.formatting import format_ranks
+from reshard.planner import Strategy
 from reshard.topology import Topology, topology_to_json
 
 from ..graph import Pipeline
@@ -18,14 +23,67 @@ from .data_parallel import LossShards
 from .tied_params import TiedParameter
 
 
-def check_types(schedule: Any, pipeline: Any, last_pipeline: Any, ties: Any) -> None:
-    """Raise ArgumentError unless the arguments have the right types."""
-    wanted = [("schedule", schedule, Schedule), ("pipeline", pipeline, Pipeline)]
-    if last_pipeline is not None:
-        wanted.append(("last_pipeline", last_pipeline, Pipeline))
-    if not isinstance(ties, Sequence):
-        raise ArgumentError(f"ties must be a list of TiedParameter, not {type(ties).__name__}")
-    for what, value, kind in [*wanted, *(("a tie", tie, TiedParameter) for tie in ties)]:
+@dataclass(frozen=True)
+class EngineOptions:
+    """The optional arguments of an engine; its docstring explains them."""
+
+    topology: Topology | None
+    strategy: str | Strategy | None
+    last_pipeline: Pipeline | None
+    ties: Sequence[TiedParameter]
+    num_loss_shards: LossShards
+    autocast: torch.dtype | None
+    compression: Policy | None
+    signal_only: bool
+    timeout_seconds: float
+
+    @property
+    def policy(self) -> Policy:
+        """The codecs of each parallel dimension, or none."""
+        return self.compression or Policy()
+
+    def check_pipelines(self, schedule: Any, pipeline: Any) -> None:
+        """Raise ArgumentError unless these arguments, which say what all ranks do, have the right types."""
+        wanted: list[tuple[str, Any, type]] = [("schedule", schedule, Schedule), ("pipeline", pipeline, Pipeline)]
+        if self.last_pipeline is not None:
+            wanted.append(("last_pipeline", self.last_pipeline, Pipeline))
+        if not isinstance(self.ties, Sequence):
+            raise ArgumentError(f"ties must be a list of TiedParameter, not {type(self.ties).__name__}")
+        _check_types([*wanted, *(("a tie", tie, TiedParameter) for tie in self.ties)])
+
+    def check_types(self) -> None:
+        """Raise ArgumentError unless the other arguments have the right types."""
+        given = [("topology", self.topology, Topology), ("compression", self.compression, Policy)]
+        _check_types([each for each in given if each[1] is not None])
+
+    def describe(self, schedule: Schedule, pipeline: Pipeline) -> list[tuple[str, str]]:
+        """Arguments that must be equal on all ranks, as (name, text)."""
+        topology, shards = self.topology, self.num_loss_shards
+        described = [
+            ("the schedule", schedule.name),
+            ("the number of microbatches", str(schedule.num_microbatches)),
+            ("the schedule's actions", hashlib.sha256(format_schedule(schedule).encode()).hexdigest()[:16]),
+        ]
+        for name, one in (("pipeline", pipeline), ("last_pipeline", self.last_pipeline)):
+            for edge in one.edges if one is not None else ():
+                tensors = "; ".join(map(str, edge.tensors))
+                names = f"{sorted(edge.without_gradient)} {sorted(edge.passed_on)}"
+                described.append((f"edge {edge.src} -> {edge.dst} of {name}", f"{tensors} {names}"))
+        return [
+            *described,
+            ("strategy", getattr(self.strategy, "__name__", str(self.strategy))),
+            ("topology", "by host names" if topology is None else str(topology_to_json(topology))),
+            ("the number of ties", str(len(self.ties))),
+            *((f"tie {i}", str(tie)) for i, tie in enumerate(self.ties)),
+            ("num_loss_shards", str(dict(sorted(shards.items())) if isinstance(shards, Mapping) else shards)),
+            ("signal_only", str(self.signal_only)),
+            ("autocast", str(self.autocast)),
+            ("compression", str(self.compression)),
+        ]
+
+
+def _check_types(values: Sequence[tuple[str, Any, type]]) -> None:
+    for what, value, kind in values:
         if not isinstance(value, kind):
             raise ArgumentError(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
 
@@ -112,26 +170,34 @@ def check_last(pipeline: Pipeline, last: Pipeline | None) -> None:
         )
 
 
-def format_loss_shards(given: LossShards) -> str:
-    """``num_loss_shards`` as text that does not depend on the order of a dict."""
-    return str(dict(sorted(given.items())) if isinstance(given, Mapping) else given)
+def check_feed(feed: Any, num_microbatches: int, num_stages: int) -> None:
+    """Raise ArgumentError unless ``feed`` is ``{stage: [{name: tensor} of each microbatch]}``."""
+    if not isinstance(feed, Mapping):
+        raise ArgumentError(f"feed must be {{stage: [{{name: tensor}}, ...]}}, not {type(feed).__name__}")
+    for stage, rows in feed.items():
+        if not isinstance(rows, Sequence):
+            raise ArgumentError(
+                f"stage {stage} is fed {type(rows).__name__}; it needs a list with one entry per microbatch"
+            )
+        if stage not in range(num_stages):
+            raise ArgumentError(f"feed names stage {stage!r}; there are stages 0 to {num_stages - 1}")
+        if len(rows) != num_microbatches or not all(isinstance(row, Mapping) for row in rows):
+            raise ArgumentError(
+                f"stage {stage} is fed {len(rows)} microbatches; it needs {num_microbatches}, each {{name: tensor}}"
+            )
 
 
-def describe_arguments(
-    schedule: Schedule, pipeline: Pipeline, last: Pipeline | None, strategy: Any, topology: Topology | None
-) -> list[tuple[str, str]]:
-    """Arguments that must be equal on all ranks, as (name, text)."""
-    text = format_schedule(schedule)
-    described = [
-        ("the schedule", schedule.name),
-        ("the number of microbatches", str(schedule.num_microbatches)),
-        ("the schedule's actions", hashlib.sha256(text.encode()).hexdigest()[:16]),
-    ]
-    for name, one in (("pipeline", pipeline), ("last_pipeline", last)):
-        for edge in one.edges if one is not None else ():
-            tensors = "; ".join(map(str, edge.tensors))
-            names = f"{sorted(edge.without_gradient)} {sorted(edge.passed_on)}"
-            described.append((f"edge {edge.src} -> {edge.dst} of {name}", f"{tensors} {names}"))
-    described.append(("strategy", getattr(strategy, "__name__", str(strategy))))
-    described.append(("topology", "by host names" if topology is None else str(topology_to_json(topology))))
-    return described
+def read_loss_weights(given: Sequence[float] | None, num_microbatches: int, last: float) -> list[float]:
+    """The weight of each microbatch's loss. Default: equal weights that sum to 1, the last one times ``last``."""
+    if given is None:
+        parts = [1.0] * (num_microbatches - 1) + [last]
+        return [part / sum(parts) for part in parts]
+    try:
+        if isinstance(given, str):
+            raise TypeError
+        weights = [float(weight) for weight in given]
+    except (TypeError, ValueError):
+        raise ArgumentError(f"loss_weights must be {num_microbatches} numbers, not {given!r}") from None
+    if len(weights) != num_microbatches or not all(map(math.isfinite, weights)):
+        raise ArgumentError(f"loss_weights must be {num_microbatches} finite numbers, not {given!r}")
+    return weights

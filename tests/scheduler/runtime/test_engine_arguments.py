@@ -29,7 +29,7 @@ from reshard.scheduler import (
 )
 from reshard.scheduler.runtime import grad_sync
 from reshard.scheduler.runtime.engine import Engine
-from reshard.scheduler.runtime.engine_arguments import describe_arguments, find_rows, weigh_last
+from reshard.scheduler.runtime.engine_arguments import EngineOptions, find_rows, weigh_last
 from reshard.scheduler.runtime.local_tensors import localize
 from reshard.scheduler.runtime.p2p import find_device_type
 from reshard.scheduler.runtime.tied_params import TiedParameter
@@ -168,7 +168,8 @@ def test_each_rank_is_on_one_row():
 
 def test_differences_between_engines_are_named():
     def described(pipeline=TWO, last=None, schedule=None, strategy="auto", topology=None):
-        return dict(describe_arguments(schedule or gpipe(pipeline, 2), pipeline, last, strategy, topology))
+        options = EngineOptions(topology, strategy, last, (), 1, None, None, False, 20.0)
+        return dict(options.describe(schedule or gpipe(pipeline, 2), pipeline))
 
     wider = replace(TWO, edges=(replace(TWO.edges[0], tensors=(_spec(shape=(2, 4)),)),))
     without = replace(TWO, edges=(replace(TWO.edges[0], without_gradient=frozenset({"x"})),))
