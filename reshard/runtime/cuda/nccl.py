@@ -1,8 +1,8 @@
 """A ctypes binding of NCCL with communicators that never block the host without a deadline.
 
 Communicators are non-blocking (``ncclConfig_t.blocking = 0``). An NCCL thread creates the communicator, and connects
-two ranks at their first group with each other, while :meth:`Communicator.wait` polls. Once all pairs are connected, the
-thread that ends a group launches it. Decision 18 explains why this is not ``ProcessGroupNCCL``.
+two ranks when they first exchange messages. :meth:`Communicator.wait` polls until it is done. Once all pairs are
+connected, the thread that ends a group launches it. Decision 18 explains why this is not ``ProcessGroupNCCL``.
 
 Signatures are those of ``nccl.h`` 2.18 and later.
 """
@@ -36,7 +36,7 @@ ABORT_WAIT_SECONDS = 0.5
 
 #: ``(device address, bytes, rank at the other end)``.
 Message = tuple[int, int, int]
-#: Called now and then during a wait; raises an error if the wait is pointless.
+#: Called every 0.2 s during a wait. Raises an error to end the wait, for example if a rank has failed.
 Look = Callable[[], None]
 
 
@@ -96,7 +96,7 @@ class Library:
     """A loaded ``libnccl``.
 
     Raises:
-        NcclError: the library lacks a function, or is older than 2.18.
+        NcclError: the library lacks a function, or is older than 2.18. OSError: it cannot be loaded.
     """
 
     def __init__(self, path: str) -> None:
@@ -116,7 +116,7 @@ class Library:
             raise NcclError(f"{path} is NCCL version code {self.version}; {MIN_VERSION} or later is needed")
 
     def call(self, name: str, *arguments: object) -> int:
-        """Call a function; returns its ``ncclResult_t``."""
+        """Call a function of NCCL by name. Returns its ``ncclResult_t``."""
         return int(getattr(self._library, name)(*arguments))
 
     def check(self, name: str, *arguments: object, also: Sequence[int] = ()) -> int:
@@ -127,7 +127,7 @@ class Library:
         return result
 
     def describe(self, result: int) -> str:
-        """NCCL's text for a result, with its last warning."""
+        """NCCL's text for an ``ncclResult_t``, with NCCL's last warning."""
         text = self._library.ncclGetErrorString(result).decode(errors="replace")
         last = (self._library.ncclGetLastError(None) or b"").decode(errors="replace").strip()
         return f"{text}: {last}" if last else text
@@ -146,7 +146,7 @@ def find_library() -> Library:
     A loaded library comes first because two versions of NCCL in one process can deadlock.
 
     Raises:
-        NcclError: no library was found.
+        NcclError: no library was found, or the first one is too old.
     """
     candidates = ["libnccl.so.2"]  # dlopen returns the loaded library of that name, if any
     spec = importlib.util.find_spec("nvidia")
@@ -167,10 +167,10 @@ class Communicator:
     A lock serializes calls of different threads. Any thread may call :meth:`abort` at any time.
 
     Args:
-        unique_id: from :meth:`Library.make_unique_id`, the same on all ranks.
+        library: NCCL. unique_id: from :meth:`Library.make_unique_id`, the same on all ranks.
         rank, size: this rank within the communicator, and the number of its ranks.
-        timeout_seconds: limit for creating the communicator, and for launching a group.
-        look: called now and then during a wait; raises an error if the wait is pointless.
+        timeout_seconds: limit for creating the communicator, for launching a group and for closing.
+        look: called every 0.2 s during a wait; raises an error to end the wait.
 
     Raises:
         NcclError: NCCL could not create it. TimeoutError: not all ranks joined in time. Or what ``look`` raises.
@@ -213,7 +213,7 @@ class Communicator:
             what: the operation, for errors.
 
         Raises:
-            NcclError: it failed or was aborted. TimeoutError: it took longer than allowed. Or what ``look`` raises.
+            NcclError: the operation failed or was aborted. TimeoutError: it took too long. Or what ``look`` raises.
         """
         begun = looked = time.monotonic()
         while (result := self._async_result()) == IN_PROGRESS:
@@ -228,7 +228,7 @@ class Communicator:
             raise NcclError(f"NCCL failed {what}: {self.nccl.describe(result)}")
 
     def find_error(self) -> str | None:
-        """Why this communicator failed, such as an exited peer; None if it works or was aborted or closed."""
+        """Why this communicator failed, such as an exited peer; None if it works, was aborted or is closed."""
         if self._aborted or self._closed:
             return None
         result = self._async_result()
@@ -246,6 +246,7 @@ class Communicator:
         """Enqueue receives and sends on a stream as one group. Messages between two ranks match by order.
 
         Args:
+            recvs, sends: ``(device address, bytes, rank at the other end)`` of each message.
             stream: the handle of a CUDA stream (``torch.cuda.Stream.cuda_stream``).
 
         Raises:
@@ -261,7 +262,7 @@ class Communicator:
 
         Args:
             address, count: device address and number of elements. dtype: a name in :data:`DATA_TYPES`.
-            reduction: a name in :data:`REDUCTIONS`. stream: as for :meth:`exchange`.
+            reduction: a name in :data:`REDUCTIONS`. stream, errors: as for :meth:`exchange`.
         """
         with self._group():
             self._check(
@@ -269,7 +270,7 @@ class Communicator:
             )
 
     def broadcast(self, address: int, nbytes: int, root: int, stream: int) -> None:
-        """Overwrite an array on all ranks with that of ``root``."""
+        """Overwrite ``nbytes`` at a device address on all ranks with those of ``root``. Errors: :meth:`exchange`."""
         with self._group():
             self._check("ncclBroadcast", address, address, nbytes, DATA_TYPES["uint8"], root, stream=stream)
 
@@ -278,7 +279,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def _group(self) -> Iterator[None]:
-        """A group of calls. It always ends, even after an error: otherwise the thread would stay in the group."""
+        """A group of calls. It ends even after an error: otherwise later calls of the thread would join the group."""
         with self._lock:
             if self._aborted or self._closed:
                 raise NcclError(f"the communicator is {'aborted' if self._aborted else 'closed'}")
@@ -293,7 +294,7 @@ class Communicator:
             self.wait()
 
     def abort(self) -> None:
-        """Cancel operations under way, here at once and at the other ranks soon. Later calls fail."""
+        """Cancel operations in progress: on this rank at once, on the others soon after. Later calls fail."""
         locked = self._lock.acquire(timeout=ABORT_WAIT_SECONDS)  # another thread may block inside NCCL
         try:
             if not (self._aborted or self._closed):
@@ -304,7 +305,7 @@ class Communicator:
                 self._lock.release()
 
     def close(self) -> None:
-        """Wait for operations under way, then destroy the communicator. Abort it if it failed."""
+        """Wait for operations in progress, then destroy the communicator. If that fails, abort it."""
         try:
             with self._lock:
                 if self._aborted or self._closed:
