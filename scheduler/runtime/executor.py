@@ -48,7 +48,7 @@ class StageTotals:
     weight: float = 0.0
 
     def add(self, weight: float, loss: float | None, metrics: Mapping[str, float]) -> None:
-        """Add a microbatch. One that weighs nothing does not count, even if its loss is not finite."""
+        """Add a microbatch. A microbatch of weight 0 does not count, even if its loss is not finite."""
         self.weight += weight
         if loss is not None:
             self.loss = (self.loss or 0.0) + (weight * loss if weight else 0.0)
@@ -62,10 +62,10 @@ class Step:
 
     Attributes:
         losses: loss of each microbatch; empty if no stage of this rank returns a loss.
-        loss: weighted sum of ``losses``, or None. metrics: weighted sums over microbatches.
+        loss: weighted sum of ``losses``, None if they are empty. metrics: ``{name: weighted sum over microbatches}``.
         totals: the same sums for each stage of this rank.
         seconds: from the first action to the last gradient sum.
-        waited_seconds: time that this rank waited for transfers, including the computation of their data.
+        waited_seconds: time that this rank waited for transfers, also while other ranks still computed their data.
     """
 
     losses: tuple[float, ...]
@@ -82,8 +82,8 @@ class Program:
 
     Attributes:
         schedule: the schedule.
-        pipelines: pipelines that differ in tensor shapes only. transfers: the Movers of each.
-        used: for each microbatch, the index of its pipeline.
+        pipelines: pipelines that differ in tensor shapes only. transfers: the Movers of each pipeline.
+        used: for each microbatch, the index of its pipeline in ``pipelines``.
     """
 
     schedule: Schedule
@@ -99,7 +99,14 @@ class Program:
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine holds on one rank, for all programs."""
+    """What an engine holds on one rank, for all programs.
+
+    Attributes:
+        rank, row: this rank, and its row in each schedule.
+        stages: ``{stage: its module}`` of this rank. replicas: one for each of these stages under DDP.
+        ties: parameters that several stages share.
+        num_loss_shards: number of replicas that see different data, for all stages or ``{stage: number}``.
+    """
 
     rank: int
     row: int
@@ -114,10 +121,10 @@ class StepInputs:
     """What an iteration computes on.
 
     Attributes:
-        feed: ``{stage: [{name: tensor} per microbatch]}``.
+        feed: ``{stage: [{name: tensor} per microbatch]}``, inputs that no edge brings.
         weights: weight of each microbatch on this rank.
-        scale: the backward starts with the weight of a microbatch times this, and a module may give another weight;
-            default: one over the number of replicas that see different data, and modules give no weights.
+        scale: factor on the weight from which each backward starts; a module may then give its own weight. None: one
+            over the number of replicas that see different data, and modules must give no weight.
         train: run backwards and sum gradients; otherwise run forwards only.
     """
 
@@ -131,15 +138,15 @@ class Iteration:
     """One rank's part of a step.
 
     Args:
-        parts: what the engine holds.
-        program: what to run.
-        inputs: what to compute on.
+        parts: what the engine holds on this rank.
+        program: the schedule and the transfers to run.
+        inputs: the data of this step.
     """
 
     def __init__(self, parts: Parts, program: Program, inputs: StepInputs) -> None:
         self.parts, self.program, self.inputs = parts, program, inputs
         self.schedule, self.pipeline, self.stages = program.schedule, program.pipelines[0], parts.stages
-        self.pending: dict[tuple[Channel, int], PendingTransfer] = {}  # receives posted, and outputs not yet sent
+        self.pending: dict[tuple[Channel, int], PendingTransfer] = {}  # posted receives, and outputs not yet sent
         self.sends: deque[PendingTransfer] = deque()
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: list[tuple[int, float, torch.Tensor | None, Mapping[str, float]]] = []
@@ -156,7 +163,7 @@ class Iteration:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """Actions of this rank, in order. Without training, those of the forwards."""
+        """Actions of this rank, in order; without training, only forwards and their transfers."""
         row = self.schedule.rows[self.parts.row]
         if self.inputs.train:
             return row
@@ -167,12 +174,12 @@ class Iteration:
         )
 
     def run(self) -> Step:
-        """Run the iteration."""
+        """Run the iteration. Raises what a module raises, or a ReshardError if another rank failed."""
         begun = time.monotonic()
-        summed = [parameter for replicas in self.parts.replicas for parameter in replicas.parameters()]
-        summed += self.parts.ties.parameters()
-        summed += [parameter for run in self.stages.values() for _, parameter, _ in declared_sums(run.module)]
-        stashed = stash_gradients(summed) if self.inputs.train else []
+        to_sum = [parameter for replicas in self.parts.replicas for parameter in replicas.parameters()]
+        to_sum += self.parts.ties.parameters()
+        to_sum += [parameter for run in self.stages.values() for _, parameter, _ in declared_sums(run.module)]
+        stashed = stash_gradients(to_sum) if self.inputs.train else []
         try:
             for replicas in self.parts.replicas:
                 replicas.begin(self.check_errors)
@@ -191,10 +198,10 @@ class Iteration:
                 else:
                     reshard_parameters(run.module)
             if self.inputs.train:
-                already: set[int] = set()
+                summed_ids: set[int] = set()
                 for replicas in self.parts.replicas:
                     with self.observe("sum gradients of", replicas.stage, None):
-                        replicas.add_gradients(self.check_errors, already)
+                        replicas.add_gradients(self.check_errors, summed_ids)
                 for run in self.stages.values():
                     run.sum_declared_gradients()
                 self.parts.ties.add_gradients()
@@ -214,8 +221,8 @@ class Iteration:
         loss = sum(w * x for w, x in zip(weights, losses, strict=True) if w) if losses else None
         totals = {stage: StageTotals() for stage in self.stages}
         metrics: dict[str, float] = {}
-        for stage, weight, tensor, values in self.outputs:
-            totals[stage].add(weight, None if tensor is None else float(tensor), values)
+        for stage, weight, stage_loss, values in self.outputs:
+            totals[stage].add(weight, None if stage_loss is None else float(stage_loss), values)
             for name, value in values.items():
                 metrics[name] = metrics.get(name, 0.0) + (weight * value if weight else 0.0)
         return Step(losses, loss, metrics, totals, time.monotonic() - begun, self.waited)
@@ -232,7 +239,7 @@ class Iteration:
         return self.program.transfers[self.program.used[microbatch]]
 
     def move(self, action: Action) -> None:
-        """Start one end of a transfer, and wait for the transfer if the action blocks."""
+        """Start this rank's part of a transfer, and wait for the transfer if the action blocks."""
         begun = time.monotonic()
         channel, microbatch = action.channel, action.microbatch
         if action.kind.is_send:
@@ -258,7 +265,7 @@ class Iteration:
             self.measured.actions.append(ActionRecord(action, begun, begun, time.monotonic()))
 
     def compute(self, action: Action) -> None:
-        """Wait for the inputs of a computation, and do it."""
+        """Wait for the inputs of a computation, then run it."""
         stage, microbatch = action.stage, action.microbatch
         since = time.monotonic()
         if action.kind is Kind.W:
@@ -277,8 +284,8 @@ class Iteration:
             weight = weight / loss_shards_of(stage, self.parts.num_loss_shards) if scale is None else weight * scale
             is_last = self.last_backward[stage] == microbatch
             with self.observe("backward of" if action.kind is Kind.B else "input gradients of", stage, microbatch):
-                back = self.stages[stage].backward(microbatch, received, weight, is_last=is_last)
-            self.hand_on(stage, microbatch, back, is_forward=False)
+                gradients = self.stages[stage].backward(microbatch, received, weight, is_last=is_last)
+            self.hand_on(stage, microbatch, gradients, is_forward=False)
         self.waited += begun - since
         self.measured.actions.append(ActionRecord(action, since, begun, time.monotonic()))
 
@@ -287,8 +294,8 @@ class Iteration:
         run = self.stages[stage]
         train = self.inputs.train
         is_split = (stage, microbatch) in self.split
-        tensors = self.program.pipelines[self.program.used[microbatch]]
-        expected = {edge.dst: edge.tensors for edge in tensors.edges if edge.src == stage}
+        pipeline = self.program.pipelines[self.program.used[microbatch]]
+        expected = {edge.dst: edge.tensors for edge in pipeline.edges if edge.src == stage}
         if self.is_empty(stage, microbatch, expected):
             sent = run.skip(microbatch, received, expected, is_split=is_split)
         else:
@@ -301,15 +308,15 @@ class Iteration:
             run.drop(microbatch)
         self.hand_on(stage, microbatch, sent, is_forward=True)
 
-    def is_empty(self, stage: int, microbatch: int, sent: Mapping[int, tuple[TensorSpec, ...]]) -> bool:
-        """Whether this replica has no rows of a microbatch, and no collectives of FSDP to take part in."""
+    def is_empty(self, stage: int, microbatch: int, expected: Mapping[int, tuple[TensorSpec, ...]]) -> bool:
+        """Whether this replica has no rows of a microbatch, and need not run for collectives of FSDP."""
         if self.inputs.scale is None or self.inputs.weights[microbatch] or is_fsdp(self.stages[stage].module):
             return False
-        shapes = [spec.src_shards.local_shape(self.parts.rank) for specs in sent.values() for spec in specs]
+        shapes = [spec.src_shards.local_shape(self.parts.rank) for specs in expected.values() for spec in specs]
         return not any(map(math.prod, shapes))
 
     def take_loss(self, stage: int, microbatch: int) -> None:
-        """Keep the loss and the metrics of a forward."""
+        """Keep the loss and the metrics of a forward. Raises ArgumentError if the stage gives them wrongly."""
         run = self.stages[stage]
         loss, metrics, given = run.loss_of(microbatch)
         if given is not None and self.inputs.scale is None:
@@ -330,7 +337,7 @@ class Iteration:
             self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss
 
     def collect(self, stage: int, microbatch: int, *, is_forward: bool) -> dict[int, Tensors]:
-        """Wait for the inputs of a computation, by stage that sends them."""
+        """Wait for the inputs of a computation, and return them by the stage that sends them."""
         others = self.pipeline.inputs[stage] if is_forward else self.pipeline.outputs[stage]
         found = {}
         for other in others:
@@ -341,7 +348,7 @@ class Iteration:
         return found
 
     def hand_on(self, stage: int, microbatch: int, sent: Mapping[int, Tensors], *, is_forward: bool) -> None:
-        """Keep the outputs of a computation until they are sent. Within a row, pass them on at once."""
+        """Keep the outputs of a computation until they are sent. Pass them at once to stages of the same row."""
         now = time.monotonic()
         for other, tensors in sent.items():
             channel = Channel(stage, other, is_forward)
