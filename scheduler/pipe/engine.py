@@ -37,10 +37,10 @@ class StepResult:
     """The result of a step or an evaluation, the same on every rank.
 
     Attributes:
-        loss: mean over all rows of the batch, or over what a stage weighs its losses by.
-        metrics: means like that of the loss.
+        loss: mean over all rows of the batch; weighted if a stage returns weights.
+        metrics: ``{name: mean}``, weighted as the loss is.
         finite: whether the loss and all gradients are finite.
-        timeline: measured times, if they were asked for.
+        timeline: measured times; None unless asked for.
     """
 
     loss: float
@@ -54,12 +54,12 @@ class CompileOptions:
     """What :meth:`Pipe.compile` decides besides the stages.
 
     Attributes:
-        microbatches: of a step. schedule: a schedule, or what builds one.
+        microbatches: number of microbatches of a step. schedule: a schedule, or a function that builds one.
         input_names: names of the values of a batch that is a tuple.
         ties: ``{stage: name}`` of each parameter that several stages share.
-        device: of the parameters. scales_loss: whether float16 needs it.
+        device: device of the parameters. scales_loss: whether to scale the loss, as float16 needs.
         memory_limit_bytes: given to ``schedule`` if it is a function.
-        process_group: that of the ranks; None: the world. policy: codecs of each parallel dimension.
+        process_group: process group of the ranks; None: the world. policy: codecs of each parallel dimension.
     """
 
     microbatches: int
@@ -74,7 +74,7 @@ class CompileOptions:
 
 
 class PipelineEngine:
-    """Runs a model over pipeline stages. Every rank makes one, by :meth:`Pipe.compile`, and calls each method.
+    """Runs a model over pipeline stages. Every rank makes one by :meth:`Pipe.compile`; all ranks make the same calls.
 
     Attributes:
         modules: ``{stage: module}`` of this rank, parallelized.
@@ -129,7 +129,7 @@ class PipelineEngine:
 
     @property
     def compression(self) -> str:
-        """Which transfers between stages a policy codes, and the simulated iteration with and without; else empty."""
+        """Codecs between stages, and the simulated seconds with and without them; empty if none were asked for."""
         return self._programs.choices
 
     def step(
@@ -139,7 +139,7 @@ class PipelineEngine:
 
         Args:
             batch: ``{name: tensor}``, a tensor or a tuple, the same on all ranks; None on ranks whose stages read none
-                of it. It may have other sizes than the example. With few rows, there are fewer microbatches.
+                of it. Its sizes may differ from the example's. A batch of few rows has fewer microbatches.
             accumulate: number of parts that run one after the other; each has its own microbatches.
             local_batch: the batch has only the rows of this rank, in the order of :meth:`local_rows`.
             timeline: measure the times of the last part.
@@ -178,14 +178,14 @@ class PipelineEngine:
                 each.training = was_training
 
     def local_rows(self, rows: int, accumulate: int = 1) -> torch.Tensor:
-        """The rows of a batch of ``rows`` rows that this rank passes with ``local_batch=True``, in this order."""
+        """Indices of the rows, of a batch of ``rows``, that this rank passes with ``local_batch=True``, in order."""
         parts = self._feeder.divide(rows, accumulate)
         return torch.tensor([row for part in parts for microbatch in part for row in self._feeder.own(microbatch)])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale the gradients of the whole model so that their norm is at most ``max_norm``. Returns the norm before.
 
-        As ``torch.nn.utils.clip_grad_norm_`` on the model in one process: tied parameters count once.
+        The same as ``torch.nn.utils.clip_grad_norm_`` on the model in one process: tied parameters count once.
         """
         ranks = {stage: self._planner.meshes[stage].size for stage in self.modules}
         own = local_power_sum(self.modules, ranks, self._tied_elsewhere, norm_type)
@@ -209,13 +209,16 @@ class PipelineEngine:
         *,
         keep: int = 2,
     ) -> None:
-        """Save the model and what else is given to ``path/step-XXXXXXXX``, and the random number generators.
+        """Save the model, the given objects and the random number generators in ``path/step-XXXXXXXX``.
 
         Args:
             path: folder on a file system that all ranks share.
-            optimizer: optimizer of :meth:`parameters`. lr_scheduler, loader: have ``state_dict()``.
+            optimizer: optimizer of :meth:`parameters`. lr_scheduler, loader: objects with a ``state_dict()``.
             step: number of steps taken, which :meth:`load` returns.
-            keep: number of checkpoints that stay; older ones are deleted.
+            keep: number of newest checkpoints to keep; older ones are deleted.
+
+        Raises:
+            ArgumentError: the folder cannot be made; on all ranks.
         """
         folder, failure = checkpoint.folder_of(path, step), None
         if self._is_first:
@@ -239,21 +242,21 @@ class PipelineEngine:
         *,
         missing_ok: bool = False,
     ) -> int:
-        """Load the newest complete checkpoint at ``path``, whatever the stages that saved it. Returns its step.
+        """Load the newest complete checkpoint at ``path``, saved with any cut into stages. Returns its step.
 
         A folder ``step-XXXXXXXX`` that another program saved by ``torch.distributed.checkpoint`` with the keys "model"
-        and "optimizer" is loaded too; its step counts as 0. The random number generators are restored if as many ranks
-        saved them. Arguments: :meth:`save`.
+        and "optimizer" is loaded too; its step counts as 0. The random number generators are restored only if the
+        number of ranks is the same as at the save. Other arguments: :meth:`save`.
 
         Args:
             missing_ok: return 0 if there is no checkpoint, instead of an error.
 
         Raises:
-            ArgumentError: there is no checkpoint, or it lacks something that is asked for.
+            ArgumentError: there is no checkpoint, or it lacks something that is to be loaded.
         """
         found = checkpoint.find_checkpoints(path) if self._is_first else []
-        said = self._engine.exchange(str(found[-1][1]) if found else None)
-        folder = next((value for value in said.values() if value is not None), None)
+        gathered = self._engine.exchange(str(found[-1][1]) if found else None)
+        folder = next((value for value in gathered.values() if value is not None), None)
         if folder is None:
             if missing_ok:
                 return 0
@@ -305,7 +308,7 @@ class PipelineEngine:
         scale: float = 1.0,
         schedule: Schedule | None = None,
     ) -> tuple[list[Step], int]:
-        """Run all parts of a batch. Returns their results, and the number of rows."""
+        """Run all parts of a batch. Returns the result of each part, and the number of rows of the batch."""
         named, outline = self._feeder.agree(batch, accumulate, is_local)
         graph = self._planner.graph(outline)
         parts = self._feeder.divide(outline.rows, accumulate)
@@ -326,16 +329,16 @@ class PipelineEngine:
         return steps, outline.rows
 
     def _exchange_totals(self, steps: Sequence[Step], rows: int, finite: bool) -> Totals:
-        """The totals of all parts over all ranks. Of ranks that have the same loss, one counts."""
+        """The totals of all parts over all ranks. Of the ranks that have the same loss, only one counts."""
         own: list[Any] = []
         if self._rank in ranks_with_own_loss(self._planner.mesh_of(self._rank)):
             own = [[stage, asdict(totals)] for step in steps for stage, totals in step.totals.items()]
-        said = self._engine.exchange([own, finite])
+        gathered = self._engine.exchange([own, finite])
         by_stage: dict[int, list[StageTotals]] = {}
-        for values, _ in said.values():
+        for values, _ in gathered.values():
             for stage, each in values:
                 by_stage.setdefault(stage, []).append(StageTotals(**each))
-        return combine_totals(by_stage, rows, all(value[1] for value in said.values()))
+        return combine_totals(by_stage, rows, all(value[1] for value in gathered.values()))
 
     # Profile
 
@@ -348,12 +351,12 @@ class PipelineEngine:
         self._programs.find(outline, sizes, None)
 
     def profile(self) -> Profile:
-        """The seconds of each stage that the schedule was made for."""
+        """The profile that the schedule was made for: seconds of each stage."""
         assert self._programs.profile is not None
         return self._programs.profile
 
     def measure(self, batch: Any) -> Profile:
-        """Measure the seconds of each stage in trial steps, which leave no trace in the model.
+        """Measure the seconds of each stage, and the bytes that it saves for the backward, in trial steps on a batch.
 
         Parameters, buffers, random number generators and ``.grad`` are left as they were.
         """
@@ -370,12 +373,12 @@ class PipelineEngine:
             for schedule in trials:
                 self._run(named, 1, False, schedule=schedule)
                 timelines.append(self._engine.timeline())
-        said = self._engine.exchange([sorted(self.modules), saved.nbytes / len(rows) / len(self.modules)])
-        kept = [1] * len(pipeline.stages)
-        for stages, nbytes in said.values():
+        gathered = self._engine.exchange([sorted(self.modules), saved.nbytes / len(rows) / len(self.modules)])
+        activation_bytes = [1] * len(pipeline.stages)
+        for stages, nbytes in gathered.values():
             for stage in stages:
-                kept[stage] = max(kept[stage], round(nbytes))
-        return profile_timelines(timelines, len(pipeline.stages), rows[0], kept)
+                activation_bytes[stage] = max(activation_bytes[stage], round(nbytes))
+        return profile_timelines(timelines, len(pipeline.stages), rows[0], activation_bytes)
 
     @contextlib.contextmanager
     def _leave_no_trace(self) -> Iterator[None]:
