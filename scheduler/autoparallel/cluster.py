@@ -10,9 +10,9 @@ from functools import cached_property
 from reshard.errors import ArgumentError, TopologyError
 from reshard.topology import Topology, topology_to_json
 
-#: Less memory than this is taken for a wrong unit.
+#: A cluster with less memory per device is refused: its unit is probably wrong.
 LEAST_MEMORY_BYTES = 1 << 20
-#: Rate inside a host whose topology gives none.
+#: Rate inside hosts if the topology gives none.
 UNLIMITED_BYTES_PER_SECOND = 1e15
 
 
@@ -22,12 +22,12 @@ class Cluster:
 
     Args:
         topology: hosts and links. Ranks of a host must be consecutive.
-        memory_bytes: memory of a device, or a list with that of each device.
-        num_ranks: number of ranks to use, from rank 0; default: all of the topology.
+        memory_bytes: memory of every device, or a list with the memory of each device.
+        num_ranks: number of ranks to use, from rank 0; 0: all of the topology.
 
     Raises:
-        ArgumentError: the memory of a device is less than 1 MiB or not a number.
-        TopologyError: the topology has fewer ranks, or the ranks of a host are not consecutive.
+        ArgumentError: the memory of a device is less than 1 MiB or not a number, or the list has another length.
+        TopologyError: the topology has fewer ranks or none, or the ranks of a host are not consecutive.
     """
 
     topology: Topology
@@ -76,33 +76,33 @@ class Cluster:
         return self.topology.host_of_rank[rank]
 
     def hosts_of(self, first: int, end: int) -> tuple[tuple[int, int, int], ...]:
-        """``(host, first rank, end)`` of the hosts of ranks ``first`` to ``end - 1``, cut to these ranks."""
+        """``(host, first rank, end)`` of each host of ranks ``first`` to ``end - 1``, without its other ranks."""
         return tuple((h, max(a, first), min(b, end)) for h, a, b in self.hosts if a < end and b > first)
 
     def is_mesh(self, first: int, end: int) -> bool:
-        """Whether ranks ``first`` to ``end - 1`` are a part of one host, or whole hosts."""
+        """Whether ranks ``first`` to ``end - 1`` are on one host, or are all ranks of their hosts."""
         parts = self.hosts_of(first, end)
         return len(parts) == 1 or all((h, a, b) in self.hosts for h, a, b in parts)
 
     def memory_of(self, first: int, end: int) -> float:
-        """The least memory of a device of these ranks."""
+        """The least memory in bytes of a device of ranks ``first`` to ``end - 1``."""
         return min(self.memory_bytes[first:end]) if isinstance(self.memory_bytes, tuple) else self.memory_bytes
 
     def nic_bytes_per_second(self, host: int) -> float:
-        """The rate at which a host sends, or receives if that is slower, over all its NICs and its share of the pod."""
+        """The rate of all NICs of a host together, in its slower direction. The uplinks of pods are ignored."""
         described = self.topology.host(host)
         return min(described.egress_bytes_per_second, described.ingress_bytes_per_second)
 
     @property
     def inside_bytes_per_second(self) -> float:
-        """The rate of a device inside its host."""
+        """The rate of a device to others on its host."""
         return self.topology.inside_bytes_per_second or UNLIMITED_BYTES_PER_SECOND
 
     @cached_property
     def mesh_sizes(self) -> tuple[int, ...]:
-        """Numbers of devices that a stage may have: powers of two inside a host, and whole hosts.
+        """Numbers of devices that a stage may have: a power of two on one host, or all devices of consecutive hosts.
 
-        Of more than 8 hosts, stages have a power of two, or all.
+        In a cluster of more than 8 hosts, the number of hosts is a power of two, or all.
         """
         largest = max(end - first for _, first, end in self.hosts)
         sizes = {1 << power for power in range(largest.bit_length()) if 1 << power <= largest}
@@ -117,10 +117,12 @@ class Cluster:
 def ring_seconds(
     nbytes: float, size: int, bytes_per_second: float, latency_seconds: float, passes: float = 2.0
 ) -> float:
-    """Seconds of a ring collective: an all-reduce passes the data twice, a gather or a scatter once.
+    """Seconds of a ring collective, in which the data pass around the ring once or twice.
 
     Args:
-        nbytes: bytes of the whole buffer of a rank. size: ranks. passes: 2 for an all-reduce, 1 for a gather.
+        nbytes: bytes of the whole buffer of a rank. size: number of ranks.
+        bytes_per_second, latency_seconds: rate and latency of one step between neighbours.
+        passes: 2 for an all-reduce, 1 for an all-gather or a reduce-scatter.
 
     Source: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
     """
@@ -130,7 +132,7 @@ def ring_seconds(
 
 
 def uniform_positions(cluster: Cluster) -> bool:
-    """Whether all hosts are alike, so that a price depends only on positions relative to each other."""
+    """Whether all hosts are alike, so that the cost of an edge depends only on relative positions of ranks."""
     topology = cluster.topology
     sizes = {end - first for _, first, end in cluster.hosts}
     in_order = [host for host, _, _ in cluster.hosts] == list(range(len(cluster.hosts)))
