@@ -19,10 +19,10 @@ def make_placements(stages: Sequence[StagePlan], layer_names: Sequence[Sequence[
     """A placement for each stage of a strategy.
 
     Args:
-        stages: the stages. layer_names: for each stage, the names of its layers.
+        stages: the stages. layer_names: for each stage, the module paths of its layers.
 
     Raises:
-        ArgumentError: a stage mixes degrees or stages of ZeRO, or uses something that ``Pipe`` does not run.
+        ArgumentError: a stage mixes tp degrees or ZeRO stages, or uses something that ``Pipe`` does not run.
     """
     return [
         _make_placement(number, stage, names)
@@ -34,15 +34,15 @@ def _make_placement(number: int, stage: StagePlan, names: Sequence[str]) -> Plac
     kinds = {(choice.tp, choice.zero, choice.kind) for choice in stage.choices}
     if len(kinds) > 1:
         raise ArgumentError(
-            f"stage {number} mixes {len(kinds)} ways to share layers ({stage}); Pipe runs one tp and one ZeRO in a "
-            "stage: search with ChoiceRules(executable=True)"
+            f"stage {number} mixes {len(kinds)} kinds of parallelism ({stage}); Pipe needs one tp degree and one ZeRO "
+            "stage for all of its layers: search with ChoiceRules(executable=True)"
         )
     tp, zero, kind = next(iter(kinds))
     replicas = stage.num_ranks // tp
     if zero in (1, 2) or kind != "1d" or (zero == 0 and tp > 1 and replicas > 1):
         raise ArgumentError(
-            f"stage {number} has dp={replicas} {stage.choices[0]}, which Pipe does not run; it runs ZeRO 0 without "
-            "tensor parallelism, and ZeRO 3: search with ChoiceRules(executable=True)"
+            f"stage {number} has dp={replicas} {stage.choices[0]}, which Pipe does not run; it runs ZeRO 3, and "
+            "ZeRO 0 with either replicas or tensor parallelism: search with ChoiceRules(executable=True)"
         )
     recomputed = [name for name, choice in zip(names, stage.choices, strict=True) if choice.recompute]
     return Placement(
@@ -55,7 +55,7 @@ def _make_placement(number: int, stage: StagePlan, names: Sequence[str]) -> Plac
 
 
 def _shard(module: Any, device_mesh: Any, *, names: Sequence[str]) -> Any:
-    """ZeRO 3: each layer gathers its parameters for its forward, and again for its backward."""
+    """ZeRO 3: gather the parameters of each layer before its forward, and again before its backward."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in _find_layers(module, names):
@@ -64,13 +64,16 @@ def _shard(module: Any, device_mesh: Any, *, names: Sequence[str]) -> Any:
 
 
 def _recompute(module: Any, *, names: Sequence[str]) -> Any:
-    """Let layers compute their forward again in the backward. Their parameters keep their names."""
+    """Recompute the forward of layers in the backward. Their parameters keep their names."""
     for layer in _find_layers(module, names):
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     return module
 
 
 def _find_layers(module: Any, names: Sequence[str]) -> list[torch.nn.Module]:
-    """The modules that layers begin with. The first layer of a model and a block of a chain may have none."""
+    """The modules of these names that have parameters.
+
+    The first layer of a model may have any name, and a block of a chain may have no module.
+    """
     known = dict(module.named_modules())
     return [known[name] for name in names if name in known and any(True for _ in known[name].parameters())]

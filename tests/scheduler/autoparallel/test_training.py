@@ -1,4 +1,4 @@
-"""A strategy that a search has found trains on real processes, with the numbers of one process."""
+"""A strategy that a search has found trains on real processes, and gives the same results as one process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_strategy_trains_as_one_process():
 
 
 def made_by_hand(stages):
-    """A strategy of these stages under 1F1B with four microbatches."""
+    """A strategy with these stages, the 1F1B schedule and four microbatches."""
     plain = find_strategy((0,) * stages[-1].end_rank, {"microbatches": 4})
     names = [name for stage in plain.layer_names for name in stage]
     num = len(stages)
@@ -76,8 +76,8 @@ def made_by_hand(stages):
     return replace(plain, stages=stages, layer_names=layer_names, schedule_text=schedule, microbatches=4)
 
 
-PLAIN, AGAIN = Choice(), Choice(recompute=True)
-SHARDED, SHARDED_AGAIN = Choice(zero=3), Choice(zero=3, recompute=True)
+PLAIN, RECOMPUTED = Choice(), Choice(recompute=True)
+SHARDED, SHARDED_RECOMPUTED = Choice(zero=3), Choice(zero=3, recompute=True)
 
 
 @pytest.mark.slow
@@ -85,8 +85,8 @@ SHARDED, SHARDED_AGAIN = Choice(zero=3), Choice(zero=3, recompute=True)
     "stages",
     [
         (StagePlan(0, 6, 0, 2, (SHARDED,) * 6),),
-        (StagePlan(0, 2, 0, 1, (PLAIN, AGAIN)), StagePlan(2, 6, 1, 3, (SHARDED_AGAIN,) * 2 + (SHARDED,) * 2)),
-        (StagePlan(0, 3, 0, 2, (Choice(2),) * 3), StagePlan(3, 6, 2, 3, (AGAIN,) * 3)),
+        (StagePlan(0, 2, 0, 1, (PLAIN, RECOMPUTED)), StagePlan(2, 6, 1, 3, (SHARDED_RECOMPUTED,) * 2 + (SHARDED,) * 2)),
+        (StagePlan(0, 3, 0, 2, (Choice(2),) * 3), StagePlan(3, 6, 2, 3, (RECOMPUTED,) * 3)),
         (StagePlan(0, 3, 0, 4, (Choice(2, 3), Choice(2, 3, True), Choice(2, 3))), StagePlan(3, 6, 4, 6, (PLAIN,) * 3)),
     ],
     ids=["zero 3", "uneven, mixed", "tensor parallel, recompute", "both and zero 3"],
@@ -101,5 +101,5 @@ def test_pipe_refuses_what_it_cannot_run():
         rs.Pipe(make_gpt(), ["blocks.1"], strategy=strategy)
     stage = StagePlan(0, 6, 0, 2, (Choice(zero=3), *(Choice(),) * 5))
     mixed = replace(strategy, stages=(stage,), layer_names=(tuple("abcdef"),))
-    with pytest.raises(ArgumentError, match="stage 0 mixes 2 ways to share layers"):
+    with pytest.raises(ArgumentError, match="stage 0 mixes 2 kinds of parallelism"):
         rs.Pipe(make_gpt(), strategy=mixed)
