@@ -17,11 +17,12 @@ from reshard.sharding import Shards, format_box
 class Parts:
     """One row per box of a message, in the plan's total order; the row number is the id of the box.
 
-    A piece is a box of a region, or one chunk of such a box. A tree sends a piece in several messages; the rows of
-    these messages have the same piece.
+    A piece is a box of a region, or one chunk of such a box. Each edge of a tree sends a piece in a message of its own;
+    the rows of these messages have the same piece.
 
     Attributes:
-        tensor, start, stop, numel: tensor, bounds and number of elements of each piece.
+        tensor, numel: ``(pieces,)`` tensor and number of elements of each piece.
+        start, stop: ``(pieces, dims)`` bounds of each piece; 0 and 1 in dims that its tensor lacks.
         piece, message: for each row, its piece and its row in ``messages``. sender, receiver: the ranks of each row.
         source: for each row, the row that delivers the data to the sender; -1 if the sender holds the data as a source.
     """
@@ -53,7 +54,7 @@ class Parts:
         within = np.arange(len(message)) - messages.id[message]
         source = messages.source[message]
         fed = source >= 0
-        # The checker later reports a source with fewer boxes. Here, clamp to its last box.
+        # If the source has fewer boxes, take its last one here; the checker reports such a source later.
         last = num_boxes[source[fed]] - 1
         source[fed] = messages.id[source[fed]] + np.minimum(within[fed], last)
         return cls(
@@ -109,7 +110,9 @@ class Parts:
 class Sides:
     """The :class:`Owners` of all tensors on one side, ``"src"`` or ``"dst"``.
 
-    Tensors with equal shapes and layouts share one Owners.
+    Attributes:
+        owners: one for all tensors of the same shape and layout.
+        tensors: the tensors of each of ``owners``, ascending.
     """
 
     def __init__(self, plan: Plan, side: str) -> None:
@@ -129,7 +132,7 @@ class Sides:
         self._kinds = kinds
 
     def split(self, parts: Parts, rows: np.ndarray) -> Iterator[tuple[Owners, Sequence[int], np.ndarray]]:
-        """Yield each Owners, its tensors, and the members of ``rows`` that are of these tensors, in their order."""
+        """Yield each Owners, its tensors, and those of ``rows`` that move these tensors, in the given order."""
         kinds = self._kinds[parts.tensor[parts.piece[rows]]]
         order = np.argsort(kinds, kind="stable")
         ends = np.cumsum(np.bincount(kinds, minlength=len(self.owners)))
