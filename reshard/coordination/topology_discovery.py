@@ -22,7 +22,7 @@ from reshard.topology import CodecRate, Topology
 
 
 def topology_of_names(hostnames: Mapping[int, str], num_ranks: int) -> Topology:
-    """Ranks with the same host name share a host. Ranks without a name are on the host of the lowest named rank."""
+    """The topology of ranks with these host names. A rank without a name is on the host of the lowest named rank."""
     first = hostnames[min(hostnames)]
     return Topology.from_hostnames([hostnames.get(rank, first) for rank in range(num_ranks)])
 
@@ -37,11 +37,12 @@ def find_topology(
     Args:
         group: a process group or the result of :func:`reshard.join`; None for the default group.
         timeout_seconds: how long to wait for the other ranks.
-        codecs: names of codecs to time on every rank at once, in a few milliseconds each. The topology has the rates of
-            the slowest rank, for ``compression="auto"``.
+        codecs: names of codecs to time, on all ranks at once and a few milliseconds each. The topology gets the lowest
+            rates of any rank, which ``compression="auto"`` uses.
 
     Raises:
-        ArgumentError, TransferTimeoutError, RemoteError: the call failed; every rank raises the same error.
+        ArgumentError: the timeout or a codec is not valid. DisagreementError: ranks pass different codecs.
+        TransferTimeoutError, RemoteError: a rank did not call in time, or failed. All ranks raise the same error.
     """
     found = find_group(group)
     members = tuple(range(found.size))
