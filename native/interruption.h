@@ -1,4 +1,4 @@
-// Ctrl-C in loops that run without the GIL.
+// Lets Ctrl-C end loops that run without the GIL.
 
 #pragma once
 
@@ -6,7 +6,8 @@
 
 #include <nanobind/nanobind.h>
 
-// Checks for Python signals every 100 ms, and throws if one is pending. Call look() with the GIL released.
+// Runs the Python handlers of pending signals, at most every 100 ms, and throws what they raise. Call look() with the
+// GIL released.
 class Interruption {
   public:
     void look() {

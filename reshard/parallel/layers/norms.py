@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm of features that are cut over the columns of a grid."""
+"""LayerNorm and RMSNorm of features that are sharded over the columns of a grid."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from .parameters import gradient_axes, local_of, shard_parameter
 
 
 class _Norm(nn.Module):
-    """Shared by both norms.
+    """What both norms share.
 
     Args:
-        weight, bias: whole parameters ``[features]``, or None. eps: added to the variance; None: that of the
-            dtype of the input.
+        weight, bias: whole parameters ``[features]``, or None.
+        eps: added to the variance; None: the machine epsilon of the dtype of the input.
+
+    Attributes:
+        centers: whether the norm subtracts the mean.
     """
 
     centers = True
@@ -34,12 +37,20 @@ class _Norm(nn.Module):
         self.declare()
 
     def declare(self, prefix: str = "") -> None:
-        """Declare the sums of gradients; again after parameters were replaced. ``prefix``: path, for errors."""
+        """Declare over which axes to sum gradients. Call this again after replacing parameters.
+
+        Args:
+            prefix: path of this module, for errors.
+        """
         axes = gradient_axes(self.grid, is_vector=True)
         declare_sums(self, {"weight": axes, "bias": axes}, prefix)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize ``[batch, ..., features_j]`` over all features, in float32 if the dtype is shorter."""
+        """Normalize ``[batch, ..., features of this column]`` over all features, at least in float32.
+
+        Raises:
+            ArgumentError: the last dim has another size than the features of this column.
+        """
         span = chunk_spans(self.features, self.grid.cols)[self.grid.col]
         if x.shape[-1] != size_of(span):
             raise ArgumentError(
@@ -56,14 +67,14 @@ class _Norm(nn.Module):
 
 
 class LayerNorm(_Norm):
-    """``nn.LayerNorm`` over the last dim. The mean comes first, then the squares of what is left."""
+    """``nn.LayerNorm`` over the last dim. It subtracts the mean before it sums squares, to keep precision."""
 
     def __init__(self, norm: nn.LayerNorm, grid: Grid) -> None:
         super().__init__(norm.weight, norm.bias, norm.normalized_shape[-1], norm.eps, grid)
 
 
 class RMSNorm(_Norm):
-    """``nn.RMSNorm`` over the last dim, also that of Llama in ``transformers``."""
+    """``nn.RMSNorm`` over the last dim, or ``LlamaRMSNorm`` of ``transformers``."""
 
     centers = False
 
