@@ -24,10 +24,10 @@ def show_progress(total: float, unit: str, *, show: bool = True) -> Iterator[Cal
         yield lambda count=1, text="": None
         return
     tqdm.monitor_interval = 0  # no thread: callers fork
-    whole = "{n:.0f}/{total:.0f}"
-    form = f"{{l_bar}}{{bar}}| {whole} {unit} [{{elapsed}}<{{remaining}}]{{postfix}}"
+    done = "{n:.0f}/{total:.0f}"
+    bar_format = f"{{l_bar}}{{bar}}| {done} {unit} [{{elapsed}}<{{remaining}}]{{postfix}}"
     disable = None if show else True  # None: a bar on a terminal only
-    with tqdm(total=total, unit=unit, leave=False, disable=disable, dynamic_ncols=True, bar_format=form) as bar:
+    with tqdm(total=total, unit=unit, leave=False, disable=disable, dynamic_ncols=True, bar_format=bar_format) as bar:
 
         def advance(count: float = 1, text: str = "") -> None:
             if text:
@@ -39,7 +39,7 @@ def show_progress(total: float, unit: str, *, show: bool = True) -> Iterator[Cal
 
 @contextlib.contextmanager
 def show_time(seconds: float, *, show: bool = True) -> Iterator[Callable[..., None]]:
-    """Show a progress bar of the time since the start of the block, which should take ``seconds``.
+    """Show a progress bar of the time since the start of the block, which is expected to take ``seconds``.
 
     Yields:
         ``tick(text="")``, which updates the bar and shows ``text`` after it.
@@ -57,7 +57,7 @@ def show_time(seconds: float, *, show: bool = True) -> Iterator[Callable[..., No
 
 
 def track(items: Iterable[T], unit: str, total: int | None = None, *, show: bool = True) -> Iterator[T]:
-    """Yield items and show how many are done; ``total`` is their number, needed if they have no length."""
+    """Yield items and show how many are done. ``total`` is their number; pass it if ``items`` has no length."""
     count = len(items) if total is None else total  # type: ignore[arg-type]
     with show_progress(count, unit, show=show) as advance:
         for item in items:
@@ -66,7 +66,7 @@ def track(items: Iterable[T], unit: str, total: int | None = None, *, show: bool
 
 
 def print_line(text: str = "", file: TextIO | None = None) -> None:
-    """Print a line, above the progress bar if there is one, and flush it."""
+    """Print a line to ``file`` (default: stdout), above the progress bar if there is one, and flush it."""
     file = sys.stdout if file is None else file
     try:
         from tqdm import tqdm
