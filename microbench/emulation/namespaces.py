@@ -1,4 +1,7 @@
-"""Linux namespaces for emulated hosts. Calls the C library, because Python 3.11 lacks ``unshare`` and ``setns``."""
+"""Linux namespaces for emulated hosts. Functions that enter or change a namespace raise OSError if Linux refuses.
+
+They call the C library, because Python 3.11 lacks ``unshare`` and ``setns``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def why_unsupported() -> str | None:
-    """Why this machine cannot emulate hosts and how to fix it, or None if it can."""
+    """Why this machine cannot emulate hosts, and how to change that; None if it can."""
     if sys.platform != "linux":
         return "emulated hosts need Linux namespaces; run the benchmark on real machines with torchrun instead"
     for tool in ("ip", "tc"):
@@ -88,7 +91,7 @@ def join_nic(pid: int) -> None:
 
 
 def replace_etc_hosts(text: str) -> None:
-    """Replace /etc/hosts and /dev/shm in this mount namespace and in those created from it."""
+    """Replace /dev/shm, and /etc/hosts with ``text``, in this mount namespace and in those created from it."""
     _mount("tmpfs", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV)
     file = Path("/dev/shm/hosts")
     file.write_text(text)
@@ -106,7 +109,7 @@ def set_up_host(name: str) -> None:
 
 
 def mount_private(folder: str) -> None:
-    """Mount an empty folder that only processes of this host see."""
+    """Mount an empty file system at ``folder``, which only processes of this host see."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV)
 

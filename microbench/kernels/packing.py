@@ -1,6 +1,6 @@
 """Time packing of strided boxes on a GPU: one kernel launch for many boxes against one ``copy_`` per box.
 
-Each box is a group of columns of a matrix. With longer rows, packing should approach the rate of a contiguous copy.
+Each box is a block of columns of a matrix. With longer rows, packing should approach the rate of a contiguous copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUM_BOXES = 64
 
 
 def seconds_of(work: Callable[[], object], repeats: int) -> float:
-    """Median seconds on the device, timed with CUDA events."""
+    """Median seconds of ``work`` on the device, after one warm-up call, timed with CUDA events."""
     work()
     times = []
     for _ in range(repeats):
@@ -35,10 +35,13 @@ def seconds_of(work: Callable[[], object], repeats: int) -> float:
 
 
 def measure(row_bytes: int, repeats: int) -> tuple[float, float, float, float]:
-    """Rates of a contiguous copy, of packing and unpacking in one launch, and of one ``copy_`` per box.
+    """Rates of a contiguous copy, of packing and of unpacking in one launch, and of one ``copy_`` per box.
+
+    Args:
+        row_bytes: length of a row of one box. repeats: timed calls of each.
 
     Returns:
-        Bytes per second, where each byte counts once although it is read and written.
+        Bytes per second. Each byte counts once, although it is read and written.
     """
     from reshard.runtime.cuda.pack_kernel import RegionCopier
     from reshard.runtime.strided_regions import box_regions, make_tables
@@ -86,7 +89,7 @@ def main() -> int:
         stderr("packing: no CUDA device found; run this on a machine with a GPU")
         return 2
     print(describe_machine(sys.argv[1:]) | {"device": torch.cuda.get_device_name()})
-    print(f"{'row bytes':>10}{'copy GB/s':>12}{'pack':>8}{'unpack':>8}{'copy_ loop':>12}   (as parts of the copy rate)")
+    print(f"{'row bytes':>10}{'copy GB/s':>12}{'pack':>8}{'unpack':>8}{'copy_ loop':>12}   (fractions of copy rate)")
     for row_bytes in track(ROW_BYTES, "row lengths"):
         plain, packed, unpacked, looped = measure(row_bytes, options.repeats)
         print_line(

@@ -10,13 +10,13 @@ from reshard.sharding import TensorSpec
 
 
 def make_awex(specs: Sequence[TensorSpec], rank: int, sources: Tensors, outs: Tensors) -> Callable[[], None]:
-    """Create the awex contender. Importing awex is delayed until then, since it is optional."""
+    """Make the awex contender. Imports awex only here, because awex is optional."""
     from microbench.peers.awex import Awex
 
     return Awex(specs, rank, sources, outs)
 
 
-#: Makes the contender of each name.
+#: ``{name: function that makes the contender}``.
 PEERS: dict[str, MakeContender] = {
     "gloo broadcast": GlooBroadcast,
     "full_tensor + broadcast": FullTensor,
