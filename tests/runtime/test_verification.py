@@ -1,4 +1,7 @@
-"""verify=True: every changed byte raises an error on every rank that names the region, the hop and the ranks."""
+"""With ``verify=True``, a changed byte raises the same error on every rank.
+
+The error names the region, the hop and the ranks.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def test_hops_pair_forwarded_with_received_messages():
     )
     hops = Hops(plan)
     assert (hops.sender.tolist(), hops.receiver.tolist()) == ([4, 7], [7, 1])
-    assert (hops.forwards.tolist(), hops.brought_by.tolist()) == ([1], [0])  # row 0 brings the data of row 1
+    assert (hops.forwards.tolist(), hops.brought_by.tolist()) == ([1], [0])  # hop 0 brings the data that hop 1 forwards
 
 
 @pytest.mark.parametrize("side", ["sent", "received"])
@@ -87,7 +90,7 @@ def test_wrong_copy_error_names_one_box_of_a_message():
 
 
 class _Recording(MemoryTransport):
-    """Records every posted operation."""
+    """A transport that records every posted operation."""
 
     def __init__(self, hub, rank):
         super().__init__(hub, rank)
@@ -109,8 +112,9 @@ def test_comparison_waits_for_every_posted_operation(is_wrong):
 
     def compare(rank):
         digests, transport, waited = Digests(), _Recording(hub, rank), []
-        for one in expand_messages(plan, rank):
-            (digests.sent if one.sender == rank else digests.received)[one.id] = is_wrong and one.receiver == rank
+        for message in expand_messages(plan, rank):
+            side = digests.sent if message.sender == rank else digests.received
+            side[message.id] = is_wrong and message.receiver == rank
 
         def wait(work, other):
             work.wait(timedelta(seconds=5))
@@ -140,7 +144,7 @@ def _flip(tensor):
 
 
 def _on_the_wire(rank):
-    """Change the first message that rank 1 sends."""
+    """Change the bytes of the first message that rank 1 sends, after their digest."""
     if rank == 1:
         send, sent = GlooTransport.send, []
 
@@ -152,7 +156,7 @@ def _on_the_wire(rank):
 
 
 def _in_a_shard(rank):
-    """Change what rank 3 unpacks."""
+    """Change the shard of rank 3 after it has unpacked a message."""
     if rank == 3:
         unpack = executor._Execution.unpack
 
@@ -190,7 +194,7 @@ def test_changed_bytes_raise_the_same_error_on_all_ranks(spoil, names):
     assert len({errors[0] for errors in found}) == 1
     assert str(found[0][0]).startswith("VerificationError: [")
     assert all(name in found[0][0] for name in names), found[0][0]
-    assert all(errors[1] == errors[0] for errors in found)  # a Mover fails again after bytes changed
+    assert all(errors[1] == errors[0] for errors in found)  # a failed Mover raises its error again
 
 
 def test_changed_bytes_pass_without_verify():
@@ -198,23 +202,23 @@ def test_changed_bytes_pass_without_verify():
     assert sum(wrong[0] for wrong in found) > 0
 
 
-def _call(rank):
+def _move_verified(rank):
     src = RegionLayout({0: [[(0, 3), (0, 4)], [(3, 5), (0, 4)]], 1: [[(5, 8), (0, 4)]]})
     dst = Layout(Mesh([1, 2]), "R S0")
     source = shard_of_positions(src, rank, (8, 4), "bfloat16")
     out = reshard.reshard(source, src, dst, shape=(8, 4), dtype="bfloat16", verify=True)
     wanted = shard_of_positions(dst, rank, (8, 4), "bfloat16")
-    names = {"a": source, "b": source}
-    both = reshard.reshard(names, src, dst, shape=(8, 4), dtype="bfloat16", verify=True)
+    tensors = {"a": source, "b": source}
+    both = reshard.reshard(tensors, src, dst, shape=(8, 4), dtype="bfloat16", verify=True)
     for moved in (out, both["a"], both["b"]):
         assert wanted is None or not count_unlike(moved, wanted)
 
 
 def test_reshard_accepts_verify():
-    run_processes(_call, 3)
+    run_processes(_move_verified, 3)
 
 
-def _disagree(rank):
+def _verify_on_rank_0(rank):
     try:
         reshard.reshard(
             torch.zeros(2, 2) if rank < 1 else None,
@@ -229,7 +233,7 @@ def _disagree(rank):
 
 
 def test_ranks_must_agree_on_verify():
-    errors = run_processes(_disagree, 2)
+    errors = run_processes(_verify_on_rank_0, 2)
     assert errors[0] == errors[1]
     assert "verify" in errors[0]
 
