@@ -7,7 +7,7 @@ import secrets
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.plan.check_boxes import Parts, Sides, boxes_of
+from reshard.plan.check_boxes import MessageBoxes, SideOwners, boxes_of
 from reshard.plan.check_owners import Marks, add_by, describe_pieces
 from reshard.plan.check_staging import check_staging
 from reshard.plan.model import Plan, is_sound, mark_sound
@@ -72,9 +72,9 @@ def check_plan(plan: Plan) -> None:
         raise PlanError(f"check_plan needs a Plan, not {type(plan).__name__}")
     _check_form(plan)
     check_ranks(plan)
-    parts = Parts.of(plan)
-    _check_bounds(parts)
-    _Replay(parts).check()
+    boxes = MessageBoxes.of(plan)
+    _check_bounds(boxes)
+    _Replay(boxes).check()
     mark_sound(plan)
 
 
@@ -121,18 +121,18 @@ def _check_form(plan: Plan) -> None:
         raise PlanError(f"the messages of the plan have {rows:.0f} boxes; at most {MAX_CHECKED} can be checked")
 
 
-def _check_bounds(parts: Parts) -> None:
-    sizes = np.ones((len(parts.plan.tensors), parts.start.shape[1]), dtype=np.int64)
-    for tensor, spec in enumerate(parts.plan.tensors):
+def _check_bounds(boxes: MessageBoxes) -> None:
+    sizes = np.ones((len(boxes.plan.tensors), boxes.start.shape[1]), dtype=np.int64)
+    for tensor, spec in enumerate(boxes.plan.tensors):
         sizes[tensor, : spec.ndim] = spec.shape
-    start, stop = parts.start, parts.stop
-    outside = ((start < 0) | (start >= stop) | (stop > sizes[parts.tensor])).any(axis=1)[parts.piece]
+    start, stop = boxes.start, boxes.stop
+    outside = ((start < 0) | (start >= stop) | (stop > sizes[boxes.tensor])).any(axis=1)[boxes.piece]
     if outside.any():
         row = int(outside.argmax())
-        shape = list(parts.plan.tensors[parts.box_of(row)[0]].shape)
-        raise PlanError(f"{parts.name(row)} is empty or outside shape {shape}")
-    itemsize = np.array([spec.itemsize for spec in parts.plan.tensors], dtype=np.float64)
-    total = float((parts.numel.astype(np.float64) * itemsize[parts.tensor])[parts.piece].sum())
+        shape = list(boxes.plan.tensors[boxes.box_of(row)[0]].shape)
+        raise PlanError(f"{boxes.name(row)} is empty or outside shape {shape}")
+    itemsize = np.array([spec.itemsize for spec in boxes.plan.tensors], dtype=np.float64)
+    total = float((boxes.numel.astype(np.float64) * itemsize[boxes.tensor])[boxes.piece].sum())
     if total >= _MOST_BYTES:
         raise PlanError(f"the messages have {total:.0f} bytes in total; at most {_MOST_BYTES} can be checked")
 
@@ -144,12 +144,12 @@ class _Replay:
     ``_replaced_at`` is the later row that delivers a staged box to its receiver again, or the number of rows.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts, self._plan = parts, parts.plan
-        self._src, self._dst = Sides(parts.plan, "src"), Sides(parts.plan, "dst")
-        self._wanted = np.zeros(len(parts), dtype=bool)
-        self._owner = np.full(len(parts), -1, dtype=np.int64)  # index of the receiver in Owners.ranks
-        self._replaced_at = np.full(len(parts), len(parts), dtype=np.int64)
+    def __init__(self, boxes: MessageBoxes) -> None:
+        self._boxes, self._plan = boxes, boxes.plan
+        self._src, self._dst = SideOwners(boxes.plan, "src"), SideOwners(boxes.plan, "dst")
+        self._wanted = np.zeros(len(boxes), dtype=bool)
+        self._owner = np.full(len(boxes), -1, dtype=np.int64)  # index of the receiver in Owners.ranks
+        self._replaced_at = np.full(len(boxes), len(boxes), dtype=np.int64)
         self._faults: list[tuple[int, str]] = []
 
     def check(self) -> None:
@@ -158,24 +158,24 @@ class _Replay:
         staged = np.flatnonzero(~self._wanted)
         self._find_replaced(staged)
         self._check_senders()
-        parts = self._parts
-        for row in staged[parts.sender[staged] == parts.receiver[staged]][:1].tolist():
-            self._fault(row, f"copies data on rank {parts.receiver[row]} that the rank does not need")
+        boxes = self._boxes
+        for row in staged[boxes.sender[staged] == boxes.receiver[staged]][:1].tolist():
+            self._fault(row, f"copies data on rank {boxes.receiver[row]} that the rank does not need")
         if self._faults:
             raise PlanError(min(self._faults)[1])
         self._check_cover()
-        check_staging(parts, ~self._wanted)
+        check_staging(boxes, ~self._wanted)
 
     def _fault(self, row: int, text: str) -> None:
-        self._faults.append((row, f"{self._parts.name(row)} {text}"))
+        self._faults.append((row, f"{self._boxes.name(row)} {text}"))
 
     def _find_wanted(self) -> None:
-        parts = self._parts
-        for owners, tensors, rows in self._dst.split(parts, np.arange(len(parts))):
+        boxes = self._boxes
+        for owners, tensors, rows in self._dst.split(boxes, np.arange(len(boxes))):
             if not len(rows):
                 continue
-            start, stop = boxes_of(parts, rows, self._plan.tensors[tensors[0]].ndim)
-            owner = owners.indices_of(parts.receiver[rows])
+            start, stop = boxes_of(boxes, rows, self._plan.tensors[tensors[0]].ndim)
+            owner = owners.indices_of(boxes.receiver[rows])
             inside = owners.inside(owner, start, stop)
             self._owner[rows], self._wanted[rows] = owner, inside
             rest = np.flatnonzero(~inside & (owner >= 0))
@@ -185,10 +185,10 @@ class _Replay:
                     self._fault_outside(row)
 
     def _fault_outside(self, row: int) -> None:
-        parts, rank = self._parts, int(self._parts.receiver[row])
-        tensor, start, stop = parts.box_of(row)
+        boxes, rank = self._boxes, int(self._boxes.receiver[row])
+        tensor, start, stop = boxes.box_of(row)
         count, shared = describe_pieces(self._plan.tensors[tensor].dst_shards, rank, start, stop)
-        numel = parts.numel[parts.piece[row]]
+        numel = boxes.numel[boxes.piece[row]]
         self._fault(
             row,
             f"is not inside one tile that rank {rank} needs: it overlaps {count} such tiles in {shared} of its "
@@ -199,10 +199,10 @@ class _Replay:
         """Find boxes that a rank stages again. Report partial overlaps of boxes that it stages or needs."""
         if not len(rows):
             return
-        parts = self._parts
-        piece = parts.piece[rows]
-        where = parts.receiver[rows] * len(self._plan.tensors) + parts.tensor[piece]
-        columns = np.concatenate([where[:, None], parts.start[piece], parts.stop[piece]], axis=1)
+        boxes = self._boxes
+        piece = boxes.piece[rows]
+        where = boxes.receiver[rows] * len(self._plan.tensors) + boxes.tensor[piece]
+        columns = np.concatenate([where[:, None], boxes.start[piece], boxes.stop[piece]], axis=1)
         first, second = (hash_rows(columns, secrets.randbits(63)) for _ in range(2))
         order = np.lexsort((second, first))  # groups the rows of a box at a rank, in plan order
         again = (first[order[1:]] == first[order[:-1]]) & (second[order[1:]] == second[order[:-1]])
@@ -210,17 +210,17 @@ class _Replay:
         begins = np.concatenate([[True], ~again])
         one = order[begins]
         names, groups = np.unique(where, return_inverse=True)
-        group, start, stop = groups[one], parts.start[piece[one]], parts.stop[piece[one]]
+        group, start, stop = groups[one], boxes.start[piece[one]], boxes.stop[piece[one]]
         needed = self._needed_boxes(rows, names)
         try:
             found = find_overlapping(*map(np.concatenate, zip((group, start, stop), needed, strict=True)))
         except PlanError as error:
-            raise PlanError(f"staged boxes of {parts.count_messages(rows)} messages: {error}") from None
+            raise PlanError(f"staged boxes of {boxes.count_messages(rows)} messages: {error}") from None
         hit = np.flatnonzero(found[len(one) :])
         if len(hit):
             group_of, need_start, need_stop = (column[hit[0]] for column in needed)
-            overlaps = (groups == group_of) & (parts.start[piece] < need_stop).all(axis=1)
-            self._fault_outside(int(rows[overlaps & (need_start < parts.stop[piece]).all(axis=1)][0]))
+            overlaps = (groups == group_of) & (boxes.start[piece] < need_stop).all(axis=1)
+            self._fault_outside(int(rows[overlaps & (need_start < boxes.stop[piece]).all(axis=1)][0]))
         elif found.any():
             box_of_staged = np.empty(len(rows), dtype=np.int64)
             box_of_staged[order] = np.cumsum(begins) - 1
@@ -232,15 +232,15 @@ class _Replay:
         Grid layouts are omitted, because ``_find_wanted`` checks them. ``names`` holds an ascending number for each
         pair of a rank and a tensor. Returns the index in ``names``, the start and the stop of each box.
         """
-        parts, num_tensors, ndim = self._parts, len(self._plan.tensors), self._parts.start.shape[1]
-        found = [(np.zeros(0, dtype=np.int64), parts.start[:0], parts.stop[:0])]
+        boxes, num_tensors, ndim = self._boxes, len(self._plan.tensors), self._boxes.start.shape[1]
+        found = [(np.zeros(0, dtype=np.int64), boxes.start[:0], boxes.stop[:0])]
         members = rows[self._owner[rows] >= 0]
-        for owners, _, mine in self._dst.split(parts, members):
+        for owners, _, mine in self._dst.split(boxes, members):
             if owners.is_grid or not len(mine):
                 continue
-            for tensor in np.unique(parts.tensor[parts.piece[mine]]).tolist():
+            for tensor in np.unique(boxes.tensor[boxes.piece[mine]]).tolist():
                 shards = self._plan.tensors[tensor].dst_shards
-                own = mine[parts.tensor[parts.piece[mine]] == tensor]
+                own = mine[boxes.tensor[boxes.piece[mine]] == tensor]
                 tile, owner = owners.tiles_of(np.unique(self._owner[own]))
                 start, stop = (np.full((len(tile), ndim), at, dtype=np.int64) for at in (0, 1))
                 start[:, : len(shards.shape)], stop[:, : len(shards.shape)] = shards.start[tile], shards.stop[tile]
@@ -250,83 +250,83 @@ class _Replay:
 
     def _replay_staged(self, rows: np.ndarray, where: np.ndarray) -> None:
         """Replay staged rows that overlap. A new box that lies inside one staged box replaces it."""
-        parts = self._parts
+        boxes = self._boxes
         if len(rows) > MAX_REPLAYED:
             raise PlanError(
                 f"ranks stage {len(rows)} boxes that overlap other staged boxes; at most {MAX_REPLAYED} such boxes "
                 "can be checked"
             )
-        self._replaced_at[rows] = len(parts)
+        self._replaced_at[rows] = len(boxes)
         for name in np.unique(where).tolist():
             own = rows[where == name]
             is_there = np.zeros(len(own), dtype=bool)
             for i, row in enumerate(own.tolist()):
-                shared = np.where(is_there, parts.shared(own, row), 0)
+                shared = np.where(is_there, boxes.shared(own, row), 0)
                 hit = np.flatnonzero(shared)
-                if len(hit) > 1 or shared.sum() not in (0, parts.numel[parts.piece[row]]):
-                    self._fault(row, f"delivers {shared.sum()} elements to rank {parts.receiver[row]} a second time")
+                if len(hit) > 1 or shared.sum() not in (0, boxes.numel[boxes.piece[row]]):
+                    self._fault(row, f"delivers {shared.sum()} elements to rank {boxes.receiver[row]} a second time")
                     return
                 is_there[hit] = False
                 self._replaced_at[own[hit]] = row
                 is_there[i] = True
 
     def _check_senders(self) -> None:
-        parts, messages = self._parts, self._parts.messages
-        bad = np.zeros(len(parts), dtype=bool)
-        for owners, tensors, rows in self._src.split(parts, np.flatnonzero(parts.source < 0)):
+        boxes, messages = self._boxes, self._boxes.messages
+        bad = np.zeros(len(boxes), dtype=bool)
+        for owners, tensors, rows in self._src.split(boxes, np.flatnonzero(boxes.source < 0)):
             if len(rows):
-                start, stop = boxes_of(parts, rows, self._plan.tensors[tensors[0]].ndim)
-                bad[rows] = ~owners.inside(owners.indices_of(parts.sender[rows]), start, stop)
-        fed = np.flatnonzero(parts.source >= 0)
-        source = parts.source[fed]
-        a, b = parts.piece[fed], parts.piece[source]
+                start, stop = boxes_of(boxes, rows, self._plan.tensors[tensors[0]].ndim)
+                bad[rows] = ~owners.inside(owners.indices_of(boxes.sender[rows]), start, stop)
+        fed = np.flatnonzero(boxes.source >= 0)
+        source = boxes.source[fed]
+        a, b = boxes.piece[fed], boxes.piece[source]
         unlike = (a != b) & (
-            (parts.tensor[a] != parts.tensor[b])
-            | (parts.start[a] != parts.start[b]).any(axis=1)
-            | (parts.stop[a] != parts.stop[b]).any(axis=1)
+            (boxes.tensor[a] != boxes.tensor[b])
+            | (boxes.start[a] != boxes.start[b]).any(axis=1)
+            | (boxes.stop[a] != boxes.stop[b]).any(axis=1)
         )
         num_boxes = self._plan.transfers.num_boxes[messages.transfer]
         bad[fed] = (
             unlike
-            | (num_boxes[parts.message[fed]] != num_boxes[parts.message[source]])
-            | (parts.receiver[source] != parts.sender[fed])
-            | (parts.sender[source] == parts.receiver[source])
+            | (num_boxes[boxes.message[fed]] != num_boxes[boxes.message[source]])
+            | (boxes.receiver[source] != boxes.sender[fed])
+            | (boxes.sender[source] == boxes.receiver[source])
             | (self._replaced_at[source] < fed)
         )
         if bad.any():
             self._fault_sender(int(bad.argmax()))
 
     def _fault_sender(self, row: int) -> None:
-        parts, rank, source = self._parts, int(self._parts.sender[row]), int(self._parts.source[row])
-        tensor, start, stop = parts.box_of(row)
-        numel = int(parts.numel[parts.piece[row]])
+        boxes, rank, source = self._boxes, int(self._boxes.sender[row]), int(self._boxes.source[row])
+        tensor, start, stop = boxes.box_of(row)
+        numel = int(boxes.numel[boxes.piece[row]])
         if source < 0 and describe_pieces(self._plan.tensors[tensor].src_shards, rank, start, stop)[1] == numel:
-            self._faults.append((row, f"{parts.name(row)} is not inside one tile that rank {rank} holds"))
+            self._faults.append((row, f"{boxes.name(row)} is not inside one tile that rank {rank} holds"))
             return
-        earlier = parts.rows_to(rank, tensor)
+        earlier = boxes.rows_to(rank, tensor)
         earlier = earlier[(earlier < row) & (self._replaced_at[earlier] >= row)]
-        shared = parts.shared(earlier, row)
+        shared = boxes.shared(earlier, row)
         others = earlier[(shared > 0) & (earlier != source)]
         if shared.sum() != numel:
             text = f"rank {rank} sends {numel} elements, but has only {shared.sum()} at that point"
         elif len(others):
-            text = f"rank {rank} receives it with message {parts.id_of(others[0])}, which is not in `after`"
-        elif parts.sender[source] == parts.receiver[source]:
-            text = f"message {parts.id_of(source)} is a copy on rank {rank}, and copies cannot be passed on"
+            text = f"rank {rank} receives it with message {boxes.id_of(others[0])}, which is not in `after`"
+        elif boxes.sender[source] == boxes.receiver[source]:
+            text = f"message {boxes.id_of(source)} is a copy on rank {rank}, and copies cannot be passed on"
         else:
-            text = f"rank {rank} passes on other boxes than message {parts.id_of(source)} brings"
-        self._faults.append((row, f"{parts.name(row)}: {text}"))
+            text = f"rank {rank} passes on other boxes than message {boxes.id_of(source)} brings"
+        self._faults.append((row, f"{boxes.name(row)}: {text}"))
 
     def _check_cover(self) -> None:
         """Compare the sum of marks over the boxes that each rank receives with the sum over those that it needs."""
-        parts, marks = self._parts, Marks()
+        boxes, marks = self._boxes, Marks()
         ndim = np.array([spec.ndim for spec in self._plan.tensors], dtype=np.int64)
-        of_piece = marks.of_boxes(parts.start, parts.stop, ndim[parts.tensor])
+        of_piece = marks.of_boxes(boxes.start, boxes.stop, ndim[boxes.tensor])
         nth = np.zeros(len(self._plan.tensors), dtype=np.int64)
-        for owners, tensors, rows in self._dst.split(parts, np.flatnonzero(self._wanted)):
+        for owners, tensors, rows in self._dst.split(boxes, np.flatnonzero(self._wanted)):
             nth[tensors] = np.arange(len(tensors))
-            piece = parts.piece[rows]
-            group = nth[parts.tensor[piece]] * len(owners.ranks) + self._owner[rows]
+            piece = boxes.piece[rows]
+            group = nth[boxes.tensor[piece]] * len(owners.ranks) + self._owner[rows]
             sent = add_by(group, of_piece[piece], len(tensors) * len(owners.ranks))
             needed = owners.sum_marks(marks)
             unlike = (sent.reshape(len(tensors), len(owners.ranks), 2) != needed).any(axis=2)
@@ -335,24 +335,24 @@ class _Replay:
                 self._fault_cover(int(owners.ranks[owner]), tensors[tensor])
 
     def _fault_cover(self, rank: int, tensor: int) -> None:
-        parts, spec = self._parts, self._plan.tensors[tensor]
-        rows = parts.rows_to(rank, tensor)
+        boxes, spec = self._boxes, self._plan.tensors[tensor]
+        rows = boxes.rows_to(rank, tensor)
         rows = rows[self._wanted[rows]]
-        piece = parts.piece[rows]
+        piece = boxes.piece[rows]
         try:
-            found = find_overlapping(np.zeros(len(rows), dtype=np.int64), parts.start[piece], parts.stop[piece])
+            found = find_overlapping(np.zeros(len(rows), dtype=np.int64), boxes.start[piece], boxes.stop[piece])
         except PlanError as error:
             raise PlanError(
-                f"rank {rank} does not receive each element once; the boxes of its {parts.count_messages(rows)} "
+                f"rank {rank} does not receive each element once; the boxes of its {boxes.count_messages(rows)} "
                 f"messages: {error}"
             ) from None
         twice = rows[found]
         if len(twice):
-            overlapping = twice[parts.shared(twice, int(twice[0])) > 0]
+            overlapping = twice[boxes.shared(twice, int(twice[0])) > 0]
             row = int(overlapping[overlapping > twice[0]][0])
-            again = parts.shared(rows[rows < row], row).sum()
-            raise PlanError(f"{parts.name(row)} delivers {again} elements to rank {rank} a second time")
+            again = boxes.shared(rows[rows < row], row).sum()
+            raise PlanError(f"{boxes.name(row)} delivers {again} elements to rank {rank} a second time")
         start, stop, _ = spec.dst_shards.pieces_of(rank)
         needed = (stop - start).prod(axis=1, dtype=np.int64).sum()
         name = f" of {spec.name}" if spec.name is not None else ""
-        raise PlanError(f"rank {rank} needs {needed} elements{name}, but is sent {parts.numel[piece].sum()}")
+        raise PlanError(f"rank {rank} needs {needed} elements{name}, but is sent {boxes.numel[piece].sum()}")

@@ -14,7 +14,7 @@ from reshard.sharding import Shards, format_box
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class MessageBoxes:
     """One row per box of a message, in the plan's total order; the row number is the id of the box.
 
     A piece is a box of a region, or one chunk of such a box. Each edge of a tree sends a piece in a message of its own;
@@ -40,7 +40,7 @@ class Parts:
     source: np.ndarray
 
     @classmethod
-    def of(cls, plan: Plan) -> Parts:
+    def of(cls, plan: Plan) -> MessageBoxes:
         """Make the rows of a plan."""
         transfers, messages = plan.transfers, tabulate_messages(plan)
         counts = transfers.num_chunks * transfers.num_boxes
@@ -107,7 +107,7 @@ class Parts:
         return np.maximum(size, 0).prod(axis=1, dtype=np.int64)
 
 
-class Sides:
+class SideOwners:
     """The :class:`Owners` of all tensors on one side, ``"src"`` or ``"dst"``.
 
     Attributes:
@@ -131,9 +131,9 @@ class Sides:
             kinds[tensor] = kind
         self._kinds = kinds
 
-    def split(self, parts: Parts, rows: np.ndarray) -> Iterator[tuple[Owners, Sequence[int], np.ndarray]]:
+    def split(self, boxes: MessageBoxes, rows: np.ndarray) -> Iterator[tuple[Owners, Sequence[int], np.ndarray]]:
         """Yield each Owners, its tensors, and those of ``rows`` that move these tensors, in the given order."""
-        kinds = self._kinds[parts.tensor[parts.piece[rows]]]
+        kinds = self._kinds[boxes.tensor[boxes.piece[rows]]]
         order = np.argsort(kinds, kind="stable")
         ends = np.cumsum(np.bincount(kinds, minlength=len(self.owners)))
         for kind, (owners, tensors) in enumerate(zip(self.owners, self.tensors, strict=True)):
@@ -141,7 +141,7 @@ class Sides:
             yield owners, tensors, rows[order[first : int(ends[kind])]]
 
 
-def boxes_of(parts: Parts, rows: np.ndarray, ndim: int) -> tuple[np.ndarray, np.ndarray]:
+def boxes_of(boxes: MessageBoxes, rows: np.ndarray, ndim: int) -> tuple[np.ndarray, np.ndarray]:
     """``(start, stop)`` of the boxes of ``rows``, each ``(rows, ndim)``."""
-    piece = parts.piece[rows]
-    return parts.start[piece, :ndim], parts.stop[piece, :ndim]
+    piece = boxes.piece[rows]
+    return boxes.start[piece, :ndim], boxes.stop[piece, :ndim]

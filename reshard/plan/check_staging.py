@@ -5,40 +5,40 @@ from __future__ import annotations
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.plan.check_boxes import Parts
+from reshard.plan.check_boxes import MessageBoxes
 from reshard.plan.model import RECVS_AHEAD
 
 
-def check_staging(parts: Parts, staged: np.ndarray) -> None:
+def check_staging(boxes: MessageBoxes, staged: np.ndarray) -> None:
     """Raise PlanError if a rank stages data that it does not pass on, or more than its window or ``staging_bytes``.
 
     Args:
-        parts: of a plan in which each sender has its data. staged: ``(rows,)`` bool, rows that their receiver does not
+        boxes: of a plan in which each sender has its data. staged: ``(rows,)`` bool, rows that their receiver does not
             need itself.
     """
     if not staged.any():
         return
-    plan, messages = parts.plan, parts.messages
+    plan, messages = boxes.plan, boxes.messages
     itemsize = np.array([spec.itemsize for spec in plan.tensors], dtype=np.int64)
-    nbytes = np.where(staged, (parts.numel * itemsize[parts.tensor])[parts.piece], 0)
-    last_use = np.full(len(parts), -1, dtype=np.int64)
-    fed = np.flatnonzero(parts.source >= 0)
-    np.maximum.at(last_use, parts.source[fed], fed)
+    nbytes = np.where(staged, (boxes.numel * itemsize[boxes.tensor])[boxes.piece], 0)
+    last_use = np.full(len(boxes), -1, dtype=np.int64)
+    fed = np.flatnonzero(boxes.source >= 0)
+    np.maximum.at(last_use, boxes.source[fed], fed)
     unused = np.flatnonzero(staged & (last_use < 0))
     if len(unused):
         row = int(unused[0])
         raise PlanError(
-            f"{parts.name(row)} brings {nbytes[row]} bytes to rank {parts.receiver[row]}, "
+            f"{boxes.name(row)} brings {nbytes[row]} bytes to rank {boxes.receiver[row]}, "
             "which neither needs nor passes on the data"
         )
     is_relayed = np.logical_or.reduceat(staged, messages.id)
     relayed = np.flatnonzero(is_relayed)
-    last = parts.message[np.maximum.reduceat(np.where(staged, last_use, -1), messages.id)[relayed]]
+    last = boxes.message[np.maximum.reduceat(np.where(staged, last_use, -1), messages.id)[relayed]]
     staging_bytes = min(plan.staging_bytes, 2**62)
     message_bytes = np.add.reduceat(nbytes, messages.id)
 
     # Message i arrives at time 2 * i. A staged message is released at 2 * j + 1, where j is its last use.
-    stages = np.zeros(1 + int(parts.receiver.max()), dtype=bool)
+    stages = np.zeros(1 + int(boxes.receiver.max()), dtype=bool)
     stages[messages.receiver[relayed]] = True
     arriving = np.flatnonzero(stages[messages.receiver] & (messages.sender != messages.receiver))
     largest = np.zeros(len(stages), dtype=np.int64)

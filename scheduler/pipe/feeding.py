@@ -60,11 +60,11 @@ class Feeder:
         except ArgumentError as error:
             failure = error
         digests = {} if is_local else digest_batch(named)
-        said = self._engine.exchange([own.to_json() if own else None, accumulate, is_local, digests], failure)
-        outlines = {rank: BatchOutline.from_json(value[0]) for rank, value in said.items() if value[0] is not None}
-        outline = common_outline(outlines, {rank: value[1:3] for rank, value in said.items()}, self._planner.meshes)
+        gathered = self._engine.exchange([own.to_json() if own else None, accumulate, is_local, digests], failure)
+        outlines = {rank: BatchOutline.from_json(value[0]) for rank, value in gathered.items() if value[0] is not None}
+        outline = common_outline(outlines, {rank: value[1:3] for rank, value in gathered.items()}, self._planner.meshes)
         if not is_local:
-            check_same_values({rank: said[rank][3] for rank in outlines})
+            check_same_values({rank: gathered[rank][3] for rank in outlines})
         if outline.rows < accumulate:
             raise ArgumentError(f"accumulate is {accumulate}, but the batch has only {outline.rows} rows")
         self._check_given(outline, outlines, is_local, accumulate)

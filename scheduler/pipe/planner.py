@@ -143,8 +143,8 @@ class Programs:
                 found = [format_schedule(choice.schedule), codecs, str(choice) if choice.gains else ""]
             except Exception as error:  # whatever the user's function raises must reach the other ranks
                 failure = error
-        said = self._engine.exchange(found, failure)
-        text, codecs, self.choices = next(each for each in said.values() if each is not None)
+        gathered = self._engine.exchange(found, failure)
+        text, codecs, self.choices = next(each for each in gathered.values() if each is not None)
         schedule = parse_schedule(text)
         check_schedule(schedule, self._planner.pipeline(outline, rows))
         self.schedules[num_microbatches] = schedule

@@ -53,7 +53,7 @@ from .engine_arguments import (
     read_loss_weights,
     weigh_last,
 )
-from .executor import Iteration, Parts, Program, Step, StepInputs
+from .executor import EngineState, Iteration, Program, Step, StepInputs
 from .grad_sync import ReplicaSync, find_replicas
 from .p2p import StageTransfers, find_device_type, plan_channels
 from .stage import StageRun
@@ -153,7 +153,7 @@ class Engine:
         plan_tied = functools.partial(plan_tensors, strategy=strategy, topology=self._topology)
         tied = TiedParameters(ties, pipeline, modules, self._group, plan_tied, self._timeout_seconds, self._device)
         tied.share_values()
-        self._parts = Parts(self._group.rank, self.row, self._stages, replicas, tied, num_loss_shards)
+        self._state = EngineState(self._group.rank, self.row, self._stages, replicas, tied, num_loss_shards)
 
     def _agree(self, modules: Mapping[int, torch.nn.Module]) -> tuple[Mapping[int, str], str]:
         """Check the arguments and compare them with those of all ranks. Returns ``{rank: host}`` and a device type."""
@@ -296,7 +296,7 @@ class Engine:
             raise ArgumentError("this engine is already in a step, called by another thread or by one of its modules")
         try:
             self._iteration = None
-            self._iteration = Iteration(self._parts, program, inputs() if callable(inputs) else inputs)
+            self._iteration = Iteration(self._state, program, inputs() if callable(inputs) else inputs)
             return self._iteration.run()
         except BaseException as error:
             if torch_compat.is_store_error(error):
@@ -317,9 +317,9 @@ class Engine:
             stage.forget()
         for transfers in program.transfers:
             transfers.fail(error)
-        for replicas in self._parts.replicas:
+        for replicas in self._state.replicas:
             replicas.fail(error)
-        self._parts.ties.fail(error)
+        self._state.ties.fail(error)
 
     def _add_context(self, error: BaseException) -> BaseException:
         """Note on the error which action failed. Returns the error to report to other ranks."""
@@ -378,7 +378,7 @@ class Engine:
         """Stop the threads that move tensors."""
         self._closed = True
         self._program.close()
-        self._parts.ties.close()
+        self._state.ties.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -98,7 +98,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineState:
     """What an engine holds on one rank, for all programs.
 
     Attributes:
@@ -138,22 +138,22 @@ class Iteration:
     """One rank's part of a step.
 
     Args:
-        parts: what the engine holds on this rank.
+        state: what the engine holds on this rank.
         program: the schedule and the transfers to run.
         inputs: the data of this step.
     """
 
-    def __init__(self, parts: Parts, program: Program, inputs: StepInputs) -> None:
-        self.parts, self.program, self.inputs = parts, program, inputs
-        self.schedule, self.pipeline, self.stages = program.schedule, program.pipelines[0], parts.stages
+    def __init__(self, state: EngineState, program: Program, inputs: StepInputs) -> None:
+        self.state, self.program, self.inputs = state, program, inputs
+        self.schedule, self.pipeline, self.stages = program.schedule, program.pipelines[0], state.stages
         self.pending: dict[tuple[Channel, int], PendingTransfer] = {}  # posted receives, and outputs not yet sent
         self.sends: deque[PendingTransfer] = deque()
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: list[tuple[int, float, torch.Tensor | None, Mapping[str, float]]] = []
         self.weights: dict[tuple[int, int], float] = {}  # by stage and microbatch, until the backward
         self.has_loss: dict[int, bool] = {}  # by stage
-        self.measured = StepRecord(parts.row)
-        self.observe = find_observer(parts.rank)
+        self.measured = StepRecord(state.row)
+        self.observe = find_observer(state.rank)
         self.waited = 0.0
         self.doing: Action | None = None
         self.split = {(action.stage, action.microbatch) for action in self.actions if action.kind is Kind.W}
@@ -164,7 +164,7 @@ class Iteration:
     @property
     def actions(self) -> tuple[Action, ...]:
         """Actions of this rank, in order; without training, only forwards and their transfers."""
-        row = self.schedule.rows[self.parts.row]
+        row = self.schedule.rows[self.state.row]
         if self.inputs.train:
             return row
         return tuple(
@@ -176,12 +176,12 @@ class Iteration:
     def run(self) -> Step:
         """Run the iteration. Raises what a module raises, or a ReshardError if another rank failed."""
         begun = time.monotonic()
-        to_sum = [parameter for replicas in self.parts.replicas for parameter in replicas.parameters()]
-        to_sum += self.parts.ties.parameters()
+        to_sum = [parameter for replicas in self.state.replicas for parameter in replicas.parameters()]
+        to_sum += self.state.ties.parameters()
         to_sum += [parameter for run in self.stages.values() for _, parameter, _ in declared_sums(run.module)]
         stashed = stash_gradients(to_sum) if self.inputs.train else []
         try:
-            for replicas in self.parts.replicas:
+            for replicas in self.state.replicas:
                 replicas.begin(self.check_errors)
             for action in self.actions:
                 self.doing = action
@@ -199,12 +199,12 @@ class Iteration:
                     reshard_parameters(run.module)
             if self.inputs.train:
                 summed_ids: set[int] = set()
-                for replicas in self.parts.replicas:
+                for replicas in self.state.replicas:
                     with self.observe("sum gradients of", replicas.stage, None):
                         replicas.add_gradients(self.check_errors, summed_ids)
                 for run in self.stages.values():
                     run.sum_declared_gradients()
-                self.parts.ties.add_gradients()
+                self.state.ties.add_gradients()
             for record in self.measured.transfers:  # on a GPU, a transfer can fail after wait() has returned
                 record.transfer.synchronize()
         except Exception as error:
@@ -213,7 +213,7 @@ class Iteration:
             raise
         finally:
             restore_gradients(stashed)
-            for replicas in self.parts.replicas:
+            for replicas in self.state.replicas:
                 replicas.end()
         num = self.schedule.num_microbatches
         losses = tuple(float(self.losses.get(m, math.nan)) for m in range(num)) if self.losses else ()
@@ -231,7 +231,7 @@ class Iteration:
         """Raise an error that another rank reported, if any."""
         for transfers in self.program.transfers:
             transfers.check_errors()
-        for replicas in self.parts.replicas:
+        for replicas in self.state.replicas:
             replicas.check_errors()
 
     def transfers(self, microbatch: int) -> StageTransfers:
@@ -281,11 +281,11 @@ class Iteration:
             received = self.collect(stage, microbatch, is_forward=False)
             begun = time.monotonic()
             weight, scale = self.weights.pop((stage, microbatch), 0.0), self.inputs.scale
-            weight = weight / loss_shards_of(stage, self.parts.num_loss_shards) if scale is None else weight * scale
+            weight = weight / loss_shards_of(stage, self.state.num_loss_shards) if scale is None else weight * scale
             is_last = self.last_backward[stage] == microbatch
             with self.observe("backward of" if action.kind is Kind.B else "input gradients of", stage, microbatch):
                 gradients = self.stages[stage].backward(microbatch, received, weight, is_last=is_last)
-            self.hand_on(stage, microbatch, gradients, is_forward=False)
+            self.pass_on(stage, microbatch, gradients, is_forward=False)
         self.waited += begun - since
         self.measured.actions.append(ActionRecord(action, since, begun, time.monotonic()))
 
@@ -306,13 +306,13 @@ class Iteration:
         run.check_sizes(microbatch, sent, expected)
         if not train:
             run.drop(microbatch)
-        self.hand_on(stage, microbatch, sent, is_forward=True)
+        self.pass_on(stage, microbatch, sent, is_forward=True)
 
     def is_empty(self, stage: int, microbatch: int, expected: Mapping[int, tuple[TensorSpec, ...]]) -> bool:
         """Whether this replica has no rows of a microbatch, and need not run for collectives of FSDP."""
         if self.inputs.scale is None or self.inputs.weights[microbatch] or is_fsdp(self.stages[stage].module):
             return False
-        shapes = [spec.src_shards.local_shape(self.parts.rank) for specs in expected.values() for spec in specs]
+        shapes = [spec.src_shards.local_shape(self.state.rank) for specs in expected.values() for spec in specs]
         return not any(map(math.prod, shapes))
 
     def take_loss(self, stage: int, microbatch: int) -> None:
@@ -333,7 +333,7 @@ class Iteration:
             mesh = self.pipeline.stages[stage].mesh
             assert mesh is not None
             if self.inputs.scale is None:
-                check_loss_replicas(stage, run.module, self.parts.num_loss_shards, mesh.size)
+                check_loss_replicas(stage, run.module, self.state.num_loss_shards, mesh.size)
             self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss
 
     def collect(self, stage: int, microbatch: int, *, is_forward: bool) -> dict[int, Tensors]:
@@ -347,13 +347,13 @@ class Iteration:
                 found[other] = transfer.take()
         return found
 
-    def hand_on(self, stage: int, microbatch: int, sent: Mapping[int, Tensors], *, is_forward: bool) -> None:
+    def pass_on(self, stage: int, microbatch: int, sent: Mapping[int, Tensors], *, is_forward: bool) -> None:
         """Keep the outputs of a computation until they are sent. Pass them at once to stages of the same row."""
         now = time.monotonic()
         for other, tensors in sent.items():
             channel = Channel(stage, other, is_forward)
             versions = {name: torch_compat.version_of(array) for name, array in tensors.items()}
-            if self.schedule.row_of_stage[other] == self.parts.row:
+            if self.schedule.row_of_stage[other] == self.state.row:
                 transfer = self.transfers(microbatch).send(channel, tensors)
                 transfer.check_at_end(functools.partial(_check_unchanged, channel, tensors, versions))
             else:

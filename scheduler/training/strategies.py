@@ -178,24 +178,24 @@ def tune_strategy(rank: int, job: Job, options: SearchOptions) -> Tuned:
     world = dist.get_world_size()
     if rank:
         while True:
-            said = _broadcast(None)
-            if not isinstance(said, Strategy):
+            found = _broadcast(None)
+            if not isinstance(found, Strategy):
                 break
-            measure_steps(rank, replace(job, strategy=said))
+            measure_steps(rank, replace(job, strategy=found))
     else:
-        said = None
+        found = None
         try:
 
             def measure(strategy: Strategy) -> Measurement:
                 return measure_steps(rank, replace(job, strategy=_broadcast(strategy)))
 
-            said = tune(make_job_problem(job, options, world), choose_strategy, measure)
+            found = tune(make_job_problem(job, options, world), choose_strategy, measure)
         except ArgumentError as error:
-            said = str(error)
-        _broadcast(said)
-    if isinstance(said, str):
-        raise ArgumentError(said)
-    tuned: Tuned = said
+            found = str(error)
+        _broadcast(found)
+    if isinstance(found, str):
+        raise ArgumentError(found)
+    tuned: Tuned = found
     return tuned
 
 
@@ -222,6 +222,6 @@ def measure_steps(rank: int, job: Job) -> Measurement:
 
 def _broadcast(value: Any) -> Any:
     """The value of rank 0."""
-    said = [value]
-    dist.broadcast_object_list(said, src=0)
-    return said[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]

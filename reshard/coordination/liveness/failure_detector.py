@@ -20,7 +20,7 @@ from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.formatting import format_ranks
 
 #: After the store is lost, how long to wait for a connection that shows which rank ended.
-LOST_STORE_SECONDS = 1.0
+CAUSE_SECONDS = 1.0
 
 
 def check_rank_status(
@@ -83,7 +83,7 @@ def explain_loss(check_status: Callable[[], None], text: str, reason: Sequence[s
 
 def explain_lost_store(group: Group, error: BaseException) -> ReshardError:
     """The error of a call that lost the store: the one that ended another rank, or the name of a rank that is gone."""
-    deadline = time.monotonic() + LOST_STORE_SECONDS
+    deadline = time.monotonic() + CAUSE_SECONDS
     while True:
         for channel in list(group.channels.values()):
             reason = channel.rendezvous.links.find_reason()
