@@ -1,4 +1,4 @@
-"""Broadcast trees: chains between hosts, then stars or chains inside each host."""
+"""Broadcast trees: a chain of hosts, and a chain inside each host; on the sender's host a star or a chain."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from reshard.ragged import NO_RANK
 
 
 def along_trees(problem: Problem, order: Iterable[tuple[int, int]]) -> Routes:
-    """Broadcast whole tasks along trees, one after another; ``order`` yields ``(task, sender)``.
+    """Broadcast each task along one tree, one task after another.
 
-    Each byte enters each host once. Hosts form a chain in cyclic host order from the sender's host, pod by pod. On each
-    host the receiver with the fewest bytes received from other hosts so far takes the data. It forwards the data to the
-    next host, and along a chain inside its host. On its own host the sender serves every receiver directly while it
-    sends no more than the busiest rank there receives; after that these receivers form a chain too.
+    Each byte enters each host once. Hosts form a chain in cyclic host order from the sender's host, pod by pod. On
+    every other host, the receiver that has received the fewest bytes from other hosts so far takes the data. It
+    forwards the data to the next host, and along a chain to the receivers on its own host. On the sender's host, the
+    sender sends to every receiver directly, as long as it sends no more bytes in all than the busiest rank of that host
+    receives. Otherwise the sender and these receivers form a chain.
+
+    Args:
+        problem: the tasks.
+        order: ``(task, sender)`` of each tree, in the order of the plan.
     """
     task, sender = np.array(list(order), dtype=np.int64).reshape(-1, 2).T
     rows = problem.receivers[task]
@@ -27,17 +32,17 @@ def along_trees(problem: Problem, order: Iterable[tuple[int, int]]) -> Routes:
     _native.grow_trees(
         np.ascontiguousarray(sender), edge_at, rows[is_real], problem.nbytes[task],
         topology.host_by_rank, np.array([topology.host(host).pod or 0 for host in range(topology.num_hosts)]),
-        len(topology.pods), _most_arriving(problem), source, target,
+        len(topology.pods), _busiest_receiver_bytes(problem), source, target,
     )  # fmt: skip
     return Routes(task, problem.start[task], problem.stop[task], edge_at, source, target)
 
 
-def _most_arriving(problem: Problem) -> np.ndarray:
-    """``(hosts,)`` the most bytes that a rank of each host receives."""
+def _busiest_receiver_bytes(problem: Problem) -> np.ndarray:
+    """``(hosts,)`` bytes that the rank with the most to receive on each host receives."""
     host = problem.topology.host_by_rank
     task, replica = np.nonzero(problem.receivers != NO_RANK)
-    arriving = np.zeros(len(host), dtype=np.int64)
-    np.add.at(arriving, problem.receivers[task, replica], problem.nbytes[task])
+    received = np.zeros(len(host), dtype=np.int64)
+    np.add.at(received, problem.receivers[task, replica], problem.nbytes[task])
     most = np.zeros(problem.topology.num_hosts, dtype=np.int64)
-    np.maximum.at(most, host, arriving)
+    np.maximum.at(most, host, received)
     return most
