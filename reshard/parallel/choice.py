@@ -1,4 +1,4 @@
-"""``choose_grid``: price every grid of a model on a topology, and take the fastest that fits."""
+"""``choose_grid``: estimate the step time and memory of every grid of a model, and sort the grids that fit."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ from .grid.cuts import chunk_spans, size_of
 from .products.dataflow import PANEL_WIDTH, ProductKind, ProductShape, is_weight_stationary
 from .transformer import TransformerSizes
 
-#: Collectives of both norms of a layer, forward and backward, each of a few bytes per token.
+#: Collectives of the two norms of a layer, forward and backward. Each moves a few bytes per token.
 _NORM_COLLECTIVES = 6
-#: Elements that a layer keeps for its backward, per token and hidden feature: the inputs of its products and norms,
-#: projections, and what attention and the MLP save.
+#: Elements that a layer saves for its backward, per token and hidden feature: inputs of products and norms,
+#: projections, and tensors that attention and the MLP save.
 _SAVED_PER_FEATURE = 20
 
 
 @dataclass(frozen=True)
 class GridPrice:
-    """One grid, its ranks, and what a training step on it costs.
+    """One grid, the order of its axes, and the estimated cost of one training step.
 
     Attributes:
-        rows, cols, depth: the shape. order: axes from the slowest to the fastest over consecutive ranks.
-        compute_seconds: products of the busiest rank. product_seconds: communication of products that the local
-            multiplications do not hide. depth_seconds: sums of gradients over depth. other_seconds: norms.
+        rows, cols, depth: shape of the grid.
+        order: axis names, from the slowest to the fastest varying over consecutive ranks.
+        compute_seconds: matrix products and attention of the busiest rank.
+        product_seconds: communication of products that does not overlap with computation.
+        depth_seconds: sums of gradients over depth.
+        other_seconds: communication of norms.
         memory_bytes: parameters, gradients, optimizer state and activations of a rank.
-        num_stationary: products, of all, that keep the weight in place.
+        num_stationary: number of products of a step that keep the weight in place.
     """
 
     rows: int
@@ -57,7 +60,7 @@ class GridPrice:
 
     @property
     def kind(self) -> str:
-        """The field's name for the shape."""
+        """The usual name of the shape, such as ``2.5-D``."""
         if self.rows == self.cols == 1:
             return "replicas" if self.depth > 1 else "one rank"
         if self.rows == 1:
@@ -65,7 +68,7 @@ class GridPrice:
         return "2-D" if self.depth == 1 else "2.5-D"
 
     def ranks(self, ranks: Sequence[int]) -> np.ndarray:
-        """``[depth, row, col]`` the rank at each position, for ``DeviceMesh``."""
+        """``(depth, rows, cols)`` array with the rank at each position, for ``DeviceMesh``."""
         return _arrange(ranks, (self.depth, self.rows, self.cols), self.order)
 
     def __str__(self) -> str:
@@ -74,11 +77,13 @@ class GridPrice:
 
 @dataclass(frozen=True)
 class GridChoice:
-    """All grids, the fastest first.
+    """All grids of :func:`choose_grid`.
 
     Attributes:
-        candidates: grids that fit. too_large: grids that need too much memory. refused: ``(shape, reason)`` of others.
-        memory_limit_bytes: the limit, or infinity.
+        candidates: grids that fit, the fastest first.
+        too_large: grids that need too much memory, the fastest first.
+        refused: ``(shape, reason)`` of each shape that cannot run the model.
+        memory_limit_bytes: memory limit of a rank, or infinity.
     """
 
     candidates: tuple[GridPrice, ...]
@@ -92,7 +97,7 @@ class GridChoice:
         return self.candidates[0]
 
     def explain(self, count: int = 8) -> str:
-        """A table of the best ``count`` shapes, each with its best mapping, and of what was left out."""
+        """A table of the fastest ``count`` shapes, each with its fastest rank order, and of the shapes left out."""
         lines = [
             f"{'grid':>12} {'kind':>14} {'seconds':>9} {'compute':>9} {'products':>9} {'depth':>9} {'norms':>9} "
             f"{'memory':>10}  ranks vary fastest along"
@@ -129,25 +134,26 @@ def choose_grid(
     state_bytes: int = 16,
     panel: int = PANEL_WIDTH,
 ) -> GridChoice:
-    """Price every grid shape and rank order for a training step, and sort them.
+    """Estimate the time of a training step for every grid shape and rank order, and sort them by time.
 
-    Each product takes its cheapest dataflow. Its local multiplication hides its communication but for one panel. The
-    price counts bytes by the formulas of :mod:`~reshard.parallel.products.dataflow`, on NICs and inside hosts, and one
-    latency per collective and panel. A topology's pods are not priced.
+    Each product uses the dataflow that moves the fewest elements. Its communication overlaps with its local
+    multiplication, except for one panel. The estimate counts bytes by the formulas of
+    :mod:`~reshard.parallel.products.dataflow`, on NICs and inside hosts, and one latency per collective and panel. It
+    ignores the uplinks of pods.
 
     Args:
         model: :class:`TransformerSizes`, or a model or config that :meth:`TransformerSizes.of` reads.
         topology: hosts and links.
-        ranks: ranks of the grid, hosts together.
-        memory_bytes: limit of a rank.
-        rows: rows of a batch.
-        flops_per_second: of one rank, in multiplications and additions.
-        itemsize: bytes of an element of activations and weights on the wire.
+        ranks: ranks of the grid; list the ranks of one host next to each other.
+        memory_bytes: memory limit of a rank.
+        rows: rows of a batch, over all ranks.
+        flops_per_second: rate of one rank; a multiplication and its addition count as two.
+        itemsize: bytes of an element of activations and weights.
         state_bytes: bytes of a parameter with its gradient and optimizer state; 16 for Adam in float32.
-        panel: see :class:`~reshard.parallel.Linear`.
+        panel: width of a panel in elements, see :class:`~reshard.parallel.Linear`.
 
     Raises:
-        ArgumentError: no grid fits; the error says what the smallest needs.
+        ArgumentError: no grid fits (the error says what the smallest needs), or an argument is invalid.
     """
     sizes = model if isinstance(model, TransformerSizes) else TransformerSizes.of(model)
     for name, value in (("rows", rows), ("flops_per_second", flops_per_second), ("memory_bytes", memory_bytes)):
@@ -190,7 +196,7 @@ def _shapes(size: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _orders(shape: tuple[int, int, int]) -> list[tuple[str, ...]]:
-    """Orders of the axes over consecutive ranks; those that differ only in axes of one rank are the same."""
+    """Orders of the axes over consecutive ranks, one for all orders that differ only in axes of size 1."""
     orders = {}
     for order in permutations(AXES):
         orders[tuple(axis for axis in order if shape[AXES.index(axis)] > 1)] = order
@@ -198,7 +204,7 @@ def _orders(shape: tuple[int, int, int]) -> list[tuple[str, ...]]:
 
 
 def _arrange(ranks: Sequence[int], shape: tuple[int, int, int], order: Sequence[str]) -> np.ndarray:
-    """``[depth, row, col]`` the rank at each position; consecutive ranks vary along the last axis of ``order``."""
+    """``(depth, rows, cols)`` array of ranks; consecutive ranks differ along the last axis of ``order``."""
     sizes = [shape[AXES.index(axis)] for axis in order]
     array = np.array(ranks).reshape(sizes)
     return array.transpose([list(order).index(axis) for axis in AXES])
@@ -206,7 +212,7 @@ def _arrange(ranks: Sequence[int], shape: tuple[int, int, int], order: Sequence[
 
 @dataclass(frozen=True)
 class _Job:
-    """What all grids are priced for. See :func:`choose_grid`."""
+    """The arguments of :func:`choose_grid`, which are the same for all grids."""
 
     sizes: TransformerSizes
     topology: Topology
@@ -218,7 +224,7 @@ class _Job:
     panel: int
 
     def price(self, shape: tuple[int, int, int], order: tuple[str, ...]) -> GridPrice:
-        """The price of ``(depth, rows, cols)`` with the axes in ``order`` over the ranks."""
+        """Estimate a grid of shape ``(depth, rows, cols)`` with the axes in this order over the ranks."""
         sizes, (depth, rows, cols) = self.sizes, shape
         arranged = _arrange(self.ranks, shape, order)
         traffic = {axis: find_traffic(self.topology, arranged, number) for number, axis in enumerate(AXES)}
@@ -249,5 +255,5 @@ class _Job:
 
 
 def _attention_flops(sizes: TransformerSizes, tokens: int, cols: int) -> float:
-    """Scores and their product with the values, without the half that a causal mask drops."""
+    """Operations of attention in a forward: scores, and scores times values. A causal mask does not reduce them."""
     return 4.0 * tokens * sizes.sequence * sizes.head_size * math.ceil(sizes.num_heads / cols)
