@@ -1,4 +1,4 @@
-"""Plots of a run: ratios to the lower bound as bars, and measured and predicted link use of one transfer over time."""
+"""Plots of a run: bars of the ratio to the lower bound, and link use of one transfer over time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard.cost import find_bound
 from reshard.formatting import format_bytes
 from reshard.topology import Topology
 
-#: Longer bars are cut off here and labelled with their ratio.
+#: A bar with a larger ratio is cut off at this ratio and labelled with its own.
 MAX_RATIO = 5.0
 _BAR_INCHES = 0.1
 
@@ -41,9 +41,15 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def draw_bars(records: Sequence[dict[str, Any]], contenders: Sequence[str], path: Path) -> None:
-    """Plot the ratio to the lower bound of each row and contender. Ticks: predicted. Whiskers: min and max.
+    """Plot one bar per row and contender: its median time divided by the lower bound.
 
-    Rows are named by what moves, under a heading per suite.
+    Whiskers show the fastest and the slowest turn; ticks show the prediction. A label names what its row moves; each
+    suite has a heading.
+
+    Args:
+        records: records of the run, of kind ``row``; at least one.
+        contenders: names of the contenders to draw, in order.
+        path: SVG file to write. Its folder is created.
     """
     found = {(r["suite"], r["row"], r["contender"]): r for r in records if "refused" not in r and r["bound_seconds"]}
     labels, bars = _place_bars(records, contenders, found)
@@ -95,11 +101,11 @@ _Bar = tuple[str, str, str]
 def _place_bars(
     records: Sequence[dict[str, Any]], contenders: Sequence[str], drawn: Collection[_Bar]
 ) -> tuple[dict[float, tuple[str, bool]], dict[float, _Bar]]:
-    """Where labels and bars are, from top to bottom, in heights of a bar.
+    """Vertical positions of labels and bars: distance from the top, in heights of a bar.
 
     Returns:
-        ``{y: (label, whether it is the heading of a suite)}`` and ``{y: bar}``. A label states what moves. If rows of a
-        suite move the same layouts and bytes, their labels contain the names of the rows too.
+        ``{y: (label, whether it is the heading of a suite)}`` and ``{y: bar}``. If several rows of a suite have the
+        same layouts and bytes, their labels also contain the names of the rows.
     """
     suites: dict[str, dict[str, str]] = {}
     for record in records:
@@ -122,7 +128,12 @@ def _place_bars(
 
 
 def draw_links(trace: Trace, path: Path) -> None:
-    """Plot when each direction of each NIC was busy: measured above, predicted below, one colour per transfer."""
+    """Plot when each direction of each NIC was busy: measured above, predicted below.
+
+    Args:
+        trace: measured and predicted times of all messages of one plan. Messages of one transfer share a colour.
+        path: SVG file to write. Its folder is created.
+    """
     messages, topology = trace.timeline.messages, trace.plan.topology
     measured: dict[int, tuple[float, float]] = {}
     last: dict[tuple[int, int], float] = {}
@@ -160,7 +171,7 @@ def draw_links(trace: Trace, path: Path) -> None:
 
 
 def _links(messages: Any, topology: Topology) -> dict[str, list[int]]:
-    """Row numbers of the messages between hosts, by the NIC and direction that they use."""
+    """``{"host 0.1 out": rows}``: the messages that pass each NIC in each direction, as rows of the message table."""
     links: dict[str, list[int]] = {}
     hosts, nics = topology.host_of_rank, topology.nic_of_rank
     for row in range(len(messages)):

@@ -1,4 +1,4 @@
-"""Timelines as Chrome traces, which Perfetto also reads, and as Gantt charts."""
+"""Write timelines as Chrome traces, which Perfetto also reads, and as Gantt charts in SVG."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ from .replay import PipelineTimeline
 
 _COLOURS = {Kind.F: "#4c8bd6", Kind.B: "#d98a3d", Kind.I: "#d98a3d", Kind.W: "#8bb56a"}
 _WAIT = "#c9c9c9"
-_WIDTH, _ROW, _LEFT = 1200, 22, 70
+_WIDTH, _ROW_HEIGHT, _LEFT_MARGIN = 1200, 22, 70  # in SVG units
 
 
 def to_chrome_trace(timeline: PipelineTimeline) -> str:
-    """JSON for ``chrome://tracing`` or ui.perfetto.dev: one thread per row and per channel, times in microseconds."""
+    """JSON for ``chrome://tracing`` or ui.perfetto.dev, with times in microseconds.
+
+    Process 0 has one thread per row of the schedule. Process 1 has one thread per channel.
+
+    Raises:
+        ArgumentError: the argument is not a timeline.
+    """
     _check_timeline(timeline)
     events: list[dict[str, object]] = []
     channels = sorted({c.channel for c in timeline.transfers}, key=lambda c: (c.sender, c.receiver, c.is_forward))
@@ -55,27 +61,33 @@ def _event(name: str, pid: int, tid: int, start: float, end: float, **args: floa
 
 
 def to_svg(schedule: Schedule, timeline: PipelineTimeline) -> str:
-    """A Gantt chart of each row. Grey boxes show exposed communication: waits for data that is already computed."""
+    """An SVG Gantt chart with one line per row of the schedule, labelled in seconds.
+
+    Grey boxes show exposed communication: waits for data that is already computed.
+
+    Raises:
+        ArgumentError: an argument is not a schedule or not a timeline.
+    """
     _check_timeline(timeline)
     if not isinstance(schedule, Schedule):
         raise ArgumentError(f"a Schedule is needed, not {type(schedule).__name__}")
     end = timeline.makespan_seconds or 1.0
-    scale = (_WIDTH - _LEFT - 10) / end
-    height = _ROW * len(schedule.rows) + 30
+    scale = (_WIDTH - _LEFT_MARGIN - 10) / end
+    height = _ROW_HEIGHT * len(schedule.rows) + 30
     lines = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' "
         "font-family='sans-serif' font-size='10'>"
     ]
     for row in range(len(schedule.rows)):
-        lines.append(f"<text x='{_LEFT - 6}' y='{_ROW * row + 15}' text-anchor='end'>row {row}</text>")
+        lines.append(f"<text x='{_LEFT_MARGIN - 6}' y='{_ROW_HEIGHT * row + 15}' text-anchor='end'>row {row}</text>")
     for span in timeline.spans:
-        y = _ROW * span.row + 3
+        y = _ROW_HEIGHT * span.row + 3
         if span.exposed_seconds:
-            x = _LEFT + (span.start - span.exposed_seconds) * scale
+            x = _LEFT_MARGIN + (span.start - span.exposed_seconds) * scale
             lines.append(_box(x, y, span.exposed_seconds * scale, _WAIT, f"{span.action} waits"))
         if span.action.kind.is_transfer:
             continue
-        x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
+        x, width = _LEFT_MARGIN + span.start * scale, (span.end - span.start) * scale
         lines.append(
             _box(x, y, width, _COLOURS[span.action.kind], f"{span.action}: {span.start:.4g} to {span.end:.4g} s")
         )
@@ -83,14 +95,14 @@ def to_svg(schedule: Schedule, timeline: PipelineTimeline) -> str:
             lines.append(
                 f"<text x='{x + width / 2:.1f}' y='{y + 12}' text-anchor='middle'>{span.action.microbatch}</text>"
             )
-    bottom = _ROW * len(schedule.rows) + 20
-    lines.append(f"<text x='{_LEFT}' y='{bottom}'>{escape(schedule.name)}</text>")
+    bottom = _ROW_HEIGHT * len(schedule.rows) + 20
+    lines.append(f"<text x='{_LEFT_MARGIN}' y='{bottom}'>{escape(schedule.name)}</text>")
     lines.append(f"<text x='{_WIDTH - 10}' y='{bottom}' text-anchor='end'>{end:.4g} s</text></svg>")
     return "\n".join(lines)
 
 
 def _box(x: float, y: float, width: float, colour: str, title: str) -> str:
     return (
-        f"<rect x='{x:.2f}' y='{y}' width='{max(width, 0.3):.2f}' height='{_ROW - 5}' fill='{colour}' stroke='#fff' "
-        f"stroke-width='0.5'><title>{escape(title)}</title></rect>"
+        f"<rect x='{x:.2f}' y='{y}' width='{max(width, 0.3):.2f}' height='{_ROW_HEIGHT - 5}' fill='{colour}' "
+        f"stroke='#fff' stroke-width='0.5'><title>{escape(title)}</title></rect>"
     )
