@@ -1,4 +1,4 @@
-"""The messages of a plan: all of them as arrays, or those of one rank one by one."""
+"""The messages of a plan: all as one table, or all or those of one rank as an iterator."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from reshard.ragged import ranges
 
 @dataclass(frozen=True, eq=False)
 class MessageTable:
-    """One row per message in the plan's total order; boxes of one message share its row. All arrays are int64.
+    """One row per message, in the plan's total order; a message of several boxes has one row.
+
+    All arrays are int64. Their shape is ``(messages,)`` unless noted.
 
     Attributes:
-        id: id of the message, which is that of its first box. transfer, chunk: the transfer and chunk that it moves.
-        sender, receiver: ranks, equal for a local copy. nbytes: size in bytes.
-        source: row of the message that brings the data to the sender, -1 if the sender holds it.
-        after_at, after: message i starts after messages ``after[after_at[i]:after_at[i + 1]]`` (rows) have finished.
+        id: id of the first box of the message.
+        transfer, chunk: index of the transfer, and of the chunk of its region, that the message moves.
+        sender, receiver: ranks, equal for a local copy.
+        nbytes: size in bytes.
+        source: row of the message that brings the data to the sender, -1 if the sender holds the data.
+        after_at, after: ``(messages + 1,)`` and rows: message ``i`` starts after the messages in rows
+            ``after[after_at[i]:after_at[i + 1]]`` have finished.
         window: limit on unfinished messages of the sender, this one included.
     """
 
@@ -81,7 +86,7 @@ def tabulate_messages(plan: Plan) -> MessageTable:
 
 
 def _parent_edges(plan: Plan) -> np.ndarray:
-    """For each edge, the position in its transfer of the edge that last brings the data to its sender, or -1."""
+    """``(edges,)`` position in its transfer of the last earlier edge into the edge's sender, -1 if there is none."""
     transfers = plan.transfers
     sender, receiver, edge_at = transfers.sender, transfers.receiver, transfers.edge_at
     edge = np.arange(len(sender))
@@ -96,7 +101,7 @@ def _parent_edges(plan: Plan) -> np.ndarray:
         return parents
     sources = edge[brings & (np.diff(edge_at)[transfers.transfer_of_edge] > 1)]
     width = 1 + max(int(sender.max()), int(receiver.max()))
-    _, name = np.unique(
+    _, pair = np.unique(  # a number for each (transfer, rank)
         np.concatenate(
             [
                 transfers.transfer_of_edge[part] * width + end[part]
@@ -105,8 +110,8 @@ def _parent_edges(plan: Plan) -> np.ndarray:
         ),
         return_inverse=True,
     )
-    keys = np.sort(name[: len(sources)] * len(sender) + sources)
-    wanted = name[len(sources) :]
+    keys = np.sort(pair[: len(sources)] * len(sender) + sources)
+    wanted = pair[len(sources) :]
     at = np.searchsorted(keys, wanted * len(sender) + unresolved) - 1
     key = keys[np.maximum(at, 0)] if len(keys) else np.full(len(at), -1)
     known = (at >= 0) & (key // len(sender) == wanted)
@@ -117,7 +122,10 @@ def _parent_edges(plan: Plan) -> np.ndarray:
 def cut_chunks(
     transfers: Transfers, transfer: np.ndarray, chunk: np.ndarray, box: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``(start, stop)`` of chunks of boxes, cut as by :meth:`Transfers.chunk_box`."""
+    """``(start, stop)``, each ``(n, ndim)``: chunk ``chunk[i]`` of box ``box[i]``, which is in ``transfer[i]``.
+
+    Cuts like :meth:`Transfers.chunk_box`.
+    """
     start, stop = transfers.box_start[box], transfers.box_stop[box]
     cut = np.flatnonzero(transfers.num_chunks[transfer] > 1)
     rest = chunk[cut]
@@ -146,9 +154,11 @@ class Message:
 
     Attributes:
         id: id of the first box; box ``i`` has id ``id + i``.
-        boxes: ``(tensor, start, stop)`` of each box, in elements.
+        transfer, chunk: index of the transfer, and of the chunk of its region, that the message moves.
+        sender, receiver: ranks, equal for a local copy.
+        boxes: ``(tensor, start, stop)`` of each box: index of the tensor, and bounds in elements of that tensor.
         source: id of the message that brings the same boxes to the sender, None if the sender holds them.
-        after: ids of further messages that must have finished, each given by its last box.
+        after: other messages that must have finished before this one starts, each given by the id of its last box.
         window: limit on unfinished messages of the sender, this one included.
     """
 
@@ -164,9 +174,11 @@ class Message:
 
 
 def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
-    """The messages of a plan in its total order; with ``rank``, only those that it sends or receives.
+    """Iterate over the messages of a plan in its total order.
 
-    With ``rank``, the cost depends only on the transfers of that rank.
+    Args:
+        plan: the plan.
+        rank: yield only messages that this rank sends or receives. Transfers of other ranks are then not expanded.
     """
     transfers = plan.transfers
     if rank is None:
@@ -226,8 +238,8 @@ def message_nbytes(plan: Plan, message: Message) -> int:
     """Bytes of one message."""
     total = 0
     for tensor, start, stop in message.boxes:
-        numel = plan.tensors[tensor].itemsize
+        box_bytes = plan.tensors[tensor].itemsize
         for lo, hi in zip(start, stop, strict=True):
-            numel *= hi - lo
-        total += numel
+            box_bytes *= hi - lo
+        total += box_bytes
     return total
