@@ -1,4 +1,4 @@
-"""Find a strategy for a preset: measure its layers on one rank, and search."""
+"""Find a strategy for a preset: measure the layers of its model on one rank, then search."""
 
 from __future__ import annotations
 
@@ -34,28 +34,29 @@ from .loop import Job, make_loaders, make_pipe
 from .models import layer_paths, make_model
 from .presets import GPTConfig
 
-#: Rows of a forward that are measured, as far as a step has so many.
+#: Numbers of rows for which a forward is measured. Numbers above the rows of a step are skipped.
 ROWS = (1, 2, 4, 8)
-#: Steps of a strategy that are measured.
+#: Number of measured steps of a strategy.
 MEASURED_STEPS = 3
-#: AdamW with float32 parameters and gradients.
+#: Bytes per parameter of AdamW with float32 parameters and gradients.
 STATES = StateBytes(4.0, 4.0, 8.0)
-#: Part of the memory of a device that a strategy may use unless ``--memory`` is given.
+#: Fraction of the memory of a device that a strategy may use unless ``--memory`` is given.
 USABLE = 0.9
-#: Rate inside a host for which no topology is given, in bytes per second.
+#: Rate inside a host if no topology is given, in bytes per second.
 INSIDE_BYTES_PER_SECOND = 5e9
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What a search for a strategy of a preset needs beside the preset.
+    """Options of a search for a strategy, in addition to the preset.
 
     Attributes:
-        devices: number of ranks; None: that of the topology. topology: a machine or a file; None: one host.
-        memory: of a device, such as ``"16GB"``; None: what the device has.
-        keep: parts that are fixed, as :func:`reshard.scheduler.autoparallel.search` takes them.
-        measures: whether steps of the choice are measured, and correct the times for another search.
-        output: file to which the strategy is written.
+        devices: number of ranks; None: the number of ranks of the topology.
+        topology: name of a machine, or path of a topology file; None: one host.
+        memory: memory limit of a device, such as ``"16GB"``; None: :data:`USABLE` of what it has.
+        keep: ``(name, value)`` pairs of fixed parts, see :func:`reshard.scheduler.autoparallel.search`.
+        measures: whether to run steps of the chosen strategy, correct the layer times by them, and search again.
+        output: path of the file for the strategy; None: none.
     """
 
     devices: int | None = None
@@ -67,7 +68,7 @@ class SearchOptions:
 
     @classmethod
     def of(cls, options: Any) -> SearchOptions:
-        """From options of the command line.
+        """Read the options of the command line.
 
         Raises:
             ArgumentError: an option is malformed.
@@ -92,10 +93,11 @@ class SearchOptions:
         """The hosts and links of all ranks.
 
         Args:
-            num_ranks: ranks that a launcher has started; None if there is none.
+            num_ranks: number of ranks that a launcher has started; None if there is no launcher.
 
         Raises:
-            ArgumentError: the number of ranks is unknown, or differs from that of the launcher.
+            ArgumentError: the number of ranks is unknown or differs from ``num_ranks``, or the ranks are on several
+                hosts and no topology is given.
         """
         devices = self.devices if self.devices is not None else num_ranks
         if self.topology is None:
@@ -119,7 +121,7 @@ class SearchOptions:
 
 
 def trace_job(job: Job) -> TracedModel:
-    """The model of a job as layers: each block is one, and what lies before and behind them."""
+    """Trace the model of a job, cut into layers before each path of :func:`layer_paths`."""
     config = job.preset.config
     return trace_module(
         make_model(config),
@@ -132,13 +134,16 @@ def trace_job(job: Job) -> TracedModel:
 
 
 def profile_job(traced: TracedModel, job: Job) -> Profile:
-    """Times of the layers on the device of this process."""
+    """Measure the layers on the device of this process."""
     rows = [rows for rows in ROWS if rows <= job.preset.rows]
     return profile_layers(traced, job.device, rows=rows, repeats=3)
 
 
 def find_cluster(options: SearchOptions, device: str, num_ranks: int | None) -> Cluster:
-    """The devices of a search, with the memory of this machine's if none is given."""
+    """The devices of a search.
+
+    The default memory limit is :data:`USABLE` of this GPU's free memory, or of a rank's share of this host's memory.
+    """
     topology = options.find_topology(num_ranks)
     if options.memory is not None:
         memory = parse_bytes(options.memory)
@@ -151,7 +156,7 @@ def find_cluster(options: SearchOptions, device: str, num_ranks: int | None) -> 
 
 
 def make_job_problem(job: Job, options: SearchOptions, num_ranks: int | None = None) -> Problem:
-    """The search for a strategy of a job, with times that this process measures."""
+    """The search problem of a job, with layer times that this process measures."""
     cluster = find_cluster(options, job.device, num_ranks)
     traced = trace_job(job)
     profile = profile_job(traced, job)
@@ -162,45 +167,48 @@ def find_strategy(job: Job, options: SearchOptions, num_ranks: int | None = None
     """Measure the layers of a job in this process, and search.
 
     Raises:
-        ArgumentError: nothing fits, or the options do not fit each other.
+        ArgumentError: no strategy fits the memory, or the options contradict each other.
     """
     return choose_strategy(make_job_problem(job, options, num_ranks))
 
 
 def tune_strategy(rank: int, job: Job, options: SearchOptions) -> Tuned:
-    """Search, run steps of the choice on all ranks, correct the times, and search again. Every rank calls this.
+    """Search, run steps of the choice on all ranks, correct the layer times, and search again. Every rank calls this.
 
-    Rank 0 measures layers and searches; all ranks run what it has chosen.
+    Rank 0 measures the layers and searches. All ranks run the strategies that it chooses.
 
     Raises:
-        ArgumentError: rank 0 finds nothing that fits, on all ranks alike.
+        ArgumentError: rank 0 finds no strategy that fits. Every rank raises the same error.
     """
     world = dist.get_world_size()
     if rank:
         while True:
-            found = _broadcast(None)
-            if not isinstance(found, Strategy):
+            message = _broadcast(None)
+            if not isinstance(message, Strategy):
                 break
-            measure_steps(rank, replace(job, strategy=found))
+            measure_steps(rank, replace(job, strategy=message))
     else:
-        found = None
+        message = None
         try:
 
             def measure(strategy: Strategy) -> Measurement:
                 return measure_steps(rank, replace(job, strategy=_broadcast(strategy)))
 
-            found = tune(make_job_problem(job, options, world), choose_strategy, measure)
+            message = tune(make_job_problem(job, options, world), choose_strategy, measure)
         except ArgumentError as error:
-            found = str(error)
-        _broadcast(found)
-    if isinstance(found, str):
-        raise ArgumentError(found)
-    tuned: Tuned = found
+            message = str(error)
+        _broadcast(message)
+    if isinstance(message, str):
+        raise ArgumentError(message)
+    tuned: Tuned = message
     return tuned
 
 
 def measure_steps(rank: int, job: Job) -> Measurement:
-    """Seconds and timelines of steps on the first batch, after one that warms up. Every rank calls this."""
+    """Measure steps on the first batch, after a warm-up. Every rank calls this.
+
+    Each measured step runs twice: first for its seconds (of the slowest rank), then for its timeline.
+    """
     device = torch.device(job.device, torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
     batch = {name: value.to(device) for name, value in make_loaders(job)[0].batch(0).items()}
     seconds, timelines = [], []
@@ -222,6 +230,6 @@ def measure_steps(rank: int, job: Job) -> Measurement:
 
 def _broadcast(value: Any) -> Any:
     """The value of rank 0."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
+    message = [value]
+    dist.broadcast_object_list(message, src=0)
+    return message[0]
