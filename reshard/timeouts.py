@@ -1,4 +1,4 @@
-"""Checks of user-supplied timeouts."""
+"""Checks of timeouts that users pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def check_timeout(timeout_seconds: Any) -> float:
     """Return the timeout as a float.
 
     Raises:
-        ArgumentError: it is not a number of seconds above 0 and at most a million.
+        ArgumentError: the timeout is not a number of seconds above 0 and at most a million.
     """
     is_number = isinstance(timeout_seconds, (int, float)) and not isinstance(timeout_seconds, bool)
     if not is_number or not 0 < timeout_seconds <= 1e6:
@@ -24,14 +24,18 @@ def check_timeout(timeout_seconds: Any) -> float:
 
 
 def check_wait_timeout(timeout_seconds: Any) -> float | None:
-    """As :func:`check_timeout`, for a wait: None waits without limit, 0 does not wait."""
+    """Return the timeout of a wait: None (no limit), 0.0 (do not wait), or a float.
+
+    Raises:
+        ArgumentError: see :func:`check_timeout`.
+    """
     if timeout_seconds is None or (timeout_seconds == 0 and not isinstance(timeout_seconds, bool)):
         return None if timeout_seconds is None else 0.0
     return check_timeout(timeout_seconds)
 
 
 def _safe_repr(value: Any) -> str:
-    """``repr(value)``, or the type if ``repr`` raises."""
+    """``repr(value)``, or a text that names the type if ``repr`` raises."""
     try:
         return repr(value)
     except Exception:
