@@ -1,4 +1,4 @@
-"""The queues of an execution: operations of one kind, in the plan's order."""
+"""Queues of the CPU executor: each holds the operations of one kind, in the plan's order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reshard.runtime.transport import Work
 
 @dataclass(frozen=True)
 class Notification:
-    """A byte from rank ``sender``, which reports ``event``: message ``id`` has finished on that rank."""
+    """A byte that rank ``sender`` sends when message ``id`` has finished on ``sender``; ``event`` names that end."""
 
     id: int
     sender: int
@@ -28,10 +28,13 @@ class Queue:
     """Operations of one kind, in the plan's order.
 
     Attributes:
-        ops: all operations. The operations before index ``next`` have been posted.
-        posted: posted and unfinished operations, each with its work and its staging slot.
+        ops: all operations.
+        next: index of the first operation that is not posted.
+        posted: posted and unfinished operations, each with its work and its staging slot (None if it needs none), or
+            its byte for a notification.
         pool: staging slots; None for notifications.
-        changed: wakes the queue's thread, which is ``sleeping`` while nothing is posted.
+        changed: condition that wakes the queue's thread.
+        sleeping: whether the queue's thread waits for ``changed`` because nothing is posted.
     """
 
     def __init__(self, lock: threading.Lock, ops: Sequence[Any], pool: Pool | None = None) -> None:
