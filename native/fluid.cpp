@@ -1,4 +1,4 @@
-// Binds the simulator's event loop (fluid.h): checks its arrays and builds its tables.
+// Python binding of the simulator's event loop (fluid.h): checks the arrays and builds the tables of the loop.
 
 #include <algorithm>
 #include <cstdint>
@@ -36,8 +36,8 @@ void check_ends(const Ints &ends, size_t rows, size_t total, const char *name) {
         throw std::invalid_argument(std::string("flow: ") + name + " does not divide its rows");
 }
 
-// The messages of each key, in order.
-Rows members(const int64_t *keys, size_t count) {
+// Groups messages by key: row k lists the messages i with keys[i] == k, ascending.
+Rows group_by_key(const int64_t *keys, size_t count) {
     Rows rows;
     const int64_t num_rows = count ? *std::max_element(keys, keys + count) + 1 : 0;
     rows.at.assign(num_rows + 1, 0);
@@ -45,10 +45,10 @@ Rows members(const int64_t *keys, size_t count) {
         ++rows.at[keys[i] + 1];
     for (int64_t k = 0; k < num_rows; ++k)
         rows.at[k + 1] += rows.at[k];
-    std::vector<int64_t> end(rows.at.begin(), rows.at.end() - 1);
+    std::vector<int64_t> free_at(rows.at.begin(), rows.at.end() - 1); // by row: its first free entry
     rows.values.resize(count);
     for (size_t i = 0; i < count; ++i)
-        rows.values[end[keys[i]]++] = static_cast<int64_t>(i);
+        rows.values[free_at[keys[i]]++] = static_cast<int64_t>(i);
     return rows;
 }
 
@@ -65,56 +65,59 @@ bool flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Float
     check_ends(after_at, n, after.shape(0), "after_at");
     check_ends(port_at, num_streams, port.shape(0), "port_at");
     if (window.shape(0) != n || ahead.shape(0) != n || nbytes.shape(0) != n || start.shape(0) != n ||
-        finish.shape(0) != n || burst.shape(0) != num_ports || hold_work.shape(0) != n || buffer.shape(0) != num_streams)
+        finish.shape(0) != n || hold_work.shape(0) != n || burst.shape(0) != num_ports ||
+        buffer.shape(0) != num_streams)
         throw std::invalid_argument("flow: arrays differ in size");
     nb::gil_scoped_release release;
-    EventLoop f;
-    f.queue = queue.data(), f.stream = stream.data(), f.receiver = receiver.data(), f.window = window.data();
-    f.ahead = ahead.data(), f.port_at = port_at.data(), f.port = port.data(), f.hold_port = hold_port.data();
-    f.nbytes = nbytes.data(), f.hold_work = hold_work.data(), f.buffer = buffer.data(), f.port_rate = rate.data();
-    f.num_ports = num_ports, f.burst = burst.data();
-    f.sharing.price.assign(num_ports, 0);
-    f.capacity.assign(rate.data(), rate.data() + num_ports);
-    f.passing.resize(num_ports), f.is_dirty.resize(num_ports);
-    f.saved.assign(burst.data(), burst.data() + num_ports), f.saving.assign(num_ports, 0);
-    f.bursts = std::any_of(f.saved.begin(), f.saved.end(), [](double bytes) { return bytes > 0; });
-    f.start = start.data(), f.finish = finish.data();
-    f.left.resize(n), f.position.resize(n), f.streams.resize(num_streams), f.work.resize(num_ports);
-    std::vector<int64_t> &num_next = f.next.at;
-    num_next.assign(n + 1, 0);
+    EventLoop loop;
+    loop.queue = queue.data(), loop.stream = stream.data(), loop.receiver = receiver.data();
+    loop.window = window.data(), loop.ahead = ahead.data(), loop.nbytes = nbytes.data();
+    loop.port_at = port_at.data(), loop.port = port.data(), loop.hold_port = hold_port.data();
+    loop.hold_work = hold_work.data(), loop.buffer = buffer.data();
+    loop.port_rate = rate.data(), loop.num_ports = num_ports, loop.burst = burst.data();
+    loop.sharing.price.assign(num_ports, 0);
+    loop.capacity.assign(rate.data(), rate.data() + num_ports);
+    loop.passing.resize(num_ports), loop.is_dirty.resize(num_ports);
+    loop.saved.assign(burst.data(), burst.data() + num_ports), loop.saving.assign(num_ports, 0);
+    loop.bursts = std::any_of(loop.saved.begin(), loop.saved.end(), [](double bytes) { return bytes > 0; });
+    loop.start = start.data(), loop.finish = finish.data();
+    loop.left.resize(n), loop.position.resize(n), loop.streams.resize(num_streams), loop.work.resize(num_ports);
+    std::vector<int64_t> &next_at = loop.next.at;
+    next_at.assign(n + 1, 0);
     for (size_t i = 0; i < after.shape(0); ++i)
-        ++num_next[after.data()[i] + 1];
+        ++next_at[after.data()[i] + 1];
     for (size_t i = 0; i < n; ++i)
-        num_next[i + 1] += num_next[i];
-    f.next.values.resize(after.shape(0));
-    std::vector<int64_t> end(num_next.begin(), num_next.end() - 1);
+        next_at[i + 1] += next_at[i];
+    loop.next.values.resize(after.shape(0));
+    std::vector<int64_t> free_at(next_at.begin(), next_at.end() - 1);
     for (size_t i = 0; i < n; ++i) {
-        f.left[i] = after_at.data()[i + 1] - after_at.data()[i];
+        loop.left[i] = after_at.data()[i + 1] - after_at.data()[i];
         for (int64_t j = after_at.data()[i]; j < after_at.data()[i + 1]; ++j)
-            f.next.values[end[after.data()[j]]++] = static_cast<int64_t>(i);
+            loop.next.values[free_at[after.data()[j]]++] = static_cast<int64_t>(i);
     }
-    f.of_queue = members(f.queue, n), f.of_receiver = members(f.receiver, n), f.of_stream = members(f.stream, n);
-    f.of_stream.at.resize(num_streams + 1, static_cast<int64_t>(n));
+    loop.of_queue = group_by_key(loop.queue, n), loop.of_receiver = group_by_key(loop.receiver, n);
+    loop.of_stream = group_by_key(loop.stream, n);
+    loop.of_stream.at.resize(num_streams + 1, static_cast<int64_t>(n));
     for (size_t s = 0; s < num_streams; ++s)
-        for (int64_t i = f.of_stream.at[s] + 1; i < f.of_stream.at[s + 1]; ++i)
-            if (f.queue[f.of_stream.values[i]] != f.queue[f.of_stream.values[i - 1]])
+        for (int64_t i = loop.of_stream.at[s] + 1; i < loop.of_stream.at[s + 1]; ++i)
+            if (loop.queue[loop.of_stream.values[i]] != loop.queue[loop.of_stream.values[i - 1]])
                 throw std::invalid_argument("flow: messages of one stream are in several queues");
     for (size_t i = 0; i < n; ++i) {
-        const int64_t s = f.stream[i];
-        f.work[f.hold_port[s]] += f.hold_work[i];
-        for (int64_t j = f.port_at[s]; j < f.port_at[s + 1]; ++j)
-            f.work[f.port[j]] += f.nbytes[i];
+        const int64_t s = loop.stream[i];
+        loop.work[loop.hold_port[s]] += loop.hold_work[i];
+        for (int64_t j = loop.port_at[s]; j < loop.port_at[s + 1]; ++j)
+            loop.work[loop.port[j]] += loop.nbytes[i];
     }
-    const size_t num_queues = f.of_queue.at.size() - 1, num_receivers = f.of_receiver.at.size() - 1;
+    const size_t num_queues = loop.of_queue.at.size() - 1, num_receivers = loop.of_receiver.at.size() - 1;
     for (size_t to = 0; to < num_receivers; ++to)
-        for (int64_t i = 0; i < f.of_receiver.size(to); ++i)
-            f.position[f.of_receiver[to][i]] = i;
-    f.head.resize(num_queues), f.done.resize(num_queues), f.released.resize(n);
-    f.first.resize(num_receivers), f.blocked.resize(num_receivers);
-    if (!f.run(cutoff))
+        for (int64_t i = 0; i < loop.of_receiver.size(to); ++i)
+            loop.position[loop.of_receiver[to][i]] = i;
+    loop.head.resize(num_queues), loop.done.resize(num_queues), loop.released.resize(n);
+    loop.first.resize(num_receivers), loop.blocked.resize(num_receivers);
+    if (!loop.run(cutoff))
         return false;
     for (size_t i = 0; i < n; ++i)
-        if (f.finish[i] < 0)
+        if (loop.finish[i] < 0) // as the caller has filled it
             throw std::invalid_argument("message " + std::to_string(i) + " can never start");
     return true;
 }
@@ -124,7 +127,8 @@ bool flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Float
 void bind_fluid(nb::module_ &m) {
     m.def("flow", &flow, nb::arg("queue"), nb::arg("stream"), nb::arg("receiver"), nb::arg("window"),
           nb::arg("ahead"), nb::arg("nbytes"), nb::arg("after_at"), nb::arg("after"), nb::arg("port_at"),
-          nb::arg("port"), nb::arg("hold_port"), nb::arg("hold_work"), nb::arg("buffer"), nb::arg("rate"), nb::arg("burst"),
-          nb::arg("start"), nb::arg("finish"), nb::arg("cutoff") = std::numeric_limits<double>::infinity(),
-          "Fill start and finish with the times of all messages; false if the last one would finish after the cutoff.");
+          nb::arg("port"), nb::arg("hold_port"), nb::arg("hold_work"), nb::arg("buffer"), nb::arg("rate"),
+          nb::arg("burst"), nb::arg("start"), nb::arg("finish"),
+          nb::arg("cutoff") = std::numeric_limits<double>::infinity(),
+          "Write start and finish, in seconds, of all messages; false if the last one would finish after the cutoff.");
 }
