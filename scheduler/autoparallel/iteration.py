@@ -1,4 +1,4 @@
-"""Simulate a whole training step of a candidate: schedules, transfers, sums of gradients and memory."""
+"""Simulate whole training steps of a candidate under several schedules, and keep the best schedule."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from ..schedules.classic import eager_1f1b, from_warmups, one_f_one_b, zb_h1
 from ..simulation.replay import PipelineTimeline, simulate
 from .problem import SCALED_LIMIT, Candidate, Problem, StageCost
 
-#: Largest number of actions for which ``auto_schedule`` is tried.
+#: Largest number of actions of a schedule for which ``auto_schedule`` is tried.
 MOST_ACTIONS = 1500
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A candidate under the schedule that makes it fastest, as simulated.
+    """A candidate under one schedule, as simulated.
 
     Attributes:
-        candidate, schedule: what is evaluated. pipeline: with the costs of its stages and edges.
-        timeline: of the simulation. costs: of each stage.
-        seconds: of a step: the last end of a stage and its gradient sum.
-        short_bytes: memory by which the worst device is too small; 0 if all fit.
+        candidate, schedule: what is evaluated.
+        pipeline: stages and edges of the candidate, with their costs.
+        timeline: simulated times of one step, without gradient sums.
+        costs: ``(stages,)`` costs of each stage.
+        seconds: time of a step, until the last stage has summed its gradients.
+        short_bytes: bytes by which the peak memory of a device exceeds its limit, at most; 0 if every stage fits.
     """
 
     candidate: Candidate
@@ -39,12 +41,15 @@ class Evaluation:
 
     @property
     def rank_key(self) -> tuple[float, float, int, str]:
-        """Sorts evaluations: fewest seconds, then least memory, then fewest stages, then by text."""
+        """Sort key: seconds, then peak bytes of a device, then number of stages, then the candidate's text."""
         peak = max(cost.memory_bytes(depth) for cost, depth in zip(self.costs, self.schedule.in_flight, strict=True))
         return (float(f"{self.seconds:.9g}"), round(peak), len(self.candidate.stages), self.candidate.text)
 
     def losses(self) -> tuple[float, float, float, float]:
-        """Seconds of the row that ends last: busy, exposed to transfers, other idle time, and its gradient sum."""
+        """Where the time of the row that ends last goes: ``(compute, exposed transfers, other idle, gradient sum)``.
+
+        All in seconds.
+        """
         ends = _row_ends(self.timeline, len(self.costs))
         row = max(range(len(ends)), key=lambda r: (ends[r] + self.costs[r].sync_seconds, -r))
         busy, exposed = self.timeline.busy_seconds(row), self.timeline.exposed_seconds(row)
@@ -52,14 +57,17 @@ class Evaluation:
 
 
 def evaluate(problem: Problem, candidate: Candidate, *, thorough: bool = False) -> Evaluation | None:
-    """The fastest schedule of a candidate among those that fit the memory, or among all if none fits.
+    """Simulate a candidate under each known schedule, and return the best.
+
+    The best is the fastest schedule that fits the memory. If none fits, it is the one that exceeds the memory least.
 
     Args:
-        problem: the search. candidate: stages and microbatches.
+        problem: the search.
+        candidate: stages and number of microbatches.
         thorough: try :func:`reshard.scheduler.auto_schedule` too, which takes seconds.
 
     Returns:
-        The evaluation. None if no schedule can run.
+        The evaluation; None if there is no schedule.
     """
     stages, count = candidate.stages, candidate.microbatches
     pipeline = problem.pipeline(stages, count)
@@ -67,7 +75,7 @@ def evaluate(problem: Problem, candidate: Candidate, *, thorough: bool = False) 
     best: Evaluation | None = None
     for schedule in _schedules(pipeline, costs, count, problem.can_split(stages, count), thorough):
         found = evaluate_schedule(candidate, pipeline, costs, schedule)
-        if best is None or _prefer(found) < _prefer(best):
+        if best is None or _preference(found) < _preference(best):
             best = found
     return best
 
@@ -75,7 +83,7 @@ def evaluate(problem: Problem, candidate: Candidate, *, thorough: bool = False) 
 def evaluate_schedule(
     candidate: Candidate, pipeline: Pipeline, costs: tuple[StageCost, ...], schedule: Schedule
 ) -> Evaluation:
-    """A candidate under one schedule."""
+    """Simulate a candidate under one schedule."""
     timeline = simulate(schedule, pipeline)
     ends = _row_ends(timeline, len(costs))
     seconds = max(end + cost.sync_seconds for end, cost in zip(ends, costs, strict=True))
@@ -86,9 +94,9 @@ def evaluate_schedule(
 
 
 def step_bound(problem: Problem, candidate: Candidate) -> float:
-    """Seconds that no schedule of a candidate beats.
+    """A lower bound, in seconds, on the step time of a candidate under any schedule.
 
-    A stage waits for the first forward of all stages before it, then computes all microbatches, and sums its gradients.
+    Each stage waits for one forward of every stage before it, computes all microbatches, and then sums its gradients.
     """
     before, best = 0.0, 0.0
     for stage in candidate.stages:
@@ -99,9 +107,9 @@ def step_bound(problem: Problem, candidate: Candidate) -> float:
 
 
 def wider_links(pipeline: Pipeline, factor: float) -> Pipeline:
-    """The pipeline with transfers that take ``1 / factor`` of the time."""
+    """The same pipeline with transfers ``factor`` times as fast."""
 
-    def shorter(loads: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    def shorten(loads: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
         return tuple((port, seconds / factor) for port, seconds in loads)
 
     edges = [
@@ -109,16 +117,16 @@ def wider_links(pipeline: Pipeline, factor: float) -> Pipeline:
             edge,
             forward_seconds=edge.forward_seconds / factor,
             backward_seconds=edge.backward_seconds / factor,
-            forward_loads=shorter(edge.forward_loads),
-            backward_loads=shorter(edge.backward_loads),
+            forward_loads=shorten(edge.forward_loads),
+            backward_loads=shorten(edge.backward_loads),
         )
         for edge in pipeline.edges
     ]
     return replace(pipeline, edges=tuple(edges))
 
 
-def _prefer(found: Evaluation) -> tuple[float, float, int]:
-    """Sorts schedules of one candidate: those that fit, then the fastest, then the least kept, then the simplest."""
+def _preference(found: Evaluation) -> tuple[float, float, int]:
+    """Sort key of the schedules of one candidate: missing bytes, then seconds, then microbatches in flight."""
     return (found.short_bytes, float(f"{found.seconds:.9g}"), sum(found.schedule.in_flight))
 
 
@@ -132,7 +140,7 @@ def _row_ends(timeline: PipelineTimeline, num_rows: int) -> list[float]:
 def _schedules(
     pipeline: Pipeline, costs: Sequence[StageCost], count: int, can_split: bool, thorough: bool
 ) -> Iterable[Schedule]:
-    """Known schedules, and 1F1B with the depths that the round trips need and the memory allows."""
+    """Schedules to try: the classic ones, 1F1B with depths that hide the transfers, and ``auto_schedule``."""
     made: list[Callable[[Pipeline, int], Schedule]] = [one_f_one_b]
     if len(costs) > 1:
         made += [eager_1f1b, *([zb_h1] if can_split else [])]
@@ -158,7 +166,14 @@ def _schedules(
 
 
 def _depths(pipeline: Pipeline, costs: Sequence[StageCost], count: int, more: int) -> list[int] | None:
-    """Microbatches in flight by Little's law: round trip over pace, at most what fits; None if a stage fits none."""
+    """Microbatches in flight of each stage: by Little's law, round trip over pace, limited by memory.
+
+    Args:
+        more: added to each depth before the limits. The pace is the time per microbatch of the slowest stage or edge.
+
+    Returns:
+        ``(stages,)`` depths; None if a stage has no memory for one microbatch.
+    """
     pace = max(cost.seconds for cost in costs)
     for edge in pipeline.edges:
         pace = max(pace, edge.forward_seconds, edge.backward_seconds)
@@ -177,6 +192,6 @@ def _depths(pipeline: Pipeline, costs: Sequence[StageCost], count: int, more: in
     for stage, cost in enumerate(costs):
         depth = min(count, -int(-trips[stage] // pace) + more if pace else 1, cost.most_in_flight)
         depths.append(depth)
-    for stage in range(1, len(depths)):  # no stage may run deeper than one that feeds it
+    for stage in range(1, len(depths)):  # a stage must not have more microbatches in flight than a stage before it
         depths[stage] = min(depths[stage], *(depths[other] for other in pipeline.inputs[stage]), depths[stage - 1])
     return depths if min(depths) >= 1 else None
