@@ -17,16 +17,16 @@ from reshard.sharding import MAX_RANK
 
 #: Bytes per second of a 10 Gbit/s NIC, in each direction.
 TEN_GBIT = 1.25e9
-#: Default latency between hosts, for TCP with the work at both ends. Half a round trip of one byte took 60 to 80 us
-#: over Gloo between emulated hosts. A real network adds a switch.
+#: Default latency between hosts, for TCP, CPU work at both ends included. Half a round trip of one byte took 60 to 80
+#: us over Gloo between emulated hosts. A real network adds a switch.
 MESSAGE_SECONDS = 1e-4
 #: Default latency inside a host. Half a round trip of one byte took 44 to 74 us with Gloo over loopback.
 INSIDE_MESSAGE_SECONDS = 5e-5
-#: Limits on rates, in bytes per second. They keep quotients of rates and sizes finite.
+#: Limits on rates, in bytes per second. They keep quotients of sizes and rates finite.
 MIN_RATE, MAX_RATE = 1e-6, 1e18
 #: Limit on the NICs of one host.
 MAX_NICS = 128
-#: Limit on the hosts of a topology. It does not apply if all hosts are equal and have one NIC, and there are no pods.
+#: Limit on the hosts of a topology with unequal hosts, several NICs per host, or pods. Others have up to ``MAX_RANKS`` hosts.
 MAX_HOSTS = 2**16
 #: Limit on the ranks of a topology, which covers ranks 0 to MAX_RANK at most.
 MAX_RANKS = MAX_RANK + 1
@@ -35,13 +35,13 @@ MAX_RANKS = MAX_RANK + 1
 def brief(value: Any) -> str:
     """A short text for any value, for error messages."""
     try:
-        return reprlib.repr(value)[:60]  # plain repr() would expand repeated aliases in full
+        return reprlib.repr(value)[:60]  # repr() would print every use of a YAML alias in full
     except ValueError:  # an integer of thousands of digits
         return "a huge number"
 
 
 def check_rate(value: Any, name: str) -> float:
-    """``value`` as a float; raises TopologyError unless it is positive and finite."""
+    """``value`` as a float; raises TopologyError unless it is from ``MIN_RATE`` to ``MAX_RATE``."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -53,7 +53,7 @@ def check_rate(value: Any, name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A full-duplex link end: the NIC of a host, or the uplink of a pod.
+    """One end of a full-duplex link: the NIC of a host, or the uplink of a pod.
 
     Raises:
         TopologyError: a rate is not positive and finite.
@@ -74,7 +74,11 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The NICs of one host, and the index of its pod (None in a topology without pods)."""
+    """The NICs of one host, and the index of its pod (None in a topology without pods).
+
+    Raises:
+        TopologyError: there are no NICs or too many, or an argument has another type.
+    """
 
     nics: tuple[Port, ...] = (Port(TEN_GBIT, TEN_GBIT),)
     pod: int | None = None
@@ -90,18 +94,18 @@ class Host:
 
     @property
     def egress_bytes_per_second(self) -> float:
-        """The total egress rate of all NICs."""
+        """The sum of the egress rates of all NICs."""
         return sum(nic.egress_bytes_per_second for nic in self.nics)
 
     @property
     def ingress_bytes_per_second(self) -> float:
-        """The total ingress rate of all NICs."""
+        """The sum of the ingress rates of all NICs."""
         return sum(nic.ingress_bytes_per_second for nic in self.nics)
 
 
 @dataclass(frozen=True, slots=True)
 class CodecRate:
-    """How fast one rank encodes and decodes with a codec, in bytes of plain values per second.
+    """The rates at which one rank encodes and decodes with a codec, in bytes of uncompressed values per second.
 
     Raises:
         TopologyError: there is no such block codec, or a rate is not positive and finite.
@@ -133,13 +137,13 @@ class Topology:
         pods: the uplink of each pod.
         inside_bytes_per_second: rate at which a rank can send, and at the same time receive, inside its host; None: no
             limit.
-        latency_seconds, inside_latency_seconds: time from sending the first byte of a message to its arrival, between
-            hosts and inside a host. The sender's port is occupied during that time. Omitted: 100 us and 50 us, as over
-            TCP.
-        turn_seconds: extra delay of a message that waits until a message of another rank ends at its receiving port. It
-            counts from that end to the first byte of the waiting message.
-        start_seconds: time from a call to the first byte of its transfer. It delays all messages.
-        send_buffer_bytes: send buffer of each connection. A sender does not wait for bytes that fit in it.
+        latency_seconds, inside_latency_seconds: time from sending the first byte of a message to the arrival of that
+            byte, between hosts and inside a host. The message occupies its sender's port during this time. Omitted:
+            100 us and 50 us, as over TCP.
+        turn_seconds: extra delay of a message that must wait for a message of another rank to end at the receiving
+            port: time from that end to the first byte of the waiting message.
+        start_seconds: time from a call to the first byte of its transfer.
+        send_buffer_bytes: send buffer of each connection. A sender does not wait for bytes that fit in the buffer.
         codec_rates: rates of codecs that ``compression="auto"`` may choose, one entry per codec.
         burst_bytes: token bucket size of each NIC and uplink: an idle port saves up to this many bytes and later passes
             them at once.
@@ -229,15 +233,18 @@ class Topology:
 
     @classmethod
     def uniform(cls, host_of_rank: Sequence[int], nic_bytes_per_second: float = TEN_GBIT) -> Topology:
-        """Hosts with one NIC each, all of the same rate."""
+        """Hosts with one NIC each, all of the same rate in both directions.
+
+        Raises:
+            TopologyError: see :class:`Topology`.
+        """
         return cls(tuple(host_of_rank), (Host((Port.of(nic_bytes_per_second),)),))
 
     @classmethod
     def from_hostnames(cls, hostnames: Sequence[str]) -> Topology:
         """Hosts with one 10 Gbit/s NIC each, numbered by the first appearance of their names.
 
-        The latency is 100 us between hosts and 50 us inside a host. A message that waits for another one at its
-        receiving port takes 200 us more (``turn_seconds``).
+        Latencies are the defaults: 100 us between hosts and 50 us inside a host. ``turn_seconds`` is 200 us.
         """
         number: dict[str, int] = {}
         host_of_rank = tuple(number.setdefault(name, len(number)) for name in hostnames)
@@ -245,7 +252,7 @@ class Topology:
 
     @property
     def num_hosts(self) -> int:
-        """One more than the highest host index of any rank; hosts without ranks in between count."""
+        """One more than the highest host index of any rank. Lower indices without ranks count too."""
         return 1 + max(self.host_of_rank, default=-1)
 
     def host(self, number: int) -> Host:
@@ -270,7 +277,7 @@ class Topology:
         return replace(self, latency_seconds=0.0, inside_latency_seconds=0.0, turn_seconds=0.0, start_seconds=0.0)
 
     def first(self, count: int) -> Topology:
-        """The topology of the first ``count`` ranks. Unused hosts then do not change a plan's hash."""
+        """The topology of the first ``count`` ranks, so that unused hosts do not change the hash of a plan."""
         if len(self.host_of_rank) <= count:
             return self
         host_of_rank = self.host_of_rank[:count]
@@ -282,7 +289,7 @@ class Topology:
         )
 
     def only(self, ranks: Iterable[int]) -> Topology:
-        """The same topology with only the hosts of ``ranks``, renumbered from 0. Other ranks move to host 0."""
+        """The topology with only the hosts of ``ranks``, renumbered from 0. Ranks on other hosts move to host 0."""
         kept = sorted({self.host_of_rank[rank] for rank in ranks})
         if kept == list(range(self.num_hosts)):
             return self
