@@ -25,12 +25,13 @@ SYNCHRONIZE_SECONDS = 0.0002
 
 
 class Handle:
-    """A transfer in progress. It progresses without a call to :meth:`wait`.
+    """A transfer in progress, which runs in the background whether or not :meth:`wait` is called.
 
     Attributes:
-        begun_at, ended_at: ``time.monotonic()`` at which this rank's part began and ended; None before.
+        begun_at, ended_at: ``time.monotonic()`` when this rank's part began and ended; None before that.
         tally: progress of this rank's part.
-        describe: returns the progress as text, for a note on the error; set when the transfer begins.
+        describe: function that returns the progress as text, for a note on the error. It is set when the transfer
+            begins.
     """
 
     def __init__(self, channel: Channel, generation: int, finish: Callable[[], Any]) -> None:
@@ -38,7 +39,7 @@ class Handle:
         self._pid = os.getpid()
         self._done = threading.Event()
         self._finishing, self._is_finishing = threading.RLock(), False
-        self._interruption: str | None = None  # class of the exception that ended the completion of the result
+        self._interruption: str | None = None  # class of the exception that interrupted ``finish``
         self._error: ReshardError | None = None
         self._result: Any = None
         self.begun_at: float | None = None
@@ -88,7 +89,7 @@ class Handle:
             )
 
     def _take_result(self) -> Any:
-        """The result. The first call completes it, for example by casts in place, which must not run twice."""
+        """Return the result. The first call completes it, for example by casts in place, which must not run twice."""
         with self._finishing:
             if self._interruption is not None:
                 raise ArgumentError(
@@ -125,16 +126,16 @@ class Handle:
     def check(self) -> None:
         """Raise the error that ended this transfer, if there is one."""
         if self._error is not None:
-            error = copy.copy(self._error)  # all transfers of the channel share the error; the note is this one's
+            error = copy.copy(self._error)  # transfers of the channel share the error, but each has its own note
             error.__notes__ = [] if self.describe is None else [self.describe()]
             raise error
 
     def synchronize(self, timeout_seconds: float | None = None) -> Any:
-        """As :meth:`wait`, but also block the CPU until a transfer on a GPU has ended."""
+        """Like :meth:`wait`, but also block the CPU until a transfer on a GPU has ended."""
         return self.wait(timeout_seconds)
 
     def look(self) -> bool:
-        """Poll for the end of the transfer. Always False here: the progress thread ends it."""
+        """Poll for the end of the transfer. Always False for a CPU transfer, which its progress thread ends."""
         return False
 
     def begin(self) -> None:
@@ -148,15 +149,15 @@ class Handle:
 
 
 class StreamWatch:
-    """What is watched of a transfer on a GPU until the device has finished it.
+    """The state of a transfer on a GPU that the monitor polls until the device has finished the transfer.
 
-    It holds no array, so that a result that the caller drops is freed at once. The allocator knows which streams use
-    the memory.
+    A watch holds no array, so a result that the caller drops is freed at once. The allocator knows which streams still
+    use the memory.
     """
 
     def __init__(self, channel: Channel, generation: int, transfers: StreamTransfers, deadline: float) -> None:
         self._channel, self._generation = channel, generation
-        self._group = channel.group  # which the channel does not keep alive
+        self._group = channel.group  # the channel does not keep the group alive
         self._transfers, self._deadline = transfers, deadline
         self._pid = os.getpid()
         self.mark: Mark | None = None
@@ -186,7 +187,10 @@ class StreamWatch:
         Monitor.of(self._group).forget(self)
 
     def look(self) -> bool:
-        """Poll for the end of the transfer. Ends it at its deadline, or if the device or a connection failed."""
+        """Poll the transfer; returns whether it has ended.
+
+        Ends the transfer with an error at its deadline, or if the device or a connection failed.
+        """
         try:
             if self.done.is_set():
                 pass  # stopped by an error that another rank published
@@ -206,7 +210,7 @@ class StreamWatch:
         return self.done.is_set()
 
     def block(self, timeout_seconds: float | None) -> None:
-        """Block until the transfer has ended; raises TransferTimeoutError if it has not within the timeout."""
+        """Block until the transfer has ended; raises TransferTimeoutError if the timeout passes first."""
         limit = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not self.look():
             if limit is not None and time.monotonic() >= limit:
@@ -214,20 +218,20 @@ class StreamWatch:
             time.sleep(SYNCHRONIZE_SECONDS)
 
     def finish(self, timeout_seconds: float | None) -> None:
-        """Block until the device has finished the transfer; errors are ignored."""
+        """Block until the device has finished the transfer, or the timeout has passed. Ignores errors."""
         if self._pid == os.getpid():
             with contextlib.suppress(ReshardError):
                 self.block(timeout_seconds)
 
     def release(self) -> None:
-        """Called when the group closes. The transfer keeps what it uses until it has ended."""
+        """Called when the group closes. Does nothing: the transfer needs its connections until it has ended."""
 
 
 class StreamHandle(Handle):
     """A transfer on a GPU: :meth:`wait` makes the current stream wait, not the CPU.
 
-    The handle is created, and its ``watch`` monitored, before any work is enqueued on a stream; :meth:`begin_at`
-    follows.
+    The handle is created and the monitor polls its ``watch`` before any work is enqueued on a stream. After the work is
+    enqueued, :meth:`begin_at` is called.
     """
 
     def __init__(
@@ -243,7 +247,7 @@ class StreamHandle(Handle):
         self._done, self._group, self._transfers = self.watch.done, channel.group, transfers
 
     def begin_at(self, mark: Mark | None) -> None:
-        """Record that the transfer is enqueued and ends at ``mark``; None if a CUDA graph captures it."""
+        """Record that the transfer is enqueued and ends at ``mark``, or that a CUDA graph captures it (None)."""
         self.begin()
         self.watch.mark = mark
         if mark is None:
@@ -254,7 +258,7 @@ class StreamHandle(Handle):
         call_at_exit(_finish_streams, priority=20)
 
     def done(self) -> bool:
-        """Whether the device has finished the transfer, or it has failed."""
+        """Whether the device has finished the transfer, or the transfer has failed."""
         return self.look()
 
     def look(self) -> bool:
@@ -273,9 +277,13 @@ class StreamHandle(Handle):
         self.watch.stop(error)
 
     def wait(self, timeout_seconds: float | None = None) -> Any:
-        """The result, without blocking the CPU; later work on the current stream waits for the transfer.
+        """Return the result without blocking the CPU. Later work on the current stream waits for the transfer.
+
+        Args:
+            timeout_seconds: ignored, because the CPU does not wait.
 
         Raises:
+            ArgumentError: this process was forked from the one that started the transfer.
             ReshardError: the transfer has already failed. :meth:`synchronize` also raises later errors.
         """
         self.check_process()
@@ -287,7 +295,7 @@ class StreamHandle(Handle):
         return self._take_result()
 
     def synchronize(self, timeout_seconds: float | None = None) -> Any:
-        """Block until the device has finished the transfer and return its result; raises as :meth:`Handle.wait`."""
+        """Block until the device has finished the transfer, and return its result. Raises like :meth:`Handle.wait`."""
         self.check_process()
         self.watch.block(check_wait_timeout(timeout_seconds))
         self.look()
@@ -295,12 +303,12 @@ class StreamHandle(Handle):
         return self.wait()
 
 
-#: Keeps what transfers use alive until the device has finished them.
+#: Transfers that the device has not finished. The set keeps alive what they use.
 _unfinished: set[StreamWatch] = set()
 call_in_child(_unfinished.clear)
 
 
 def _finish_streams() -> None:
-    """At process exit, finish sending what other ranks wait for."""
+    """At process exit, wait for unfinished transfers, whose data other ranks may need."""
     for watch in list(_unfinished):
         watch.finish(EXIT_SECONDS)
