@@ -1,8 +1,8 @@
 """Count the calls that a rank has left, so that its next call never matches a call in which other ranks still wait.
 
-A rank leaves a call if the call fails on this rank only. If the arguments of the failed call name its members, the rank
-reports the error in a round with them, and all members fail. Otherwise the members keep waiting, and the next call of
-the rank would match their call although its arguments differ.
+A rank leaves a call if the call fails on this rank only. If the members of the call are known, the rank reports the
+error to them in a round, and the call fails on all members. Otherwise the members keep waiting, and the next call of
+the rank would match their call, which is an earlier one.
 
 Each rank therefore counts, for each other rank, the calls that it may have left:
 
@@ -10,7 +10,7 @@ Each rank therefore counts, for each other rank, the calls that it may have left
 - calls with the other rank that it abandoned because a third rank had left them.
 
 When two ranks meet in a round, the rank with the lower count lags: it is in a call that the other rank has left.
-The call fails on the lagging rank. The rank that is ahead waits for the next call of that rank.
+The call fails on the lagging rank. The other rank is ahead, and waits for the next call of the lagging rank.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class RoundEndedError(Exception):
 
 
 class CallLeftError(RoundEndedError):
-    """Another rank has left the call."""
+    """Another rank has left the call. ``members`` are the ranks on which the call fails; none: all."""
 
     def __init__(self, error: tuple[str, str], members: Sequence[int] = ()) -> None:
         super().__init__(Decision(error=error, lagging=list(members)))
 
 
 def report_error(group: Group, error: ReshardError) -> None:
-    """Count and publish a call that failed on this rank before its members were known."""
+    """Count a call that failed on this rank before its members were known, and publish the count and the error."""
     group.status.errors += 1
     group.status.error = describe_error(error)
     group.status.are_members_unknown |= len(group.channels) > 1
@@ -80,10 +80,11 @@ def _refusing_overlap(group: Group, entered: contextlib.AbstractContextManager[N
 
 @contextlib.contextmanager
 def publish_interruption(group: Group) -> Iterator[None]:
-    """Publish that this rank left a call if an exception from outside interrupts it, such as a signal handler's.
+    """Publish that this rank left a call if another exception than ReshardError ends it, such as KeyboardInterrupt.
 
-    If this rank has not entered a round, it counts the call as left. Otherwise the other ranks may be in the next round
-    or in the transfer. This rank then ends both: it is out of sync with all ranks, and it fails the channel.
+    If this rank has not entered a round, it counts the call as left. Otherwise the other members may already be in the
+    next round or in the transfer. To end the round, this rank publishes that it is out of sync with all ranks. To end
+    the transfer, it fails the channel.
     """
     rounds, errors, reasons = group.attempts, group.status.errors, len(group.status.out_of_sync)
     try:
@@ -109,7 +110,7 @@ def record_abandoned_call(group: Group, members: Sequence[int], decision: Decisi
     for rank in members:
         if rank != group.rank:
             count = given.get(str(rank), 0) + 1
-            if decision.payloads:  # no rank is ahead: the two ranks of each pair take the higher count
+            if decision.payloads:  # every rank lags another one: both ranks of each pair take the higher count
                 count = max(count - 1, decision.payloads[rank][own] - group.status.errors)
             given[str(rank)] = count
     group.status.error = decision.error or ("RemoteError", "a rank left the call")
@@ -121,12 +122,12 @@ def _count_with(status: RankStatus, rank: int) -> int:
 
 
 def count_left_calls(group: Group, members: Sequence[int]) -> list[int]:
-    """For each member, the number of calls with that member that this rank may have left."""
+    """``(members,)`` number of calls with each member that this rank may have left."""
     return [_count_with(group.status, rank) for rank in members]
 
 
 def add_call_counts(request: Request, group: Group, members: Sequence[int]) -> Request:
-    """Add the counts from which the other ranks find out which call the request belongs to."""
+    """Add to a request the counts by which other ranks tell which call it belongs to."""
     skipped = group.status.skipped
     others = [ranks for ranks in list(group.channels) if not set(members) <= set(ranks)]
     return replace(
@@ -146,10 +147,10 @@ def has_left(group: Group, rank: int, status: RankStatus) -> bool:
 
 
 def find_lagging(requests: Sequence[Request], members: Sequence[int]) -> Decision | None:
-    """The error for ranks that are in a call that another rank has left; None if all ranks are in the same call.
+    """The error for the members that are in a call that another member has left; None if all are in the same call.
 
-    If the rank that left also calls with other sets of ranks, the call that it left is unknown. All members then get
-    the error and are out of sync.
+    If the rank that left a call also takes part in calls with other sets of ranks, the members of that call are
+    unknown. All members then get the error and are out of sync.
     """
     left = {request.rank: dict(zip(members, request.left, strict=True)) for request in requests}
     lagging = sorted({b for a in left for b in left if left[a][b] > left[b][a]})
@@ -168,24 +169,25 @@ def find_lagging(requests: Sequence[Request], members: Sequence[int]) -> Decisio
 
 
 def describe_unknown_members(rank: int, text: str) -> str:
-    """Why ranks are out of sync: ``rank`` failed a call, and it takes part in calls with several sets of ranks."""
+    """Why ranks are out of sync: a call failed on ``rank``, which takes part in calls with several sets of ranks."""
     return f"rank {rank} failed a call whose members are unknown ({text})"
 
 
-# Skipped calls: the rank that makes the call is not one of its members, which may wait for it in another call
+# A skipped call is one whose members do not include the rank that makes it. These members may wait for that rank in
+# another call.
 
 
 def record_skipped(group: Group, ranks: Sequence[int]) -> None:
-    """Publish that this rank made a call whose members, ``ranks``, do not include this rank."""
+    """Count and publish a call of this rank whose members, ``ranks``, do not include this rank."""
     count = group.status.skipped.get(_hash_ranks(ranks), [0])[0]
     group.status.skipped[_hash_ranks(ranks)] = [count + 1, list(ranks)]
     publish_status(group)
 
 
 class SkippedError(RoundEndedError):
-    """Another rank made a call that does not include itself, while this rank waits for it.
+    """A rank for which this rank waits made a call that does not include itself.
 
-    ``decision.skipped`` is ``{name: [count, ranks]}``.
+    ``decision.skipped`` is ``{hash of ranks: [count, ranks]}``.
     """
 
     def __init__(self, text: str, skipped: dict[str, Any]) -> None:
@@ -193,10 +195,11 @@ class SkippedError(RoundEndedError):
 
 
 def check_skipped(group: Group, members: Sequence[int], rank: int, status: RankStatus) -> None:
-    """Raise if ``rank`` made a call with this rank but without itself, and this rank has not counted that call yet.
+    """Check the skipped calls of ``rank``, which published ``status``.
 
     Raises:
-        SkippedError: there is such a call. The decision names it, so that this rank counts it once.
+        SkippedError: this rank is a member of a skipped call that it has not counted yet. The decision names the call,
+            so that this rank counts it once.
     """
     for name, (count, ranks) in status.skipped.items():
         if group.rank in ranks and count > _count_calls(group, ranks):
@@ -204,7 +207,7 @@ def check_skipped(group: Group, members: Sequence[int], rank: int, status: RankS
 
 
 def acknowledge_skipped(group: Group, skipped: dict[str, Any]) -> None:
-    """Count skipped calls as handled, so that each fails only one call of this rank."""
+    """Count skipped calls as handled, so that each of them fails only one call of this rank."""
     for name, (count, ranks) in skipped.items():
         missing = count - _count_calls(group, ranks)
         if group.rank in ranks and missing > 0:
@@ -212,6 +215,7 @@ def acknowledge_skipped(group: Group, skipped: dict[str, Any]) -> None:
 
 
 def _find_skipped(requests: Sequence[Request], members: Sequence[int]) -> Decision | None:
+    """The error if a member has skipped a call that another member has not counted, else None."""
     for request in requests:
         for name, (count, ranks) in request.skipped.items():
             for other in requests:
@@ -229,6 +233,7 @@ def _describe_skipped(rank: int, members: Sequence[int], other: int, ranks: Sequ
 
 
 def _count_calls(group: Group, ranks: Sequence[int]) -> int:
+    """How many calls of ``ranks`` this rank has made, or counted as handled."""
     channel = group.channels.get(tuple(ranks))
     return (channel.rendezvous.rounds if channel else 0) + group.acknowledged.get(_hash_ranks(ranks), 0)
 
