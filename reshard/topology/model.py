@@ -26,7 +26,7 @@ INSIDE_MESSAGE_SECONDS = 5e-5
 MIN_RATE, MAX_RATE = 1e-6, 1e18
 #: Limit on the NICs of one host.
 MAX_NICS = 128
-#: Limit on the hosts of a topology with unequal hosts, several NICs per host, or pods. Others have up to ``MAX_RANKS`` hosts.
+#: Limit on the hosts of a topology with unequal hosts, several NICs per host, or pods.
 MAX_HOSTS = 2**16
 #: Limit on the ranks of a topology, which covers ranks 0 to MAX_RANK at most.
 MAX_RANKS = MAX_RANK + 1

@@ -1,8 +1,8 @@
-"""Fuzz all parsers and layout constructors, in turns: ``python -m tests.campaigns.fuzz --seconds 1800``.
+"""Fuzz all parsers and layout constructors in rotation: ``python -m tests.campaigns.fuzz --seconds 1800``.
 
 Inputs are mutations of valid examples: huge and negative numbers, removed, repeated and swapped parts, JSON fields of
-other types, and sometimes arbitrary values. Each input must produce a value or a ReshardError within limits of time and
-memory. A parsed value must print and parse back to an equal value.
+other types, and sometimes arbitrary values. Each input must produce a value or a ReshardError within the limits of time
+and memory. A parsed plan, layout, topology or schedule must print and parse back to an equal value.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from reshard.sharding.tiles import cut_shards
 from reshard.topology.files import parse_rate, read_topology, topology_from_json, topology_to_json
 from reshard.topology.presets import MACHINES
 
-#: Time limit of one input, and memory limit of all inputs in addition to the process's memory at the start.
+#: Time limit of one input. Limit on the memory that the process allocates after its start.
 LIMIT_SECONDS = 20.0
 LIMIT_BYTES = 4 * 2**30
-EXAMPLES_PER_TURN = 100
+EXAMPLES_PER_ROUND = 100
 
 _EDGES = ["0", "-1", "1", "7", "4294967296", "9223372036854775807", "1" + "0" * 30, "1e308", "nan", "-0.5", "", "x"]
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -118,6 +118,7 @@ def _trees(draw: Any, examples: tuple[Any, ...]) -> Any:
 
 
 def _spots(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """``(container, key or index)`` of each value inside a JSON value, at every depth."""
     keys: Any = tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
     for key in keys:
         yield tree, key
@@ -126,7 +127,7 @@ def _spots(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 @st.composite
 def _command_lines(draw: Any) -> list[str]:
-    """Arguments of ``reshard plan``, some of them missing or invalid."""
+    """A ``reshard plan`` command line, with some arguments missing or invalid."""
     given = {
         "--shape": "64,32",
         "--dtype": "float32",
@@ -225,7 +226,7 @@ def _build_layouts(data: Any) -> None:
 
 
 def _read_frames(data: bytes) -> None:
-    """Parse the frames of a control connection."""
+    """Parse bytes as the frames of a control connection."""
     from reshard.coordination.control_channel import MAX_HELLO_BYTES, _Peer
 
     ours, theirs = socket.socketpair()
@@ -253,7 +254,7 @@ def _pipeline() -> Any:
 
 
 def _targets() -> dict[str, tuple[Any, Callable[[Any], None]]]:
-    """For each parser, the strategy of its inputs and the function to call with them."""
+    """``{name: (hypothesis strategy of the inputs, function to call with each)}``."""
     rows, columns = Layout(Mesh.of("2x2"), "S0 R"), Layout(Mesh.of("3x2", first_rank=4), "R S01")
     regions = RegionLayout({0: [[(0, 4), (0, 8)], [(8, 12), (0, 8)]], 1: [[(4, 8), (0, 8)], [(12, 16), (0, 8)]]})
     pods: dict[str, Any] = {
@@ -295,7 +296,11 @@ def _targets() -> dict[str, tuple[Any, Callable[[Any], None]]]:
 
 
 def _checked(function: Callable[[Any], None], record: Callable[[float], None]) -> Callable[[Any], None]:
-    """Wrap a target: it may raise only ReshardError, and must end within the time limit."""
+    """Wrap a target: it fails if it raises another exception than ReshardError, or exceeds the time limit.
+
+    Args:
+        function: the target. record: called with the seconds of each input that passed.
+    """
 
     def check(data: Any) -> None:
         begun = time.monotonic()
@@ -314,24 +319,26 @@ def _checked(function: Callable[[Any], None], record: Callable[[float], None]) -
 
 
 def fuzz(seconds: float, first_seed: int = 0) -> tuple[Counter[str], dict[str, float], list[str]]:
-    """Fuzz all parsers in turns.
+    """Fuzz all parsers in rotation. A parser that fails is not tried again.
 
     Args:
-        seconds: total duration. first_seed: seed of the first turn.
+        seconds: total duration.
+        first_seed: seed of the first round; each round adds 1.
 
     Returns:
-        Number of inputs and slowest input in seconds, per parser, and a description of each failure.
+        For each parser, the number of inputs that passed; for each parser, the seconds of its slowest input; and a
+        description of each failure.
     """
     counts: Counter[str] = Counter()
     slowest: dict[str, float] = {}
-    wrong: list[str] = []
+    failures: list[str] = []
     ends = time.monotonic() + seconds
 
     def record(name: str, took: float) -> None:
         counts[name] += 1
         slowest[name] = max(slowest.get(name, 0.0), took)
 
-    targets, turn = _targets(), 0
+    targets, num_rounds = _targets(), 0
     with show_time(seconds) as tick:
         while time.monotonic() < ends and targets:
             for name in list(targets):
@@ -339,7 +346,7 @@ def fuzz(seconds: float, first_seed: int = 0) -> tuple[Counter[str], dict[str, f
                 strategy, function = targets[name]
 
                 limits = settings(
-                    max_examples=EXAMPLES_PER_TURN,
+                    max_examples=EXAMPLES_PER_ROUND,
                     deadline=None,
                     database=None,
                     phases=[Phase.generate, Phase.shrink],
@@ -347,46 +354,46 @@ def fuzz(seconds: float, first_seed: int = 0) -> tuple[Counter[str], dict[str, f
                     print_blob=False,
                 )
                 try:
-                    with_seed: Any = seed(first_seed + turn)
+                    with_seed: Any = seed(first_seed + num_rounds)
                     with_input: Any = given(strategy)
                     run: Any = with_seed(limits(with_input(_checked(function, functools.partial(record, name)))))
                     run()
                 except Exception as error:
                     notes = "; ".join(getattr(error, "__notes__", []))
-                    wrong.append(f"{name}: {type(error).__name__}: {error} {notes}")
-                    del targets[name]  # the next turn would find the same failure
+                    failures.append(f"{name}: {type(error).__name__}: {error} {notes}")
+                    del targets[name]  # the next round would find the same failure
                 if time.monotonic() >= ends:
                     break
-            turn += 1
-    return counts, slowest, wrong
+            num_rounds += 1
+    return counts, slowest, failures
 
 
 def main() -> int:
-    """Print the inputs and the slowest input of each parser; returns 1 if a parser failed."""
+    """Print the number of inputs and the slowest input of each parser; returns 1 if a parser failed, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.campaigns.fuzz",
         description=__doc__,
         epilog="example: python -m tests.campaigns.fuzz --seconds 600 --seed 1000",
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="total duration (60)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the inputs (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first round (0)")
     options = parser.parse_args()
 
     def stop(*_: Any) -> None:
         raise Hang
 
     signal.signal(signal.SIGALRM, stop)
-    held = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
-    resource.setrlimit(resource.RLIMIT_AS, (held + LIMIT_BYTES, resource.RLIM_INFINITY))
-    counts, slowest, wrong = fuzz(options.seconds, options.seed)
+    size_at_start = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
+    resource.setrlimit(resource.RLIMIT_AS, (size_at_start + LIMIT_BYTES, resource.RLIM_INFINITY))
+    counts, slowest, failures = fuzz(options.seconds, options.seed)
     print("| parser | inputs | slowest, s |\n|---|---|---|")
     for name, count in counts.items():
         print(f"| {name} | {count:,} | {slowest[name]:.2f} |")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    print(f"{counts.total():,} inputs, {len(wrong)} parsers failed, peak memory {peak:.0f} MiB")
-    for text in wrong:
+    print(f"{counts.total():,} inputs, {len(failures)} parsers failed, peak memory {peak:.0f} MiB")
+    for text in failures:
         print(text, file=sys.stderr)
-    return 1 if wrong else 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

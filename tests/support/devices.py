@@ -1,4 +1,4 @@
-"""Devices of this machine, detected without initializing CUDA, because tests fork processes."""
+"""Whether this machine has a GPU, found without initializing CUDA, because tests fork processes."""
 
 from __future__ import annotations
 
