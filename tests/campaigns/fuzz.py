@@ -319,7 +319,7 @@ def _checked(function: Callable[[Any], None], record: Callable[[float], None]) -
 
 
 def fuzz(seconds: float, first_seed: int = 0) -> tuple[Counter[str], dict[str, float], list[str]]:
-    """Fuzz all parsers in rotation. A parser that fails is not tried again.
+    """Fuzz all parsers in rotation until the time is over. Needs the SIGALRM handler that :func:`main` installs.
 
     Args:
         seconds: total duration.
