@@ -166,10 +166,12 @@ def _schedules(
 
 
 def _depths(pipeline: Pipeline, costs: Sequence[StageCost], count: int, more: int) -> list[int] | None:
-    """Microbatches in flight of each stage: by Little's law, round trip over pace, limited by memory.
+    """Microbatches in flight of each stage: round trip over pace (Little's law), limited by memory.
+
+    The pace is the time per microbatch of the slowest stage or edge.
 
     Args:
-        more: added to each depth before the limits. The pace is the time per microbatch of the slowest stage or edge.
+        more: number added to each depth before it is limited.
 
     Returns:
         ``(stages,)`` depths; None if a stage has no memory for one microbatch.
