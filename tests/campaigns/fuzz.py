@@ -383,8 +383,8 @@ def main() -> int:
         raise Hang
 
     signal.signal(signal.SIGALRM, stop)
-    size_at_start = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
-    resource.setrlimit(resource.RLIMIT_AS, (size_at_start + LIMIT_BYTES, resource.RLIM_INFINITY))
+    vm_size = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
+    resource.setrlimit(resource.RLIMIT_AS, (vm_size + LIMIT_BYTES, resource.RLIM_INFINITY))
     counts, slowest, failures = fuzz(options.seconds, options.seed)
     print("| parser | inputs | slowest, s |\n|---|---|---|")
     for name, count in counts.items():
