@@ -75,7 +75,7 @@ class Axis:
 
         Args:
             hosts: host of each rank, in order. All ranks of the axis call this.
-            timeout: of the process groups; default: that of the world.
+            timeout: of the process groups; default: the backend's.
         """
         members: dict[int, list[int]] = {}
         for position, host in enumerate(hosts):

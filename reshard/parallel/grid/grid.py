@@ -31,13 +31,13 @@ AXES = ("depth", "row", "col")
 class Grid:
     """The ranks of a tensor-parallel model, as ``depth`` layers of ``rows`` x ``cols``.
 
-    Activations have their batch rows over (depth, row) and their hidden dim over col. Weights are cut over (row, col)
-    and replicated over depth. ``[1, p, 1]`` is 1-D tensor parallelism, a depth of 1 is 2-D (SUMMA), and a larger depth
-    is 2.5-D (SUMMA2.5, Tesseract). All ranks of the mesh make the grid together.
+    The batch dim of activations is sharded over (depth, row), and their hidden dim over col. Weights are sharded over
+    (row, col) and replicated over depth. ``[1, p, 1]`` is 1-D tensor parallelism, a depth of 1 is 2-D (SUMMA), and a
+    larger depth is 2.5-D (SUMMA2.5, Tesseract). The constructor is a collective call of all ranks of the mesh.
 
     Args:
         device_mesh: a ``DeviceMesh`` whose axes are named ``("depth", "row", "col")``, in this order.
-        timeout_seconds: of the process groups that the grid adds to those of the mesh; default: that of the world.
+        timeout_seconds: of the process groups that the grid adds to those of the mesh; default: the backend's.
 
     Attributes:
         depth, rows, cols: sizes of the axes.
@@ -45,7 +45,7 @@ class Grid:
         weight_mesh: the ``DeviceMesh`` over (row, col) of this rank's layer, on which parameters are DTensors.
 
     Raises:
-        MeshError: the axes of the mesh are others, or this rank is not in it.
+        MeshError: the mesh has other axes, or this rank is not in it.
     """
 
     def __init__(self, device_mesh: Any, *, timeout_seconds: float | None = None) -> None:
@@ -75,19 +75,19 @@ class Grid:
         for axis in self._axes.values():
             axis.explain = watch.explain
         self._split_axes_by_host()
-        #: Codes the messages of products; None: nothing is coded.
+        #: Compresses the messages of matrix products; None: no compression.
         self.codec: BlockCodec | None = None
         self._batch_rows: tuple[int, ...] | None = None
         self._first_row: int | None = None
-        #: Products whose backward has not run; they live as long as their autograd graphs.
+        #: Products whose backward has not run; each lives as long as its autograd graph.
         self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @classmethod
     def make(cls, rows: int, cols: int, depth: int = 1, device_type: str = "cpu") -> Grid:
-        """A grid of all ranks of the default process group, ``rows`` x ``cols`` x ``depth`` of them.
+        """A grid of ``rows`` x ``cols`` x ``depth`` ranks: all ranks of the default process group, in order.
 
         Raises:
-            MeshError: the group has another number of ranks.
+            MeshError: a size is below 1, or the group has another number of ranks.
         """
         world = dist.get_world_size()
         if min(rows, cols, depth) < 1 or rows * cols * depth != world:
@@ -121,7 +121,7 @@ class Grid:
         return result
 
     def become(self, other: Grid) -> None:
-        """Take the shape and the groups of another grid. For :func:`~reshard.parallel.relayout` only."""
+        """Take the shape and groups of another grid, but keep the codec. For :func:`~reshard.parallel.relayout`."""
         codec = self.codec
         self.__dict__.update(other.copy().__dict__)
         self.codec = codec
@@ -155,12 +155,12 @@ class Grid:
         return self._axes[axis]
 
     def coded(self, axis: str) -> Axis | CodedAxis:
-        """As :meth:`along`, with messages coded by the codec of the grid."""
+        """As :meth:`along`, with messages compressed by the codec of the grid."""
         found = self._axes[axis]
         return found if self.codec is None else CodedAxis(found, self.codec)
 
     def set_codec(self, name: str) -> None:
-        """Code the messages of matrix products. All ranks call it with the same codec.
+        """Compress the messages of matrix products. All ranks call it with the same codec.
 
         Raises:
             ArgumentError: there is no such codec, or the grid is not on the CPU.
@@ -179,7 +179,7 @@ class Grid:
 
     @contextlib.contextmanager
     def batch(self, rows: int) -> Iterator[None]:
-        """Within it, the whole batch has ``rows`` rows, so ranks need not ask each other."""
+        """Inside this context, the whole batch has ``rows`` rows, so ranks need not exchange their numbers of rows."""
         before = self._batch_rows, self._first_row
         self._batch_rows, self._first_row = tuple(self.layer_rows(rows)), self.local_rows(rows)[0]
         try:
@@ -189,7 +189,7 @@ class Grid:
 
     @contextlib.contextmanager
     def local_batch(self, rows: int, device: torch.device) -> Iterator[None]:
-        """As :meth:`batch`, where each rank knows only the number of its own rows."""
+        """As :meth:`batch`, if each rank knows only its own number of rows. The ranks of a column exchange theirs."""
         before = self._batch_rows, self._first_row
         self._batch_rows, self._first_row = self.exchange_count(rows, device), None
         try:
@@ -198,22 +198,22 @@ class Grid:
             self._batch_rows, self._first_row = before
 
     def spans_of_batch(self, rows: int) -> tuple[tuple[Span, ...], ...]:
-        """The interval of a batch of ``rows`` rows at each position: ``[depth][row]``."""
+        """The interval of a batch of ``rows`` rows that each position holds: ``[depth][row]``."""
         return batch_spans(rows, self.depth, self.rows)
 
     def layer_rows(self, rows: int) -> list[int]:
-        """Rows of a batch of ``rows`` rows that each row of this rank's layer holds."""
+        """How many of the ``rows`` rows of a batch each grid row of this rank's layer holds."""
         return [size_of(span) for span in batch_spans(rows, self.depth, self.rows)[self.index["depth"]]]
 
     def exchange_count(self, count: int, device: torch.device) -> tuple[int, ...]:
-        """Counts of the ranks in this column. Each passes its own."""
+        """Gather a count from each rank in this column of the layer. All of these ranks call it."""
         if self.rows == 1:
             return (count,)
         own = torch.tensor([count], device=device)
         return tuple(self._axes["row"].gather(own, [1] * self.rows).wait().tolist())
 
     def first_row(self, count: int, device: torch.device) -> int:
-        """The index in the whole batch of the first of this rank's ``count`` rows."""
+        """The index in the whole batch of the first row of this rank, which has ``count`` rows."""
         if self._first_row is not None:
             return self._first_row
         if self.rows * self.depth == 1:
@@ -224,7 +224,7 @@ class Grid:
         return int(before[: self.index["depth"]].sum() + in_layer[: self.row].sum())
 
     def tokens_of(self, x: torch.Tensor) -> tuple[int, ...]:
-        """Number of tokens that ``x`` has in each row of this rank's layer.
+        """Number of tokens that ``x`` has in each grid row of this rank's layer.
 
         Args:
             x: ``[batch, ..., features]``; inside :meth:`batch`, its first dim must be the batch.
@@ -242,7 +242,7 @@ class Grid:
         return tuple(rows * math.prod(x.shape[1:-1]) for rows in self._batch_rows)
 
     def _split_axes_by_host(self) -> None:
-        """Tell each axis which of its ranks share a host, as their host names say."""
+        """Tell each axis which of its ranks have the same host name."""
         digest = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:7], "big")
         own = torch.tensor([digest], device=self.device_mesh.device_type)
         for name in AXES:
