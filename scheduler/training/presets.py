@@ -1,15 +1,16 @@
-"""Sizes of the models of the GPT-3 paper and of the 2023 study. Does not import torch.
+"""Sizes of the models of the GPT-3 paper and of the 2023 study (arXiv 2211.05322). Does not import torch.
 
 The GPT-3 paper's Table 2.1 (arXiv 2005.14165) contradicts itself in two rows:
 
 - 1.3B: 24 heads of 128 are 3072 wide, but the model is 2048 wide. Here it has 16 heads of 128.
 - 13B: the model is 5140 wide, but 40 heads of 128 are 5120 wide. Here it is 5120 wide.
 
-All counts are within 2 % of the names. The table gives batches in tokens; here they are rounded to rows of 2048 tokens.
+The parameter counts of all GPTs are within 2 % of their names. The table gives batches in tokens; here they are rounded
+to rows of 2048 tokens.
 
-The sizes of the study (GPT 1.3B and 2.6B; U-Transformer 470M, 1B and 2B) are those of its text. Where it does not say
-what a layer of the U-Transformer contains, the layers here are those of a common U-Net with attention; the models then
-have 6 %, 12 % and 10 % more parameters than their names say.
+The sizes of the study's models (GPT 1.3B and 2.6B; U-Transformer 470M, 1B and 2B) are those of its text. The study does
+not say what a layer of the U-Transformer contains. Here the layers are those of a common U-Net with attention, so the
+models have 6 %, 12 % and 10 % more parameters than their names say.
 """
 
 from __future__ import annotations
@@ -20,21 +21,26 @@ from dataclasses import dataclass, replace
 
 from reshard.errors import ArgumentError
 
-#: Resolutions of a U-Transformer, and its layers.
+#: Number of resolutions and of layers of a U-Transformer.
 LEVELS = 4
 NUM_U_LAYERS = 3 * LEVELS + 1
 #: Channels of each resolution relative to the first.
 _WIDTHS = (1, 2, 4, 4)
-#: Shrunk models keep at least this many tokens: text is read as bytes.
-_NUM_BYTES = 256
-_LEAST_SEQUENCE, _LEAST_SIDE = 16, 8
+#: Least vocabulary of a shrunk model: text is read as bytes.
+_MIN_VOCABULARY = 256
+_MIN_SEQUENCE, _MIN_SIDE = 16, 8
 #: The learning rate of a shrunk model grows with the divisor, up to this.
-_MOST_LEARNING_RATE = 3e-3
+_MAX_LEARNING_RATE = 3e-3
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT: ``hidden = num_heads * head_size``."""
+    """Sizes of a GPT: ``hidden = num_heads * head_size``.
+
+    Attributes:
+        sequence: tokens of a row. vocabulary: number of different tokens.
+        is_tied: whether the head shares the weight of the token embedding.
+    """
 
     num_layers: int
     num_heads: int
@@ -50,7 +56,7 @@ class GPTConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Embeddings, 12 h^2 + 13 h for each layer, and the last normalization. The tied head counts once."""
+        """Embeddings, 12 h^2 + 13 h for each layer, the last normalization, and the head unless it is tied."""
         h, embeddings = self.hidden, self.vocabulary + self.sequence
         return (
             h * (embeddings + (0 if self.is_tied else self.vocabulary))
@@ -59,29 +65,33 @@ class GPTConfig:
         )
 
     def shrink_factor(self, divisor: int) -> int:
-        """How many times as many bytes an edge of the shrunk model carries for each operation of its stages."""
+        """Factor by which :meth:`shrunk` raises the bytes on an edge per floating-point operation of its stages."""
         return divisor**2
 
     def shrunk(self, divisor: int, num_stages: int = 1) -> GPTConfig:
         """Divide width, depth and sequence by ``divisor``, and the vocabulary by its square.
 
-        Then an edge carries ``divisor**2`` times as many bytes for each operation of its stages, and the ratios of all
-        edges to each other stay as they are. The number of heads stays, so that the layouts fit. Sizes are rounded:
-        the head size to at least 1, depth to at least ``num_stages`` layers, the sequence to at least 16, and the
-        vocabulary to at least 256.
+        Each edge then carries ``divisor**2`` times as many bytes per operation of its stages, so the ratios between
+        edges stay the same. The number of heads stays too, so that the same layouts fit. Sizes are rounded: the head
+        size to at least 1, depth to at least ``num_stages`` layers, the sequence to at least 16, and the vocabulary to
+        at least 256.
         """
         return replace(
             self,
             num_layers=max(num_stages, round(self.num_layers / divisor)),
             head_size=max(1, round(self.head_size / divisor)),
-            sequence=max(_LEAST_SEQUENCE, self.sequence // divisor),
-            vocabulary=max(_NUM_BYTES, self.vocabulary // divisor**2),
+            sequence=max(_MIN_SEQUENCE, self.sequence // divisor),
+            vocabulary=max(_MIN_VOCABULARY, self.vocabulary // divisor**2),
         )
 
 
 @dataclass(frozen=True)
 class UTransformerConfig:
-    """Sizes of a U-Transformer with ``channels`` at the first resolution, for images of ``side`` pixels."""
+    """Sizes of a U-Transformer for images of ``side`` x ``side`` pixels.
+
+    Attributes:
+        channels: at the first resolution. groups: of the group normalizations.
+    """
 
     channels: int
     side: int = 32
@@ -90,7 +100,7 @@ class UTransformerConfig:
     num_layers: int = NUM_U_LAYERS
 
     def width(self, level: int) -> int:
-        """Channels of a resolution."""
+        """Channels at a resolution: 0 is the first, full resolution."""
         return self.channels * _WIDTHS[level]
 
     def level_of(self, layer: int) -> int:
@@ -104,7 +114,7 @@ class UTransformerConfig:
         return layer > LEVELS and (layer - LEVELS) % 2 == 0 and self.level_of(layer) > 0
 
     def inputs_of(self, layer: int) -> int:
-        """Channels of the input of a layer, with its skip connection."""
+        """Input channels of a layer, including those of its skip connection."""
         own = self.width(self.level_of(max(layer - 1, 0)))
         if layer <= LEVELS:
             return own
@@ -112,22 +122,25 @@ class UTransformerConfig:
         return own + self.width(skips[NUM_U_LAYERS - 1 - layer])
 
     def shrink_factor(self, divisor: int) -> int:
-        """How many times as many bytes an edge of the shrunk model carries for each operation of its stages."""
+        """Factor by which :meth:`shrunk` raises the bytes on an edge per floating-point operation of its stages."""
         return divisor
 
     def shrunk(self, divisor: int, num_stages: int = 1) -> UTransformerConfig:
-        """Divide the channels by ``divisor``, and the side of the pictures by its root.
+        """Divide the channels by ``divisor``, and the side of the images by its square root.
 
-        The thirteen layers stay, because the skip connections need them. Then an edge carries ``divisor`` times as many
-        bytes for each operation of its stages, and the ratios of all edges to each other stay as they are. Sizes are
-        rounded: the channels to a multiple of 8, and the side to a power of two that is at least 8. The size of a head
-        stays, and there are at most 8 groups.
+        Each edge then carries ``divisor`` times as many bytes per operation of its stages, so the ratios between edges
+        stay the same. The thirteen layers stay, because the skip connections need them. Sizes are rounded: the channels
+        to a multiple of 8, the number of heads to a power of two, and the divisor of the side to a power of two. The
+        side is at least 8, and there are at most 8 groups.
+
+        Raises:
+            ArgumentError: there are more stages than layers.
         """
         if num_stages > self.num_layers:
             raise ArgumentError(f"U-Transformer has {self.num_layers} layers, too few for {num_stages} stages")
         channels = max(8, round(self.channels / divisor / 8) * 8)
         heads = max(1, 2 ** round(math.log2(max(1.0, self.num_heads / divisor))))
-        side = max(_LEAST_SIDE, self.side // 2 ** round(math.log(divisor, 4)))
+        side = max(_MIN_SIDE, self.side // 2 ** round(math.log(divisor, 4)))
         return replace(self, channels=channels, side=side, num_heads=heads, groups=min(8, self.groups))
 
 
@@ -136,8 +149,8 @@ class Preset:
     """A model and how it is trained.
 
     Attributes:
-        config: sizes. rows: of a batch. learning_rate: at the end of the warm-up.
-        autocast: dtype of the computations; empty for that of the parameters, which are float32.
+        config: sizes. rows: of a global batch. learning_rate: at the end of the warm-up.
+        autocast: dtype of the computations; empty: float32, the dtype of the parameters.
         microbatches: of a step. stages: dp x tp of each stage. layers: of each stage; empty: equal shares.
     """
 
@@ -150,17 +163,25 @@ class Preset:
     layers: tuple[int, ...] = ()
 
     def shrunk(self, divisor: int, num_stages: int) -> Preset:
-        """The same training of a model that is ``divisor`` times as narrow, with four rows in each microbatch."""
+        """Shrink the model, raise the learning rate, and use at most four rows per microbatch.
+
+        Raises:
+            ArgumentError: the divisor is not positive, or the model has too few layers.
+        """
         if divisor == 1:
             return self
         if divisor < 1:
             raise ArgumentError(f"the divisor of a model is {divisor}; it must be positive")
-        rate = min(_MOST_LEARNING_RATE, self.learning_rate * divisor)
+        rate = min(_MAX_LEARNING_RATE, self.learning_rate * divisor)
         rows = min(self.rows, 4 * self.microbatches)
         return replace(self, config=self.config.shrunk(divisor, num_stages), rows=rows, learning_rate=rate)
 
     def divide_layers(self, num_stages: int) -> tuple[int, ...]:
-        """The number of layers of each stage: given ones, or equal shares with one more on the first stages."""
+        """Layers per stage: ``layers`` if it has ``num_stages`` entries, else equal shares, the first ones one larger.
+
+        Raises:
+            ArgumentError: there are more stages than layers.
+        """
         if len(self.layers) == num_stages:
             return self.layers
         share, extra = divmod(self.config.num_layers, num_stages)
@@ -184,7 +205,7 @@ def _u_transformer(channels: int, rows: int, microbatches: int, stages: str, lay
     return Preset(UTransformerConfig(channels), rows, 1e-4, "", microbatches, stages, layers)
 
 
-#: Layers, heads, size of a head, rows of 2048 tokens and learning rate of the GPT-3 paper; then the study's rows.
+#: Presets by name. For GPT-3: layers, heads, head size, rows of 2048 tokens per batch, and learning rate.
 PRESETS: Mapping[str, Preset] = {
     "gpt3-125m": _gpt3(12, 12, 64, 256, 6.0e-4),
     "gpt3-350m": _gpt3(24, 16, 64, 256, 3.0e-4),
@@ -203,7 +224,7 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def find_preset(name: str) -> Preset:
-    """The preset of a name.
+    """Find a preset by its name.
 
     Raises:
         ArgumentError: there is no such preset.
