@@ -1,6 +1,7 @@
 """GPT-2 and Llama of ``transformers`` on a grid.
 
-Only what depends on whole heads or whole features is replaced; the forwards of the blocks and of the models stay.
+Only modules that need whole heads or whole features are replaced. Blocks and models keep their forwards. In shapes,
+``features_j`` are the features that this rank's column of the grid holds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .state import FusedLinear, TransposedLinear
 
 
 class GPT2Attention(nn.Module):
-    """``GPT2Attention``: the fused projection becomes three, so that each column has its heads' parts of all three."""
+    """``GPT2Attention``: the fused projection becomes three, so that each column has the q, k and v of its heads."""
 
     def __init__(self, module: Any, conversion: Conversion, path: str) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class LlamaMLP(nn.Module):
 
 
 def check_no_cache(options: Mapping[str, Any]) -> None:
-    """Raise ArgumentError if an attention on a grid is called with earlier keys and values.
+    """Raise ArgumentError if attention on a grid is called with cached keys and values.
 
     Args:
         options: keyword arguments of the call.
@@ -99,14 +100,18 @@ def check_no_cache(options: Mapping[str, Any]) -> None:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of ``[batch, heads, sequence, head_size]`` (Su et al., 2021), halves paired."""
+    """Rotary position embedding (Su et al., 2021), which pairs element ``i`` with ``i + head_size / 2``.
+
+    Args:
+        x: ``[batch, heads, sequence, head_size]``. cos, sin: ``[batch, sequence, head_size]``.
+    """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def as_linear(conv1d: Any) -> nn.Linear:
-    """A ``Conv1D``, whose weight is ``[in, out]``, as a Linear on the meta device with views of its values."""
+    """A Linear whose parameters are views of those of a ``Conv1D``, whose weight is ``[in, out]``."""
     linear = nn.Linear(conv1d.nx, conv1d.nf, device="meta")
     linear.weight = nn.Parameter(conv1d.weight.detach().t(), requires_grad=conv1d.weight.requires_grad)
     linear.bias = nn.Parameter(conv1d.bias.detach(), requires_grad=conv1d.bias.requires_grad)
@@ -114,7 +119,7 @@ def as_linear(conv1d: Any) -> nn.Linear:
 
 
 def convert_conv1d(module: Any, conversion: Conversion, path: str) -> nn.Module:
-    """A ``Conv1D`` as a Linear that appears transposed in a plain state dict."""
+    """Convert a ``Conv1D`` to a Linear on the grid; ``plain_state_dict`` transposes its weight back."""
     return TransposedLinear(as_linear(module), conversion.grid, panel=conversion.panel)
 
 
@@ -124,7 +129,7 @@ def _convert_llama_norm(module: Any, conversion: Conversion, path: str) -> nn.Mo
 
 
 def _convert_gpt2(module: Any, conversion: Conversion, path: str) -> nn.Module:
-    if module.wpe is not None:  # a stage of a pipeline may lack it
+    if module.wpe is not None:  # a pipeline stage may lack the embedding
         module.wpe = PositionEmbedding(module.wpe, conversion.grid)
     for name, child in list(module.named_children()):
         if name != "wpe":
@@ -133,7 +138,7 @@ def _convert_gpt2(module: Any, conversion: Conversion, path: str) -> nn.Module:
 
 
 def _convert_causal_lm(module: Any, conversion: Conversion, path: str) -> nn.Module:
-    """The loss runs on logits that are cut; a cache of keys and values is not kept."""
+    """Compute the loss from sharded logits, and turn off the cache of keys and values."""
     module.config.use_cache = False
     entropy = CrossEntropy(conversion.grid, module.config.vocab_size)
 
@@ -157,11 +162,11 @@ def _convert_causal_lm(module: Any, conversion: Conversion, path: str) -> nn.Mod
     return conversion.convert_children(module, path)
 
 
-def _keep(module: Any, conversion: Conversion, path: str) -> nn.Module:
+def _convert_children(module: Any, conversion: Conversion, path: str) -> nn.Module:
     return conversion.convert_children(module, path)
 
 
-def _leave(module: Any, conversion: Conversion, path: str) -> nn.Module:
+def _leave_unchanged(module: Any, conversion: Conversion, path: str) -> nn.Module:
     result: nn.Module = module
     return result
 
@@ -170,15 +175,15 @@ def _leave(module: Any, conversion: Conversion, path: str) -> nn.Module:
 ADAPTERS: dict[str, Converter] = {
     "GPT2LMHeadModel": _convert_causal_lm,
     "GPT2Model": _convert_gpt2,
-    "GPT2Block": _keep,
+    "GPT2Block": _convert_children,
     "GPT2Attention": GPT2Attention,
-    "GPT2MLP": _keep,
+    "GPT2MLP": _convert_children,
     "Conv1D": convert_conv1d,
     "LlamaForCausalLM": _convert_causal_lm,
-    "LlamaModel": _keep,
-    "LlamaDecoderLayer": _keep,
+    "LlamaModel": _convert_children,
+    "LlamaDecoderLayer": _convert_children,
     "LlamaAttention": LlamaAttention,
     "LlamaMLP": LlamaMLP,
     "LlamaRMSNorm": _convert_llama_norm,
-    "LlamaRotaryEmbedding": _leave,
+    "LlamaRotaryEmbedding": _leave_unchanged,
 }
