@@ -1,4 +1,4 @@
-"""Which functions between the modules of a traced model work on the part of a tensor that a rank holds."""
+"""Check that functions between the modules of a traced model can run on the shard that a rank holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from reshard.errors import ArgumentError
 
-#: Functions of each element by itself, and of what has no elements.
+#: Elementwise functions, and functions that read no tensor elements. Methods likewise.
 _FUNCTIONS = {
     dict, operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.iadd,
     operator.imul, torch.add, torch.sub, torch.mul, torch.div, torch.neg, torch.relu, torch.sigmoid, torch.tanh,
@@ -22,14 +22,15 @@ _METHODS = {
     "add", "sub", "mul", "div", "neg", "relu", "sigmoid", "tanh", "to", "float", "double", "half", "bfloat16", "detach",
     "contiguous", "clone", "dim",
 }  # fmt: skip
-#: Attributes that are alike for a tensor and for the part of it that a rank holds.
+#: Attributes that are equal for a tensor and for the shard that a rank holds.
 _ATTRIBUTES = {"dtype", "device", "ndim"}
 
 
 def check_graph(module: fx.GraphModule, path: str) -> None:
-    """Raise ArgumentError if the graph of a traced model calls a function that needs whole rows or features.
+    """Raise ArgumentError if a traced model calls a function that needs whole rows or features.
 
-    So do sizes, which are those of this rank's part, and parameters that no module holds, whose gradients nobody sums.
+    Reading a size raises it too, because the size would be that of the shard. So does reading a parameter outside a
+    submodule, because its gradient would not be summed.
     """
     for node in module.graph.nodes:
         problem = _find_problem(module, node)
@@ -59,7 +60,7 @@ def _find_problem(module: fx.GraphModule, node: fx.Node) -> str | None:
 
 
 def _gives_tensor(module: fx.GraphModule, node: Any) -> bool:
-    """Whether a node gives a tensor, and not a tuple, as far as its kind shows."""
+    """Whether a node returns a tensor and not a container, judged by its operation and target."""
     if node.op == "call_module":
         return type(module.get_submodule(node.target)).__module__.startswith("torch.nn.modules.")
     return node.op != "call_function" or node.target is not dict
