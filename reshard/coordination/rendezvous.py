@@ -2,8 +2,8 @@
 
 The messages travel over the connections of :mod:`reshard.coordination.control_channel`.
 
-The first member waits no longer than the shortest timeout of any member: a rank whose deadline has passed reports that,
-and leaves only if it gets no answer. A rank that leaves alone marks the members as out of sync (see
+The first member waits no longer than the shortest timeout of any member. A member whose deadline has passed tells the
+first member, and leaves only if it then gets no answer. A rank that leaves alone marks the members as out of sync (see
 :mod:`reshard.coordination.liveness.membership`).
 """
 
@@ -47,7 +47,8 @@ from reshard.formatting import format_ranks
 
 #: Interval at which a waiting rank publishes what it waits for and reads the status of absent ranks.
 CHECK_SECONDS = 0.2
-#: How long a rank waits for the first member's answer after its own deadline; less if it can continue without it.
+#: How long a rank waits for the first member's answer after its own deadline. Fault-tolerant calls wait less, because
+#: they can continue without the first member.
 ANSWER_SECONDS, FAULT_TOLERANT_ANSWER_SECONDS = 1.5, 1.0
 
 
@@ -63,13 +64,13 @@ class _RoundArgs:
 
 
 class Rendezvous:
-    """The rounds of one set of ranks, ascending."""
+    """The rounds of one set of ranks: ``members``, ascending."""
 
     def __init__(self, group: Group, members: tuple[int, ...], store: Store) -> None:
         self._group, self.members = weakref.ref(group), members
         self._store = store
-        self.rounds = 0  # number of rounds of this rank
-        self.answered: dict[int, int] = {}  # rank -> its last attempt that was answered
+        self.rounds = 0  # number of rounds that this rank joined
+        self.answered: dict[int, int] = {}  # rank -> its last attempt that got an answer
         self._number = 0  # number of the last round that this rank decided
         self._dead: set[int] = set()  # ranks that are dead according to the store
         self._heartbeats = HeartbeatReader(group.store)
@@ -89,7 +90,7 @@ class Rendezvous:
         timeout_seconds: float,
         fault_tolerant: bool,
     ) -> Decision:
-        """One round: every member sends its request, and all take the same decision.
+        """Hold one round: every member sends its request, and all get the same decision.
 
         Args:
             request: this rank's request.
@@ -126,7 +127,7 @@ class Rendezvous:
         return decision
 
     def _check_descriptors(self) -> None:
-        """Raise ResourceError, and publish it, if this rank has too few descriptors for its connections."""
+        """Raise ResourceError, and publish it, if this rank has too few file descriptors for its connections."""
         is_hub = self.group.rank == self.members[0]
         if len(self.members) == 1 or (self.links.hub if is_hub else self.links.spoke) is not None:
             return
@@ -135,7 +136,7 @@ class Rendezvous:
             check_descriptors(self.group.rank, needed, f"the rendezvous of ranks {format_ranks(self.members)}")
         except ResourceError as error:
             report_error(self.group, error)
-            self.group.abandoned_call = True  # as on the ranks that read the error
+            self.group.abandoned_call = True  # the ranks that read the error set this too
             raise
 
     def _abandon(self, request: Request, why: str) -> None:
@@ -205,13 +206,13 @@ class Rendezvous:
             decision = replace(error.decision, lagging=lagging)
         except ExcludedError as error:
             decision = error.decision
-            if fault_tolerant:  # ranks that wait here have not learned yet that this rank is lost
+            if fault_tolerant:  # the ranks that wait for this rank do not know yet that it is lost
                 hub.in_round = False
                 hub.answer(Decision(lost=[request.rank], generation=request.generation).__dict__)
         except RoundEndedError as error:
             generation = max(error.decision.generation, request.generation)
             decision = replace(error.decision, generation=generation)
-        except OSError as error:  # ranks that this rank cannot accept read the error in its status
+        except OSError as error:  # ranks whose connections this rank cannot accept read the error in its status
             if not is_descriptor_shortage(error):
                 raise
             known = out_of_descriptors(request.rank, f"the rendezvous of ranks {format_ranks(self.members)}")
@@ -225,7 +226,7 @@ class Rendezvous:
         return decision
 
     def _open_hub(self, timeout_seconds: float) -> Hub:
-        """The hub of these members, which listens from its first round on."""
+        """The hub of these members. It starts to listen in the first round."""
         if self.links.hub is None:
             try:
                 self.links.hub = Hub.listen(self._store, self.group.rank, self.members[1:], timeout_seconds)
@@ -254,7 +255,7 @@ class Rendezvous:
                 except RemoteError as error:
                     if fault_tolerant:
                         raise EOFError(str(error)) from None
-                    self._check_absent(hub, fault_tolerant)  # it may have published why it left
+                    self._check_absent(hub, fault_tolerant)  # the hub may have published why it left
                     raise
                 self.links.close_at_exit()
             spoke = self.links.spoke
@@ -275,7 +276,7 @@ class Rendezvous:
                 text = f"rank {self.group.rank} lost its connection to rank {hub}: {error}"
             return explain_loss(lambda: self._check_absent(hub, fault_tolerant=False), text, self.links.find_reason())
         except DeadlineError:
-            # Without the store no other member can be found either.
+            # Without the store, this rank cannot find any other member either.
             if fault_tolerant and self.links.spoke is None and not self._store.responds():
                 text = f"rank {self.group.rank} cannot reach rank {hub} or the store; its host may be partitioned"
                 decision = Decision(error=("RemoteError", text))
@@ -288,7 +289,7 @@ class Rendezvous:
             decision = replace(error.decision, generation=generation)
         except ReshardError as error:
             decision = Decision(error=describe_error(error))
-        if is_sent and self.links.spoke is not None:  # the first member must not count this rank as present any more
+        if is_sent and self.links.spoke is not None:  # the first member must no longer count this rank as present
             withdrawn = replace(request, error=decision.error)
             with contextlib.suppress(EOFError, DeadlineError):
                 self.links.spoke.withdraw(None if decision.lagging or decision.lost else withdrawn.to_json())
@@ -309,7 +310,7 @@ class Rendezvous:
         """Pump until ``is_done()``; periodically publish this rank's status and check that of the absent ranks.
 
         Raises:
-            DeadlineError: the deadline passed.
+            DeadlineError: the deadline passed. EOFError: the first member is dead, in a fault-tolerant call.
             ReshardError, RoundEndedError: the absent ranks will not come.
         """
         start = last_check = time.monotonic()
@@ -337,11 +338,11 @@ class Rendezvous:
             raise rebuild_error(*json.loads(self.group.store.get(key)))
         if self.links.hub is not None and self.links.hub.gone and not args.fault_tolerant:
             rank, why = next(iter(self.links.hub.gone.items()))
-            self._check_absent(rank, fault_tolerant=False)  # it may have published why it left
+            self._check_absent(rank, fault_tolerant=False)  # the rank may have published why it left
             raise RemoteError(f"rank {rank} is gone: {why}")
 
     def _check_absent(self, rank: int, fault_tolerant: bool) -> None:
-        """Raise if ``rank`` waits for this rank elsewhere, has left this call, or is dead."""
+        """Raise if ``rank`` waits for this rank in another call or has left this one; record it if it is dead."""
         key = f"status/{rank}"
         status = RankStatus.from_json(self.group.store.get(key)) if self.group.store.check([key]) else None
         if fault_tolerant and self._is_dead(rank, status):
@@ -353,10 +354,10 @@ class Rendezvous:
             check_rank_status(self.group, self.members, rank, status, fault_tolerant)
 
     def _is_dead(self, rank: int, status: RankStatus | None) -> bool:
-        """Whether an absent rank is dead: reported dead, or without both connection and heartbeat."""
+        """Whether an absent rank is dead: reported dead, or with neither an open connection nor a heartbeat."""
         if status is not None and is_reported_dead(status):
             return True
-        # A spoke's own loss of the hub shows as EOFError.
+        # A spoke learns of the loss of its hub by an EOFError.
         if self.links.spoke is not None or any(
             channel.rendezvous.links.reaches(rank) for channel in list(self.group.channels.values())
         ):
@@ -364,5 +365,5 @@ class Rendezvous:
         return self._heartbeats.is_silent(rank)
 
     def find_dead(self) -> list[int]:
-        """Ranks that are dead according to the connections of the first member or to the store."""
+        """Ranks that are dead according to the store or to the connections of the first member, ascending."""
         return sorted(self._dead | set(() if self.links.hub is None else self.links.hub.gone))
