@@ -26,18 +26,18 @@ RECVS_AHEAD = 8
 
 
 def recvs_ahead(window: int) -> int:
-    """How many receives a rank posts from its first unfinished one on, up to messages of this window.
+    """How many receives a rank may have posted at once when it posts one of a message with this window.
 
     A sender starts when its receiver has posted the receive, so this limit keeps the senders to one receiver in the
-    plan's order. Messages between hosts have window 2 and are admitted two at a time. With eight, later chains take
-    bandwidth from earlier ones: on emulated hosts, a broadcast from four senders of one host took 1.15 times the lower
-    bound instead of 1.07.
+    plan's order. Messages between hosts have window 2, so a rank posts two at a time. If it posted eight, later chains
+    would take bandwidth from earlier ones: on emulated hosts, a broadcast from four senders of one host then took 1.15
+    times the lower bound instead of 1.07.
     """
     return min(RECVS_AHEAD, window if window <= 2 else 2 * window)
 
 
 def num_recv_slots(staging_bytes: int, largest_nbytes: int) -> int:
-    """How many incoming messages a rank can stage: half of its staging divided by its largest message, 1 to 8."""
+    """How many incoming messages a rank can stage: half its staging buffer over its largest message, 1 to 8."""
     return max(1, min(RECVS_AHEAD, staging_bytes // 2 // max(largest_nbytes, 1)))
 
 
@@ -49,8 +49,8 @@ class Plan:
     transfer, then chunk 1. Plans are equal if their :attr:`plan_hash` is.
 
     Attributes:
-        tensors: the tensors to move. topology: the hosts of ranks, and links. strategy: name of the strategy that chose
-            the transfers.
+        tensors: the tensors to move. topology: the hosts of the ranks, and links.
+        strategy: name of the strategy that chose the transfers.
         transfers: regions and the trees that they travel along.
         staging_bytes: limit on the bytes that a rank holds beyond its shards.
     """
@@ -87,10 +87,10 @@ class Plan:
                 continue
             if name not in ("box_at", "box_tensor", "box_start", "box_stop", "region"):
                 digest.update(repr((name, array.shape)).encode() + array.astype("<i8").tobytes())
-        digest.update(self._region_marks()[self.transfers.region].astype("<u8").tobytes())
+        digest.update(self._hash_regions()[self.transfers.region].astype("<u8").tobytes())
         return digest.hexdigest()
 
-    def _region_marks(self) -> np.ndarray:
+    def _hash_regions(self) -> np.ndarray:
         """``(regions, 2)`` 128-bit hash of the boxes of each region, independent of the region's index."""
         transfers = self.transfers
         if not len(transfers.box_tensor):
@@ -102,7 +102,7 @@ class Plan:
         return np.stack([np.add.reduceat(hash_rows(rows, seed), transfers.box_at[:-1]) for seed in (1, 2)], axis=1)
 
     def by_tensor(self, value: Any) -> list[Any]:
-        """A caller's values as a list in tensor order, from ``{name: value}`` or, with one tensor, from its value.
+        """A caller's values as a list in tensor order: from ``{name: value}``, None, or the value of one tensor.
 
         Raises:
             ArgumentError: the names differ from those of the plan, or are missing.
@@ -120,11 +120,11 @@ class Plan:
 
     @property
     def num_messages(self) -> int:
-        """The number of messages, copies included; each box of a message counts."""
+        """The number of messages, including copies within a rank; a message counts once for each of its boxes."""
         return int(self.transfers.first_message[-1])
 
     def count_messages(self, rank: int) -> int:
-        """The number of messages that one rank sends or receives; each box of a message counts."""
+        """The number of messages that one rank sends or receives; a message counts once for each of its boxes."""
         transfers = self.transfers
         mine = (transfers.sender == rank) | (transfers.receiver == rank)
         per_edge = transfers.num_boxes * transfers.num_chunks
