@@ -31,9 +31,9 @@ from reshard.plan import Plan, Transfers
 from reshard.planner import AUTO, plan_tensors
 from reshard.topology import Topology, topology_to_json
 
-#: Largest relative change of a link rate during a run, and largest relative error to the shaped rate.
+#: Limit on the relative change of a link rate during a run, and on its relative difference from the shaped rate.
 MAX_DEVIATION = 0.03
-#: Contenders predicted to exceed this ratio to the bound run fewer turns.
+#: Contenders predicted to take more than ``SLOW_RATIO`` times the lower bound run at most ``SLOW_REPEATS`` turns.
 SLOW_RATIO, SLOW_REPEATS = 3.0, 3
 OURS = AUTO
 DEFAULT_CONTENDERS = (OURS, "send_recv", "local_all_gather", "awex")
@@ -61,7 +61,7 @@ class Planned:
 
     Attributes:
         key: id of the row in reports. same_as: contender -> contender with an equal plan, which runs in its place.
-        turns: the contenders to run. expected_seconds: predicted duration of all turns.
+        turns: the contenders to run. bound_seconds: lower bound. expected_seconds: predicted duration of all turns.
     """
 
     row: Row
@@ -81,11 +81,11 @@ class Planned:
         self.expected_seconds = total
 
     def guess(self, name: str) -> float:
-        """Rough seconds of one turn of a contender without a plan, for the progress bar."""
+        """Rough estimate, in seconds, of one turn of a contender without a plan."""
         slowest = min(self.topology.host(host).egress_bytes_per_second for host in range(self.topology.num_hosts))
         receivers = len({rank for spec in self.row.tensors for rank in spec.dst.ranks})
         if name == "gloo broadcast" and not are_replicated(self.row.tensors):
-            return 0.0
+            return 0.0  # it does not support the row
         if name in SLOW_PEERS:
             return self.row.nbytes / slowest * receivers
         plan = self.plans.get("send_recv")
@@ -113,7 +113,7 @@ def plan_row(row: Row, key: str, contenders: Sequence[str], repeats: int, topolo
             continue
         plan = plan_tensors(row.tensors, strategy=name, topology=topology)
         bound = find_bound(plan).seconds
-        twin = next((other for other, seen in plans.items() if _same(seen, plan)), None)
+        twin = next((other for other, seen in plans.items() if _are_equal(seen, plan)), None)
         if twin is not None:
             same_as[name] = twin
             continue
@@ -128,7 +128,7 @@ def _is_slow(plan: Plan) -> bool:
     return simulate(plan).makespan_seconds > SLOW_RATIO * find_bound(plan).seconds > 0
 
 
-def _same(a: Plan, b: Plan) -> bool:
+def _are_equal(a: Plan, b: Plan) -> bool:
     return all(
         np.array_equal(getattr(a.transfers, name), getattr(b.transfers, name))
         for name in Transfers.__dataclass_fields__
@@ -171,7 +171,7 @@ def run_cluster(
 
     Args:
         name: the cluster. planned: its rows. write: called with each record.
-        advance: called with the expected seconds of completed work and a status text. budget: of the whole run.
+        advance: called with the expected seconds of completed work and a status text. budget: time of the whole run.
     """
     shaped = read_cluster(name)
     expected = nominal(shaped)
@@ -235,7 +235,7 @@ def make_records(
     *,
     is_shared: bool = True,
 ) -> list[Record]:
-    """One record per contender of a row, with bound and prediction at the measured link rates.
+    """One record per contender of a row, with lower bound and prediction at the measured link rates.
 
     Args:
         measured: result of each contender, by name. crossed: bytes per NIC of each row key and contender.
@@ -283,7 +283,7 @@ def make_records(
 
 
 def with_start(links: Topology, plan: Plan, is_shared: bool) -> Topology:
-    """Scale the measured start-up time to the ranks of a plan, if all ranks share one machine."""
+    """Scale the measured start-up time to the number of ranks of a plan, if all ranks share one machine."""
     if not is_shared:
         return links
     part = len(plan.ranks) / (len(links.host_of_rank) // 2 * 2 or 1)

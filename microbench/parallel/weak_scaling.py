@@ -1,9 +1,9 @@
 """Predicted speed of [4,4,4] over [8,8,1] on 64 GPUs: ``python -m microbench.parallel.weak_scaling``.
 
-The SUMMA2.5-LM paper reports 1.45 under weak scaling, where the batch grows with depth x rows and the hidden size with
-rows. Then both grids run other problems, so their speeds are compared as floating-point operations per second and GPU.
-The table also has both grids on one and the same problem. Prices are those of ``choose_grid``, with the best mapping of
-ranks for each grid; 16 hosts of 4 GPUs.
+Shapes are [rows, cols, depth]. The SUMMA2.5-LM paper reports 1.45 under weak scaling: the batch grows with depth x
+rows, and the hidden size with rows. The two grids then run different problems, so their speeds are compared as
+floating-point operations per second and GPU. The table also compares the grids on the same problem. Prices are those of
+``choose_grid`` on 16 hosts of 4 GPUs, with the best mapping of ranks for each grid.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reshard.parallel import GridPrice, TransformerSizes, choose_grid
 from reshard.topology import Topology
 
 SEQUENCE = 512
-#: Rows and hidden features per unit of (depth x rows) and rows, of the weak-scaling rule.
+#: Weak scaling: batch rows per unit of depth x rows, and hidden features per row of the grid.
 ROWS, HIDDEN = 12, 768
 
 
@@ -29,13 +29,13 @@ def sizes(hidden: int) -> TransformerSizes:
 def price(
     shape: tuple[int, int, int], rows: int, hidden: int, topology: Topology, flops_per_second: float
 ) -> GridPrice:
-    """The best mapping of a grid of ``(rows, cols, depth)``, in bfloat16."""
+    """The price of a grid of shape ``(rows, cols, depth)`` under its best mapping of ranks, in bfloat16."""
     choice = choose_grid(sizes(hidden), topology, range(64), rows=rows, flops_per_second=flops_per_second, itemsize=2)
     return next(each for each in choice.candidates if (each.rows, each.cols, each.depth) == shape)
 
 
 def speed(found: GridPrice, rows: int, hidden: int) -> float:
-    """Operations of the products per second and GPU: 3 passes of 2 x 12 h^2 per token."""
+    """Floating-point operations of matrix products per second and GPU: 3 passes of 2 x 12 h^2 per token."""
     return 3 * 24 * hidden**2 * rows * SEQUENCE / 64 / found.seconds
 
 

@@ -23,8 +23,9 @@ from reshard.topology import Topology
 Modules = dict[int, torch.nn.Module]
 #: Signal-only steps from which the costs of stages are measured.
 MEASURED_STEPS = 3
-#: A method runs at most this many times its wanted number of iterations.
+#: A method runs at most ``MAX_TRIES * Training.repeats`` iterations.
 MAX_TRIES = 2
+#: Limit on all waits of a run for the machine to become quiet.
 RETRY_SECONDS = 300.0
 
 
@@ -45,6 +46,7 @@ class Training:
     Attributes:
         pipeline: stages and edges with tensors, meshes and costs. topology: what transfers are planned for.
         workload: the model and its batches; None for stages that sleep for the pipeline's costs.
+        repeats: iterations of each method.
     """
 
     pipeline: Pipeline
@@ -121,8 +123,10 @@ def train_alone(workload: Workload, step: int) -> tuple[float, float]:
     return total, sum_squares([model])
 
 
-def measure_stages(rank: int, report: Callable[[Any], None], training: Training, times: int) -> dict[str, Any]:
-    """Measure stage and message costs in signal-only steps.
+def measure_stages(
+    rank: int, report: Callable[[Any], None], training: Training, num_microbatches: int
+) -> dict[str, Any]:
+    """Measure stage and message costs in signal-only steps of ``num_microbatches``.
 
     Returns:
         ``"stage"``: seconds of this rank's forward, input-gradient, weight-gradient and whole backward pass;
@@ -132,18 +136,18 @@ def measure_stages(rank: int, report: Callable[[Any], None], training: Training,
     groups = [dist.new_group(stage.mesh.ranks) for stage in training.pipeline.stages if stage.mesh is not None]
     found: dict[Kind, list[float]] = {}
     pipeline = training.pipeline
-    plain = one_f_one_b(pipeline, times)
-    schedules = zb_h1(pipeline, times), plain, block_transfers(plain, pipeline)
+    plain = one_f_one_b(pipeline, num_microbatches)
+    schedules = zb_h1(pipeline, num_microbatches), plain, block_transfers(plain, pipeline)
     split, whole, blocked = (
         _make_engine(rank, training, Method("", schedule, None, signal_only=True), groups) for schedule in schedules
     )
     messages: dict[bool, list[float]] = {False: [], True: []}
     with split[0], whole[0], blocked[0]:
-        for number in range(MEASURED_STEPS + 1):  # in turns, so that a change of machine speed affects all engines
+        for number in range(MEASURED_STEPS + 1):  # in turns, so that changes of machine speed affect all engines alike
             for engine, _ in (split, whole, blocked):
                 dist.barrier()
                 feed = _local_feed(rank, training, number)
-                engine.step({stage: rows[:times] for stage, rows in feed.items()})
+                engine.step({stage: rows[:num_microbatches] for stage, rows in feed.items()})
                 timeline = engine.timeline()
                 if not number:
                     continue
