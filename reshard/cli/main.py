@@ -34,11 +34,12 @@ _INTRO = """\
 Move a sharded tensor from one device mesh and layout to another.
 
 A mesh is a grid of ranks: 2x4 is 2 hosts of 4 devices (the last axis counts the devices of a host).
-A layout lists, for each tensor dim, the mesh axes that shard it: R none, S0 axis 0, S1 axis 1, S01 both, axis 0 major.
+A layout lists, for each tensor dim, the mesh axes that shard it: R for none, S0 for axis 0, S1 for axis 1, and S01 for
+both, with axis 0 major.
 Axes may have names: the mesh dp=2,tp=4 and the layout "(dp, -, tp)".
 
   reshard plan --shape 1024,1024,512 --dtype float32 --src-mesh 2x4 --src "S0 R R" --dst-mesh 3x4 --dst "S0 R R"
-      print all messages in order, and the lower bound of the time that the network needs
+      print all messages in order, and a lower bound on the time that the network needs
   reshard demo
       move real tensors between processes on this machine and check every element
   reshard info
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo = commands.add_parser("demo", help="move real tensors between processes")
     _with_examples(demo, "reshard demo", "reshard demo --divide 8    # smaller tensors")
     demo.add_argument(
-        "--divide", type=int, default=4, help="divide each dim of the study's tensors by this (default: 4)"
+        "--divide", type=int, default=4, help="divide each dim of the 2023 study's tensors by this (default: 4)"
     )
     _with_examples(commands.add_parser("info", help="print versions and backends"), "reshard info")
     doctor = commands.add_parser("doctor", help="under torchrun: find what keeps ranks from reaching each other")
@@ -127,11 +128,13 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         help="first destination rank (default: the first after the source ranks; without --topology, on other hosts)",
     )
     parser.add_argument("--compression", help="a codec such as int8x128, or auto with codecs in --topology")
-    parser.add_argument("--max-error", type=float, help="with --compression auto: largest relative error of a codec")
+    parser.add_argument(
+        "--max-error", type=float, help="with --compression auto: limit on a codec's usual relative error"
+    )
     parser.add_argument(
         "--strategy",
         help="auto (default), multicast, send_recv, {local,global}_all_gather, broadcast_{naive,size,greedy,search}; "
-        "all: a table of them",
+        "all: a table that compares them",
     )
     parser.add_argument(
         "--topology",
@@ -145,7 +148,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    """Print a plan, and the lower bound of the time that the network needs."""
+    """Print a plan, and a lower bound on the time that the network needs."""
     from reshard.planner import make_plan
 
     src_mesh = Mesh.of(options.src_mesh)
@@ -236,7 +239,7 @@ def _to_json(plan: Plan, rank: int | None) -> dict[str, Any]:
 
 
 def _compare(plan_with: Callable[[str | None], Plan]) -> int:
-    """Print a table of all strategies."""
+    """Print a table that compares all strategies."""
     from reshard.cli.progress import print_line, track
     from reshard.cost import CostReport, find_bound
     from reshard.planner import AUTO, STRATEGIES
@@ -274,7 +277,7 @@ def _parse_shape(text: str) -> list[int]:
 
 
 def _topology(given: str | None, src: Mesh, dst: Mesh) -> Topology:
-    """The topology of a file, of a preset name, or the default."""
+    """The topology of a preset or of a file; the default if ``given`` is None."""
     if given is None:
         return default_topology(src, dst)
     if given in MACHINES:
@@ -288,7 +291,7 @@ def _topology(given: str | None, src: Mesh, dst: Mesh) -> Topology:
 
 
 def default_topology(src: Mesh, dst: Mesh) -> Topology:
-    """One host per row of each mesh: the last axis counts the devices of a host. 10 Gbit/s each way per host.
+    """One host per row of each mesh, with 10 Gbit/s each way. The last axis counts the devices of a host.
 
     If a destination row contains source ranks, its other ranks are on the host of the first such rank.
     """
