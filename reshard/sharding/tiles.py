@@ -1,6 +1,6 @@
 """The tiles of a sharded tensor: which region each rank holds, and where it lies in the local array.
 
-Tiles are rows of arrays, so that a layout of a million tiles needs no objects.
+Tiles are rows of arrays, so that a layout of a million tiles needs no Python object for each.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Shards:
     Attributes:
         layout, shape: the layout and the global shape that were cut.
         start, stop: ``(tiles, ndim)`` half-open boxes, none of them empty.
-        ranks: ``(tiles, replicas)`` the holders of each tile, padded with :data:`NO_RANK`.
+        ranks: ``(tiles, replicas)`` the ranks that hold each tile, padded with :data:`NO_RANK`.
         local: ``(tiles, replicas, ndim)`` where the tile starts in the local array of each holder.
-        cuts: the cuts of each dim, whose row-major product the tiles are; None for explicit regions.
+        cuts: the cuts of each dim, of which the tiles are the row-major product; None for explicit regions.
     """
 
     layout: AnyLayout
@@ -88,8 +88,8 @@ def cut_shards(layout: AnyLayout, shape: Sequence[int]) -> Shards:
     """Cut a tensor of ``shape`` into the tiles of ``layout``.
 
     Raises:
-        LayoutError: the layout has more dims than the shape, a region reaches past it or overlaps another one of its
-            rank, or there are too many tiles.
+        LayoutError: the layout has more dims than the shape, a region reaches past the shape or overlaps another region
+            of the same rank, or there are too many tiles.
     """
     shape = check_sizes(shape)
     if isinstance(layout, RegionLayout):
@@ -163,7 +163,7 @@ _Holders = dict[Box, list[tuple[int, tuple[int, ...]]]]
 def _refine(holders: _Holders, ndim: int) -> _Holders:
     """Split partly overlapping boxes into cells, so that any two boxes are equal or disjoint.
 
-    Boxes that overlap, directly or through others, form a group; each group is cut at all its coordinates.
+    Boxes that overlap, directly or through others, form a group. Each box is cut at all coordinates of its group.
     """
     boxes = sorted(holders)
     for box in boxes:

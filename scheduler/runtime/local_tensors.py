@@ -1,4 +1,4 @@
-"""The tensors of this rank in what a module returns: DTensors, and results of asynchronous collectives."""
+"""Convert what a module returns to plain local tensors: DTensors, and results of asynchronous collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import torch_compat
 
 
 class _WaitForCollective(torch.autograd.Function):
-    """The result of an asynchronous collective as a plain tensor, with its graph."""
+    """Wait for an asynchronous collective; the plain result stays in the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, array: Any) -> Any:
@@ -25,7 +25,7 @@ class _WaitForCollective(torch.autograd.Function):
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
-    """A tensor as it is, or the result of an asynchronous collective once it is there."""
+    """The tensor itself, or the awaited result of an asynchronous collective."""
     if not torch_compat.is_async(value):
         return value
     plain: torch.Tensor = _WaitForCollective.apply(value)  # type: ignore[no-untyped-call]
@@ -38,7 +38,11 @@ def is_dtensor(value: Any) -> bool:
 
 
 def localize(value: Any, spec: TensorSpec) -> torch.Tensor:
-    """The local shard. A DTensor is first redistributed to the layout of the edge, which reduces partial sums."""
+    """The local shard. A DTensor is first redistributed to the source layout of ``spec``, which reduces partial sums.
+
+    Raises:
+        ArgumentError: the value is not a tensor, or is a DTensor on other ranks than the source layout.
+    """
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(f"{spec.name!r} is {type(value).__name__}, not a tensor")
     if not is_dtensor(value):
@@ -51,7 +55,7 @@ def localize(value: Any, spec: TensorSpec) -> torch.Tensor:
 
 
 def full(value: Any) -> torch.Tensor | None:
-    """The whole of a DTensor or a plain tensor; None for None."""
+    """The global tensor of a DTensor, or the plain tensor itself; None for None."""
     if is_dtensor(value):
         return _plain(value.full_tensor())
     return None if value is None else _plain(value)

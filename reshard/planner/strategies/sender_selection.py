@@ -20,7 +20,7 @@ class SendLoads:
         self.rank: dict[int, int] = {}
 
     def pick(self, candidates: Sequence[int]) -> int:
-        """The least loaded candidate on the least loaded host; ties go to the first candidate."""
+        """The least loaded candidate on the host that sends least; ties go to the first candidate."""
         if len(candidates) == 1:
             return candidates[0]
         loads, host_of, rank_load = self.host, self.host_of, self.rank.get
@@ -35,12 +35,12 @@ class SendLoads:
 
 
 def real_ranks(row: np.ndarray) -> list[int]:
-    """The ranks of a row, without the padding of -1."""
+    """The ranks in a padded row, without the padding."""
     return [rank for rank in row.tolist() if rank != NO_RANK]
 
 
 def pick_sender(loads: SendLoads, holders: list[int], receiver: int, nbytes: int) -> int:
-    """Pick a holder on the receiver's host if there is one, else on the least loaded host, and add its load."""
+    """Pick a holder on the receiver's host if there is one, else on the host that sends least, and add its load."""
     host = loads.host_of[receiver]
     near = [rank for rank in holders if loads.host_of[rank] == host]
     sender = loads.pick(near or holders)
@@ -49,10 +49,10 @@ def pick_sender(loads: SendLoads, holders: list[int], receiver: int, nbytes: int
 
 
 def pick_senders(problem: Problem, task: np.ndarray, receiver: np.ndarray) -> np.ndarray:
-    """The sender that :func:`pick_sender` picks for each message in turn.
+    """The senders that :func:`pick_sender` picks for the messages in turn, as an array ``(messages,)``.
 
     Args:
-        problem: the problem. task, receiver: ``(messages,)`` the task of each message, and a receiver of it.
+        problem: tasks and their holders. task, receiver: ``(messages,)`` the task and the receiver of each message.
     """
     is_real = problem.holders != NO_RANK
     holder_at = np.concatenate([[0], np.cumsum(is_real.sum(axis=1))])
@@ -65,7 +65,7 @@ def pick_senders(problem: Problem, task: np.ndarray, receiver: np.ndarray) -> np
 def rotation(sender: np.ndarray, receiver: np.ndarray) -> np.ndarray:
     """Indices that sort messages into rotation order: sender i serves receiver i first, then i + 1, and so on.
 
-    Senders start at evenly spread receivers if there are more of one side than of the other.
+    If the numbers of senders and receivers differ, the first receivers of the senders are evenly spread.
     """
     if not len(sender):
         return np.zeros(0, dtype=np.int64)
@@ -82,7 +82,7 @@ def rotation(sender: np.ndarray, receiver: np.ndarray) -> np.ndarray:
 
 
 def _number(ranks: np.ndarray) -> tuple[int, np.ndarray]:
-    """The number of different ranks, and for each entry the index of its rank among them."""
+    """The number of different ranks, and for each entry the index of its rank among them in ascending order."""
     present = np.zeros(int(ranks.max()) + 1, dtype=bool)
     present[ranks] = True
     number = np.cumsum(present) - 1
