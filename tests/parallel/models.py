@@ -9,7 +9,7 @@ import torch
 from reshard.scheduler.training.models.gpt import GPT
 from reshard.scheduler.training.presets import GPTConfig
 
-#: Imported once, not in each process.
+#: Imported here once, so that forked processes need not import them.
 for _name in ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch._dynamo"):
     importlib.import_module(_name)
 
@@ -38,7 +38,7 @@ def relative_error(actual, expected):
 
 
 def gradient_errors(model, plain):
-    """Errors of whole gradients, relative to the largest element. A key bias has none: softmax does not see it."""
+    """Errors of whole gradients, relative to the largest element; absolute for key biases, whose gradient is 0."""
     errors = {}
     for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         actual = parameter.grad.full_tensor()

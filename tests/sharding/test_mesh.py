@@ -109,7 +109,7 @@ def test_repeated_region_of_a_rank_is_refused():
 
 
 def test_number_of_cells_is_limited(monkeypatch):
-    layout = RegionLayout({0: [[(0, 6)]], 1: [[(2, 8)]], 2: [[(4, 9)]]})  # cells are cut at 2, 4; at 4, 6; and at 6, 8
+    layout = RegionLayout({0: [[(0, 6)]], 1: [[(2, 8)]], 2: [[(4, 9)]]})  # 3 cells each: cut at 2, 4; 4, 6; 6, 8
     monkeypatch.setattr(reshard.sharding.tiles, "MAX_CELLS", 9)
     assert len(cut_shards(layout, (9,)).start) == 5
     monkeypatch.setattr(reshard.sharding.tiles, "MAX_CELLS", 8)
