@@ -164,7 +164,7 @@ def draw_links(trace: Trace, path: Path) -> None:
         axis.set_title(f"{title}: {end:.3f} s, bound {find_bound(trace.plan).seconds:.3f} s", loc="left", fontsize=8)
         axis.set_xlim(0, limit * 1.02)
     axes[1][0].set_xlabel(
-        "time since the start of the transfer, s (colours tell transfers of the plan apart; line: end)"
+        "time since the start of the transfer, s (a colour is a transfer; ten colours repeat; line: end)"
     )
     figure.supylabel("NIC and direction", fontsize=8)
     _save(figure, path)

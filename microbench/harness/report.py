@@ -278,7 +278,7 @@ def _draw_trace(trace: str, links: Path) -> str:
         raise SystemExit(f"row {trace!r} is in no suite: use --no-trace")
     draw_links(trace_row(row, OURS), links)
     return (
-        f"\nLink use of `{row.title}` (row `{trace}`) in a separate run; colours tell its transfers apart:\n\n"
+        f"\nLink use of `{row.title}` (row `{trace}`) in a separate run. A transfer has one of ten colours:\n\n"
         f"![link use over time]({links.name})\n"
     )
 

@@ -1,4 +1,1 @@
-"""The engine that runs a schedule on processes.
-
-Only this package and :mod:`reshard.scheduler.training` import torch.
-"""
+"""The engine that runs a schedule on processes. It imports torch."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, RemoteError, ReshardError
 from reshard.topology import MACHINES, Topology
 
 from ..autoparallel import (
@@ -188,18 +188,25 @@ def tune_strategy(rank: int, job: Job, options: SearchOptions) -> Tuned:
                 break
             measure_steps(rank, replace(job, strategy=message))
     else:
-        message = None
+        is_measuring = False
+
+        def measure(strategy: Strategy) -> Measurement:
+            nonlocal is_measuring
+            is_measuring = True  # an error now ends all ranks, which then wait for no broadcast
+            measured = measure_steps(rank, replace(job, strategy=_broadcast(strategy)))
+            is_measuring = False
+            return measured
+
         try:
-
-            def measure(strategy: Strategy) -> Measurement:
-                return measure_steps(rank, replace(job, strategy=_broadcast(strategy)))
-
             message = tune(make_job_problem(job, options, world), choose_strategy, measure)
-        except ArgumentError as error:
-            message = str(error)
+        except Exception as error:
+            if not is_measuring:
+                own = f"rank 0 cannot search: {type(error).__name__}: {error}"
+                _broadcast(error if isinstance(error, ReshardError) else RemoteError(own))
+            raise
         _broadcast(message)
-    if isinstance(message, str):
-        raise ArgumentError(message)
+    if isinstance(message, ReshardError):
+        raise message
     tuned: Tuned = message
     return tuned
 

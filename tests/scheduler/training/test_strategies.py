@@ -8,6 +8,7 @@ import pytest
 
 from reshard.cli.main import main
 from reshard.scheduler.autoparallel import Cluster, LayerGraph, Profile, search
+from reshard.scheduler.training import strategies
 from reshard.scheduler.training.loop import Job, train
 from reshard.scheduler.training.strategies import SearchOptions, find_strategy, tune_strategy
 from reshard.testing import LaunchError, run_processes
@@ -94,3 +95,14 @@ def test_an_error_of_the_search_reaches_all_ranks():
     with pytest.raises(LaunchError) as raised:
         run_processes(tune_strategy, 2, job, SearchOptions(2, None, "100MB", (("microbatches", 3),), measures=True))
     assert [str(each.error) for each in raised.value.failures] == ["3 microbatches do not divide 8 rows evenly"] * 2
+
+
+def test_any_failure_of_the_search_on_rank_0_ends_all_ranks(monkeypatch):
+    job = Job("test", GPT, 3, "")
+    with pytest.raises(LaunchError) as raised:
+        run_processes(tune_strategy, 2, job, SearchOptions(2, "none.json", "100MB", measures=True), grace_seconds=20)
+    assert [type(each.error).__name__ for each in raised.value.failures] == ["TopologyError"] * 2
+    monkeypatch.setattr(strategies, "make_job_problem", lambda *_: int("x"))
+    with pytest.raises(LaunchError) as raised:
+        run_processes(tune_strategy, 2, job, SearchOptions(2, None, "100MB", measures=True), grace_seconds=20)
+    assert str(raised.value.failures[1].error).startswith("rank 0 cannot search: ValueError: invalid literal")
