@@ -63,11 +63,13 @@ $(VENV)/bench: $(VENV)/installed
 	$(EDITABLE) '.[bench]'
 	touch $@
 
-# The public docs: scheduler/ where it is installed, and cross-references in the form that Markdown knows.
+# The public docs: scheduler/ where it is installed, cross-references in the form that Markdown knows, and no spaces
+# between names that share a description, which mkdocstrings would take for a type.
 docs: $(VENV)/docs
 	rm -rf build/site build/site-sources && mkdir -p build/site-sources
 	cp -r reshard build/site-sources/ && cp -r scheduler build/site-sources/reshard/scheduler
 	find build/site-sources -name '*.py' | xargs sed -E -i 's/:(class|func|mod|meth|attr|data|exc):`~?([^`]*)`/`\2`/g'
+	find build/site-sources -name '*.py' | LC_ALL=C xargs sed -E -i '/^ +(self|cls),/b; :a; s/^( +[a-z_0-9]+(,\xC2\xA0[a-z_0-9]+)*), ([a-z_0-9]+(, [a-z_0-9]+)*: )/\1,\xC2\xA0\3/; ta'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f .mkdocs.yml
 
 $(VENV)/docs: $(VENV)/installed
