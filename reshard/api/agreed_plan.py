@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from reshard.api.casts import encode_source
+from reshard.api.inputs import Item
 from reshard.api.validation import Options
 from reshard.codecs import ErrorSums
-from reshard.coordination import Channel, Decision, Request, gather_reports, rebuild_error
+from reshard.coordination import Channel, Decision, Request, describe_error, gather_reports, rebuild_error
 from reshard.errors import CompressionError
 from reshard.plan import Plan
 from reshard.runtime.program import Program
@@ -32,27 +36,30 @@ class AgreedPlan:
     decision: Decision
 
 
-def agree_on_errors(
-    channel: Channel,
-    plan: Plan,
-    sums: Mapping[str, ErrorSums],
-    options: Options,
-    error: tuple[str, str] | None,
-    timeout_seconds: float,
-    purpose: str,
-) -> tuple[frozenset[str], set[int]]:
-    """Add up the errors of all ranks' source shards and compare them with ``max_error``.
+def encode_measured(
+    channel: Channel, plan: Plan, items: Sequence[Item], options: Options, timeout_seconds: float, purpose: str
+) -> tuple[dict[str, torch.Tensor | None], frozenset[str], set[int]]:
+    """Encode the source shards, add up the errors of all ranks, and compare them with ``max_error``.
 
     Args:
-        sums: this rank's sums by coded tensor. error: class and text of this rank's error in encoding, or None.
+        items: the tensors of the plan, as this rank passes them.
 
     Returns:
-        The tensors over the limit, and the ranks that were lost in the round.
+        The encoded shards by tensor, the tensors over the limit, and the ranks that were lost in the round.
 
     Raises:
         CompressionError: a tensor is over the limit, with ``on_error="raise"``; the same error on all ranks.
         ReshardError: a rank failed to encode; the same error on all ranks.
     """
+    encoded: dict[str, torch.Tensor | None] = {}
+    sums: dict[str, ErrorSums] = {}
+    error = None
+    try:
+        for item, spec in zip(items, plan.tensors, strict=True):
+            if spec.codec is not None:
+                encoded[item.name], sums[item.name] = encode_source(item.tensor, spec)
+    except Exception as failed:  # for example out of memory
+        error = describe_error(failed)
     report = {"failed": error, "sums": sums}
     request = Request(channel.group.rank, payload=report, purpose=f"compares errors {purpose}".strip())
     decide = functools.partial(_gather, channel)
@@ -75,7 +82,7 @@ def agree_on_errors(
             f"codec {' or '.join(codecs)} changes {'tensors' if excess[0] else 'the tensor'} {texts} (L2 error over L2 "
             f"norm), but max_error is {options.max_error:g}"
         )
-    return frozenset(excess), set(decision.lost)
+    return encoded, frozenset(excess), set(decision.lost)
 
 
 def _gather(channel: Channel, requests: list[Request]) -> Decision:

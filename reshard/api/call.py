@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from reshard.api.agreed_plan import AgreedPlan, agree_on_errors
-from reshard.api.casts import encode_source, finish_received, wire_dtype, wire_source, wire_target
+from reshard.api.agreed_plan import AgreedPlan, encode_measured
+from reshard.api.casts import finish_received, wire_dtype, wire_source, wire_target
 from reshard.api.handle import Handle
 from reshard.api.inputs import Item, read_items, report_bad_arguments
 from reshard.api.mover import Mover
-from reshard.api.mover_arrays import shard_shapes
+from reshard.api.mover_arrays import find_target, shard_shapes, wrap_results
 from reshard.api.recovery import FaultTolerantHandle, Recovery
-from reshard.api.tensor_checks import check_array
+from reshard.api.streams.call import StreamedCall
 from reshard.api.validation import Options, make_request
+from reshard.codecs import is_streamed
 from reshard.coordination import (
     MAX_CACHED,
     Channel,
@@ -26,7 +28,6 @@ from reshard.coordination import (
     Request,
     calling,
     count_call,
-    describe_error,
     find_channel,
     find_group,
     known_groups,
@@ -42,7 +43,7 @@ from reshard.formatting import format_ranks
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, ensure_checked
 from reshard.planner import Strategy, code_tensors, plan_tensors
 from reshard.runtime.cpu.staging import CastSource
-from reshard.runtime.cuda.stream import current_device, make_runner
+from reshard.runtime.cuda.stream import make_runner
 from reshard.runtime.program import Program, build_program
 from reshard.runtime.rounds.executor import RoundRunner
 from reshard.sharding import TensorSpec
@@ -69,6 +70,7 @@ def reshard(
     verify: bool = False,
     on_loss: str = "raise",
     compression: str | None = None,
+    base: Any = None,
     max_error: float | None = None,
     on_error: str = "raw",
 ) -> Any:
@@ -108,7 +110,12 @@ def reshard(
         compression: the name of a block codec, such as ``"int8x128"`` (see :mod:`reshard.codecs.block`): its elements
             travel in place of the values, and are decoded into the result's dtype. Tensors that the codec cannot code,
             or would not make smaller, travel as they are. Each end allocates the coded shard in addition. ``"auto"``
-            chooses among the codecs of ``topology.codec_rates``, or none.
+            chooses among the codecs of ``topology.codec_rates``, or none. ``"delta"`` sends the changes since ``base``.
+        base: with ``compression="delta"``: this rank's source shard of an earlier version of the tensor, which ``out``
+            of the destination ranks must still hold. Digests compare the versions of all ranks. Unless they are equal,
+            the tensor is sent in full, with a warning if a rank passes a base. ``out`` changes only after all ranks
+            have received their data: after an error every ``out`` holds the earlier version. Every rank must call
+            ``wait`` of the handle, whose ``report`` says what was sent. See :mod:`reshard.api.streams.transfer`.
         max_error: limit on the error of each tensor, as the L2 norm of the error over the L2 norm of the values of all
             source shards. The ranks measure it while they encode, and agree on it before any data moves. Blocks with
             NaN do not count. With ``"auto"`` it also limits the choice of codecs, see :func:`~reshard.make_plan`.
@@ -143,6 +150,7 @@ def reshard(
         verify=verify,
         on_loss=on_loss,
         compression=compression,
+        base=base,
         max_error=max_error,
         on_error=on_error,
     ).wait()
@@ -167,6 +175,7 @@ def reshard_async(
     verify: bool = False,
     on_loss: str = "raise",
     compression: str | None = None,
+    base: Any = None,
     max_error: float | None = None,
     on_error: str = "raw",
 ) -> Handle:
@@ -188,7 +197,7 @@ def reshard_async(
         try:
             items = read_items(
                 {
-                    "tensor": tensor, "src_mesh": src_mesh, "dst_mesh": dst_mesh, "src_spec": src_spec,
+                    "tensor": tensor, "base": base, "src_mesh": src_mesh, "dst_mesh": dst_mesh, "src_spec": src_spec,
                     "dst_spec": dst_spec, "shape": shape, "dtype": dtype, "dst_dtype": dst_dtype, "out": out,
                 },
                 found,
@@ -228,11 +237,17 @@ class _Call:
             everything = frozenset(item.name for item in self.items if self.options.max_error is not None)
             if lost:
                 return self._start_recovery(channel, decision, lost, everything)
+            specs = self._tensors(decision)
+            if is_streamed(self.options.compression) and any(math.prod(spec.shape) for spec in specs):
+                streamed = StreamedCall(channel, call, decision, self.items, self.options, self.timeout_seconds)
+                return streamed.start(specs, self.purpose, functools.partial(self._plan, channel, request, decision))
             plan, program, runner, lost = self._plan(channel, request, decision)
             encoded: dict[str, torch.Tensor | None] = {}
             excess = frozenset[str]()
             if self.options.max_error is not None and not lost and any(spec.codec for spec in plan.tensors):
-                encoded, excess, lost = self._measure(channel, plan)
+                encoded, excess, lost = encode_measured(
+                    channel, plan, self.items, self.options, self.timeout_seconds, self.purpose
+                )
                 if excess and not lost:
                     plan, program, runner, lost = self._plan(channel, request, decision, excess)
         if lost:
@@ -288,28 +303,21 @@ class _Call:
     ) -> Recovery:
         return Recovery(channel, plan, src, dst, lost, self.options, self.timeout_seconds)
 
-    def _measure(self, channel: Channel, plan: Plan) -> tuple[dict[str, torch.Tensor | None], frozenset[str], set[int]]:
-        """Encode the source shards, and agree with all ranks on the errors.
-
-        Returns:
-            The encoded shards by tensor, the tensors over ``max_error``, and the ranks that were lost.
-        """
-        encoded, sums = {}, {}
-        error = None
-        try:
-            for item, spec in zip(self.items, plan.tensors, strict=True):
-                if spec.codec is not None:
-                    encoded[item.name], sums[item.name] = encode_source(item.tensor, spec)
-        except Exception as failed:  # for example out of memory
-            error = describe_error(failed)
-        return (encoded, *agree_on_errors(channel, plan, sums, self.options, error, self.timeout_seconds, self.purpose))
-
     def _plan(
-        self, channel: Channel, request: Request, decision: Decision, raw: frozenset[str] = frozenset()
+        self,
+        channel: Channel,
+        request: Request,
+        decision: Decision,
+        raw: frozenset[str] = frozenset(),
+        streams: Sequence[TensorSpec] = (),
     ) -> tuple[Plan, Program, RoundRunner | None, set[int]]:
-        """The plan, from the cache or compared between ranks, and the ranks that were lost in the comparison."""
+        """The plan, from the cache or compared between ranks, and the ranks that were lost in the comparison.
+
+        Args:
+            raw: tensors that are not coded. streams: what travels in place of the tensors.
+        """
         agreed: list[Any] = [sorted(one.items()) for one in (decision.shapes, decision.dtypes, decision.hostnames)]
-        key = repr((request.arguments, decision.device_type, agreed, sorted(raw)))
+        key = repr((request.arguments, decision.device_type, agreed, sorted(raw), list(map(str, streams))))
         is_cacheable = not callable(self.options.strategy)  # different functions may have the same name
         if is_cacheable and key in channel.cache:
             channel.cache.move_to_end(key)
@@ -317,7 +325,7 @@ class _Call:
         plan = program = runner = error = None
         arguments: list[tuple[str, str]] = []
         try:
-            plan = self._make_plan(decision, raw)
+            plan = self._make_plan(decision, raw, streams)
             ensure_checked(plan)  # the strategy may be the caller's
             program = build_program(plan, self.group.rank)
             runner = make_runner(plan, program, decision.device_type)
@@ -337,22 +345,29 @@ class _Call:
             channel.cache.popitem(last=False)
         return plan, program, runner, set(compared.lost)
 
-    def _make_plan(self, decision: Decision, raw: frozenset[str] = frozenset()) -> Plan:
-        """The plan of the call; the tensors ``raw`` are not coded."""
-        topology = self.options.topology
-        if topology is None:
-            topology = topology_of_names(decision.hostnames, self.members[-1] + 1)
-        options = self.options
-        plan = functools.partial(
-            plan_tensors, strategy=options.strategy, topology=topology, staging_bytes=options.staging_bytes
-        )
+    def _tensors(self, decision: Decision) -> list[TensorSpec]:
+        """The tensors in the dtypes of their sources."""
         shapes, dtypes = decision.shapes, decision.dtypes
-        tensors = [
+        return [
             TensorSpec(tuple(shapes[item.name]), dtypes[item.name], item.src, item.dst, item.name or None)
             for item in self.items
         ]
-        on_wire = [wire_dtype(dtypes[item.name], item.dst_dtype) for item in self.items]
-        coded = code_tensors(tensors, options.compression, options.max_error, topology, plan, on_wire)
+
+    def _make_plan(
+        self, decision: Decision, raw: frozenset[str] = frozenset(), streams: Sequence[TensorSpec] = ()
+    ) -> Plan:
+        options, topology = self.options, self.options.topology
+        if topology is None:
+            topology = topology_of_names(decision.hostnames, self.members[-1] + 1)
+        plan = functools.partial(
+            plan_tensors, strategy=options.strategy, topology=topology, staging_bytes=options.staging_bytes
+        )
+        if streams:
+            return plan(streams)
+        tensors = self._tensors(decision)
+        on_wire = [wire_dtype(spec.dtype, item.dst_dtype) for spec, item in zip(tensors, self.items, strict=True)]
+        compression = None if is_streamed(options.compression) else options.compression
+        coded = code_tensors(tensors, compression, options.max_error, topology, plan, on_wire)
         for at, item in enumerate(self.items):
             if item.name in raw:
                 coded[at] = replace(tensors[at], dtype=on_wire[at])
@@ -367,7 +382,8 @@ class _Call:
             encoded: source shards that are encoded already, by tensor.
         """
         shapes = shard_shapes(plan, self.group.rank, "dst")
-        targets = [self._target(item, shape, decision) for item, shape in zip(self.items, shapes, strict=True)]
+        rank = self.group.rank
+        targets = [find_target(item, shape, decision, rank) for item, shape in zip(self.items, shapes, strict=True)]
         src = [
             encoded[item.name] if item.name in encoded and spec.codec is not None else wire_source(item.tensor, spec)
             for item, spec in zip(self.items, plan.tensors, strict=True)
@@ -376,25 +392,6 @@ class _Call:
 
         def finish() -> Any:
             finish_received(dst, targets)
-            return self._result(targets, decision)
+            return wrap_results(self.items, targets, decision)
 
         return src, dst, finish
-
-    def _target(self, item: Item, shape: tuple[int, ...] | None, decision: Decision) -> torch.Tensor | None:
-        dtype = decision.dtypes[item.name] if item.dst_dtype is None else item.dst_dtype
-        out = item.out
-        if out is None and shape is not None:
-            device = current_device(decision.device_type) if item.tensor is None else item.tensor.device
-            out = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        return check_array(
-            out, shape, dtype, "the destination", item.name or None, self.group.rank, decision.device_type
-        )
-
-    def _result(self, dst: Sequence[torch.Tensor | None], decision: Decision) -> Any:
-        results = {
-            item.name: item.wrap(array, decision.shapes[item.name])
-            if item.name in decision.dtensors or item.out_dtensor is not None
-            else array
-            for item, array in zip(self.items, dst, strict=True)
-        }
-        return results[""] if self.items[0].name == "" else {name: results[name] for name in self.items[0].names}

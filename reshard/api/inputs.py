@@ -32,6 +32,7 @@ class Item:
     dst: AnyLayout
     tensor: Any
     out: Any
+    base: Any
     shape: Any
     dtype: Any
     dst_dtype: Any
@@ -64,7 +65,7 @@ def read_items(given: Mapping[str, Any], group: Group) -> list[Item]:
 
     Args:
         given: the arguments of a call that may differ between tensors: ``tensor``, ``src_mesh``, ``dst_mesh``,
-            ``src_spec``, ``dst_spec``, ``shape``, ``dtype``, ``dst_dtype`` and ``out``.
+            ``src_spec``, ``dst_spec``, ``shape``, ``dtype``, ``dst_dtype``, ``out`` and ``base``.
     """
     tensor, out = given["tensor"], given["out"]
     names: list[str] | None = None
@@ -159,6 +160,7 @@ def _read_item(name: str, names: list[str], given: Mapping[str, Any], group: Gro
         dst=dst,
         tensor=tensor,
         out=out if out_dtensor is None else out_dtensor.to_local(),
+        base=given["base"].to_local() if is_dtensor(given["base"]) else given["base"],
         shape=shape,
         dtype=dtype,
         dst_dtype=given["dst_dtype"],

@@ -1,4 +1,4 @@
-"""Checks the arrays of a Mover's transfer against its plan."""
+"""The arrays of a transfer: of a Mover, checked against its plan, and of a call."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from reshard.api.dtensors import check_same_layout, is_dtensor, layout_of
+from reshard.api.inputs import Item
 from reshard.api.tensor_checks import check_array, wait_for_collective
-from reshard.coordination import Group
+from reshard.coordination import Decision, Group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.runtime.cuda.stream import current_device
@@ -21,6 +22,31 @@ def shard_shapes(plan: Plan, rank: int, side: str) -> list[tuple[int, ...] | Non
     """The shapes of a rank's shards on one side of a plan, of the plain values of coded tensors."""
     shards = [spec.plain.src_shards if side == "src" else spec.plain.dst_shards for spec in plan.tensors]
     return [one.local_shape(rank) if rank in one.layout.ranks else None for one in shards]
+
+
+def find_target(item: Item, shape: tuple[int, ...] | None, decision: Decision, rank: int) -> torch.Tensor | None:
+    """The array that receives a rank's destination shard of a call, allocated if the rank passes none.
+
+    Args:
+        shape: of the shard; None outside the destination.
+    """
+    dtype = decision.dtypes[item.name] if item.dst_dtype is None else item.dst_dtype
+    out = item.out
+    if out is None and shape is not None:
+        device = current_device(decision.device_type) if item.tensor is None else item.tensor.device
+        out = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+    return check_array(out, shape, dtype, "the destination", item.name or None, rank, decision.device_type)
+
+
+def wrap_results(items: Sequence[Item], targets: Sequence[torch.Tensor | None], decision: Decision) -> Any:
+    """What a call returns: the destination shards, as DTensors where the caller uses those."""
+    results = {
+        item.name: item.wrap(array, decision.shapes[item.name])
+        if item.name in decision.dtensors or item.out_dtensor is not None
+        else array
+        for item, array in zip(items, targets, strict=True)
+    }
+    return results[""] if items[0].name == "" else {name: results[name] for name in items[0].names}
 
 
 class MoverArrays:

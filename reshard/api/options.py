@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from reshard.api.tensor_checks import DEVICE_TYPES
-from reshard.codecs import parse_codec
+from reshard.codecs import is_streamed, parse_codec
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.planner import AUTO_CODEC
@@ -30,15 +30,25 @@ def check_device_type(device: Any) -> None:
 
 def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
     """Raise ArgumentError unless the codec exists and the limit on its error makes sense."""
-    if compression not in (None, AUTO_CODEC):
+    if compression not in (None, AUTO_CODEC) and not is_streamed(compression):
         parse_codec(compression)
     if max_error is not None:
         if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not 0 < max_error < math.inf:
             raise ArgumentError(f"max_error is {max_error!r}; it must be a positive number (L2 error over L2 norm)")
-        if compression is None:
-            raise ArgumentError(f"max_error is {max_error!r}, but without compression= nothing is changed")
+        if compression is None or is_streamed(compression):
+            without = f"{compression} is lossless" if compression else "without compression= nothing is changed"
+            raise ArgumentError(f"max_error is {max_error!r}, but {without}")
     if not isinstance(on_error, str) or on_error not in ON_ERROR:
         raise ArgumentError(f"on_error is {on_error!r}; it must be one of {', '.join(map(repr, ON_ERROR))}")
+
+
+def check_streamed(compression: Any, on_loss: Any) -> None:
+    """Raise ArgumentError if a codec that makes streams cannot be used with these options."""
+    if is_streamed(compression) and on_loss != "raise":
+        raise ArgumentError(
+            f"on_loss={on_loss!r} sends missing blocks of fixed size again, and {compression} has none; use a block "
+            "codec, or on_loss='raise'"
+        )
 
 
 def check_coding(plan: Plan, device: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from reshard.api.casts import check_cast
 from reshard.api.inputs import Item
-from reshard.api.options import check_compression, check_on_loss, check_verify
+from reshard.api.options import check_compression, check_on_loss, check_streamed, check_verify
 from reshard.api.tensor_checks import check_movable, check_no_aliasing, detach_source, wait_for_collective
 from reshard.coordination import Group, Request, TensorRequest, check_inside
 from reshard.dtypes import dtype_name
@@ -85,6 +85,7 @@ def _check_local(
         raise ArgumentError(f"topology must be a Topology, not {type(options.topology).__name__}")
     _check_device("cpu", options)
     check_compression(options.compression, options.max_error, options.on_error)
+    check_streamed(options.compression, options.on_loss)
     arguments.append(("topology", "None" if options.topology is None else str(topology_to_json(options.topology))))
     for item in items:
         of = f" of {item.name!r}" if item.name else ""
@@ -103,7 +104,7 @@ def _check_local(
     check_no_aliasing(
         [item.tensor for item in checked], [item.out for item in checked], [item.name for item in checked]
     )
-    checked = [replace(item, tensor=detach_source(item.tensor)) for item in checked]
+    checked = [replace(item, tensor=detach_source(item.tensor), base=detach_source(item.base)) for item in checked]
     for item in checked:
         if item.is_assumed_replicated and item.tensor is not None and len(item.src.ranks) > 1:
             tensors[item.name] = replace(tensors[item.name], digest=digest_array(item.tensor))
@@ -141,6 +142,8 @@ def _check_item(item: Item, rank: int, options: Options) -> tuple[TensorRequest,
         _check_device(tensor.device.type, options)
         if dst_dtype is not None:
             check_cast(local[1], dst_dtype, what)
+        if options.compression == "delta" and dst_dtype not in (None, local[1]):
+            raise ArgumentError(f"{what}: a delta is of {local[1]}, and cannot become {dst_dtype}; omit dst_dtype")
     elif tensor is not None:
         if item.src_dtensor is None:
             raise ArgumentError(f"{what}: rank {rank} is not in the source layout and must pass None")
@@ -150,5 +153,24 @@ def _check_item(item: Item, rank: int, options: Options) -> tuple[TensorRequest,
         out = (list(item.out.shape), dtype_name(item.out.dtype))
         devices.append(item.out.device.type)
         _check_device(item.out.device.type, options)
+    if item.base is not None:
+        _check_base(item.base, tensor, what, rank, options)
     request = TensorRequest(shape, dtype, dst_dtype, item.src_dtensor is not None, local, out, devices)
     return request, replace(item, tensor=tensor, dst_dtype=dst_dtype)
+
+
+def _check_base(base: Any, tensor: Any, what: str, rank: int, options: Options) -> None:
+    """Raise ArgumentError unless the base of a delta is an earlier source shard."""
+    if options.compression != "delta":
+        raise ArgumentError(f"{what}: base= is for compression='delta', not {options.compression!r}")
+    if tensor is None:
+        raise ArgumentError(
+            f"{what}: rank {rank} is not in the source layout and must pass base=None; the base of a destination is out"
+        )
+    check_movable(base, f"base of {what}", rank)
+    found, needed = ((dtype_name(one.dtype), list(one.shape), one.device.type) for one in (base, tensor))
+    if found != needed:
+        raise ArgumentError(
+            f"{what}: rank {rank} passes a base of {found[0]} {found[1]} on {found[2]}, but the source shard is "
+            f"{needed[0]} {needed[1]} on {needed[2]}"
+        )

@@ -12,18 +12,20 @@ from reshard.codecs.block import (
     find_block_codec,
     is_block_dtype,
 )
-from reshard.codecs.codec import Codec, parse_codec
+from reshard.codecs.codec import STREAM_CODECS, Codec, is_streamed, parse_codec
 from reshard.codecs.rates import measure_rates
 
 __all__ = [
     "BLOCK_CODECS",
     "CODED_DTYPES",
     "ELEMENT_VALUES",
+    "STREAM_CODECS",
     "BlockCodec",
     "Codec",
     "ErrorSums",
     "find_block_codec",
     "is_block_dtype",
+    "is_streamed",
     "measure_rates",
     "parse_codec",
 ]

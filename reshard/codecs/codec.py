@@ -7,6 +7,9 @@ from typing import Any, Protocol
 from reshard.codecs.block import BLOCK_CODECS, find_block_codec
 from reshard.errors import ArgumentError
 
+#: Lossless codecs whose output has no fixed size.
+STREAM_CODECS = ("delta",)
+
 
 class Codec(Protocol):
     """Turns arrays into bytes and back.
@@ -37,11 +40,21 @@ class Codec(Protocol):
 
 
 def parse_codec(name: Any) -> Any:
-    """The codec of a name.
+    """The block codec of a name.
 
     Raises:
-        ArgumentError: there is no codec of this name.
+        ArgumentError: there is no block codec of this name.
     """
     if isinstance(name, str) and (found := find_block_codec(name)) is not None:
         return found
-    raise ArgumentError(f"there is no codec {name!r}; codecs are {', '.join(BLOCK_CODECS)}")
+    if is_streamed(name):
+        raise ArgumentError(
+            f"{name} makes streams whose sizes depend on the values, which only reshard and reshard_async send; here a "
+            f"codec with blocks of fixed size is needed: {', '.join(BLOCK_CODECS)}"
+        )
+    raise ArgumentError(f"there is no codec {name!r}; codecs are {', '.join(BLOCK_CODECS + STREAM_CODECS)}")
+
+
+def is_streamed(name: Any) -> bool:
+    """Whether a codec has this name that makes streams whose sizes depend on the values."""
+    return isinstance(name, str) and name in STREAM_CODECS

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from reshard.api.mover import Mover
+from reshard.api.streams.encoding import decode_stream, encode_stream
+from reshard.api.streams.regions import Stream, find_streams
+from reshard.api.streams.transfer import exchange_reports
 from reshard.api.tensor_checks import check_array, check_no_aliasing, mark_written
-from reshard.codecs.delta import HEADER_BYTES, apply_delta, encode_delta, word_width
-from reshard.compression.streams import Stream, bytes_of, find_streams
-from reshard.coordination import Decision, Request, calling, describe_error, find_channel, find_group, rebuild_error
+from reshard.coordination import calling, describe_error, find_channel, find_group
 from reshard.errors import DisagreementError, VerificationError
 from reshard.formatting import describe_ranks
 from reshard.planner import plan_tensors
@@ -147,8 +147,9 @@ class WeightSync:
             for name, stream in self._streams.items():
                 if self._group.rank in stream.holders:
                     assert tensors is not None
-                    data[name], digest = _encode(stream, tensors, base)
-                    report["streams"][name] = len(data[name]), digest
+                    encoded = encode_stream(stream, tensors, base or None)
+                    data[name] = encoded.data
+                    report["streams"][name] = encoded.nbytes, encoded.digest
         except Exception as error:
             report["failed"] = describe_error(error)
         return self._report(report, "offers a version"), data
@@ -169,14 +170,8 @@ class WeightSync:
 
     def _report(self, report: dict[str, Any], purpose: str) -> dict[int, Any]:
         """The reports of all ranks; raises the error of the first rank that failed."""
-        request = Request(self._group.rank, payload={"failed": None} | report, purpose=purpose)
-        _, decision = self._channel.agree(request, _gather, self._timeout_seconds)
-        for rank, found in sorted(decision.payloads.items()):
-            if found["failed"] is not None:
-                name, text = found["failed"]
-                held = "" if self.version is None else f"; all ranks keep version {self.version}"
-                raise rebuild_error(name, f"rank {rank}: {text}{held}")
-        return decision.payloads
+        held = "" if self.version is None else f"all ranks keep version {self.version}"
+        return exchange_reports(self._channel, {"failed": None} | report, purpose, self._timeout_seconds, held)
 
     def _move(self, data: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> Mapping[str, torch.Tensor | None]:
         """Move the streams; returns those that this rank receives, followed by unused bytes."""
@@ -233,42 +228,11 @@ class WeightSync:
         for name, stream in self._streams.items():
             if self._group.rank not in stream.receivers:
                 continue
-            hasher, data = xxhash.xxh3_64(), received[name].numpy()
-            sizes = data[: 8 * len(stream.regions)].view(np.int64)
-            at = 8 * len(stream.regions)
-            for size, view in zip(sizes.tolist(), stream.views(out, "dst"), strict=True):
-                words = bytes_of(view)
-                apply_delta(data[at : at + size], words, word_width(view.element_size()))
-                at += size
-                hasher.update(words.data)
-                if not view.is_contiguous():
-                    view.copy_(torch.from_numpy(words).view(view.dtype).view(view.shape))
-            if hasher.intdigest() != digests[name]:
+            if decode_stream(stream, received[name].numpy(), out) != digests[name]:
                 raise VerificationError(
                     f"the weights from ranks {stream.holders} are not version {version} after the differences to "
                     f"the last version were applied: out did not hold it; the next transfer sends the weights in full"
                 )
-
-
-def _gather(requests: list[Request]) -> Decision:
-    payloads = {request.rank: request.payload for request in requests}
-    return Decision(generation=max(request.generation for request in requests), payloads=payloads)
-
-
-def _encode(stream: Stream, tensors: Shards, base: Shards) -> tuple[np.ndarray, int]:
-    """The encoded regions of a stream behind a table of their sizes, and the digest of the plain bytes."""
-    out = np.empty(stream.nbytes + (8 + HEADER_BYTES) * len(stream.regions), dtype=np.uint8)
-    at, sizes, hasher = 8 * len(stream.regions), [], xxhash.xxh3_64()
-    bases: Any = stream.views(base, "src") if base else [None] * len(stream.regions)
-    for view, old in zip(stream.views(tensors, "src"), bases, strict=True):
-        words = bytes_of(view)
-        hasher.update(words.data)
-        limit = at + len(words) + HEADER_BYTES
-        width = word_width(view.element_size())
-        sizes.append(encode_delta(words, None if old is None else bytes_of(old), out[at:limit], width))
-        at += sizes[-1]
-    out[: 8 * len(sizes)] = np.array(sizes, dtype=np.int64).view(np.uint8)
-    return out[:at].copy(), hasher.intdigest()
 
 
 def _why_full(reports: Mapping[int, Any]) -> str:

@@ -64,6 +64,8 @@ def reshard(
     timeout_seconds = check_timeout(timeout_seconds)
     if on_loss not in ("raise", "recover"):
         raise ArgumentError(f"on_loss is {on_loss!r}; it must be 'raise' or 'recover'")
+    if compression == "delta":
+        raise ArgumentError("compression='delta' needs the shards of an earlier version, which actors do not keep")
     fault_tolerant = on_loss == "recover"
     arrays: dict[Any, ShardedArray] = {**array} if isinstance(array, Mapping) else {None: array}
     _check_arrays(arrays, src_mesh, dst_mesh)

@@ -1,0 +1,96 @@
+"""Streams without loss: the encoded regions of a stream, behind a table of their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from reshard.api.streams.regions import Stream, bytes_of
+from reshard.codecs.delta import HEADER_BYTES, apply_delta, encode_delta, word_width
+
+Shards = Mapping[str, torch.Tensor]
+
+#: Bytes of a region's entry in the table.
+_ENTRY_BYTES = 8
+
+
+@dataclass(frozen=True)
+class EncodedStream:
+    """A stream as it travels.
+
+    Attributes:
+        buffer: flat uint8, with zeros behind the stream. nbytes: of the stream.
+        digest: of the plain bytes of all regions.
+    """
+
+    buffer: np.ndarray
+    nbytes: int
+    digest: int
+
+    @property
+    def data(self) -> np.ndarray:
+        """The stream without the zeros."""
+        return self.buffer[: self.nbytes]
+
+
+def capacity_of(nbytes: int) -> int:
+    """The size of a buffer for a stream: a little larger, so that streams of similar size share a plan."""
+    step = max(64, 1 << max(nbytes.bit_length() - 5, 0))
+    return -(-nbytes // step) * step
+
+
+def encode_stream(stream: Stream, tensors: Shards, base: Shards | None) -> EncodedStream:
+    """Encode the regions of a stream.
+
+    Args:
+        tensors: the source shards by name. base: the source shards of the version to which differences refer; None
+            sends the plain bytes.
+    """
+    limit = stream.nbytes + (_ENTRY_BYTES + HEADER_BYTES) * len(stream.regions)
+    out = np.zeros(capacity_of(limit), dtype=np.uint8)
+    at, sizes, hasher = _ENTRY_BYTES * len(stream.regions), [], xxhash.xxh3_64()
+    bases = [None] * len(stream.regions) if base is None else stream.views(base, "src")
+    for view, old in zip(stream.views(tensors, "src"), bases, strict=True):
+        words = bytes_of(view)
+        hasher.update(words.data)
+        limit = at + len(words) + HEADER_BYTES
+        width = word_width(view.element_size())
+        sizes.append(encode_delta(words, None if old is None else bytes_of(old), out[at:limit], width))
+        at += sizes[-1]
+    out[: _ENTRY_BYTES * len(sizes)] = np.array(sizes, dtype=np.int64).view(np.uint8)
+    out[at : capacity_of(at)] = 0  # the encoder may have written behind its result
+    return EncodedStream(out[: capacity_of(at)], at, hasher.intdigest())
+
+
+def decode_stream(stream: Stream, data: np.ndarray, out: Shards) -> int:
+    """Write the regions of a stream to the destination shards, which hold the base of its differences.
+
+    Args:
+        data: what :func:`encode_stream` made; more bytes may follow.
+
+    Returns:
+        The digest of the plain bytes.
+    """
+    hasher = xxhash.xxh3_64()
+    at = _ENTRY_BYTES * len(stream.regions)
+    sizes = data[:at].view(np.int64)
+    for size, view in zip(sizes.tolist(), stream.views(out, "dst"), strict=True):
+        words = bytes_of(view)
+        apply_delta(data[at : at + size], words, word_width(view.element_size()))
+        at += size
+        hasher.update(words.data)
+        if not view.is_contiguous():
+            view.copy_(torch.from_numpy(words).view(view.dtype).view(view.shape))
+    return hasher.intdigest()
+
+
+def digest_regions(stream: Stream, shards: Shards, side: str) -> int:
+    """The digest of the plain bytes of a stream's regions in the shards of one side."""
+    hasher = xxhash.xxh3_64()
+    for view in stream.views(shards, side):
+        hasher.update(bytes_of(view).data)
+    return hasher.intdigest()

@@ -1,0 +1,150 @@
+"""Tensors that travel as streams of agreed sizes: bits, sizes, versions, and failures that leave the earlier version."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+
+import pytest
+import torch
+
+import reshard
+from reshard import ArgumentError, DisagreementError, Layout, Mesh, RemoteError, Topology, VerificationError
+from reshard.coordination.connections import GlooTransport
+from reshard.testing.processes import LaunchError, run_processes
+from tests.support.tensors import same_bytes, take_shard
+
+SHAPES = {"w": (128, 256), "scale": (100,), "odd": (33, 7)}
+SRC = {"w": Layout(Mesh.of("2x2"), "S0 R"), "scale": Layout(Mesh.of("4")), "odd": Layout(Mesh.of("4"), "S0")}
+DST = {name: Layout(Mesh.of("2", first_rank=3), "R S0" if name == "w" else "") for name in SHAPES}  # rank 3 is in both
+DTYPES = {"w": torch.bfloat16, "scale": torch.float32, "odd": torch.float16}
+
+
+def _version(number):
+    """All tensors of a version: each changes one value in fifty by a small step."""
+    generator = torch.Generator().manual_seed(0)
+    wholes = {name: torch.randn(shape, generator=generator).to(DTYPES[name]) for name, shape in SHAPES.items()}
+    for step in range(1, number + 1):
+        for whole in wholes.values():
+            whole.view(-1)[step::50] *= 1.01
+    return wholes
+
+
+def _shards(layouts, rank, number):
+    shards = {name: take_shard(layouts[name], rank, whole) for name, whole in _version(number).items()}
+    return None if shards["w"] is None else shards
+
+
+def _move(rank, number, base, out, **options):
+    """Send a version as the differences to ``base``, the number of a version or shards."""
+    base = _shards(SRC, rank, base) if isinstance(base, int) else base
+    keywords = {"shape": SHAPES, "dtype": DTYPES, "topology": Topology((0, 0, 1, 1, 2)), "timeout_seconds": 20}
+    keywords |= {"compression": "delta", "base": base, "out": out} | options
+    return reshard.reshard_async(_shards(SRC, rank, number), SRC, DST, **keywords)
+
+
+def _holds(rank, out, number):
+    wanted = _shards(DST, rank, number) or {}
+    return all(same_bytes(out[name], wanted[name]) for name in wanted)
+
+
+def _deltas(rank):
+    out = None if rank < 3 else {name: torch.zeros_like(shard) for name, shard in _shards(DST, rank, 0).items()}
+    if out is not None:  # a shard with strides
+        out["w"] = torch.zeros(out["w"].shape[::-1], dtype=out["w"].dtype).t()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = _move(rank, 1, None, out)
+        first.wait()
+        assert (first.report.base, first.report.because) == (None, "ranks 0-3 pass no base") and _holds(rank, out, 1)
+        second = _move(rank, 2, 1, out, verify=True)
+        result = second.wait()
+        assert out is None or all(result[name] is out[name] for name in out)
+        assert second.report.because == "" and _holds(rank, out, 2)
+        assert second.report.stream_bytes < first.report.stream_bytes / 5
+        assert second.report.plain_bytes == first.report.plain_bytes
+        assert not caught
+
+        if rank == 4:
+            out["w"][5, 5] += 1  # a receiver that lost its base
+        third = _move(rank, 3, 2, out)
+        third.wait()
+        assert third.report.because == "rank 4 holds another base of 'w' than rank 0" and _holds(rank, out, 3)
+        fourth = _move(rank, 4, None if rank == 1 else 3, out)  # a source that was restarted
+        fourth.wait()
+        assert fourth.report.because == "rank 1 passes no base" and _holds(rank, out, 4)
+        texts = {str(warning.message) for warning in caught}
+        assert texts == {f"compression='delta' sends the tensors in full: {x.report.because}" for x in (third, fourth)}
+
+    spoiled = _shards(SRC, rank, 5)
+    if rank == 1:
+        spoiled["scale"][0] += 1
+    for error, text, base, options in (
+        (DisagreementError, "ranks 0 and 1 hold the same .*; every out is unchanged, at base", 4, {"spoiled": 0}),
+        (ArgumentError, "rank 0 passes a base of bfloat16 .* but the source shard is", spoiled, {"swapped": 0}),
+        (ArgumentError, "on_loss='recover' sends missing blocks .* delta has none", 4, {"on_loss": "recover"}),
+        (ArgumentError, "max_error is 0.1, but delta is lossless", 4, {"max_error": 0.1}),
+        (ArgumentError, "base= is for compression='delta', not None", 4, {"compression": None}),
+        (ArgumentError, "'odd': a delta is of float16, and cannot become float32", 4, {"dst_dtype": "float32"}),
+    ):
+        if "spoiled" in options:
+            call = lambda: reshard.reshard(  # noqa: E731
+                spoiled, SRC, DST, shape=SHAPES, dtype=DTYPES, compression="delta",
+                base=_shards(SRC, rank, 4), out=out,
+            )  # fmt: skip
+        elif "swapped" in options:
+            swapped = base if rank else {**base, "w": base["w"].t()}
+            call = lambda b=swapped: _move(rank, 5, b, out)  # noqa: E731
+        else:
+            call = lambda o=options: _move(rank, 5, 4, out, **o)  # noqa: E731
+        with pytest.raises(error, match=text):
+            call()
+    assert _holds(rank, out, 4)
+    with pytest.raises(ArgumentError, match=r"delta makes streams .* here a codec with blocks of fixed size is needed"):
+        reshard.make_plan(SRC, DST, SHAPES, "float32", compression="delta")
+
+
+def test_differences_arrive_bit_for_bit_and_bases_are_compared_by_digest():
+    run_processes(_deltas, 5)
+
+
+def _break(rank, victim):
+    """Spoil a stream on its way, or kill a rank: every other rank keeps the version that it holds."""
+    out = _shards(DST, rank, 1)
+    _move(rank, 1, 1, out).wait()
+    if rank == 0:
+        send = GlooTransport.send
+
+        def flip(self, data, *args):
+            if victim is None and data.numel() > 256:
+                data = data.clone()
+                data[data.numel() // 2] ^= 1
+            return send(self, data, *args)
+
+        GlooTransport.send = flip
+    handle = _move(rank, 2, 1, out)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(VerificationError if victim is None else RemoteError) as caught:
+        handle.wait()
+    assert _holds(rank, out, 1)
+    with pytest.raises(type(caught.value)):
+        handle.wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("victim", [None, 2])
+def test_after_a_failure_every_rank_holds_the_earlier_version_and_the_error_names_it(victim):
+    if victim is None:
+        texts = run_processes(_break, 5, victim)
+    else:
+        with pytest.raises(LaunchError) as caught:
+            run_processes(_break, 5, victim, timeout_seconds=90, grace_seconds=30)
+        assert {failure.rank for failure in caught.value.failures} == {victim}, caught.value
+        texts = [caught.value.results[rank] for rank in range(5) if rank != victim]
+    assert len({text.partition("; every out is unchanged, at base ")[2] for text in texts} - {""}) == 1, texts
+    if victim is None:
+        assert len(set(texts)) == 1 and "from ranks 0-1 arrived at rank 4" in texts[0], texts
+    else:
+        assert "rank 2" in texts[0], texts
