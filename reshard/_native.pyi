@@ -19,6 +19,12 @@ def encode_delta(width: int, words: Any, base: Any, out: Any) -> int:
 def apply_delta(width: int, data: Any, words: Any) -> bool:
     """Apply changes in place; return whether they are well formed."""
 
+def encode_exponents(words: Any, out: Any) -> int:
+    """Encode bf16 values without loss; return the size of their code, or -1 if it does not fit."""
+
+def decode_exponents(data: Any, words: Any) -> bool:
+    """Decode into bf16 values; return whether the data is a code of so many."""
+
 def flow(
     queue: Any,
     stream: Any,

@@ -1,4 +1,4 @@
-"""Time the block codecs on one core, and check that they beat their NumPy references.
+"""Time the codecs on one core, and check that they beat their NumPy references.
 
 Run it with ``python -m microbench.kernels.codecs``. It needs the tests folder, which has the references. Rates count
 bytes of plain values. A kernel runs on the calling thread.
@@ -14,14 +14,18 @@ import numpy as np
 import torch
 
 from reshard.cli.progress import print_line, track
-from reshard.codecs import BLOCK_CODECS, BlockCodec, parse_codec
+from reshard.codecs import BLOCK_CODECS, STREAM_CODECS, BlockCodec, parse_codec
+from reshard.codecs.delta import HEADER_BYTES, apply_delta, encode_delta
+from reshard.codecs.exponents import decode_exponents, encode_exponents
 from tests.reference.codecs import block_codecs as reference
 
 #: Values of the timed arrays: 8 MiB of fp32, so that the caches of one core do not hold them.
 NUM_VALUES = 2**21
 REPEATS = 15
-#: Least GB/s of fp32 values that int8x128 and int4x128 must reach, encoding and decoding.
-TARGETS = {"int8x128": (6.0, 8.0), "int4x128": (5.0, 8.0)}
+#: Least GB/s that codecs must reach, encoding and decoding: of fp32 values, or of bf16 values without loss.
+TARGETS = {"int8x128": (6.0, 8.0), "int4x128": (5.0, 8.0), "bf16-lossless": (4.0, 8.0), "delta": (5.0, 5.0)}
+#: Share of the values that differ from the base of a delta.
+CHANGED = 0.01
 
 
 def _rate(function: Callable[[], object], nbytes: int) -> float:
@@ -53,6 +57,29 @@ def time_reference(codec: BlockCodec) -> float:
     return _rate(lambda: reference.encode(codec.kind, 128, rows), rows.nbytes)
 
 
+def time_lossless(name: str) -> tuple[float, float, float]:
+    """GB/s of encoding and decoding normally distributed bf16 values, and the ratio; ``delta`` of CHANGED values."""
+    values = torch.randn(2 * NUM_VALUES, generator=torch.Generator().manual_seed(0)).bfloat16()
+    words = values.view(torch.uint8).numpy()
+    out = np.empty(len(words) + HEADER_BYTES, dtype=np.uint8)
+    if name == "bf16-lossless":
+        data = out[: encode_exponents(words, out)].copy()
+        return (
+            _rate(lambda: encode_exponents(words, out), len(words)),
+            _rate(lambda: decode_exponents(data, words), len(words)),
+            len(words) / len(data),
+        )
+    base = words.copy()
+    base.view(np.uint16)[np.random.default_rng(0).random(len(values)) < CHANGED] += 1
+    data = out[: encode_delta(words, base, out, 2)].copy()
+    # applied again and again, the differences go on in the same way
+    return (
+        _rate(lambda: encode_delta(words, base, out, 2), len(words)),
+        _rate(lambda: apply_delta(data, base, 2), len(words)),
+        len(words) / len(data),
+    )
+
+
 def main() -> int:
     """Print a table of rates; returns 1 if a codec misses its target."""
     missed = []
@@ -67,6 +94,12 @@ def main() -> int:
             least = TARGETS.get(name, (0.0, 0.0)) if dtype is torch.float32 else (0.0, 0.0)
             if encode < least[0] or decode < least[1]:
                 missed.append(f"{name} encodes {encode:.1f} and decodes {decode:.1f} GB/s; targets {least}")
+    print("GB/s of bf16 values       encode  decode   times smaller")
+    for name in STREAM_CODECS:
+        encode, decode, ratio = time_lossless(name)
+        print_line(f"{name:24} {encode:7.1f} {decode:7.1f} {ratio:10.2f}")
+        if encode < TARGETS[name][0] or decode < TARGETS[name][1]:
+            missed.append(f"{name} encodes {encode:.1f} and decodes {decode:.1f} GB/s; targets {TARGETS[name]}")
     for text in missed:
         print(text, file=sys.stderr)
     return 1 if missed else 0

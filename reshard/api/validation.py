@@ -10,6 +10,7 @@ from reshard.api.casts import check_cast
 from reshard.api.inputs import Item
 from reshard.api.options import check_compression, check_on_loss, check_streamed, check_verify
 from reshard.api.tensor_checks import check_movable, check_no_aliasing, detach_source, wait_for_collective
+from reshard.codecs import is_streamed
 from reshard.coordination import Group, Request, TensorRequest, check_inside
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError
@@ -142,8 +143,11 @@ def _check_item(item: Item, rank: int, options: Options) -> tuple[TensorRequest,
         _check_device(tensor.device.type, options)
         if dst_dtype is not None:
             check_cast(local[1], dst_dtype, what)
-        if options.compression == "delta" and dst_dtype not in (None, local[1]):
-            raise ArgumentError(f"{what}: a delta is of {local[1]}, and cannot become {dst_dtype}; omit dst_dtype")
+        if is_streamed(options.compression) and dst_dtype not in (None, local[1]):
+            raise ArgumentError(
+                f"{what}: {options.compression} sends {local[1]} bit for bit, and cannot make {dst_dtype} of it; omit "
+                "dst_dtype"
+            )
     elif tensor is not None:
         if item.src_dtensor is None:
             raise ArgumentError(f"{what}: rank {rank} is not in the source layout and must pass None")

@@ -8,7 +8,7 @@ from reshard.codecs.block import BLOCK_CODECS, find_block_codec
 from reshard.errors import ArgumentError
 
 #: Lossless codecs whose output has no fixed size.
-STREAM_CODECS = ("delta",)
+STREAM_CODECS = ("bf16-lossless", "delta")
 
 
 class Codec(Protocol):

@@ -16,7 +16,8 @@ from reshard import _native
 from reshard.errors import ArgumentError
 
 HEADER_BYTES = 1
-_PLAIN, _STREAM = 0, 1
+#: The first byte of an array that travels as it is, and of a stream.
+PLAIN, STREAM = 0, 1
 
 
 def word_width(itemsize: int) -> int:
@@ -36,9 +37,9 @@ def encode_delta(words: np.ndarray, base: np.ndarray | None, out: np.ndarray, wi
     if base is not None:
         size = _native.encode_delta(width, words, base, out[HEADER_BYTES : HEADER_BYTES + len(words)])
         if size >= 0:
-            out[0] = _STREAM
+            out[0] = STREAM
             return size + HEADER_BYTES
-    out[0] = _PLAIN
+    out[0] = PLAIN
     out[HEADER_BYTES : HEADER_BYTES + len(words)] = words
     return len(words) + HEADER_BYTES
 
@@ -52,10 +53,10 @@ def apply_delta(data: np.ndarray, words: np.ndarray, width: int) -> None:
     Raises:
         ArgumentError: ``data`` does not encode an array of this size. Some words may have changed.
     """
-    is_known: Any = len(data) >= HEADER_BYTES and data[0] in (_PLAIN, _STREAM)
-    if is_known and data[0] == _STREAM and _native.apply_delta(width, data[HEADER_BYTES:], words):
+    is_known: Any = len(data) >= HEADER_BYTES and data[0] in (PLAIN, STREAM)
+    if is_known and data[0] == STREAM and _native.apply_delta(width, data[HEADER_BYTES:], words):
         return
-    if is_known and data[0] == _PLAIN and len(data) == len(words) + HEADER_BYTES:
+    if is_known and data[0] == PLAIN and len(data) == len(words) + HEADER_BYTES:
         words[:] = data[HEADER_BYTES:]
         return
     raise ArgumentError(f"{len(data)} bytes are no delta of an array of {len(words)} bytes")

@@ -26,7 +26,8 @@ class Policy:
             coded only where the simulation of the schedule says that the iteration gets shorter.
         tp: of the panels and all-to-alls of :mod:`reshard.parallel`.
         zero: of FSDP2's collectives: a codec, or ``(gathers of parameters, reduce-scatters of gradients)``.
-        optimizer: of moves of optimizer state by :func:`reshard.parallel.relayout`.
+        optimizer: of moves of optimizer state by :func:`reshard.parallel.relayout`; also ``"bf16-lossless"``, for state
+            that is bf16.
         force_pp: code all edges between stages, whatever the simulation says.
 
     Raises:
@@ -49,7 +50,8 @@ class Policy:
                 object.__setattr__(self, dimension, tuple(value))
                 value = [codec for codec in value if codec is not None]
             for codec in value if isinstance(value, list) else [value]:
-                parse_codec(codec)
+                if dimension != "optimizer" or codec != "bf16-lossless":
+                    parse_codec(codec)
         if not isinstance(self.force_pp, bool) or (self.force_pp and self.pp is None):
             raise ArgumentError(f"force_pp is {self.force_pp!r}; it must be a bool, and needs pp=")
 

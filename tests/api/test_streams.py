@@ -86,7 +86,7 @@ def _deltas(rank):
         (ArgumentError, "on_loss='recover' sends missing blocks .* delta has none", 4, {"on_loss": "recover"}),
         (ArgumentError, "max_error is 0.1, but delta is lossless", 4, {"max_error": 0.1}),
         (ArgumentError, "base= is for compression='delta', not None", 4, {"compression": None}),
-        (ArgumentError, "'odd': a delta is of float16, and cannot become float32", 4, {"dst_dtype": "float32"}),
+        (ArgumentError, "'odd': delta sends float16 bit for bit, and cannot make float32", 4, {"dst_dtype": "float32"}),
     ):
         if "spoiled" in options:
             call = lambda: reshard.reshard(  # noqa: E731
@@ -148,3 +148,26 @@ def test_after_a_failure_every_rank_holds_the_earlier_version_and_the_error_name
         assert len(set(texts)) == 1 and "from ranks 0-1 arrived at rank 4" in texts[0], texts
     else:
         assert "rank 2" in texts[0], texts
+
+
+def _lossless(rank):
+    src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2), "R S0")
+    whole = torch.randn(256, 640, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole[3, 5:9] = torch.tensor([float("nan"), -0.0, float("inf"), 1e-40])
+    options = {"shape": whole.shape, "dtype": "bfloat16", "compression": "bf16-lossless", "verify": True}
+    handle = reshard.reshard_async(take_shard(src, rank, whole), src, dst, **options)
+    out = handle.wait()
+    assert out is None or same_bytes(out, take_shard(dst, rank, whole))
+    assert handle.report.stream_bytes < handle.report.plain_bytes / 1.38 and handle.report.because == ""
+    with pytest.raises(ArgumentError, match=r"^the tensor: bf16-lossless codes bfloat16, not float32$"):
+        reshard.reshard(take_shard(src, rank, whole.float()), src, dst, **{**options, "dtype": "float32"})
+    with pytest.raises(
+        ArgumentError, match=r"bf16-lossless makes streams .* which only reshard and reshard_async send"
+    ):
+        reshard.make_plan(src, dst, whole.shape, "bfloat16", compression="bf16-lossless")
+    empty = reshard.reshard(take_shard(src, rank, whole[:0]), src, dst, **{**options, "shape": (0, 640)})
+    assert empty is None or empty.numel() == 0
+
+
+def test_bf16_travels_without_loss_and_other_dtypes_are_refused():
+    run_processes(_lossless, 4)

@@ -45,6 +45,7 @@ class StreamedCall:
         channel, decision, rank = self._channel, self._decision, self._channel.group.rank
         transfer = StreamTransfer(
             channel,
+            self._options.compression,
             specs,
             {item.name: item.tensor for item in self._items},
             {item.name: item.base for item in self._items},

@@ -11,6 +11,7 @@ import xxhash
 
 from reshard.api.streams.regions import Stream, bytes_of
 from reshard.codecs.delta import HEADER_BYTES, apply_delta, encode_delta, word_width
+from reshard.codecs.exponents import EXPONENTS, decode_exponents, encode_exponents
 
 Shards = Mapping[str, torch.Tensor]
 
@@ -43,12 +44,12 @@ def capacity_of(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def encode_stream(stream: Stream, tensors: Shards, base: Shards | None) -> EncodedStream:
+def encode_stream(stream: Stream, tensors: Shards, base: Shards | None, codec: str = "delta") -> EncodedStream:
     """Encode the regions of a stream.
 
     Args:
         tensors: the source shards by name. base: the source shards of the version to which differences refer; None
-            sends the plain bytes.
+            sends the plain bytes. codec: ``"delta"``, or ``"bf16-lossless"``, which has no base.
     """
     limit = stream.nbytes + (_ENTRY_BYTES + HEADER_BYTES) * len(stream.regions)
     out = np.zeros(capacity_of(limit), dtype=np.uint8)
@@ -58,8 +59,11 @@ def encode_stream(stream: Stream, tensors: Shards, base: Shards | None) -> Encod
         words = bytes_of(view)
         hasher.update(words.data)
         limit = at + len(words) + HEADER_BYTES
-        width = word_width(view.element_size())
-        sizes.append(encode_delta(words, None if old is None else bytes_of(old), out[at:limit], width))
+        if codec == "delta":
+            width = word_width(view.element_size())
+            sizes.append(encode_delta(words, None if old is None else bytes_of(old), out[at:limit], width))
+        else:
+            sizes.append(encode_exponents(words, out[at:limit]))
         at += sizes[-1]
     out[: _ENTRY_BYTES * len(sizes)] = np.array(sizes, dtype=np.int64).view(np.uint8)
     out[at : capacity_of(at)] = 0  # the encoder may have written behind its result
@@ -80,7 +84,10 @@ def decode_stream(stream: Stream, data: np.ndarray, out: Shards) -> int:
     sizes = data[:at].view(np.int64)
     for size, view in zip(sizes.tolist(), stream.views(out, "dst"), strict=True):
         words = bytes_of(view)
-        apply_delta(data[at : at + size], words, word_width(view.element_size()))
+        if size and data[at] == EXPONENTS:
+            decode_exponents(data[at : at + size], words)
+        else:
+            apply_delta(data[at : at + size], words, word_width(view.element_size()))
         at += size
         hasher.update(words.data)
         if not view.is_contiguous():

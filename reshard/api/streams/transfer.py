@@ -14,8 +14,9 @@ from reshard.api.handle import Handle
 from reshard.api.streams.encoding import EncodedStream, capacity_of, decode_stream, digest_regions, encode_stream
 from reshard.api.streams.regions import Stream, find_streams
 from reshard.api.tensor_checks import mark_written
+from reshard.codecs.exponents import DTYPE
 from reshard.coordination import Channel, Decision, Request, calling, describe_error, rebuild_error
-from reshard.errors import DisagreementError, ReshardError, TransferTimeoutError, VerificationError
+from reshard.errors import ArgumentError, DisagreementError, ReshardError, TransferTimeoutError, VerificationError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.timeouts import check_wait_timeout
@@ -32,7 +33,7 @@ class StreamReport:
 
     Attributes:
         base: digest of the version to which the differences refer; None if the tensors were sent in full. because: why
-            they were sent in full; "" otherwise.
+            ``"delta"`` sent them in full; "" otherwise.
         stream_bytes, plain_bytes: size of all streams, and of the regions that they encode, each counted once.
     """
 
@@ -46,14 +47,16 @@ class StreamTransfer:
     """One rank's part of a call whose tensors travel as streams.
 
     Args:
-        specs: the tensors as they are. tensors, bases: this rank's source shards, and those of the last version. outs:
-            its destination shards. All by name, None where the rank has none.
+        codec: ``"delta"`` or ``"bf16-lossless"``. specs: the tensors as they are.
+        tensors, bases: this rank's source shards, and those of the last version. outs: its destination shards. All by
+            name, None where the rank has none.
         purpose: of the call's rounds.
     """
 
     def __init__(
         self,
         channel: Channel,
+        codec: str,
         specs: Sequence[TensorSpec],
         tensors: Arrays,
         bases: Arrays,
@@ -61,7 +64,7 @@ class StreamTransfer:
         timeout_seconds: float,
         purpose: str,
     ) -> None:
-        self._channel, self._rank = channel, channel.group.rank
+        self._channel, self._codec, self._rank = channel, codec, channel.group.rank
         self._specs = {spec.name or "": spec for spec in specs}
         self._tensors, self._bases, self._outs = tensors, bases, outs
         self._timeout_seconds, self._purpose = timeout_seconds, purpose
@@ -76,10 +79,15 @@ class StreamTransfer:
         """Agree on the base, encode this rank's streams, and agree on their sizes.
 
         Raises:
-            DisagreementError: replicas of the source differ. ReshardError: a rank failed to encode. No data has moved.
+            ArgumentError: the codec does not code the dtype of a tensor. DisagreementError: replicas of the source
+                differ. ReshardError: a rank failed to encode. No data has moved.
         """
+        for name, spec in self._specs.items():
+            if self._codec == "bf16-lossless" and spec.dtype != DTYPE:
+                what = f"tensor {name!r}" if name else "the tensor"
+                raise ArgumentError(f"{what}: {self._codec} codes {DTYPE}, not {spec.dtype}")
         reports = self._encode(self._bases)
-        base, because = self._find_base(reports)
+        base, because = self._find_base(reports) if self._codec == "delta" else (None, "")
         given = [digest for report in reports.values() for digest in report["sources"].values() if digest is not None]
         if base is None and given:
             warnings.warn(f"compression='delta' sends the tensors in full: {because}", stacklevel=5)
@@ -139,12 +147,12 @@ class StreamTransfer:
             for name, stream in self._streams.items():
                 if self._rank in stream.holders:
                     base = _shards_of(stream, bases)
-                    encoded = encode_stream(stream, _shards_of(stream, self._tensors) or {}, base)
+                    encoded = encode_stream(stream, _shards_of(stream, self._tensors) or {}, base, self._codec)
                     self._encoded[name] = encoded
                     own = xxhash.xxh3_64(encoded.data.data).intdigest()
                     report["streams"][name] = encoded.nbytes, encoded.digest, own
                     report["sources"][name] = None if base is None else digest_regions(stream, base, "src")
-                if self._rank in stream.receivers:
+                if self._rank in stream.receivers and self._codec == "delta":
                     out = _shards_of(stream, self._outs)
                     report["outs"][name] = None if out is None else digest_regions(stream, out, "dst")
         except Exception as error:
