@@ -77,7 +77,7 @@ bool flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Float
     loop.port_rate = rate.data(), loop.num_ports = num_ports, loop.burst = burst.data();
     loop.sharing.price.assign(num_ports, 0);
     loop.capacity.assign(rate.data(), rate.data() + num_ports);
-    loop.passing.resize(num_ports), loop.is_dirty.resize(num_ports);
+    loop.passing.resize(num_ports), loop.is_dirty.resize(num_ports), loop.is_found_port.resize(num_ports);
     loop.saved.assign(burst.data(), burst.data() + num_ports), loop.saving.assign(num_ports, 0);
     loop.bursts = std::any_of(loop.saved.begin(), loop.saved.end(), [](double bytes) { return bytes > 0; });
     loop.start = start.data(), loop.finish = finish.data();

@@ -68,7 +68,8 @@ struct EventLoop {
     std::vector<double> capacity;
     std::vector<int64_t> dirty; // ports whose streams have changed since rates were computed
     std::vector<char> is_dirty;
-    std::vector<int64_t> component;
+    std::vector<int64_t> component, found_ports; // of find_component()
+    std::vector<char> is_found_port;
     std::vector<Path> paths; // of the streams of a component
     Sharing sharing;
     std::vector<char> held;
@@ -271,9 +272,12 @@ struct EventLoop {
 
     // Finds the active streams that a port connects, ascending, and cleans their ports.
     void find_component(int64_t p) {
-        component.clear();
-        is_dirty[p] = false;
+        component.clear(), found_ports.clear();
         const auto add = [&](int64_t number) {
+            if (is_found_port[number])
+                return;
+            is_found_port[number] = true;
+            found_ports.push_back(number);
             for (const int64_t s : passing[number])
                 if (!streams[s].is_found) {
                     streams[s].is_found = true;
@@ -281,14 +285,13 @@ struct EventLoop {
                 }
         };
         add(p);
-        for (size_t i = 0; i < component.size() && component.size() < active.size(); ++i)
+        for (size_t i = 0; i < component.size(); ++i)
             for (const int64_t number : streams[component[i]].path)
                 add(number);
-        for (const int64_t s : component) {
+        for (const int64_t s : component)
             streams[s].is_found = false;
-            for (const int64_t number : streams[s].path)
-                is_dirty[number] = false;
-        }
+        for (const int64_t number : found_ports)
+            is_found_port[number] = is_dirty[number] = false;
         if (component.size() == active.size())
             component = active;
         else

@@ -48,14 +48,26 @@ class Sharing {
             return;
         }
         group_flows(paths, capacity.size());
-        if (!share_single_bottlenecks(paths, capacity))
-            search_prices(paths, capacity);
+        if (share_single_bottlenecks(paths, capacity))
+            return;
+        std::sort(used_.begin(), used_.end());
+        Search &search = searches_[next_search_];
+        describe(search, paths, capacity);
+        if (recall(search))
+            return;
+        next_search_ = (next_search_ + 1) % RECALLED;
+        search_prices(paths, capacity);
+        search.prices.clear();
+        for (const int64_t port : used_)
+            search.prices.push_back(price[port]);
+        search.rates = rate;
     }
 
   private:
     static constexpr double EQUAL = 1e-9; // relative difference of equal shares
     static constexpr double EXACT = 1e-6; // relative error of a port's load at which the search stops
     static constexpr int SWEEPS = 200, STEPS = 20;
+    static constexpr size_t RECALLED = 16; // searches whose results are kept
     struct Port {
         double left, share, exact; // capacity that is left, for each open flow; price, if single bottlenecks share
         int64_t count = 0;         // open flows
@@ -67,6 +79,16 @@ class Sharing {
         size_t first, last;
     };
     std::vector<Port> ports_;
+    // A search for prices and its result. Hosts with several NICs often have one such search per NIC.
+    struct Search {
+        // Of each port that is used, ascending: capacity and first price. Then of each flow: its ports, numbered among
+        // those that are used, and -1.
+        std::vector<double> problem;
+        std::vector<double> prices, rates;
+    };
+    Search searches_[RECALLED];
+    size_t next_search_ = 0;
+    std::vector<int64_t> number_of_; // by port: its number among those that are used
     std::vector<double> cost_, over_;
     std::vector<int64_t> used_, flows_, here_, touched_; // used_: ports with flows
     std::vector<char> is_open_;
@@ -165,8 +187,36 @@ class Sharing {
         return true;
     }
 
+    void describe(Search &search, const std::vector<Path> &paths, const std::vector<double> &capacity) {
+        number_of_.resize(capacity.size());
+        search.problem.clear();
+        for (size_t i = 0; i < used_.size(); ++i) {
+            number_of_[used_[i]] = static_cast<int64_t>(i);
+            search.problem.push_back(capacity[used_[i]]);
+            search.problem.push_back(price[used_[i]]);
+        }
+        for (const Path &path : paths) {
+            for (const int64_t port : path)
+                search.problem.push_back(static_cast<double>(number_of_[port]));
+            search.problem.push_back(-1);
+        }
+    }
+
+    // Takes prices and rates from an equal search, if one is known. A search does the same operations in the same
+    // order whatever the numbers of its ports are, so the result is the same to the last bit.
+    bool recall(const Search &asked) {
+        for (const Search &known : searches_) {
+            if (&known == &asked || known.problem != asked.problem)
+                continue;
+            for (size_t i = 0; i < used_.size(); ++i)
+                price[used_[i]] = known.prices[i];
+            rate = known.rates;
+            return true;
+        }
+        return false;
+    }
+
     void search_prices(const std::vector<Path> &paths, const std::vector<double> &capacity) {
-        std::sort(used_.begin(), used_.end());
         cost_.assign(paths.size(), 0);
         for (size_t flow = 0; flow < paths.size(); ++flow)
             for (const int64_t port : paths[flow])
