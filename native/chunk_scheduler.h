@@ -4,7 +4,7 @@
 // by remaining work (in time, over all ports of their host) and matched, so that the ports with the most work left are
 // busy. Each pair sends the rarest chunk that the sender's host has and the receiver's host misses. The clock then
 // advances to the next end of a send. If all rates are equal, all sends of a step end together, and the schedule fills
-// slot by slot. Otherwise the speeds of concurrent sends are proportionally fair (see proportional_fairness.h).
+// slot by slot. Otherwise the speeds of concurrent sends are proportionally fair (see fluid/proportional_fairness.h).
 //
 // tests/reference/ has Python references (chunk_scheduler.py and others) that take the same decisions in the same
 // order.
@@ -13,7 +13,7 @@
 
 #include "chunk_state.h"
 #include "bipartite_matching.h"
-#include "proportional_fairness.h"
+#include "fluid/proportional_fairness.h"
 
 constexpr double MIN_FREE_FRACTION = 0.25; // a send starts only if its path has this fraction of its full rate free
 constexpr double TIME_TOLERANCE = 1e-9;   // ends within this fraction of a step are simultaneous

@@ -24,9 +24,10 @@ class Network:
     * It is fewer than ``ahead`` messages after the first unfinished message to its receiver.
 
     Messages of one stream flow one at a time. The flowing messages of all streams share their ports by proportional
-    fairness (see ``native/proportional_fairness.h``). A message first occupies the ``hold_port`` of its stream, for the
-    time that ``hold_work`` bytes take there; then its own bytes pass all ports of the stream. For the window of its
-    queue, a message is already finished once its unsent bytes, and those before it in its stream, fit in ``buffer``.
+    fairness (see ``native/fluid/proportional_fairness.h``). A message first occupies the ``hold_port`` of its stream,
+    for the time that ``hold_work`` bytes take there; then its own bytes pass all ports of the stream. For the window of
+    its queue, a message is already finished once its unsent bytes, and those before it in its stream, fit in
+    ``buffer``.
 
     A port is a token bucket, full at the start: it saves up to ``burst`` bytes of unused capacity, which later pass at
     once.

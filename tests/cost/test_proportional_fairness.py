@@ -18,6 +18,7 @@ def shared(draw):
     return draw(st.lists(path, min_size=1, max_size=20)), draw(capacity)
 
 
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize(
     ("paths", "capacity", "rates"),
     [
@@ -32,19 +33,19 @@ def shared(draw):
         ([[0], [0, 1], [0, 1, 2], [1], [2]], [12, 12, 12], [6.4, 3.2, 2.4, 6.4, 9.6]),
     ],
 )
-def test_known_rates(paths, capacity, rates):
-    found = share_ports(paths, [float(value) for value in capacity], [0.0] * len(capacity))
+def test_known_rates(paths, capacity, rates, joint):
+    found = share_ports(paths, [float(value) for value in capacity], [0.0] * len(capacity), joint)
     assert found == pytest.approx(rates, rel=1e-5)
 
 
-@given(shared(), st.lists(shared(), max_size=3))
-def test_rates_are_feasible_and_optimal(problem, before):
+@given(shared(), st.lists(shared(), max_size=3), st.booleans())
+def test_rates_are_feasible_and_optimal(problem, before, joint):
     """No port is overloaded, and no change of rates increases the product, whatever the initial prices."""
     paths, capacity = problem
     price = [0.0] * PORTS
     for other, _ in before:  # leave prices of other flows
-        share_ports(other, capacity, price)
-    cold, warm = share_ports(paths, capacity, [0.0] * PORTS), share_ports(paths, capacity, price)
+        share_ports(other, capacity, price, joint)
+    cold, warm = (share_ports(paths, capacity, start, joint) for start in ([0.0] * PORTS, price))
     assert warm == pytest.approx(cold, rel=0.01)
     for rates in (cold, warm):
         for port in range(PORTS):
@@ -71,3 +72,13 @@ def test_search_starts_from_previous_prices():
     assert price == pytest.approx([1 / 4, 1 / 4], rel=1e-3)
     share_ports([*paths, [1]], capacity, price)
     assert price[0] < 1 / 4 < price[1]
+
+
+def test_joint_search_finds_the_rates_of_the_search_by_port():
+    """Eight hosts with one port each way exchange data, some pairs with several flows; also with a port free of charge."""
+    paths = [[i, 8 + (i + turn) % 8] for turn in range(5) for i in range(8) for _ in range(1 + (i * turn) % 3)]
+    capacity = [1e9 + 1e7 * port for port in range(15)] + [1e18]
+    one, both = ([0.0] * 16 for _ in range(2))
+    by_port, jointly = share_ports(paths, capacity, one), share_ports(paths, capacity, both, joint=True)
+    assert jointly == pytest.approx(by_port, rel=1e-5)
+    assert jointly != by_port  # it took the other way

@@ -169,6 +169,17 @@ def test_native_matches_reference_and_no_plan_beats_the_bound(
             assert times is None or (times[1] == finish).all()
 
 
+def test_native_matches_reference_where_hosts_exchange_all_data():
+    """Many flows share few ports, so most rates come from a search for all prices at once."""
+    topology = Topology.uniform([rank // 4 for rank in range(32)])
+    src, dst = Layout(Mesh.of((4, 4)), "S0 R"), Layout(Mesh.of((4, 4), first_rank=16), "R S1")
+    plan = make_plan(src, dst, (4096, 4096), "float32", strategy="send_recv", topology=topology)
+    messages = tabulate_messages(plan)
+    network = network_of(plan, messages, np.arange(len(messages)), topology)
+    for times, again in zip(flow_python(network), flow(network), strict=True):
+        assert (times == again).all()
+
+
 def test_makespan_above_the_cutoff_is_infinite():
     topology = Topology((0, 0, 1, 1), start_seconds=1e-3)
     src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2), "S0")

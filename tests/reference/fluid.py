@@ -1,4 +1,4 @@
-"""Python reference for ``native/fluid.h``, the event loop of the simulator."""
+"""Python reference for ``native/fluid/event_loop.h``, the event loop of the simulator."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ class _Flow:
                 ports.update(*(self.path[s] for s in self.active if not ports.isdisjoint(self.path[s])))
             self.dirty -= ports
             component = [s for s in self.active if not ports.isdisjoint(self.path[s])]
-            rates = share_ports([self.path[s] for s in component], capacity, self.price)
+            rates = share_ports([self.path[s] for s in component], capacity, self.price, joint=True)
             for s, rate in zip(component, rates, strict=True):
                 self.streams[s].rate = rate
         if self.has_bursts:

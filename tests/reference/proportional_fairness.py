@@ -12,9 +12,17 @@ _EXACT = 1e-6
 _SWEEPS = 200
 #: Limit on steps of Newton's method per port and sweep.
 _STEPS = 20
+#: With more ports than this, one price is set after another.
+_MOST_JOINT_PORTS = 64
+#: Limit on steps of Newton's method for all prices at once.
+_ROUNDS = 12
+#: A price is not unique if the pivot of its row is below this fraction of the row's diagonal entry.
+_SINGULAR = 1e-9
+#: Most by which a step may reduce the cost of a flow, as a fraction.
+_LARGEST_CUT = 0.9
 
 
-def share_ports(paths: list[list[int]], capacity: list[float], price: list[float]) -> list[float]:
+def share_ports(paths: list[list[int]], capacity: list[float], price: list[float], joint: bool = False) -> list[float]:
     """The rates that maximize the sum of their logarithms.
 
     This models connections with a fixed window over lossless queues. The rate of a connection is its window divided by
@@ -26,12 +34,13 @@ def share_ports(paths: list[list[int]], capacity: list[float], price: list[float
         paths: ports of each flow, at least one per flow.
         capacity: bytes per second of each port.
         price: start value of the price of each port, zero if unknown; overwritten with the prices found.
+        joint: whether to try all prices at once first.
 
     Returns:
         Bytes per second of each flow. The flows of a port do not exceed its capacity.
     """
     rate = _share_single_bottlenecks(paths, capacity)
-    return _search_prices(paths, capacity, price) if rate is None else rate
+    return _search_prices(paths, capacity, price, joint) if rate is None else rate
 
 
 def _share_single_bottlenecks(paths: list[list[int]], capacity: list[float]) -> list[float] | None:
@@ -72,8 +81,8 @@ def _share_single_bottlenecks(paths: list[list[int]], capacity: list[float]) -> 
     return rate
 
 
-def _search_prices(paths: list[list[int]], capacity: list[float], price: list[float]) -> list[float]:
-    """Adjust one port's price after another until all loads fit; a flow's rate is 1 over the sum of its prices."""
+def _search_prices(paths: list[list[int]], capacity: list[float], price: list[float], joint: bool) -> list[float]:
+    """Adjust prices until all loads fit; a flow's rate is 1 over the sum of its prices."""
     flows: list[list[int]] = [[] for _ in capacity]
     cost = [0.0] * len(paths)
     for flow, path in enumerate(paths):
@@ -85,6 +94,11 @@ def _search_prices(paths: list[list[int]], capacity: list[float], price: list[fl
             price[path[0]] = len(flows[path[0]]) / capacity[path[0]]
             for other in flows[path[0]]:
                 cost[other] += price[path[0]]
+    used = [port for port, row in enumerate(flows) if row]
+    if joint and len(used) <= _MOST_JOINT_PORTS:
+        rates = _set_joint_prices(paths, used, capacity, price, cost)
+        if rates is not None:
+            return rates
     for _ in range(_SWEEPS):
         worst = 0.0
         for port, row in enumerate(flows):
@@ -104,6 +118,107 @@ def _search_prices(paths: list[list[int]], capacity: list[float], price: list[fl
             most = max(most, over[port])
         rate.append(1 / (cost[flow] * most))
     return rate
+
+
+def _set_joint_prices(
+    paths: list[list[int]], used: list[int], capacity: list[float], price: list[float], cost: list[float]
+) -> list[float] | None:
+    """Newton's method on the dual for all prices at once; None if the loads do not fit after a few rounds."""
+    n, number = len(used), {port: i for i, port in enumerate(used)}
+    bundle_of, bundles, count, costs = _bundle_flows(paths, number, cost)
+    prices = [price[port] for port in used]
+    for _ in range(_ROUNDS):
+        load = [0.0] * n
+        hessian = [[0.0] * n for _ in range(n)]
+        for row, amount, each in zip(bundles, count, costs, strict=True):
+            part = amount * (1 / each)
+            curvature = part * (1 / each)
+            for a, i in enumerate(row):
+                load[i] += part
+                for j in row[: a + 1]:
+                    hessian[max(i, j)][min(i, j)] += curvature
+        off = [load[i] / capacity[port] - 1 for i, port in enumerate(used)]
+        fixed = [prices[i] == 0.0 and off[i] < 0 for i in range(n)]
+        if max((abs(off[i]) for i in range(n) if not fixed[i]), default=0.0) <= _EXACT:
+            for i, port in enumerate(used):
+                price[port] = prices[i]
+                load[i] /= capacity[port]
+            rates = [1 / (each * max(1.0, *(load[i] for i in row))) for row, each in zip(bundles, costs, strict=True)]
+            return [rates[bundle] for bundle in bundle_of]
+        move = _solve(hessian, [load[i] - capacity[port] for i, port in enumerate(used)], fixed)
+        part = 1.0
+        for row, each in zip(bundles, costs, strict=True):
+            change = 0.0
+            for i in row:
+                change += move[i]
+            if change < -_LARGEST_CUT * each:
+                part = min(part, -_LARGEST_CUT * each / change)
+        prices = [max(prices[i] + part * move[i], 0.0) for i in range(n)]
+        for bundle, row in enumerate(bundles):
+            costs[bundle] = 0.0
+            for i in row:
+                costs[bundle] += prices[i]
+        if min(costs) <= 0:
+            return None
+    return None
+
+
+def _bundle_flows(
+    paths: list[list[int]], number: dict[int, int], cost: list[float]
+) -> tuple[list[int], list[list[int]], list[float], list[float]]:
+    """Bundles of flows with one path of one or two ports; each longer path is a bundle of its own.
+
+    Returns:
+        The bundle of each flow; and of each bundle the ports, the number of flows, and the cost of a flow.
+    """
+    known: dict[tuple[int, ...], int] = {}
+    bundle_of, bundles, count, costs = [], [], [], []
+    for flow, path in enumerate(paths):
+        row = [number[port] for port in path]
+        bundle = known.get(tuple(row)) if len(row) <= 2 else None
+        if bundle is None:
+            bundle = known[tuple(row)] = len(bundles)
+            bundles.append(row)
+            count.append(0.0)
+            costs.append(cost[flow])
+        count[bundle] += 1
+        bundle_of.append(bundle)
+    return bundle_of, bundles, count, costs
+
+
+def _solve(hessian: list[list[float]], right: list[float], fixed: list[bool]) -> list[float]:
+    """Solve ``hessian @ move = right`` for the ports that are not fixed, from its lower half, by LDL decomposition.
+
+    A port whose row depends on earlier rows does not move either.
+    """
+    n, fixed = len(right), list(fixed)
+    move = [0.0] * n
+    for i in range(n):
+        row = hessian[i]
+        if fixed[i]:
+            continue
+        for j in range(i):
+            row[j] = 0.0 if fixed[j] else row[j]
+            for k in range(j if not fixed[j] else 0):
+                row[j] -= row[k] * hessian[j][k]
+        pivot, move[i] = row[i], right[i]
+        for j in range(i):
+            if not fixed[j]:
+                scaled = row[j] / hessian[j][j]
+                pivot -= scaled * row[j]
+                move[i] -= scaled * move[j]
+                row[j] = scaled
+        if pivot <= _SINGULAR * row[i]:
+            fixed[i], move[i] = True, 0.0
+        row[i] = pivot
+    for i in range(n):
+        if not fixed[i]:
+            move[i] /= hessian[i][i]
+    for i in reversed(range(n)):
+        for j in range(i):
+            if not (fixed[i] or fixed[j]):
+                move[j] -= hessian[i][j] * move[i]
+    return move
 
 
 def _set_price(port: int, row: list[int], cost: list[float], capacity: float, price: list[float]) -> float:

@@ -1,4 +1,4 @@
-// Python binding of the simulator's event loop (fluid.h): checks the arrays and builds the tables of the loop.
+// Python binding of the simulator's event loop (event_loop.h): checks the arrays and builds the tables of the loop.
 
 #include <algorithm>
 #include <cstdint>
@@ -10,7 +10,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
-#include "fluid.h"
+#include "event_loop.h"
 
 namespace nb = nanobind;
 
@@ -75,7 +75,7 @@ bool flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Float
     loop.port_at = port_at.data(), loop.port = port.data(), loop.hold_port = hold_port.data();
     loop.hold_work = hold_work.data(), loop.buffer = buffer.data();
     loop.port_rate = rate.data(), loop.num_ports = num_ports, loop.burst = burst.data();
-    loop.sharing.price.assign(num_ports, 0);
+    loop.sharing.price.assign(num_ports, 0), loop.sharing.joint = true;
     loop.capacity.assign(rate.data(), rate.data() + num_ports);
     loop.passing.resize(num_ports), loop.is_dirty.resize(num_ports), loop.is_found_port.resize(num_ports);
     loop.saved.assign(burst.data(), burst.data() + num_ports), loop.saving.assign(num_ports, 0);

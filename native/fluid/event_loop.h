@@ -22,7 +22,7 @@
 #include <limits>
 #include <vector>
 
-#include "interruption.h"
+#include "../interruption.h"
 #include "proportional_fairness.h"
 
 constexpr double TIME_TOLERANCE = 1e-9; // events within this fraction of a step are simultaneous

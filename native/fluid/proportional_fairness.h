@@ -12,7 +12,7 @@
 //    these rates, they are the result.
 // 2. Otherwise search_prices sets one port's price after another, by Newton's method on 1 over the load (which is
 //    concave in the price), until all loads fit. It starts from the prices of the previous call. Rates are scaled down
-//    at the end so that no port is over capacity.
+//    at the end so that no port is over capacity. The simulator first tries all prices at once (joint_prices.h).
 //
 // tests/reference/proportional_fairness.py does the same floating point operations in the same order.
 
@@ -26,17 +26,14 @@
 #include <utility>
 #include <vector>
 
-struct Path {
-    const int64_t *first, *last;
-    const int64_t *begin() const { return first; }
-    const int64_t *end() const { return last; }
-};
+#include "joint_prices.h"
 
 // Keeps the prices between calls as the start of the next search. A call takes time for the ports of its flows only.
 class Sharing {
   public:
     std::vector<double> price; // of each port
     std::vector<double> rate;  // of each flow
+    bool joint = false;        // whether to try all prices at once first
 
     void share(const std::vector<Path> &paths, const std::vector<double> &capacity) {
         rate.resize(paths.size());
@@ -67,6 +64,7 @@ class Sharing {
     static constexpr double EQUAL = 1e-9; // relative difference of equal shares
     static constexpr double EXACT = 1e-6; // relative error of a port's load at which the search stops
     static constexpr int SWEEPS = 200, STEPS = 20;
+    static constexpr size_t MOST_JOINT_PORTS = 64; // with more ports, one price after another is faster
     static constexpr size_t RECALLED = 16; // searches whose results are kept
     struct Port {
         double left, share, exact; // capacity that is left, for each open flow; price, if single bottlenecks share
@@ -89,6 +87,7 @@ class Sharing {
     Search searches_[RECALLED];
     size_t next_search_ = 0;
     std::vector<int64_t> number_of_; // by port: its number among those that are used
+    JointPrices joint_prices_;
     std::vector<double> cost_, over_;
     std::vector<int64_t> used_, flows_, here_, touched_; // used_: ports with flows
     std::vector<char> is_open_;
@@ -228,6 +227,9 @@ class Sharing {
                 price[number] = static_cast<double>(port.last - port.first) / capacity[number];
                 each_flow(port, [&](int64_t other) { cost_[other] += price[number]; });
             }
+        if (joint && used_.size() <= MOST_JOINT_PORTS &&
+            joint_prices_.search({paths, used_, number_of_, capacity, cost_, EXACT}, price, rate))
+            return;
         for (int sweep = 0; sweep < SWEEPS; ++sweep) {
             double worst = 0;
             for (const int64_t port : used_)
