@@ -22,5 +22,22 @@ def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.arange(total, dtype=np.int64) - np.repeat(before - first, counts)
 
 
+def number_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different values, ascending, and for each entry the index of its value among them.
+
+    Args:
+        values: ``(entries,)`` integers, at least 0.
+    """
+    size = int(values.max(initial=0)) + 1
+    if size > 4 * len(values) + _MOST_MARKED:
+        found, number = np.unique(values, return_inverse=True)
+        return found, number.ravel().astype(np.int64)
+    is_present = np.zeros(size, dtype=bool)
+    is_present[values] = True
+    return np.flatnonzero(is_present), (np.cumsum(is_present) - 1)[values]
+
+
+#: Values below this are marked in an array; it is faster than sorting even a few.
+_MOST_MARKED = 2**14
 #: Stands for "no rank" in integer arrays of ranks.
 NO_RANK = -1

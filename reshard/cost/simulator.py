@@ -11,11 +11,13 @@ import numpy as np
 from reshard.cost.fluid import Network, flow_until
 from reshard.errors import PlanError, TopologyError
 from reshard.plan import MessageTable, Plan, find_turns, recvs_ahead, tabulate_messages
-from reshard.ragged import ranges
+from reshard.ragged import number_values, ranges
 from reshard.topology import MAX_NICS, Topology
 
 #: The rate of a link that the topology does not limit.
 _UNLIMITED = 1e18
+#: Up to this window, :func:`recvs_ahead` is looked up in a table.
+_MOST_TABLED = 64
 #: Relative error of the difference of two times.
 _ROUNDING = 1e-9
 
@@ -113,9 +115,9 @@ def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: 
     sender, receiver = messages.sender[moves], messages.receiver[moves]
     host = topology.host_by_rank
     inside = (host[sender] == host[receiver]).astype(np.int64)
-    _, queue = np.unique(sender * 2 + inside, return_inverse=True)
-    pairs, stream = np.unique(sender * len(host) + receiver, return_inverse=True)
-    _, to = np.unique(receiver, return_inverse=True)
+    queue = number_values(sender * 2 + inside)[1]
+    pairs, stream = number_values(sender * len(host) + receiver)
+    to = number_values(receiver)[1]
     row_of = np.full(len(messages), -1, dtype=np.int64)
     row_of[moves] = np.arange(len(moves))
     num_after = np.diff(messages.after_at)[moves]
@@ -128,9 +130,9 @@ def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: 
         hold = hold + np.where(takes_turn, topology.turn_seconds, 0.0)
     hold_port = ports.port[ports.port_at[:-1]]
     return Network(
-        queue=queue.ravel().astype(np.int64),
-        stream=stream.ravel().astype(np.int64),
-        receiver=to.ravel().astype(np.int64),
+        queue=queue,
+        stream=stream,
+        receiver=to,
         window=np.ascontiguousarray(messages.window[moves]),
         nbytes=messages.nbytes[moves].astype(np.float64),
         after_at=np.concatenate([[0], np.cumsum(np.bincount(later, minlength=len(moves)))]).astype(np.int64),
@@ -139,7 +141,7 @@ def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: 
         port_at=ports.port_at,
         port=ports.port,
         hold_port=hold_port,
-        hold_work=hold * ports.rate[hold_port[stream.ravel()]],
+        hold_work=hold * ports.rate[hold_port[stream]],
         buffer=np.full(len(pairs), float(topology.send_buffer_bytes)),
         rate=ports.rate,
         burst=np.where(ports.are_inside, 0.0, float(topology.burst_bytes)),
@@ -147,8 +149,12 @@ def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: 
 
 
 def _find_ahead(window: np.ndarray) -> np.ndarray:
-    found, inverse = np.unique(window, return_inverse=True)
-    return np.array([recvs_ahead(int(w)) for w in found], dtype=np.int64)[inverse.ravel()]
+    """:func:`recvs_ahead` of each window."""
+    most = int(window.max(initial=0))
+    if most > _MOST_TABLED:
+        found, inverse = np.unique(window, return_inverse=True)
+        return np.array([recvs_ahead(int(w)) for w in found], dtype=np.int64)[inverse.ravel()]
+    return np.array([recvs_ahead(w) for w in range(most + 1)], dtype=np.int64)[window]
 
 
 _OUT, _IN, _EGRESS, _UP, _DOWN, _INGRESS = range(6)
@@ -170,7 +176,7 @@ class _Ports:
     @classmethod
     def of(cls, topology: Topology, sender: np.ndarray, receiver: np.ndarray) -> _Ports:
         """The ports of streams from ``sender[s]`` to ``receiver[s]``."""
-        host, nic = topology.host_by_rank, np.array(topology.nic_of_rank, dtype=np.int64)
+        host, nic = topology.host_by_rank, topology.nic_by_rank
         a, b = host[sender], host[receiver]
         inside = a == b
         apart = np.zeros(len(a), dtype=bool)
@@ -197,19 +203,23 @@ class _Ports:
         order = np.argsort(first)
         number = np.empty_like(order)
         number[order] = np.arange(len(order))
-        kinds = (found[order] % 6).tolist()
-        indices, nics = (found[order] // 6 // MAX_NICS).tolist(), (found[order] // 6 % MAX_NICS).tolist()
-        rate = [_rate_of(topology, *port) for port in zip(kinds, indices, nics, strict=True)]
+        kind, index = found[order] % 6, found[order] // 6 // MAX_NICS
         return cls(
             port_at=np.concatenate([[0], np.cumsum(passed.sum(axis=1))]),
             port=number[which.ravel()],
-            rate=np.array(rate, dtype=np.float64),
-            are_inside=np.array([kind in (_OUT, _IN) for kind in kinds], dtype=bool),
+            rate=_rates_of(topology, kind, index, found[order] // 6 % MAX_NICS),
+            are_inside=(kind == _OUT) | (kind == _IN),
         )
 
 
-def _rate_of(topology: Topology, kind: int, index: int, nic: int) -> float:
-    if kind in (_OUT, _IN):
-        return topology.inside_bytes_per_second or _UNLIMITED
-    port = topology.pods[index] if kind in (_UP, _DOWN) else topology.host(index).nics[nic]
-    return port.egress_bytes_per_second if kind in (_EGRESS, _UP) else port.ingress_bytes_per_second
+def _rates_of(topology: Topology, kind: np.ndarray, index: np.ndarray, nic: np.ndarray) -> np.ndarray:
+    """``(ports,)`` bytes per second of ports, given their kinds, their hosts or pods, and their NICs."""
+    rate = np.full(len(kind), topology.inside_bytes_per_second or _UNLIMITED)
+    for of_nics, rates in zip((_EGRESS, _INGRESS), topology.nic_rates, strict=True):
+        which = kind == of_nics
+        rate[which] = rates[index[which] if len(rates) > 1 else 0, nic[which]]
+    for direction, of_pods in (("egress", _UP), ("ingress", _DOWN)):
+        which = kind == of_pods
+        pods = [getattr(pod, f"{direction}_bytes_per_second") for pod in topology.pods]
+        rate[which] = np.array(pods, dtype=np.float64)[index[which]]
+    return rate

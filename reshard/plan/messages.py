@@ -47,6 +47,8 @@ class MessageTable:
 def tabulate_messages(plan: Plan) -> MessageTable:
     """The table of all messages of a plan."""
     transfers = plan.transfers
+    if len(transfers.sender) == len(transfers) and (transfers.num_chunks == 1).all():
+        return _tabulate_single_messages(plan)
     num_edges = np.diff(transfers.edge_at)
     num_boxes = transfers.num_boxes
     counts = num_edges * transfers.num_chunks
@@ -82,6 +84,24 @@ def tabulate_messages(plan: Plan) -> MessageTable:
         after_at=after_at,
         after=after,
         window=transfers.window[transfer],
+    )
+
+
+def _tabulate_single_messages(plan: Plan) -> MessageTable:
+    """The table of a plan whose transfers are one message each."""
+    transfers = plan.transfers
+    count = len(transfers)
+    return MessageTable(
+        id=transfers.first_message[:-1],
+        transfer=np.arange(count),
+        chunk=np.zeros(count, dtype=np.int64),
+        sender=transfers.sender,
+        receiver=transfers.receiver,
+        nbytes=plan.message_bytes,
+        source=transfers.source,
+        after_at=transfers.after_at,
+        after=transfers.after,
+        window=transfers.window,
     )
 
 

@@ -65,6 +65,19 @@ class Transfers:
         if len(self.after) or (self.source >= 0).any():
             self._check_after()
 
+    @classmethod
+    def unchecked(cls, **arrays: np.ndarray) -> Transfers:
+        """The transfers of these arrays, all of them int64, contiguous and owned by the caller, without any check.
+
+        For strategies whose output needs no check. The arrays become read-only.
+        """
+        self = cls.__new__(cls)
+        for name in cls.__dataclass_fields__:
+            array = arrays[name]
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+        return self
+
     def _check_after(self) -> None:
         later = np.repeat(np.arange(len(self)), np.diff(self.after_at))
         single = (np.diff(self.edge_at) == 1) & (self.num_chunks == 1)

@@ -210,19 +210,21 @@ def floor_of_messages(
 ) -> float:
     """Like :func:`floor_of_transfers`, for ``count[i]`` messages of together ``nbytes[i]`` bytes from each sender."""
     topology = problem.topology
-    host, nic = topology.host_by_rank, np.array(topology.nic_of_rank, dtype=np.int64)
+    host, nic = topology.host_by_rank, topology.nic_by_rank
     a, b = host[sender], host[receiver]
     crosses = a != b
     inside = ~crosses & (sender != receiver)
     seconds = [0.0]
     if crosses.any():
-        egress, ingress, latency = _rates(topology)
+        egress, ingress = topology.nic_rates
+        latency = topology.latency_seconds
         x, y, part = a[crosses] * MAX_NICS, b[crosses] * MAX_NICS, nbytes[crosses]
         x, y = x + nic[sender[crosses]], y + nic[receiver[crosses]]
-        size = topology.num_hosts * MAX_NICS
-        sent = np.bincount(x, weights=part, minlength=size) / egress
-        held = np.bincount(x, weights=count[crosses], minlength=size) * latency
-        received = np.bincount(y, weights=part, minlength=size) / ingress
+        sent, held, received = (
+            np.bincount(port, weights=amount, minlength=topology.num_hosts * MAX_NICS).reshape(-1, MAX_NICS)
+            for port, amount in ((x, part), (x, count[crosses]), (y, part))
+        )
+        sent, held, received = sent / egress[: len(sent)], held * latency, received / ingress[: len(received)]
         seconds += [float((sent + held).max()), float(received.max()) + latency]
         if topology.pods:
             pod = np.array([topology.host(h).pod for h in range(topology.num_hosts)], dtype=np.int64)
@@ -241,23 +243,6 @@ def floor_of_messages(
         came = np.bincount(receiver[inside], weights=work)
         seconds += [float(left.max()), float(came.max()) + latency]
     return max(max(seconds) - _burst_seconds(topology), 0.0) + topology.start_seconds
-
-
-def _rates(topology: Topology) -> tuple[np.ndarray, np.ndarray, float]:
-    """Egress and ingress rates of all NICs, indexed ``host * MAX_NICS + nic``, and the latency between hosts."""
-    egress, ingress = (np.full(topology.num_hosts * MAX_NICS, np.inf) for _ in range(2))
-    if len(topology.hosts) == 1:
-        for number, nic in enumerate(topology.hosts[0].nics):
-            egress[number::MAX_NICS], ingress[number::MAX_NICS] = (
-                nic.egress_bytes_per_second,
-                nic.ingress_bytes_per_second,
-            )
-    else:
-        for h in range(topology.num_hosts):
-            for number, nic in enumerate(topology.host(h).nics):
-                at = h * MAX_NICS + number
-                egress[at], ingress[at] = nic.egress_bytes_per_second, nic.ingress_bytes_per_second
-    return egress, ingress, topology.latency_seconds
 
 
 def _rates_of_ports(topology: Topology) -> list[float]:

@@ -250,7 +250,7 @@ class Topology:
         host_of_rank = tuple(number.setdefault(name, len(number)) for name in hostnames)
         return cls(host_of_rank, turn_seconds=2 * MESSAGE_SECONDS)
 
-    @property
+    @cached_property
     def num_hosts(self) -> int:
         """One more than the highest host index of any rank. Lower indices without ranks count too."""
         return 1 + max(self.host_of_rank, default=-1)
@@ -271,6 +271,20 @@ class Topology:
     def host_by_rank(self) -> np.ndarray:
         """``host_of_rank`` as an int64 array."""
         return np.array(self.host_of_rank, dtype=np.int64)
+
+    @cached_property
+    def nic_by_rank(self) -> np.ndarray:
+        """``nic_of_rank`` as an int64 array."""
+        return np.array(self.nic_of_rank, dtype=np.int64)
+
+    @cached_property
+    def nic_rates(self) -> tuple[np.ndarray, np.ndarray]:
+        """Egress and ingress bytes per second, each ``(len(hosts), MAX_NICS)``; infinite where a host has no NIC."""
+        egress, ingress = np.full((2, len(self.hosts), MAX_NICS), np.inf)
+        for host, described in enumerate(self.hosts):
+            for nic, port in enumerate(described.nics):
+                egress[host, nic], ingress[host, nic] = port.egress_bytes_per_second, port.ingress_bytes_per_second
+        return egress, ingress
 
     def without_latency(self) -> Topology:
         """The same topology with all latencies 0."""

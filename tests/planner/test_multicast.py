@@ -1,5 +1,6 @@
 """Multicast plans: time against the lower bound, chunks, staging, and equality with the Python reference."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -141,6 +142,7 @@ def test_native_and_reference_schedules_are_equal(case, nics, in_pods, rates, in
     topology = replace(topology, inside_bytes_per_second=inside[0], inside_latency_seconds=inside[1])
     plan = make_plan(src, dst, shape, "float32", strategy="multicast", topology=topology)
     check_plan(plan)
+    copy.copy(plan.transfers)  # through the constructor, which checks ``after`` and ``source``
     problem = Problem.of([TensorSpec(shape, "float32", src, dst)], plan.topology)
     workload = replace(make_workload(problem)[0], near_first=near_first, keeps_partners=partners)
     ports = ports_of(problem)

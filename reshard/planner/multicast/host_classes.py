@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,8 @@ _MIN_CHUNK_BYTES = 2**14
 LONGEST_CHAIN = 8
 #: Share of a rank's bandwidth inside its host that forwarding may use if one rank serves a NIC alone.
 _MAX_INSIDE_SHARE = 0.5
+#: Limit on (number of slots, load of a link) pairs that are priced at once, so that they fit the processor's cache.
+_MAX_LOADS_AT_ONCE = 10_000
 _NO_HOST = np.iinfo(np.int64).max
 
 #: Rows of different lengths as ``(at, values)``: row k is ``values[at[k]:at[k + 1]]``.
@@ -122,14 +125,28 @@ class _LinkLoads:
         """Time of the busiest link; ``nbytes`` is ``(host_classes,)``."""
         return float((self._total(nbytes) / self.rate).max(initial=0.0))
 
-    def seconds_of_chunks(self, counts: np.ndarray, nbytes: np.ndarray, latency_seconds: float) -> float:
-        """Time of the busiest link for ``counts`` chunks of ``nbytes`` per host class; ports pass whole chunks."""
-        each = np.ceil(self._total(counts) / self.ports) * self.ports  # as if all ports had as many as the busiest
-        total = self._total(counts * nbytes) * (each / np.maximum(self._total(counts), 1))
-        return float((total / self.rate + each / self.ports * latency_seconds).max(initial=0.0))
+    def seconds_of_chunks(self, counts: np.ndarray, nbytes: np.ndarray, latency_seconds: float) -> np.ndarray:
+        """``(rows,)`` time of the busiest link for chunks of each host class; ports pass whole chunks.
+
+        Args:
+            counts, nbytes: ``(rows, host_classes)`` number of chunks, and bytes of a chunk.
+            latency_seconds: time that a port spends per chunk, besides its bytes.
+        """
+        count = _sum_rows(self.link, counts[:, self.host_class], len(self.rate))
+        each = np.ceil(count / self.ports) * self.ports  # as if all ports had as many as the busiest
+        total = _sum_rows(self.link, (counts * nbytes)[:, self.host_class], len(self.rate))
+        total *= each / np.maximum(count, 1)
+        return (total / self.rate + each / self.ports * latency_seconds).max(axis=1, initial=0.0)
 
     def _total(self, amount: np.ndarray) -> np.ndarray:
         return np.bincount(self.link, weights=amount[self.host_class], minlength=len(self.rate))
+
+
+def _sum_rows(key: np.ndarray, amount: np.ndarray, size: int) -> np.ndarray:
+    """``(rows, size)`` sums of each row of ``amount`` ``(rows, entries)``, grouped by ``key`` ``(entries,)``."""
+    rows = len(amount)
+    keys = (key + np.arange(rows)[:, None] * size).ravel()
+    return np.bincount(keys, weights=amount.ravel(), minlength=rows * size).reshape(rows, size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,15 +180,17 @@ class _FanOut:
             latency_seconds=topology.inside_latency_seconds,
         )
 
-    def seconds(self, counts: np.ndarray, nbytes: np.ndarray) -> float:
-        """Time of the busiest host, plus the time to forward the chunk that arrives last."""
-        per_chunk = self.latency_seconds + nbytes[self.host_class] / self.bytes_per_second
-        total = np.bincount(
-            self.host, weights=counts[self.host_class] * self.times * per_chunk, minlength=len(self.num_ranks)
-        )
+    def seconds(self, counts: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+        """``(rows,)`` time of the busiest host, plus the time to forward the chunk that arrives last.
+
+        Args:
+            counts, nbytes: ``(rows, host_classes)`` number of chunks, and bytes of a chunk.
+        """
+        per_chunk = self.latency_seconds + nbytes[:, self.host_class] / self.bytes_per_second
+        total = _sum_rows(self.host, counts[:, self.host_class] * self.times * per_chunk, len(self.num_ranks))
         steps = np.where(self.times < LONGEST_CHAIN, self.times, 2 * np.log2(self.times + 1))
-        last = float((steps * per_chunk).max(initial=0.0))
-        return float((total / np.maximum(self.num_ranks, 1)).max(initial=0.0)) + last
+        last = (steps * per_chunk).max(axis=1, initial=0.0)
+        return (total / np.maximum(self.num_ranks, 1)).max(axis=1, initial=0.0) + last
 
 
 def is_fast_inside(topology: Topology, host_classes: HostClasses) -> bool:
@@ -285,12 +304,18 @@ def count_chunks(topology: Topology, host_classes: HostClasses, largest: np.ndar
     cap = float(largest[moves].max())
     fan_out = _FanOut.of(host_classes, topology)
 
-    def cost(n: int) -> tuple[float, int]:
-        size = np.minimum(least * fastest / n * relative_size, cap)
-        counts = np.where(moves, np.maximum(np.ceil(nbytes / size - 1e-9), min_counts), 0.0)
-        per_hop = float(size.max()) / fastest + topology.latency_seconds
-        across = loads.seconds_of_chunks(counts, size, topology.latency_seconds)
-        return max(across, fan_out.seconds(counts, size)) + fill * per_hop, n
+    def cheapest(numbers: Sequence[int]) -> int:
+        """The number of slots with the lowest cost, the smallest of several."""
+        costs: list[float] = []
+        at_once = max(_MAX_LOADS_AT_ONCE // (len(loads.link) + 1), 1)
+        for first in range(0, len(numbers), at_once):
+            slots = np.array(numbers[first : first + at_once])[:, None]
+            size = np.minimum(least * fastest / slots * relative_size, cap)
+            counts = np.where(moves, np.maximum(np.ceil(nbytes / size - 1e-9), min_counts), 0.0)
+            per_hop = size.max(axis=1) / fastest + topology.latency_seconds
+            across = loads.seconds_of_chunks(counts, size, topology.latency_seconds)
+            costs += (np.maximum(across, fan_out.seconds(counts, size)) + fill * per_hop).tolist()
+        return min(zip(costs, numbers, strict=True))[1]
 
     most = _most_slots(len(receivers), max(len(topology.host(h).nics) for h in senders))
     first, last = most, most * 3 // 2
@@ -298,9 +323,9 @@ def count_chunks(topology: Topology, host_classes: HostClasses, largest: np.ndar
         last = max(min(last, int(least * fastest) // _MIN_CHUNK_BYTES), 1)
         first = min(first, last)
     else:
-        _, near = min(cost(n) for n in sorted({round(1.25**i) for i in range(40) if 1.25**i < most}))
+        near = cheapest(sorted({round(1.25**i) for i in range(40) if 1.25**i < most}))
         first, last = max(round(near / 1.25), 1), min(round(near * 1.25), last)
-    _, n = min(cost(n) for n in range(first, last + 1, max(1, (last - first) // 32)))
+    n = cheapest(range(first, last + 1, max(1, (last - first) // 32)))
     counts = np.ceil(nbytes * n / (least * fastest * relative_size) - 1e-9).astype(np.int64)
     return np.maximum(np.where(moves, counts, 1), min_counts), relative_size
 

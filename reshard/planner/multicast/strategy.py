@@ -234,7 +234,7 @@ def _snap_rates(rates: list[float]) -> dict[float, float]:
 
 def _to_transfers(problem: Problem, pieces: Pieces, schedule: Schedule) -> Transfers:
     host = problem.topology.host_by_rank
-    return Transfers(
+    return Transfers.unchecked(
         box_at=pieces.at,
         box_tensor=pieces.tensor,
         box_start=pieces.start,

@@ -224,8 +224,7 @@ def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Trans
     Raises:
         PlanError: ``staging_bytes`` is below 64 KiB.
     """
-    if staging_bytes < MIN_STAGING_BYTES:
-        raise PlanError(f"staging_bytes is {staging_bytes}; use at least {MIN_STAGING_BYTES}")
+    _check_staging(staging_bytes)
     routes = Routes.join([copy_routes(problem), routes])
     itemsize = np.array([spec.itemsize for spec in problem.tensors], dtype=np.int64)[problem.tensor[routes.task]]
     nbytes = (routes.stop - routes.start).prod(axis=1, dtype=np.int64) * itemsize
@@ -260,9 +259,17 @@ def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Trans
     )
 
 
+def _check_staging(staging_bytes: int) -> None:
+    if staging_bytes < MIN_STAGING_BYTES:
+        raise PlanError(f"staging_bytes is {staging_bytes}; use at least {MIN_STAGING_BYTES}")
+
+
 def complete(problem: Problem, chosen: Routes | Transfers) -> Transfers:
     """All transfers of a plan: local copies, then the strategy's result, cut into chunks if it is routes."""
     if isinstance(chosen, Transfers):
+        if not problem.keeps.any():
+            _check_staging(problem.staging_bytes)
+            return chosen
         copies = cut_transfers(problem, Routes.of(problem, []), problem.staging_bytes)
         return join_transfers(copies, chosen)
     return cut_transfers(problem, chosen, problem.staging_bytes)
