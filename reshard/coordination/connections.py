@@ -131,14 +131,17 @@ class Connections:
 
     def abort(self) -> None:
         """End all waits on every transport, on this rank and soon on the other ranks."""
+        on_device = list(self._exchanges.values())
         for group in self._groups:
             abort_group(group)
-        for exchange in self._exchanges.values():
-            exchange.abort()
         if isinstance(self._collectives, dist.ProcessGroupGloo):
             abort_group(self._collectives)
         elif self._collectives is not None:
-            self._collectives.abort()
+            on_device.append(self._collectives)
+        for one in on_device:  # an abort may wait for the kernels of the others
+            one.begin_abort()
+        for one in on_device:
+            one.abort()
 
 
 class _PolledStore(dist.Store):

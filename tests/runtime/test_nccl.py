@@ -8,10 +8,13 @@ import os
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from reshard.coordination.connections import Connections
+from reshard.runtime.cuda import nccl
 from reshard.runtime.cuda.nccl import DATA_TYPES, Communicator, Library, NcclError, find_library
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.nccl_standin import build_standin
@@ -21,12 +24,12 @@ def _message(array, rank):
     return array.data_ptr(), array.numel() * array.element_size(), rank
 
 
-def _communicator(path, rank, port, size, **options):
+def _communicator(path, rank, port, size, key="id", **options):
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
     library = Library(path)
     if rank == 0:
-        store.set("id", library.make_unique_id())
-    return Communicator(library, store.get("id"), rank, size, **({"timeout_seconds": 10.0} | options))
+        store.set(key, library.make_unique_id())
+    return Communicator(library, store.get(key), rank, size, **({"timeout_seconds": 10.0} | options))
 
 
 def _exchange(rank, port, path):
@@ -59,11 +62,17 @@ def test_messages_match_by_order_and_collectives_reduce(standin):
 
 
 def _mistakes(rank, port, path):
-    """A group ends even after an error inside it, and the next one works."""
-    comm = _communicator(path, rank, port, 2)
+    """A group ends even after an error inside it, and the next one of this thread works, on another communicator."""
     array = torch.full((4,), float(rank))
+    broken = _communicator(path, rank, port, 2)
     with pytest.raises(NcclError, match=r"ncclSend: invalid argument: invalid rank"):
-        comm.exchange([], [_message(array, 7)], stream=0)
+        broken.exchange([], [_message(array, 7)], stream=0)
+    with pytest.raises(NcclError, match=r"ncclSend: invalid argument"):
+        broken.exchange([], [_message(array, 1 - rank)], stream=0)
+    assert "invalid argument" in broken.find_error()
+    broken.close()  # aborts it
+    assert broken.find_error() is None
+    comm = _communicator(path, rank, port, 2, key="another")
     with pytest.raises(ctypes.ArgumentError):
         comm.exchange([], [(array, 16, 1 - rank)], stream=0)
     got = torch.empty(4)
@@ -131,10 +140,108 @@ def test_abort_ends_the_wait_of_another_thread(standin):
     assert seconds < 2
 
 
+def _exchange_in_threads(rank, port, path):
+    """Each rank posts 40 groups in each of four threads. The pairs of messages are alike, so their order is free."""
+    comm = _communicator(path, rank, port, 2)
+    failures, own = [], torch.full((64,), float(rank))
+
+    def post():
+        try:
+            for _ in range(40):
+                got = torch.empty(64)
+                comm.exchange([_message(got, 1 - rank)], [_message(own, 1 - rank)], stream=0)
+                assert (got == 1 - rank).all()
+        except Exception as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=post) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    comm.close()
+    return failures
+
+
+def test_threads_wait_until_the_group_of_another_is_launched(standin):
+    assert run_processes(_exchange_in_threads, 2, standin, init_group=False) == [[], []]
+
+
+def _two_hang(rank, port, path):
+    """On rank 0 a receive hangs on each of two communicators. NCCL ends the abort of one when both have ended."""
+    connections = Connections(torch.distributed.HashStore(), 0, (0, 1))
+    both = [_communicator(path, rank, port, 2, key=f"id {number}", timeout_seconds=60.0) for number in range(2)]
+    got, own = torch.empty(1), torch.ones(1)
+    for comm in both:
+        comm.exchange([_message(got, 1 - rank)], [_message(own, 1 - rank)], stream=0)
+    if rank == 1:
+        time.sleep(1.2)
+        return None
+    failures = []
+
+    def hang(comm):
+        with pytest.raises(NcclError, match="was aborted"):
+            comm.exchange([_message(got, 1)], [], stream=0)
+        failures.append(comm)
+
+    threads = [threading.Thread(target=hang, args=(comm,)) for comm in both]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    connections._exchanges.update(enumerate(both))
+    begun = time.monotonic()
+    connections.abort()
+    seconds = time.monotonic() - begun
+    for thread in threads:
+        thread.join(5.0)
+    return len(failures), seconds
+
+
+def test_hanging_communicators_are_aborted_together(standin):
+    (ended, seconds), _ = run_processes(_two_hang, 2, standin, init_group=False)
+    assert ended == 2
+    assert seconds < nccl.ABORT_SECONDS
+
+
+def _close_under_a_graph(rank, port, path, monkeypatch):
+    """NCCL neither closes nor aborts a communicator while a graph that captured it exists."""
+    monkeypatch.setattr(nccl, "CLOSE_SECONDS", 0.4)
+    monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.3)
+    comm = _communicator(path, rank, port, 1)
+    comm.nccl._library.standin_set_captured(1)
+    begun = time.monotonic()
+    comm.close()
+    seconds = time.monotonic() - begun
+    with pytest.raises(NcclError, match="was aborted"):
+        comm.exchange([], [], stream=0)
+    comm.nccl._library.standin_set_captured(0)
+    assert comm._abort_ended.wait(5.0)
+    return seconds
+
+
+def test_close_returns_while_a_graph_holds_the_communicator(standin, monkeypatch):
+    (seconds,) = run_processes(_close_under_a_graph, 1, standin, monkeypatch, init_group=False)
+    assert 0.7 <= seconds < 3
+
+
+def _fails_in_close(rank, port, path):
+    """The ranks close a communicator after rank 1 has reported an error, which ``look`` raises."""
+    look = Mock(side_effect=ValueError("rank 1 failed"))
+    comm = _communicator(path, rank, port, 1, look=look)
+    comm.nccl._library.standin_set_captured(1)
+    threading.Timer(0.5, comm.nccl._library.standin_set_captured, (0,)).start()
+    comm.close()
+    return look.call_count
+
+
+def test_error_of_another_rank_does_not_end_a_close(standin):
+    assert run_processes(_fails_in_close, 1, standin, init_group=False) == [1]
+
+
 def _dies(rank, port, path):
     comm = _communicator(path, rank, port, 2)
-    array = torch.zeros(1)
-    comm.exchange([_message(array, 1 - rank)], [_message(torch.ones(1), 1 - rank)], stream=0)
+    array, own = torch.zeros(1), torch.ones(1)
+    comm.exchange([_message(array, 1 - rank)], [_message(own, 1 - rank)], stream=0)
     if rank == 1:
         os._exit(3)
     deadline = time.monotonic() + 10

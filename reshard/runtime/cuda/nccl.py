@@ -1,8 +1,9 @@
 """A ctypes binding of NCCL with communicators that never block the host without a deadline.
 
 Communicators are non-blocking (``ncclConfig_t.blocking = 0``). An NCCL thread creates the communicator, and connects
-two ranks when they first exchange messages. :meth:`Communicator.wait` polls until it is done. Once all pairs are
-connected, the thread that ends a group launches it. Decision 18 explains why this is not ``ProcessGroupNCCL``.
+two ranks when they first exchange messages. :meth:`Communicator.wait` polls until it is done. Since NCCL 2.22 such a
+thread also launches every group; before, only those that connect ranks. Decision 18 explains why this is not
+``ProcessGroupNCCL``.
 
 Signatures are those of ``nccl.h`` 2.18 and later.
 """
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 UNIQUE_ID_BYTES = 128
 #: ``ncclResult_t``
@@ -33,10 +35,15 @@ DATA_TYPES = {
 REDUCTIONS = {"sum": 0, "product": 1, "max": 2, "min": 3}
 #: How long an abort waits for a call of another thread to return before it aborts anyway.
 ABORT_WAIT_SECONDS = 0.5
+#: How long :meth:`Communicator.abort` and :meth:`Communicator.close` wait for NCCL. It frees device memory, which waits
+#: for all kernels of the device. It also waits until all CUDA graphs that captured the communicator are destroyed.
+ABORT_SECONDS, CLOSE_SECONDS = 2.0, 5.0
+#: A wait polls without pauses for this long, since NCCL launches a group in tens of microseconds.
+SPIN_SECONDS = 0.0005
 
 #: ``(device address, bytes, rank at the other end)``.
 Message = tuple[int, int, int]
-#: Called every 0.2 s during a wait. Raises an error to end the wait, for example if a rank has failed.
+#: Called now and then during a wait; raises an error if the wait is pointless.
 Look = Callable[[], None]
 
 
@@ -96,7 +103,7 @@ class Library:
     """A loaded ``libnccl``.
 
     Raises:
-        NcclError: the library lacks a function, or is older than 2.18. OSError: it cannot be loaded.
+        NcclError: the library lacks a function, or is older than 2.18.
     """
 
     def __init__(self, path: str) -> None:
@@ -116,7 +123,7 @@ class Library:
             raise NcclError(f"{path} is NCCL version code {self.version}; {MIN_VERSION} or later is needed")
 
     def call(self, name: str, *arguments: object) -> int:
-        """Call a function of NCCL by name. Returns its ``ncclResult_t``."""
+        """Call a function; returns its ``ncclResult_t``."""
         return int(getattr(self._library, name)(*arguments))
 
     def check(self, name: str, *arguments: object, also: Sequence[int] = ()) -> int:
@@ -127,7 +134,7 @@ class Library:
         return result
 
     def describe(self, result: int) -> str:
-        """NCCL's text for an ``ncclResult_t``, with NCCL's last warning."""
+        """NCCL's text for a result, with its last warning."""
         text = self._library.ncclGetErrorString(result).decode(errors="replace")
         last = (self._library.ncclGetLastError(None) or b"").decode(errors="replace").strip()
         return f"{text}: {last}" if last else text
@@ -146,7 +153,7 @@ def find_library() -> Library:
     A loaded library comes first because two versions of NCCL in one process can deadlock.
 
     Raises:
-        NcclError: no library was found, or the first one is too old.
+        NcclError: no library was found.
     """
     candidates = ["libnccl.so.2"]  # dlopen returns the loaded library of that name, if any
     spec = importlib.util.find_spec("nvidia")
@@ -164,13 +171,15 @@ def find_library() -> Library:
 class Communicator:
     """A non-blocking communicator on the current CUDA device.
 
-    A lock serializes calls of different threads. Any thread may call :meth:`abort` at any time.
+    Groups of different threads run one after another. Any thread may call :meth:`abort` at any time.
 
     Args:
         library: NCCL. unique_id: from :meth:`Library.make_unique_id`, the same on all ranks.
         rank, size: this rank within the communicator, and the number of its ranks.
         timeout_seconds: limit for creating the communicator, for launching a group and for closing.
         look: called every 0.2 s during a wait; raises an error to end the wait.
+        on_device: makes the communicator's device the current one of a thread inside a ``with`` block. NCCL would make
+            a CUDA context on the first device for a thread that has chosen none.
 
     Raises:
         NcclError: NCCL could not create it. TimeoutError: not all ranks joined in time. Or what ``look`` raises.
@@ -185,10 +194,14 @@ class Communicator:
         *,
         timeout_seconds: float,
         look: Look = lambda: None,
+        on_device: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.nccl, self.rank, self.size = library, rank, size
-        self._timeout_seconds, self._look = timeout_seconds, look
-        self._lock = threading.RLock()
+        self._timeout_seconds, self._look, self._on_device = timeout_seconds, look, on_device
+        self._lock = threading.RLock()  # held during calls of NCCL
+        self._posting = threading.RLock()  # held from the start of a group until it is launched
+        self._ending = threading.Lock()  # held to decide whether the communicator is aborted or closed
+        self._abort_ended = threading.Event()
         self._comm = _comm()
         self._aborted = self._closed = False
         config = _Config(
@@ -206,51 +219,61 @@ class Communicator:
             self.abort()
             raise
 
-    def wait(self, what: str = "launching a group") -> None:
+    def wait(self, what: str = "launching a group", timeout_seconds: float | None = None) -> None:
         """Wait until NCCL has no operation in progress on this communicator.
 
         Args:
-            what: the operation, for errors.
+            what: the operation, for errors. timeout_seconds: default: that of the communicator.
 
         Raises:
             NcclError: the operation failed or was aborted. TimeoutError: it took too long. Or what ``look`` raises.
         """
+        limit = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         begun = looked = time.monotonic()
         while (result := self._async_result()) == IN_PROGRESS:
             now = time.monotonic()
-            if now - begun > self._timeout_seconds:
-                raise TimeoutError(f"NCCL took longer than {self._timeout_seconds:g} s {what}")
+            if now - begun > limit:
+                raise TimeoutError(f"NCCL took longer than {limit:g} s {what}")
             if now - looked > 0.2:
                 looked = now
                 self._look()
-            time.sleep(min(0.01, max(1e-5, 0.05 * (now - begun))))
+            time.sleep(0 if now - begun < SPIN_SECONDS else min(0.01, 0.05 * (now - begun)))
         if result != SUCCESS:
             raise NcclError(f"NCCL failed {what}: {self.nccl.describe(result)}")
 
     def find_error(self) -> str | None:
-        """Why this communicator failed, such as an exited peer; None if it works, was aborted or is closed."""
-        if self._aborted or self._closed:
+        """Why this communicator failed, such as an exited peer; None if it works, is in use, was aborted or is closed.
+
+        It does not block, not even while another thread is inside NCCL.
+        """
+        if not self._lock.acquire(blocking=False):
             return None
-        result = self._async_result()
+        try:
+            result = SUCCESS if self._aborted or self._closed else self._async_result()
+        finally:
+            self._lock.release()
         return None if result in (SUCCESS, IN_PROGRESS) else self.nccl.describe(result)
 
     def _async_result(self) -> int:
         with self._lock:
-            if self._aborted:
-                raise NcclError("the communicator was aborted")
+            self._check_open()
             result = ctypes.c_int()
             self.nccl.check("ncclCommGetAsyncError", self._comm, ctypes.byref(result))
             return result.value
+
+    def _check_open(self) -> None:
+        if self._aborted or self._closed:
+            raise NcclError(f"the communicator {'was aborted' if self._aborted else 'is closed'}")
 
     def exchange(self, recvs: Sequence[Message], sends: Sequence[Message], stream: int) -> None:
         """Enqueue receives and sends on a stream as one group. Messages between two ranks match by order.
 
         Args:
-            recvs, sends: ``(device address, bytes, rank at the other end)`` of each message.
             stream: the handle of a CUDA stream (``torch.cuda.Stream.cuda_stream``).
 
         Raises:
-            NcclError: NCCL rejected a message, or the communicator failed. TimeoutError: ranks did not connect in time.
+            NcclError: NCCL rejected a message, or the communicator failed; it cannot be used again.
+            TimeoutError: ranks did not connect in time.
         """
         with self._group():
             for name, messages in (("ncclRecv", recvs), ("ncclSend", sends)):
@@ -262,7 +285,7 @@ class Communicator:
 
         Args:
             address, count: device address and number of elements. dtype: a name in :data:`DATA_TYPES`.
-            reduction: a name in :data:`REDUCTIONS`. stream, errors: as for :meth:`exchange`.
+            reduction: a name in :data:`REDUCTIONS`. stream: as for :meth:`exchange`.
         """
         with self._group():
             self._check(
@@ -270,7 +293,7 @@ class Communicator:
             )
 
     def broadcast(self, address: int, nbytes: int, root: int, stream: int) -> None:
-        """Overwrite ``nbytes`` at a device address on all ranks with those of ``root``. Errors: :meth:`exchange`."""
+        """Overwrite an array on all ranks with that of ``root``."""
         with self._group():
             self._check("ncclBroadcast", address, address, nbytes, DATA_TYPES["uint8"], root, stream=stream)
 
@@ -279,40 +302,69 @@ class Communicator:
 
     @contextlib.contextmanager
     def _group(self) -> Iterator[None]:
-        """A group of calls. It ends even after an error: otherwise later calls of the thread would join the group."""
-        with self._lock:
-            if self._aborted or self._closed:
-                raise NcclError(f"the communicator is {'aborted' if self._aborted else 'closed'}")
-            self.nccl.check("ncclGroupStart")
-            try:
-                yield
-            except BaseException:
-                self.nccl.call("ncclGroupEnd")
-                raise
-            result = self.nccl.check("ncclGroupEnd", also=(IN_PROGRESS,))
-        if result == IN_PROGRESS:  # NCCL connects pairs of ranks
-            self.wait()
+        """A group of calls, which NCCL launches before the ``with`` block ends.
+
+        The group ends even after an error: otherwise later calls of the thread would join it. NCCL rejects calls of another thread
+        until it has launched the group.
+        """
+        with self._posting:
+            with self._lock:
+                self._check_open()
+                self.nccl.check("ncclGroupStart")
+                try:
+                    yield
+                except BaseException:
+                    self.nccl.call("ncclGroupEnd")
+                    raise
+                result = self.nccl.check("ncclGroupEnd", also=(IN_PROGRESS,))
+            if result == IN_PROGRESS:
+                self.wait()
 
     def abort(self) -> None:
-        """Cancel operations in progress: on this rank at once, on the others soon after. Later calls fail."""
-        locked = self._lock.acquire(timeout=ABORT_WAIT_SECONDS)  # another thread may block inside NCCL
+        """Cancel operations in progress: on this rank at once, on the others soon after. Later calls fail.
+
+        Returns after :data:`ABORT_SECONDS` at the latest; a thread goes on with an abort that takes longer.
+        """
+        self.begin_abort()
+        if self._aborted:
+            self._abort_ended.wait(ABORT_SECONDS)
+
+    def begin_abort(self) -> None:
+        """As :meth:`abort`, but do not wait.
+
+        An abort ends when all kernels of the device have ended. So a program with several communicators must begin to
+        abort all of them before it waits for one.
+        """
+        with self._ending:
+            if self._aborted or self._closed:
+                return
+            self._aborted = True
         try:
-            if not (self._aborted or self._closed):
-                self._aborted = True
+            threading.Thread(target=self._abort, name="reshard-nccl-abort", daemon=True).start()
+        except RuntimeError:  # the interpreter is shutting down
+            self._abort_ended.set()
+
+    def _abort(self) -> None:
+        if self._lock.acquire(timeout=ABORT_WAIT_SECONDS):  # another thread may block inside NCCL
+            self._lock.release()  # no call follows, because the communicator is marked as aborted
+        try:
+            with self._on_device():
                 self.nccl.call("ncclCommAbort", self._comm)
         finally:
-            if locked:
-                self._lock.release()
+            self._abort_ended.set()
 
     def close(self) -> None:
-        """Wait for operations in progress, then destroy the communicator. If that fails, abort it."""
+        """Wait for operations under way, then destroy the communicator. Abort it after an error or a time-out."""
         try:
             with self._lock:
                 if self._aborted or self._closed:
                     return
                 self.nccl.check("ncclCommFinalize", self._comm, also=(IN_PROGRESS,))
-                self.wait("closing a communicator")
+            self.wait("closing a communicator", CLOSE_SECONDS)
+            with self._ending:
+                self._check_open()
                 self._closed = True
-                self.nccl.check("ncclCommDestroy", self._comm)
-        except (NcclError, TimeoutError):
+            with self._lock:
+                self.nccl.check("ncclCommDestroy", self._comm, also=(IN_PROGRESS,))
+        except Exception:  # also errors of other ranks that ``look`` raises
             self.abort()

@@ -44,8 +44,11 @@ def make_communicator(
         store.set(_ID_KEY, library.make_unique_id())
     store.wait([_ID_KEY], timedelta(seconds=timeout_seconds))
     unique_id = bytes(store.get(_ID_KEY))
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        return Communicator(library, unique_id, rank, size, timeout_seconds=timeout_seconds, look=look)
+    on_device = functools.partial(torch.cuda.device, device) if device.type == "cuda" else contextlib.nullcontext
+    with on_device():
+        return Communicator(
+            library, unique_id, rank, size, timeout_seconds=timeout_seconds, look=look, on_device=on_device
+        )
 
 
 class NcclExchange:
@@ -116,6 +119,10 @@ class NcclExchange:
         """The reason why the communicator failed; None if it works."""
         return self._communicator.find_error()
 
+    def begin_abort(self) -> None:
+        """As :meth:`abort`, but do not wait until the device has cancelled them."""
+        self._communicator.begin_abort()
+
     def abort(self) -> None:
         """Cancel all operations in progress. Those on the other ranks end soon after."""
         self._communicator.abort()
@@ -169,6 +176,10 @@ class NcclCollectives:
             event = torch.cuda.Event()
             event.record()
         return CollectiveWork(self._communicator, event)
+
+    def begin_abort(self) -> None:
+        """As :meth:`abort`, but do not wait until the device has cancelled them."""
+        self._communicator.begin_abort()
 
     def abort(self) -> None:
         """Cancel all operations in progress. Those on the other ranks end soon after."""
