@@ -45,7 +45,7 @@ test-fuzz: install
 	$(BIN)/python -m tests.campaigns.fuzz --seconds 30
 
 gpu-check:
-	$(PYTHON) tests/first_card.py
+	$(PYTHON) tests/first_card.py --out build/gpu-check
 
 check: install
 	$(BIN)/ruff format --check .

@@ -5,14 +5,17 @@ C++ compiler. It uses Triton, CuPy and compute-sanitizer if they are installed. 
 or pip: it builds the package with its build backend and unpacks it next to copies of the tests.
 
 The most informative checks per minute run first. Each check is a separate process with a time limit, and a failure does
-not stop the others. All together end after eight minutes; checks for which no time is left are not run. With
+not stop the others. At its limit it is aborted, so that Python prints where each of its ranks was. All together end
+after eight minutes; checks for which no time is left are not run. The page of results is written after each check. With
 ``--standin`` the script runs without a GPU, on stand-ins for the device.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import functools
 import os
 import platform
 import shutil
@@ -23,6 +26,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,8 +44,12 @@ PYTEST = [
     "filterwarnings=",
 ]
 BUILD_SECONDS = 180.0
-#: Limit of the build and all checks together.
-TOTAL_SECONDS = 480.0
+#: Limit of the build and all checks together, less the time that ending the last two may take.
+TOTAL_SECONDS = 460.0
+#: How long a process may take to end after each signal: to print where it was, and to leave the GPU.
+END_SECONDS = 3.0
+#: Lines of the output of a failed check that are printed.
+TAIL_LINES = 40
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,11 @@ def check_loopback() -> None:
 
 
 def build(folder: Path) -> None:
-    """Build the package from a copy of the sources, and install it with the tests in ``folder``."""
+    """Build the package from a copy of the sources, and install it with the tests in ``folder``.
+
+    Raises:
+        RuntimeError: it cannot be built, or not in time.
+    """
     sources = folder / "sources"
     sources.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "reshard", "scheduler", "native"):
@@ -112,19 +124,16 @@ def build(folder: Path) -> None:
         else:
             shutil.copy(path, sources / name)
     code = f"from scikit_build_core.build import build_wheel; print(build_wheel({str(folder)!r}))"
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=sources, check=False, timeout=BUILD_SECONDS, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    if run.returncode:
-        sys.exit("\n".join([*run.stdout.splitlines()[-25:], "the package cannot be built"]))
+    status, output = run_python(code, BUILD_SECONDS, sources)
+    if status:
+        raise RuntimeError("\n".join([*output.splitlines()[-TAIL_LINES:], "the package cannot be built"]))
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(folder / "installed")
     for name in ("tests", "microbench"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def describe(python: str) -> str:
+def describe() -> str:
     """Versions of Python, the libraries and the device."""
     code = (
         "import torch, numpy, sys; print('python', sys.version.split()[0], 'torch', torch.__version__, 'numpy', "
@@ -137,8 +146,41 @@ def describe(python: str) -> str:
         "try: library = find_library(); print('nccl', library.version, library.path)\n"
         "except Exception as error: print('nccl is not available:', error)\n"
     )
-    run = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-    return f"{platform.platform()}, {os.cpu_count()} processors\n{run.stdout}{run.stderr[-2000:]}"
+    return f"{platform.platform()}, {os.cpu_count()} processors\n{run_python(code, 60.0)[1]}"
+
+
+def run_python(code: str, seconds: float, folder: Path | None = None) -> tuple[int, str]:
+    """Run code in a new process; returns its exit status, or 124 after ``seconds``, and its output."""
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        status = end_process(process, time.monotonic() + seconds)
+        file.seek(0)
+        return status, file.read()
+
+
+def end_process(process: subprocess.Popen[bytes], deadline: float) -> int:
+    """Wait for a process, and abort it at its deadline. What it has left running is killed.
+
+    Returns:
+        Its exit status; 124 at the deadline, 137 if it could not even be killed, as inside a driver that hangs.
+    """
+    status = 124
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        status = process.wait(max(deadline - time.monotonic(), 0.0))
+    if process.returncode is None:
+        end_group(process, signal.SIGABRT)  # faulthandler prints where the process and its children are
+    end_group(process, signal.SIGKILL)
+    return status if process.returncode is not None else 137
+
+
+def end_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a signal to a process and its children, and wait a little for the process."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_SECONDS)
 
 
 class Run:
@@ -169,15 +211,10 @@ class Run:
                 )
 
     def end(self) -> None:
-        """Wait for the process, and kill it with its children at its time limit."""
+        """Wait for the process, and end it with its children at its time limit."""
         if self.decision:
             return
-        try:
-            code = self._process.wait(max(self._deadline - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            code = 124
+        code = end_process(self._process, self._deadline)
         self.seconds = time.monotonic() - self.begun
         self.output = self._path.read_text(errors="replace")
         if "skipped" in self.output and " passed" not in self.output:
@@ -188,9 +225,16 @@ class Run:
         """Print the result, with the end of the output of a failed check, and all of a measurement."""
         print(f"{self.decision:9} {self.check.what}, {self.seconds:.0f} s", flush=True)
         if self.decision.startswith("FAILED"):
-            print("\n".join(f"    {line}" for line in self.output.splitlines()[-25:]), flush=True)
+            print("\n".join(f"    {line}" for line in self.tail), flush=True)
         elif self.is_measurement:
             print(self.output, flush=True)
+
+    @property
+    def tail(self) -> list[str]:
+        """The last lines of the output, without the frames of pytest."""
+        frames = ("/_pytest/", "/pluggy/", "<frozen runpy>", "Extension modules:")
+        lines = [line for line in self.output.splitlines() if not any(frame in line for frame in frames)]
+        return lines[-TAIL_LINES:]
 
     @property
     def is_measurement(self) -> bool:
@@ -198,33 +242,39 @@ class Run:
         return self.decision == "passed" and "microbench" in " ".join(self.check.arguments)
 
 
-def run_checks(folder: Path, standin: bool, deadline: float) -> list[Run]:
-    """Run and report all checks. The next one starts while an idle one waits."""
+def run_checks(folder: Path, standin: bool, deadline: float, save: Callable[[list[Run]], None]) -> list[Run]:
+    """Run and report all checks, and save the results after each. The next one starts while an idle one waits."""
     runs: list[Run] = []
     for check in CHECKS:
         runs.append(Run(check, folder, standin, deadline))
         if not check.is_idle:
             runs[-1].end()
             runs[-1].report()
+            save(runs)
     for run in runs:
         if run.check.is_idle:
             run.end()
             run.report()
+            save(runs)
     return runs
 
 
-def write_results(out: Path, machine: str, runs: list[Run]) -> None:
+def write_results(out: Path | None, machine: str, runs: list[Run]) -> None:
     """Write the output of each check to a file, and all results as a page for ``docs/benchmarks``."""
+    if out is None:
+        return
     out.mkdir(parents=True, exist_ok=True)
     lines = [f"# First run on a GPU, {datetime.date.today()}", "", "```text", machine.strip(), "```", ""]
     lines += ["| check | result | seconds |", "|---|---|---|"]
     for number, run in enumerate(runs):
-        lines.append(f"| {run.check.what} | {run.decision} | {run.seconds:.0f} |")
+        lines.append(f"| {run.check.what} | {run.decision or 'under way'} | {run.seconds:.0f} |")
         if run.output:
             (out / f"{number}.txt").write_text(f"{' '.join(run.command)}\n\n{run.output}")
     for run in runs:
         if run.is_measurement:
             lines += ["", f"## {run.check.what}", "", "```text", run.output.strip(), "```"]
+        elif run.decision.startswith("FAILED"):
+            lines += ["", f"## {run.check.what}: {run.decision}", "", "```text", *run.tail, "```"]
     (out / "first-card.md").write_text("\n".join(lines) + "\n")
 
 
@@ -236,16 +286,20 @@ def main() -> int:
     options = parser.parse_args()
     begun = time.monotonic()
     check_loopback()
-    with tempfile.TemporaryDirectory(prefix="reshard-first-card-") as name:
+    with tempfile.TemporaryDirectory(prefix="reshard-first-card-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        build(folder)
+        try:
+            build(folder)
+        except RuntimeError as error:
+            write_results(options.out, str(error), [])
+            sys.exit(str(error))
         os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (folder / "installed", folder)))
         os.environ.update(CUDA_MODULE_LOADING="EAGER", PYTHONDONTWRITEBYTECODE="1", PYTHONUNBUFFERED="1")
-        machine = f"built in {time.monotonic() - begun:.0f} s\n{describe(sys.executable)}"
+        os.environ["PYTHONFAULTHANDLER"] = "1"
+        machine = f"built in {time.monotonic() - begun:.0f} s\n{describe()}"
         print(machine, flush=True)
-        runs = run_checks(folder, options.standin, begun + TOTAL_SECONDS)
-        if options.out is not None:
-            write_results(options.out, machine, runs)
+        save = functools.partial(write_results, options.out, machine)
+        runs = run_checks(folder, options.standin, begun + TOTAL_SECONDS, save)
     num_failed = sum(run.decision.startswith("FAILED") for run in runs)
     num_late = sum("no time left" in run.decision for run in runs)
     print(f"{num_failed} failed, {num_late} not run for lack of time, in {time.monotonic() - begun:.0f} s")

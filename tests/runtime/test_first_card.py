@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,26 +38,56 @@ def _checks(*codes, **options):
     return [first_card.Check(code, ("-c", code), (), 30.0, **options) for code in codes]
 
 
+def _is_running(pid):
+    path = Path(f"/proc/{pid}/stat")
+    return path.exists() and path.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
 def test_checks_report_failures_and_end_at_their_limits(tmp_path, monkeypatch, capsys):
-    """A failure stops nothing, an idle check runs beside the next, and a check is killed with its children."""
-    forks = "import os, time; os.fork(); time.sleep(60)"
-    idle, fails, passes = _checks(forks, "raise SystemExit(3)", "print('done')")
+    """A failure stops nothing, an idle check runs beside the next, and no check leaves a process behind."""
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
+    hangs = "import os, time\ndef stuck():\n    time.sleep(60)\nos.fork()\nprint(os.getpid(), flush=True)\nstuck()"
+    leaves = "import os, time\nchild = os.fork()\nif not child: time.sleep(60)\nprint(child)\nraise SystemExit(3)"
+    idle, fails, crashes, passes = _checks(hangs, leaves, "import ctypes; ctypes.string_at(0)", "print('done')")
     late = first_card.Check("late", ("-c", ""), (), 30.0)
-    idle = first_card.Check(idle.what, idle.arguments, (), 1.5, is_idle=True)
+    idle = first_card.Check("hangs", idle.arguments, (), 1.5, is_idle=True)
     tool = first_card.Check("tool", ("-c", ""), (), 30.0, "no-such-tool --flag")
-    monkeypatch.setattr(first_card, "CHECKS", [idle, fails, passes, tool])
+    monkeypatch.setattr(first_card, "CHECKS", [idle, fails, crashes, passes, tool])
     begun = time.monotonic()
-    runs = first_card.run_checks(tmp_path, False, begun + 60)
+    pages = []
+
+    def save(runs):
+        first_card.write_results(tmp_path / "out", "a machine", runs)
+        pages.append((tmp_path / "out" / "first-card.md").read_text())
+
+    runs = first_card.run_checks(tmp_path, False, begun + 60, save)
     assert [run.decision for run in runs] == [
-        "FAILED (124)", "FAILED (3)", "passed", "not run (no-such-tool is not installed)"
+        "FAILED (124)", "FAILED (3)", "FAILED (-11)", "passed", "not run (no-such-tool is not installed)"
     ]  # fmt: skip
-    assert time.monotonic() - begun < 10
-    assert first_card.Run(late, tmp_path, False, begun).decision == "not run (no time left of 480 s)"
-    first_card.write_results(tmp_path / "out", "a machine", runs)
-    page = (tmp_path / "out" / "first-card.md").read_text()
-    assert "| raise SystemExit(3) | FAILED (3) |" in page
-    assert (tmp_path / "out" / "2.txt").read_text().startswith(sys.executable)
+    assert time.monotonic() - begun < 12
+    assert runs[0].output.count("in stuck") == 2  # both processes say where they were
+    left = [int(line) for run in runs[:2] for line in run.output.splitlines() if line.isdigit()]
+    assert len(left) == 3 and not any(map(_is_running, left))
+    assert first_card.Run(late, tmp_path, False, begun).decision == "not run (no time left of 460 s)"
+    assert len(pages) == 5 and "| hangs | under way |" in pages[0]
+    assert "| FAILED (-11) |" in pages[-1] and "## hangs: FAILED (124)" in pages[-1]
+    assert (tmp_path / "out" / "3.txt").read_text().startswith(sys.executable)
     assert "FAILED (3)" in capsys.readouterr().out
+
+
+def test_process_that_cannot_be_killed_is_left_behind(monkeypatch):
+    monkeypatch.setattr(first_card, "END_SECONDS", 0.1)
+    process = Mock(pid=-1, returncode=None)
+    process.wait.side_effect = subprocess.TimeoutExpired("check", 1.0)
+    signals = []
+    monkeypatch.setattr(os, "killpg", lambda pid, number: signals.append(number))
+    assert first_card.end_process(process, time.monotonic()) == 137
+    assert signals == [signal.SIGABRT, signal.SIGKILL]
+
+
+def test_code_that_hangs_is_ended():
+    status, output = first_card.run_python("print('begun', flush=True); import time; time.sleep(60)", 0.5)
+    assert status == 124 and output.startswith("begun")
 
 
 def test_unreachable_loopback_is_named(monkeypatch):

@@ -304,8 +304,8 @@ class Communicator:
     def _group(self) -> Iterator[None]:
         """A group of calls, which NCCL launches before the ``with`` block ends.
 
-        The group ends even after an error: otherwise later calls of the thread would join it. NCCL rejects calls of another thread
-        until it has launched the group.
+        The group ends even after an error: otherwise later calls of the thread would join it. NCCL rejects calls of
+        another thread until it has launched the group.
         """
         with self._posting:
             with self._lock:
