@@ -58,6 +58,22 @@ def test_tables_for_other_alignments_stay_within_staging_bytes(monkeypatch):
     assert with_tables.count(True) < 5 and with_tables.count(False) == 1  # other lists without tables were dropped
 
 
+class _Stream:
+    """A stream that notes the arrays of which it tells the allocator."""
+
+    def enqueue(self, work, arrays):
+        self.arrays = arrays
+        work()
+        return object()
+
+
+def test_allocator_knows_that_the_stream_uses_the_buffer():
+    runner, on = _make_runner(), _Stream()
+    source = torch.zeros(32, 48, dtype=torch.uint8)
+    stream.StreamTransfers(runner, lambda recvs, sends: None, on).start([source], [None])
+    assert {array.data_ptr() for array in on.arrays} == {source.data_ptr(), runner.buffer().data_ptr()}
+
+
 class _Capture:
     """A stream that a CUDA graph captures: it enqueues work and has no mark."""
 

@@ -255,7 +255,8 @@ class StreamTransfers:
         Returns:
             Mark at the end of the transfer; None during graph capture.
         """
-        used = [array for array in (*src, *dst) if array is not None]
+        # A later call may release the buffer while the device still uses it, so the allocator must know of it as well.
+        used = [array for array in (self._runner.buffer(), *src, *dst) if array is not None]
         mark = self.streams.enqueue(lambda: self._runner.run(src, dst, self._exchange), used)
         if mark is None:
             self._runner.keep()

@@ -158,9 +158,15 @@ class RoundRunner:
         """Never free the buffer: a captured graph uses its address, and can be replayed at any time."""
         self._is_captured = True
 
+    def buffer(self) -> Array:
+        """The buffer as a flat uint8 array, allocated on first use."""
+        if self._storage is None:
+            self._storage = self.memory.empty(self.nbytes)
+        return self._storage
+
     def warm_up(self) -> None:
         """Allocate the buffer and load the kernels, which could block if a receive were under way."""
-        buffer = self._buffer()
+        buffer = self.buffer()
         if self._copier is not None and self.nbytes:
             self._copier.warm_up(buffer)
 
@@ -179,7 +185,7 @@ class RoundRunner:
             src, dst: one local array per tensor, as carriers (see :func:`~reshard.runtime.cpu.staging.carrier`).
             exchange: posts one round.
         """
-        arrays, streams, buffer = [*src, *dst], self._streams, self._buffer()
+        arrays, streams, buffer = [*src, *dst], self._streams, self.buffer()
         steps = self._find_steps(tuple(map(self._kind_of, arrays)))
         addresses = None
         if any(step.has_tables for step in steps):
@@ -217,11 +223,6 @@ class RoundRunner:
 
     # Lookups of a run
 
-    def _buffer(self) -> Array:
-        if self._storage is None:
-            self._storage = self.memory.empty(self.nbytes)
-        return self._storage
-
     def _kind_of(self, array: Array | None) -> ArrayKind | None:
         if array is None:
             return None
@@ -253,7 +254,7 @@ class RoundRunner:
         addresses: Any,
         to_buffer: bool,
     ) -> None:
-        buffer = self._buffer()
+        buffer = self.buffer()
         for table in tables:
             assert self._copier is not None
             self._copier.copy(table, addresses, buffer, to_buffer)
