@@ -224,8 +224,8 @@ def floor_of_messages(
             np.bincount(port, weights=amount, minlength=topology.num_hosts * MAX_NICS).reshape(-1, MAX_NICS)
             for port, amount in ((x, part), (x, count[crosses]), (y, part))
         )
-        sent, held, received = sent / egress[: len(sent)], held * latency, received / ingress[: len(received)]
-        seconds += [float((sent + held).max()), float(received.max()) + latency]
+        busy = sent / egress[: len(sent)] + held * latency
+        seconds += [float(busy.max()), float((received / ingress[: len(received)]).max()) + latency]
         if topology.pods:
             pod = np.array([topology.host(h).pod for h in range(topology.num_hosts)], dtype=np.int64)
             p, q = pod[a[crosses]], pod[b[crosses]]
