@@ -56,3 +56,8 @@ def format_rate(rate: float) -> str:
         if rate >= unit:
             return f"{rate / unit:.4g} {name}"
     return f"{rate:.4g} bytes/s"
+
+
+def unwrapped_name(name: str) -> str:
+    """The name of a parameter or buffer without the parts that torch.compile and checkpointing add."""
+    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))

@@ -22,6 +22,7 @@ from .layers.embedding import Embedding
 from .layers.linear import Linear
 from .layers.loss import CrossEntropy
 from .layers.norms import LayerNorm, RMSNorm
+from .layers.parameters import not_compiled
 from .products.dataflow import PANEL_WIDTH
 
 #: ``convert(module, conversion, path) -> module on the grid``.
@@ -243,6 +244,7 @@ class _Input:
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after, always_call=True)
 
+    @not_compiled
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         _sum_under_fsdp(model)
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dim()]
@@ -268,6 +270,7 @@ class _Input:
         self._open.append(context)
         return args, kwargs
 
+    @not_compiled
     def _after(self, *_: Any) -> None:
         if self._open:
             self._open.pop().__exit__(None, None, None)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from reshard.api.call import reshard
+from reshard.formatting import unwrapped_name
 from reshard.sharding import Mesh
 
 from .grid import Grid
@@ -86,7 +87,8 @@ def find_plain_forms(model: nn.Module) -> dict[str, PlainForm]:
 def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of the model before it was cut, with whole tensors. All ranks of the grid call it.
 
-    Parameters that are tied appear under each name, as in torch.
+    Parameters that are tied appear under each name, as in torch. Names omit the wrappers of torch.compile and of
+    activation checkpointing.
     """
     whole: dict[int, torch.Tensor] = {}
 
@@ -101,7 +103,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, form in find_plain_forms(model).items():
         joined = torch.cat([state.pop(part) for part in form.parts])
         state[name] = joined.t() if form.is_transposed else joined
-    return state
+    return {unwrapped_name(name): value for name, value in state.items()}
 
 
 def _whole(value: Any) -> torch.Tensor:

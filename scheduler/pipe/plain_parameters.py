@@ -13,10 +13,11 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from reshard.formatting import unwrapped_name
 from reshard.parallel.state import find_plain_forms
 
 from ..runtime import torch_compat
-from ..runtime.data_parallel import plain_name, without_ddp
+from ..runtime.data_parallel import without_ddp
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,12 @@ class PlainParameter:
 
 def divide_state(module: torch.nn.Module) -> tuple[list[PlainParameter], dict[str, torch.Tensor]]:
     """The parameters of a stage, each under all of its names, and its persistent buffers."""
-    state = {plain_name(name): value for name, value in without_ddp(module).state_dict(keep_vars=True).items()}
+    state = {unwrapped_name(name): value for name, value in without_ddp(module).state_dict(keep_vars=True).items()}
     found = []
     forms = find_plain_forms(without_ddp(module))
-    for name, form in {plain_name(name): form for name, form in forms.items()}.items():
+    for name, form in {unwrapped_name(name): form for name, form in forms.items()}.items():
         found.append(
-            PlainParameter(name, tuple(state.pop(plain_name(part)) for part in form.parts), form.is_transposed)
+            PlainParameter(name, tuple(state.pop(unwrapped_name(part)) for part in form.parts), form.is_transposed)
         )
     buffers = {}
     for name, value in state.items():

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard.errors import ArgumentError
+from reshard.formatting import unwrapped_name
 
 from ..graph import Pipeline
 from . import torch_compat
@@ -93,12 +94,7 @@ def plain_parameters(
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """The parameters of a module with their names in the module without wrappers."""
     for name, parameter in without_ddp(module).named_parameters(remove_duplicate=remove_duplicate):
-        yield plain_name(name), parameter
-
-
-def plain_name(name: str) -> str:
-    """The name of a parameter or buffer without the parts that torch.compile and checkpointing add."""
-    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
+        yield unwrapped_name(name), parameter
 
 
 def without_ddp(module: torch.nn.Module) -> torch.nn.Module:

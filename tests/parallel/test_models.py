@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from reshard.errors import ArgumentError, DisagreementError, MeshError
-from reshard.parallel import Grid, Linear, parallelize, plain_state_dict, sync_gradients
+from reshard.parallel import Grid, Linear, parallelize, plain_state_dict, relayout, sync_gradients
 from reshard.testing import LaunchError, run_processes
 
 from .models import SEQUENCE, gradient_errors, make_batch, make_gpt, relative_error, train
@@ -126,6 +126,35 @@ def test_models_of_transformers(kind, grid_shape):
     for loss, state in run_processes(check_transformers, _size(grid_shape), kind, grid_shape):
         assert loss < 2e-6
         assert state < 2e-5
+
+
+def check_compiled(rank, kind):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    tokens, labels = make_batch(4)
+    losses = []
+    for compiles in (False, True):
+        model = parallelize(make_transformers_model(kind), Grid.make(2, 1, 1))
+        run = torch.compile(model, backend="eager") if compiles else model
+        optimizer = torch.optim.AdamW(run.parameters(), 1e-2)
+        for _ in range(2):
+            loss = run(input_ids=tokens, labels=labels).loss
+            loss.backward()
+            sync_gradients(run)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+            relayout(model, Grid.make(1, 2, 1), optimizer)
+        assert set(plain_state_dict(run)) == set(make_transformers_model(kind).state_dict())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_compiled_models_train_and_move_to_another_grid(kind):
+    make_transformers_model(kind)
+    for losses in run_processes(check_compiled, 2, kind):
+        assert losses[:2] == pytest.approx(losses[2:], abs=1e-6)
 
 
 def check_bad_input(rank):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import reshard.scheduler as rs
+from reshard.formatting import unwrapped_name
 from reshard.parallel import plain_state_dict
 from reshard.testing import run_processes
 
@@ -81,7 +82,7 @@ def train_staged(rank, case, make_pipe, accumulate=1):
             values[name] = (each.full_tensor() if hasattr(each, "full_tensor") else each).detach().clone()
         for module in engine.modules.values():
             if hasattr(module, "reshard_grid"):
-                own = {name for name, _ in module.named_parameters()}
+                own = {unwrapped_name(name) for name, _ in module.named_parameters()}
                 values = {name: value for name, value in values.items() if name not in own}
                 values |= plain_state_dict(module)
     return results, values

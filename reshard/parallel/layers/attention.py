@@ -15,6 +15,7 @@ from reshard.errors import ArgumentError
 from ..grid import Grid
 from ..grid.cuts import Span, balanced_spans, chunk_spans, intersect, size_of
 from .dropout import dropout_mask
+from .parameters import not_compiled
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Heads:
         lo, hi = self.query_heads(col)
         return lo // shared, -(-hi // shared)
 
+    @not_compiled
     def split(self, x: torch.Tensor, *, is_query: bool) -> torch.Tensor:
         """Cut projections ``[batch, sequence, features_j]`` by heads: ``[batch, heads_j, sequence, head_size]``."""
         count, of_col = (self.num_heads, self.query_heads) if is_query else (self.num_kv_heads, self.kv_heads)
@@ -55,12 +57,14 @@ class Heads:
         whole = select_features(x, chunk_spans(count * self.head_size, self.grid.cols), need, self.grid)
         return whole.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
+    @not_compiled
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`split` for the output of the query heads."""
         have = [self._features(self.query_heads(col)) for col in range(self.grid.cols)]
         need = chunk_spans(self.num_heads * self.head_size, self.grid.cols)
         return select_features(x.transpose(1, 2).flatten(2), have, need, self.grid)
 
+    @not_compiled
     def attend(
         self,
         q: torch.Tensor,

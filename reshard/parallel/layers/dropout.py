@@ -9,6 +9,7 @@ from reshard.errors import ArgumentError
 
 from ..grid import Grid
 from ..grid.cuts import Span, chunk_spans, size_of
+from .parameters import not_compiled
 
 # Multipliers of a 64-bit integer hash (splitmix64; Steele et al., 2014) as signed integers.
 _GAMMA = -7046029254386353131
@@ -32,6 +33,7 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.grid, self.features = p, grid, features
 
+    @not_compiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Drop elements of ``[batch, ..., features_j]``."""
         if not self.training or not self.p:

@@ -13,7 +13,7 @@ from reshard.runtime.gradient_sums import declare_sums
 
 from ..grid import Grid
 from ..grid.cuts import Span, chunk_spans, intersect, size_of
-from .parameters import gradient_axes, local_of, shard_parameter
+from .parameters import gradient_axes, local_of, not_compiled, shard_parameter
 
 
 class Embedding(nn.Module):
@@ -43,6 +43,7 @@ class Embedding(nn.Module):
         """Declare the sums of gradients; again after parameters were replaced. ``prefix``: path, for errors."""
         declare_sums(self, {"weight": gradient_axes(self.grid, is_vector=False)}, prefix)
 
+    @not_compiled
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map this rank's tokens ``[batch, ...]`` to ``[batch, ..., embedding_dim_j]``.
 
@@ -156,6 +157,7 @@ class PositionEmbedding(nn.Module):
         """Declare the sums of gradients; again after parameters were replaced. ``prefix``: path, for errors."""
         declare_sums(self, {"weight": gradient_axes(self.grid, is_vector=True)}, prefix)
 
+    @not_compiled
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """Map positions ``[...]`` to ``[..., embedding_dim_j]``."""
         return nn.functional.embedding(positions, local_of(self.weight))

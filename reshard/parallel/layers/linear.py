@@ -18,7 +18,7 @@ from ..grid import Grid
 from ..grid.cuts import chunk_spans, size_of
 from ..products.dataflow import PANEL_WIDTH, ProductShape
 from ..products.multiply import Product, Steps, run_together
-from .parameters import gradient_axes, local_of, shard_parameter
+from .parameters import gradient_axes, local_of, not_compiled, shard_parameter
 
 
 class Linear(nn.Module):
@@ -70,6 +70,7 @@ class Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, grid={self.grid}"
 
 
+@not_compiled
 def multiply(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
     """Apply layers to the same input, which is moved only once. All must cut "in" over rows if there are several.
 

@@ -12,6 +12,7 @@ from reshard.errors import ArgumentError
 
 from ..grid import Grid
 from ..grid.cuts import chunk_spans, size_of
+from .parameters import not_compiled
 
 
 class CrossEntropy(nn.Module):
@@ -28,6 +29,7 @@ class CrossEntropy(nn.Module):
         super().__init__()
         self.grid, self.num_classes, self.ignore_index = grid, num_classes, ignore_index
 
+    @not_compiled
     def forward(self, logits: torch.Tensor, targets: torch.Tensor, count: Any = None) -> torch.Tensor:
         """The mean loss; NaN if no token counts, as in torch.
 

@@ -13,7 +13,7 @@ from reshard.runtime.gradient_sums import declare_sums
 
 from ..grid import Grid
 from ..grid.cuts import chunk_spans, size_of
-from .parameters import gradient_axes, local_of, shard_parameter
+from .parameters import gradient_axes, local_of, not_compiled, shard_parameter
 
 
 class _Norm(nn.Module):
@@ -45,6 +45,7 @@ class _Norm(nn.Module):
         axes = gradient_axes(self.grid, is_vector=True)
         declare_sums(self, {"weight": axes, "bias": axes}, prefix)
 
+    @not_compiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize ``[batch, ..., features of this column]`` over all features, at least in float32.
 

@@ -10,6 +10,10 @@ from torch import nn
 from ..grid import Grid
 from ..grid.cuts import chunk_spans
 
+#: Decorates functions that torch.compile must call instead of trace: they exchange messages with other ranks. It is
+#: ``torch.compiler.disable``, which would import the compiler at once.
+not_compiled = torch._disable_dynamo
+
 
 def shard_parameter(value: torch.Tensor, grid: Grid, row_dim: int | None, col_dim: int | None) -> nn.Parameter:
     """A parameter that this rank holds a part of.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,13 @@ def test_unlike_stages(stages, is_tied):
 @pytest.mark.parametrize("build", [rs.one_f_one_b, rs.zb_h1, rs.auto_schedule], ids=["1f1b", "zb_h1", "auto"])
 def test_schedules(build):
     run([on_grid(2, 2, 1), on_grid(1, 2, 2)], ["blocks.1"], make_case(options={"schedule": build}))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler reads it
+def test_a_compiled_stage():
+    stages = [on_grid(2, 1, 1, prepare=functools.partial(torch.compile, backend="eager")), on_grid(1, 2, 1)]
+    run(stages, ["blocks.1"])
 
 
 @pytest.mark.slow
