@@ -1,4 +1,4 @@
-"""Staging limits: the data that ranks hold for others while a plan runs, each box from arrival to its last use."""
+"""Check the staging limits of a plan. A rank stages a message for others from its arrival to its last use."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from reshard.plan.model import RECVS_AHEAD
 
 
 def check_staging(boxes: MessageBoxes, staged: np.ndarray) -> None:
-    """Raise PlanError if a rank stages data that it does not pass on, or more than its window or ``staging_bytes``.
+    """Raise PlanError if a rank stages data that it never forwards, or more than its window or ``staging_bytes``.
+
+    The window of a rank is the number of messages that it can stage at once.
 
     Args:
-        boxes: of a plan in which each sender has its data. staged: ``(rows,)`` bool, rows that their receiver does not
-            need itself.
+        boxes: the boxes of a plan in which each sender has the data that it sends.
+        staged: ``(rows,)`` bool: the receiver of this box stages it, because its own shard does not need it.
     """
     if not staged.any():
         return
@@ -37,21 +39,22 @@ def check_staging(boxes: MessageBoxes, staged: np.ndarray) -> None:
     staging_bytes = min(plan.staging_bytes, 2**62)
     message_bytes = np.add.reduceat(nbytes, messages.id)
 
-    # Message i arrives at time 2 * i. A staged message is released at 2 * j + 1, where j is its last use.
-    stages = np.zeros(1 + int(boxes.receiver.max()), dtype=bool)
-    stages[messages.receiver[relayed]] = True
-    arriving = np.flatnonzero(stages[messages.receiver] & (messages.sender != messages.receiver))
-    largest = np.zeros(len(stages), dtype=np.int64)
+    # Message i arrives at time 2 * i. A staged message is released at 2 * j + 1, where j is the last message that
+    # forwards it.
+    is_relay = np.zeros(1 + int(boxes.receiver.max()), dtype=bool)
+    is_relay[messages.receiver[relayed]] = True
+    arriving = np.flatnonzero(is_relay[messages.receiver] & (messages.sender != messages.receiver))
+    largest = np.zeros(len(is_relay), dtype=np.int64)
     np.maximum.at(largest, messages.receiver[arriving], messages.nbytes[arriving])
     window = np.clip(staging_bytes // 2 // np.maximum(largest, 1), 1, RECVS_AHEAD)
     rank = np.concatenate([messages.receiver[arriving], messages.receiver[relayed]])
     time = np.concatenate([2 * arriving, 2 * last + 1])
     order = np.lexsort((time, rank))
-    num_more = np.concatenate([is_relayed[arriving].astype(np.int64), np.full(len(relayed), -1)])[order]
-    bytes_more = np.concatenate([message_bytes[arriving], -message_bytes[relayed]])[order]
-    num_held, bytes_held = np.cumsum(num_more), np.cumsum(bytes_more)  # each rank ends at 0
+    num_change = np.concatenate([is_relayed[arriving].astype(np.int64), np.full(len(relayed), -1)])[order]
+    bytes_change = np.concatenate([message_bytes[arriving], -message_bytes[relayed]])[order]
+    num_held, bytes_held = np.cumsum(num_change), np.cumsum(bytes_change)  # each rank ends at 0
     rank, time, arrives = rank[order], time[order], time[order] % 2 == 0
-    full = arrives & (num_held - num_more >= window[rank])
+    full = arrives & (num_held - num_change >= window[rank])
     over = arrives & (bytes_held > staging_bytes)
     wrong = np.flatnonzero(full | over)
     if not len(wrong):
@@ -60,7 +63,7 @@ def check_staging(boxes: MessageBoxes, staged: np.ndarray) -> None:
     ident = messages.id[time[at] // 2]
     if full[at]:
         raise PlanError(
-            f"message {ident}: rank {rank[at]} must receive it while staging {num_held[at] - num_more[at]} messages "
+            f"message {ident}: rank {rank[at]} must receive it while staging {num_held[at] - num_change[at]} messages "
             f"for others, but its window is {window[rank[at]]} messages of {largest[rank[at]]} bytes"
         )
     raise PlanError(
