@@ -1,7 +1,8 @@
-"""The three products of a linear layer on one layer of a grid, with the cheapest dataflow for each.
+"""The three products of a linear module on one depth layer of a grid, with the cheapest dataflow for each.
 
-Notation of :mod:`~reshard.parallel.products.dataflow`. All arrays here are local: ``x`` is ``[m, P_j]``, ``w`` is
-``[P_i, Q_j]`` and ``z`` is ``[m, Q_j]`` on the rank in row i and column j, with the m tokens of its row.
+The notation is that of :mod:`~reshard.parallel.products.dataflow`. All arrays are local. The rank in row i and column j
+holds ``x`` as ``[m, P_j]``, ``w`` as ``[P_i, Q_j]`` and ``z`` as ``[m, Q_j]``, where m is the number of tokens of its
+row. M is the number of tokens of all rows.
 """
 
 from __future__ import annotations
@@ -15,29 +16,29 @@ from ..grid.collectives import Pending, ordered_sum
 from ..grid.cuts import Span, intersect, size_of, total
 from .dataflow import ProductKind, ProductShape, is_weight_stationary
 
-#: A product in steps. It stops where collectives are under way, so that those of another product can start.
+#: A product in steps. It yields after it has started collectives, so that another product can start its own.
 Steps = Generator[None, None, torch.Tensor]
 
 
 def run_together(*products: Steps) -> list[torch.Tensor]:
-    """The results of products whose collectives overlap. All ranks pass them in the same order."""
+    """Run products so that their collectives overlap, and return the results. All ranks pass them in the same order."""
     results: dict[int, torch.Tensor] = {}
     while len(results) < len(products):
-        for number, each in enumerate(products):
+        for number, product in enumerate(products):
             if number not in results:
                 try:
-                    next(each)
+                    next(product)
                 except StopIteration as end:
                     results[number] = end.value
     return [results[number] for number in range(len(products))]
 
 
 class Product:
-    """One weight on a grid, and the products with it, for :func:`run_together`.
+    """The products with one weight on a grid, to pass to :func:`run_together`.
 
     Args:
         grid: the grid.
-        shape: sizes of the weight.
+        shape: sizes of the weight and of its panels.
     """
 
     def __init__(self, grid: Grid, shape: ProductShape) -> None:
@@ -154,7 +155,7 @@ class Product:
         return result
 
     def _sum_to_columns(self, partial: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """Sum ``[P_i, M]`` over the columns of the grid, and cut by features again: ``[m, P_j]``."""
+        """Sum over the columns of the grid, and shard the sum as an activation: ``[m, P_j]`` from ``[P_i, M]``."""
         shape, grid = self.shape, self.grid
         have, need = shape.p_rows[grid.row], shape.p_cols[grid.col]
         sent = [
@@ -184,7 +185,7 @@ def _relative(span: Span, base: Span) -> slice:
 
 
 def _take(array: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-    """Contiguous rows of a matrix."""
+    """The rows of a matrix in ``spans``, as one contiguous matrix."""
     if len(spans) == 1:
         return array[spans[0][0] : spans[0][1]].contiguous()
     if not spans:
@@ -193,7 +194,7 @@ def _take(array: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
 
 
 def _put(array: torch.Tensor, spans: Sequence[Span], pending: Pending) -> None:
-    """Wait for a sum, and write its rows to ``spans`` of a matrix."""
+    """Wait for a sum, and write its rows to the rows of a matrix in ``spans``."""
     rows = pending.wait()
     assert len(rows) == total(spans)
     at = 0
