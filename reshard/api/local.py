@@ -1,4 +1,4 @@
-"""Resharding with the shards of all ranks in one process: the reference for every other backend."""
+"""Reshard with the shards of all ranks in one process. This is the reference for all other backends."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dic
     Args:
         plan: the plan. Checked once, as by :func:`reshard.check_plan`, unless :func:`reshard.make_plan` made it in
             this process.
-        shards: per tensor of the plan ``{source rank: local array}``; all NumPy or all torch within a tensor. Those
-            of coded tensors are encoded first, and their results decoded.
+        shards: for each tensor of the plan, ``{source rank: local array}``, all NumPy or all torch. If the tensor has
+            a codec, its shards are encoded before the messages and decoded after them.
 
     Returns:
-        Per tensor ``{destination rank: local array}``, new arrays of the same kind.
+        For each tensor, ``{destination rank: local array}``: new arrays of the same kind.
 
     Raises:
         ArgumentError: a shard is missing or has the wrong shape or dtype.
@@ -49,12 +49,12 @@ def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dic
 
 
 def _encode(spec: TensorSpec, arrays: Mapping[int, Array]) -> Mapping[int, Array]:
-    """The arrays that travel: ``(..., elements, bytes)`` uint8 for a coded tensor."""
+    """The arrays that messages move. With a codec: uint8 of shape ``(..., codec elements, bytes per element)``."""
     return arrays if spec.codec is None else _encode_measured(spec, arrays)[0]
 
 
 def _encode_measured(spec: TensorSpec, arrays: Mapping[int, Array]) -> tuple[Mapping[int, Array], float]:
-    """The elements of a coded tensor, and the relative error of decoding them."""
+    """The encoded arrays as :func:`_encode` returns them, and the relative error of the codec on them."""
     assert spec.codec is not None
     coded, sums = {}, ErrorSums()
     for rank, array in arrays.items():
@@ -75,7 +75,7 @@ def _decode(spec: TensorSpec, array: Array, shape: tuple[int, ...], like: Array)
 
 
 def _move(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
-    """Execute the messages on arrays as they travel."""
+    """Execute the messages on arrays that :func:`_encode` has returned."""
     out: list[dict[int, Array]] = []
     for spec, arrays in zip(plan.tensors, shards, strict=True):
         like, inner = next(iter(arrays.values())), () if spec.codec is None else (spec.itemsize,)
@@ -124,16 +124,19 @@ def reshard_local(
         src_spec, dst_spec: how the mesh shards the tensor. Default: every rank of the mesh holds the whole tensor.
         shape: the global shape.
         dst_dtype: dtype of the result. Default: the source's.
-        strategy: a name in ``reshard.planner.registry.STRATEGIES``, or a function of that form.
+        strategy: ``"auto"`` (default), a name in ``reshard.planner.registry.STRATEGIES``, or a function of that form.
         topology: hosts and links of the ranks.
         compression: see :func:`reshard.make_plan`.
-        max_error: limit on the error of a codec, as in :func:`reshard.reshard`; above it no codec is used.
+        max_error: limit on the relative error of the codec, as in :func:`reshard.reshard`. If the error is larger, the
+            codec is not used.
 
     Returns:
         ``{destination rank: local array}``, new arrays that require no grad.
 
     Raises:
-        ArgumentError: a shard is missing, has the wrong shape or dtype, or cannot be cast to ``dst_dtype``.
+        ArgumentError: a shard is missing, has the wrong shape or dtype, or cannot be cast to ``dst_dtype``; or
+            ``max_error`` is given without ``compression``.
+        LayoutError: a spec does not fit its mesh or ``shape``.
         DisagreementError: ``src`` is a mesh without ``src_spec``, and the shards differ.
 
     >>> import numpy as np
@@ -156,16 +159,16 @@ def reshard_local(
             raise ArgumentError(f"rank {rank} has a shard, but is not in the source layout")
     shards = _read_shards(shards)
     dtype = dtype_name(next(iter(shards.values())).dtype)
-    on_wire = dtype
+    dtype_on_wire = dtype
     if dst_dtype is not None:
         from reshard.api.casts import check_cast, wire_dtype  # imports torch
 
         dst_dtype = dtype_name(dst_dtype)
         check_cast(dtype, dst_dtype, "the tensor")
-        on_wire = wire_dtype(dtype, dst_dtype)
+        dtype_on_wire = wire_dtype(dtype, dst_dtype)
     make = functools.partial(plan_tensors, strategy=strategy, topology=topology)
     tensor = TensorSpec(check_shape(shape), dtype, src_layout, dst_layout)
-    plan = make(code_tensors([tensor], compression, max_error, topology, make, [on_wire]))
+    plan = make(code_tensors([tensor], compression, max_error, topology, make, [dtype_on_wire]))
     spec = plan.tensors[0]
     _check_shards(plan.tensors[0].plain.src_shards, dtype, shards, None)
     if isinstance(src, Mesh) and src_spec is None:
@@ -175,7 +178,7 @@ def reshard_local(
 
         check_compression(compression, max_error, "raw")
         if spec.codec is not None and _encode_measured(spec, shards)[1] > max_error:
-            plan = make([replace(tensor, dtype=on_wire)])
+            plan = make([replace(tensor, dtype=dtype_on_wire)])
             spec = plan.tensors[0]
     moved = execute_local(plan, [{rank: _cast(array, spec.plain.dtype) for rank, array in shards.items()}])[0]
     return moved if dst_dtype is None else {rank: _cast(array, dst_dtype) for rank, array in moved.items()}
@@ -251,7 +254,7 @@ def _check_shards(shards: Shards, dtype: str, arrays: Mapping[int, Array], name:
 
 
 def _view(shards: Shards, rank: int, array: Array, start: Sequence[int], stop: Sequence[int]) -> Array | None:
-    """The view of a rank's local array that holds the box; None if no tile of the rank contains all of it."""
+    """The part of a rank's local array that holds the box, as a view; None if no single tile contains the whole box."""
     for box, local in shards.boxes_of(rank):
         if all(lo <= a and b <= hi for (lo, hi), a, b in zip(box, start, stop, strict=True)):
             at = [
