@@ -72,16 +72,16 @@ _FAILED = "_was_in_a_step_that_failed"
 
 
 def mark_failed(module: Any) -> None:
-    """Mark the FSDP modules inside, so that no later engine uses them."""
+    """Mark the FSDP modules in the module, so that no later engine uses them."""
     for each in _fsdp_modules(module):
         setattr(each, _FAILED, True)
 
 
 def find_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
-    """A parameter by its name in the module without wrappers, or in the wrapped module.
+    """The parameter with this name, which may be its name without wrappers or its name in the wrapped module.
 
     Raises:
-        AttributeError: there is none.
+        AttributeError: no parameter has this name.
     """
     for plain, parameter in plain_parameters(module, remove_duplicate=False):
         if plain == name:
@@ -114,11 +114,11 @@ def warn_of_drift(pipeline: Pipeline, stage: int, module: torch.nn.Module) -> No
     """Warn if ranks of a stage see different data and nothing sums their gradients: their parameters would diverge."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     plain = [each for each in parameters if not hasattr(each, "to_local")]
-    # plain parameters of a tensor-parallel module are the same on all ranks
-    is_joined = isinstance(module, DistributedDataParallel) or (
+    # a tensor-parallel module keeps its plain parameters equal on all ranks
+    are_summed = isinstance(module, DistributedDataParallel) or (
         len(plain) < len(parameters) and not _fsdp_modules(module)
     )
-    if plain and not is_joined and is_sharded(pipeline, stage):
+    if plain and not are_summed and is_sharded(pipeline, stage):
         warnings.warn(
             f"ranks of stage {stage} hold shards of the tensors on its edges, but nothing sums the gradients of "
             f"{len(plain)} parameters over them. Wrap the whole module in DistributedDataParallel or fully_shard, or "
@@ -127,35 +127,37 @@ def warn_of_drift(pipeline: Pipeline, stage: int, module: torch.nn.Module) -> No
         )
 
 
-#: Number of replicas that see different data: one for all stages with a loss, or ``{stage: number}``.
+#: Number of replicas that see different data: an integer for all stages with a loss, or ``{stage: integer}``.
 LossShards = int | Mapping[int, int]
 
 
-def loss_shards_of(stage: int, given: LossShards) -> int:
+def loss_shards_of(stage: int, num_loss_shards: LossShards) -> int:
     """Number of replicas of a stage that the total loss averages over."""
-    return given.get(stage, 1) if isinstance(given, Mapping) else given
+    return num_loss_shards.get(stage, 1) if isinstance(num_loss_shards, Mapping) else num_loss_shards
 
 
-def check_loss_shards(given: Any, pipeline: Pipeline) -> None:
+def check_loss_shards(num_loss_shards: Any, pipeline: Pipeline) -> None:
     """Raise ArgumentError unless ``num_loss_shards`` fits the numbers of ranks of the stages."""
     ranks = {stage: len(each.mesh.ranks) for stage, each in enumerate(pipeline.stages) if each.mesh is not None}
-    wanted: list[tuple[str, Any, int]] = [("num_loss_shards is", given, max(ranks.values()))]
-    if isinstance(given, Mapping):
-        unknown = [stage for stage in given if stage not in ranks]
+    wanted: list[tuple[str, Any, int]] = [("num_loss_shards is", num_loss_shards, max(ranks.values()))]
+    if isinstance(num_loss_shards, Mapping):
+        unknown = [stage for stage in num_loss_shards if stage not in ranks]
         if unknown:
             raise ArgumentError(f"num_loss_shards names stage {unknown[0]!r}; there are stages 0 to {max(ranks)}")
-        wanted = [(f"num_loss_shards of stage {stage} is", number, ranks[stage]) for stage, number in given.items()]
+        wanted = [
+            (f"num_loss_shards of stage {stage} is", number, ranks[stage]) for stage, number in num_loss_shards.items()
+        ]
     for what, number, most in wanted:
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
             raise ArgumentError(
                 f"{what} {number!r}; it must be an integer from 1 to {most}, the number of ranks of "
-                f"{'that' if isinstance(given, Mapping) else 'the largest'} stage"
+                f"{'that' if isinstance(num_loss_shards, Mapping) else 'the largest'} stage"
             )
 
 
-def check_loss_replicas(stage: int, module: Any, given: LossShards, num_ranks: int) -> None:
+def check_loss_replicas(stage: int, module: Any, num_loss_shards: LossShards, num_ranks: int) -> None:
     """Raise ArgumentError if ``num_loss_shards`` does not fit the replicas of a stage that returns a loss."""
-    number = loss_shards_of(stage, given)
+    number = loss_shards_of(stage, num_loss_shards)
     if number > num_ranks:
         raise ArgumentError(
             f"stage {stage} gives a loss on {num_ranks} rank{'s' * (num_ranks > 1)}, but num_loss_shards is {number}; "
@@ -189,7 +191,7 @@ def prepare_backward(module: Any, *, is_last: bool) -> None:
 
 
 def reshard_parameters(module: Any) -> None:
-    """After forwards without a backward: free FSDP's gathered parameters, which would hide the sharded ones."""
+    """After forwards without a backward: free FSDP's gathered parameters, so that the module has its sharded ones."""
     for each in _fsdp_modules(module):
         each.reshard()
 
@@ -197,7 +199,8 @@ def reshard_parameters(module: Any) -> None:
 def align_gradients(module: torch.nn.Module) -> None:
     """After the last backward: give each gradient that is a DTensor the placements of its parameter.
 
-    Tensor parallelism leaves some as partial sums or replicas, for example that of an embedding sharded by vocabulary.
+    Tensor parallelism leaves some gradients as partial sums or replicas, for example the gradient of an embedding that
+    is sharded by vocabulary.
     """
     for parameter in module.parameters():
         gradient: Any = parameter.grad
