@@ -1,8 +1,9 @@
-"""Time weights sent as differences beside raw ones on emulated hosts: ``python -m microbench.transfers.weight_sync``.
+"""Time weights sent as differences and sent whole, on emulated hosts: ``python -m microbench.transfers.weight_sync``.
 
-Four trainer ranks on two hosts each hold a quarter of 64 MiB of bf16 weights; four replicas on two other hosts need all
-of them. Between versions, a share of the weights moves by one or two units in the last place. The raw contender is a
-:class:`reshard.Mover`. Every replica compares its weights with the trainers' bit for bit.
+Four trainer ranks on two hosts each hold a quarter of 64 MiB of bf16 weights. Four replicas on two other hosts each
+need all weights. Between versions, a share of the weights changes by one or two units in the last place. A
+:class:`reshard.Mover` sends the whole weights ("raw"). A :class:`reshard.compression.WeightSync` sends the differences
+("delta"), and every replica compares the result with the trainers' weights bit for bit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ COLUMNS = 4096
 def measure(
     rank: int, report: Callable[[Any], None], mib: int, share: float, repeats: int, topology: Topology
 ) -> dict[str, list[float]]:
-    """Seconds of each turn on this rank, and the ratio of plain bytes to stream bytes."""
+    """Measure both methods on this rank, once per version.
+
+    Args:
+        mib: size of the weights in MiB. share: fraction of the weights that change. repeats: number of timed versions.
+
+    Returns:
+        One value per version: ``"raw"`` and ``"delta"``, seconds; ``"ratio"``, plain bytes over stream bytes.
+    """
     src = reshard.Layout(reshard.Mesh.of(4), "S0")
     dst = reshard.Layout(reshard.Mesh.of(4, first_rank=4))
     shape = (mib * 2**20 // 2 // COLUMNS, COLUMNS)
@@ -41,7 +49,7 @@ def measure(
     plan = reshard.make_plan(src, dst, shape, "bfloat16", topology=topology)
     sync = WeightSync(src, dst, {"w": shape}, "bfloat16", topology=topology)
     stopwatch = Stopwatch()
-    seconds: dict[str, list[float]] = {"raw": [], "delta": [], "ratio": []}
+    measured: dict[str, list[float]] = {"raw": [], "delta": [], "ratio": []}
     with reshard.Mover(plan) as mover:
         for version in range(repeats + 2):
             words, changed = whole.view(torch.int16), torch.rand(shape, generator=generator) < share
@@ -54,16 +62,16 @@ def measure(
             result = sync(None if shard is None else {"w": shard}, None if out is None else {"w": out}, version=version)
             delta = stopwatch.stop().seconds
             assert out is None or torch.equal(out.view(torch.int16), words)
-            if version > 1:  # the first is sent in full, and the second allocates
+            if version > 1:  # version 0 is sent in full, and version 1 allocates buffers
                 assert result.base == version - 1
-                seconds["raw"].append(raw)
-                seconds["delta"].append(delta)
-                seconds["ratio"].append(result.plain_bytes / result.stream_bytes)
-    return seconds
+                measured["raw"].append(raw)
+                measured["delta"].append(delta)
+                measured["ratio"].append(result.plain_bytes / result.stream_bytes)
+    return measured
 
 
 def main() -> int:
-    """Print a row per rate."""
+    """Measure at each link rate, and print a row for each. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m microbench.transfers.weight_sync",
         description=__doc__,
