@@ -13,7 +13,8 @@ class Case:
     """One pair of layouts.
 
     Attributes:
-        title: description to print. devices_per_host: number of consecutive ranks on each host.
+        title: description to print.
+        devices_per_host: number of consecutive ranks on each host.
     """
 
     name: str
@@ -35,7 +36,7 @@ def study_cases(divide: int = 1) -> list[Case]:
 
     ``divide`` divides every dim of the study's tensors, to make them smaller.
 
-    The study's published code repeats case 7 as case 8. Case 8 is S0 R R -> R S1 R here.
+    In the study's published code, case 8 is a copy of case 7. Here case 8 is S0 R R -> R S1 R.
     """
     table = [
         ("1", "2x4", "S0 R R", "2x4", "S0 R R"),
@@ -65,10 +66,10 @@ def hard_cases(rows: int = 512) -> list[Case]:
     def ranks(grid: str, spec: Any = None, first_rank: int = 0) -> Layout:
         return Layout(Mesh.of(grid, first_rank=first_rank), spec)
 
-    heads = rows // 4  # of one rank in each of Q, K and V
+    part_rows = rows // 4  # number of rows that one rank holds of each of Q, K and V
     fused = RegionLayout(
         {
-            rank: [[((4 * part + rank) * heads, (4 * part + rank + 1) * heads), (0, rows)] for part in range(3)]
+            rank: [[((4 * part + rank) * part_rows, (4 * part + rank + 1) * part_rows), (0, rows)] for part in range(3)]
             for rank in range(4)
         }
     )
@@ -89,7 +90,7 @@ def hard_cases(rows: int = 512) -> list[Case]:
         ("axis order", "S01 -> S10, the major axis changes", (rows * 4 + 1, rows), "float16"),
         ("0-d", "a scalar from 1 rank to 5", (), "float64"),
         ("empty shards", "3 rows over 4 ranks -> 5 ranks, some get none", (3, 7), "complex64"),
-        ("fused", "Q, K and V split by head in one tensor -> plain rows", (12 * heads, rows), "float32"),
+        ("fused", "Q, K and V split by head in one tensor -> plain rows", (12 * part_rows, rows), "float32"),
         ("strided", "torch's _StridedShard, 2 x 2 -> replicated on 3", (rows * 2, rows), "float8_e4m3fn"),
     ]
     return [Case(*tensor, *layouts[tensor[0]]) for tensor in tensors]
