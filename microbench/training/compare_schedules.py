@@ -1,8 +1,8 @@
 """Compare pipeline schedules on emulated hosts: ``python -m microbench.training.compare_schedules gpt``.
 
-The models are small, with the layouts, stage graphs and communication-to-compute ratios of the 2023 study, and 64
-microbatches. Settings with real computation have two stages of one device each. In settings with timed computation a
-device sleeps instead of computing, so they have two or four stages of several devices. Methods run in turns.
+The models are small. Layouts, stage graphs and communication-to-compute ratios are those of the 2023 study, with 64
+microbatches. Settings with real computation have two stages of one device each. Settings with timed computation have
+two or four stages of several devices, since their devices only sleep. The iterations of the methods are interleaved.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from reshard.scheduler.training.presets import GPTConfig, UTransformerConfig
 from reshard.topology import Topology, topology_from_json
 
 NUM_MICROBATCHES = 64
+#: Number of iterations that search for the link rate of a setting with real computation.
 _BALANCING_STEPS = 8
 #: Communication-to-compute ratio: time of one microbatch's forward transfers on the busiest link, over the forward time
 #: of a stage. With skip connections, the busiest link carries all traffic between the two halves of the stages.
@@ -41,7 +42,13 @@ RATIOS = {"gpt": 0.3, "u_transformer": 1.5}
 
 @dataclass(frozen=True)
 class Setting:
-    """What one table compares methods on: a model on stages, with real or timed computation."""
+    """A model on stages, with real or timed computation. All methods run on it, and one table compares them.
+
+    Attributes:
+        is_timed: devices sleep instead of computing.
+        ratio: the communication-to-compute ratio, as in ``RATIOS``.
+        rate: link rate of each host. With real computation, only the first guess of the link rate.
+    """
 
     model: str
     workload: Workload
@@ -98,7 +105,9 @@ def make_pipeline(
 
     Args:
         costs: forward, input-gradient and weight-gradient seconds of each stage, and optionally whole-backward seconds.
-        topology: for planning the edges. strategy: of the plans. links: for simulating the plans.
+        topology: for planning the edges.
+        strategy: of the plans; None for the default strategy.
+        links: for simulating the plans.
         message_seconds: added to each transfer: the time to start it and to wake the waiting processes.
     """
     meshes = setting.workload.meshes()
@@ -115,7 +124,7 @@ def make_pipeline(
 
 
 def with_transfers(pipeline: Pipeline, seconds: float) -> Pipeline:
-    """The same pipeline with ``seconds`` for each transfer and no shared links."""
+    """The same pipeline, in which each transfer takes ``seconds`` and occupies no link."""
     edges = [
         replace(e, forward_seconds=seconds, backward_seconds=seconds, forward_loads=(), backward_loads=())
         for e in pipeline.edges
@@ -124,7 +133,7 @@ def with_transfers(pipeline: Pipeline, seconds: float) -> Pipeline:
 
 
 def busiest_seconds(edges: list[Edge]) -> float:
-    """Time that the forward transfers of one microbatch take on the busiest link."""
+    """Seconds that the forward transfers of one microbatch take on the busiest link."""
     busy: dict[str, float] = {}
     for edge in edges:
         for link, seconds in edge.forward_loads:
@@ -163,7 +172,7 @@ def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> d
             on_report=lambda rank, report: log(f"  {report[0]}: {report[1].seconds:.2f} s"),
         )
         after = measure_cluster(cluster, plain)
-    links = replace(mean_topology(before, after), start_seconds=0.0)  # message costs already include it
+    links = replace(mean_topology(before, after), start_seconds=0.0)  # the message costs already include the start
     drift = max(map(abs, deviations(after, before).values()))
     rows, predicted = [], {}
     alone = None if real is None else train_alone(real, repeats)
@@ -173,8 +182,8 @@ def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> d
         if method.signal_only:
             pipeline = with_transfers(pipeline, calibration.message)
         predicted[method.name] = simulate(method.schedule, pipeline)
-        off = None if alone is None or method.signal_only else _relative_error(alone, results, method.name)
-        rows.append(_row(method, results, predicted[method.name].makespan_seconds, off))
+        error = None if alone is None or method.signal_only else _relative_error(alone, results, method.name)
+        rows.append(_row(method, results, predicted[method.name].makespan_seconds, error))
     return {
         "kind": "setting",
         "title": setting.title,
@@ -190,8 +199,10 @@ def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> d
     }
 
 
-def _row(method: Method, results: list[dict[str, Any]], predicted_seconds: float, off: float | None) -> dict[str, Any]:
-    """The record of a method: measured and predicted seconds of a step, and how far training is ``off``."""
+def _row(
+    method: Method, results: list[dict[str, Any]], predicted_seconds: float, error: float | None
+) -> dict[str, Any]:
+    """The record of a method: measured and predicted seconds of a step, and the :func:`_relative_error` ("off")."""
     laps = merge_laps([result["laps"][method.name] for result in results])
     kept = laps.kept()
     seconds = [lap.seconds for lap in kept]
@@ -205,12 +216,12 @@ def _row(method: Method, results: list[dict[str, Any]], predicted_seconds: float
         "predicted_seconds": predicted_seconds,
         "busy": statistics.median(lap.busy for lap in kept),
         "in_flight": list(method.schedule.in_flight),
-        "off": off,
+        "off": error,
     }
 
 
 def _relative_error(alone: tuple[float, float], results: list[dict[str, Any]], name: str) -> float:
-    """Relative error against single-process training: that of the loss or of the gradient norm, whichever is larger."""
+    """Relative error of the loss or of the gradient norm, whichever is larger, against single-process training."""
     loss = next(result["losses"][name] for result in results if result["losses"][name] is not None)
     squares = sum(result["squares"][name] for result in results)
     return max(abs(loss / alone[0] - 1), abs(math.sqrt(squares / alone[1]) - 1))
@@ -218,12 +229,13 @@ def _relative_error(alone: tuple[float, float], results: list[dict[str, Any]], n
 
 @dataclass(frozen=True)
 class _Calibration:
-    """Link rate and measured costs of a setting, in seconds.
+    """Link rate of a setting, and measured costs in seconds.
 
     Attributes:
-        rate: of each link. nominal_costs: sleep times of timed stages. costs: measured durations of the stages.
-        message: cost of a message that overlaps with computation. blocked: cost of a message that both ends wait for.
-            It differs because such a receiver is not busy with other work when the message arrives.
+        rate: bytes per second of each link, or as text. nominal_costs: sleep times of timed stages.
+        costs: measured durations of the stages. message: cost of a message that overlaps with computation.
+        blocked: cost of a message that both ends wait for. It differs from ``message`` because the receiver does no
+            other work when the message arrives.
     """
 
     rate: float | str
