@@ -29,9 +29,10 @@ from reshard.timeouts import check_timeout
 
 #: Time limit of each test connection.
 CONNECT_SECONDS = 3.0
-#: Estimate of the open files that a process needs per rank of the job, over all groups.
+#: Estimate of the open files that all groups of a process together need for each rank of the job.
 FILES_PER_RANK = 16
 
+#: What :func:`find_facts` returns, and the port on which the rank listens.
 Facts = dict[str, Any]
 
 
@@ -52,7 +53,7 @@ def examine(timeout_seconds: float = 60.0) -> tuple[list[str], list[str]]:
         facts["port"] = listener.getsockname()[1]
         facts_by_rank = _all_gather(store, "facts", facts, rank, size, timeout_seconds)
         unreached = _find_unreachable(facts_by_rank, rank)
-        unreached_by_rank = _all_gather(store, "reached", unreached, rank, size, timeout_seconds)
+        unreached_by_rank = _all_gather(store, "unreached", unreached, rank, size, timeout_seconds)
     if rank:
         store.set(f"read/{rank}", "true")
     else:  # rank 0 may serve the store, so it leaves last
@@ -103,7 +104,7 @@ def _connect(timeout_seconds: float) -> tuple[dist.Store, int, int]:
 
 
 def find_facts(store: dist.Store) -> Facts:
-    """The versions, devices, interfaces and limits of this rank."""
+    """The versions, number of GPUs, interfaces and limits of this rank."""
     versions = {"python": platform.python_version()}
     for package in ("reshard", "torch", "numpy"):
         versions[package] = importlib.metadata.version(package)
@@ -180,7 +181,7 @@ def _find_unreachable(facts_by_rank: Sequence[Facts], rank: int) -> list[tuple[i
 
 
 def describe(facts_by_rank: Sequence[Facts]) -> list[str]:
-    """One line per host, then advice."""
+    """One line for each host, then advice on kernel settings."""
     lines = []
     for host, first in _first_ranks(facts_by_rank).items():
         ranks = [rank for rank, facts in enumerate(facts_by_rank) if facts["host"] == host]
@@ -239,6 +240,7 @@ def find_problems(facts_by_rank: Sequence[Facts], unreached: Sequence[tuple[int,
 
 
 def _differences(versions: Sequence[Mapping[str, str]]) -> list[str]:
+    """A problem for each package whose version differs between ranks. ``versions``: of each rank, by package."""
     found = []
     for name in sorted({name for one in versions for name in one}):
         by_version: dict[str, list[int]] = {}
