@@ -25,73 +25,73 @@ def relayout(
 ) -> None:
     """Move the parameters of a model, and the state of its optimizer, to another grid.
 
-    Parameters move bit for bit; the state of the optimizer too, unless ``compression`` codes it.
+    No bit of a parameter changes. No bit of the optimizer's state changes, unless ``compression`` encodes the state.
 
-    All tensors travel in one plan of :func:`reshard.reshard`, or in two if some are coded. The model keeps its modules;
-    its parameters and the entries of the optimizer are replaced. All ranks call it between steps, with gradients set to
-    None.
+    All tensors travel in one plan of :func:`reshard.reshard`, or in two plans with ``compression``. The model keeps its
+    modules. Its parameters and the entries of the optimizer are replaced. All ranks make this call between steps, with
+    gradients set to None.
 
     Args:
-        model: a model that :func:`~reshard.parallel.parallelize` has cut.
+        model: a model that :func:`~reshard.parallel.parallelize` has returned.
         grid: the new grid, of the same ranks.
         optimizer: the optimizer of the model's parameters.
-        compression: a policy with ``optimizer`` alone: the codec of the optimizer's state.
+        compression: a policy that sets ``optimizer``, the codec of the optimizer's state, and nothing else.
 
     Raises:
         ArgumentError: the model is not on a grid, ranks differ, the model does not fit the new grid, a backward is
-            still to come, a parameter has a gradient, or the policy does not fit.
+            still to come, a parameter has a gradient, the policy does not fit, or there is no state to encode.
         ReshardError: what :func:`reshard.reshard` raises.
     """
-    own = getattr(model, "reshard_grid", None)
-    if not isinstance(own, Grid):
+    old_grid = getattr(model, "reshard_grid", None)
+    if not isinstance(old_grid, Grid):
         raise ArgumentError("relayout needs a model that parallelize has returned")
-    _check(model, own, grid)
+    _check(model, old_grid, grid)
     codec = None if compression is None else compression.check_only("optimizer", "relayout")
-    meshes = [each.mesh for each in (own, grid)]
+    meshes = [each.mesh for each in (old_grid, grid)]
     parameters = _holders(model)
     state = {} if optimizer is None else optimizer.state
     sources: dict[str, torch.Tensor] = {}
     placements: dict[str, list[Any]] = {}
     for number, (parameter, _) in enumerate(parameters):
         for key, value in [("", parameter), *state.get(parameter, {}).items()]:
-            if _is_cut(value):
+            if _is_dtensor(value):
                 sources[f"{number}.{key}"] = value.detach().to_local()
-                placements[f"{number}.{key}"] = _specs(value)
+                placements[f"{number}.{key}"] = _placements_on_grid(value)
     coded = {name for name in sources if codec is not None and not name.endswith(".")}
     if codec is not None and not coded:
         raise ArgumentError(f"compression={compression} has optimizer=, but there is no optimizer state to move")
     moved: dict[str, torch.Tensor] = {}
-    for names, how in (([name for name in sources if name not in coded], None), (sorted(coded), codec)):
+    for names, names_codec in (([name for name in sources if name not in coded], None), (sorted(coded), codec)):
         if names:
             parts, specs = ({name: values[name] for name in names} for values in (sources, placements))
-            moved |= reshard(parts, *meshes, src_spec=specs, dst_spec=specs, compression=how)
+            moved |= reshard(parts, *meshes, src_spec=specs, dst_spec=specs, compression=names_codec)
     replaced: dict[int, nn.Parameter] = {}
     for number, (parameter, holders) in enumerate(parameters):
-        made = nn.Parameter(_join(moved[f"{number}."], parameter, grid), requires_grad=parameter.requires_grad)
+        made = nn.Parameter(_make_dtensor(moved[f"{number}."], parameter, grid), requires_grad=parameter.requires_grad)
         for module, name in holders:
             setattr(module, name, made)
         replaced[id(parameter)] = made
         if parameter in state:
             old = state.pop(parameter)
             state[made] = {
-                key: _join(moved[f"{number}.{key}"], value, grid) if _is_cut(value) else value
+                key: _make_dtensor(moved[f"{number}.{key}"], value, grid) if _is_dtensor(value) else value
                 for key, value in old.items()
             }
     if optimizer is not None:
         for group in optimizer.param_groups:
             group["params"] = [replaced.get(id(each), each) for each in group["params"]]
     mark_replaced([parameter for parameter, _ in parameters], "relayout")
-    own.become(grid)
-    for path, module in reversed(list(model.named_modules())):
+    old_grid.become(grid)
+    for path, module in reversed(list(model.named_modules())):  # errors give a tied parameter its first path
         if hasattr(module, "declare"):
             module.declare(f"{path}." if path else "")
 
 
-def _check(model: nn.Module, own: Grid, grid: Grid) -> None:
-    ranks, others = (sorted(each.device_mesh.mesh.flatten().tolist()) for each in (own, grid))
+def _check(model: nn.Module, old_grid: Grid, grid: Grid) -> None:
+    ranks, others = (sorted(each.device_mesh.mesh.flatten().tolist()) for each in (old_grid, grid))
     if ranks != others:
         raise ArgumentError(f"relayout moves a model between grids of the same ranks, not from {ranks} to {others}")
-    if own.has_open_graph:
+    if old_grid.has_open_graph:
         raise ArgumentError(
             "relayout was called between a forward of the model and its backward; call it between steps"
         )
@@ -107,7 +107,7 @@ def _check(model: nn.Module, own: Grid, grid: Grid) -> None:
 
 
 def _holders(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """Each parameter once, and the modules and names that hold it, in the order of the model."""
+    """Each parameter once, in the order of the model, with each module that holds it and the name there."""
     found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -115,18 +115,18 @@ def _holders(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module,
     return list(found.values())
 
 
-def _is_cut(value: Any) -> bool:
+def _is_dtensor(value: Any) -> bool:
     return hasattr(value, "placements") and hasattr(value, "to_local")
 
 
-def _specs(value: Any) -> list[Any]:
-    """Placements over (depth, row, col)."""
+def _placements_on_grid(value: Any) -> list[Any]:
+    """Placements of a DTensor on (row, col) over (depth, row, col): replicated over depth."""
     from torch.distributed.tensor import Replicate
 
     return [Replicate(), *value.placements]
 
 
-def _join(local: torch.Tensor, like: Any, grid: Grid) -> Any:
+def _make_dtensor(local: torch.Tensor, like: Any, grid: Grid) -> Any:
     """A DTensor on the new grid, with the placements of ``like``."""
     from torch.distributed.tensor import DTensor
 
