@@ -1,8 +1,9 @@
 """Checkpoints by ``torch.distributed.checkpoint``, under the names of the whole model.
 
-A checkpoint of step 100 is the folder ``step-00000100``. Its keys are ``model.NAME``, and ``optimizer.state.NAME.KEY``
-and ``optimizer.param_groups.NAME.KEY`` as torch's flattened optimizer state has them. Therefore
-``torch.distributed.checkpoint`` loads it into the model in one process. All ranks need the same file system.
+A checkpoint of step 100 is the folder ``step-00000100``. Its keys are ``model.NAME``, ``optimizer.state.NAME.KEY`` and
+``optimizer.param_groups.NAME.KEY``, as in torch's flattened optimizer state, so ``torch.distributed.checkpoint`` can
+load them into the whole model in one process. The keys ``engine``, ``lr_scheduler``, ``rng.RANK`` and ``loader.RANK``
+hold pickled state. All ranks need access to the same file system.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _FOLDER = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a checkpoint holds, on one rank.
+    """What one rank saves to a checkpoint, or loads from it.
 
     Attributes:
         rank: of this process. modules: ``{stage: module}`` of this rank.
-        ties: ``{stage: name}`` of each parameter that several stages share.
-        optimizer, lr_scheduler, loader: None: not saved, not loaded.
-        counters: plain values of the engine.
+        ties: for each parameter that several stages share, its name in each: ``{stage: name}``.
+        optimizer, lr_scheduler, loader: each is None if it is neither saved nor loaded.
+        counters: values of the engine: ``"step"``, ``"loss_scale"`` and ``"world_size"``.
     """
 
     rank: int
@@ -57,8 +58,8 @@ class TrainingState:
             found |= buffers
         return found
 
-    def optimized(self) -> list[tuple[PlainParameter, dict[str, Any]]]:
-        """The parameters in the optimizer, each under all of its names, and the group of each."""
+    def optimized_parameters(self) -> list[tuple[PlainParameter, dict[str, Any]]]:
+        """``(parameter, parameter group)`` of each parameter in the optimizer; a tied one once per name."""
         groups = {id(each): group for group in self.optimizer.param_groups for each in group["params"]}
         every = [each for module in self.modules.values() for each in divide_state(module)[0]]
         return [(each, groups[id(each.parameters[0])]) for each in every if id(each.parameters[0]) in groups]
@@ -73,7 +74,7 @@ def find_checkpoints(path: str | Path) -> list[tuple[int, Path]]:
     found = []
     for folder in Path(path).glob("step-*"):
         match = _FOLDER.fullmatch(folder.name)
-        if match and (folder / ".metadata").exists():  # written last
+        if match and (folder / ".metadata").exists():  # torch writes this file last
             found.append((int(match[1]), folder))
     return sorted(found)
 
@@ -84,15 +85,17 @@ def folder_of(path: str | Path, step: int) -> Path:
 
 
 def begin(folder: Path) -> None:
-    """Make an empty folder. One rank calls this before all save."""
+    """Make the folder, or empty it. One rank calls this before all ranks call :func:`save`."""
     if folder.exists():
-        (folder / ".metadata").unlink(missing_ok=True)  # from here on, it is no complete checkpoint
+        (folder / ".metadata").unlink(
+            missing_ok=True
+        )  # first, so that a folder without some files never counts as complete
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
 
 
 def prune(path: str | Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` complete checkpoints, and incomplete ones that are older than these."""
+    """Delete all folders older than the newest complete checkpoint, except the newest ``keep`` complete ones."""
     complete = find_checkpoints(path)
     kept = [step for step, _ in complete[-keep:]]
     for folder in Path(path).glob("step-*"):
@@ -102,7 +105,7 @@ def prune(path: str | Path, keep: int) -> None:
 
 
 def save(folder: Path, state: TrainingState, process_group: Any) -> None:
-    """Write this rank's part. All ranks call this."""
+    """Write this rank's part of a checkpoint. All ranks call this."""
     saved: dict[str, Any] = {"model": state.model(), "engine": pickle.dumps(state.counters)}
     saved[f"rng.{state.rank}"] = pickle.dumps(_rng_state())
     if state.optimizer is not None:
@@ -116,7 +119,7 @@ def save(folder: Path, state: TrainingState, process_group: Any) -> None:
 
 def _optimizer_state(state: TrainingState) -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    for plain, group in state.optimized():
+    for plain, group in state.optimized_parameters():
         values = [state.optimizer.state.get(each, {}) for each in plain.parameters]
         for key, value in values[0].items():
             has_shape = isinstance(value, torch.Tensor) and value.shape == plain.parameters[0].shape
@@ -128,10 +131,10 @@ def _optimizer_state(state: TrainingState) -> dict[str, Any]:
 
 
 def find_entries(folder: Path, state: TrainingState) -> Request:
-    """What to read from the checkpoint for this rank.
+    """Find what this rank reads from the checkpoint.
 
     Raises:
-        ArgumentError: the checkpoint lacks something that is asked for.
+        ArgumentError: the checkpoint lacks an entry that ``state`` needs, or has it with another shape.
     """
     known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     request = Request(known)
@@ -139,7 +142,7 @@ def find_entries(folder: Path, state: TrainingState) -> Request:
         request.want([f"model.{each}" for each in state.aliases(name)], tensor)
     if state.optimizer is not None:
         _want_optimizer(request, state)
-    for keys in (["engine"], [f"rng.{state.rank}", "rng.0"]):  # missing in a checkpoint of another program
+    for keys in (["engine"], [f"rng.{state.rank}", "rng.0"]):  # absent if another program wrote the checkpoint
         if any(key in known for key in keys):
             request.want(keys)
     if state.lr_scheduler is not None:
@@ -154,7 +157,7 @@ def load(folder: Path, request: Request, state: TrainingState, process_group: An
     """Read this rank's part into its modules, optimizer, scheduler and loader.
 
     Returns:
-        The counters of the engine that saved it; empty if another program did.
+        The counters of the engine that saved the checkpoint; empty if another program saved it.
     """
     dcp.load(request.wanted, storage_reader=dcp.FileSystemReader(folder), process_group=process_group)
     for restore in request.restore:
@@ -172,11 +175,12 @@ def load(folder: Path, request: Request, state: TrainingState, process_group: An
 
 
 class Request:
-    """What to read from a checkpoint.
+    """What one rank reads from a checkpoint.
 
     Attributes:
-        wanted: ``{key: tensor to fill, or None}``; after loading, the values.
-        restore: called after loading.
+        known: ``{key: metadata}`` of all entries of the checkpoint.
+        wanted: before loading, ``{key: tensor to fill, or None}``; after loading, ``{key: value}``.
+        restore: functions to call after loading.
     """
 
     def __init__(self, known: Mapping[str, Any]) -> None:
@@ -186,7 +190,11 @@ class Request:
         self._missing: list[str] = []
 
     def want(self, keys: Sequence[str], tensor: torch.Tensor | None = None) -> str | None:
-        """Ask for the first of these keys that is there, to fill ``tensor``. Returns the key."""
+        """Request the first of these keys that the checkpoint has, to fill ``tensor``.
+
+        Returns:
+            The key; None if the checkpoint has none of the keys or another shape, which :meth:`check` then reports.
+        """
         key = next((each for each in keys if each in self.known), None)
         if key is None:
             self._missing.append(keys[0])
@@ -197,7 +205,7 @@ class Request:
                 found = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "another kind of value"
                 self._missing.append(f"{key} of shape {list(tensor.shape)} (it has {found})")
                 return None
-        if key in self.wanted and tensor is not None:  # two names of one parameter, of which the checkpoint has one
+        if key in self.wanted and tensor is not None:  # tied parameters, of which the checkpoint has one
             first = self.wanted[key]
             if first is not tensor:
                 self.restore.append(lambda: _copy(tensor, first))
@@ -206,11 +214,11 @@ class Request:
         return key
 
     def first(self, *keys: str) -> Any:
-        """The value of the first of these keys that was asked for."""
+        """The value of the first of these keys that was requested."""
         return next(self.wanted[key] for key in keys if key in self.wanted)
 
     def check(self, folder: Path) -> None:
-        """Raise ArgumentError if something is missing."""
+        """Raise ArgumentError if the checkpoint lacks a requested entry, or has it with another shape."""
         if self._missing:
             others = f" and {len(self._missing) - 3} more" if len(self._missing) > 3 else ""
             raise ArgumentError(
@@ -225,7 +233,7 @@ def _copy(tensor: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _want_optimizer(request: Request, state: TrainingState) -> None:
-    """Ask for the state and the settings of each parameter in the optimizer."""
+    """Request the state and the settings of each parameter in the optimizer."""
     keys_of: dict[str, dict[str, str]] = {}  # {parameter name: {key of its state: key in the checkpoint}}
     prefix = "optimizer.state."
     for stored in request.known:
@@ -233,7 +241,7 @@ def _want_optimizer(request: Request, state: TrainingState) -> None:
             name, _, key = stored.removeprefix(prefix).rpartition(".")
             keys_of.setdefault(name, {})[key] = stored
     names: dict[int, list[str]] = {}
-    optimized = state.optimized()
+    optimized = state.optimized_parameters()
     for plain, _ in optimized:
         names.setdefault(id(plain.parameters[0]), []).extend(state.aliases(plain.name))
     done: set[int] = set()
@@ -254,7 +262,7 @@ def _want_optimizer(request: Request, state: TrainingState) -> None:
 def _want_state(
     request: Request, values: Sequence[dict[str, Any]], plain: PlainParameter, key: str, stored: str
 ) -> None:
-    """Ask for one entry of the optimizer's state of a parameter, sharded as the parameter is."""
+    """Request one entry of a parameter's optimizer state, sharded as the parameter is if it has the same shape."""
     metadata = request.known[stored]
     if not isinstance(metadata, TensorStorageMetadata):
         request.want([stored])
