@@ -20,16 +20,19 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def local_power_sum(
     modules: Mapping[int, torch.nn.Module],
-    ranks: Mapping[int, int],
+    num_ranks: Mapping[int, int],
     tied_elsewhere: Mapping[int, set[str]],
     norm_type: float,
 ) -> float:
-    """Sum of the magnitudes of this rank's gradients to the power ``norm_type``; the largest one for inf.
+    """The part of this rank in the sum of ``|g| ** norm_type`` over all gradients; for inf, its largest ``|g|``.
+
+    The parts of all ranks add up to the sum of the whole model: an element that k ranks hold counts 1/k on each.
 
     Args:
         modules: ``{stage: module}`` of this rank.
-        ranks: ``{stage: number of ranks}``. Each of them adds the same share of what is replicated.
+        num_ranks: ``{stage: number of ranks}``.
         tied_elsewhere: ``{stage: names}`` of tied parameters that an earlier stage counts.
+        norm_type: the exponent, or inf.
     """
     total, seen = 0.0, set()
     for stage, module in modules.items():
@@ -38,7 +41,7 @@ def local_power_sum(
             if gradient is None or id(parameter) in seen or name in tied_elsewhere.get(stage, ()):
                 continue
             seen.add(id(parameter))
-            holders = _num_shards(gradient)
+            num_shards = _num_shards(gradient)
             local = _local(gradient)
             if local.is_sparse:
                 local = local.coalesce().values()
@@ -48,7 +51,7 @@ def local_power_sum(
             if math.isinf(norm_type):
                 total = norm if math.isnan(norm) else max(total, norm)
             else:
-                total += norm**norm_type * holders / ranks[stage]
+                total += norm**norm_type * num_shards / num_ranks[stage]
     return total
 
 
@@ -82,7 +85,7 @@ def _local(gradient: Any) -> torch.Tensor:
 
 
 def _num_shards(gradient: Any) -> int:
-    """Number of different shards of a gradient, which has no partial sums after a step."""
+    """Number of different shards of a gradient. After a step, no gradient is a partial sum."""
     if not hasattr(gradient, "placements"):
         return 1
     sizes = gradient.device_mesh.shape
@@ -91,9 +94,15 @@ def _num_shards(gradient: Any) -> int:
 
 @dataclass
 class LossScale:
-    """A factor of the loss that halves after a step that is not finite, and doubles after many that are.
+    """A factor of the loss. It halves after a step with a gradient that is not finite, and doubles after many others.
 
-    As ``torch.amp.GradScaler``, whose constants it uses; but the engine divides the gradients by it at once.
+    The rule and the constants are those of ``torch.amp.GradScaler``. Unlike there, the engine divides the gradients by
+    the factor within the step.
+
+    Attributes:
+        value: the factor.
+        growth_interval: number of consecutive finite steps before the factor doubles.
+        finite_steps: number of finite steps since the factor last changed.
     """
 
     value: float = 65536.0
@@ -110,9 +119,9 @@ class LossScale:
             self.value, self.finite_steps = self.value * 2, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as plain values."""
+        """The factor and the number of finite steps, as plain values."""
         return {"value": self.value, "finite_steps": self.finite_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state."""
+        """Restore what :meth:`state_dict` returned."""
         self.value, self.finite_steps = float(state["value"]), int(state["finite_steps"])
