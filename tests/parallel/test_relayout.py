@@ -1,4 +1,4 @@
-"""A model that moves to another grid goes on as if it had been there from the start."""
+"""A model that moves from grid to grid trains as if it had stayed on the first one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reshard.testing import run_processes
 
 from .models import make_batch, make_gpt, train
 
-#: Rows, columns and depth of 1-D, 2-D and 2.5-D, then those of replicas with rows and alone.
+#: (rows, cols, depth): 1-D, 2-D and 2.5-D; then replicas over depth, with two rows and with one.
 SHAPES = [(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4)]
 
 
@@ -38,7 +38,7 @@ def check_training(rank, num_grids):
 
 
 @pytest.mark.parametrize("num_grids", [3, pytest.param(5, marks=pytest.mark.slow)])
-def test_training_goes_on_over_several_grids(num_grids):
+def test_training_is_the_same_over_several_grids(num_grids):
     for is_exact, error in run_processes(check_training, 4, num_grids):
         assert is_exact
         assert error < 1e-10
@@ -63,7 +63,7 @@ def check_misuse(rank):
         with pytest.raises(ArgumentError, match=rf"a parameter of shape \[.*\] that {name} has replaced in its model"):
             optimizer.step()
     model(*make_batch(2))
-    relayout(model, grids[0])  # a forward whose graph is gone does not count
+    relayout(model, grids[0])  # allowed: the graph of the forward is freed
     model = parallelize(make_gpt(heads=1), grids[1])
     with pytest.raises(ArgumentError, match="1 heads cannot be cut over 2 columns"):
         relayout(model, grids[0])

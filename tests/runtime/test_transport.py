@@ -1,4 +1,4 @@
-"""``wait_for`` distinguishes three failures: a broken connection, a timeout, an error that another rank reported."""
+"""``wait_for`` distinguishes three failures: a broken connection, a timeout, and an error of another rank."""
 
 from __future__ import annotations
 
