@@ -10,9 +10,9 @@ from reshard.plan.model import RECVS_AHEAD
 
 
 def check_staging(boxes: MessageBoxes, staged: np.ndarray) -> None:
-    """Raise PlanError if a rank stages data that it never forwards, or more than its window or ``staging_bytes``.
+    """Raise PlanError if a rank stages data that it never forwards, too many messages, or too many bytes.
 
-    The window of a rank is the number of messages that it can stage at once.
+    The limits are :func:`~reshard.plan.model.num_recv_slots` messages and ``staging_bytes``.
 
     Args:
         boxes: the boxes of a plan in which each sender has the data that it sends.
@@ -46,7 +46,7 @@ def check_staging(boxes: MessageBoxes, staged: np.ndarray) -> None:
     arriving = np.flatnonzero(is_relay[messages.receiver] & (messages.sender != messages.receiver))
     largest = np.zeros(len(is_relay), dtype=np.int64)
     np.maximum.at(largest, messages.receiver[arriving], messages.nbytes[arriving])
-    window = np.clip(staging_bytes // 2 // np.maximum(largest, 1), 1, RECVS_AHEAD)
+    slots = np.clip(staging_bytes // 2 // np.maximum(largest, 1), 1, RECVS_AHEAD)
     rank = np.concatenate([messages.receiver[arriving], messages.receiver[relayed]])
     time = np.concatenate([2 * arriving, 2 * last + 1])
     order = np.lexsort((time, rank))
@@ -54,7 +54,7 @@ def check_staging(boxes: MessageBoxes, staged: np.ndarray) -> None:
     bytes_change = np.concatenate([message_bytes[arriving], -message_bytes[relayed]])[order]
     num_held, bytes_held = np.cumsum(num_change), np.cumsum(bytes_change)  # each rank ends at 0
     rank, time, arrives = rank[order], time[order], time[order] % 2 == 0
-    full = arrives & (num_held - num_change >= window[rank])
+    full = arrives & (num_held - num_change >= slots[rank])
     over = arrives & (bytes_held > staging_bytes)
     wrong = np.flatnonzero(full | over)
     if not len(wrong):
@@ -64,7 +64,7 @@ def check_staging(boxes: MessageBoxes, staged: np.ndarray) -> None:
     if full[at]:
         raise PlanError(
             f"message {ident}: rank {rank[at]} must receive it while staging {num_held[at] - num_change[at]} messages "
-            f"for others, but its window is {window[rank[at]]} messages of {largest[rank[at]]} bytes"
+            f"for others, but it can stage at most {slots[rank[at]]} of {largest[rank[at]]} bytes"
         )
     raise PlanError(
         f"message {ident}: rank {rank[at]} would stage {bytes_held[at]} bytes, but staging_bytes is {staging_bytes}"

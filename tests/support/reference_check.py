@@ -190,7 +190,7 @@ def _check_staging(
             if held_messages.get(rank, 0) >= slots:
                 raise PlanError(
                     f"message {message.id}: rank {rank} receives it while it stages {held_messages[rank]} messages "
-                    f"for others, but its window is {slots} messages of {largest[rank]} bytes"
+                    f"for others, but it can stage at most {slots} of {largest[rank]} bytes"
                 )
         relayed = [message.id + i for i in range(len(message.boxes)) if message.id + i in staged]
         for ident in relayed:
