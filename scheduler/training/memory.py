@@ -1,4 +1,4 @@
-"""Count the bytes of tensors that a rank keeps while it trains a strategy."""
+"""Measure the peak memory of the tensors that a rank keeps in training, and predict it from a strategy."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from .loop import Job, make_loaders, make_optimizer, make_pipe
 
 
 class StorageCounter(TorchDispatchMode):
-    """Counts the live storages of all tensors that operations return inside, and their largest sum.
+    """Records the storage of each tensor that an operation returns while this mode is active.
 
-    Sums are taken by :meth:`sample`, at points where only what is kept is alive, not in the midst of an operation.
+    :meth:`sample` adds up the storages that are alive. Call it between operations, so that it counts no temporary
+    tensors of an operation.
+
+    Args:
+        ignored: pytree of tensors that are not counted.
 
     Attributes:
-        peak_bytes: the largest sum so far.
+        peak_bytes: the largest sum of all samples, in bytes.
     """
 
     def __init__(self, ignored: Any = ()) -> None:
@@ -30,8 +34,8 @@ class StorageCounter(TorchDispatchMode):
         self._storages: dict[int, int] = {}  # address of a storage -> a weak reference to it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note the storages of its results."""
-        results, is_gathered = func(*args, **(kwargs or {})), "split_with_sizes_copy" in str(func)
+        """Run an operation and record the storages of its results."""
+        results, is_gather = func(*args, **(kwargs or {})), "split_with_sizes_copy" in str(func)
         for each in tree_leaves(results):
             if isinstance(each, torch.Tensor) and each.layout is torch.strided:
                 plain = torch_compat.inner_tensor(each)
@@ -40,17 +44,17 @@ class StorageCounter(TorchDispatchMode):
                 storage = plain.untyped_storage()
                 if storage._cdata not in self._storages and storage._cdata not in self._ignored:
                     self._storages[storage._cdata] = storage._weak_ref()
-        if is_gathered:
+        if is_gather:
             self.sample()  # FSDP has just gathered the parameters of a layer
         return results
 
     def sample_in_backward(self, *_: Any) -> None:
-        """Sum what is alive now if a backward runs."""
+        """Take a sample if a backward is running."""
         if torch._C._current_graph_task_id() != -1:
             self.sample()
 
     def sample(self, *_: Any) -> None:
-        """Sum what is alive now."""
+        """Add up the bytes of all live storages, and update ``peak_bytes``."""
         total = 0
         for address, weak in list(self._storages.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(weak)
@@ -63,10 +67,15 @@ class StorageCounter(TorchDispatchMode):
 
 
 def count_peak_bytes(rank: int, job: Job, steps: int = 2) -> int:
-    """Largest sum of the bytes of tensors that this rank keeps in training steps of a strategy, without the batch.
+    """Train a few steps, and return the peak bytes of the tensors that this rank keeps in the last step.
 
-    Sampled at the end of each forward of a stage, whenever FSDP has gathered parameters, and before each module whose
-    forward is computed again in a backward.
+    The batch is not counted. Samples are taken after each forward of a stage, after each gather of parameters by FSDP,
+    and before each module that a backward recomputes.
+
+    Args:
+        rank: not used; ``run_processes`` passes it.
+        job: a training run with a strategy.
+        steps: number of steps.
     """
     assert isinstance(job.strategy, Strategy)
     batch = make_loaders(job)[0].batch(0)
@@ -79,7 +88,7 @@ def count_peak_bytes(rank: int, job: Job, steps: int = 2) -> int:
                 inner.register_forward_pre_hook(counter.sample_in_backward)
         for step in range(steps):
             if step + 1 == steps:
-                counter.peak_bytes = 0  # by now there are states of the optimizer
+                counter.peak_bytes = 0  # the optimizer allocates its state in its first step
             engine.step(batch)
             engine.clip_grad_norm_(1.0)
             optimizer.step()
@@ -88,7 +97,7 @@ def count_peak_bytes(rank: int, job: Job, steps: int = 2) -> int:
 
 
 def predicted_bytes(strategy: Strategy) -> list[float]:
-    """Predicted peak of each rank."""
+    """For each rank, the peak memory in bytes that the search predicts."""
     return [
         report.memory_bytes
         for stage, report in zip(strategy.stages, strategy.reports, strict=True)
