@@ -1,4 +1,4 @@
-"""``Pipe``: a model, where it is cut, and where its stages run."""
+"""``Pipe``: a model, the modules at which it is cut, and the placement of each stage."""
 
 from __future__ import annotations
 
@@ -51,25 +51,27 @@ class Pipe:
     """A model that is cut into pipeline stages, each with a placement.
 
     Args:
-        model: the whole model, the same on all ranks, or a list with the module of each stage. On the meta device, a
-            rank gives data to its own stages only. Its modules are parallelized in place. The forward of the module of
-            a stage names what it reads: inputs of the batch, or tensors of earlier stages. It returns a
-            :class:`StageOutput`, or ``{name: tensor}``.
-        cut_before: paths of the modules that begin the second and each further stage, in the order of the forward. A
-            list of modules needs none.
-        stages: a :class:`Placement` for each stage, or ``"1x2,2x2"``: dp x tp of each stage.
+        model: the whole model, the same on all ranks, or a list with the module of each stage. Its modules are
+            parallelized in place. If it is on the meta device, each rank allocates only its own stages. In a list, the
+            parameters of each forward name what the stage reads: inputs of the batch, or tensors of earlier stages.
+            Each forward returns a :class:`StageOutput`, or ``{name: tensor}``.
+        cut_before: paths of the modules that begin the second and each further stage, in the order of the forward.
+            Omit them for a list of modules.
+        stages: a :class:`Placement` for each stage, or a text such as ``"1x2,2x2x1"``: dp x tp of each stage, or
+            rows x cols x depth of a grid.
         strategy: cuts, placements, microbatches and schedule that ``reshard.scheduler.autoparallel.search`` found, in
             place of ``cut_before`` and ``stages``.
-        init: gives data to a model on the meta device, as ``model.apply(init)`` does in one process.
+        init: initializes a model on the meta device, as ``model.apply(init)`` does in one process; default: each
+            module's ``reset_parameters``.
         autocast: dtype of ``torch.autocast`` in all stages. With ``torch.float16``, the engine scales the loss.
-        loss: ``loss(output, ...)``, whose further parameters name inputs of the batch; default: the forward returns the
+        loss: ``loss(output, ...)``, whose other parameters name inputs of the batch; default: the forward returns the
             loss, ``(loss, metrics)`` or a StageOutput.
         blocks: returns the blocks of the model (see :class:`Block`), for a model whose forward cannot be traced;
             default: ``model.pipeline_blocks`` or an adapter for the class of the model, if there is one.
-        tp_plan: plan of all placements that have none.
+        tp_plan: the ``tp_plan`` of each placement that has none of its own.
 
     Raises:
-        ArgumentError: the arguments do not fit each other.
+        ArgumentError: an argument is malformed, or two arguments contradict each other.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Pipe:
                 f"{len(self.placements)} placements"
             )
         if init is not None and not is_on_meta(model):
-            raise ArgumentError("init is only for a model on the meta device; this one has its values")
+            raise ArgumentError("init is only for a model on the meta device; this model already has values")
         if blocks is not None and loss is not None:
             raise ArgumentError("blocks give the loss themselves, as StageOutput(loss=...); pass no loss=")
         self.meshes = find_meshes(self.placements)
@@ -119,7 +121,10 @@ class Pipe:
 
     @property
     def input_names(self) -> list[str]:
-        """Names of the values of a batch that is a tuple: parameters of the forward, then those of the loss."""
+        """Names for the values of a batch that is a tuple: the parameters of the forward, then those of the loss.
+
+        Empty for a list of modules.
+        """
         if self._blocks is blocks_of_modules:
             return []
         names = list(inspect.signature(self.model.forward).parameters)
@@ -128,17 +133,22 @@ class Pipe:
         return names
 
     def cut(self, inputs: Sequence[str]) -> Cut:
-        """The model cut into stages, for a batch with these names."""
+        """The model cut into stages. ``inputs`` are the names of the values of a batch."""
         if self._blocks is not None:
             return BlockCut(self._blocks, self.model, self.cut_before)
         return TracedCut(self.model, self.cut_before, inputs, self._loss)
 
     def pipeline(self, example: Any, microbatches: int, profile: Profile, topology: Topology) -> Pipeline:
-        """The pipeline with the costs of its stages and edges. It needs no other process, and no data.
+        """The pipeline with the costs of its stages and edges, for one microbatch. One process suffices.
 
         Args:
-            example: a whole batch. microbatches: number of microbatches that it is divided into.
-            profile: seconds of each stage. topology: hosts and links of all ranks.
+            example: a whole batch; its values do not matter.
+            microbatches: number of microbatches that the batch is divided into.
+            profile: seconds of each stage.
+            topology: hosts and links of all ranks.
+
+        Raises:
+            ArgumentError: the model cannot be cut, or does not accept the batch.
         """
         outline = outline_batch(name_batch(example, self.input_names))
         skeleton = Skeleton(self.model, self.cut(outline.names), autocast=self.autocast)
@@ -161,23 +171,23 @@ class Pipe:
     ) -> PipelineEngine:
         """Parallelize the stages of this rank and make the engine. Every rank must call this.
 
-        Parameters, buffers, random number generators and ``.grad`` are left as they were.
+        Trial steps do not change parameters, buffers, random number generators or ``.grad``.
 
         Args:
             example: a whole batch; the same on all ranks. Its values matter only if stage times are measured.
-            microbatches: number of microbatches of a step; fewer if one would not have a row for each replica. Default:
-                that of the strategy.
-            schedule: a schedule, or a function of a pipeline and a number of microbatches that returns one. A batch
-                with fewer microbatches uses the first ones of a schedule. Default: that of the strategy, or
+            microbatches: number of microbatches of a step. A step has fewer if a microbatch would have fewer rows than
+                replicas. Default: that of the strategy.
+            schedule: a schedule, or a function of a pipeline and a number of microbatches that returns one. If a batch
+                has fewer microbatches, a schedule runs only for its first ones. Default: that of the strategy, or
                 :func:`auto_schedule`.
             profile: seconds of each stage, as :meth:`PipelineEngine.profile` returns; default: measured in two trial
                 steps on ``example``.
             device: device of the parameters.
             group: process group whose ranks the placements name; default: the world.
             topology: hosts and links; default: hosts are found by host name.
-            memory_limit_bytes: given to ``schedule`` if it is a function.
-            compression: codecs of each parallel dimension. Transfers between stages are coded where the simulated
-                iteration gets shorter; ``engine.compression`` says where.
+            memory_limit_bytes: limit on the activations of a device. Only a ``schedule`` that is a function gets it.
+            compression: codecs of each parallel dimension. Transfers between stages are coded where this shortens the
+                simulated iteration; ``engine.compression`` lists them.
             timeout_seconds: see :class:`Engine`.
 
         Raises:
@@ -227,7 +237,7 @@ class Pipe:
     def _make_stages(
         self, cut: Cut, graph: StageGraph, device: torch.device, group: Any, timeout_seconds: float
     ) -> tuple[dict[int, torch.nn.Module], list[TiedParameter]]:
-        """The parallelized modules of this rank, with their values, and the parameters that stages share."""
+        """The parallelized and initialized modules of this rank, and the parameters that stages share."""
         stages = list(cut.build(self.model))
         for stage, module in enumerate(stages):
             if isinstance(module, BlockStage):
@@ -237,7 +247,7 @@ class Pipe:
         mine = [stage for stage, mesh in enumerate(self.meshes) if rank in mesh.ranks]
         if is_on_meta(self.model):
             materialize(self.model, [stages[stage] for stage in mine], self.cut_before, self._init)
-        _separate(stages, mine)
+        _copy_tied(stages, mine)
         tied_tensors = [stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties]
         shapes = [(tuple(each.shape), dtype_name(each.dtype)) for each in tied_tensors]
         own = {stage: stages[stage].to(device) for stage in mine}
@@ -255,7 +265,7 @@ class Pipe:
         ]
 
     def _trial_schedule(self, pipeline: Pipeline, num_microbatches: int) -> Schedule:
-        """A schedule with whole backwards, to measure the stages."""
+        """A schedule without split backwards, with which the stages are measured."""
         row_of_stage = find_rows(self.meshes)
         if row_of_stage == list(range(len(row_of_stage))):
             return one_f_one_b(pipeline, num_microbatches)
@@ -289,7 +299,7 @@ class Pipe:
 
 
 def _schedule_of(strategy: Strategy) -> ScheduleBuilder:
-    """Builds the schedule of a strategy, and a fitting one for batches with another number of microbatches."""
+    """A builder of the strategy's schedule. For another number of microbatches, it runs :func:`auto_schedule`."""
 
     def build(
         pipeline: Pipeline, num_microbatches: int, can_split: bool = True, memory_limit_bytes: int | None = None
@@ -301,8 +311,11 @@ def _schedule_of(strategy: Strategy) -> ScheduleBuilder:
     return build
 
 
-def _separate(stages: list[torch.nn.Module], mine: Sequence[int]) -> None:
-    """Copy each stage of this rank that shares a parameter with an earlier one: a tie joins them, as between ranks."""
+def _copy_tied(stages: list[torch.nn.Module], mine: Sequence[int]) -> None:
+    """Copy each stage of this rank that shares a parameter with an earlier stage of this rank.
+
+    A :class:`TiedParameter` then keeps the copies equal, as it does across ranks.
+    """
     seen: set[int] = set()
     for stage in mine:
         parameters = set(map(id, stages[stage].parameters()))
@@ -314,7 +327,7 @@ def _separate(stages: list[torch.nn.Module], mine: Sequence[int]) -> None:
 
 
 def _raise_on_all(error: ReshardError | None, group: Any) -> None:
-    """Raise the error of this rank, or else that of the lowest rank that has one: stages fail one by one."""
+    """Raise on all ranks if any has an error: the rank's own error, or else that of the lowest rank with one."""
     errors: list[ReshardError | None] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(errors, error, group=group)
     first = next((each for each in (error, *errors) if each is not None), None)
@@ -330,7 +343,7 @@ def _exchange_layouts(
     for number, tie in enumerate(ties):
         for stage, name in tie.items():
             if stage in modules:
-                spec = _dims_of(find_parameter(modules[stage], name))
+                spec = _spec_of(find_parameter(modules[stage], name))
                 if spec is not None:
                     own[number, stage] = spec
     gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
@@ -342,13 +355,13 @@ def _exchange_layouts(
     ]
 
 
-def _dims_of(parameter: Any) -> tuple[Any, ...] | None:
-    """The mesh axes that shard each dim of a DTensor, major first; None for a plain tensor."""
+def _spec_of(parameter: Any) -> tuple[Any, ...] | None:
+    """For each dim of a DTensor, the mesh axes that shard it, major first; None for a plain tensor."""
     if not hasattr(parameter, "placements"):
         return None
     dims: list[Any] = [()] * parameter.dim()
     axes = list(zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True))
-    # FSDP shards what tensor parallelism has left: where both shard a dim, dp has a strided placement and comes last
+    # FSDP shards each tensor-parallel shard. If both shard the same dim, dp has a strided placement and is minor.
     for axis, placement in sorted(axes, key=lambda each: torch_compat.is_strided_shard(each[1])):
         if not placement.is_replicate():
             dims[placement.dim] = (*dims[placement.dim], axis)
