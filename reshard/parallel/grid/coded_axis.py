@@ -1,8 +1,8 @@
-"""The collectives of products with messages coded by a block codec.
+"""The collectives of matrix products, with messages coded by a block codec.
 
-A message of n values is coded if its elements take fewer bytes than the values, which both ends know. Gathers decode
-every part, so that all ranks hold the same bits. Sums and exchanges leave a rank's own part as it is. Where several
-ranks of an axis share a host, sums inside hosts are raw.
+A message is coded only if this makes it shorter. Both ends compute this from the number of values. A gather decodes
+every part, also the rank's own, so that all ranks hold the same bits. Sums and exchanges do not code a rank's own part.
+Where several ranks of an axis share a host, sums inside hosts are not coded.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .collectives import Axis, Pending
 
 
 class CodedAxis:
-    """As :class:`Axis`, for its ``gather``, ``reduce_scatter`` and ``exchange``. Other dtypes travel as they are.
+    """The ``gather``, ``reduce_scatter`` and ``exchange`` of an :class:`Axis`, with coded messages.
 
     Args:
         axis: the ranks.
-        codec: codes values of fp32, bf16 and fp16.
+        codec: codes messages of fp32, bf16 and fp16 values; other dtypes are sent raw.
     """
 
     def __init__(self, axis: Axis, codec: BlockCodec) -> None:
@@ -34,8 +34,8 @@ class CodedAxis:
         axis, shape = self._axis, (sum(sizes), *part.shape[1:])
         if axis.size == 1 or dtype_name(part.dtype) not in CODED_DTYPES:
             return axis.gather(part, sizes)
-        row = part[:1].numel() if len(part) else part.new_empty((1, *part.shape[1:])).numel()
-        numels = [size * row for size in sizes]
+        row_numel = part[:1].numel() if len(part) else part.new_empty((1, *part.shape[1:])).numel()
+        numels = [size * row_numel for size in sizes]
         nbytes = [self._message_bytes(numel, part.itemsize) for numel in numels]
         result = part.new_empty(sum(numels))
         pending = axis.gather(self._encode([part]), nbytes)
@@ -102,7 +102,7 @@ class CodedAxis:
         return self._codec.nbytes((numel,), 0) < numel * itemsize
 
     def _encode(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The messages of some parts, one after the other."""
+        """The concatenated messages of some parts, as bytes."""
         sizes = [self._message_bytes(part.numel(), part.itemsize) for part in parts]
         out = torch.empty(sum(sizes), dtype=torch.uint8)
         for part, start, size in zip(parts, accumulate(sizes, initial=0), sizes, strict=False):
@@ -116,13 +116,13 @@ class CodedAxis:
     def _decode(
         self, data: torch.Tensor, target: torch.Tensor, dtype: torch.dtype | None = None, *, accumulate: bool = False
     ) -> None:
-        """Write a message of ``dtype`` to a flat target, or add it."""
+        """Write the values of a message to a flat target, or add them. ``dtype`` is that of the sender's values."""
         dtype = dtype or target.dtype
         if not target.numel():
             return
         if self._is_coded(target.numel(), dtype.itemsize):
             self._codec.decode(data, target, 0, accumulate=accumulate)
         elif accumulate:
-            target += data.clone().view(dtype)
+            target += data.clone().view(dtype)  # view needs the alignment that the clone has
         else:
             target.copy_(data.clone().view(dtype))
