@@ -1,7 +1,8 @@
 """The interface of a contender: a method of moving the tensors of one benchmark row.
 
-Every rank creates the contender once (its set-up), and then calls it once per turn. All turns use the same source and
-output tensors. A contender that does not support a row raises :class:`NotApplicable` on creation.
+Every rank creates the contender once, which is the set-up, and then calls it once per turn, which is timed. All turns
+use the same source and output tensors. A contender that does not support a row raises :class:`NotApplicable` on
+creation.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from reshard.sharding import Layout, TensorSpec
 
 
 class NotApplicable(Exception):
-    """The contender does not support the row. All ranks must raise this, with the same reason."""
+    """The contender does not support the row. All ranks must raise this with the same text, which is the reason."""
 
 
 Tensors = Sequence[torch.Tensor | None]
@@ -25,6 +26,9 @@ MakeContender = Callable[[Sequence[TensorSpec], int, Tensors, Tensors], Callable
 
 def slices_of(spec: TensorSpec, layout: Any, rank: int) -> tuple[slice, ...]:
     """The region of a rank's shard in the global tensor; empty if the rank has no shard.
+
+    Args:
+        layout: ``spec.src`` or ``spec.dst``.
 
     Raises:
         NotApplicable: the shard consists of several boxes.
