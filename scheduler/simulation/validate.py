@@ -1,4 +1,4 @@
-"""Check that a schedule computes and transfers everything its pipeline needs, once and without deadlock."""
+"""Check that a schedule makes every computation and transfer of its pipeline once, in an order without deadlock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..graph import Pipeline, check_limit
 from ..ir.schedule import Action, Channel, Kind, Schedule, check_fits
 from .replay import simulate
 
-#: Actions of a row shown before and after the one that an error is about.
+#: An error text shows this many actions of the row before and after the wrong action.
 _SHOWN = 6
 
 
@@ -19,13 +19,15 @@ def check_schedule(schedule: Schedule, pipeline: Pipeline, memory_limit_bytes: i
 
     * Each stage computes every microbatch once, on its own row: a forward, then a whole backward, or an input-gradient
       pass and later a weight-gradient pass.
-    * Each edge between two rows moves every microbatch once in each direction: sent after it is computed and received
-      before it is needed, in the same order at both ends of a channel. There are no other transfers.
-    * The schedule does not deadlock, not even with transfers that block.
-    * No row keeps more than ``memory_limit_bytes`` of activations at once.
+    * Each edge between two rows moves every microbatch once in each direction. A send comes after the computation of
+      its tensors, and a receive before the computation that needs them. Both ends of a channel use the same order.
+      There are no other transfers.
+    * The schedule does not deadlock, not even where transfers block.
+    * No device keeps more than ``memory_limit_bytes`` of activations at once.
 
     Raises:
-        ScheduleError: the first rule that is broken, with the row and the actions around the error.
+        ScheduleError: the schedule breaks a rule. The text names the first broken rule and shows the wrong action.
+        ArgumentError: an argument has the wrong type, or the memory limit is negative.
     """
     check_fits(schedule, pipeline)
     if memory_limit_bytes is not None:
@@ -58,7 +60,7 @@ def _check_once(schedule: Schedule, pipeline: Pipeline) -> None:
                 f"microbatches 0 to {schedule.num_microbatches - 1}"
             )
     expected: Counter[tuple[Kind, int, int, int | None]] = Counter()
-    # With fewer actions than microbatches, one of the first few is missing: the others need no check.
+    # k actions cannot cover k + 1 microbatches. Checking that many suffices, and is fast if num_microbatches is huge.
     microbatches = range(min(schedule.num_microbatches, sum(seen.values()) + 1))
     for stage in range(schedule.num_stages):
         for microbatch in microbatches:
@@ -82,7 +84,7 @@ def _check_once(schedule: Schedule, pipeline: Pipeline) -> None:
 
 
 def _explain(action: Action, schedule: Schedule, pipeline: Pipeline) -> str:
-    """A likely cause of a missing or superfluous transfer."""
+    """The likely cause of a missing or superfluous transfer, as text; empty for a computation."""
     if action.other is None:
         return ""
     src, dst = sorted((action.stage, action.other))
@@ -141,9 +143,9 @@ def _check_channels(schedule: Schedule) -> None:
 
 
 def has_one_order(schedule: Schedule) -> bool:
-    """Whether any two rows post the transfers between them in the same order, over all channels together.
+    """Whether each row sends to each other row in the order in which that row receives, over all channels together.
 
-    Channels that share a connection need this if the connection matches messages by order, as NCCL does.
+    A connection that matches messages by order, as NCCL does, can carry several channels only then.
     """
     ends: dict[tuple[int, int, bool], list[tuple[Channel, int]]] = {}
     for _, action in schedule:
@@ -155,7 +157,7 @@ def has_one_order(schedule: Schedule) -> bool:
 
 
 def show(schedule: Schedule, row: int, index: int) -> str:
-    """An action of a row, in brackets, and the actions around it."""
+    """The text of an action, in brackets, among the actions before and after it in its row."""
     actions = schedule.rows[row]
     before = [str(action) for action in actions[max(0, index - _SHOWN) : index]]
     after = [str(action) for action in actions[index + 1 : index + 1 + _SHOWN]]
