@@ -1,4 +1,4 @@
-"""A schedule as a graph of what waits for what, its cycle if it deadlocks, and its critical path."""
+"""The dependency graph of a schedule, its cycle if the schedule deadlocks, and its critical path."""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ def schedule_to_networkx(schedule: Schedule, pipeline: Pipeline) -> nx.DiGraph:
     Nodes are computations, as :class:`Action`, and transfers, as ``(channel, microbatch)``. Node attributes:
 
     * ``kind``: "F", "B", "I", "W", or "transfer".
-    * ``row``: the row that computes; of a transfer, the sender's.
-    * ``microbatch``, and ``seconds``: what it takes alone, without contention for links.
-    * ``text``: a name for people.
+    * ``row``: the row that computes, or that sends.
+    * ``microbatch``.
+    * ``seconds``: duration without link contention.
+    * ``text``: a readable name.
 
-    Edges point from what happens first to what waits for it. Edge attribute ``reason``: "data"; "order" (earlier in the
-    same row); "posted" (a transfer starts when the receiving row has reached its receive); "channel" (transfers of one
-    channel run one after the other).
+    Each edge points to the node that waits. Edge attribute ``reason``:
+
+    * "data": a computation needs data, or a transfer waits for the last action before its send.
+    * "order": an action waits for the action before it in its row.
+    * "posted": a transfer waits until the receiving row reaches the receive.
+    * "channel": a transfer waits for the previous transfer of its channel.
 
     Raises:
+        ArgumentError: an argument has the wrong type.
         ScheduleError: the schedule was made for another pipeline.
     """
     import networkx as nx
@@ -40,7 +45,7 @@ def schedule_to_networkx(schedule: Schedule, pipeline: Pipeline) -> nx.DiGraph:
             _add_node(graph, action, row, pipeline)
     last_of_channel: dict[tuple[Channel, bool], Node] = {}
     for actions in schedule.rows:
-        before: Node | None = None  # what the row must have finished to get here
+        before: Node | None = None  # last node that the row has waited for
         for action in actions:
             node = _node_of(action)
             if before is not None and before != node and (not action.kind.is_transfer or action.blocks):
@@ -92,7 +97,7 @@ def _add_node(graph: nx.DiGraph, action: Action, row: int, pipeline: Pipeline) -
 
 
 def _inputs_of(action: Action, pipeline: Pipeline) -> list[Node]:
-    """What a computation needs, in all the forms that it may have."""
+    """All nodes that may supply an input of a computation. A graph has only some of them."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.W:
         return [Action(Kind.I, stage, microbatch)]
@@ -106,7 +111,7 @@ def _inputs_of(action: Action, pipeline: Pipeline) -> list[Node]:
 
 
 def describe_cycle(schedule: Schedule, pipeline: Pipeline) -> str:
-    """Why a schedule deadlocks: ``1F0 waits for activations ..., which waits for ...``. Empty if there is no cycle."""
+    """Why a schedule deadlocks: ``1F0 waits for activations ..., which waits for ...``; empty if it does not."""
     import networkx as nx
 
     graph = schedule_to_networkx(schedule, pipeline)
@@ -120,7 +125,12 @@ def describe_cycle(schedule: Schedule, pipeline: Pipeline) -> str:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """The chain of computations and transfers that takes longest, first to last, and the seconds of the whole chain."""
+    """The chain of dependent computations and transfers that takes longest.
+
+    Attributes:
+        nodes: names of its computations and transfers, in order.
+        seconds: duration of the whole chain.
+    """
 
     nodes: tuple[str, ...]
     seconds: float
@@ -130,9 +140,10 @@ class CriticalPath:
 
 
 def critical_path(schedule: Schedule, pipeline: Pipeline) -> CriticalPath:
-    """The longest chain of dependencies. No run is faster; link contention can make it slower.
+    """The longest chain of dependencies. No run is faster than this chain; link contention can make a run slower.
 
     Raises:
+        ArgumentError: an argument has the wrong type.
         ScheduleError: the schedule was made for another pipeline, or deadlocks.
     """
     import networkx as nx
