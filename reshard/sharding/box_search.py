@@ -1,8 +1,8 @@
 """Find boxes that overlap, and the box that contains a point, without comparing all pairs.
 
 Boxes start in one bin per group. A sweep along each dim in turn splits every bin wherever no box straddles the cut,
-until bins hold few boxes. Grids separate in one pass. Bins whose boxes interlock are halved at the median side, and a
-box that straddles the cut becomes two.
+until bins hold few boxes. The boxes of a grid separate in one pass. Bins whose boxes interlock are cut at the median of
+the box sides, and a box that straddles the cut becomes two.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from reshard.errors import PlanError
 
 #: Bins of at most this many boxes are compared pair by pair.
 _MAX_PAIRWISE = 16
-#: Passes over all dims before bins are halved. In the worst arrangement a pass separates a single box.
+#: Passes over all dims before bins are halved. In the worst arrangement, one pass separates a single box.
 _PASSES = 3
-#: Pairs compared in one batch, which limits memory.
+#: Number of pairs compared at once, which limits memory.
 _PAIRS_PER_BATCH = 2**21
 
 
@@ -25,7 +25,8 @@ def find_overlapping(group: np.ndarray, start: np.ndarray, stop: np.ndarray) -> 
     """``(boxes,)`` bool: whether each box shares an element with another box of its group.
 
     Args:
-        group: ``(boxes,)`` integers. start, stop: ``(boxes, ndim)``, no box empty.
+        group: ``(boxes,)`` integers; boxes of different groups are not compared.
+        start, stop: ``(boxes, ndim)`` integers, half-open; no box is empty.
 
     Raises:
         PlanError: the boxes overlap or interlock so much that separating them takes too many parts.
@@ -34,19 +35,19 @@ def find_overlapping(group: np.ndarray, start: np.ndarray, stop: np.ndarray) -> 
     if len(group) < 2:
         return found
     bins = _Bins(group, start, stop, start[:0])
-    num_dims, idle, dim = start.shape[1], 0, 0
+    num_dims, idle, dim = start.shape[1], 0, 0  # idle: consecutive dims along which no bin could be halved
     while True:
         bins.separate(2)
         for a, b in _pairs(bins.bin, bins.first, bins.size):
-            hit = a < b
-            a, b = a[hit], b[hit]
+            once = a < b
+            a, b = a[once], b[once]
             hit = ((bins.start[a] < bins.stop[b]) & (bins.start[b] < bins.stop[a])).all(axis=1)
             found[bins.box[a[hit]]] = True
             found[bins.box[b[hit]]] = True
         bins.keep(bins.size > _MAX_PAIRWISE)
         if not len(bins.box):
             return found
-        if idle == num_dims:  # no dim has a side inside a bin: every box fills its bin
+        if idle == num_dims:  # no box has a side inside its bin, so each box fills its bin
             found[bins.box] = True
             return found
         idle = 0 if bins.halve(dim) else idle + 1
@@ -54,10 +55,11 @@ def find_overlapping(group: np.ndarray, start: np.ndarray, stop: np.ndarray) -> 
 
 
 def locate_points(point: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """``(points,)`` the index of the box that contains each point, -1 for points outside all boxes.
+    """``(points,)`` index of the box that contains each point; -1 for points outside all boxes.
 
     Args:
-        point: ``(points, ndim)``. start, stop: ``(boxes, ndim)``; no box is empty, no two overlap.
+        point: ``(points, ndim)`` integers.
+        start, stop: ``(boxes, ndim)`` integers, half-open; no box is empty, and no two overlap.
 
     Raises:
         PlanError: the boxes interlock so much that separating them takes too many parts.
@@ -80,7 +82,7 @@ def locate_points(point: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.
 
 
 def _pairs(bin_of: np.ndarray, first: np.ndarray, size: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Batches of ``(entry, box)`` pairs: each entry with each box of its bin, for bins of few boxes."""
+    """Batches of ``(entry, box)`` pairs: each box or point with each box of its bin, for bins of few boxes."""
     rows = np.flatnonzero(size[bin_of] <= _MAX_PAIRWISE)
     for part in np.array_split(rows, max(1, len(rows) * _MAX_PAIRWISE // _PAIRS_PER_BATCH)):
         counts = size[bin_of[part]]
@@ -89,15 +91,15 @@ def _pairs(bin_of: np.ndarray, first: np.ndarray, size: np.ndarray) -> Iterator[
 
 
 class _Bins:
-    """Boxes and points sorted into bins. Only entries of the same bin can overlap. Boxes are stored in bin order.
+    """Boxes and points in bins. Boxes can overlap, and contain a point, only inside a bin. Boxes are in bin order.
 
-    ``box`` and ``point_id`` map each entry to the original box or point; a box that was cut has several entries.
+    ``box`` and ``point_id`` are the numbers of the original boxes and points. A box that was cut has several entries.
     """
 
     def __init__(self, group: np.ndarray, start: np.ndarray, stop: np.ndarray, point: np.ndarray) -> None:
         order = np.argsort(group, kind="stable")
         self.box = order
-        self._limit = 4 * len(group) + 2**16
+        self._limit = 4 * len(group) + 2**16  # largest number of boxes, counting all parts of a cut box
         columns = [self._compress(start[:, d], stop[:, d], point[:, d]) for d in range(start.shape[1])]
         self.start, self.stop, self.point = (
             np.stack([column[i] for column in columns], axis=1) if columns else given
@@ -110,7 +112,7 @@ class _Bins:
         self._renumber(group[order])
 
     def _compress(self, *columns: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Coordinates of one dim, shifted or ranked so that ``bin * span + coordinate`` fits int64."""
+        """The starts, stops and points of one dim, shifted or ranked so that ``bin * span + coordinate`` fits int64."""
         least = columns[0].min()
         columns = (columns[0] - least, columns[1] - least, np.maximum(columns[2] - least, -1))
         if (int(columns[1].max()) + 2) * self._limit < 2**62:
@@ -154,7 +156,7 @@ class _Bins:
         span = self._span[dim]
         order = np.argsort(self.bin * span + self.start[:, dim], kind="stable")
         self.box, self.start, self.stop = self.box[order], self.start[order], self.stop[order]
-        base = self.bin * span  # bins are already in order
+        base = self.bin * span  # the new order leaves this array as it is: boxes move only inside their bin
         low = base + self.start[:, dim]
         reach = np.maximum.accumulate(base + self.stop[:, dim])
         begins = np.ones(len(low), dtype=bool)
@@ -171,15 +173,15 @@ class _Bins:
         low, high = self.start[:, dim], self.stop[:, dim]
         inner_low = low > np.minimum.reduceat(low, self.first)[self.bin]
         inner_high = high < np.maximum.reduceat(high, self.first)[self.bin]
-        value = np.concatenate([low[inner_low], high[inner_high]])
-        of = np.concatenate([self.bin[inner_low], self.bin[inner_high]])
-        if not len(of):
+        side = np.concatenate([low[inner_low], high[inner_high]])
+        bin_of_side = np.concatenate([self.bin[inner_low], self.bin[inner_high]])
+        if not len(side):
             return False
-        value = np.sort(of * self._span[dim] + value)
-        counts = np.bincount(of, minlength=len(self.size))
-        middle = np.minimum(np.cumsum(counts) - counts + counts // 2, len(value) - 1)
-        at = np.where(counts > 0, value[middle] % self._span[dim], self._span[dim])
-        cut = at[self.bin]
+        side = np.sort(bin_of_side * self._span[dim] + side)
+        counts = np.bincount(bin_of_side, minlength=len(self.size))
+        middle = np.minimum(np.cumsum(counts) - counts + counts // 2, len(side) - 1)
+        cut_of_bin = np.where(counts > 0, side[middle] % self._span[dim], self._span[dim])
+        cut = cut_of_bin[self.bin]
         left, right = low < cut, high > cut
         if left.sum() + right.sum() > self._limit:
             raise PlanError(
@@ -194,7 +196,7 @@ class _Bins:
         self.box = np.concatenate([self.box[left], self.box[right]])[order]
         self.start, self.stop = start[order], stop[order]
         if len(self.point):
-            wanted = 2 * self.bin_of_point + (self.point[:, dim] >= at[self.bin_of_point])
+            wanted = 2 * self.bin_of_point + (self.point[:, dim] >= cut_of_bin[self.bin_of_point])
             number = np.unique(bins)  # a half without boxes is dropped
             index = np.minimum(np.searchsorted(number, wanted), len(number) - 1)
             known = number[index] == wanted
