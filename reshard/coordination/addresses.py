@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is local to each host."""
+    """Whether only processes on the same host can reach an address."""
     return address.startswith("127.") or address in ("::1", "localhost")
 
 
 def own_address(store: dist.Store) -> str:
     """The address at which other ranks reach this process.
 
-    It is the first of these that can be determined: the address of the interface named by GLOO_SOCKET_IFNAME, the local
+    It is the first of these that can be determined: the address of the first interface in GLOO_SOCKET_IFNAME, the local
     address of the route to the store, the address of this host's name, 127.0.0.1.
     """
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -47,7 +47,7 @@ def _address_of_interface(name: str) -> str:
 
 
 def _address_towards(host: str) -> str:
-    """The local address of the route to a host. Connecting a datagram socket sends nothing."""
+    """The local address of the route to a host. Connecting a datagram socket sends nothing, so any port will do."""
     family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)

@@ -16,10 +16,13 @@ from reshard.errors import BY_NAME, RemoteError, ReshardError
 class TensorRequest:
     """What one rank passes for one tensor.
 
-    ``shape`` and ``dtype`` are global, if given; ``dst_dtype`` is the dtype of the result if it differs. ``local`` and
-    ``out`` are ``(shape, dtype)`` of the source shard and of the array to fill; ``devices`` are their device types. If
-    one rank passes a DTensor (``is_dtensor``), all ranks of a DeviceMesh get one. ``digest`` is the digest of the
-    source shard if the call passes no spec, so that all shards must be equal.
+    Attributes:
+        shape, dtype: of the global tensor; None if the rank does not know it.
+        dst_dtype: dtype of the result; None: ``dtype``.
+        is_dtensor: whether the rank passes a DTensor. If any rank does, all ranks of a destination DeviceMesh get one.
+        local, out: ``(shape, dtype)`` of the source shard and of the array to fill; None if there is none.
+        devices: device types of these arrays.
+        digest: digest of the source shard if the call passes no source spec. All source shards must then be equal.
     """
 
     shape: list[int] | None = None
@@ -39,11 +42,12 @@ class Request:
     Attributes:
         arguments: ``(name, value)`` pairs that must be equal on all ranks.
         error: class and text of a local error. attempt: number of rounds that the rank has started.
-        left, why_left: for each member, how many calls with it the rank may have left; error of the last of them (see
+        left: for each member, the number of calls with that member that the rank may have left (see
             :mod:`reshard.coordination.liveness.call_sequence`).
-        are_members_unknown: whether the members of those calls are unknown.
-        skipped: ``{hash of ranks: [count, ranks]}`` of this rank's calls whose members are other ranks only.
-        other_calls: ``{hash of ranks: count}`` of this rank's calls that do not include all members of this one.
+        why_left: class and text of the error that ended the last of these calls.
+        are_members_unknown: whether the members of these calls are unknown.
+        skipped: ``{hash of ranks: [count, ranks]}`` of calls that the rank made and of which it is not a member.
+        other_calls: ``{hash of ranks: count}`` of the rank's calls with sets of ranks that lack a member of this call.
         purpose: purpose of the round; "" for an ordinary call that is not fault tolerant.
         caller: the calling thread. payload: data for all other ranks.
     """
@@ -85,10 +89,11 @@ class Decision:
     """The common result of a round: an error, or what the ranks agreed on.
 
     Attributes:
-        lost: members that missed a fault-tolerant round. payloads: ``Request.payload`` of each rank.
-        lagging: ranks that the error is for, if not all; the others then wait for the next call of these ranks.
-        skipped: calls that another rank made without the receiver, which the receiver counts as handled.
-        out_of_sync: why the calls of these ranks can no longer be matched, if so.
+        lost: members that a fault-tolerant call has lost. payloads: ``Request.payload`` of each rank.
+        lagging: ranks on which the call fails; empty: all. The other ranks wait for the next call of these ranks.
+        skipped: ``{hash of ranks: [count, ranks]}`` of calls by a rank that is not their member. The receiver of the
+            decision is a member, and counts them as handled.
+        out_of_sync: why the calls of these ranks can no longer be matched; "" if they can.
     """
 
     error: tuple[str, str] | None = None
@@ -108,7 +113,7 @@ class Decision:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Decision:
-        """From ``vars(decision)`` after a trip through JSON, which turns ranks that are keys into text."""
+        """The decision whose ``vars`` were sent as JSON, which turns ranks that are keys into text."""
         by_rank = {name: {int(rank): value for rank, value in data[name].items()} for name in _BY_RANK}
         return cls(**{**data, **by_rank})
 
@@ -123,17 +128,17 @@ _BY_RANK = ("hostnames", "attempts", "payloads")
 
 
 def rebuild_error(name: str, text: str) -> ReshardError:
-    """The exception for an error that another rank described."""
+    """The inverse of :func:`describe_error`. An unknown class gives a RemoteError."""
     return BY_NAME.get(name, RemoteError)(text)
 
 
 def name_rank(rank: int, text: str) -> str:
-    """An error text with the rank that raised it, unless the text names that rank or starts with another one."""
+    """Prefix an error text with the rank that raised it, unless the text names this rank or starts with a rank."""
     return text if re.search(rf"\brank {rank}\b|^rank \d+\b", text) else f"rank {rank}: {text}"
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:
-    """Class name and text of an error, to be raised on other ranks."""
+    """Class name and text of an error, with which other ranks can raise it."""
     name = type(error).__name__
     if name in BY_NAME:
         return name, str(error)
@@ -144,15 +149,17 @@ def describe_error(error: BaseException) -> tuple[str, str]:
 class RankStatus:
     """What one rank publishes in the store about itself, for ranks that wait for it.
 
-    Another process changes it only to report the rank dead.
+    Only this rank writes its status, but another process may write that the rank is dead.
 
     Attributes:
-        waiting: members and attempt of the round that the rank waits in; None if it waits in none.
-        skipped: ``{hash of ranks: [count, ranks]}`` of calls whose members are other ranks only.
-        errors: number of calls that the rank may have left, with any members. given: the same by member, as text.
-        error: class and text of the last error. are_members_unknown: whether the members of the calls left are unknown.
+        waiting: members and attempt of the round in which the rank waits; None if it waits in none.
+        skipped: ``{hash of ranks: [count, ranks]}`` of calls that the rank made and of which it is not a member.
+        errors: number of calls that failed on the rank before their members were known.
+        given: ``{member as text: number}`` of calls with each member that the rank abandoned; not part of ``errors``.
+        error: class and text of the last error.
+        are_members_unknown: whether the members of the calls in ``errors`` are unknown.
         lost: ranks that this rank counts as lost.
-        out_of_sync: for each set of ranks, why its calls can no longer be matched.
+        out_of_sync: ``{set of ranks: why its calls can no longer be matched}``.
     """
 
     waiting: dict[str, Any] | None = None
