@@ -12,18 +12,22 @@ from .presets import GPTConfig, Preset
 
 
 class Progress:
-    """Shows loss, norm of the gradients, throughput and exposed communication.
+    """Shows the loss, the norm of the gradients, the throughput and the exposed communication.
 
-    Exposed communication is the largest share of a step that a stage waited for tensors that had been computed.
+    Exposed communication is the share of a step in which a row of the schedule only waits for transfers of tensors that
+    are already computed. The largest share of all rows is shown.
 
     Args:
-        name: of the run. start, steps: first step, and number of the last one. preset: gives the unit of throughput.
-        log_every: steps between lines, and between measured times. shows: whether to print at all.
+        name: name of the run.
+        start: number of steps that an earlier run has done.
+        steps: number of steps at the end of the run, those before ``start`` included.
+        preset: gives the rows or tokens of a step.
+        log_every: number of steps between printed lines, and between measured steps.
+        shows: whether to print at all.
     """
 
     def __init__(self, name: str, start: int, steps: int, preset: Preset, log_every: int, shows: bool) -> None:
-        is_text = isinstance(preset.config, GPTConfig)
-        self._unit = "tokens/s" if is_text else "images/s"
+        self._unit = "tokens/s" if isinstance(preset.config, GPTConfig) else "images/s"
         self._per_step = preset.rows * (preset.config.sequence if isinstance(preset.config, GPTConfig) else 1)
         self._start, self._steps, self._log_every, self._shows = start, steps, log_every, shows
         self._exposed = ""
@@ -38,11 +42,17 @@ class Progress:
             self.note(f"{name}: continuing at step {start}")
 
     def wants_times(self, step: int) -> bool:
-        """Whether to measure a step."""
+        """Whether to measure the times of a step, counted from 0, and print a line after it."""
         return step == self._start or (step + 1) % self._log_every == 0 or step + 1 == self._steps
 
     def advance(self, step: int, result: StepResult, norm: float) -> None:
-        """Count a step, and show it if it was measured."""
+        """Count a step, and print its line if it has one.
+
+        Args:
+            step: number of the step, from 0.
+            result: its result.
+            norm: norm of the gradients.
+        """
         if self._bar is not None:
             self._bar.update()
         if result.timeline is not None:
