@@ -1,4 +1,4 @@
-"""The graph of stages: which tensors each edge carries, found by a run on tensors without data."""
+"""The graph of stages: which tensors each edge carries, found by a run on fake tensors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Cut(Protocol):
     """A model that is cut into stages."""
 
     num_stages: int
-    inputs: frozenset[str]  # names that a batch may have
+    inputs: frozenset[str]  # names of the values that a batch may have
 
     def build(self, root: torch.nn.Module) -> Sequence[torch.nn.Module]:
-        """The modules of all stages, which share their parts with ``root``."""
+        """The modules of all stages, which share parameters and submodules with ``root``."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,10 @@ class Value:
     """A tensor that one stage writes and later stages read.
 
     Attributes:
-        name, dtype: of the tensor. shape: for one row; the size of dim ``row_dim`` is that for each row of the batch.
-        row_dim: dim that grows with the rows of the batch; None: all replicas have the whole tensor.
-        writer: stage that writes it. readers: stages that read it, ascending.
+        name, dtype: of the tensor.
+        shape: shape for a batch of one row.
+        row_dim: dim whose size is proportional to the rows of the batch; None: all replicas have the whole tensor.
+        writer: stage that writes the tensor. readers: stages that read the tensor, ascending.
         has_gradient: whether the readers return a gradient.
     """
 
@@ -51,13 +52,13 @@ class Value:
     has_gradient: bool
 
     def shape_for(self, rows: int) -> tuple[int, ...]:
-        """The shape for a number of rows."""
+        """The shape for a batch of ``rows`` rows."""
         return tuple(size * rows if dim == self.row_dim else size for dim, size in enumerate(self.shape))
 
 
 @dataclass(frozen=True)
 class StageGraph:
-    """What the stages of a model exchange, for one outline of a batch.
+    """What the stages of a model exchange, for batches of one outline.
 
     Attributes:
         values: tensors that cross from one stage to others.
@@ -70,7 +71,10 @@ class StageGraph:
     def edges(self, rows: int, meshes: Sequence[Mesh]) -> tuple[Edge, ...]:
         """Edges without costs, for a microbatch of ``rows`` rows.
 
-        If several stages read a tensor, each passes it on to the next, so that its writer sends it once.
+        If several stages read a tensor, each reader passes it on to the next reader, so that the writer sends it once.
+
+        Raises:
+            ArgumentError: a tensor cannot be divided over the replicas of a stage.
         """
         tensors: dict[tuple[int, int], list[TensorSpec]] = {}
         without_gradient: dict[tuple[int, int], set[str]] = {}
@@ -98,14 +102,14 @@ class StageGraph:
 
 
 def _check_gradient(value: Value, meshes: Sequence[Mesh]) -> None:
-    """Replicas compute the gradient of their own rows, so that of a value without rows would have to be summed."""
+    """Refuse a value without rows whose gradient would have to be summed over replicas."""
     replicas = {stage: num_row_shards(meshes[stage]) for stage in (value.writer, *value.readers)}
     if value.row_dim is None and value.has_gradient and max(replicas.values()) > 1:
         stage = max(replicas, key=lambda each: replicas[each])
         raise ArgumentError(
-            f"stage {value.writer} sends {value.name!r} of shape {list(value.shape)}, which has no rows of the batch "
-            f"but a gradient, and stage {stage} has {replicas[stage]} replicas; expand it to the rows before the "
-            "cut, cut elsewhere, or use dp=1"
+            f"stage {value.writer} sends {value.name!r} of shape {list(value.shape)}, which has a gradient but no "
+            f"dim of rows, and stage {stage} has {replicas[stage]} replicas; expand it to the rows before the cut, cut "
+            "elsewhere, or use dp=1"
         )
 
 
@@ -121,10 +125,10 @@ def _layout(value: Value, mesh: Mesh, rows: int) -> Layout:
 
 
 class Skeleton:
-    """A copy of a model without data, which finds the stage graph for any outline of a batch.
+    """A copy of a model with fake tensors, which finds the stage graph for any outline of a batch.
 
     Args:
-        model: the whole model, before it is parallelized. It is not changed.
+        model: the whole model, before it is parallelized; it is not changed.
         cut: the cut of the model.
         device_type: device type that the stages will run on.
         autocast: dtype of autocast in the stages; None: no autocast.
@@ -145,8 +149,11 @@ class Skeleton:
     def find(self, outline: BatchOutline) -> StageGraph:
         """The stage graph for batches of this outline.
 
+        The stages run twice, once with twice as many rows. A dim whose size doubles is the dim of rows.
+
         Raises:
-            ArgumentError: the model does not accept the batch, or a stage sends something that is not a tensor.
+            ArgumentError: the model does not accept the batch, a stage sends something that is not a tensor, or a dim
+                of a sent tensor changes with the rows but is not proportional to them.
         """
         unknown = sorted(set(outline.names) - self._inputs)
         if unknown:
@@ -170,7 +177,7 @@ class Skeleton:
         return StageGraph(tuple(values), tuple(tuple(sorted(names)) for names in few.inputs))
 
     def find_failure_without_rows(self, outline: BatchOutline, graph: StageGraph, stage: int) -> str | None:
-        """The error of a stage on 0 rows of a batch, as text; None if it has none."""
+        """The error, as text, that a stage raises on 0 rows of a batch; None if it raises none."""
         with self._without_computing():
             given = outline.empty(0)
             for value in graph.values:
@@ -234,7 +241,7 @@ def _run_stage(module: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], s
 
 
 def _row_dim(name: str, few: tuple[int, ...], many: tuple[int, ...]) -> int | None:
-    """The dim that doubles when the batch has twice as many rows."""
+    """The dim that is twice as large in ``many``, the shape for twice as many rows; None if the shapes are equal."""
     changed = [dim for dim in range(len(few)) if len(many) == len(few) and few[dim] != many[dim]]
     if len(few) != len(many) or len(changed) > 1 or any(many[dim] != 2 * few[dim] for dim in changed):
         raise ArgumentError(
@@ -252,7 +259,7 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def find_ties(stages: Sequence[torch.nn.Module]) -> list[dict[int, str]]:
-    """``{stage: parameter name}`` of each parameter that several stages use."""
+    """For each parameter that several stages use, ``{stage: its name there}``."""
     names: dict[int, dict[int, str]] = {}
     for stage, module in enumerate(stages):
         for name, parameter in module.named_parameters():
