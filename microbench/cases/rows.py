@@ -1,7 +1,7 @@
 """The benchmark rows: pairs of layouts, each on one of the clusters in ``microbench/emulation/topologies``.
 
-Sizes fit the emulated links. The 2023 study moved 2 GiB over 10 Gbit/s; most rows here move 64 MiB over 1 Gbit/s, which
-takes a third of the study's time. Every receiving device still gets at least 8 MiB.
+The 2023 study moved 2 GiB over 10 Gbit/s. Most rows here move 64 MiB over emulated links of 1 Gbit/s, which takes a
+third of the study's time. In these rows, each receiving device gets at least 8 MiB.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Row:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, counted once."""
+        """Bytes of all global tensors, each counted once."""
         return sum(int(np.prod(spec.shape)) * spec.itemsize for spec in self.tensors)
 
     @property
     def title(self) -> str:
-        """Short description of the layouts."""
+        """The layouts as short text, see :func:`describe_tensors`."""
         return describe_tensors(self.tensors)
 
 
 def describe_tensors(tensors: Sequence[TensorSpec]) -> str:
-    """What moves: ``S0 R on 2x4 -> R R on 2x4``, or the number and size of several tensors."""
+    """Both layouts of one tensor, ``S0 R on 2x4 -> R R on 2x4``, or the number and total size of several."""
     if len(tensors) > 1:
         nbytes = sum(int(np.prod(spec.shape)) * spec.itemsize for spec in tensors)
         return f"{len(tensors)} tensors, {nbytes / _MIB:.0f} MiB"
@@ -60,7 +60,7 @@ def _format_layout(layout: object, ndim: int) -> str:
 
 
 def read_cluster(name: str) -> Topology:
-    """The topology of a cluster in :data:`CLUSTERS`, by name, or of any topology file, by path."""
+    """The topology of a cluster in :data:`CLUSTERS`, given its name, or the topology in a file, given its path."""
     path = CLUSTERS / f"{name}.json"
     return read_topology(path if path.exists() else name)
 
@@ -86,7 +86,7 @@ def study() -> Iterable[Row]:
 
 
 def one_to_many() -> Iterable[Row]:
-    """The study's 1-to-m cases: one device to 1 to 4 hosts. ``--full`` adds smaller sizes."""
+    """The study's 1-to-m cases: one device to 1 to 4 hosts. ``--full`` adds grids, and sizes of 1 to 64 MiB."""
     for grid in ("1x1", "1x2", "1x3", "1x4", "2x2", "3x2", "4x2"):
         hosts, devices = map(int, grid.split("x"))
         dst = Mesh.from_array([[4 * (1 + host) + device for device in range(devices)] for host in range(hosts)])
@@ -120,7 +120,7 @@ def peers() -> Iterable[Row]:
 
 
 def hosts() -> Iterable[Row]:
-    """Unequal numbers of hosts, replicated and sharded sources."""
+    """Different numbers of sending and receiving hosts; replicated and sharded sources."""
     for src_hosts, dst_hosts in ((2, 3), (3, 4), (4, 5)):
         src = Mesh.of((src_hosts, 2))
         dst = Mesh.of((dst_hosts, 2), first_rank=2 * src_hosts)
@@ -146,7 +146,7 @@ def shared() -> Iterable[Row]:
 
 
 def unequal() -> Iterable[Row]:
-    """NICs of 1, 1/2 and 1/4 Gbit/s."""
+    """Hosts with NICs of 1, 1/2 and 1/4 Gbit/s."""
     src, dst = Mesh.of("3x2"), Mesh.of("3x2", first_rank=6)
     for name, a, b, is_default in (
         ("replicated -> S0", "R R", "S0 R", True),
@@ -170,7 +170,7 @@ def two_nics() -> Iterable[Row]:
 
 
 def pods() -> Iterable[Row]:
-    """Two pods of four hosts. A pod's uplink has the rate of one NIC."""
+    """Two pods of four hosts. The uplink of a pod has the rate of one NIC."""
     first, second = Mesh.of("4x2"), Mesh.of("4x2", first_rank=8)
     one, rest = Mesh.of("1x2"), Mesh.of("7x2", first_rank=2)
     yield _row("pods", "one host -> all others", "pods", (2048, 2048), (one, "S1 R"), (rest, "R R"), False)
@@ -207,7 +207,7 @@ def sweep() -> Iterable[Row]:
 
 
 def random_rows(seed: int, count: int) -> Iterable[Row]:
-    """Random layout pairs on three to five hosts of 4 devices; shapes need not be divisible."""
+    """Random pairs of layouts on three to five hosts of 4 devices; shapes need not be divisible by the meshes."""
     rng = random.Random(seed)
     for number in range(count):
         src_hosts, dst_hosts = rng.choice(((1, 2), (2, 1), (2, 2), (1, 3), (3, 1), (2, 3), (3, 2)))

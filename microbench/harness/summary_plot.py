@@ -1,4 +1,4 @@
-"""Draw the chart of the README from a page of results: ``python -m microbench.harness.summary_plot PAGE OUT.svg``.
+"""Draw the chart in the README from a page of results: ``python -m microbench.harness.summary_plot PAGE OUT.svg``.
 
 The page has one line per method, such as ``auto  1.035 times the bound (62 rows), worst 1.13``.
 """
@@ -31,8 +31,8 @@ def draw(page: str) -> str:
     """
     found: dict[str, tuple[float, int, float]] = {}
     for name, mean, rows, worst in _LINE.findall(page):
-        found.setdefault(name, (float(mean), int(rows), float(worst)))  # the first table covers all suites
-    axis_end = 64.0
+        found.setdefault(name, (float(mean), int(rows), float(worst)))  # keep the first table, which is of all suites
+    axis_end = 64.0  # lines of worse rows end here
     scale = (_WIDTH - _LEFT - 20) / math.log(axis_end)
     height = _TOP + _ROW_HEIGHT * len(BARS) + 46
     parts = [
@@ -66,7 +66,7 @@ def draw(page: str) -> str:
 
 
 def main() -> None:
-    """Draw the chart of the README from a page of results."""
+    """Draw the chart in the README from a page of results."""
     parser = argparse.ArgumentParser(prog="python -m microbench.harness.summary_plot", description=main.__doc__)
     parser.add_argument("page", type=Path, help="page of results, such as docs/benchmarks/2026-11-22-emulated-hosts.md")
     parser.add_argument("out", type=Path, help="SVG file to write")
