@@ -70,12 +70,12 @@ def test_json_has_the_documented_keys(capsys):
     assert data["tensors"][0]["src"]["spec"] == "S0 R R"
     plan = plan_from_json(data)
     assert plan.plan_hash == data["plan_hash"]
-    done = set()
+    earlier = set()
     for number, message in enumerate(data["messages"]):
         assert set(message) == {"id", "tensor", "sender", "receiver", "start", "stop", "after", "window"}
         assert message["id"] == number
-        assert done.issuperset(message["after"])
-        done.add(number)
+        assert earlier.issuperset(message["after"])
+        earlier.add(number)
 
 
 def test_html_draws_the_plan(capsys, monkeypatch):
@@ -212,7 +212,7 @@ def test_unknown_topology_error_lists_the_presets(name, capsys):
 
 
 def test_html_draws_hosts_that_exchange_replicas():
-    """Each host sends one region to the other, so that no host is the only source of both."""
+    """Two hosts send a region to each other, so neither of them is a source."""
     from reshard.cli.html_report import _draw_tree
 
     assert _draw_tree([(0, 1), (1, 0)]).count("<circle") == 2

@@ -1,4 +1,4 @@
-"""A killed rank, also the one that serves the store of ``env://``, is named by one error on every survivor."""
+"""After a rank is killed, even the one that serves the store of ``env://``, every survivor's error names it."""
 
 from __future__ import annotations
 
