@@ -52,11 +52,11 @@ class Pipe:
 
     Args:
         model: the whole model, the same on all ranks, or a list with the module of each stage. Its modules are
-            parallelized in place. If it is on the meta device, each rank allocates only its own stages. In a list, the
-            parameters of each forward name what the stage reads: inputs of the batch, or tensors of earlier stages.
+            parallelized in place. Of a model on the meta device, each rank allocates only its own stages. In a list,
+            the parameters of each forward name what the stage reads: inputs of the batch, or tensors of earlier stages.
             Each forward returns a :class:`StageOutput`, or ``{name: tensor}``.
         cut_before: paths of the modules that begin the second and each further stage, in the order of the forward.
-            Omit them for a list of modules.
+            Omit this for a list of modules.
         stages: a :class:`Placement` for each stage, or a text such as ``"1x2,2x2x1"``: dp x tp of each stage, or
             rows x cols x depth of a grid.
         strategy: cuts, placements, microbatches and schedule that ``reshard.scheduler.autoparallel.search`` found, in
@@ -142,7 +142,7 @@ class Pipe:
         """The pipeline with the costs of its stages and edges, for one microbatch. One process suffices.
 
         Args:
-            example: a whole batch; its values do not matter.
+            example: a whole batch; the values of its tensors do not matter.
             microbatches: number of microbatches that the batch is divided into.
             profile: seconds of each stage.
             topology: hosts and links of all ranks.
