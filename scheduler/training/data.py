@@ -1,4 +1,4 @@
-"""Batches of text and of pictures. Their order is a function of a seed and of the step."""
+"""Batches of text and of pictures. Each batch depends only on a seed and on the step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ import torch
 
 from reshard.errors import ArgumentError
 
-#: Share of the tokens that training does not see, for evaluation.
+#: Share of the tokens that is held out for evaluation.
 HELD_OUT_SHARE = 0.05
 
 
 class Loader:
-    """Yields the batches of steps 0, 1, ... without end. Its state is the number of the next step."""
+    """Yields the batches of steps 0, 1, ... without end. The state dict holds the next step.
+
+    Args:
+        rows: number of rows of a batch. seed: of the random numbers.
+
+    Raises:
+        ArgumentError: ``rows`` is less than 1.
+    """
 
     def __init__(self, rows: int, seed: int) -> None:
         if rows < 1:
@@ -35,14 +42,14 @@ class Loader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data."""
+        """The next step, the seed and the number of rows."""
         return {"step": self.step, "seed": self.seed, "rows": self.rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a position.
+        """Continue at the step that :meth:`state_dict` saved.
 
         Raises:
-            ArgumentError: it is a position in other batches.
+            ArgumentError: the state was saved with another seed or number of rows.
         """
         for name in ("seed", "rows"):
             if state[name] != getattr(self, name):
@@ -54,17 +61,17 @@ class Loader:
 
 
 class TokenLoader(Loader):
-    """Batches ``{"tokens": ..., "targets": ...}`` of shape ``(rows, sequence)``.
+    """Batches ``{"tokens": ..., "targets": ...}``, int64 of shape ``(rows, sequence)``.
 
-    The tokens are cut into windows. Each epoch reads every window once, in an order of its own and from an offset of
-    its own.
+    A window of ``sequence + 1`` tokens starts every ``sequence`` tokens. Each epoch shifts the windows by a random
+    offset, and reads each window once, in random order.
 
     Args:
-        tokens: one-dimensional array; it may be memory-mapped.
-        rows, sequence: of a batch. vocabulary: tokens are less than this. seed: of the order.
+        tokens: one-dimensional array of integers; may be memory-mapped.
+        rows, sequence: shape of a batch. vocabulary: tokens are from 0 to ``vocabulary - 1``. seed: of the order.
 
     Raises:
-        ArgumentError: there are too few tokens for one window.
+        ArgumentError: there are too few tokens for one window; from ``batch``: a token is not in the vocabulary.
     """
 
     def __init__(self, tokens: np.ndarray, rows: int, sequence: int, vocabulary: int, seed: int = 0) -> None:
@@ -75,7 +82,7 @@ class TokenLoader(Loader):
                 "or a shorter --sequence"
             )
         self._tokens, self._sequence, self._vocabulary = tokens, sequence, vocabulary
-        self._slack = (len(tokens) - 1) % sequence
+        self._max_offset = (len(tokens) - 1) % sequence
         self._num_windows = (len(tokens) - 1) // sequence
         self._epoch = -1
         self._order, self._offset = np.empty(0, dtype=np.int64), 0
@@ -84,9 +91,11 @@ class TokenLoader(Loader):
         """The batch of a step."""
         rows = [self._window(number) for number in range(step * self.rows, (step + 1) * self.rows)]
         windows = torch.from_numpy(np.stack(rows).astype(np.int64))
-        if int(windows.max()) >= self._vocabulary or int(windows.min()) < 0:
+        least, largest = int(windows.min()), int(windows.max())
+        if least < 0 or largest >= self._vocabulary:
             raise ArgumentError(
-                f"the data has the token {int(windows.max())}, but the model has a vocabulary of {self._vocabulary}"
+                f"the data has the token {least if least < 0 else largest}, but the model has a vocabulary of "
+                f"{self._vocabulary}"
             )
         return {"tokens": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}
 
@@ -95,15 +104,15 @@ class TokenLoader(Loader):
         if epoch != self._epoch:
             generator = np.random.default_rng([self.seed, epoch])
             self._order, self._epoch = generator.permutation(self._num_windows), epoch
-            self._offset = int(generator.integers(self._slack + 1))
+            self._offset = int(generator.integers(self._max_offset + 1))
         start = self._offset + int(self._order[place]) * self._sequence
         return self._tokens[start : start + self._sequence + 1]
 
 
 class PictureLoader(Loader):
-    """Batches ``{"pictures": ..., "clean": ...}`` of shape ``(rows, 3, side, side)``.
+    """Batches ``{"pictures": ..., "clean": ...}``, float32 of shape ``(rows, 3, side, side)``.
 
-    The pictures are discs on colour gradients, with and without noise.
+    ``clean`` shows discs on colour gradients. ``pictures`` is ``clean`` with noise.
     """
 
     def __init__(self, rows: int, side: int, seed: int = 0) -> None:
@@ -126,13 +135,16 @@ class PictureLoader(Loader):
 
 
 def read_tokens(path: str | Path | None) -> np.ndarray:
-    """The tokens of a file, which stays on disk. Default: the language reference that Python ships, as bytes.
+    """Memory-map the tokens of a file. Default: the bytes of the language reference that Python ships.
 
-    A ``.bin`` file has uint16 tokens, and a ``.npy`` file a one-dimensional integer array. Any other file is read as
-    bytes.
+    A ``.bin`` file has uint16 tokens, and a ``.npy`` file a one-dimensional array of integers. Any other file is read
+    as bytes.
+
+    Returns:
+        A one-dimensional array of integers.
 
     Raises:
-        ArgumentError: the file cannot be read, or an ``.npy`` file has another kind of array.
+        ArgumentError: the file cannot be read, or a ``.npy`` file has an array of another kind.
     """
     if path is None:
         text = "\n".join(pydoc_data.topics.topics.values())
@@ -154,7 +166,13 @@ def read_tokens(path: str | Path | None) -> np.ndarray:
 
 
 def hold_out(tokens: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens for training and those for evaluation: the last 5 %, but at least one sequence."""
+    """Split tokens into those for training and those for evaluation.
+
+    Evaluation gets the last 5 % (``HELD_OUT_SHARE``), but at least ``sequence + 1`` tokens.
+
+    Raises:
+        ArgumentError: fewer than ``sequence + 1`` tokens remain for training.
+    """
     kept = len(tokens) - max(sequence + 1, round(len(tokens) * HELD_OUT_SHARE))
     if kept <= sequence:
         raise ArgumentError(
