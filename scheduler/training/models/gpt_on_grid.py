@@ -1,4 +1,4 @@
-"""The parts of :mod:`.gpt` that depend on whole heads or whole features, on a grid of :mod:`reshard.parallel`."""
+"""The embedding and the layer of :mod:`.gpt` on a grid of :mod:`reshard.parallel`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reshard.parallel import Heads, Linear, PositionEmbedding, multiply
 
 
 def convert_embedding(embedding: Any, conversion: Any, path: str) -> nn.Module:
-    """Cut both tables, in place."""
+    """Shard the tables of tokens and positions in place, and return the embedding."""
     embedding.tokens = conversion.convert(embedding.tokens, f"{path}.tokens")
     embedding.positions = PositionEmbedding(embedding.positions, conversion.grid)
     result: nn.Module = embedding
@@ -19,7 +19,7 @@ def convert_embedding(embedding: Any, conversion: Any, path: str) -> nn.Module:
 
 
 class GPTBlockOnGrid(nn.Module):
-    """A pre-norm transformer layer; its parameters have the names of :class:`GPTBlock`."""
+    """A pre-norm transformer layer on a grid. Its parameters have the names of those of :class:`GPTBlock`."""
 
     def __init__(self, block: Any, conversion: Any, path: str) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class GPTBlockOnGrid(nn.Module):
                 setattr(self, name, conversion.convert(child, f"{path}.{name}"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map ``(rows, sequence, hidden)`` to the same shape; all of them this rank's part."""
+        """Map this rank's part of ``(rows, sequence, hidden)`` to the same part of the output."""
         projected = multiply([self.q, self.k, self.v], self.norm1(x))
         q, k, v = (self.heads.split(each, is_query=True) for each in projected)
         x = x + self.out(self.heads.join(self.heads.attend(q, k, v)))
