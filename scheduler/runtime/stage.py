@@ -29,15 +29,15 @@ Tensors = dict[str, torch.Tensor]
 class StageOutput(NamedTuple):
     """What the module of a stage returns.
 
-    A module may also return a dict, which is ``tensors`` alone, or one tensor: the only tensor of its outgoing edges,
-    or the loss of a stage without outgoing edges.
+    A module may also return a dict of ``tensors``, or one tensor. One tensor is the only tensor of the outgoing edges,
+    or the loss if the stage has no outgoing edges.
 
     Attributes:
         tensors: ``{name: tensor}`` of the outgoing edges, as local shards or DTensors.
-        loss: scalar that backward starts from, the mean over the rows of this rank; None: this stage has no loss.
+        loss: scalar from which the backward starts: the mean over the rows of this rank. None: this stage has no loss.
         metrics: ``{name: scalar}``, each the mean over the rows of this rank. They get no gradient.
-        weight: what the loss and the metrics are means over, if it is not rows: a scalar in any unit that is the same
-            for all microbatches and replicas, such as the number of tokens. Only for :class:`PipelineEngine`.
+        weight: number of items that the loss and the metrics are means over, such as tokens; None: rows. The unit must
+            be the same for all microbatches and replicas. Only :class:`PipelineEngine` reads it.
     """
 
     tensors: Mapping[str, Any] = {}
@@ -52,9 +52,9 @@ class _Microbatch:
 
     Attributes:
         leaves: inputs from other stages, as leaves of the autograd graph.
-        sent: outputs for each later stage, with their graph.
-        loss: the loss, with its graph. metrics: without theirs. weight: weight of both, if the module gives one.
-        is_split: whether the backward has two passes. weight_grads: deferred weight-gradient pass.
+        sent: outputs for each later stage, with their autograd graph.
+        loss: with its autograd graph. metrics: numbers. weight: of the loss and the metrics, if the module returns one.
+        is_split: whether the backward has two passes. weight_grads: the deferred weight-gradient pass.
     """
 
     leaves: Tensors
@@ -72,7 +72,7 @@ class StageRun:
     Args:
         stage: index of the stage.
         module: takes tensors as keyword arguments and returns a :class:`StageOutput`.
-        pipeline: the pipeline, for its edges.
+        pipeline: gives the edges of the stage.
         rank: this rank.
         autocast: device type and dtype of ``torch.autocast`` in the forward; None: no autocast.
 
@@ -109,13 +109,14 @@ class StageRun:
 
         Args:
             microbatch: index of the microbatch.
-            received: tensors from each earlier stage.
-            fed: inputs that no edge brings.
-            train: keep the graph for a backward; otherwise run without gradients.
+            received: local shards from each earlier stage.
+            fed: inputs that the caller of ``step`` passes, by name.
+            train: keep the autograd graph for a backward.
             is_split: whether the backward is split into two passes.
 
         Raises:
-            ArgumentError: an output is missing or does not match its edge.
+            ArgumentError: the module does not accept the inputs or changes one in place, or an output is missing or
+                invalid.
         """
         leaves: Tensors = {}
         for edge in self._incoming:
@@ -131,10 +132,10 @@ class StageRun:
         autocast = torch.autocast(*self._autocast) if self._autocast is not None else contextlib.nullcontext()
         versions = {name: torch_compat.version_of(leaf) for name, leaf in leaves.items()}
         with no_grad_sync(self.module), torch.set_grad_enabled(train), autocast, defer:
-            output = self._name(self.module(**leaves, **fed))
+            output = self._to_stage_output(self.module(**leaves, **fed))
             for edge in self._outgoing:
                 passed_on = {name: leaves[name] for name in edge.passed_on}
-                live.sent[edge.dst] = self._take({**output.tensors, **passed_on}, edge.dst, edge.tensors)
+                live.sent[edge.dst] = self._select({**output.tensors, **passed_on}, edge.dst, edge.tensors)
         for name, leaf in leaves.items():
             if torch_compat.version_of(leaf) != versions[name]:
                 raise ArgumentError(
@@ -145,10 +146,10 @@ class StageRun:
             raise ArgumentError(f"stage {self.stage} gives {type(output.loss).__name__} as loss; it must be a tensor")
         live.loss = full(output.loss)
         live.metrics = {
-            str(name): self._number(f"the metric {name!r}", value) for name, value in output.metrics.items()
+            str(name): self._to_number(f"the metric {name!r}", value) for name, value in output.metrics.items()
         }
         if output.weight is not None:
-            live.weight = self._number("a weight", output.weight)
+            live.weight = self._to_number("a weight", output.weight)
             if not 0 <= live.weight < math.inf:
                 raise ArgumentError(f"stage {self.stage} gives the weight {live.weight}; it must be 0 or more")
         self._check_loss(live.loss, output)
@@ -173,7 +174,7 @@ class StageRun:
         *,
         is_split: bool,
     ) -> dict[int, Tensors]:
-        """Instead of :meth:`forward`, if this replica has no rows of the microbatch. Many modules need one."""
+        """Replace :meth:`forward` if this replica has no row of the microbatch: many modules fail on 0 rows."""
         leaves = {name: array for arrays in received.values() for name, array in arrays.items()}
         self._in_flight[microbatch] = _Microbatch(leaves, {}, None, is_split=is_split)
         device = next((each.device for each in self.module.parameters()), torch.device("cpu"))
@@ -205,15 +206,15 @@ class StageRun:
                 return
             raise ArgumentError(
                 f"stage {self.stage} sends nothing to another stage and returns the tensors "
-                f"{sorted(map(str, output.tensors))} without a loss; return StageOutput(loss=...), or it could not be "
-                "trained"
+                f"{sorted(map(str, output.tensors))} without a loss, so it gets no gradient; return "
+                "StageOutput(loss=...)"
             )
         if loss.numel() != 1:
             raise ArgumentError(f"stage {self.stage} gives a loss of shape {list(loss.shape)}; it must be a scalar")
         if not loss.is_floating_point():
             raise ArgumentError(f"stage {self.stage} gives a loss of {dtype_name(loss.dtype)}; it must be real")
 
-    def _number(self, what: str, value: Any) -> float:
+    def _to_number(self, what: str, value: Any) -> float:
         """A metric or a weight as a number."""
         if isinstance(value, torch.Tensor):
             if value.numel() != 1 or value.is_complex():
@@ -228,8 +229,8 @@ class StageRun:
 
     def _check_gradients(self, live: _Microbatch) -> None:
         """Raise ArgumentError if a backward would not reach parameters or inputs that need gradients."""
-        learns = any(parameter.requires_grad for parameter in self.module.parameters())
-        if not learns and not any(leaf.requires_grad for leaf in live.leaves.values()):
+        is_trainable = any(parameter.requires_grad for parameter in self.module.parameters())
+        if not is_trainable and not any(leaf.requires_grad for leaf in live.leaves.values()):
             return
         if live.loss is not None and not live.loss.requires_grad:
             raise ArgumentError(f"the loss of stage {self.stage} has no gradient: was it detached?")
@@ -242,7 +243,7 @@ class StageRun:
                     )
 
     def loss_of(self, microbatch: int) -> tuple[torch.Tensor | None, dict[str, float], float | None]:
-        """The loss of a microbatch in flight without its graph, its metrics, and their weight, if there is one."""
+        """The detached loss, the metrics and their weight of a microbatch in flight; None if absent."""
         live = self._in_flight[microbatch]
         return None if live.loss is None else live.loss.detach(), live.metrics, live.weight
 
@@ -257,25 +258,25 @@ class StageRun:
 
         Args:
             microbatch: index of the microbatch.
-            gradients: gradients from each later stage.
-            loss_weight: weight of this microbatch's loss in the total.
+            gradients: gradients of the sent tensors, from each later stage.
+            loss_weight: weight of this microbatch's loss in the total loss.
             is_last: whether this is the last backward of the stage in this step.
         """
         live = self._in_flight[microbatch]
         roots: list[torch.Tensor] = []
-        weights: list[torch.Tensor | None] = []
+        root_gradients: list[torch.Tensor | None] = []
         for dst, sent in live.sent.items():
             for name, gradient in gradients.get(dst, {}).items():
                 if sent[name].requires_grad:
                     roots.append(sent[name])
-                    weights.append(gradient)
+                    root_gradients.append(gradient)
         if live.loss is not None and live.loss.requires_grad:
             roots.append(live.loss)
-            weights.append(torch.full_like(live.loss, loss_weight))
+            root_gradients.append(torch.full_like(live.loss, loss_weight))
         prepare_backward(self.module, is_last=is_last)
         if roots:
             with no_grad_sync(self.module):
-                torch.autograd.backward(roots, weights)
+                torch.autograd.backward(roots, root_gradients)
         in_use: set[int] = set()
         if live.weight_grads.held or any(edge.gradients for edge in self._incoming):
             in_use = self._unshare_parameter_gradients(live.weight_grads.held)
@@ -289,13 +290,13 @@ class StageRun:
         return to_send
 
     def _unshare_parameter_gradients(self, held: Sequence[torch.Tensor]) -> set[int]:
-        """Copy gradients of parameters that share memory with ``held``, because later backwards add to them in place.
+        """Copy each parameter gradient that shares memory with ``held``: later backwards add to it in place.
 
-        Autograd may keep a gradient without a copy, so ``.grad`` can share memory with a tensor of the backward, or of
-        another parameter's gradient if it came through a view.
+        Autograd may store a gradient without a copy. ``.grad`` can then share memory with a tensor of the backward, or,
+        if the gradient passed through a view, with the gradient of another parameter.
 
         Returns:
-            Storage addresses of all gradients of parameters.
+            Storage addresses of the strided gradients of all parameters.
         """
         held_storages = {_storage_address(each) for each in held}
         in_use = set()
@@ -314,19 +315,18 @@ class StageRun:
             self._in_flight.pop(microbatch).weight_grads.finish()
 
     def sum_declared_gradients(self) -> None:
-        """After the last backward: the sums that the module declares. Replicas are compared in some steps."""
+        """After the last backward, sum the declared gradients. Every ``CHECK_EVERY`` steps, also compare replicas."""
         sum_gradients(self.module, check_replicas=self._num_sums % CHECK_EVERY == 0)
         self._num_sums += 1
 
     def forget(self) -> None:
-        """Drop the microbatches in flight of a step that failed."""
+        """After a failed step, drop its microbatches in flight."""
         for live in self._in_flight.values():
             live.weight_grads.forget()
         self._in_flight.clear()
         mark_failed(self.module)
 
-    def _name(self, output: Any) -> StageOutput:
-        """The output of the module as a StageOutput."""
+    def _to_stage_output(self, output: Any) -> StageOutput:
         if isinstance(output, StageOutput):
             return output
         if isinstance(output, Mapping):
@@ -341,22 +341,23 @@ class StageRun:
             )
         return StageOutput({str(names.pop()): output})
 
-    def _take(self, outputs: Mapping[str, Any], dst: int, tensors: tuple[TensorSpec, ...]) -> Tensors:
-        taken = {}
+    def _select(self, outputs: Mapping[str, Any], dst: int, tensors: tuple[TensorSpec, ...]) -> Tensors:
+        """The local shards of the outputs that one edge sends to stage ``dst``."""
+        selected = {}
         for spec in tensors:
             name = str(spec.name)
             if name not in outputs:
                 raise ArgumentError(
                     f"stage {self.stage} returns {sorted(map(str, outputs))}, not {name!r}, which stage {dst} needs"
                 )
-            taken[name] = localize(outputs[name], spec)
-            check_movable(taken[name], f"{name!r} of stage {self.stage}", self._rank)
-        return taken
+            selected[name] = localize(outputs[name], spec)
+            check_movable(selected[name], f"{name!r} of stage {self.stage}", self._rank)
+        return selected
 
     def check_sizes(
         self, microbatch: int, sent: Mapping[int, Tensors], tensors_of: Mapping[int, tuple[TensorSpec, ...]]
     ) -> None:
-        """Raise ArgumentError unless outputs have the dtypes and local shapes that their layouts give this rank."""
+        """Raise ArgumentError unless outputs have the dtypes and local shapes that the edges expect on this rank."""
         for dst, tensors in tensors_of.items():
             for spec in tensors:
                 array = sent[dst][str(spec.name)]
@@ -376,5 +377,5 @@ def _gradient_of(leaf: torch.Tensor, in_use: Collection[int]) -> torch.Tensor:
 
 
 def _storage_address(array: torch.Tensor) -> int:
-    """Address of the storage; for a DTensor or the result of an asynchronous collective, of the tensor inside."""
+    """Address of the storage of an array, or of the inner tensor of a DTensor or of an asynchronous result."""
     return int(torch_compat.inner_tensor(array).untyped_storage().data_ptr())
