@@ -18,7 +18,7 @@ from reshard.sharding.unit_tasks import UnitTasks, count_unit_tasks, cut_unit_ta
 
 @dataclass(frozen=True)
 class Coding:
-    """The shape and dtype of the tensor that the elements of a block codec code."""
+    """Shape and dtype of the tensor that the elements of a block codec encode."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -31,12 +31,16 @@ class Coding:
 class TensorSpec:
     """One tensor to move: its global shape and dtype, and both layouts.
 
-    ``name`` identifies a tensor among several of one plan; it is None for a single tensor. If the dtype is that of a
-    block codec's elements, such as ``"int8x128"``, then ``coding`` tells which tensor they code; it is None in a plan
-    that only moves elements. ``raw_because`` is the reason why a codec that was asked for does not code this tensor.
+    Attributes:
+        shape: global shape, in elements.
+        dtype: name of the dtype, or of a block codec's elements, such as ``"int8x128"``.
+        src, dst: source and destination layout.
+        name: identifies the tensor in a plan of several; None if the plan has only one.
+        coding: the tensor that the elements of a block codec encode; None if the plan only moves such elements.
+        raw_because: why a requested codec does not encode this tensor; else empty.
 
     Raises:
-        LayoutError: the shape cannot be that of a tensor. ArgumentError: a bad dtype, layout, name or coding.
+        LayoutError: the shape is not valid. ArgumentError: a dtype, layout, name or coding is not valid.
     """
 
     shape: tuple[int, ...]
@@ -69,22 +73,22 @@ class TensorSpec:
 
     @cached_property
     def codec(self) -> BlockCodec | None:
-        """The codec whose elements the tensor consists of; None if its elements are plain values."""
+        """The block codec that made the elements of the tensor; None if they are plain values."""
         return find_block_codec(self.dtype) if isinstance(self.dtype, str) else None
 
     @cached_property
     def plain(self) -> TensorSpec:
-        """The tensor that ``coding`` describes, with its layouts; the tensor itself if it has no coding."""
+        """The tensor that ``coding`` describes, with layouts in its own elements; ``self`` if there is no coding."""
         if self.coding is None or self.codec is None:
             return self
         values, size = self.codec.values, self.coding.shape[-1]
 
-        def refine(layout: AnyLayout) -> AnyLayout:
+        def in_values(layout: AnyLayout) -> AnyLayout:
             if isinstance(layout, Layout):  # a Layout has no sizes
                 return layout
             return layout.with_last_dim(lambda lo, hi: (lo * values, min(hi * values, size)))
 
-        return TensorSpec(self.coding.shape, self.coding.dtype, refine(self.src), refine(self.dst), self.name)
+        return TensorSpec(self.coding.shape, self.coding.dtype, in_values(self.src), in_values(self.dst), self.name)
 
     @property
     def itemsize(self) -> int:
@@ -98,12 +102,12 @@ class TensorSpec:
 
     @cached_property
     def src_shards(self) -> Shards:
-        """The tiles of the source layout and their holders."""
+        """The tiles of the source layout, and the ranks that hold them."""
         return cut_shards(self.src, self.shape)
 
     @cached_property
     def dst_shards(self) -> Shards:
-        """The tiles of the destination layout and the ranks that need them."""
+        """The tiles of the destination layout, and the ranks that need them."""
         return cut_shards(self.dst, self.shape)
 
     @cached_property
@@ -113,7 +117,10 @@ class TensorSpec:
 
     @property
     def num_holdings(self) -> int:
-        """Size of the larger of two ``(tasks, replicas)`` arrays, holders and destinations, padding included."""
+        """Number of entries, with padding, of the larger of the two ``(tasks, replicas)`` arrays of ranks.
+
+        One array has the holders of each unit task, and the other its destinations.
+        """
         count = count_unit_tasks(self.src_shards, self.dst_shards)
         replicas = max(self.src_shards.ranks.shape[1], self.dst_shards.ranks.shape[1])
         return (len(self.tasks) if count is None else count) * replicas
