@@ -47,7 +47,7 @@ _BOX = re.compile(rf"t({_INT}) \[([0-9:, ]*)\]")
 
 
 def parse_plan(text: str) -> Plan:
-    """The plan described by a text from ``str(plan)``; equal to the plan that was printed.
+    """Parse a text from ``str(plan)``. Returns a plan that is equal to the original.
 
     Raises:
         PlanError: the text is not a plan; the error names the line.
@@ -125,7 +125,7 @@ def _expect(pattern: re.Pattern[str], lines: list[tuple[int, str]], at: int) -> 
 
 
 def read_plan_topology(data: Any) -> Topology:
-    """As :func:`topology_from_json`, but omitted latencies are 0: earlier versions omitted latencies of 0."""
+    """As :func:`topology_from_json`, but an omitted latency is 0: earlier versions did not write latencies of 0."""
     return topology_from_json({**dict.fromkeys(LATENCIES, 0), **data} if isinstance(data, dict) else data)
 
 
@@ -143,7 +143,16 @@ def _parse_topology(match: re.Match[str]) -> Topology:
 
 
 class TransferRow:
-    """One parsed transfer. ``source`` and ``after`` are ids of first messages of other transfers."""
+    """One parsed transfer.
+
+    Args:
+        first_message: id of its first message.
+        boxes: ``(tensor, box)`` of each box.
+        edges: ``(sender, receiver)`` of each edge of its tree.
+        splits: number of chunks along each dim.
+        window: number of unfinished messages that the sender may have.
+        source, after: ids of the first messages of the transfers that bring the data, and that must finish before.
+    """
 
     def __init__(
         self,
@@ -193,10 +202,11 @@ def _parse_transfer(match: re.Match[str], tensors: Sequence[TensorSpec]) -> Tran
 
 
 def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
-    """Transfers as arrays; ``ndim`` is the largest number of dims of any tensor.
+    """Convert parsed transfers to arrays. ``ndim`` is the largest number of dims of any tensor.
 
     Raises:
-        PlanError: splits that do not fit, a window below 1, or ``source`` or ``after`` name no earlier transfer.
+        PlanError: splits do not fit the boxes, a window is less than 1, or ``source`` or ``after`` is not the first
+            message of an earlier transfer.
     """
     boxes = [box for row in rows for box in row.boxes]
     start = np.zeros((len(boxes), ndim), dtype=np.int64)
@@ -216,15 +226,15 @@ def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
             raise PlanError(f"window {row.window} must be at least 1")
         splits[i] = given
     edges = np.array([edge for row in rows for edge in row.edges], dtype=np.int64).reshape(-1, 2)
-    number: dict[int, int] = {}
+    row_of_message: dict[int, int] = {}
     after = []
     for i, row in enumerate(rows):
         named = [*([] if row.source is None else [row.source]), *row.after]
         for ident in named:
-            if ident not in number:
+            if ident not in row_of_message:
                 raise PlanError(f"message {ident} is not the first of a transfer before message {row.first_message}")
-        after.append([number[ident] for ident in named])
-        number[row.first_message] = i
+        after.append([row_of_message[ident] for ident in named])
+        row_of_message[row.first_message] = i
     return Transfers(
         box_at=np.cumsum([0] + [len(row.boxes) for row in rows]),
         box_tensor=np.array([tensor for tensor, _ in boxes], dtype=np.int64),
@@ -237,7 +247,7 @@ def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
         window=np.array([row.window for row in rows], dtype=np.int64),
         after_at=np.cumsum([0] + [len(row) for row in after]),
         after=np.array([i for row in after for i in row], dtype=np.int64),
-        source=np.array([-1 if row.source is None else number[row.source] for row in rows], dtype=np.int64),
+        source=np.array([-1 if row.source is None else row_of_message[row.source] for row in rows], dtype=np.int64),
     )
 
 
@@ -247,7 +257,11 @@ _REGIONS = re.compile(rf"Regions\(ndim=({_INT}) join=({_INT}); (.*)\)")
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The inverse of ``str(mesh)``."""
+    """The inverse of ``str(mesh)``.
+
+    Raises:
+        PlanError: the text is not a mesh. MeshError: ranks or sizes are not valid.
+    """
     match = _MESH.fullmatch(text)
     if match is None:
         raise PlanError(f"{text[:80]!r} is not a mesh such as Mesh(dp=2, tp=4; ranks 0-7)")
@@ -261,7 +275,11 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def parse_layout(text: str) -> AnyLayout:
-    """The inverse of ``str(layout)``."""
+    """The inverse of ``str(layout)``.
+
+    Raises:
+        PlanError: the text is not a layout. MeshError, LayoutError: a mesh, a spec or a region is not valid.
+    """
     match = _LAYOUT.fullmatch(text)
     if match is not None:
         return Layout(parse_mesh(match[2]), parse_axis_names(match[1]))
@@ -281,7 +299,7 @@ def _parse_boxes(text: str) -> Iterator[Box]:
     if text == "none":
         return
     if not re.fullmatch(r"(\[(\d+:\d+(, *\d+:\d+)*)?\] ?)+", text, re.ASCII):
-        raise PlanError(f"{text[:80]!r} is not a row of boxes")
+        raise PlanError(f"{text[:80]!r} is not a list of boxes such as [0:4, 0:8] [4:8, 0:8]")
     for inner in re.findall(r"\[([0-9:, ]*)\]", text):
         pairs = [pair.strip().partition(":") for pair in inner.split(",")] if inner.strip() else []
         yield tuple((int(lo), int(hi)) for lo, _, hi in pairs)
