@@ -1,8 +1,8 @@
-"""Synchronization of the replicas of a stage under DDP: buffers before a step, gradients after it.
+"""Synchronization of the replicas of a stage under DDP: buffers before a step, gradients at its end.
 
 DDP's reducer never runs: it sums during the backward, where a rank would block in torch if a replica fails. DDP's
-process group is not used either: after a failed step, collectives that only some replicas have posted would pair with
-those of the next step. Each ``ReplicaSync`` has its own connections, which are replaced after an error.
+process group is not used either: after a failed step, collectives that only some replicas have posted would match
+those of the next step. Each ``ReplicaSync`` has its own connections, and an engine made after an error makes new ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ POLL_SECONDS = 0.0005
 CHECK_SECONDS = 0.2
 #: How long a rank whose connection broke waits for another rank to report the root cause.
 ROOT_CAUSE_SECONDS = 1.5
-#: Most bytes of gradients per all-reduce.
+#: Largest number of bytes of gradients in one all-reduce, unless one gradient is larger.
 BUCKET_BYTES = 2**25
 
 #: Raises an error that another rank reported, if any.
@@ -43,17 +43,17 @@ Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def find_replicas(group: Group, stage: int, module: Any, mesh: Mesh) -> tuple[int, ...]:
-    """Ranks of the replicas that DDP joins, ascending, as ranks of ``group``; empty if the module is not under DDP.
+    """Ranks of the replicas in DDP's process group, ascending, as ranks of ``group``; empty if not under DDP.
 
     Raises:
-        ArgumentError: DDP or FSDP joins ranks that are not in the stage.
+        ArgumentError: the process group of DDP or FSDP has a rank that is not in the mesh of the stage.
     """
     if not isinstance(module, DistributedDataParallel):
         if group.process_group is not None:
             _check_inside(stage, "FSDP", [group.translate(rank) for rank in fsdp_ranks(module)], mesh)
         return ()
     world = dist.get_process_group_ranks(module.process_group)
-    if group.process_group is None:  # a joined group does not know the ranks of DDP's world
+    if group.process_group is None:  # a group of reshard.join numbers its ranks itself
         gathered: list[Any] = [None] * len(world)
         dist.all_gather_object(gathered, group.rank, group=module.process_group)
         return tuple(sorted(gathered))
@@ -81,10 +81,11 @@ class ReplicaSync:
         group: group of the engine.
         ranks: ranks of the replicas in ``group``, ascending.
         device: device type of the module.
-        timeout_seconds: limit for agreeing and for each collective.
+        timeout_seconds: time limit of the agreement, and of each collective.
+        coded: compresses sums of gradients; None: they are sent raw.
 
     Raises:
-        DisagreementError: modules of the replicas differ.
+        DisagreementError: parameters or buffers of the replicas differ in name, dtype or shape.
         RemoteError, TransferTimeoutError: a replica failed or did not arrive.
     """
 
@@ -123,13 +124,13 @@ class ReplicaSync:
         self._channel.fail(self._generation, error)
 
     def look(self) -> bool:
-        """Always False: the thread of the step finds out itself when it is done."""
+        """Always False: there is nothing to poll, because the thread of the step waits for its collectives itself."""
         return False
 
     # Interface :class:`reshard.coordination.process_group.ConnectionUser`, used when the group closes
 
     def finish(self, timeout_seconds: float | None) -> None:
-        """Nothing to wait for: a step in progress fails when its connections are released."""
+        """Do nothing: a step in progress fails when :meth:`release` drops its connections."""
 
     def release(self) -> None:
         """Drop the connections."""
@@ -146,7 +147,7 @@ class ReplicaSync:
         self._channel.fail(self._generation, error)
 
     def begin(self, check_errors: CheckErrors) -> None:
-        """Before the first forward: check that replicas match, and copy the buffers of the first replica to the others.
+        """Before the first forward, check that replicas match, and broadcast the buffers of the first replica.
 
         Args:
             check_errors: called regularly while waiting; raises when a rank has failed.
@@ -162,6 +163,7 @@ class ReplicaSync:
             return
         Monitor.of(self._group).watch(self)
         outline = self._outline()
+        # One all-reduce shows whether all hashes are equal: the maximum of -h is minus the minimum of h.
         hashes = [int(hashlib.sha256(text.encode()).hexdigest()[:15], 16) for _, text in outline]
         extremes = self._on_device([sign * one for one in hashes for sign in (1, -1)])
         self._all_reduce(extremes, check_errors, "begin a step", dist.ReduceOp.MAX)
@@ -173,7 +175,7 @@ class ReplicaSync:
         self._broadcast_buffers(check_errors)
 
     def end(self) -> None:
-        """After a step, whether it succeeded or failed: restore DDP's settings."""
+        """After a step, even a failed one, restore DDP's settings."""
         if not self._in_step:
             return
         self._in_step, self._module.require_forward_param_sync = False, self._syncs_in_forward
@@ -181,11 +183,11 @@ class ReplicaSync:
             Monitor.of(self._group).forget(self)
 
     def add_gradients(self, check_errors: CheckErrors, summed: set[int]) -> None:
-        """After the last backward: sum gradients over replicas. A parameter that no replica used keeps no gradient.
+        """After the last backward, sum gradients over replicas. A parameter that no replica used gets no gradient.
 
         Args:
             check_errors: see :meth:`begin`.
-            summed: ids of parameters already summed, because another stage of this rank shares them; updated.
+            summed: ``id`` of each parameter that another stage of this rank has summed already; updated in place.
 
         Raises:
             TransferTimeoutError, RemoteError: a replica failed or did not arrive. Also what ``check_errors`` raises.
@@ -195,7 +197,7 @@ class ReplicaSync:
         summed.update(map(id, parameters))
         if not parameters or self._connections is None:
             return
-        # All replicas must call the same collectives: agree on the form of each gradient, dense if any replica's is.
+        # All replicas must call the same collectives, so they agree on the form of each gradient.
         forms = self._on_device([_form(parameter.grad) for parameter in parameters])
         self._all_reduce(forms, check_errors, op=dist.ReduceOp.MAX)
         dense: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -232,7 +234,7 @@ class ReplicaSync:
         return [(name, each) for name, each in named if self._is_synced(name) and each.layout is torch.strided]
 
     def _outline(self) -> list[tuple[str, str]]:
-        """Properties that must be equal on all replicas, as (name, text)."""
+        """Descriptions of the parameters and the buffers, which must be equal on all replicas, as (name, text)."""
 
         def describe(named: Iterable[tuple[str, torch.Tensor]]) -> str:
             return ", ".join(f"{name} {_gradient_dtype(each)} {list(each.shape)}" for name, each in named)
@@ -241,7 +243,7 @@ class ReplicaSync:
         return [("parameters", describe(parameters)), ("buffers", describe(self._buffers()))]
 
     def _broadcast_buffers(self, check_errors: CheckErrors) -> None:
-        """Copy the buffers of the first replica to the others, as bytes: dtypes and strides do not matter."""
+        """Copy the buffers of the first replica to the others, as bytes, so that any dtype and strides work."""
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for name, buffer in self._buffers():
             if has_overlapping_elements(buffer):
@@ -261,7 +263,7 @@ class ReplicaSync:
     # Collectives
 
     def _on_device(self, numbers: list[int]) -> torch.Tensor:
-        """Integers as a tensor on the device of the module, which its connections can send."""
+        """Integers as an int64 tensor on the device of the module, from which its connections can send."""
         named = itertools.chain(self._module.module.named_parameters(), self._buffers())
         first = next((each for name, each in named if self._is_synced(name)), None)
         return torch.tensor(numbers, dtype=torch.int64, device=None if first is None else first.device)
@@ -278,7 +280,7 @@ class ReplicaSync:
         self._wait(self._connections.allreduce([array], options), purpose, check_errors)
 
     def _exchange(self, check_errors: CheckErrors, received: torch.Tensor, sent: torch.Tensor, rows: list[int]) -> None:
-        """Exchange the given numbers of rows with each replica."""
+        """All-to-all: send ``rows[i]`` rows to replica ``i``, and receive as many from it."""
         self._wait(self._connections.alltoall_base(received, sent, rows, rows), "add its gradients", check_errors)
 
     def _broadcast(self, array: torch.Tensor) -> Any:
@@ -311,7 +313,7 @@ class ReplicaSync:
             ) from error
 
     def _check_exited(self, purpose: str, check_errors: CheckErrors) -> None:
-        """Raise an error that another rank reported, or that names a replica whose process exited."""
+        """Raise the error that another rank reported, or else one that names a replica whose process exited."""
         check_errors()
         rank = self._channel.rendezvous.links.find_left()
         if rank is not None:
@@ -319,7 +321,7 @@ class ReplicaSync:
 
 
 def wait_for_root_cause(check_errors: CheckErrors) -> None:
-    """After a connection broke: give other ranks time to report the root cause, and raise it."""
+    """After a connection broke, give other ranks ``ROOT_CAUSE_SECONDS`` to report the root cause, and raise it."""
     deadline = time.monotonic() + ROOT_CAUSE_SECONDS
     while time.monotonic() < deadline:
         check_errors()
@@ -327,7 +329,7 @@ def wait_for_root_cause(check_errors: CheckErrors) -> None:
 
 
 def stash_gradients(parameters: Iterable[torch.Tensor]) -> Gradients:
-    """Remove gradients of earlier steps, so that only those of this step are summed over ranks."""
+    """Remove and return the gradients of earlier steps, so that only those of this step are summed over ranks."""
     stashed = []
     for parameter in parameters:
         if parameter.grad is not None:
@@ -337,7 +339,7 @@ def stash_gradients(parameters: Iterable[torch.Tensor]) -> Gradients:
 
 
 def restore_gradients(stashed: Gradients) -> None:
-    """Add the current gradients to the stashed ones, in place as autograd does, and restore those."""
+    """Add the current gradients to the stashed ones, in place as autograd does, and put the sums into ``.grad``."""
     with torch.no_grad():
         for parameter, gradient in stashed:
             new = parameter.grad
@@ -350,7 +352,7 @@ def restore_gradients(stashed: Gradients) -> None:
                 parameter.grad = gradient
 
 
-#: Form of a gradient: none, the number of sparse dims of a sparse one, or dense. The maximum over replicas suits all.
+#: Form of a gradient: none, its number of sparse dims, or dense. Replicas use the maximum of their forms.
 _NONE, _DENSE = 0, 2**20
 
 
@@ -359,7 +361,7 @@ def _form(gradient: torch.Tensor | None) -> int:
 
 
 def _sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
-    """A parameter's gradient, sparse with ``sparse_dim`` sparse dims and coalesced; empty if it has none."""
+    """A parameter's gradient as a coalesced tensor of ``sparse_dim`` sparse dims; empty if there is no gradient."""
     if parameter.grad is None:
         dtype, shape = _gradient_dtype(parameter), parameter.shape
         indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
@@ -382,7 +384,7 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Consecutive gradients of together at most ``BUCKET_BYTES``; a larger one is alone."""
+    """Buckets of consecutive gradients, of at most ``BUCKET_BYTES``. A larger gradient has its own bucket."""
     bucket: list[torch.Tensor] = []
     for gradient in gradients:
         if bucket and sum(each.nbytes for each in bucket) + gradient.nbytes > BUCKET_BYTES:
