@@ -1,4 +1,4 @@
-"""Tensor parallelism inside a stage: by torch's ``parallelize_module``, or on a grid of :mod:`reshard.parallel`."""
+"""Tensor parallelism inside a stage: torch's ``parallelize_module``, or a grid of :mod:`reshard.parallel`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from .placement import Placement
 def find_plan(
     placement: Placement, model: torch.nn.Module, default: Mapping[str, Any] | None, stage: int
 ) -> Mapping[str, Any]:
-    """The tensor-parallel plan of a stage: that of its placement, the default, or the model's own ``_tp_plan``.
+    """The tensor-parallel plan of a stage: from its placement, else the default, else the model's own ``_tp_plan``.
+
+    Args:
+        placement: of the stage. model: the whole model. default: plan of stages whose placement has none.
+        stage: index of the stage, for errors.
+
+    Returns:
+        ``{module path: ParallelStyle}``; empty if ``tp`` is 1.
 
     Raises:
-        ArgumentError: ``tp`` is more than one and there is no plan, the plan names an unknown module or style, or the
-            model's own plan would divide a head.
+        ArgumentError: ``tp`` is more than 1 and there is no plan, the plan is not a mapping or names an unknown module
+            or style, or the model's own plan would divide a head.
     """
     if placement.tp == 1:
         return {}
@@ -38,7 +45,7 @@ def find_plan(
     for path in plan:
         if not fnmatch.filter(names, path):
             raise ArgumentError(f"the tp_plan names {path!r}, but {type(model).__name__} has no such module")
-    return {path: _style(path, style) for path, style in plan.items()}
+    return {path: _parse_style(path, style) for path, style in plan.items()}
 
 
 def _check_heads(model: Any, tp: int, stage: int) -> None:
@@ -52,8 +59,8 @@ def _check_heads(model: Any, tp: int, stage: int) -> None:
             )
 
 
-def _style(path: str, style: Any) -> Any:
-    """A ParallelStyle; names are those of the plans of ``transformers``."""
+def _parse_style(path: str, style: Any) -> Any:
+    """The ParallelStyle of a name from the plans of ``transformers``. Other objects are returned as they are."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -74,7 +81,11 @@ def _style(path: str, style: Any) -> Any:
 
 
 def parallelize(module: torch.nn.Module, device_mesh: Any, plan: Mapping[str, Any]) -> None:
-    """Shard the modules of a stage that the plan names, in place.
+    """Shard the modules of a stage that the plan names, in place. Tied parameters stay tied.
+
+    Args:
+        module: of the stage. device_mesh: one-dimensional, of the tensor-parallel ranks.
+        plan: as :func:`find_plan` returns it; names of other stages' modules are ignored.
 
     Raises:
         ArgumentError: two modules of the stage share a parameter, and the plan shards it in two ways.
@@ -82,25 +93,26 @@ def parallelize(module: torch.nn.Module, device_mesh: Any, plan: Mapping[str, An
     from torch.distributed.tensor.parallel import parallelize_module
 
     names = [name for name, _ in module.named_modules()]
-    mine = {path: style for path, style in plan.items() if fnmatch.filter(names, path)}
-    if not mine:
+    own_plan = {path: style for path, style in plan.items() if fnmatch.filter(names, path)}
+    if not own_plan:
         return
     shared: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), []).append(name)
-    parallelize_module(module, device_mesh, mine)
+    parallelize_module(module, device_mesh, own_plan)
     for first, *others in shared.values():
         _tie(module, first, others)
 
 
 def put_on_grid(module: torch.nn.Module, device_mesh: Any, timeout_seconds: float) -> torch.nn.Module:
-    """Cut the modules of a stage over a grid. Returns the module to run.
+    """Shard the modules of a stage over a grid. Returns the module to run.
 
     Args:
-        module: of the stage. device_mesh: with the axes depth, row and col. timeout_seconds: of collectives.
+        module: of the stage. device_mesh: with the axes depth, row and col.
+        timeout_seconds: time limit of each collective.
 
     Raises:
-        ArgumentError: a module cannot be cut.
+        ArgumentError: a module cannot be sharded.
     """
     import reshard.parallel
 
@@ -109,7 +121,7 @@ def put_on_grid(module: torch.nn.Module, device_mesh: Any, timeout_seconds: floa
 
 
 def _tie(module: torch.nn.Module, first: str, others: list[str]) -> None:
-    """Make parameters one again that were one before they were sharded one by one."""
+    """Tie parameters again: ``parallelize_module`` shards each name of a tied parameter separately."""
     parameter = module.get_parameter(first)
     for name in others:
         other = module.get_parameter(name)
