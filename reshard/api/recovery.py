@@ -1,9 +1,9 @@
 """Fault-tolerant transfers: the surviving ranks find out which ranks are lost, and move the missing data.
 
-Every rank reports its outcome in an agreement round once its part of a transfer has ended, with or without an error.
-The round excludes ranks that are dead or do not respond. If a rank reports an error and ranks are lost, the surviving
-ranks plan how to move the missing data (see :mod:`reshard.planner.recovery`), execute that plan and hold another round.
-They repeat this until no rank reports an error.
+When its part of a transfer has ended, each rank reports its outcome (its progress, and its error if any) in an
+agreement round. The round excludes ranks that are dead or do not respond. If a rank reports an error and ranks are
+lost, the surviving ranks plan how to move the missing data (see :mod:`reshard.planner.recovery`), execute that plan and
+hold another round. They repeat this until no rank reports an error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from reshard.runtime.cpu.coding import coded_array
 from reshard.runtime.cpu.progress import Tally
 from reshard.timeouts import check_wait_timeout
 
-#: Extra time after the time limit of the transfer in which ranks wait for each other's outcome.
+#: How long ranks wait for each other's outcome after the time limit of the transfer.
 OUTCOME_SECONDS = 0.5
 
 
@@ -52,9 +52,9 @@ class Recovery:
         plan: the original plan.
         src, dst: this rank's arrays, one per tensor of the plan.
         lost: ranks that were lost before the transfer began.
-        options: options of the call. Recovery plans ignore a strategy that is a function. With ``verify``, each
-            attempt is verified. All data of a failed attempt is then sent again, because it was not verified.
-        timeout_seconds: time limit of each attempt.
+        options: options of the call. If its strategy is a function, recovery plans use the default strategy. With
+            ``verify``, all data of a failed attempt is sent again, because a failed attempt is not verified.
+        timeout_seconds: time limit of the agreement and of the transfer of each attempt.
     """
 
     def __init__(
@@ -86,12 +86,13 @@ class Recovery:
         Args:
             error: the error that ended this rank's part of the transfer, or None.
             tally: progress of this rank's part.
-            deadline: value of ``time.monotonic()``; a rank that has not reported by then counts as lost.
+            deadline: value of ``time.monotonic()``; a rank that has not reported by then, or within
+                ``OUTCOME_SECONDS`` of this call if that is later, counts as lost.
 
         Raises:
-            RankLostError: ranks are lost, and either some missing data is on no surviving rank, or recovery is not
+            RankLostError: ranks are lost, and either no surviving rank holds some missing data, or recovery is not
                 automatic.
-            ReshardError: the error of the transfer, if it failed and no rank is lost.
+            ReshardError: an attempt failed, and no rank was lost since the attempt before.
         """
         with calling(self._group):
             self._complete(error, tally, deadline)
@@ -113,6 +114,7 @@ class Recovery:
             error, tally, deadline = self._run_attempt()
 
     def _offer(self) -> RankLostError:
+        """The error whose ``recover()`` runs the current plan."""
         lost = sorted(self._lost)
         missing = sum(math.prod(spec.shape) * spec.itemsize * len(spec.dst.ranks) for spec in self._plan.tensors)
         return RankLostError(
@@ -130,7 +132,7 @@ class Recovery:
             self._complete(*self._run_attempt())
 
     def _exchange_outcomes(self, error: ReshardError | None, tally: Tally, deadline: float) -> dict[int, Any]:
-        """Return the outcome of each surviving rank. Update the sets of lost and surviving ranks."""
+        """Return the outcome of each surviving rank, and update the lost and the surviving ranks."""
         outcome = asdict(tally) | {"failed": None if error is None else describe_error(error)}
         self._attempt += 1
         while True:
@@ -157,7 +159,7 @@ class Recovery:
             )
 
     def _run_attempt(self) -> tuple[ReshardError | None, Tally, float]:
-        """Execute this rank's part of the current plan. Return its error, its progress and the outcome deadline."""
+        """Execute this rank's part of the current plan. Return its error, progress and deadline for outcomes."""
         # One timeout for the agreement of the Mover, and one for its transfer.
         deadline = time.monotonic() + 2 * self.timeout_seconds + OUTCOME_SECONDS
         tally = Tally()
@@ -183,7 +185,12 @@ def _gather_outcomes(channel: Channel, requests: list[Request]) -> Decision:
 
 
 class FaultTolerantHandle(Handle):
-    """A fault-tolerant transfer. Every rank must call :meth:`wait`, which exchanges outcomes and recovers."""
+    """A fault-tolerant transfer. Every rank must call :meth:`wait`, which exchanges outcomes and recovers.
+
+    Args:
+        inner: handle of the original transfer. recovery: its state.
+        finish: returns the result of the transfer; called once all data has arrived.
+    """
 
     def __init__(self, inner: Handle, recovery: Recovery, finish: Callable[[], Any]) -> None:
         super().__init__(inner._channel, inner._generation, finish)
@@ -194,14 +201,18 @@ class FaultTolerantHandle(Handle):
         self._is_complete = False
 
     def done(self) -> bool:
-        """Whether this rank's part of the original transfer has ended; :meth:`wait` may still block."""
+        """Whether this rank's part of the original transfer has ended. Even then, :meth:`wait` may block."""
         return self._inner.done()
 
     def wait(self, timeout_seconds: float | None = None) -> Any:
         """Wait as :meth:`Handle.wait` does. Then exchange outcomes with the other ranks and recover if ranks are lost.
 
+        ``timeout_seconds`` limits only the wait for this rank's part of the original transfer.
+
         Raises:
             RankLostError: see ``on_loss`` of :func:`reshard.reshard`.
+            TransferTimeoutError: this rank's part has not ended after ``timeout_seconds``; it continues.
+            ReshardError: an attempt failed, and no rank was lost since the attempt before.
         """
         self.check_process()
         if not self._inner._done.wait(check_wait_timeout(timeout_seconds)):
