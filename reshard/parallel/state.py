@@ -1,4 +1,4 @@
-"""State dicts of the model before it was cut, and layers whose plain form has other parameters."""
+"""State dicts of the plain model, that is, before it was put on a grid; layers whose parameters differ from its."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .layers.linear import Linear, multiply
 
 @dataclass(frozen=True)
 class PlainForm:
-    """A parameter of the plain model that is other parameters on a grid.
+    """How a parameter of the plain model is made from parameters on a grid.
 
     Attributes:
-        parts: their names; the plain parameter is their concatenation along dim 0.
-        is_transposed: the plain parameter is the transpose of it.
+        parts: names of the parameters on the grid, which are concatenated along dim 0.
+        is_transposed: whether the plain parameter is the transpose of this concatenation.
     """
 
     parts: tuple[str, ...]
@@ -34,17 +34,17 @@ class TransposedLinear(Linear):
 
     @property
     def plain_forms(self) -> dict[str, PlainForm]:
-        """Parameters of the plain layer that differ."""
+        """The form of each parameter of the plain layer that differs, by its name there."""
         return {"weight": PlainForm(("weight",), is_transposed=True)}
 
 
 class FusedLinear(nn.Module):
-    """Several Linear layers of one input, whose weights are one parameter in the plain model.
+    """Several Linear layers with the same input, whose weights are one parameter in the plain model.
 
     Args:
-        linear: the layer with the whole weight, ``[parts * out, in]``.
-        parts: number of outputs. grid, panel: as for :class:`Linear`.
-        is_transposed: the plain weight is ``[in, parts * out]``.
+        linear: the plain layer, with the weight ``[parts * out, in]``.
+        parts: number of layers, each with ``out`` output features. grid, panel: as for :class:`Linear`.
+        is_transposed: whether the weight of the plain model is ``[in, parts * out]``.
     """
 
     def __init__(self, linear: nn.Linear, parts: int, grid: Grid, panel: int, *, is_transposed: bool = False) -> None:
@@ -60,12 +60,12 @@ class FusedLinear(nn.Module):
             self.parts.append(Linear(part, grid, "in", panel))
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """``[batch, ..., in_j]`` to each output ``[batch, ..., out_j]``."""
+        """Map ``[batch, ..., in_j]`` to one ``[batch, ..., out_j]`` per layer."""
         return multiply(list(self.parts), x)  # type: ignore[arg-type]
 
     @property
     def plain_forms(self) -> dict[str, PlainForm]:
-        """Parameters of the plain layer that differ."""
+        """The form of each parameter of the plain layer that differs, by its name there."""
         forms = {}
         for key, _ in self.parts[0].named_parameters():
             parts = tuple(f"parts.{number}.{key}" for number in range(len(self.parts)))
@@ -74,7 +74,7 @@ class FusedLinear(nn.Module):
 
 
 def find_plain_forms(model: nn.Module) -> dict[str, PlainForm]:
-    """``{name in the plain model: form}`` of all parameters that differ, with names in ``model``."""
+    """``{name in the plain model: form}`` of all parameters that differ. ``parts`` are names in ``model``."""
     found = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -85,9 +85,9 @@ def find_plain_forms(model: nn.Module) -> dict[str, PlainForm]:
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of the model before it was cut, with whole tensors. All ranks of the grid call it.
+    """The state dict of the plain model, with whole tensors. Every rank of the grid must call it.
 
-    Parameters that are tied appear under each name, as in torch. Names omit the wrappers of torch.compile and of
+    Tied parameters appear under each of their names, as in torch. Names omit the wrappers of torch.compile and of
     activation checkpointing.
     """
     whole: dict[int, torch.Tensor] = {}
@@ -107,7 +107,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _whole(value: Any) -> torch.Tensor:
-    """The whole of a DTensor on (row, col). Torch's ``full_tensor`` mixes shards up where ranks do not ascend."""
+    """The global tensor of a DTensor on (row, col). Torch's ``full_tensor`` mixes up shards if ranks do not ascend."""
     from torch.distributed.tensor import Replicate
 
     ranks = value.device_mesh.mesh

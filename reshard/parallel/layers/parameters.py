@@ -1,4 +1,4 @@
-"""Parameters as DTensors over (row, col), and the sums that their gradients need."""
+"""Parameters as DTensors over (row, col), and the axes over which their gradients are summed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ not_compiled = torch._disable_dynamo
 
 
 def shard_parameter(value: torch.Tensor, grid: Grid, row_dim: int | None, col_dim: int | None) -> nn.Parameter:
-    """A parameter that this rank holds a part of.
+    """Shard a parameter over the rows and the columns of a grid.
 
     Args:
-        value: the whole value, the same on all ranks; on the meta device, the result is there too.
-        row_dim, col_dim: dims that are cut over the rows and the columns of the grid, by the rule of ``torch.chunk``;
-            None: each row, or column, holds a replica.
+        value: the whole value, the same on all ranks. If it is on the meta device, so is the result.
+        row_dim, col_dim: tensor dims that are sharded over the rows and over the columns of the grid, by the rule of
+            ``torch.chunk``; None: replicated over them.
 
     Returns:
-        A DTensor on ``grid.weight_mesh`` with the shape of ``value``.
+        A DTensor on ``grid.weight_mesh`` with the global shape of ``value``. This rank copies only its own shard.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -49,15 +49,16 @@ def shard_parameter(value: torch.Tensor, grid: Grid, row_dim: int | None, col_di
 
 
 def local_of(parameter: Any) -> torch.Tensor:
-    """The part of a parameter that this rank holds. Autograd passes its gradient on to the parameter."""
+    """The local shard of a parameter. Autograd passes the gradient of the shard on to the parameter."""
     local: torch.Tensor = parameter.to_local()
     return local
 
 
 def gradient_axes(grid: Grid, *, is_vector: bool) -> tuple[Any, ...]:
-    """The axes over which a gradient is summed.
+    """The axes over which the gradient of a parameter is summed: those over which the parameter is replicated.
 
     Args:
-        is_vector: the parameter is replicated over the rows of the grid too, as biases and norms are.
+        is_vector: whether the parameter is replicated over the rows of the grid, as biases and norms are, and not only
+            over its depth.
     """
     return (grid.along("row"), grid.along("depth")) if is_vector else (grid.along("depth"),)
