@@ -1,4 +1,4 @@
-"""Checks of the options of a call: device type, ``verify`` and ``on_loss``."""
+"""Checks of the options of a call: device type, compression, ``verify`` and ``on_loss``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.planner import AUTO_CODEC
 
-#: What a call does when ranks are lost: raise, raise with a recovery plan, or recover.
+#: What a call does when ranks are lost: raise an error, raise one that offers a recovery plan, or recover.
 ON_LOSS = ("raise", "offer", "recover")
 
 #: What a call does when a codec changes a tensor more than ``max_error`` allows: send it raw, or raise.
@@ -29,30 +29,30 @@ def check_device_type(device: Any) -> None:
 
 
 def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
-    """Raise ArgumentError unless the codec exists and the limit on its error makes sense."""
+    """Raise ArgumentError unless the codec exists, ``on_error`` is valid, and ``max_error`` limits a lossy codec."""
     if compression not in (None, AUTO_CODEC) and not is_streamed(compression):
         parse_codec(compression)
     if max_error is not None:
         if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not 0 < max_error < math.inf:
             raise ArgumentError(f"max_error is {max_error!r}; it must be a positive number (L2 error over L2 norm)")
         if compression is None or is_streamed(compression):
-            without = f"{compression} is lossless" if compression else "without compression= nothing is changed"
-            raise ArgumentError(f"max_error is {max_error!r}, but {without}")
+            reason = f"{compression} is lossless" if compression else "without compression= nothing is changed"
+            raise ArgumentError(f"max_error is {max_error!r}, but {reason}")
     if not isinstance(on_error, str) or on_error not in ON_ERROR:
         raise ArgumentError(f"on_error is {on_error!r}; it must be one of {', '.join(map(repr, ON_ERROR))}")
 
 
 def check_streamed(compression: Any, on_loss: Any) -> None:
-    """Raise ArgumentError if a codec that makes streams cannot be used with these options."""
+    """Raise ArgumentError if a codec whose output size depends on the values is used with recovery."""
     if is_streamed(compression) and on_loss != "raise":
         raise ArgumentError(
-            f"on_loss={on_loss!r} sends missing blocks of fixed size again, and {compression} has none; use a block "
+            f"on_loss={on_loss!r} needs a codec with blocks of fixed size, and {compression} has none; use a block "
             "codec, or on_loss='raise'"
         )
 
 
 def check_coding(plan: Plan, device: str) -> None:
-    """Raise ArgumentError if a plan has coded tensors that this device type cannot code."""
+    """Raise ArgumentError if a plan has coded tensors and the device type does not support codecs."""
     for spec in plan.tensors:
         if spec.codec is not None and device != "cpu":
             raise ArgumentError(f"codec {spec.dtype} codes CPU tensors only; these are on {device}")

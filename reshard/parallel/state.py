@@ -1,4 +1,4 @@
-"""State dicts of the plain model, that is, before it was put on a grid; layers whose parameters differ from its."""
+"""State dicts of the plain model (before it was put on a grid), and layers whose parameters differ from it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FusedLinear(nn.Module):
     """Several Linear layers with the same input, whose weights are one parameter in the plain model.
 
     Args:
-        linear: the plain layer, with the weight ``[parts * out, in]``.
+        linear: the layer with the whole weight, ``[parts * out, in]``.
         parts: number of layers, each with ``out`` output features. grid, panel: as for :class:`Linear`.
         is_transposed: whether the weight of the plain model is ``[in, parts * out]``.
     """

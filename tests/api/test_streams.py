@@ -83,7 +83,7 @@ def _deltas(rank):
     for error, text, base, options in (
         (DisagreementError, "ranks 0 and 1 hold the same .*; every out is unchanged, at base", 4, {"spoiled": 0}),
         (ArgumentError, "rank 0 passes a base of bfloat16 .* but the source shard is", spoiled, {"swapped": 0}),
-        (ArgumentError, "on_loss='recover' sends missing blocks .* delta has none", 4, {"on_loss": "recover"}),
+        (ArgumentError, "on_loss='recover' needs .* blocks .* delta has none", 4, {"on_loss": "recover"}),
         (ArgumentError, "max_error is 0.1, but delta is lossless", 4, {"max_error": 0.1}),
         (ArgumentError, "base= is for compression='delta', not None", 4, {"compression": None}),
         (ArgumentError, "'odd': delta sends float16 bit for bit, and cannot make float32", 4, {"dst_dtype": "float32"}),
