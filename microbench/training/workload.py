@@ -1,4 +1,4 @@
-"""What the benchmarks of pipeline training run: a model on stages, in float32, with its batches."""
+"""The workload of the benchmarks of pipeline training: a model on stages, in float32, and its batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from reshard.scheduler.training.presets import GPTConfig, UTransformerConfig
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, the layers and the dp x tp of each stage, and the rows of its batches."""
+    """A model, its division into stages, and the size of its batches.
+
+    Attributes:
+        config: sizes of the model.
+        batch: number of rows of a batch. num_microbatches: must divide ``batch``.
+        stages: dp x tp of each stage, as text. layers: number of layers of each stage.
+    """
 
     config: GPTConfig | UTransformerConfig
     batch: int
@@ -37,7 +43,7 @@ class Workload:
         return list(self._pipe().meshes)
 
     def edges(self) -> list[Edge]:
-        """The edges between stages, without costs."""
+        """The edges between the stages for one microbatch, without costs."""
         rows = split_rows(self.batch, self.num_microbatches)[0]
         return list(_find_graph(self)[0].edges(rows, self.meshes()))
 
@@ -52,19 +58,19 @@ class Workload:
         return list(self._pipe().cut(_find_graph(self)[1].names).build(model))
 
     def microbatches(self, step: int) -> list[dict[str, torch.Tensor]]:
-        """The batch of a step, divided."""
+        """The microbatches of a step: ``{name: tensor}`` of each."""
         batch = self._loader().batch(step)
         parts = [value.split(self.batch // self.num_microbatches) for value in batch.values()]
         return [dict(zip(batch, values, strict=True)) for values in zip(*parts, strict=True)]
 
     def feed(self, step: int) -> dict[int, list[dict[str, torch.Tensor]]]:
-        """What each stage reads of the batch of a step."""
+        """The inputs of a step: ``{stage: [{name: tensor} of each microbatch]}``, for stages that read the batch."""
         graph, outline = _find_graph(self)
         fed: dict[int, list[dict[str, torch.Tensor]]] = {}
         for stage, names in enumerate(graph.inputs):
             if names:
-                whole = range(self.batch // self.num_microbatches)
-                fed[stage] = [take_rows(each, outline, names, whole) for each in self.microbatches(step)]
+                every_row = range(self.batch // self.num_microbatches)
+                fed[stage] = [take_rows(each, outline, names, every_row) for each in self.microbatches(step)]
         return fed
 
     def _loader(self) -> Loader:
@@ -78,7 +84,7 @@ class Workload:
 
 @functools.cache
 def _find_graph(workload: Workload) -> tuple[StageGraph, BatchOutline]:
-    """What the stages exchange, and what a batch contains."""
+    """The tensors that stages exchange, and the names and shapes of the tensors of a batch."""
     pipe = workload._pipe()
     outline = outline_batch(workload._loader().batch(0))
     return Skeleton(pipe.model, pipe.cut(outline.names)).find(outline), outline
