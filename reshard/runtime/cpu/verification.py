@@ -1,9 +1,9 @@
-"""Digests that check that every destination shard holds what its sources held, and otherwise name the wrong rank.
+"""Digests that check that every destination shard equals its source, and otherwise name the ranks of the fault.
 
-The sender of a message takes the digest of the bytes that it sends, its own or forwarded. The receiver takes the digest
-of its destination shard after unpacking; a relay, which has no such shard, takes that of its staging buffer. After the
-transfer, the first rank of the plan compares the two ends of every message, and each forwarded message with the
-received one. It sends the result to all ranks, so that all raise the same error.
+The sender of a message digests the bytes that it sends, its own or forwarded. The receiver digests the message's part
+of its destination shard after unpacking; a relay has no such shard and digests its staging buffer. After the transfer,
+the lowest rank of the plan compares the digests of both ends of every message, and of each forwarded message and the
+message that brought its data. It sends the result to all ranks of the plan, so that all raise the same error.
 """
 
 from __future__ import annotations
@@ -21,21 +21,25 @@ from reshard.ragged import NO_RANK
 from reshard.runtime.cpu.staging import CastSource, flat_bytes
 from reshard.sharding import format_box
 
-#: Longest result that a rank accepts from the first rank.
+#: Longest result, in bytes, that a rank accepts from the lowest rank.
 MAX_TEXT_BYTES = 2**20
 
 
 class Digests:
-    """The digests of one rank in one transfer, by message id."""
+    """The digests of one rank in one transfer.
+
+    Attributes:
+        sent, received: by message id. replicas: of source tiles that other ranks also hold, from :class:`Replicas`.
+    """
 
     def __init__(self) -> None:
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
-        self.replicas: list[int] = []  # of source tiles that other ranks also hold, see Replicas
+        self.replicas: list[int] = []
 
 
 def digest_of(parts: Sequence[torch.Tensor]) -> int:
-    """The digest of concatenated views, each in row-major order: equal to that of the same bytes when packed."""
+    """The digest of concatenated views, each in row-major order. Packed into one buffer they have the same digest."""
     digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(flat_bytes(part.contiguous()).numpy())
@@ -43,7 +47,7 @@ def digest_of(parts: Sequence[torch.Tensor]) -> int:
 
 
 def is_copy_of(target: torch.Tensor, source: torch.Tensor | CastSource) -> bool:
-    """Whether a target equals its source. After a cast any two NaNs are equal: torch's kernels differ there."""
+    """Whether a target equals its source. After a cast, any two NaNs count as equal: torch's kernels differ there."""
     if not isinstance(source, CastSource):
         return digest_of([target]) == digest_of([source])
     found, wanted = target.view(source.dtype), source.array.to(source.dtype)
@@ -60,7 +64,7 @@ _STEP, _FACTOR = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
 
 
 def digest_array(array: torch.Tensor) -> int:
-    """The digest of an array in row-major order. Comparable only between arrays on the same type of device."""
+    """The 64-bit digest of an array in row-major order. Compare only arrays on the same type of device."""
     if array.device.type == "cpu":
         return digest_of([array])
     return _digest_on_device(flat_bytes(array.contiguous()))
@@ -72,7 +76,7 @@ def _digest_on_device(data: torch.Tensor) -> int:
     for first in range(0, data.numel(), _CHUNK_BYTES):
         part = data[first : first + _CHUNK_BYTES]
         if part.numel() % 8 or part.storage_offset() % 8:
-            part = torch.nn.functional.pad(part, (0, -part.numel() % 8))
+            part = torch.nn.functional.pad(part, (0, -part.numel() % 8))  # a copy, so it is also aligned
         words = part.view(torch.int64)
         position = torch.arange(first // 8 + 1, first // 8 + 1 + words.numel(), device=data.device)
         mixed = (words ^ (position * _STEP)) * _FACTOR
@@ -82,7 +86,7 @@ def _digest_on_device(data: torch.Tensor) -> int:
 
 
 def find_fault(plan: Plan, sent: Mapping[int, int], received: Mapping[int, int]) -> str | None:
-    """Describes the first message of a plan whose bytes changed; None if there is none.
+    """Describe the first message of a plan whose bytes changed; None if there is none.
 
     Args:
         sent, received: digests at the sender and at the receiver of every message, by id.
@@ -95,19 +99,19 @@ def find_fault(plan: Plan, sent: Mapping[int, int], received: Mapping[int, int])
         root = roots[ident] = message.sender if source is None else roots[source]
         if source is not None and received.get(source) != sent.get(ident):
             return (
-                f"{_region(plan, message)} from rank {root}: rank {message.sender} passed on other bytes to rank "
+                f"{_boxes_of(plan, message)} from rank {root}: rank {message.sender} passed on other bytes to rank "
                 f"{message.receiver} than it had received (message {ident})"
             )
         if sent.get(ident) != received.get(ident):
             return (
-                f"{_region(plan, message)} from rank {root}: rank {message.receiver} does not hold what rank "
+                f"{_boxes_of(plan, message)} from rank {root}: rank {message.receiver} does not hold what rank "
                 f"{message.sender} sent (message {ident})"
             )
     return None
 
 
 def describe_copy(plan: Plan, rank: int, box_id: int) -> str:
-    """Describes a local copy that differs from its source. Each box of a message is a copy with an id."""
+    """Describe a local copy that differs from its source. Each box of a local message is one copy, with a box id."""
     message = next(m for m in expand_messages(plan, rank) if m.id <= box_id < m.id + len(m.boxes))
     box = _describe_box(plan, *message.boxes[box_id - message.id])
     name = name_box(message.id, box_id, len(message.boxes))
@@ -120,14 +124,19 @@ def _describe_box(plan: Plan, tensor: int, start: Sequence[int], stop: Sequence[
     return f"{format_box([*zip(start, stop, strict=True)])}{suffix}"
 
 
-def _region(plan: Plan, message: Message) -> str:
+def _boxes_of(plan: Plan, message: Message) -> str:
+    """The boxes of a message, at most three of them."""
     boxes = [_describe_box(plan, *box) for box in message.boxes[:3]]
     more = f" and {len(message.boxes) - 3} more" if len(message.boxes) > 3 else ""
     return ", ".join(boxes) + more
 
 
 class Replicas:
-    """Source tiles that several ranks hold, which must be equal. One entry per tile and holder."""
+    """Source tiles that several ranks hold, and that must be equal there. One entry per tile and holder.
+
+    Attributes:
+        tensor, tile, replica, rank: ``(entries,)``: index of the tensor, of its tile and of the holder, and the rank.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -159,7 +168,7 @@ class Replicas:
         return found
 
     def find_fault(self, digests: Mapping[int, Sequence[int]]) -> str | None:
-        """Describes the first tile of which two ranks hold different elements; None if there is none.
+        """Describe the first tile of which two ranks hold different elements; None if there is none.
 
         Args:
             digests: what :meth:`digest` returned on each rank.
@@ -183,11 +192,11 @@ class Replicas:
 
 
 class Hops:
-    """The messages between different ranks of a plan, as columns, and the layout of each rank's packed digests.
+    """The messages of a plan between different ranks, as columns, and the order of each rank's packed digests.
 
     Attributes:
-        ident, sender, receiver: ``(messages,)``. forwards: rows of forwarded messages. brought_by: for each of these,
-            the row of the message that brought its data.
+        ident, sender, receiver: ``(messages,)``.
+        forwards: row of each message that forwards data. brought_by: row of the message that brought that data.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -206,7 +215,7 @@ class Hops:
         return np.flatnonzero(self.sender == rank), np.flatnonzero(self.receiver == rank)
 
     def pack(self, rank: int, digests: Digests) -> torch.Tensor:
-        """The digests of a rank: ``(sent + received + replicas,)`` int64."""
+        """The digests of a rank as one array, int64 of shape ``(sent + received + replicas,)``."""
         sent, received = (self.ident[rows].tolist() for rows in self.rows_of(rank))
         found = [digests.sent[i] for i in sent] + [digests.received[i] for i in received] + digests.replicas
         return torch.from_numpy(np.array(found, dtype=np.uint64).view(np.int64))
@@ -216,7 +225,7 @@ class Hops:
         return sum(map(len, self.rows_of(rank))) + len(self.replicas.entries_of(rank))
 
     def find_fault(self, digests: Mapping[int, torch.Tensor]) -> str | None:
-        """Describes the first differing replica or else the first changed message; None if there is neither.
+        """Describe the first replica that differs, or else the first message that changed; None if there is neither.
 
         Args:
             digests: what :meth:`pack` returned on each rank.
@@ -240,13 +249,16 @@ class Hops:
 def compare_digests(
     hops: Hops, rank: int, digests: Digests, transport: Any, tag: int, wait: Callable[[Any, int], None]
 ) -> None:
-    """Compare the digests of all ranks after a transfer. Every rank of the plan calls this.
+    """Compare the digests of all ranks after a transfer. Every rank of the plan must call this.
 
     Args:
-        tag: used by this comparison only. wait: waits for a work of the transport with the given rank.
+        hops: of the plan. rank: this rank. digests: of this rank.
+        transport: sends and receives. tag: no other messages use it.
+        wait: ``wait(work, rank)`` waits for a send to a rank, or for a receive from it.
 
     Raises:
-        VerificationError: bytes changed; the same error on all ranks.
+        VerificationError: bytes changed, or replicas differ; the same error on all ranks.
+        ConnectionError: the size of the result was corrupted.
     """
     first, *others = sorted(hops.plan.ranks)
     own = hops.pack(rank, digests)
