@@ -1,4 +1,4 @@
-"""The twin of ``native/linearization.h``: one total order of all messages."""
+"""Reference of ``native/linearization.h``: one total order of all messages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from collections.abc import Callable
 
 from tests.reference.rank_assignment import Messages
 
-#: A sender receives a piece that it stages at most this many of its own sends ahead.
+#: A rank stages a piece from its own host at most this many of its sends to other hosts before it sends the piece.
 STAGED_BEFORE = 2
-#: A receiver forwards a staged piece before it receives this many more messages.
+#: A rank forwards a staged piece from another host before it receives this many further messages.
 STAGED_AFTER = 4
 
 
 def linearize(messages: Messages, crosses: list[bool]) -> list[int]:
     """Sort messages into one total order in which every message follows the messages it depends on.
 
-    Ranks start messages in this order, and also complete receives in it. So the messages of a sender between hosts are
-    ordered by start, and the messages of a receiver by end. If these rules conflict, the message that ends first comes
-    first. A rank forwards staged pieces before it stages many more.
+    Each rank starts its messages and completes its receives in this order. Therefore the messages that a rank sends to
+    other hosts are ordered by start, and the messages that it receives by end. ``STAGED_BEFORE`` and ``STAGED_AFTER``
+    limit how many pieces a rank stages at a time. If these rules form a cycle, the next message is the one that ends
+    first among those whose dependencies are done.
 
     Args:
         messages: the messages with their dependencies.
@@ -66,9 +67,9 @@ def linearize(messages: Messages, crosses: list[bool]) -> list[int]:
         if messages.source[i] in uses and not crosses[i]:
             uses[messages.source[i]].append(i)
     for row in chain(every_message, messages.receiver, by_end).values():
-        for i, later_one in zip(row, row[STAGED_AFTER:], strict=False):
+        for i, later_receive in zip(row, row[STAGED_AFTER:], strict=False):
             for use in uses.get(i, ()):
-                add_edge(use, later_one)
+                add_edge(use, later_receive)
     for i in every_message:
         for first in messages.after[i]:
             add_edge(first, i)
