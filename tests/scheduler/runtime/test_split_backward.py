@@ -1,4 +1,4 @@
-"""Split backwards in the engine: saved tensors must not change between input-gradient and weight-gradient pass."""
+"""Split backwards in the engine: no saved tensor may change between the input- and the weight-gradient pass."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from reshard.scheduler.runtime.engine import Engine
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes
 
-WIDTH, NUM = 4, 3
+WIDTH, NUM_MICROBATCHES = 4, 3
 
 
 class Part(nn.Module):
-    """Parameters used once and twice, directly or through views, and a layer used twice with a gradient hook."""
+    """A stage that uses parameters once and twice, directly or as views, and a layer with a gradient hook twice."""
 
     def __init__(self, stage, views=True):
         super().__init__()
@@ -36,7 +36,7 @@ class Part(nn.Module):
         return StageOutput(loss=y.pow(2).sum()) if self.stage else {"x": y}
 
 
-def _refuse(gradient):
+def _fail(gradient):
     raise ValueError("backward fails on purpose")
 
 
@@ -45,11 +45,11 @@ class FailingBackward(Part):
 
     def forward(self, x):
         outputs = super().forward(x)
-        (outputs.loss if self.stage else outputs["x"]).register_hook(_refuse)
+        (outputs.loss if self.stage else outputs["x"]).register_hook(_fail)
         return outputs
 
 
-class Counter(Part):
+class RunningMean(Part):
     """A stage whose layer reads a buffer that the next forward changes in place."""
 
     def __init__(self, stage):
@@ -64,13 +64,13 @@ class Counter(Part):
 
 def _inputs():
     torch.manual_seed(7)
-    return [torch.randn(1, WIDTH).double() for _ in range(NUM)]
+    return [torch.randn(1, WIDTH).double() for _ in range(NUM_MICROBATCHES)]
 
 
 def _row(order):
-    """Parse a row of actions: lower-case letters are stage 1, capitals stage 0."""
+    """Parse the actions of a row: capitals are on stage 0, lower-case letters on stage 1. ``F2``: microbatch 2."""
     kinds = {"f": Kind.F, "i": Kind.I, "w": Kind.W, "b": Kind.B}
-    return tuple(Action(kinds[word[0].lower()], int(word[0].islower()), int(word[1])) for word in order.split())
+    return tuple(Action(kinds[action[0].lower()], int(action[0].islower()), int(action[1])) for action in order.split())
 
 
 ORDERS = {
@@ -79,14 +79,14 @@ ORDERS = {
 }
 
 
-def _run(rank, order, kind):
+def _run(rank, order, module_class):
     mesh = Mesh([0])
     x = TensorSpec((1, WIDTH), "float64", Layout(mesh), Layout(mesh), "x")
     pipeline = Pipeline((Stage(1, 1, 1, mesh=mesh),) * 2, (Edge(0, 1, 1, 1, tensors=(x,)),))
-    modules = {stage: kind(stage) for stage in (0, 1)}
-    with Engine(Schedule("by hand", (_row(ORDERS[order]),), (0, 0), NUM), pipeline, modules) as engine:
+    modules = {stage: module_class(stage) for stage in (0, 1)}
+    with Engine(Schedule("by hand", (_row(ORDERS[order]),), (0, 0), NUM_MICROBATCHES), pipeline, modules) as engine:
         try:
-            engine.step({0: [{"x": x} for x in _inputs()]}, loss_weights=[1.0] * NUM)
+            engine.step({0: [{"x": x} for x in _inputs()]}, loss_weights=[1.0] * NUM_MICROBATCHES)
         except (ArgumentError, ValueError) as error:
             return "; ".join([str(error), *error.__notes__])
     return [p.grad.numpy() for module in modules.values() for p in module.parameters() if p.requires_grad]
@@ -104,7 +104,7 @@ def test_gradients_that_share_memory_are_separated(order):
 
 
 def test_in_place_change_between_the_passes_is_an_error():
-    (error,) = run_processes(_run, 1, "split", Counter)
+    (error,) = run_processes(_run, 1, "split", RunningMean)
     assert "was changed in place between the input-gradient and the weight-gradient pass" in error
     assert "in 1W0, microbatch 0 of stage 1 of the schedule 'by hand'" in error
 
