@@ -24,6 +24,7 @@ class GPTBlockOnGrid(nn.Module):
     def __init__(self, block: Any, conversion: Any, path: str) -> None:
         super().__init__()
         num_heads = block.q.out_features // block.head_size
+        # Keys and values have as many heads as queries, so forward splits all three as queries.
         self.heads = Heads(conversion.grid, num_heads, num_heads, block.head_size)
         for name, child in block.named_children():
             if name in ("q", "k", "v"):
