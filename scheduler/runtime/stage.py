@@ -1,4 +1,4 @@
-"""One stage on this rank: its module and its microbatches in flight. It does not communicate with other stages."""
+"""One stage on this rank: its module and its microbatches in flight. Nothing here communicates with other stages."""
 
 from __future__ import annotations
 
