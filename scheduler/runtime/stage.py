@@ -37,7 +37,7 @@ class StageOutput(NamedTuple):
         loss: scalar from which the backward starts: the mean over the rows of this rank. None: this stage has no loss.
         metrics: ``{name: scalar}``, each the mean over the rows of this rank. They get no gradient.
         weight: number of items that the loss and the metrics are means over, such as tokens; None: rows. The unit must
-            be the same for all microbatches and replicas. Only :class:`PipelineEngine` reads it.
+            be the same for all microbatches and replicas. Only for :class:`PipelineEngine`.
     """
 
     tensors: Mapping[str, Any] = {}
