@@ -100,7 +100,7 @@ def reshard(
         topology: hosts and links of the ranks. Default: one host per host name.
         staging_bytes: memory limit of a rank beyond its shards, in bytes; 64 MiB by default.
         timeout_seconds: limit for the agreement of the ranks, and again for the transfer.
-        verify: compare digests of every source and destination shard after the transfer.
+        verify: compare digests of the sent data, of the arrived data and of replicas after the transfer.
         on_loss: what to do if ranks are lost before or during the transfer. ``"raise"``: raise an error.
             ``"recover"``: the surviving ranks move the missing data among themselves, from other replicas and from
             data that has arrived, and every one of them gets its shard. ``"offer"``: raise a

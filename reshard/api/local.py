@@ -152,6 +152,9 @@ def reshard_local(
     for what, layout in (("src", src_layout), ("dst", dst_layout)):
         if not isinstance(layout, (Layout, RegionLayout)):
             raise ArgumentError(f"{what} must be a Mesh, a Layout or a RegionLayout, not {type(layout).__name__}")
+    for what, given, spec in (("src", src, src_spec), ("dst", dst, dst_spec)):
+        if spec is not None and not isinstance(given, Mesh):
+            raise ArgumentError(f"{what} is a layout, which already has a spec; omit {what}_spec")
     if not isinstance(shards, Mapping) or not shards:
         raise ArgumentError(f"pass shards as {{source rank: local array}}, not {type(shards).__name__}")
     for rank in shards:

@@ -71,7 +71,7 @@ class Mover:
             refer to.
         timeout_seconds: limit for the agreement of the ranks, and again for each transfer.
         device: device type of the arrays, ``"cpu"`` or ``"cuda"``; the latter is the current CUDA device.
-        verify: compare digests of every source and destination shard after each transfer.
+        verify: compare digests of the sent data, of the arrived data and of replicas after each transfer.
         both_ways: another Mover transfers in the opposite direction between the same ranks at the same time, so each
             direction gets its own connections. The same on all ranks.
         fault_tolerant: ranks that do not join in time are excluded from the group permanently.

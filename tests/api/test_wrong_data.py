@@ -235,6 +235,15 @@ def test_different_replicas_are_refused():
             assert f"VerificationError: the source {box} differs between its replicas: rank 2 holds" in text
 
 
+def test_reshard_local_refuses_a_spec_beside_a_layout():
+    rows, cols = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2"), "R S0")
+    shards = {0: np.zeros((1, 2)), 1: np.ones((1, 2))}
+    with pytest.raises(ArgumentError, match="src is a layout, which already has a spec; omit src_spec"):
+        reshard.reshard_local(shards, rows, cols, shape=(2, 2), src_spec="S0")
+    with pytest.raises(ArgumentError, match="dst is a layout, which already has a spec; omit dst_spec"):
+        reshard.reshard_local(shards, rows, cols, shape=(2, 2), dst_spec="S0")
+
+
 def test_reshard_local_compares_replicas():
     mesh, dst = Mesh.of("2"), Layout(Mesh.of("1", first_rank=2))
     with pytest.raises(DisagreementError, match="rank 1 holds other elements than rank 0"):
