@@ -238,9 +238,9 @@ def test_different_replicas_are_refused():
 def test_reshard_local_refuses_a_spec_beside_a_layout():
     rows, cols = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2"), "R S0")
     shards = {0: np.zeros((1, 2)), 1: np.ones((1, 2))}
-    with pytest.raises(ArgumentError, match="src is a layout, which already has a spec; omit src_spec"):
+    with pytest.raises(reshard.ArgumentError, match="src is a layout, which already has a spec; omit src_spec"):
         reshard.reshard_local(shards, rows, cols, shape=(2, 2), src_spec="S0")
-    with pytest.raises(ArgumentError, match="dst is a layout, which already has a spec; omit dst_spec"):
+    with pytest.raises(reshard.ArgumentError, match="dst is a layout, which already has a spec; omit dst_spec"):
         reshard.reshard_local(shards, rows, cols, shape=(2, 2), dst_spec="S0")
 
 
