@@ -12,6 +12,7 @@ from .api.local import (
 from .api.mover import (
     Mover as Mover,
 )
+from .codecs.codec import Codec as Codec
 from .coordination.process_group import (
     Group as Group,
     close_group as close_group,

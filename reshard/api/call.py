@@ -19,7 +19,7 @@ from reshard.api.mover_arrays import find_target, shard_shapes, wrap_results
 from reshard.api.recovery import FaultTolerantHandle, Recovery
 from reshard.api.streams.call import StreamedCall
 from reshard.api.validation import Options, make_request
-from reshard.codecs import is_streamed
+from reshard.codecs import Codec, is_streamed
 from reshard.coordination import (
     MAX_CACHED,
     Channel,
@@ -69,7 +69,7 @@ def reshard(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     verify: bool = False,
     on_loss: str = "raise",
-    compression: str | None = None,
+    compression: str | Codec | None = None,
     base: Any = None,
     max_error: float | None = None,
     on_error: str = "raw",
@@ -107,10 +107,11 @@ def reshard(
             :class:`~reshard.RankLostError` that holds the plan of this recovery and runs it on request. The last two
             cost one round of small messages among all ranks after the transfer. A rank that does not respond within
             the timeout counts as lost.
-        compression: the name of a block codec, such as ``"int8x128"`` (see :mod:`reshard.codecs.block`): its elements
-            travel in place of the values, and are decoded into the result's dtype. Tensors that the codec cannot code,
-            or would not make smaller, travel as they are. Each end allocates the coded shard in addition. ``"auto"``
-            chooses among the codecs of ``topology.codec_rates``, or none. ``"delta"`` sends the changes since ``base``.
+        compression: the name of a block codec, such as ``"int8x128"`` (see :mod:`reshard.codecs.block`), or a
+            :class:`~reshard.Codec` that you implement: its elements travel in place of the values, and are decoded into
+            the result's dtype. Tensors that the codec cannot code, or would not make smaller, travel as they are. Each
+            end allocates the coded shard in addition. ``"auto"`` chooses among the codecs of ``topology.codec_rates``,
+            or none. ``"bf16-lossless"`` codes bf16 without loss; ``"delta"`` sends the changes since ``base``.
         base: with ``compression="delta"``: this rank's source shard of an earlier version of the tensor, which ``out``
             of the destination ranks must still hold. Digests compare the versions of all ranks. Unless they are equal,
             the tensor is sent in full, with a warning if a rank passes a base. ``out`` changes only after all ranks
@@ -174,7 +175,7 @@ def reshard_async(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     verify: bool = False,
     on_loss: str = "raise",
-    compression: str | None = None,
+    compression: str | Codec | None = None,
     base: Any = None,
     max_error: float | None = None,
     on_error: str = "raw",
@@ -318,7 +319,8 @@ class _Call:
         """
         agreed: list[Any] = [sorted(one.items()) for one in (decision.shapes, decision.dtypes, decision.hostnames)]
         key = repr((request.arguments, decision.device_type, agreed, sorted(raw), list(map(str, streams))))
-        is_cacheable = not callable(self.options.strategy)  # different functions may have the same name
+        # different functions and codecs may have the same name
+        is_cacheable = not callable(self.options.strategy) and isinstance(self.options.compression, str | None)
         if is_cacheable and key in channel.cache:
             channel.cache.move_to_end(key)
             return (*channel.cache[key], set())

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from reshard.codecs import ErrorSums
+from reshard.codecs import Codec, ErrorSums
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.plan import Plan, ensure_checked, expand_messages
@@ -113,7 +113,7 @@ def reshard_local(
     dst_dtype: Any = None,
     strategy: str | Strategy | None = None,
     topology: Topology | None = None,
-    compression: str | None = None,
+    compression: str | Codec | None = None,
     max_error: float | None = None,
 ) -> dict[int, Array]:
     """Reshard a tensor whose shards are all in this process.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from reshard.api.tensor_checks import DEVICE_TYPES
-from reshard.codecs import is_streamed, parse_codec
+from reshard.codecs import CustomCodec, find_codec, is_streamed
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.planner import AUTO_CODEC
@@ -30,8 +30,9 @@ def check_device_type(device: Any) -> None:
 
 def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
     """Raise ArgumentError unless the codec exists, ``on_error`` is valid, and ``max_error`` limits a lossy codec."""
-    if compression not in (None, AUTO_CODEC) and not is_streamed(compression):
-        parse_codec(compression)
+    is_auto = isinstance(compression, str) and compression == AUTO_CODEC
+    if compression is not None and not is_auto and not is_streamed(compression):
+        find_codec(compression)
     if max_error is not None:
         if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not 0 < max_error < math.inf:
             raise ArgumentError(f"max_error is {max_error!r}; it must be a positive number (L2 error over L2 norm)")
@@ -52,8 +53,10 @@ def check_streamed(compression: Any, on_loss: Any) -> None:
 
 
 def check_coding(plan: Plan, device: str) -> None:
-    """Raise ArgumentError if a plan has coded tensors and the device type does not support codecs."""
+    """Raise ArgumentError if a plan has coded tensors that this process or device type cannot code."""
     for spec in plan.tensors:
+        if spec.coding is not None and isinstance(spec.codec, CustomCodec):
+            spec.codec.check_implemented()
         if spec.codec is not None and device != "cpu":
             raise ArgumentError(f"codec {spec.dtype} codes CPU tensors only; these are on {device}")
 

@@ -10,7 +10,7 @@ from reshard.api.casts import check_cast
 from reshard.api.inputs import Item
 from reshard.api.options import check_compression, check_on_loss, check_streamed, check_verify
 from reshard.api.tensor_checks import check_movable, check_no_aliasing, detach_source, wait_for_collective
-from reshard.codecs import is_streamed
+from reshard.codecs import codec_name, is_streamed
 from reshard.coordination import Group, Request, TensorRequest, check_inside
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError
@@ -79,7 +79,7 @@ def _check_local(
     arguments.append(("staging_bytes", str(options.staging_bytes)))
     arguments.append(("verify", str(options.verify)))
     arguments.append(("on_loss", str(options.on_loss)))
-    arguments.append(("compression", str(options.compression)))
+    arguments.append(("compression", codec_name(options.compression)))
     arguments.append(("max_error", str(options.max_error)))
     arguments.append(("on_error", str(options.on_error)))
     if options.topology is not None and not isinstance(options.topology, Topology):
@@ -116,7 +116,9 @@ def _check_device(device_type: str, options: Options) -> None:
     check_verify(options.verify, device_type)
     check_on_loss(options.on_loss, device_type)
     if options.compression is not None and device_type != "cpu":
-        raise ArgumentError(f"codec {options.compression} codes CPU tensors only; these are on {device_type}")
+        raise ArgumentError(
+            f"codec {codec_name(options.compression)} codes CPU tensors only; these are on {device_type}"
+        )
 
 
 def _check_item(item: Item, rank: int, options: Options) -> tuple[TensorRequest, Item]:

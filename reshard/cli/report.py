@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reshard.codecs import ELEMENT_VALUES
+from reshard.codecs import ELEMENT_VALUES, BlockCodec
 from reshard.cost import CostReport
 from reshard.formatting import format_ranks
 from reshard.plan import Plan, format_plan
@@ -39,7 +39,8 @@ def _describe_compression(plan: Plan) -> list[str]:
         [spec.plain for spec in plan.tensors], topology=plan.topology, staging_bytes=plan.staging_bytes
     )
     rates = {rate.codec: rate for rate in plan.topology.codec_rates}
-    rate = rates.get(coded[0].codec.with_values(ELEMENT_VALUES[0]).name)  # type: ignore[union-attr]
+    codec = coded[0].codec
+    rate = rates.get(codec.with_values(ELEMENT_VALUES[0]).name) if isinstance(codec, BlockCodec) else None
     note = "" if rate is not None else "; without the time of the codec, whose rate the topology does not have"
     text = f"{predict(plain)}, {replace(predict(plan, rate), codec=coded[0].dtype)}{note}"
     return [f"compression  {text}; {len(coded)} of {len(plan.tensors)} tensors coded"]

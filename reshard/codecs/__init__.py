@@ -8,11 +8,12 @@ from reshard.codecs.block import (
     CODED_DTYPES,
     ELEMENT_VALUES,
     BlockCodec,
-    ErrorSums,
     find_block_codec,
     is_block_dtype,
 )
-from reshard.codecs.codec import STREAM_CODECS, Codec, is_streamed, parse_codec
+from reshard.codecs.codec import STREAM_CODECS, Codec, codec_name, find_codec, is_streamed, parse_codec
+from reshard.codecs.custom import CustomCodec, find_custom_codec
+from reshard.codecs.elements import ElementCodec, ErrorSums
 from reshard.codecs.rates import measure_rates
 
 __all__ = [
@@ -22,8 +23,13 @@ __all__ = [
     "STREAM_CODECS",
     "BlockCodec",
     "Codec",
+    "CustomCodec",
+    "ElementCodec",
     "ErrorSums",
+    "codec_name",
     "find_block_codec",
+    "find_codec",
+    "find_custom_codec",
     "is_block_dtype",
     "is_streamed",
     "measure_rates",

@@ -22,15 +22,13 @@ encoded and decoded again, also after a pass through the dtype that they came fr
 from __future__ import annotations
 
 import functools
-import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard import _native
+from reshard.codecs.elements import ElementCodec, ErrorSums
 from reshard.codecs.raw_bytes import FORMATS, flat_bytes, format_of, num_columns
-from reshard.errors import ArgumentError
 
 #: Values that share a scale.
 SCALE_VALUES = 32
@@ -48,24 +46,8 @@ _KINDS: dict[str, tuple[int, int, float, float]] = {
 _NAME = re.compile(r"(int8|int6|int4|fp8)x(128|64|32)(-bf16)?")
 
 
-class ErrorSums(NamedTuple):
-    """Sums over encoded values: of their squared errors, and of their squares. Blocks with NaN do not count."""
-
-    error: float = 0.0
-    square: float = 0.0
-
-    def plus(self, other: ErrorSums) -> ErrorSums:
-        """The sums over both sets of values."""
-        return ErrorSums(self.error + other.error, self.square + other.square)
-
-    @property
-    def relative_error(self) -> float:
-        """The L2 norm of the error over the L2 norm of the values; 0 if all values are 0."""
-        return math.sqrt(self.error / self.square) if self.square else 0.0
-
-
 @dataclass(frozen=True)
-class BlockCodec:
+class BlockCodec(ElementCodec):
     """A lossy codec that turns each ``values`` consecutive values of a row into one element of fixed size.
 
     Args:
@@ -97,32 +79,17 @@ class BlockCodec:
         """The L2 norm of the error over that of the values, for normally distributed values."""
         return _KINDS[self.kind][3]
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """See :class:`~reshard.codecs.elements.ElementCodec`."""
+        return tuple(values for values in ELEMENT_VALUES if values <= self.values)
+
     def with_values(self, values: int) -> BlockCodec:
         """The same codes in elements of another size."""
         return BlockCodec(self.kind, values)
 
-    def num_elements(self, shape: Sequence[int], num_row_dims: int | None = None) -> int:
-        """The number of elements of an array: its rows times the elements of a row, the last of which is padded."""
-        dims = max(len(shape) - 1, 0) if num_row_dims is None else num_row_dims
-        return math.prod(shape[:dims]) * -(-math.prod(shape[dims:]) // self.values)
-
-    def nbytes(self, shape: Sequence[int], num_row_dims: int | None = None) -> int:
-        """The bytes of an encoded array."""
-        return self.num_elements(shape, num_row_dims) * self.element[1]
-
     def encode(self, source: Any, out: Any, num_row_dims: int | None = None) -> int:
-        """Encode an array into ``out``, a contiguous uint8 array of :meth:`nbytes` bytes.
-
-        Args:
-            source: a contiguous fp32, bf16 or fp16 array of NumPy or torch, on the CPU.
-            num_row_dims: number of leading dims that count rows; all but the last by default.
-
-        Returns:
-            The number of bytes written.
-
-        Raises:
-            ArgumentError: a dtype that the codec does not code, arrays with strides, or ``out`` has another size.
-        """
+        """See :class:`~reshard.codecs.elements.ElementCodec`."""
         self._encode(source, out, num_row_dims, False)
         return self.nbytes(source.shape, num_row_dims)
 
@@ -131,16 +98,9 @@ class BlockCodec:
         return ErrorSums(*self._encode(source, out, num_row_dims, True))
 
     def decode(self, data: Any, target: Any, num_row_dims: int | None = None, *, accumulate: bool = False) -> None:
-        """Decode into ``target``, of the shape of the source and any of the three dtypes.
-
-        Args:
-            data: what :meth:`encode` wrote. accumulate: add to ``target`` instead.
-
-        Raises:
-            ArgumentError: as :meth:`encode`.
-        """
+        """See :class:`~reshard.codecs.elements.ElementCodec`."""
         number, columns = _KINDS[self.kind][0], num_columns(target, num_row_dims)
-        self._check_size(data, target, num_row_dims)
+        self.check_size(data, target, num_row_dims)
         into = flat_bytes(target)
         if len(into):
             form = format_of(target, self.name)
@@ -149,19 +109,11 @@ class BlockCodec:
     def _encode(self, source: Any, out: Any, num_row_dims: int | None, measure: bool) -> tuple[float, float]:
         number, columns = _KINDS[self.kind][0], num_columns(source, num_row_dims)
         form = format_of(source, self.name)
-        self._check_size(out, source, num_row_dims)
+        self.check_size(out, source, num_row_dims)
         values = flat_bytes(source)
         if not len(values):
             return 0.0, 0.0
         return _native.encode_blocks(number, form, columns, self.values, values, flat_bytes(out), measure)
-
-    def _check_size(self, coded: Any, plain: Any, num_row_dims: int | None) -> None:
-        found, needed = math.prod(coded.shape), self.nbytes(plain.shape, num_row_dims)
-        if found != needed or coded.dtype.itemsize != 1:
-            raise ArgumentError(
-                f"codec {self.name} codes shape {list(plain.shape)} in {needed} bytes, but the coded array has {found} "
-                f"elements of {coded.dtype}"
-            )
 
 
 #: Names of the block codecs with elements of 128 values.

@@ -1,10 +1,14 @@
-"""What every codec offers, and codecs by name."""
+"""Codecs by name, and what a caller's codec offers."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-from reshard.codecs.block import BLOCK_CODECS, find_block_codec
+import numpy as np
+
+from reshard.codecs.block import BLOCK_CODECS, BlockCodec, find_block_codec
+from reshard.codecs.custom import wrap_codec
+from reshard.codecs.elements import ElementCodec
 from reshard.errors import ArgumentError
 
 #: Lossless codecs whose output has no fixed size.
@@ -12,12 +16,15 @@ STREAM_CODECS = ("bf16-lossless", "delta")
 
 
 class Codec(Protocol):
-    """Turns arrays into bytes and back.
+    """A lossy or lossless codec that you implement: pass an instance as ``compression=``.
+
+    Every rank must pass a codec of the same name and sizes. Values travel in elements of fixed size. A plan moves whole
+    elements, and only the first sender encodes them and only the last receivers decode them. Methods may be called from
+    several threads at once.
 
     Attributes:
-        name: the inverse of :func:`parse_codec`; equal names mean equal bytes on the wire.
-        is_lossless: whether decoded arrays equal their source bit for bit.
-        element: ``(values, bytes)`` of an element of fixed size, or None if the size depends on the values.
+        name: letters, digits and ``_``; equal names mean equal bytes on the wire.
+        element: ``(values, bytes)`` of an element.
     """
 
     @property
@@ -25,21 +32,38 @@ class Codec(Protocol):
         """See above."""
 
     @property
-    def is_lossless(self) -> bool:
+    def element(self) -> tuple[int, int]:
         """See above."""
 
-    @property
-    def element(self) -> tuple[int, int] | None:
-        """See above."""
+    def encode(self, values: np.ndarray, out: np.ndarray) -> object:
+        """Encode n elements.
 
-    def encode(self, source: Any, out: Any) -> int:
-        """Encode an array into flat uint8 and return the number of bytes written."""
+        Args:
+            values: float32 of shape (n, values). The end of a row of the tensor is padded by zeros.
+            out: uint8 of shape (n, bytes); every byte must be written.
+        """
 
-    def decode(self, data: Any, target: Any, *, accumulate: bool = False) -> None:
-        """Decode into ``target``, or add to it."""
+    def decode(self, data: np.ndarray, out: np.ndarray) -> object:
+        """Decode n elements.
+
+        Args:
+            data: uint8 of shape (n, bytes). out: float32 of shape (n, values), to be filled. It is rounded to the dtype
+                of the result.
+        """
 
 
-def parse_codec(name: Any) -> Any:
+def find_codec(codec: Any) -> ElementCodec:
+    """The codec of a name, or a caller's :class:`Codec` as plans use it.
+
+    Raises:
+        ArgumentError: there is no codec of this name, or it is no Codec.
+    """
+    if isinstance(codec, ElementCodec):
+        return codec
+    return parse_codec(codec) if isinstance(codec, str) else wrap_codec(codec)
+
+
+def parse_codec(name: Any) -> BlockCodec:
     """The block codec of a name.
 
     Raises:
@@ -58,3 +82,11 @@ def parse_codec(name: Any) -> Any:
 def is_streamed(name: Any) -> bool:
     """Whether a codec has this name that makes streams whose sizes depend on the values."""
     return isinstance(name, str) and name in STREAM_CODECS
+
+
+def codec_name(codec: Any) -> str:
+    """The text by which ranks compare the codec of a call."""
+    try:
+        return codec if isinstance(codec, str) else str(None if codec is None else find_codec(codec).name)
+    except ArgumentError:  # raised where the argument is checked
+        return type(codec).__name__

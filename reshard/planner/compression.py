@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from reshard.codecs import parse_codec
+from reshard.codecs import Codec, find_codec, parse_codec
 from reshard.cost import find_bound, simulate
 from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError
@@ -67,7 +67,7 @@ def coding_seconds(plan: Plan, rate: CodecRate) -> float:
 
 def code_tensors(
     tensors: Sequence[TensorSpec],
-    compression: str | None,
+    compression: str | Codec | None,
     max_error: float | None,
     topology: Topology | None,
     plan: Callable[[Sequence[TensorSpec]], Plan],
@@ -77,7 +77,7 @@ def code_tensors(
 
     Args:
         tensors: in the dtypes of their sources.
-        compression: the name of a codec; ``"auto"``: the codec with the lowest predicted time, or none; None: none.
+        compression: a codec or its name; ``"auto"``: the codec with the lowest predicted time, or none; None: none.
         max_error: with ``"auto"``: only codecs whose usual error is at most this are considered. None allows no lossy
             codec.
         topology: with ``"auto"``: has the rates of the codecs to choose from. plan: plans tensors on this topology.
@@ -92,8 +92,8 @@ def code_tensors(
     dtypes = [spec.dtype for spec in tensors] if wire_dtypes is None else wire_dtypes
     raw = [replace(spec, dtype=dtype) for spec, dtype in zip(tensors, dtypes, strict=True)]
 
-    def code(name: str) -> list[TensorSpec]:
-        codec = parse_codec(name)
+    def code(named: str | Codec) -> list[TensorSpec]:
+        codec = find_codec(named)
         coded = [code_tensor(spec, codec, dtype) for spec, dtype in zip(tensors, dtypes, strict=True)]
         return [
             spec if spec.codec is not None else replace(spec, dtype=dtype)
@@ -102,7 +102,7 @@ def code_tensors(
 
     if compression is None:
         return raw
-    if compression != AUTO_CODEC:
+    if not isinstance(compression, str) or compression != AUTO_CODEC:
         return code(compression)
     if topology is None or not topology.codec_rates:
         raise ArgumentError(

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reshard.codecs import Codec, codec_name
 from reshard.errors import ArgumentError
 from reshard.formatting import compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, Transfers, mark_sound
@@ -29,7 +30,7 @@ def make_plan(
     strategy: str | Strategy | None = None,
     topology: Topology | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
-    compression: str | None = None,
+    compression: str | Codec | None = None,
     max_error: float | None = None,
 ) -> Plan:
     """Plan how one or more tensors move from source to destination layouts.
@@ -42,10 +43,11 @@ def make_plan(
             the one predicted to be fastest, usually "multicast"; ``plan.strategy`` names it.
         topology: the hosts, links and pods of the ranks; None puts all ranks on one host.
         staging_bytes: staging memory of each rank in bytes, beyond its shards; 64 MiB by default.
-        compression: the name of a block codec, such as ``"int8x128"`` (see :mod:`reshard.codecs.block`). The plan then
-            moves its elements, and a Mover encodes and decodes them. Tensors that the codec cannot code, or would not
-            make smaller, travel as they are; ``print(plan)`` says why. ``"auto"`` chooses among the codecs of
-            ``topology.codec_rates`` the one with the lowest predicted time, or none.
+        compression: the name of a block codec, such as ``"int8x128"`` (see :mod:`reshard.codecs.block`), or a
+            :class:`~reshard.Codec` that you implement. The plan then moves its elements, and a Mover encodes and
+            decodes them. Tensors that the codec cannot code, or would not make smaller, travel as they are;
+            ``print(plan)`` says why. ``"auto"`` chooses among the codecs of ``topology.codec_rates`` the one with the
+            lowest predicted time, or none.
         max_error: only with ``"auto"``: the largest relative L2 error that a codec may usually have. Without it no
             lossy codec is chosen. What a named codec changes depends on the values, which a plan does not know.
 
@@ -55,10 +57,12 @@ def make_plan(
     Raises:
         LayoutError, ArgumentError, TopologyError: the arguments contradict each other, or the plan is too large.
     """
-    if max_error is not None and compression != AUTO_CODEC:
+    is_auto = isinstance(compression, str) and compression == AUTO_CODEC
+    if max_error is not None and not is_auto:
+        codec = "no codec" if compression is None else codec_name(compression)
         raise ArgumentError(
-            f"max_error is {max_error!r}, but a plan cannot limit what {compression or 'no codec'} changes: pass "
-            'max_error to reshard, or choose compression="auto"'
+            f"max_error is {max_error!r}, but a plan cannot limit what {codec} changes: pass max_error to reshard, or "
+            'choose compression="auto"'
         )
     if isinstance(shape, Mapping):
         names = list(shape)

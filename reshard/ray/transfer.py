@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from reshard.codecs import Codec
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.formatting import compare_names
@@ -32,7 +33,7 @@ def reshard(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     verify: bool = False,
     on_loss: str = "raise",
-    compression: str | None = None,
+    compression: str | Codec | None = None,
     max_error: float | None = None,
     on_error: str = "raw",
 ) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from reshard.codecs import CODED_DTYPES, ELEMENT_VALUES, BlockCodec
+from reshard.codecs import CODED_DTYPES, CustomCodec, ElementCodec
 from reshard.dtypes import ITEMSIZE
 from reshard.sharding.dim_cuts import cut_dim
 from reshard.sharding.layout import AnyLayout, Layout, RegionLayout
@@ -23,7 +23,7 @@ from reshard.sharding.tensor_spec import Coding, TensorSpec
 MIN_CODED_BYTES = 16 * 1024
 
 
-def code_tensor(spec: TensorSpec, codec: BlockCodec, wire_dtype: str | None = None) -> TensorSpec:
+def code_tensor(spec: TensorSpec, codec: ElementCodec, wire_dtype: str | None = None) -> TensorSpec:
     """The tensor of elements that codes ``spec``. Elements have fewer values than asked where the layouts demand it.
 
     The last dims are joined into one if neither layout cuts them, so that small last dims fill blocks.
@@ -40,15 +40,15 @@ def code_tensor(spec: TensorSpec, codec: BlockCodec, wire_dtype: str | None = No
         return replace(spec, raw_because=f"{codec.name} codes {', '.join(CODED_DTYPES)}, not {spec.dtype}")
     if raw_bytes < MIN_CODED_BYTES:
         return replace(spec, raw_because=f"its {raw_bytes} bytes are fewer than {MIN_CODED_BYTES}")
-    best: tuple[int, BlockCodec, int] | None = None
-    for values in (v for v in ELEMENT_VALUES if v <= codec.values):
+    best: tuple[int, ElementCodec, int] | None = None
+    for values in codec.sizes:
         smaller = codec.with_values(values)
         for num_row_dims in _row_dims(spec):
             nbytes = smaller.nbytes(spec.shape, num_row_dims)
             if (best is None or nbytes < best[0]) and _fits(spec, num_row_dims, values):
                 best = nbytes, smaller, num_row_dims
     if best is None:
-        return replace(spec, raw_because=f"its cuts do not lie between blocks of {ELEMENT_VALUES[-1]} values")
+        return replace(spec, raw_because=f"its cuts do not lie between blocks of {codec.sizes[-1]} values")
     nbytes, smaller, num_row_dims = best
     if nbytes >= raw_bytes:
         return replace(spec, raw_because=f"{codec.name} would take {nbytes} bytes instead of {raw_bytes}")
@@ -59,7 +59,7 @@ def code_tensor(spec: TensorSpec, codec: BlockCodec, wire_dtype: str | None = No
         _coarsen(spec.src, smaller.values),
         _coarsen(spec.dst, smaller.values),
         spec.name,
-        Coding(spec.shape, spec.dtype),
+        Coding(spec.shape, spec.dtype, smaller if isinstance(smaller, CustomCodec) else None),
     )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from reshard.codecs import BlockCodec, find_block_codec
+from reshard.codecs import CustomCodec, ElementCodec, find_block_codec, find_custom_codec
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError, PlanError
 from reshard.sharding.dim_cuts import check_sizes
@@ -18,10 +18,15 @@ from reshard.sharding.unit_tasks import UnitTasks, count_unit_tasks, cut_unit_ta
 
 @dataclass(frozen=True)
 class Coding:
-    """Shape and dtype of the tensor that the elements of a block codec encode."""
+    """Shape and dtype of the tensor that the elements of a block codec encode.
+
+    ``codec`` is the codec if the caller implements it. Plans compare its name and sizes only, which are also the dtype
+    of the elements.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    codec: CustomCodec | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
@@ -64,7 +69,9 @@ class TensorSpec:
             self._check_coding(self.coding)
 
     def _check_coding(self, coding: Coding) -> None:
-        object.__setattr__(self, "coding", Coding(check_sizes(coding.shape), dtype_name(coding.dtype)))
+        object.__setattr__(
+            self, "coding", replace(coding, shape=check_sizes(coding.shape), dtype=dtype_name(coding.dtype))
+        )
         rows, values = self.shape[:-1], 0 if self.codec is None else self.codec.values
         if not values or not self.shape or len(rows) >= len(coding.shape) or coding.shape[: len(rows)] != rows:
             raise ArgumentError(f"{self.dtype} {list(self.shape)} does not code {coding}")
@@ -72,9 +79,14 @@ class TensorSpec:
             raise ArgumentError(f"{self.shape[-1]} elements of {values} values do not code the rows of {coding}")
 
     @cached_property
-    def codec(self) -> BlockCodec | None:
-        """The block codec that made the elements of the tensor; None if they are plain values."""
-        return find_block_codec(self.dtype) if isinstance(self.dtype, str) else None
+    def codec(self) -> ElementCodec | None:
+        """The codec whose elements the tensor consists of; None if its elements are plain values."""
+        if not isinstance(self.dtype, str):
+            return None
+        custom = find_custom_codec(self.dtype)
+        if custom is not None and self.coding is not None and custom == self.coding.codec:
+            return self.coding.codec
+        return custom or find_block_codec(self.dtype)
 
     @cached_property
     def plain(self) -> TensorSpec:

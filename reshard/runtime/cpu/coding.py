@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard.codecs import BlockCodec
+from reshard.codecs import ElementCodec
 
 Slices = tuple[slice, ...]
 
@@ -28,7 +28,7 @@ class EncodedSource:
         coded: uint8, ``(rows..., elements, bytes of an element)``.
     """
 
-    def __init__(self, plain: torch.Tensor, codec: BlockCodec, num_row_dims: int) -> None:
+    def __init__(self, plain: torch.Tensor, codec: ElementCodec, num_row_dims: int) -> None:
         self._slabs = _Slabs(plain, codec, num_row_dims)
         self.coded = self._slabs.coded
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class DecodedTarget:
         coded: uint8, ``(rows..., elements, bytes of an element)``.
     """
 
-    def __init__(self, plain: torch.Tensor, codec: BlockCodec, num_row_dims: int, *, decodes_early: bool) -> None:
+    def __init__(self, plain: torch.Tensor, codec: ElementCodec, num_row_dims: int, *, decodes_early: bool) -> None:
         self._plain, self._decodes_early = plain, decodes_early
         self._decoded = plain if decodes_early else torch.empty(plain.shape, dtype=torch.float32)
         self._slabs = _Slabs(self._decoded, codec, num_row_dims)
@@ -93,7 +93,7 @@ class DecodedTarget:
 class _Slabs:
     """A contiguous shard beside its coded array, and which slabs were taken."""
 
-    def __init__(self, plain: torch.Tensor, codec: BlockCodec, num_row_dims: int) -> None:
+    def __init__(self, plain: torch.Tensor, codec: ElementCodec, num_row_dims: int) -> None:
         self.codec, self.num_row_dims = codec, num_row_dims
         num_elements = codec.num_elements(plain.shape[num_row_dims:], 0)
         self.coded = torch.empty((*plain.shape[:num_row_dims], num_elements, codec.element[1]), dtype=torch.uint8)
