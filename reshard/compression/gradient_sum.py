@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.codecs import BlockCodec, parse_codec
+from reshard.compression.feedback import CodingErrors
 from reshard.compression.host_sums import GroupLevel, padded_size, split_by_host, sum_over_hosts
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
@@ -72,7 +73,7 @@ class GradientSum:
             counts = ", ".join(f"{host} has {number}" for host, number in Counter(hosts).items())
             raise ArgumentError(f"a hierarchical sum needs equally many ranks on each host, but {counts}")
         self._inside, self._across = (GroupLevel(self._new_group(ranks)) for ranks in levels)
-        self._errors: dict[str, torch.Tensor] = {}
+        self._errors = CodingErrors()
         self._buffers: dict[str, torch.Tensor] = {}
 
     def _agree(self, arguments: list[Any]) -> list[Any]:
@@ -113,20 +114,18 @@ class GradientSum:
         flat = self._buffer("values", padded_size(sum(sizes), self._size, self.codec))
         flat[sum(sizes) :] = 0
         pieces = flat[: sum(sizes)].split(sizes)
-        for (name, gradient), piece in zip(gradients.items(), pieces, strict=True):
+        for gradient, piece in zip(gradients.values(), pieces, strict=True):
             piece.copy_(gradient.reshape(-1))
             if self._average:
                 piece /= self._size
-            if name in self._errors:
-                piece += self._errors[name]
+        self._errors.add_to(list(zip(gradients, pieces, strict=True)))
         errors = torch.zeros_like(flat) if self.feedback and self.codec is not None else None
         received = self._buffer("received", flat.numel())
         sum_over_hosts(flat, self._inside, self._across, self.codec, errors=errors, received=received)
         for gradient, piece in zip(gradients.values(), pieces, strict=True):
             gradient.copy_(piece.view(gradient.shape))
         if errors is not None:
-            for name, piece in zip(gradients, errors[: sum(sizes)].split(sizes), strict=True):
-                self._errors[name] = piece.clone()
+            self._errors.keep(list(zip(gradients, errors[: sum(sizes)].split(sizes), strict=True)))
 
     def _buffer(self, name: str, numel: int) -> torch.Tensor:
         """Scratch memory, which the next sum reuses."""
@@ -142,8 +141,8 @@ class GradientSum:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The coding errors that this rank adds to its next gradients, by parameter name."""
-        return {name: error.clone() for name, error in self._errors.items()}
+        return self._errors.state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore what :meth:`state_dict` returned on this rank."""
-        self._errors = {name: error.clone() for name, error in state.items()}
+        self._errors.load_state_dict(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from reshard.codecs import parse_codec
 from reshard.errors import ArgumentError
@@ -29,9 +30,13 @@ class Policy:
         optimizer: of moves of optimizer state by :func:`reshard.parallel.relayout`; also ``"bf16-lossless"``, for state
             that is bf16.
         force_pp: code all edges between stages, whatever the simulation says.
+        feedback: ``("dp",)``: each replica adds the errors of its codings to its next gradients. At 4 bits and more,
+            training with Adam does not need it.
+        raw_steps: number of first steps whose sums of gradients (``dp``) are not coded.
 
     Raises:
-        ArgumentError: there is no such codec, or ``force_pp`` without ``pp``.
+        ArgumentError: there is no such codec, ``force_pp`` without ``pp``, or ``feedback`` or ``raw_steps`` without
+            ``dp``.
     """
 
     dp: str | None = None
@@ -40,6 +45,8 @@ class Policy:
     zero: Codecs = None
     optimizer: str | None = None
     force_pp: bool = False
+    feedback: tuple[str, ...] = ()
+    raw_steps: int = 0
 
     def __post_init__(self) -> None:
         for dimension in self.dimensions:
@@ -54,6 +61,20 @@ class Policy:
                     parse_codec(codec)
         if not isinstance(self.force_pp, bool) or (self.force_pp and self.pp is None):
             raise ArgumentError(f"force_pp is {self.force_pp!r}; it must be a bool, and needs pp=")
+        self._check_sums()
+
+    def _check_sums(self) -> None:
+        if not isinstance(self.feedback, (tuple, list)) or any(name != "dp" for name in self.feedback):
+            raise ArgumentError(
+                f"feedback is {self.feedback!r}; it must be () or ('dp',): only sums of gradients have error feedback"
+            )
+        object.__setattr__(self, "feedback", tuple(self.feedback))
+        if isinstance(self.raw_steps, bool) or not isinstance(self.raw_steps, int) or self.raw_steps < 0:
+            raise ArgumentError(f"raw_steps is {self.raw_steps!r}; it must be a number of steps, at least 0")
+        if self.dp is None and (self.feedback or self.raw_steps):
+            raise ArgumentError(
+                f"feedback={self.feedback} and raw_steps={self.raw_steps} are of sums of gradients, and need dp="
+            )
 
     @property
     def dimensions(self) -> tuple[str, ...]:
@@ -85,29 +106,37 @@ class Policy:
             f"{name}={'/'.join(each or 'raw' for each in self.pair(name)) if name in _PAIRS else getattr(self, name)}"
             for name in self.dimensions
         ]
-        return ",".join([*parts, *(["force-pp"] if self.force_pp else [])])
+        parts += ["force-pp"] * self.force_pp + ["feedback"] * bool(self.feedback)
+        return ",".join([*parts, *([f"raw-steps={self.raw_steps}"] if self.raw_steps else [])])
 
 
 def parse_policy(text: str) -> Policy:
     """A policy from text, such as ``"dp=int4x128-bf16,pp=int8x128/raw"``; the inverse of ``str(policy)``.
 
-    Two codecs of ``pp`` or ``zero`` are joined by a slash; ``raw`` is no codec. ``force-pp`` codes all edges.
+    Two codecs of ``pp`` or ``zero`` are joined by a slash; ``raw`` is no codec. ``force-pp`` codes all edges,
+    ``feedback`` adds coding errors to the next gradients, ``raw-steps=100`` leaves the sums of 100 steps raw.
 
     Raises:
         ArgumentError: the text names an unknown dimension or codec, or a dimension twice.
     """
     found: dict[str, Codecs] = {}
-    is_forced = False
+    options: dict[str, Any] = {}
     for part in filter(None, (each.strip() for each in text.split(","))):
-        if part == "force-pp":
-            is_forced = True
-            continue
         name, equals, value = part.partition("=")
+        if part == "force-pp":
+            options["force_pp"] = True
+            continue
+        if part == "feedback":
+            options["feedback"] = ("dp",)
+            continue
+        if name == "raw-steps" and value.isdecimal() and "raw_steps" not in options:
+            options["raw_steps"] = int(value)
+            continue
         if not equals or name not in DIMENSIONS or name in found:
             raise ArgumentError(
                 f"the policy {text!r} has {part!r}; write dp=, pp=, tp=, zero= or optimizer= with a codec, each once, "
-                "or force-pp"
+                "force-pp, feedback, or raw-steps= with a number"
             )
         codecs = [None if each == "raw" else each for each in value.split("/")]
         found[name] = codecs[0] if len(codecs) == 1 else tuple(codecs)  # type: ignore[assignment]
-    return Policy(**found, force_pp=is_forced)  # type: ignore[arg-type]
+    return Policy(**found, **options)  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from reshard.errors import ArgumentError
 
+from ..runtime.compression import StageSums
 from .plain_parameters import PlainParameter, divide_state
 
 _FOLDER = re.compile(r"step-(\d{8,})")
@@ -39,6 +40,7 @@ class TrainingState:
         ties: for each parameter that several stages share, its name in each: ``{stage: name}``.
         optimizer, lr_scheduler, loader: each is None if it is neither saved nor loaded.
         counters: values of the engine: ``"step"``, ``"loss_scale"`` and ``"world_size"``.
+        sums: coded sums of gradients, whose errors are saved and loaded.
     """
 
     rank: int
@@ -48,6 +50,7 @@ class TrainingState:
     lr_scheduler: Any
     loader: Any
     counters: dict[str, Any]
+    sums: StageSums
 
     def model(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers, by their names in the whole model."""
@@ -108,6 +111,7 @@ def save(folder: Path, state: TrainingState, process_group: Any) -> None:
     """Write this rank's part of a checkpoint. All ranks call this."""
     saved: dict[str, Any] = {"model": state.model(), "engine": pickle.dumps(state.counters)}
     saved[f"rng.{state.rank}"] = pickle.dumps(_rng_state())
+    saved |= {f"feedback.{state.rank}.{name}": error for name, error in state.sums.state_dict()["errors"].items()}
     if state.optimizer is not None:
         saved["optimizer"] = _optimizer_state(state)
     if state.lr_scheduler is not None:
@@ -145,6 +149,8 @@ def find_entries(folder: Path, state: TrainingState) -> Request:
     for keys in (["engine"], [f"rng.{state.rank}", "rng.0"]):  # absent if another program wrote the checkpoint
         if any(key in known for key in keys):
             request.want(keys)
+    for key in (each for each in known if each.startswith(f"feedback.{state.rank}.")):
+        request.want([key], torch.empty(known[key].size))
     if state.lr_scheduler is not None:
         request.want(["lr_scheduler"])
     if state.loader is not None:
@@ -169,8 +175,12 @@ def load(folder: Path, request: Request, state: TrainingState, process_group: An
     if "engine" not in request.wanted:
         return {}
     counters: dict[str, Any] = pickle.loads(request.wanted["engine"])
+    errors: dict[str, torch.Tensor] = {}
     if counters["world_size"] == state.counters["world_size"]:
         _restore_rng(pickle.loads(request.first(f"rng.{state.rank}", "rng.0")))
+        prefix = f"feedback.{state.rank}."
+        errors = {key.removeprefix(prefix): each for key, each in request.wanted.items() if key.startswith(prefix)}
+    state.sums.load_state_dict({"steps": counters.get("coded_steps", 0), "errors": errors})
     return counters
 
 

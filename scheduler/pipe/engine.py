@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from reshard.compression import Policy
 from reshard.errors import ArgumentError
 
 from ..ir.schedule import Schedule
-from ..runtime import torch_compat
 from ..runtime.data_parallel import is_fsdp, plain_parameters
 from ..runtime.engine import Engine
 from ..runtime.executor import StageTotals, Step, StepInputs
@@ -28,7 +26,7 @@ from .gradients import LossScale, are_finite, local_power_sum, scale_gradients
 from .partition.batches import take_rows
 from .partition.stage_mesh import ranks_with_own_loss
 from .planner import Planner, Programs
-from .profile import Profile, ScheduleBuilder, count_saved_bytes, profile_timelines
+from .profile import Profile, ScheduleBuilder, count_saved_bytes, leave_no_trace, profile_timelines
 from .totals import Totals, combine_totals
 
 
@@ -159,6 +157,7 @@ class PipelineEngine:
             factor = totals.gradient_factor / scale
             if factor != 1.0:
                 scale_gradients(parameters, factor)
+            self._engine.sums.count_step()
         finally:
             restore_gradients(earlier)
         if self._loss_scale is not None:
@@ -211,6 +210,8 @@ class PipelineEngine:
     ) -> None:
         """Save the model, the given objects and the random number generators in ``path/step-XXXXXXXX``.
 
+        Error feedback of the policy is saved too.
+
         Args:
             path: folder on a file system that all ranks share.
             optimizer: optimizer of :meth:`parameters`. lr_scheduler, loader: objects with a ``state_dict()``.
@@ -246,7 +247,8 @@ class PipelineEngine:
 
         A folder ``step-XXXXXXXX`` that another program saved by ``torch.distributed.checkpoint`` with the keys "model"
         and "optimizer" is loaded too; its step counts as 0. The random number generators are restored only if the
-        number of ranks is the same as at the save. Other arguments: :meth:`save`.
+        number of ranks is the same as at the save, and error feedback only if the stages are the same too. Other
+        arguments: :meth:`save`.
 
         Args:
             missing_ok: return 0 if there is no checkpoint, instead of an error.
@@ -280,9 +282,10 @@ class PipelineEngine:
             "step": step,
             "loss_scale": scale,
             "world_size": torch.distributed.get_world_size(self._options.process_group),
+            "coded_steps": self._engine.sums.state_dict()["steps"],
         }
         return checkpoint.TrainingState(
-            self._rank, self.modules, self._options.ties, optimizer, lr_scheduler, loader, counters
+            self._rank, self.modules, self._options.ties, optimizer, lr_scheduler, loader, counters, self._engine.sums
         )
 
     def close(self) -> None:
@@ -366,7 +369,7 @@ class PipelineEngine:
         trials = [self._engine.schedule]
         if self._can_split and self._is_chain:
             trials.append(zb_h1(pipeline, len(rows)))
-        with self._leave_no_trace():
+        with leave_no_trace(self.parameters(), self.modules, self._engine.sums, self._options.device.type):
             with count_saved_bytes() as saved:
                 self._run(named, 1, False, schedule=self._engine.schedule)
             timelines = []
@@ -379,21 +382,3 @@ class PipelineEngine:
             for stage in stages:
                 activation_bytes[stage] = max(activation_bytes[stage], round(nbytes))
         return profile_timelines(timelines, len(pipeline.stages), rows[0], activation_bytes)
-
-    @contextlib.contextmanager
-    def _leave_no_trace(self) -> Iterator[None]:
-        """Restore gradients, buffers and random number generators at the end."""
-        parameters = self.parameters()
-        gradients = [parameter.grad for parameter in parameters]
-        buffers = [(each, each.detach().clone()) for module in self.modules.values() for each in module.buffers()]
-        for parameter in parameters:
-            parameter.grad = None
-        try:
-            with torch_compat.keep_rng(self._options.device.type):
-                yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from reshard.errors import ArgumentError
 from ..graph import Pipeline, Stage
 from ..ir.schedule import Kind, Schedule
 from ..runtime import torch_compat
+from ..runtime.compression import StageSums
 from ..simulation.replay import PipelineTimeline
 
 #: A function of a pipeline and a number of microbatches that returns a schedule.
@@ -141,3 +142,25 @@ def count_saved_bytes(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield counted
+
+
+@contextlib.contextmanager
+def leave_no_trace(
+    parameters: Sequence[torch.Tensor], modules: Mapping[int, torch.nn.Module], sums: StageSums, device_type: str
+) -> Iterator[None]:
+    """Restore gradients, buffers, errors of coded sums and random number generators at the end."""
+    gradients = [parameter.grad for parameter in parameters]
+    buffers = [(each, each.detach().clone()) for module in modules.values() for each in module.buffers()]
+    kept = sums.state_dict()
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        with torch_compat.keep_rng(device_type):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        sums.load_state_dict(kept)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient

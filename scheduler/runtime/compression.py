@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reshard.codecs import CODED_DTYPES, measure_rates, parse_codec
 from reshard.compression import CodedAllGather, CodedReduceScatter, Policy
+from reshard.compression.feedback import CodingErrors
 from reshard.compression.host_sums import padded_size, split_by_host, sum_over_hosts
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
@@ -36,22 +37,98 @@ class CodedSums:
     Args:
         codec: name of a block codec.
         hosts: host of each replica. position: that of this replica.
+        sizes: numbers of values of the parameters by name.
+        feedback: add the errors of this replica's codings to its next gradients. raw_steps: number of first steps whose
+            sums are not coded.
+
+    Attributes:
+        errors: of this replica's codings; None without feedback. steps: number of steps taken.
     """
 
-    def __init__(self, codec: str, hosts: Sequence[int], position: int) -> None:
+    def __init__(
+        self,
+        codec: str,
+        hosts: Sequence[int],
+        position: int,
+        sizes: Mapping[str, int],
+        *,
+        feedback: bool = False,
+        raw_steps: int = 0,
+    ) -> None:
         self._codec, self._size = parse_codec(codec), len(hosts)
         levels = split_by_host(hosts, position) if len(set(hosts)) > 1 else None
         self._levels = levels or ([position], list(range(self._size)))
-        self._position = position
+        self._position, self._raw_steps, self._sizes = position, raw_steps, sizes
+        self.errors = CodingErrors() if feedback else None
+        self.steps = 0
 
-    def add(self, gradients: torch.Tensor, exchange: Exchange) -> None:
-        """Replace flat gradients by their sum over the replicas. All replicas get the same bits."""
+    def can_code(self, gradients: torch.Tensor) -> bool:
+        """Whether the sums of these gradients are coded in this step."""
+        is_codable = gradients.device.type == "cpu" and dtype_name(gradients.dtype) in CODED_DTYPES
+        return is_codable and self.steps >= self._raw_steps
+
+    def add(self, gradients: torch.Tensor, parts: Sequence[tuple[str, int]], exchange: Exchange) -> None:
+        """Replace flat gradients by their sum over the replicas. All replicas get the same bits.
+
+        Args:
+            parts: names and sizes of the parameters whose gradients they are, in this order.
+        """
         size = padded_size(gradients.numel(), self._size, self._codec)
         flat = torch.zeros(size)
         flat[: gradients.numel()] = gradients
+        errors = None if self.errors is None else torch.zeros(size)
+        names, sizes = zip(*parts, strict=True)
+        if self.errors is not None:
+            self.errors.add_to(list(zip(names, flat[: gradients.numel()].split(sizes), strict=True)))
         inside, across = (_Level(members, self._position, self._size, exchange) for members in self._levels)
-        sum_over_hosts(flat, inside, across, self._codec)
+        sum_over_hosts(flat, inside, across, self._codec, errors=errors)
         gradients.copy_(flat[: gradients.numel()])
+        if self.errors is not None and errors is not None:
+            self.errors.keep(list(zip(names, errors[: gradients.numel()].split(sizes), strict=True)))
+
+    def load_errors(self, errors: Mapping[str, torch.Tensor]) -> None:
+        """Restore errors of parameters of these names and sizes; ignore others, which are of other stages."""
+        if self.errors is not None:
+            self.errors.load_state_dict({k: v for k, v in errors.items() if self._sizes.get(k) == v.numel()})
+
+
+class StageSums:
+    """The coded sums of the stages of one rank.
+
+    Args:
+        sums: by stage; None where the gradients of a stage are not coded.
+    """
+
+    def __init__(self, sums: Mapping[int, CodedSums | None]) -> None:
+        self._sums = {stage: each for stage, each in sums.items() if each is not None}
+        self._steps = 0  # of the engine, so that it is the same on ranks without coded sums
+
+    def count_step(self) -> None:
+        """Count a step for ``raw_steps`` of the policy."""
+        self._set_steps(self._steps + 1)
+
+    def _set_steps(self, steps: int) -> None:
+        self._steps = steps
+        for each in self._sums.values():
+            each.steps = steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps taken, and this rank's coding errors by stage and parameter name."""
+        errors = {
+            f"{stage}.{name}": error
+            for stage, each in self._sums.items()
+            if each.errors is not None
+            for name, error in each.errors.state_dict().items()
+        }
+        return {"steps": self._steps, "errors": errors}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned on this rank. Errors of other stages are ignored."""
+        self._set_steps(state["steps"])
+        for stage, each in self._sums.items():
+            prefix = f"{stage}."
+            own = {key: error for key, error in state["errors"].items() if key.startswith(prefix)}
+            each.load_errors({key.removeprefix(prefix): error for key, error in own.items()})
 
 
 class _Level:
@@ -71,16 +148,19 @@ class _Level:
         return self.exchange(rows.reshape(1, -1).repeat(self.size, 1))
 
 
-def can_code(gradients: torch.Tensor) -> bool:
-    """Whether sums of these gradients can be coded."""
-    return gradients.device.type == "cpu" and dtype_name(gradients.dtype) in CODED_DTYPES
+def code_sums(
+    policy: Policy, topology: Topology, replicas: Sequence[int], rank: int, module: torch.nn.Module
+) -> CodedSums | None:
+    """The coded sums of the gradients of replicas; None if the policy does not code them.
 
-
-def code_sums(policy: Policy, topology: Topology, replicas: Sequence[int], rank: int) -> CodedSums | None:
-    """The coded sums of the gradients of replicas; None if the policy does not code them."""
+    Args:
+        module: of the stage, under DDP.
+    """
     if policy.dp is None:
         return None
-    return CodedSums(policy.dp, [topology.host_of_rank[each] for each in replicas], replicas.index(rank))
+    sizes = {name: each.numel() for name, each in module.module.named_parameters()}  # type: ignore[union-attr, operator]
+    hosts, feedback = [topology.host_of_rank[each] for each in replicas], "dp" in policy.feedback
+    return CodedSums(policy.dp, hosts, replicas.index(rank), sizes, feedback=feedback, raw_steps=policy.raw_steps)
 
 
 def describe_modules(modules: Mapping[int, torch.nn.Module], schedule: Schedule) -> dict[str, list[int]]:

@@ -35,6 +35,7 @@ from ..simulation.replay import PipelineTimeline
 from ..simulation.validate import check_schedule, has_one_order
 from . import torch_compat
 from .compression import (
+    StageSums,
     add_codec_rates,
     check_policy,
     code_modules,
@@ -89,6 +90,9 @@ class Engine:
         signal_only: move one element instead of each tensor and compute on zeros, to measure communication costs.
         timeout_seconds: limit for agreeing, and for each transfer including the sender's computation. Silent ranks are
             detected after 30 s; with a shorter timeout, errors may name a rank that waits for the silent one.
+
+    Attributes:
+        sums: sums of gradients that are coded; ``sums.state_dict()`` has what a checkpoint keeps of them.
 
     Raises:
         ScheduleError: the schedule does not fit the pipeline.
@@ -150,6 +154,7 @@ class Engine:
         for stage, run in self._stages.items():
             warn_of_drift(pipeline, stage, run.module)
         replicas = self._make_replicas()
+        self.sums = StageSums({each.stage: each.coded for each in replicas})
         plan_tied = functools.partial(plan_tensors, strategy=strategy, topology=self._topology)
         tied = TiedParameters(ties, pipeline, modules, self._group, plan_tied, self._timeout_seconds, self._device)
         tied.share_values()
@@ -202,7 +207,9 @@ class Engine:
                     members,
                     self._device,
                     self._timeout_seconds,
-                    code_sums(self._options.policy, self._topology, members, self._group.rank),
+                    code_sums(
+                        self._options.policy, self._topology, members, self._group.rank, self._stages[stage].module
+                    ),
                 )
                 for stage, members in self._find_replicas().items()
             )
@@ -270,7 +277,9 @@ class Engine:
         Raises:
             ReshardError: this rank or another failed. All ranks raise, and the engine cannot be used again.
         """
-        return self.run(self._program, lambda: self._read_inputs(feed, loss_weights, train=True))
+        step = self.run(self._program, lambda: self._read_inputs(feed, loss_weights, train=True))
+        self.sums.count_step()
+        return step
 
     def evaluate(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:
         """Run the forward of every microbatch without gradients. Arguments and errors are those of :meth:`step`.

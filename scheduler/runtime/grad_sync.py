@@ -26,7 +26,7 @@ from reshard.formatting import describe_ranks
 from reshard.sharding import Mesh
 
 from . import torch_compat
-from .compression import CodedSums, can_code
+from .compression import CodedSums
 from .data_parallel import fsdp_ranks
 
 #: Intervals at which a waiting replica polls its collective, and checks for errors of other ranks.
@@ -99,7 +99,7 @@ class ReplicaSync:
         timeout_seconds: float,
         coded: CodedSums | None = None,
     ) -> None:
-        self.stage, self._module, self._timeout_seconds, self._coded = stage, module, timeout_seconds, coded
+        self.stage, self._module, self._timeout_seconds, self.coded = stage, module, timeout_seconds, coded
         self._group, self._channel = group, find_channel(group, ranks)
         outline = [(f"{what} of stage {stage}", text) for what, text in self._outline()]
         request = Request(group.rank, outline, hostname=group.hostname)
@@ -211,11 +211,13 @@ class ReplicaSync:
             elif form != _NONE:
                 parameter.grad = gradient = _sparse(parameter, sparse_dim=form - _NONE)
                 self._all_reduce(gradient, check_errors)
+        names = {id(each.grad): name for name, each in self._module.module.named_parameters()}
         for gradients in dense.values():
             for bucket in _buckets(gradients):
                 flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-                if self._coded is not None and can_code(flat):
-                    self._coded.add(flat, functools.partial(self._exchange, check_errors))
+                if self.coded is not None and self.coded.can_code(flat):
+                    parts = [(names[id(gradient)], gradient.numel()) for gradient in bucket]
+                    self.coded.add(flat, parts, functools.partial(self._exchange, check_errors))
                 else:
                     self._all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, check_errors)
                 for gradient, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):

@@ -28,7 +28,13 @@ def test_policies_have_a_text_form():
     assert str(policy) == "dp=int4x128-bf16,pp=int8x128/raw,zero=fp8x128/fp8x128,force-pp"
     assert parse_policy(str(policy)) == dataclasses.replace(policy, zero=("fp8x128", "fp8x128"))
     assert parse_policy("dp=int8x128, tp=int6x128") == Policy(dp="int8x128", tp="int6x128")
+    fed_back = Policy(dp="int8x128", feedback=("dp",), raw_steps=10)
+    assert str(fed_back) == "dp=int8x128,feedback,raw-steps=10" and parse_policy(str(fed_back)) == fed_back
+    for options, message in (({"feedback": ("pp",)}, "only sums of gradients"), ({"raw_steps": -1}, "at least 0")):
+        with pytest.raises(ArgumentError, match=message):
+            Policy(dp="int8x128", **options)
     for text, message in (
+        ("pp=int8x128,raw-steps=3", "need dp="), ("dp=int8x128,raw-steps=x", "raw-steps= with a number"),
         ("dp=int9", "no codec 'int9'"), ("ep=int8x128", "has 'ep=int8x128'"), ("dp=int8x128,dp=int8x128", "each once"),
         ("force-pp", "needs pp="), ("zero=raw/raw", "a codec or two"),
     ):  # fmt: skip
@@ -185,3 +191,40 @@ def test_dimensions_that_a_job_has_not_are_errors():
         ("int8x128", "1x1,1x1", "must be a Policy"),
     )
     run_processes(_refused, 2, cases)
+
+
+def _sum_steps(policy, steps, folder=None, resume=0):
+    """The gradients of some steps on the same batch and parameters, after those of a checkpoint."""
+    gradients = []
+    engine, batch = _engine(policy)
+    with engine:
+        if resume:
+            assert engine.load(folder) == resume
+        for step in range(resume, steps):
+            engine.step(batch)
+            gradients.append(torch.cat([each.grad.reshape(-1) for each in engine.parameters()]))
+            for each in engine.parameters():
+                each.grad = None
+            if folder and step == 2:
+                engine.save(folder, step=3)
+    return gradients
+
+
+def _feed_back(rank, folder):
+    exact = _sum_steps(None, 1)[0]
+    plain = _sum_steps(Policy(dp="int4x128-bf16"), 2)
+    policy = Policy(dp="int4x128-bf16", feedback=("dp",), raw_steps=2)
+    fed_back = _sum_steps(policy, 10, folder)
+    resumed = _sum_steps(policy, 10, folder, resume=3)
+    assert all(map(torch.equal, resumed, fed_back[3:]))
+    if not rank:  # its stage has no replicas
+        return
+    assert torch.equal(plain[0], plain[1]) and torch.equal(fed_back[0], exact) and torch.equal(fed_back[1], exact)
+    assert torch.equal(fed_back[2], plain[0])  # there is no error yet
+    assert not torch.equal(fed_back[3], fed_back[2])
+    mean = torch.stack(fed_back[2:]).mean(0)
+    assert (mean - exact).norm() < (plain[0] - exact).norm() / 3
+
+
+def test_errors_of_sums_are_fed_back_after_raw_steps_and_saved(tmp_path):
+    run_processes(_feed_back, 3, str(tmp_path))

@@ -1,0 +1,35 @@
+"""Error feedback: a rank adds the errors of its codings to its next gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+Pieces = Sequence[tuple[str, torch.Tensor]]
+
+
+class CodingErrors:
+    """The errors of one rank's last codings, by parameter name, so that they survive new buckets."""
+
+    def __init__(self) -> None:
+        self._errors: dict[str, torch.Tensor] = {}
+
+    def add_to(self, pieces: Pieces) -> None:
+        """Add the kept errors to gradients, given as ``(name, flat gradient)``."""
+        for name, piece in pieces:
+            if name in self._errors:
+                piece += self._errors[name]
+
+    def keep(self, pieces: Pieces) -> None:
+        """Keep errors. Those of blocks with NaN or infinity are dropped: else they would spoil all later gradients."""
+        for name, piece in pieces:
+            self._errors[name] = torch.nan_to_num(piece, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of the errors, flat, by parameter name."""
+        return {name: error.clone() for name, error in self._errors.items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore what :meth:`state_dict` returned on this rank."""
+        self._errors = {name: error.clone() for name, error in state.items()}
