@@ -6,10 +6,10 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from reshard.cost import find_loads, simulate
+from reshard.cost import coded_makespan, find_loads, simulate
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
-from reshard.planner import Strategy, code_tensors, coding_seconds, plan_tensors
+from reshard.planner import Strategy, code_tensors, plan_tensors
 from reshard.sharding import TensorSpec
 from reshard.topology import Topology
 
@@ -63,8 +63,9 @@ def price_edge(
     rates = {rate.codec: rate for rate in (links or topology).codec_rates}
 
     def seconds(plan: Plan, codec: str | None) -> float:
-        coding = coding_seconds(plan, rates[codec]) if codec in rates else 0.0
-        return simulate(plan, links).makespan_seconds + coding
+        if codec in rates:
+            return coded_makespan(plan, rates[codec], links)
+        return simulate(plan, links).makespan_seconds
 
     return replace(
         edge,

@@ -368,8 +368,8 @@ class _Call:
             return plan(streams)
         tensors = self._tensors(decision)
         on_wire = [wire_dtype(spec.dtype, item.dst_dtype) for spec, item in zip(tensors, self.items, strict=True)]
-        compression = None if is_streamed(options.compression) else options.compression
-        coded = code_tensors(tensors, compression, options.max_error, topology, plan, on_wire)
+        codec = None if is_streamed(options.compression) else options.compression
+        coded = code_tensors(tensors, codec, options.max_error, topology, plan, on_wire, encodes_first=True)
         for at, item in enumerate(self.items):
             if item.name in raw:
                 coded[at] = replace(tensors[at], dtype=on_wire[at])

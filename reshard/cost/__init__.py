@@ -3,6 +3,7 @@
 Imports :mod:`reshard.plan` and the layers below it.
 """
 
+from reshard.cost.coding import coded_makespan
 from reshard.cost.fluid import flow
 from reshard.cost.lower_bound import find_bound
 from reshard.cost.port_loads import find_loads
@@ -13,6 +14,7 @@ __all__ = [
     "NOTABLE_LATENCY",
     "CostReport",
     "Timeline",
+    "coded_makespan",
     "find_bound",
     "find_loads",
     "find_makespan",

@@ -5,7 +5,15 @@ Imports the root, :mod:`reshard.sharding` and :mod:`reshard.topology.model`. It 
 
 from reshard.plan.check import check_plan, check_ranks, ensure_checked
 from reshard.plan.json import plan_to_json
-from reshard.plan.messages import Message, MessageTable, expand_messages, message_nbytes, name_box, tabulate_messages
+from reshard.plan.messages import (
+    Message,
+    MessageTable,
+    cut_chunks,
+    expand_messages,
+    message_nbytes,
+    name_box,
+    tabulate_messages,
+)
 from reshard.plan.model import DEFAULT_STAGING_BYTES, Plan, mark_sound, num_recv_slots, recvs_ahead
 from reshard.plan.ordering import find_turns, find_waits
 from reshard.plan.text_writer import format_plan
@@ -19,6 +27,7 @@ __all__ = [
     "Transfers",
     "check_plan",
     "check_ranks",
+    "cut_chunks",
     "ensure_checked",
     "expand_messages",
     "find_turns",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.codecs import Codec, find_codec, parse_codec
-from reshard.cost import find_bound, simulate
-from reshard.dtypes import ITEMSIZE
+from reshard.cost import coded_makespan, find_bound, simulate
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.sharding import TensorSpec, code_tensor
@@ -25,7 +23,7 @@ class Prediction:
     """The predicted time of a plan.
 
     Attributes:
-        seconds: transfer, with encoding before and decoding after it. bound_seconds: lower bound of the transfer alone.
+        seconds: of the transfer with its coding. bound_seconds: lower bound of the transfer alone.
     """
 
     codec: str | None
@@ -36,33 +34,16 @@ class Prediction:
         return f"{self.codec or 'raw'} {self.seconds:.3g} s (bound {self.bound_seconds:.3g})"
 
 
-def predict(plan: Plan, rate: CodecRate | None = None) -> Prediction:
-    """The time of a plan by simulation, plus that of its slowest encoder and of its slowest decoder.
-
-    Encoding and decoding do not overlap with the transfer. Ranks encode and decode at the same time.
+def predict(plan: Plan, rate: CodecRate | None = None, *, encodes_first: bool = False) -> Prediction:
+    """The time of a plan by simulation, with its coding.
 
     Args:
-        rate: of the codec of the plan's coded tensors.
+        rate: of the codec of the plan's coded tensors. encodes_first: see :func:`reshard.cost.coded_makespan`.
     """
-    seconds = simulate(plan).makespan_seconds + (0.0 if rate is None else coding_seconds(plan, rate))
-    return Prediction(None if rate is None else rate.codec, seconds, find_bound(plan).seconds)
-
-
-def coding_seconds(plan: Plan, rate: CodecRate) -> float:
-    """The time of the slowest encoder of a plan, and of its slowest decoder."""
-    encoded: dict[int, int] = {}
-    decoded: dict[int, int] = {}
-    for spec in plan.tensors:
-        if spec.coding is None:
-            continue
-        for shards, nbytes in ((spec.plain.src_shards, encoded), (spec.plain.dst_shards, decoded)):
-            for rank in shards.layout.ranks:
-                size = math.prod(shards.local_shape(rank)) * ITEMSIZE[spec.coding.dtype]
-                nbytes[rank] = nbytes.get(rank, 0) + size
-    return (
-        max(encoded.values(), default=0) / rate.encode_bytes_per_second
-        + max(decoded.values(), default=0) / rate.decode_bytes_per_second
-    )
+    bound = find_bound(plan).seconds
+    if rate is None:
+        return Prediction(None, simulate(plan).makespan_seconds, bound)
+    return Prediction(rate.codec, coded_makespan(plan, rate, encodes_first=encodes_first), bound)
 
 
 def code_tensors(
@@ -72,6 +53,8 @@ def code_tensors(
     topology: Topology | None,
     plan: Callable[[Sequence[TensorSpec]], Plan],
     wire_dtypes: Sequence[str] | None = None,
+    *,
+    encodes_first: bool = False,
 ) -> list[TensorSpec]:
     """The tensors as they travel.
 
@@ -82,6 +65,7 @@ def code_tensors(
             codec.
         topology: with ``"auto"``: has the rates of the codecs to choose from. plan: plans tensors on this topology.
         wire_dtypes: dtypes in which the tensors travel raw; by default those of their sources.
+        encodes_first: whether ranks encode all tensors before they move any.
 
     Returns:
         The coded tensors. A tensor that is not coded has the raw dtype, and ``raw_because`` says why.
@@ -117,7 +101,7 @@ def code_tensors(
 
     plain = predict(plan(raw))
     candidates = [(code(rate.codec), rate) for rate in allowed]
-    predicted = [(predict(plan(specs), rate), specs) for specs, rate in candidates]
+    predicted = [(predict(plan(specs), rate, encodes_first=encodes_first), specs) for specs, rate in candidates]
     best, specs = min(predicted, key=lambda pair: pair[0].seconds)
     if best.seconds < MIN_GAIN * plain.seconds:
         return specs

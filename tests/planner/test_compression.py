@@ -50,6 +50,36 @@ def test_the_prediction_adds_the_slowest_encoder_and_decoder():
     assert predict(plan, INT8).seconds == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize("rates", [(6e9, 8e9), (1e9, 8e9), (8e9, 1e9)])
+def test_coding_overlaps_the_transfer_message_by_message(rates):
+    source, target, rate = Layout(Mesh.of("1")), Layout(Mesh.of("1", first_rank=2)), CodecRate("int8x128", *rates)
+    plan = make_plan(source, target, SHAPE, "float32", topology=_topology(10, rate), compression="int8x128")
+    timeline = reshard.simulate(plan)
+    count, size = len(timeline.messages), 2048 * 4096 * 4
+    assert count > 1 and len(set(timeline.messages.nbytes.tolist())) == 1
+    encode, decode = size / count / rates[0], size / count / rates[1]
+    # messages pass the encoder, the link and the decoder one after another, as on an assembly line
+    late = max((number + 1) * encode - start for number, start in enumerate(timeline.start.tolist()))
+    decoded = 0.0
+    for finish in timeline.finish.tolist():
+        decoded = max(decoded, finish + late) + decode
+    assert predict(plan, rate).seconds == pytest.approx(decoded)
+    serial = timeline.makespan_seconds + size / rates[0] + size / rates[1]
+    assert predict(plan, rate).seconds < predict(plan, rate, encodes_first=True).seconds < serial
+
+
+def test_relays_do_not_code_and_rows_of_several_receivers_are_encoded_once():
+    replicas = Layout(Mesh.of("6", first_rank=2))
+    topology = replace(Topology.uniform((0, 0, 1, 1, 2, 2, 3, 3), 1.25e9), codec_rates=(INT8,))
+    plan = make_plan(SRC, replicas, SHAPE, "float32", topology=topology, compression="int8x128")
+    assert any(plan.transfers.sender >= 2)  # some receiver relays
+    size = 2048 * 4096 * 4
+    first = predict(plan, INT8, encodes_first=True).seconds - reshard.simulate(plan).makespan_seconds
+    assert size / 2 / 6e9 < first < size / 2 / 6e9 + size / 8e9
+    instant = CodecRate("int8x128", 1e18, 1e18)
+    assert predict(plan, instant).seconds == pytest.approx(reshard.simulate(plan).makespan_seconds)
+
+
 def test_topologies_keep_their_codec_rates():
     topology = _topology(1, INT8, INT4)
     assert reshard.topology_from_json(reshard.topology_to_json(topology)) == topology
