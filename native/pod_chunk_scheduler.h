@@ -21,7 +21,8 @@ class PodChunkScheduler final : public ChunkScheduler {
     PodChunkScheduler(const Ports &ports, const Workload &workload)
         : ChunkScheduler(ports, workload) {
         first_uplink_ = up_.front().number;
-        by_.resize(down_.back().number + 1), around_.resize(by_.size()), worth_.resize(by_.size());
+        by_.resize(down_.back().number + 1), worth_.resize(by_.size()), is_busy_.resize(by_.size());
+        place_.resize(by_.size()), taken_.resize(by_.size());
     }
 
   protected:
@@ -41,6 +42,7 @@ class PodChunkScheduler final : public ChunkScheduler {
         std::stable_sort(choices_.begin(), choices_.end(), [](const Choice &a, const Choice &b) {
             return a.weight != b.weight ? a.weight > b.weight : a.r != b.r ? a.r < b.r : a.s < b.s;
         });
+        number_pairs(senders, receivers);
         choose();
         bool started = false;
         for (const Choice &choice : choices_)
@@ -66,25 +68,62 @@ class PodChunkScheduler final : public ChunkScheduler {
     int64_t first_uplink_;
     std::vector<double> worth_;
     std::vector<Choice> choices_;
-    std::vector<Row> by_, around_; // by resource: the chosen sends that pass it; all choices that begin or end there
-    Row gone_, added_, others_;
+    std::vector<Row> by_;       // by resource: the chosen sends that pass it
+    std::vector<double> taken_; // by uplink: see taken(), -1 where it is not known
+    std::vector<char> is_busy_; // by resource: whether a chosen send begins or ends there
+    std::vector<int64_t> from_, to_, place_; // ports of senders, ports of receivers; place of each port in its list
+    Row index_; // by pair of sender and receiver: its choice, or -1
+    Row gone_, added_, others_, free_; // scratch
 
     Resource &uplink(int64_t number) {
         const int64_t i = number - first_uplink_, n = static_cast<int64_t>(up_.size());
         return i < n ? up_[i] : down_[i - n];
     }
 
+    // Lists the ports, and the choice of each pair.
+    void number_pairs(const std::vector<int64_t> &senders, const std::vector<int64_t> &receivers) {
+        const auto list = [&](std::vector<int64_t> &ports, const std::vector<Resource> &ends, const auto &which) {
+            ports.clear();
+            for (const int64_t port : which) {
+                place_[ends[port].number] = static_cast<int64_t>(ports.size());
+                ports.push_back(ends[port].number);
+            }
+        };
+        list(from_, out_, senders), list(to_, into_, receivers);
+        index_.assign(from_.size() * to_.size(), -1);
+        for (size_t i = 0; i < choices_.size(); ++i)
+            index_[place_[choices_[i].first()] * to_.size() + place_[choices_[i].last()]] = static_cast<int>(i);
+    }
+
+    // The choices that begin or end at a port and whose other port is free, heaviest first.
+    void find_free(int64_t number, Row &found) const {
+        found.clear();
+        const bool sends = number < static_cast<int64_t>(out_.size());
+        const std::vector<int64_t> &others = sends ? to_ : from_;
+        for (size_t i = 0; i < others.size(); ++i)
+            if (!is_busy_[others[i]])
+                if (const int choice = index_[sends ? place_[number] * to_.size() + i : i * to_.size() + place_[number]];
+                    choice >= 0)
+                    found.push_back(choice);
+        std::sort(found.begin(), found.end());
+    }
+
     void add(int i) {
         choices_[i].is_chosen = true;
-        for (int j = 0; j < choices_[i].num_passed; ++j)
+        is_busy_[choices_[i].first()] = is_busy_[choices_[i].last()] = true;
+        for (int j = 0; j < choices_[i].num_passed; ++j) {
             by_[choices_[i].passes[j]].push_back(i);
+            taken_[choices_[i].passes[j]] = -1;
+        }
     }
 
     void remove(int i) {
         choices_[i].is_chosen = false;
+        is_busy_[choices_[i].first()] = is_busy_[choices_[i].last()] = false; // a port takes one send at a time
         for (int j = 0; j < choices_[i].num_passed; ++j) {
             Row &row = by_[choices_[i].passes[j]];
             row.erase(std::find(row.begin(), row.end(), i));
+            taken_[choices_[i].passes[j]] = -1;
         }
     }
 
@@ -105,6 +144,8 @@ class PodChunkScheduler final : public ChunkScheduler {
             for (const int other : others_)
                 taken += choices_[other].rate;
             double left = uplink(number).free * (1 + GAIN) - choices_[i].rate - taken;
+            if (left >= 0)
+                continue;
             std::stable_sort(others_.begin(), others_.end(),
                              [&](int a, int b) { return choices_[a].weight < choices_[b].weight; });
             for (size_t k = 0; left < 0 && k < others_.size(); ++k) {
@@ -114,18 +155,40 @@ class PodChunkScheduler final : public ChunkScheduler {
         }
     }
 
+    // The rate that the chosen sends take from an uplink.
+    double taken(int64_t number) {
+        double &sum = taken_[number];
+        if (sum < 0) { // not known
+            sum = 0;
+            for (const int other : by_[number])
+                sum += choices_[other].rate;
+        }
+        return sum;
+    }
+
+    // Whether in_the_way() finds nothing.
+    bool fits(int i) {
+        for (int j = 0; j < choices_[i].num_passed; ++j) {
+            const int64_t number = choices_[i].passes[j];
+            if (number < first_uplink_) {
+                if (is_busy_[number])
+                    return false;
+                continue;
+            }
+            if (!by_[number].empty() && uplink(number).free * (1 + GAIN) - choices_[i].rate - taken(number) < 0)
+                return false;
+        }
+        return true;
+    }
+
     void choose() {
         for (Row &row : by_)
             row.clear();
-        for (Row &row : around_)
-            row.clear();
+        is_busy_.assign(is_busy_.size(), false), taken_.assign(taken_.size(), -1);
         const int count = static_cast<int>(choices_.size());
-        for (int i = 0; i < count; ++i) {
-            in_the_way(i, gone_);
-            if (gone_.empty())
+        for (int i = 0; i < count; ++i)
+            if (fits(i))
                 add(i);
-            around_[choices_[i].first()].push_back(i), around_[choices_[i].last()].push_back(i);
-        }
         for (int pass = 0; pass < PASSES; ++pass) {
             bool is_better = false;
             for (int i = 0; i < count; ++i)
@@ -139,7 +202,7 @@ class PodChunkScheduler final : public ChunkScheduler {
     bool exchange(int i) {
         if (choices_[i].is_chosen)
             return false;
-        Row gone, blocking;
+        Row &gone = gone_;
         in_the_way(i, gone);
         double lost = 0;
         for (const int other : gone)
@@ -150,17 +213,18 @@ class PodChunkScheduler final : public ChunkScheduler {
         add(i);
         added_.assign(1, i);
         for (const int other : gone)
-            for (const int64_t number : {choices_[other].first(), choices_[other].last()})
-                for (const int more : around_[number]) {
-                    if (choices_[more].is_chosen)
-                        continue;
-                    in_the_way(more, blocking);
-                    if (blocking.empty()) {
+            for (const int64_t number : {choices_[other].first(), choices_[other].last()}) {
+                if (is_busy_[number])
+                    continue;
+                find_free(number, free_);
+                for (const int more : free_) {
+                    if (fits(more)) {
                         add(more);
                         added_.push_back(more);
                         gain += choices_[more].weight;
                     }
                 }
+            }
         if (gain > GAIN)
             return true;
         for (const int more : added_)
