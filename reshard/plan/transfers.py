@@ -69,9 +69,15 @@ class Transfers:
     def unchecked(cls, **arrays: np.ndarray) -> Transfers:
         """The transfers of these arrays, all of them int64, contiguous and owned by the caller, without any check.
 
-        For strategies whose output needs no check. The arrays become read-only.
+        For strategies whose output needs no check. The arrays become read-only. ``region``, and ``after_at``, ``after``
+        and ``source`` together, may be omitted.
         """
         self = cls.__new__(cls)
+        count = len(arrays["window"])
+        if "after_at" not in arrays:
+            arrays["after_at"] = np.zeros(count + 1, dtype=np.int64)
+            arrays["after"], arrays["source"] = np.zeros(0, dtype=np.int64), np.full(count, -1)
+        arrays.setdefault("region", np.arange(count))
         for name in cls.__dataclass_fields__:
             array = arrays[name]
             array.setflags(write=False)

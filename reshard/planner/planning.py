@@ -113,15 +113,15 @@ def plan_tensors(
     participants = sorted({rank for spec in tensors for rank in (*spec.src.ranks, *spec.dst.ranks)})
     topology.check_covers(participants)
     problem = Problem.of(tensors, topology.only(participants), staging_bytes)
+    is_builtin = function is None or function in STRATEGIES.values()
     if function is None:
         name, transfers = choose_fastest(problem)
     else:
         chosen = function(problem)
         if not isinstance(chosen, (Routes, Transfers)):
             raise ArgumentError(f"strategy {name} must return Routes, not {type(chosen).__name__}")
-        transfers = complete(problem, chosen)
+        transfers = complete(problem, chosen, is_trusted=is_builtin)
     plan = Plan(tuple(tensors), topology, name, transfers, staging_bytes)
-    is_builtin = function is None or function in STRATEGIES.values()
     return mark_sound(plan) if is_builtin else plan  # a plan from a custom strategy is checked before it runs
 
 

@@ -13,7 +13,6 @@ from reshard.planner.strategies.sender_selection import (
     pick_sender,
     pick_senders,
     real_ranks,
-    reorder,
     rotation,
 )
 from reshard.ragged import NO_RANK
@@ -128,7 +127,7 @@ def _gather(problem: Problem, cuts: np.ndarray, in_host_order: bool, spread: Cal
             receiver=gathered.receiver,
         )
         sender, receiver = gathered.sender[gathered.edge_at[:-1]], gathered.receiver[gathered.edge_at[:-1]]
-        gathered = reorder(gathered, rotation(sender, receiver))
+        gathered = gathered.take(rotation(sender, receiver))
     table = np.array(direct_rows, dtype=np.int64).reshape(-1, 3)
     order = rotation(table[:, 1], table[:, 2])
     direct = Routes.direct(problem, table[order, 0], table[order, 1], table[order, 2])

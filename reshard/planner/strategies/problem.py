@@ -178,6 +178,20 @@ class Routes:
             receiver=np.concatenate([part.receiver for part in parts]),
         )
 
+    def take(self, order: np.ndarray) -> Routes:
+        """The routes of these indices, in this order."""
+        counts = np.diff(self.edge_at)[order]
+        edge_at = np.concatenate([[0], np.cumsum(counts)])
+        edges = np.repeat(self.edge_at[order] - edge_at[:-1], counts) + np.arange(edge_at[-1])
+        return Routes(
+            task=self.task[order],
+            start=self.start[order],
+            stop=self.stop[order],
+            edge_at=edge_at,
+            sender=self.sender[edges],
+            receiver=self.receiver[edges],
+        )
+
     def __len__(self) -> int:
         return len(self.task)
 
@@ -218,17 +232,21 @@ def join_transfers(first: Transfers, second: Transfers) -> Transfers:
     )
 
 
-def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Transfers:
+def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int, *, is_trusted: bool = True) -> Transfers:
     """Cut large routes into chunks, bundle small ones that share a tree, and put local copies first.
+
+    Args:
+        problem, routes: the problem, and routes for it. staging_bytes: staging memory of each rank in bytes.
+        is_trusted: whether the arrays of the routes may become those of the transfers, without a check or a copy.
 
     Raises:
         PlanError: ``staging_bytes`` is below 64 KiB.
     """
     _check_staging(staging_bytes)
-    routes = Routes.join([copy_routes(problem), routes])
+    if not is_trusted or problem.keeps.any():
+        routes = Routes.join([copy_routes(problem), routes])
     itemsize = np.array([spec.itemsize for spec in problem.tensors], dtype=np.int64)[problem.tensor[routes.task]]
     nbytes = (routes.stop - routes.start).prod(axis=1, dtype=np.int64) * itemsize
-    num_edges = np.diff(routes.edge_at)
     is_copy = routes.sender[routes.edge_at[:-1]] == routes.receiver[routes.edge_at[:-1]]
     has_one_hop, crosses = _classify_routes(routes, problem.topology)
     limit = staging_bytes // STAGING_PARTS
@@ -239,22 +257,25 @@ def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int) -> Trans
         chunk_bytes = np.where(is_direct, direct, np.minimum(_tree_chunks(problem, routes, nbytes), limit))
     chunk_bytes = np.where(is_copy, np.int64(2**62), chunk_bytes)
     bundle_of = _bundle_small(routes, nbytes, itemsize, is_copy, min(SMALL_BYTES, limit), min(TREE_CHUNK_BYTES, limit))
-    order = np.argsort(bundle_of, kind="stable")
-    first = np.flatnonzero(np.diff(bundle_of[order], prepend=-1))  # positions in ``order`` where a bundle begins
-    lead = order[first]
-    edge_counts = num_edges[lead]
-    edges = np.repeat(routes.edge_at[lead] - np.concatenate([[0], np.cumsum(edge_counts)[:-1]]), edge_counts)
-    edges = edges + np.arange(len(edges))
-    splits = _splits(routes.start[lead], routes.stop[lead], itemsize[lead], chunk_bytes[lead])
-    return Transfers(
-        box_at=np.concatenate([first, [len(order)]]),
-        box_tensor=problem.tensor[routes.task[order]],
-        box_start=routes.start[order],
-        box_stop=routes.stop[order],
-        edge_at=np.concatenate([[0], np.cumsum(edge_counts)]),
-        sender=routes.sender[edges],
-        receiver=routes.receiver[edges],
-        splits=splits,
+    task, start, stop = routes.task, routes.start, routes.stop
+    lead: np.ndarray | slice = slice(None)
+    box_at = np.arange(len(routes) + 1)  # a transfer for each route
+    if bundle_of is not None:
+        order = np.argsort(bundle_of, kind="stable")
+        first = np.flatnonzero(np.diff(bundle_of[order], prepend=-1))  # positions in ``order`` where a bundle begins
+        lead, box_at = order[first], np.concatenate([first, [len(order)]])
+        task, start, stop = task[order], start[order], stop[order]
+        routes = routes.take(lead)
+    make = Transfers.unchecked if is_trusted else Transfers
+    return make(
+        box_at=box_at,
+        box_tensor=problem.tensor[task],
+        box_start=start,
+        box_stop=stop,
+        edge_at=routes.edge_at,
+        sender=routes.sender,
+        receiver=routes.receiver,
+        splits=_splits(routes.start, routes.stop, itemsize[lead], chunk_bytes[lead]),
         window=np.where(has_one_hop[lead], DIRECT_WINDOW, TREE_WINDOW),
     )
 
@@ -264,15 +285,18 @@ def _check_staging(staging_bytes: int) -> None:
         raise PlanError(f"staging_bytes is {staging_bytes}; use at least {MIN_STAGING_BYTES}")
 
 
-def complete(problem: Problem, chosen: Routes | Transfers) -> Transfers:
-    """All transfers of a plan: local copies, then the strategy's result, cut into chunks if it is routes."""
+def complete(problem: Problem, chosen: Routes | Transfers, *, is_trusted: bool = True) -> Transfers:
+    """All transfers of a plan: local copies, then the strategy's result, cut into chunks if it is routes.
+
+    ``is_trusted`` is as in :func:`cut_transfers`.
+    """
     if isinstance(chosen, Transfers):
         if not problem.keeps.any():
             _check_staging(problem.staging_bytes)
             return chosen
         copies = cut_transfers(problem, Routes.of(problem, []), problem.staging_bytes)
         return join_transfers(copies, chosen)
-    return cut_transfers(problem, chosen, problem.staging_bytes)
+    return cut_transfers(problem, chosen, problem.staging_bytes, is_trusted=is_trusted)
 
 
 def _classify_routes(routes: Routes, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
@@ -280,9 +304,14 @@ def _classify_routes(routes: Routes, topology: Topology) -> tuple[np.ndarray, np
     if not len(routes):
         return np.zeros(0, dtype=bool), np.zeros(0, dtype=bool)
     first = routes.edge_at[:-1]
+    if len(routes.sender) == len(routes):  # each route has an edge
+        return np.ones(len(routes), dtype=bool), _crosses(routes, topology)
     from_root = routes.sender == np.repeat(routes.sender[first], np.diff(routes.edge_at))
-    crosses = topology.host_by_rank[routes.sender] != topology.host_by_rank[routes.receiver]
-    return np.logical_and.reduceat(from_root, first), np.logical_or.reduceat(crosses, first)
+    return np.logical_and.reduceat(from_root, first), np.logical_or.reduceat(_crosses(routes, topology), first)
+
+
+def _crosses(routes: Routes, topology: Topology) -> np.ndarray:
+    return topology.host_by_rank[routes.sender] != topology.host_by_rank[routes.receiver]
 
 
 def _tree_chunks(problem: Problem, routes: Routes, nbytes: np.ndarray) -> np.ndarray:
@@ -314,24 +343,32 @@ def _bundle_small(
     is_copy: np.ndarray,
     small_bytes: int,
     bundle_bytes: int,
-) -> np.ndarray:
+) -> np.ndarray | None:
     """``(routes,)`` the first route of each route's bundle; a route that is not bundled maps to itself.
 
-    Routes of one bundle share a tree, and an itemsize so that every box of a message is aligned.
+    Routes of one bundle share a tree, and an itemsize so that every box of a message is aligned. None if there are no
+    bundles.
     """
-    bundle_of = np.arange(len(routes))
     small = np.flatnonzero((nbytes < small_bytes) & ~is_copy)
     single = small[np.diff(routes.edge_at)[small] == 1]
     edge = routes.edge_at[single]
     num_ranks = int(routes.receiver.max(initial=0)) + 1
     pair = routes.sender[edge] * num_ranks + routes.receiver[edge]
-    if num_ranks**2 <= 8 * len(pair) and len(np.unique(itemsize[single])) == 1:
+    num_pairs = int(pair.max(initial=0)) + 1
+    if num_pairs <= 8 * len(pair) and (itemsize[single] == itemsize[single[0]]).all():
+        is_used = np.zeros(num_pairs, dtype=bool)
+        is_used[pair] = True
+        if np.count_nonzero(is_used) == len(pair) == len(small):
+            return None
         counts = np.bincount(pair)[pair]
     else:
         _, inverse, count = np.unique(pair * 256 + itemsize[single], return_inverse=True, return_counts=True)
         counts = count[inverse.ravel()]
     repeated = single[counts > 1]  # a route with a unique edge cannot be bundled
     several = small[np.diff(routes.edge_at)[small] > 1]
+    if not len(repeated) + len(several):
+        return None
+    bundle_of = np.arange(len(routes))
     open_bundle: dict[tuple[int, bytes], tuple[int, int]] = {}
     for route in np.sort(np.concatenate([repeated, several])).tolist():
         at = slice(int(routes.edge_at[route]), int(routes.edge_at[route + 1]))
@@ -348,7 +385,10 @@ def _splits(start: np.ndarray, stop: np.ndarray, itemsize: np.ndarray, chunk_byt
     """``(regions, ndim)`` number of parts per dim, outer dims cut first, so that no part exceeds ``chunk_bytes``."""
     size = stop - start
     splits = np.ones_like(size)
-    row = itemsize * size.prod(axis=1, dtype=np.int64)
+    nbytes = itemsize * size.prod(axis=1, dtype=np.int64)
+    if (nbytes <= chunk_bytes).all() and (nbytes > 0).all():
+        return splits
+    row = nbytes
     for dim in range(size.shape[1]):
         row = row // np.maximum(size[:, dim], 1)
         # once a part holds several rows, a whole row fits a chunk, so inner dims stay whole

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from reshard import _native
-from reshard.planner.strategies.problem import Problem, Routes
+from reshard.planner.strategies.problem import Problem
 from reshard.ragged import NO_RANK
 
 
@@ -87,18 +87,3 @@ def _number(ranks: np.ndarray) -> tuple[int, np.ndarray]:
     present[ranks] = True
     number = np.cumsum(present) - 1
     return int(number[-1]) + 1, number[ranks]
-
-
-def reorder(routes: Routes, order: np.ndarray) -> Routes:
-    """The routes in the given order."""
-    counts = np.diff(routes.edge_at)[order]
-    edge_at = np.concatenate([[0], np.cumsum(counts)])
-    edges = np.repeat(routes.edge_at[order] - edge_at[:-1], counts) + np.arange(edge_at[-1])
-    return Routes(
-        task=routes.task[order],
-        start=routes.start[order],
-        stop=routes.stop[order],
-        edge_at=edge_at,
-        sender=routes.sender[edges],
-        receiver=routes.receiver[edges],
-    )
