@@ -101,11 +101,36 @@ class _Choice:
         self.num_messages = 0
         self.seconds = math.inf
         self.chunked_seconds, self.num_chunked = math.inf, 0  # time and messages of multicast
-        self.direct: tuple[float, Transfers] | None = None  # floor and transfers of send_recv
+        self.planned: dict[str, tuple[float, Transfers]] = {}  # floors and transfers of send_recv and multicast
         self.simulated: list[tuple[Transfers, float, float]] = []  # plans, their makespans, and the cutoffs of these
 
     def make(self) -> tuple[str, Transfers]:
         """Try the strategies whose floor is below the best time so far; return the best name and transfers."""
+        if self.multicast_beats_direct():
+            self.compare("multicast", *self.plan("multicast"))
+        else:
+            self.make_first()
+        for name, floor in self.others():
+            if self.is_good_enough:
+                break
+            if floor <= self.seconds * (1 - _MARGIN) and not self.is_ruled_out(name):
+                self.compare(name, *self.plan(name))
+        assert self.best is not None
+        return "multicast" if self.name.startswith("multicast") else self.name, self.best
+
+    def multicast_beats_direct(self) -> bool:
+        """Whether multicast is surely faster than send_recv, which is then not planned."""
+        floors = self.floors
+        if floors.of_direct <= floors.of_all * (1 + _GOOD_ENOUGH):
+            return False
+        floor, found = self.plan("multicast")
+        if floor * (1 + _MARGIN) >= floors.of_direct:
+            return False
+        seconds = self.makespan(found, floors.of_direct) if self.can_simulate(found) else self.estimate(floor)
+        return seconds * (1 + _MARGIN) < floors.of_direct
+
+    def make_first(self) -> None:
+        """Try send_recv and multicast."""
         floors = self.floors
         direct = ("send_recv", *self.plan("send_recv"))
         first = [direct] if direct[2].first_message[-1] <= _MAX_MESSAGES else []
@@ -116,13 +141,6 @@ class _Choice:
         first.sort(key=lambda one: one[1])
         for candidate in self.put_in_order(*first) if len(first) > 1 else first:
             self.compare(*candidate)
-        for name, floor in self.others():
-            if self.is_good_enough:
-                break
-            if floor <= self.seconds * (1 - _MARGIN) and not self.is_ruled_out(name):
-                self.compare(name, *self.plan(name))
-        assert self.best is not None
-        return "multicast" if self.name.startswith("multicast") else self.name, self.best
 
     def others(self) -> Iterator[tuple[str, float]]:
         """The remaining candidates worth planning, each with the floor of its makespan in seconds."""
@@ -161,12 +179,12 @@ class _Choice:
         """The transfers that a strategy makes, preceded by the floor of their makespan in seconds."""
         if name == "local_all_gather" and (local_cuts(self.problem) < 0).all():
             name = "send_recv"  # it sends every region directly, too
-        if name == "send_recv" and self.direct is not None:
-            return self.direct
+        if name in self.planned:
+            return self.planned[name]
         found = complete(self.problem, self.choose(name))
         floor = floor_of_transfers(self.problem, found)
-        if name == "send_recv":
-            self.direct = floor, found
+        if name in ("send_recv", "multicast"):
+            self.planned[name] = floor, found
         return floor, found
 
     def choose(self, name: str) -> Routes | Transfers:
@@ -196,11 +214,15 @@ class _Choice:
         elif self.best is not None and name not in ("send_recv", "multicast"):
             return  # a deep chain takes many times the time of its busiest port
         else:
-            seconds = floor * (1.0 if floor <= self.floors.of_all * (1 + _GOOD_ENOUGH) else _ESTIMATE_FACTOR)
+            seconds = self.estimate(floor)
         if name == "multicast":
             self.chunked_seconds = seconds
         if self.best is None or seconds <= self.seconds * (1 + margin):
             self.name, self.best, self.num_messages, self.seconds = name, found, num_messages, seconds
+
+    def estimate(self, floor: float) -> float:
+        """Estimated seconds of a plan that is too large to simulate, from its floor."""
+        return floor * (1.0 if floor <= self.floors.of_all * (1 + _GOOD_ENOUGH) else _ESTIMATE_FACTOR)
 
     def can_simulate(self, found: Transfers) -> bool:
         """Whether a plan is small enough to simulate."""

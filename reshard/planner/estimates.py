@@ -15,6 +15,9 @@ from reshard.planner.strategies.problem import DIRECT_CHUNK_BYTES, SMALL_BYTES, 
 from reshard.ragged import NO_RANK, ranges
 from reshard.topology import MAX_NICS, Topology
 
+#: Relative error of sums that are added in another order.
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, eq=False)
 class Floors:
@@ -34,6 +37,28 @@ class Floors:
     def of_all(self) -> float:
         """Floor of every strategy: the bytes through the busiest port, and the messages of regions with one holder."""
         return self._add_start(max(self._port_seconds, self._single_holder_seconds))
+
+    @cached_property
+    def of_direct(self) -> float:
+        """Floor of ``send_recv``, if all regions have a single holder; otherwise that of every strategy."""
+        problem, topology = self.problem, self.problem.topology
+        if problem.holders.shape[1] > 1:
+            return self.of_all
+        task, replica = np.nonzero(problem.receivers != NO_RANK)
+        sender, receiver = problem.holders[task, 0], problem.receivers[task, replica]
+        host, size = topology.host_by_rank, topology.num_hosts * MAX_NICS
+        crosses = host[sender] != host[receiver]
+        sender, receiver, nbytes = sender[crosses], receiver[crosses], problem.nbytes[task[crosses]]
+        pairs = np.zeros((len(host), len(host)), dtype=bool)  # small regions of one pair may share a message
+        pairs[sender, receiver] = True
+        port = host * MAX_NICS + topology.nic_by_rank
+        held = np.bincount(port, weights=pairs.sum(axis=1), minlength=size) * topology.latency_seconds
+        seconds = 0.0
+        for ends, rates, extra in ((sender, topology.nic_rates[0], held), (receiver, topology.nic_rates[1], 0.0)):
+            passed = np.bincount(port[ends], weights=nbytes, minlength=size)
+            rate = np.broadcast_to(rates[: topology.num_hosts], (topology.num_hosts, MAX_NICS)).ravel()
+            seconds = max(seconds, float((passed / rate + extra).max(initial=0.0)))
+        return max(self.of_all, self._add_start(seconds) * (1 - _ROUNDING))
 
     @cached_property
     def of_trees(self) -> float:

@@ -60,6 +60,8 @@ def test_no_plan_is_faster_than_its_floors(seed):
         transfers = complete(problem, strategy(problem))
         seconds = simulate(Plan(problem.tensors, topology, name, transfers)).makespan_seconds * (1 + 1e-9)
         floor = [floor_of_transfers(problem, transfers), floors.of_all]
+        if name == "send_recv":
+            floor.append(floors.of_direct)
         if name.startswith("multicast"):
             floor.append(floors.of_trees)
         if name.startswith("broadcast"):
@@ -68,6 +70,17 @@ def test_no_plan_is_faster_than_its_floors(seed):
             floor.append(floors.of_ring)
         assert max(floor) <= seconds, name
     assert floors.of_all <= floors.of_gathers(num_receivers)
+
+
+def test_send_recv_is_ruled_out_unplanned(monkeypatch):
+    """Each rank must receive its host's region, which multicast brings into the host once."""
+    topology = Topology.uniform([rank // 4 for rank in range(32)])
+    src, dst = Layout(Mesh.of("4x4"), "S01 R"), Layout(Mesh.of("4x4", first_rank=16), "R S0")
+    problem = Problem.of([TensorSpec((8192, 8192), "float32", src, dst)], topology)
+    floor = floor_of_transfers(problem, complete(problem, CANDIDATES["send_recv"](problem)))
+    assert Floors(problem).of_direct == pytest.approx(floor, rel=1e-6)
+    monkeypatch.setitem(CANDIDATES, "send_recv", None)
+    assert make_plan(src, dst, (8192, 8192), "float32", topology=topology).strategy == "multicast"
 
 
 def test_broadcasts_of_regions_on_one_host_are_ruled_out_unplanned(monkeypatch):
