@@ -109,6 +109,7 @@ class Group:
         self.resources = GroupResources(self.store)
         self.channels = self.resources.channels
         self.lock = threading.RLock()
+        self.claim = self.claim_error = ""  # of a joined group, see reshard.coordination.liveness.claims
         self.attempts = 0  # rounds that this rank has started, on any channel
         self.status = RankStatus()
         self.acknowledged: dict[str, int] = {}  # skipped calls, see reshard.coordination.liveness.call_sequence
@@ -384,7 +385,8 @@ def join(store: Any, rank: int, world_size: int) -> Group:
         ``group.close()``, at the end of a ``with`` block, or when nothing refers to it any more.
 
     Raises:
-        ArgumentError: the rank is outside the group, or ``store`` is not a store.
+        ArgumentError: the rank is outside the group, or ``store`` is not a store. The first call with the group raises
+            it too, on all ranks, if two processes joined with the same rank.
     """
     if not isinstance(store, dist.Store):
         raise ArgumentError(f"store must be a torch.distributed store, not {type(store).__name__}")

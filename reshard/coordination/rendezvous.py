@@ -30,6 +30,7 @@ from reshard.coordination.liveness.call_sequence import (
     record_abandoned_call,
     report_error,
 )  # fmt: skip
+from reshard.coordination.liveness.claims import check_claims
 from reshard.coordination.liveness.failure_detector import check_rank_status, explain_loss, explain_lost_store
 from reshard.coordination.liveness.membership import (
     ExcludedError,
@@ -156,6 +157,9 @@ class Rendezvous:
         request = replace(args.request, attempt=self.group.attempts)
         args = replace(args, request=add_call_counts(request, self.group, self.members))
         try:
+            with contextlib.suppress(StoreSilentError):  # checked again while waiting
+                if self.rounds == 1 or self.group.claim_error:
+                    check_claims(self.group)
             return self._run_as_hub(args) if self.group.rank == self.members[0] else self._run_as_spoke(args)
         except RuntimeError as error:
             if isinstance(error, ReshardError):
@@ -332,7 +336,8 @@ class Rendezvous:
             publish_status(self.group)
 
     def _check_reported(self, args: _RoundArgs) -> None:
-        """Raise an error that another rank reported for this attempt, or the loss of a connection."""
+        """Raise an error that another rank reported for this attempt or for all, or the loss of a connection."""
+        check_claims(self.group)
         key = f"error/{self.group.rank}/{args.request.attempt}"
         if self.group.store.check([key]):
             raise rebuild_error(*json.loads(self.group.store.get(key)))

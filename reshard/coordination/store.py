@@ -11,6 +11,8 @@ Keys of a group:
 ``error/<rank>/<attempt>`` error for the rank to raise in that round (its rounds are numbered)
 ``status/<rank>``          what a rank waits for, or why it left
 ``beat/<rank>``            heartbeat counter
+``claim/<rank>``           host and process of the rank, in a joined group
+``duplicate``              error about two processes with one rank
 """
 
 from __future__ import annotations

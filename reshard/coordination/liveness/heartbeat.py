@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from reshard.coordination.liveness.claims import read_claim_error
 from reshard.coordination.liveness.failure_detector import explain_lost_store
 from reshard.coordination.liveness.status import HeartbeatReader, beat_key
 from reshard.coordination.process_group import Group
@@ -117,6 +118,7 @@ class Monitor:
                 self._store.set(beat_key(self._rank), str(self._num_beats))
                 self._next_beat = now + BEAT_SECONDS
                 self._check_heartbeats()
+                read_claim_error(group)
             for transfer in self._list_watched():
                 if transfer.look():
                     self.forget(transfer)
