@@ -14,6 +14,7 @@ from reshard.runtime.cuda import stream
 from reshard.runtime.program import build_program
 from reshard.runtime.rounds import executor
 from reshard.runtime.rounds.executor import RoundRunner
+from reshard.runtime.rounds.memory import ONE_STREAM
 from reshard.runtime.rounds.schedule import find_rounds
 from tests.support.memory_transport import PythonCopier
 
@@ -61,6 +62,8 @@ def test_tables_for_other_alignments_stay_within_staging_bytes(monkeypatch):
 class _Stream:
     """A stream that notes the arrays of which it tells the allocator."""
 
+    rounds = ONE_STREAM
+
     def enqueue(self, work, arrays):
         self.arrays = arrays
         work()
@@ -76,6 +79,8 @@ def test_allocator_knows_that_the_stream_uses_the_buffer():
 
 class _Capture:
     """A stream that a CUDA graph captures: it enqueues work and has no mark."""
+
+    rounds = ONE_STREAM
 
     def enqueue(self, work, arrays):
         work()
@@ -125,6 +130,19 @@ def test_query_during_a_capture_is_no_failure(monkeypatch, text):
     else:
         with pytest.raises(RuntimeError, match="illegal memory"):
             mark.query()
+
+
+def test_number_of_streams_depends_on_communicators_and_not_on_movers(monkeypatch):
+    """Torch hands out the same 32 streams in turn."""
+    made = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append((device, priority)) or object())
+    monkeypatch.setattr(stream, "current_device", lambda _: CPU)
+    plan = make_plan(SRC, DST, (64, 48), "uint8")
+    streams = stream.CudaTransferStream(CPU)
+    for _ in range(40):
+        runner = stream.make_runner(plan, build_program(plan, 0), "cuda")
+        stream.StreamTransfers(runner, lambda recvs, sends: None, streams)
+    assert made == [(CPU, -1)] * 3
 
 
 def test_device_of_this_process_has_an_index(monkeypatch):

@@ -325,11 +325,12 @@ def _run_one_rank(rank, plan, exchange, round_of, src, dst, failures):
         with torch.cuda.stream(torch.cuda.Stream()):
             runner = RoundRunner(
                 build_program(plan, rank), round_of, TorchMemory(device), [tensor.itemsize],
-                RegionCopier(device), plan.staging_bytes, CudaRoundStreams(device),
+                RegionCopier(device), plan.staging_bytes,
             )  # fmt: skip
             runner.warm_up()
+            streams = CudaRoundStreams(device)
             for _ in range(2):
-                runner.run([carrier(source)], [carrier(out)], lambda *posted: exchange(rank, *posted))
+                runner.run([carrier(source)], [carrier(out)], lambda *posted: exchange(rank, *posted), streams)
             torch.cuda.current_stream().synchronize()
         assert wanted is None or not count_unlike(out.cpu(), wanted.cpu())
     except BaseException as error:

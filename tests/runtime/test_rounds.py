@@ -27,10 +27,10 @@ from tests.support.strategies_of_cases import cases
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 
 
-def runner_of(plan, rank, staging_bytes=None, memory=None, streams=None, copier=None):
+def runner_of(plan, rank, staging_bytes=None, memory=None, copier=None):
     memory = TorchMemory(torch.device("cpu")) if memory is None else memory
     itemsizes = [spec.itemsize for spec in plan.tensors]
-    return RoundRunner(build_program(plan, rank), find_rounds(plan), memory, itemsizes, copier, staging_bytes, streams)
+    return RoundRunner(build_program(plan, rank), find_rounds(plan), memory, itemsizes, copier, staging_bytes)
 
 
 def _calls(plan):

@@ -25,6 +25,7 @@ from reshard.coordination import connections
 from reshard.runtime.cuda import nccl_exchange, stream
 from reshard.runtime.cuda.nccl import Library
 from reshard.runtime.cuda.stream import STREAMS
+from reshard.runtime.rounds.memory import ONE_STREAM
 from reshard.scheduler import auto_schedule, one_f_one_b
 from reshard.scheduler.simulation.validate import has_one_order
 from reshard.testing.processes import run_processes
@@ -53,6 +54,8 @@ class Mark:
 
 class ThreadStream:
     """A thread that acts as a stream: it runs enqueued work in order, concurrently with the caller."""
+
+    rounds = ONE_STREAM
 
     def __init__(self, device):
         self.mark_of, self.works = Mark, queue.SimpleQueue()

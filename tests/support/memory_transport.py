@@ -184,10 +184,9 @@ def run_on_streams(plan, rank, arrays, exchange, round_of, seed, seconds, times=
         itemsizes,
         copier,
         plan.staging_bytes,
-        streams,
     )
     for _ in range(times):
-        runner.run(*arrays, lambda recvs, sends: streams.put(lambda: exchange(recvs, sends)))
+        runner.run(*arrays, lambda recvs, sends: streams.put(lambda: exchange(recvs, sends)), streams)
     streams.synchronize(seconds)
     return runner
 

@@ -23,7 +23,7 @@ from reshard.plan import Plan
 from reshard.runtime.cpu.staging import TorchMemory
 from reshard.runtime.program import Program
 from reshard.runtime.rounds.executor import RoundRunner
-from reshard.runtime.rounds.memory import PACK, UNPACK, Copier, Exchange, OneStream, RoundStreams
+from reshard.runtime.rounds.memory import PACK, UNPACK, Copier, Exchange, RoundStreams
 from reshard.runtime.rounds.schedule import find_rounds
 
 
@@ -41,7 +41,13 @@ class Mark(Protocol):
 
 
 class TransferStream(Protocol):
-    """A stream that transfers run on, separate from the caller's."""
+    """A stream that transfers run on, separate from the caller's.
+
+    Attributes:
+        rounds: the streams that pack and unpack for its transfers.
+    """
+
+    rounds: RoundStreams
 
     def enqueue(self, work: Callable[[], None], arrays: Sequence[torch.Tensor]) -> Mark | None:
         """Enqueue work that starts after all work that the caller's stream already holds.
@@ -82,12 +88,40 @@ class CudaMark:
         self._event.synchronize()
 
 
+class CudaRoundStreams:
+    """One high-priority stream for packing and one for unpacking. The exchange runs on the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams: dict[str, Any] = {stream: torch.cuda.Stream(device, priority=-1) for stream in (PACK, UNPACK)}
+
+    def on(self, stream: str) -> contextlib.AbstractContextManager[Any]:
+        """See :class:`~reshard.runtime.rounds.memory.RoundStreams`."""
+        return torch.cuda.stream(self._streams[stream])
+
+    def mark(self) -> Any:
+        """See :class:`~reshard.runtime.rounds.memory.RoundStreams`."""
+        event = torch.cuda.Event()
+        event.record()  # type: ignore[no-untyped-call]
+        return event
+
+    def wait(self, mark: Any) -> None:
+        """See :class:`~reshard.runtime.rounds.memory.RoundStreams`."""
+        if mark is not None:
+            torch.cuda.current_stream().wait_event(mark)
+
+
 class CudaTransferStream:
-    """A high-priority stream on a CUDA device."""
+    """A high-priority stream on a CUDA device, with two more for packing and unpacking.
+
+    Each communicator has one, which its Movers share. Torch has 32 streams of a priority and hands them out in turn. If
+    every Mover had its own, a large pipeline would use one stream for both directions, where a receive that waits for
+    another rank blocks what that rank waits for.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device, priority=-1)
+        self.rounds: RoundStreams = CudaRoundStreams(device)
 
     def enqueue(self, work: Callable[[], None], arrays: Sequence[torch.Tensor]) -> Mark | None:
         """See :class:`TransferStream`."""
@@ -174,33 +208,6 @@ def find_copier(device: torch.device) -> Copier | None:
     return RegionCopier(device)
 
 
-class CudaRoundStreams:
-    """One high-priority stream for packing and one for unpacking. The exchange runs on the current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._streams: dict[str, Any] = {stream: torch.cuda.Stream(device, priority=-1) for stream in (PACK, UNPACK)}
-
-    def on(self, stream: str) -> contextlib.AbstractContextManager[Any]:
-        """See :class:`~reshard.runtime.rounds.memory.RoundStreams`."""
-        return torch.cuda.stream(self._streams[stream])
-
-    def mark(self) -> Any:
-        """See :class:`~reshard.runtime.rounds.memory.RoundStreams`."""
-        event = torch.cuda.Event()
-        event.record()  # type: ignore[no-untyped-call]
-        return event
-
-    def wait(self, mark: Any) -> None:
-        """See :class:`~reshard.runtime.rounds.memory.RoundStreams`."""
-        if mark is not None:
-            torch.cuda.current_stream().wait_event(mark)
-
-
-def find_round_streams(device: torch.device) -> RoundStreams:
-    """The streams for the pack, exchange and unpack steps of rounds on a device."""
-    return CudaRoundStreams(device) if device.type == "cuda" else OneStream()
-
-
 def make_runner(plan: Plan, program: Program, device_type: str) -> RoundRunner | None:
     """Make the runner of a rank's rounds on the current device; None if transfers of this device type run in threads.
 
@@ -217,7 +224,6 @@ def make_runner(plan: Plan, program: Program, device_type: str) -> RoundRunner |
         [1 if spec.codec is not None else spec.itemsize for spec in plan.tensors],
         find_copier(device),
         plan.staging_bytes,
-        find_round_streams(device),
     )
     runner.warm_up()
     return runner
@@ -257,7 +263,7 @@ class StreamTransfers:
         """
         # A later call may release the buffer while the device still uses it, so the allocator must know of it as well.
         used = [array for array in (self._runner.buffer(), *src, *dst) if array is not None]
-        mark = self.streams.enqueue(lambda: self._runner.run(src, dst, self._exchange), used)
+        mark = self.streams.enqueue(lambda: self._runner.run(src, dst, self._exchange, self.streams.rounds), used)
         if mark is None:
             self._runner.keep()
             _captured.add(self._runner)

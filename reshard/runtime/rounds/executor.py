@@ -10,75 +10,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.errors import PlanError
 from reshard.runtime.byte_runs import box_span
 from reshard.runtime.program import Program, Recv, Send, Slices
-from reshard.runtime.rounds.memory import PACK, UNPACK, Array, Copier, Exchange, Memory, OneStream, Posted, RoundStreams
+from reshard.runtime.rounds.memory import (
+    ONE_STREAM,
+    PACK,
+    UNPACK,
+    Array,
+    Copier,
+    Exchange,
+    Memory,
+    Posted,
+    RoundStreams,
+)
 from reshard.runtime.rounds.schedule import Round, rounds_of
+from reshard.runtime.rounds.steps import ArrayKind, Packed, Part, Step
 from reshard.runtime.strided_regions import MAX_UNIT, box_regions, make_tables
 
 #: Alignment of messages in the buffer, in bytes.
 ALIGN = 256
 #: Lists of steps without tables that are kept, for arrays of different kinds.
 MAX_KINDS = 32
-
-
-class ArrayKind(NamedTuple):
-    """The properties of an array that determine its tables.
-
-    Attributes:
-        itemsize: bytes per element. alignment: a power of two that divides the address; 0 if the array is not
-            contiguous or is cast while it is packed.
-    """
-
-    shape: tuple[int, ...]
-    itemsize: int
-    alignment: int
-
-
-class Part(NamedTuple):
-    """The bytes of one message, in an array (by number) or in the buffer (None), and the rank at the other end."""
-
-    array: int | None
-    start: int
-    stop: int
-    rank: int
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A message that is packed or unpacked: its offset in the buffer, and whether its array is a source."""
-
-    op: Recv | Send
-    start: int
-    in_source: bool
-
-
-@dataclass(frozen=True)
-class Step:
-    """One round. Tables are copied in one launch each, views box by box.
-
-    Attributes:
-        recvs, sends: the messages to post. pack_tables, pack_views: copied into the buffer before the exchange.
-        unpack_tables, unpack_views: copied out of the buffer after the exchange.
-        after_unpack: the last step whose unpacked data the sends of this one read; -1 if none.
-    """
-
-    recvs: tuple[Part, ...]
-    sends: tuple[Part, ...]
-    pack_tables: tuple[Any, ...]
-    pack_views: tuple[Packed, ...]
-    unpack_tables: tuple[Any, ...]
-    unpack_views: tuple[Packed, ...]
-    after_unpack: int
-
-    @property
-    def has_tables(self) -> bool:
-        """Whether a kernel copies some of its messages."""
-        return bool(self.pack_tables or self.unpack_tables)
 
 
 def _aligned(nbytes: int) -> int:
@@ -109,11 +64,9 @@ class RoundRunner:
         itemsizes: Sequence[int],
         copier: Copier | None = None,
         staging_bytes: int | None = None,
-        streams: RoundStreams | None = None,
     ) -> None:
         self.program, self.memory = program, memory
         self._copier: Copier | None = None
-        self._streams = OneStream() if streams is None else streams
         self.rounds = rounds_of(program, round_of)
         self._relays = {index for index, recv in enumerate(program.recvs) if recv.is_relay}
         self._index = {recv.id: index for index, recv in enumerate(program.recvs)}
@@ -178,14 +131,20 @@ class RoundRunner:
             for shape, itemsize in zip(shapes, itemsizes, strict=True)
         )
 
-    def run(self, src: Sequence[Array | None], dst: Sequence[Array | None], exchange: Exchange) -> None:
+    def run(
+        self,
+        src: Sequence[Array | None],
+        dst: Sequence[Array | None],
+        exchange: Exchange,
+        streams: RoundStreams = ONE_STREAM,
+    ) -> None:
         """Enqueue all rounds of this rank.
 
         Args:
             src, dst: one local array per tensor, as carriers (see :func:`~reshard.runtime.cpu.staging.carrier`).
-            exchange: posts one round.
+            exchange: posts one round. streams: where to pack and unpack.
         """
-        arrays, streams, buffer = [*src, *dst], self._streams, self.buffer()
+        arrays, buffer = [*src, *dst], self.buffer()
         steps = self._find_steps(tuple(map(self._kind_of, arrays)))
         addresses = None
         if any(step.has_tables for step in steps):

@@ -101,3 +101,7 @@ class OneStream:
 
     def wait(self, mark: Any) -> None:
         """See :class:`RoundStreams`."""
+
+
+#: Keeps no state, so all may share it.
+ONE_STREAM = OneStream()
