@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -112,6 +114,69 @@ def test_addresses_that_a_graph_captured_are_kept_and_new_ones_are_refused_in_a_
         assert copier.find_addresses((10, address)).tolist() == [10, address]
     assert copier.find_addresses((1, 2)) is first
     assert len(copier._addresses) == kernel.MAX_ADDRESS_TABLES + 1
+
+
+class _Library:
+    """A CUDA library with one function, which returns ``status``."""
+
+    def __init__(self, function, status=0):
+        self.modes = []
+        setattr(self, function, lambda pointer: self.modes.append(pointer._obj.value) or status)
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Pretend that this process has initialized CUDA, and that only the given libraries can be loaded."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+
+    def provide(libraries):
+        def open_library(name):
+            if name not in libraries:
+                raise OSError(f"{name}: cannot open shared object file")
+            return libraries[name]
+
+        monkeypatch.setattr(stream.ctypes, "CDLL", open_library)
+        stream._find_mode_exchange.cache_clear()
+
+    yield provide
+    stream._find_mode_exchange.cache_clear()
+
+
+def test_capture_mode_is_changed_by_the_runtime_or_else_by_the_driver(load):
+    runtime, driver = (_Library(f"{prefix}ThreadExchangeStreamCaptureMode") for prefix in ("cuda", "cu"))
+    load({"libcudart.so.12": runtime, "libcuda.so.1": driver})
+    assert stream.allow_queries_during_capture()
+    assert (runtime.modes, driver.modes) == ([2], [])
+    load({"libcuda.so.1": driver})
+    assert stream.allow_queries_during_capture()
+    assert driver.modes == [2]
+
+
+def test_queries_are_not_allowed_if_the_capture_mode_cannot_be_changed(load, recwarn):
+    load({"libcuda.so.1": _Library("cuThreadExchangeStreamCaptureMode", status=3)})
+    assert not stream.allow_queries_during_capture()
+    assert not recwarn
+    load({})
+    assert not stream.allow_queries_during_capture()
+    assert not stream.allow_queries_during_capture()
+    assert [str(one.message) for one in recwarn] == [
+        "neither libcudart nor libcuda.so.1 can be loaded, so polling for the end of transfers invalidates graph "
+        'captures of other threads: capture with torch.cuda.graph(..., capture_error_mode="thread_local")'
+    ]
+
+
+def test_capture_mode_is_changed_once_cuda_is_initialized(load, monkeypatch):
+    """Before, CUDA is not even asked for devices: a process that has asked cannot fork children that use CUDA."""
+    driver = _Library("cuThreadExchangeStreamCaptureMode")
+    load({"libcuda.so.1": driver})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", Mock(side_effect=AssertionError("this initializes the driver")))
+    assert not stream.allow_queries_during_capture()
+    assert driver.modes == []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert stream.allow_queries_during_capture()
+    assert driver.modes == [2]
 
 
 @pytest.mark.parametrize("text", [*CAPTURE_ERRORS, "CUDA error: an illegal memory access was encountered"])

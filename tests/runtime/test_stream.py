@@ -22,7 +22,7 @@ from reshard import Layout, Mesh
 from reshard.api import handle as handles
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.coordination import connections
-from reshard.runtime.cuda import nccl_exchange, stream
+from reshard.runtime.cuda import nccl_exchange
 from reshard.runtime.cuda.nccl import Library
 from reshard.runtime.cuda.stream import STREAMS
 from reshard.runtime.rounds.memory import ONE_STREAM
@@ -172,68 +172,6 @@ def _move_both_ways(rank):
 
 def test_each_direction_has_its_own_communicator(device):
     run_processes(_move_both_ways, RANKS)
-
-
-class _Library:
-    """A CUDA library with one function, which returns ``status``."""
-
-    def __init__(self, function, status=0):
-        self.modes = []
-        setattr(self, function, lambda pointer: self.modes.append(pointer._obj.value) or status)
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Pretend that this process has initialized CUDA, and that only the given libraries can be loaded."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-
-    def provide(libraries):
-        def open_library(name):
-            if name not in libraries:
-                raise OSError(f"{name}: cannot open shared object file")
-            return libraries[name]
-
-        monkeypatch.setattr(stream.ctypes, "CDLL", open_library)
-        stream._find_mode_exchange.cache_clear()
-
-    yield provide
-    stream._find_mode_exchange.cache_clear()
-
-
-def test_capture_mode_is_changed_by_the_runtime_or_else_by_the_driver(load):
-    runtime, driver = (_Library(f"{prefix}ThreadExchangeStreamCaptureMode") for prefix in ("cuda", "cu"))
-    load({"libcudart.so.12": runtime, "libcuda.so.1": driver})
-    assert stream.allow_queries_during_capture()
-    assert (runtime.modes, driver.modes) == ([2], [])
-    load({"libcuda.so.1": driver})
-    assert stream.allow_queries_during_capture()
-    assert driver.modes == [2]
-
-
-def test_queries_are_not_allowed_if_the_capture_mode_cannot_be_changed(load, recwarn):
-    load({"libcuda.so.1": _Library("cuThreadExchangeStreamCaptureMode", status=3)})
-    assert not stream.allow_queries_during_capture()
-    assert not recwarn
-    load({})
-    assert not stream.allow_queries_during_capture()
-    assert not stream.allow_queries_during_capture()
-    assert [str(one.message) for one in recwarn] == [
-        "neither libcudart nor libcuda.so.1 can be loaded, so polling for the end of transfers invalidates graph "
-        'captures of other threads: capture with torch.cuda.graph(..., capture_error_mode="thread_local")'
-    ]
-
-
-def test_capture_mode_is_changed_once_cuda_is_initialized(load, monkeypatch):
-    driver = _Library("cuThreadExchangeStreamCaptureMode")
-    load({"libcuda.so.1": driver})
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert not stream.allow_queries_during_capture()
-    assert driver.modes == []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert stream.allow_queries_during_capture()
-    assert driver.modes == []
 
 
 class Never(Mark):

@@ -149,11 +149,9 @@ def allow_queries_during_capture() -> bool:
     the mode of this thread cannot be changed.
 
     Returns:
-        Whether queries are safe: the mode is changed, or there is no GPU. False as long as CUDA is not initialized; the
-        caller must then try again later.
+        Whether the mode is changed. False as long as CUDA is not initialized: there is nothing to query yet, and the
+        caller must try again later.
     """
-    if not torch.cuda.is_available():
-        return True
     if not torch.cuda.is_initialized():
         return False
     exchange = _find_mode_exchange()
