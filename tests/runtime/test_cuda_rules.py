@@ -13,6 +13,7 @@ from reshard.api.tensor_checks import check_movable
 from reshard.coordination.connections import Connections
 from reshard.runtime.cpu.staging import TorchMemory
 from reshard.runtime.cuda import stream
+from reshard.runtime.cuda.nccl_exchange import NcclCollectives
 from reshard.runtime.program import build_program
 from reshard.runtime.rounds import executor
 from reshard.runtime.rounds.executor import RoundRunner
@@ -208,6 +209,22 @@ def test_number_of_streams_depends_on_communicators_and_not_on_movers(monkeypatc
         runner = stream.make_runner(plan, build_program(plan, 0), "cuda")
         stream.StreamTransfers(runner, lambda recvs, sends: None, streams)
     assert made == [(CPU, -1)] * 3
+
+
+@pytest.mark.parametrize(
+    ("array", "op", "text"),
+    [
+        (torch.ones(3), torch.distributed.ReduceOp.AVG, "computes only sum, product, max, min, not RedOpType.AVG"),
+        (torch.ones(3).to_sparse(), torch.distributed.ReduceOp.SUM, "needs a dense tensor"),
+        (torch.ones(4, 3).t(), torch.distributed.ReduceOp.SUM, r"shape \[3, 4\] has strides \[1, 3\]"),
+        (torch.ones(3, dtype=torch.complex64), torch.distributed.ReduceOp.SUM, "cannot reduce torch.complex64"),
+    ],
+)
+def test_all_reduce_that_nccl_lacks_is_refused(array, op, text):
+    options = torch.distributed.AllreduceOptions()
+    options.reduceOp = op
+    with pytest.raises(ArgumentError, match=text):
+        NcclCollectives(None, CPU).allreduce([array], options)
 
 
 def test_device_of_this_process_has_an_index(monkeypatch):

@@ -24,9 +24,10 @@ from reshard.runtime.program import build_program
 from reshard.runtime.rounds.executor import RoundRunner
 from reshard.runtime.rounds.schedule import find_rounds
 from reshard.runtime.strided_regions import box_regions, copy_regions_python, make_tables
-from reshard.scheduler import auto_schedule
+from reshard.scheduler import auto_schedule, one_f_one_b
 from reshard.testing.processes import run_processes
 from tests.scheduler.runtime.test_engine import make_data, make_modules, make_pipeline, single_process
+from tests.support import stages_with_replicas as replicas
 from tests.support.devices import HAS_GPU
 from tests.support.random_problems import random_problem
 from tests.support.tensors import same_bytes, take_shard
@@ -230,6 +231,26 @@ def test_engine_trains():
         assert stage != 2 or step_losses == pytest.approx(losses, rel=1e-10)
         for name, grad in named.items():
             torch.testing.assert_close(torch.from_numpy(grad), grads[stage][name], rtol=1e-10, atol=1e-12)
+
+
+def _train_replicas(rank):
+    from reshard.scheduler.runtime.engine import Engine
+
+    pipeline, inner = replicas.make_pipeline(2), (replicas.Last() if rank else replicas.First()).cuda()
+    fed = {
+        stage: [{name: array.cuda() for name, array in row.items()} for row in rows]
+        for stage, rows in replicas.feed(rank, 2).items()
+    }
+    schedule, module = one_f_one_b(pipeline, replicas.NUM), replicas.wrap(rank, 2, inner)
+    with Engine(schedule, pipeline, {int(rank > 0): module}, num_loss_shards=2, timeout_seconds=60) as engine:
+        engine.step(fed)
+    return replicas.gradients(inner.cpu())
+
+
+def test_replicas_sum_their_gradients():
+    wanted = replicas.single_process()
+    for rank, grads in enumerate(_run(_train_replicas, ranks=3)):
+        replicas.check(grads, wanted[rank > 0])
 
 
 def _random_case(seed):

@@ -27,9 +27,11 @@ from reshard.runtime.cuda.nccl import Library
 from reshard.runtime.cuda.stream import STREAMS
 from reshard.runtime.rounds.memory import ONE_STREAM
 from reshard.scheduler import auto_schedule, one_f_one_b
+from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.simulation.validate import has_one_order
 from reshard.testing.processes import run_processes
 from tests.scheduler.runtime.test_engine import run_rank, single_process
+from tests.support import stages_with_replicas as replicas
 from tests.support.devices import HAS_GPU
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 
@@ -293,6 +295,24 @@ def test_engine_trains(device):
                 assert stage != 2 or step_losses == pytest.approx(losses, rel=1e-10)
                 for key, grad in by_stage[stage].items():
                     torch.testing.assert_close(torch.from_numpy(grad), grads[stage][key], rtol=1e-10, atol=1e-12)
+
+
+def _train_replicas(rank):
+    """One step of a pipeline whose second stage has two replicas under DDP, with a buffer that they share."""
+    pipeline, inner = replicas.make_pipeline(2), replicas.Last() if rank else replicas.First()
+    inner.register_buffer("scale", torch.full((3,), float(rank)))
+    schedule = one_f_one_b(pipeline, replicas.NUM)
+    module = replicas.wrap(rank, 2, inner)
+    with Engine(schedule, pipeline, {int(rank > 0): module}, num_loss_shards=2, timeout_seconds=30) as engine:
+        engine.step(replicas.feed(rank, 2))
+    return replicas.gradients(inner), inner.scale.tolist()
+
+
+def test_replicas_sum_gradients_and_share_buffers_over_nccl(device):
+    wanted = replicas.single_process()
+    for rank, (grads, buffer) in enumerate(run_processes(_train_replicas, 3)):
+        replicas.check(grads, wanted[rank > 0])
+        assert buffer == [float(rank > 0)] * 3
 
 
 def _two_stages_on_a_row(pipeline, num_microbatches):

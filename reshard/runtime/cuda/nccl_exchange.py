@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
-from reshard.runtime.cuda.nccl import DATA_TYPES, Communicator, Look, Message, find_library
+from reshard.runtime.cuda.nccl import DATA_TYPES, REDUCTIONS, Communicator, Look, Message, find_library
 from reshard.runtime.cuda.stream import STREAMS, current_stream_handle
 from reshard.runtime.rounds.memory import Posted
 from reshard.runtime.rounds.schedule import Round
@@ -142,7 +142,8 @@ class NcclCollectives:
         """All-reduce one tensor in place.
 
         Raises:
-            ArgumentError: the array is sparse, not contiguous, or of a dtype that NCCL cannot reduce.
+            ArgumentError: the array is sparse, not contiguous, or of a dtype that NCCL cannot reduce, or the reduction
+                is not in :data:`~reshard.runtime.cuda.nccl.REDUCTIONS`.
         """
         (array,) = arrays
         if array.layout is not torch.strided:
@@ -154,7 +155,12 @@ class NcclCollectives:
             )
         if dtype_name(array.dtype) not in DATA_TYPES:
             raise ArgumentError(f"NCCL cannot reduce {array.dtype}; it reduces {', '.join(sorted(DATA_TYPES))}")
-        reduction = _REDUCTIONS[str(options.reduceOp).rsplit(".", 1)[-1]]
+        # Torch gives back another object than it was given: equal, but with no name and another hash.
+        reduction = next((name for op, name in _REDUCTIONS if options.reduceOp == op), None)
+        if reduction is None:
+            raise ArgumentError(
+                f"all-reduce over NCCL computes only {', '.join(REDUCTIONS)}, not {options.reduceOp.op}"
+            )
         return self._enqueue(
             lambda stream: self._communicator.all_reduce(
                 array.data_ptr(), array.numel(), dtype_name(array.dtype), reduction, stream
@@ -190,7 +196,7 @@ class NcclCollectives:
         self._communicator.close()
 
 
-_REDUCTIONS = {"SUM": "sum", "MAX": "max", "MIN": "min", "PRODUCT": "product"}
+_REDUCTIONS = [(getattr(dist.ReduceOp, name.upper()), name) for name in REDUCTIONS]
 
 
 class CollectiveWork:
