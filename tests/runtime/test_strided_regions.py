@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, strategies as st
 
 from reshard.runtime.strided_regions import box_regions, copy_regions_python, make_tables
@@ -83,6 +84,20 @@ def test_odd_addresses_and_short_rows_get_their_own_tables():
         (2, (64, 16), 1),
         (2, (1, 1024), 8),  # one row of 16 KiB, at an address aligned to two bytes
     ]
+
+
+@pytest.mark.parametrize("nbytes", [256, 512, 2304, 4096, 2**14])
+def test_warm_up_compiles_all_that_a_buffer_can_need(nbytes, monkeypatch):
+    kernel = pytest.importorskip("reshard.runtime.cuda.pack_kernel", reason="triton is not installed")
+    copier, compiled = kernel.RegionCopier(torch.device("cpu")), set()
+    monkeypatch.setattr(
+        copier, "copy", lambda uploaded, addresses, buffer, to: compiled.add((uploaded[0].unit, uploaded[0].tile, to))
+    )
+    copier.warm_up(torch.zeros(nbytes, dtype=torch.uint8))
+    rows = {(0, 0, 0, length, 1, 1, 1, 0, 0, 0) for length in range(1, nbytes + 1)}
+    for alignment in (16, 8, 4, 2, 1):
+        needed = {(one.unit, one.tile, to) for one in make_tables(sorted(rows), [alignment]) for to in (True, False)}
+        assert needed <= compiled
 
 
 _INTERPRETED = """

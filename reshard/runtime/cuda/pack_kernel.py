@@ -12,6 +12,7 @@ from reshard.runtime.strided_regions import (
     COLUMNS,
     IN_ARRAY,
     IN_BUFFER,
+    MAX_WORD,
     ROW,
     SIZE,
     STRIDE,
@@ -106,15 +107,20 @@ class RegionCopier:
         return found
 
     def warm_up(self, buffer: torch.Tensor) -> None:
-        """Compile and load every kernel variant. Loading one later could block on a receive under way."""
+        """Compile and load every kernel variant that a message in the buffer can need.
+
+        Loading one later could block on a receive under way.
+        """
         addresses = self.find_addresses((buffer.data_ptr(),))
         for unit in (16, 8, 4, 2, 1):
+            least = 0  # words of a row that the previous tile still covers
             for _, across in TILES:
-                width = across * min(unit, 8)
+                width = (least * min(unit, MAX_WORD) // unit + 1) * unit
                 region = (0, 0, 0, width, 1, 1, 1, 0, 0, 0)
                 for table in make_tables([region], [unit]) if width <= buffer.numel() else ():
                     for to_buffer in (True, False):
                         self.copy(self.upload(table), addresses, buffer, to_buffer)
+                least = across
 
     def copy(
         self, uploaded: tuple[RegionTable, torch.Tensor, torch.Tensor], addresses: torch.Tensor, buffer: torch.Tensor,
