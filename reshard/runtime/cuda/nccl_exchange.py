@@ -44,7 +44,10 @@ def make_communicator(
         store.set(_ID_KEY, library.make_unique_id())
     store.wait([_ID_KEY], timedelta(seconds=timeout_seconds))
     unique_id = bytes(store.get(_ID_KEY))
-    on_device = functools.partial(torch.cuda.device, device) if device.type == "cuda" else contextlib.nullcontext
+    on_device: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    if device.type == "cuda":  # its index is found now: another thread has another current device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        on_device = functools.partial(torch.cuda.device, index)
     with on_device():
         return Communicator(
             library, unique_id, rank, size, timeout_seconds=timeout_seconds, look=look, on_device=on_device
