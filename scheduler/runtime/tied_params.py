@@ -147,7 +147,7 @@ def _exchange(
     handles = {pair: mover.start(values.get(pair[0])) for pair, mover in movers.items()}
     received: dict[int, dict[int, torch.Tensor]] = {}
     for (src, dst), handle in handles.items():
-        tensor = handle.wait()
+        tensor = handle.synchronize()  # on a GPU, a transfer can fail after wait() has returned
         if tensor is not None:
             received.setdefault(dst, {})[src] = tensor
     return received

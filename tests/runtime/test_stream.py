@@ -21,13 +21,15 @@ import reshard
 from reshard import Layout, Mesh
 from reshard.api import handle as handles
 from reshard.cli.demo import count_unlike, shard_of_positions
-from reshard.coordination import connections
+from reshard.coordination import connections, find_group
+from reshard.planner import plan_tensors
 from reshard.runtime.cuda import nccl_exchange
 from reshard.runtime.cuda.nccl import Library
 from reshard.runtime.cuda.stream import STREAMS
 from reshard.runtime.rounds.memory import ONE_STREAM
-from reshard.scheduler import auto_schedule, one_f_one_b
+from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.tied_params import TiedParameter, TiedParameters
 from reshard.scheduler.simulation.validate import has_one_order
 from reshard.testing.processes import run_processes
 from tests.scheduler.runtime.test_engine import run_rank, single_process
@@ -313,6 +315,26 @@ def test_replicas_sum_gradients_and_share_buffers_over_nccl(device):
     for rank, (grads, buffer) in enumerate(run_processes(_train_replicas, 3)):
         replicas.check(grads, wanted[rank > 0])
         assert buffer == [float(rank > 0)] * 3
+
+
+def _sum_tied_gradients(rank):
+    """The device of rank 1 fails while two stages exchange the gradients of a tied parameter."""
+    pipeline = Pipeline(tuple(Stage(1, 1, 1, mesh=Mesh([stage])) for stage in range(2)), (Edge(0, 1, 1, 1),))
+    modules = {rank: torch.nn.Linear(2, 3, bias=False)}
+    ties = TiedParameters(
+        [TiedParameter({0: "weight", 1: "weight"}, (3, 2))], pipeline, modules, find_group(None), plan_tensors, 20.0
+    )
+    ties.share_values()
+    for mover in ties._ties[0][2].values():
+        mover._streamed.streams.mark_of = Broken if rank == 1 else Never
+    with pytest.raises(reshard.RemoteError) as caught:
+        ties.add_gradients()
+    return str(caught.value)
+
+
+def test_tied_gradients_that_fail_on_the_device_fail_on_all_ranks(device):
+    for text in run_processes(_sum_tied_gradients, 2):
+        assert re.search("rank 1: .*illegal memory", text)
 
 
 def _two_stages_on_a_row(pipeline, num_microbatches):
