@@ -90,7 +90,8 @@ class Mover:
                     raise ArgumentError(f"reshard.cupy does not support codecs; tensor {spec} is coded")
             ensure_checked(plan)
             if self._rank in plan.ranks:
-                self._runner = _make_runner(plan, self._rank, _CupyMemory(cupy))
+                with self._stream:  # CuPy reuses memory in the order of the stream that it was allocated on
+                    self._runner = _make_runner(plan, self._rank, _CupyMemory(cupy))
         except Exception as failed:
             error = failed
         self._agree(error, size)

@@ -162,6 +162,17 @@ def test_the_first_error_of_a_round_is_not_masked(monkeypatch):
     assert run_ranks(6, one) == ["done"] * 6
 
 
+def test_staging_is_allocated_on_the_stream_that_uses_it(monkeypatch):
+    """CuPy gives freed memory to other arrays of the same stream, without waiting for other streams."""
+    cupy, entered, on = sys.modules["cupy"], [], []
+    monkeypatch.setattr(cupy.cuda.Stream, "__enter__", lambda stream: entered.append(stream) or stream)
+    monkeypatch.setattr(cupy.cuda.Stream, "__exit__", lambda *_: entered.pop())
+    monkeypatch.setattr(cupy, "empty", lambda *args, **options: on.append(list(entered)) or np.empty(*args, **options))
+    plan = make_plan(Layout(Mesh([0])), Layout(Mesh([0])), (8,), "int8")
+    (mover,) = run_ranks(1, lambda comm: reshard.cupy.Mover(plan, comm))
+    assert on[0] == [mover._stream]
+
+
 def test_cupy_without_nccl_is_rejected(monkeypatch):
     monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False, raising=False)
     with pytest.raises(ArgumentError, match="built without NCCL"):
