@@ -370,7 +370,8 @@ def _run_all_ranks(rank):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60.0)
+            thread.join(30.0)
+        failures += [(strategy, dtype, "a rank did not end") for thread in threads if thread.is_alive()]
         if failures:
             break
     return failures
