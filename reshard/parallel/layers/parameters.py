@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -10,9 +11,13 @@ from torch import nn
 from ..grid import Grid
 from ..grid.cuts import chunk_spans
 
-#: Decorates functions that torch.compile must call instead of trace: they exchange messages with other ranks. It is
-#: ``torch.compiler.disable``, which would import the compiler at once.
-not_compiled = torch._disable_dynamo
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def not_compiled(function: F) -> F:
+    """Decorate a function that torch.compile must call instead of trace: it exchanges messages with other ranks."""
+    wrapped: F = torch._disable_dynamo(function)  # torch.compiler.disable would import the compiler at once
+    return wrapped
 
 
 def shard_parameter(value: torch.Tensor, grid: Grid, row_dim: int | None, col_dim: int | None) -> nn.Parameter:
