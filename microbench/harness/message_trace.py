@@ -56,7 +56,8 @@ class _Recorder:
     """A transport that records the post and arrival times of the messages of a Mover's program."""
 
     def __init__(self, mover: reshard.Mover) -> None:
-        transport: Any = mover._transport
+        transfers: Any = mover._transfers
+        transport = transfers.transport
         self._transport = transport
         self._program = mover._program
         self._hosts = mover.plan.topology.host_of_rank
@@ -118,7 +119,7 @@ def _record(
     mover = reshard.Mover(plan) if rank in plan.ranks else None
     recorder = None if mover is None or len(plan.ranks) == 1 else _Recorder(mover)
     if mover is not None and recorder is not None:
-        mover._transport = recorder  # type: ignore[assignment]
+        mover._transfers.transport = recorder  # type: ignore[union-attr,assignment]
     seconds = 0.0
     for _ in range(repeats):
         if recorder is not None:

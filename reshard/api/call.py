@@ -12,12 +12,12 @@ import torch
 
 from reshard.api.agreed_plan import AgreedPlan, encode_measured
 from reshard.api.casts import finish_received, wire_dtype, wire_source, wire_target
-from reshard.api.handle import Handle
 from reshard.api.inputs import Item, read_items, report_bad_arguments
 from reshard.api.mover import Mover
 from reshard.api.mover_arrays import find_target, shard_shapes, wrap_results
 from reshard.api.recovery import FaultTolerantHandle, Recovery
 from reshard.api.streams.call import StreamedCall
+from reshard.api.transfers import Handle
 from reshard.api.validation import Options, make_request
 from reshard.codecs import Codec, is_streamed
 from reshard.coordination import (

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
-from reshard.api import handle as handles
+from reshard.api.transfers import handle as handles
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.coordination import connections, find_group
 from reshard.planner import plan_tensors
@@ -168,7 +168,7 @@ def _move_both_ways(rank):
     there, back = (
         reshard.Mover(reshard.make_plan(a, b, SHAPE, "float32"), both_ways=True) for a, b in ((SRC, DST), (DST, SRC))
     )
-    assert there._streamed._exchange is not back._streamed._exchange
+    assert there._transfers.on_stream._exchange is not back._transfers.on_stream._exchange
     for _ in range(3):
         returned = back.start(there(source))
         assert source is None or not count_unlike(returned.synchronize(60.0), source)
@@ -191,11 +191,11 @@ class Broken(Mark):
 def _start_with(rank, kind):
     source, _ = _shards(rank)
     mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"))
-    mover._timeout_seconds = 2.0  # limits transfers only; the rendezvous may take longer on a loaded machine
+    mover._transfers.timeout_seconds = 2.0  # limits transfers only; the rendezvous may take longer on a loaded machine
     if rank == 4:
-        mover._streamed.streams.mark_of = kind
+        mover._transfers.on_stream.streams.mark_of = kind
     else:
-        mover._streamed.streams.mark_of = Never
+        mover._transfers.on_stream.streams.mark_of = Never
     handle = mover.start(source)
     begun = time.monotonic()
     try:
@@ -221,7 +221,7 @@ def _drop_result(rank):
     """Drop a result and its handle before the monitor sees that the device has finished."""
     source, wanted = _shards(rank)
     with reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32")) as mover:
-        mover._streamed.streams.mark_of = Never
+        mover._transfers.on_stream.streams.mark_of = Never
         handle = mover.start(source)
         result = handle.wait()
         assert wanted is None or (not count_unlike(result, wanted) and handle.watch in handles._unfinished)
@@ -241,9 +241,9 @@ def _start_fails(rank, kind):
     source, _ = _shards(rank)
     mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), timeout_seconds=30.0)
     dist.barrier()  # all ranks are connected
-    mover._streamed.streams.mark_of = Never
+    mover._transfers.on_stream.streams.mark_of = Never
     if rank == 4:
-        mover._streamed.start = Mock(side_effect=kind("unexpected argument"))
+        mover._transfers.on_stream.start = Mock(side_effect=kind("unexpected argument"))
     begun = time.monotonic()
     try:
         mover.start(source).synchronize()
@@ -263,7 +263,7 @@ def _start_blocks(rank):
     source, _ = _shards(rank)
     mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), timeout_seconds=30.0)
     dist.barrier()  # all ranks are connected
-    mover._streamed.streams.mark_of = Never
+    mover._transfers.on_stream.streams.mark_of = Never
     begun = time.monotonic()
     if rank == 4:
 
@@ -272,7 +272,7 @@ def _start_blocks(rank):
                 time.sleep(0.01)
             raise RuntimeError("aborted")
 
-        mover._streamed.start = block
+        mover._transfers.on_stream.start = block
     try:
         if rank == 2:
             time.sleep(0.5)
@@ -326,7 +326,7 @@ def _sum_tied_gradients(rank):
     )
     ties.share_values()
     for mover in ties._ties[0][2].values():
-        mover._streamed.streams.mark_of = Broken if rank == 1 else Never
+        mover._transfers.on_stream.streams.mark_of = Broken if rank == 1 else Never
     with pytest.raises(reshard.RemoteError) as caught:
         ties.add_gradients()
     return str(caught.value)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from reshard.api.agreed_plan import AgreedPlan
-from reshard.api.handle import Handle
 from reshard.api.inputs import Item
 from reshard.api.mover import Mover
 from reshard.api.mover_arrays import find_target, wrap_results
 from reshard.api.streams.transfer import StreamedHandle, StreamTransfer
+from reshard.api.transfers import Handle
 from reshard.api.validation import Options
 from reshard.coordination import Channel, Decision
 from reshard.errors import ReshardError

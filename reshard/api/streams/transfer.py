@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import xxhash
 
-from reshard.api.handle import Handle
 from reshard.api.streams.encoding import EncodedStream, capacity_of, decode_stream, digest_regions, encode_stream
 from reshard.api.streams.regions import Stream, find_streams
 from reshard.api.tensor_checks import mark_written
+from reshard.api.transfers import Handle
 from reshard.codecs.exponents import DTYPE
 from reshard.coordination import Channel, Decision, Request, calling, describe_error, rebuild_error
 from reshard.errors import ArgumentError, DisagreementError, ReshardError, TransferTimeoutError, VerificationError

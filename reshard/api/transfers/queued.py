@@ -1,0 +1,174 @@
+"""Run the transfers of a plan on the CPU, one after another, on a thread in the background."""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from reshard.api.agreed_plan import AgreedPlan
+from reshard.api.transfers.handle import EXIT_SECONDS, Handle
+from reshard.coordination import Monitor, call_at_exit
+from reshard.errors import VerificationError
+from reshard.runtime.cpu.coding import coded_array
+from reshard.runtime.cpu.executor import NOTIFY_TAG, VERIFY_TAG, RunOptions, WrongCopyError, run_program
+from reshard.runtime.cpu.progress import describe_progress
+from reshard.runtime.cpu.staging import Staging, carrier
+from reshard.runtime.cpu.verification import Digests, Hops, compare_digests, describe_copy
+from reshard.runtime.transport import BrokenConnectionError, Work, wait_for
+
+
+class QueuedTransfers:
+    """The transfers of one plan over the connections of a channel, in the order in which they were started.
+
+    Args:
+        agreed: the plan and this rank's part of it.
+        is_two_way: the connections carry both directions at the same time.
+        timeout_seconds: limit of each transfer. verify: compare digests after each transfer.
+        reuses_staging: take the channel's idle buffers if they are of the same plan, and return them at the end.
+    """
+
+    def __init__(
+        self, agreed: AgreedPlan, is_two_way: bool, timeout_seconds: float, verify: bool, reuses_staging: bool
+    ) -> None:
+        self._plan, self._program, self._channel = agreed.plan, agreed.program, agreed.channel
+        self._group = agreed.channel.group
+        self._generation, self._tag = agreed.decision.generation, agreed.call % (NOTIFY_TAG - 1)
+        self.timeout_seconds, self._verify, self._reuses_staging = timeout_seconds, verify, reuses_staging
+        self.transport = self._channel.transport(self._generation, is_two_way, timeout_seconds)
+        self._staging = Staging(self._program, self._plan.staging_bytes)
+        if reuses_staging:
+            idle, self._channel.idle_staging = self._channel.idle_staging, None
+            if idle is not None and idle[0] == self._plan.plan_hash:
+                self._staging = idle[1]
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._group.resources.add_user(self)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes allocated for staging buffers."""
+        return self._staging.allocated_bytes
+
+    def start(
+        self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], finish: Callable[[], Any]
+    ) -> Handle:
+        """Start a transfer of checked arrays. ``finish`` returns the result of the handle."""
+        handle = Handle(self._channel, self._generation, finish)
+        if self.transport is not None:
+            Monitor.of(self._group).watch(handle)
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="reshard-progress", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._jobs.put, None).atexit = False  # ends the thread if nobody calls close
+            _running.add(self)
+            call_at_exit(_finish_all, priority=20)
+        self._jobs.put((self, handle, src, dst))
+        return handle
+
+    def close(self) -> None:
+        """End the thread after the transfers in progress. The group's connections stay open."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is None:
+            self.transport = None
+        elif self._group.pid == os.getpid():
+            self._jobs.put((self, None, None, None))
+
+    def finish(self, timeout_seconds: float | None) -> None:
+        """Close, wait for transfers in progress, and abort those that do not end within the timeout."""
+        self.close()
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+            if self._thread.is_alive() and self.transport is not None:
+                self.transport.abort()
+                self._thread.join(1.0)
+
+    def release(self) -> None:
+        """Called when the group closes: close, and drop the connections once transfers in progress have ended."""
+        self.close()
+
+    def on_thread_end(self) -> None:
+        """Drop the connections and return the buffers. The thread calls it last, after :meth:`close`."""
+        self.transport = None
+        if self._reuses_staging and self._channel.broken is None and self._group.is_usable():
+            self._channel.idle_staging = self._plan.plan_hash, self._staging
+
+    def run(self, handle: Handle, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> None:
+        """Run a transfer on the thread of the caller, and end its handle."""
+        try:
+            handle.check()
+            self._channel.check_usable(self._generation)
+            handle.describe = functools.partial(describe_progress, self._plan, self._program, handle.tally)
+            handle.begin()
+            deadline = time.monotonic() + self.timeout_seconds
+            digests = None
+            if self._verify:
+                digests, src = Digests(), list(map(coded_array, src))
+                digests.replicas = self._hops.replicas.digest(self._program.rank, src)
+            run_program(
+                self._program,
+                self.transport,  # type: ignore[arg-type]
+                list(map(carrier, src)),
+                list(map(carrier, dst)),
+                self._staging,
+                RunOptions(tag=self._tag, deadline=deadline, check=handle.check, digests=digests, tally=handle.tally),
+            )
+            if digests is not None and self.transport is not None:
+                self._compare(digests, handle, deadline)
+            handle.succeed()
+        except VerificationError as error:  # every rank raises the same one, so it needs no report
+            handle.stop(error)
+        except BaseException as error:
+            # The transport may still write to the old buffers.
+            self._staging = Staging(self._program, self._plan.staging_bytes)
+            if isinstance(error, BrokenConnectionError):
+                error = self._channel.find_root_cause(self._generation, error, handle._done.wait)
+            if isinstance(error, WrongCopyError):
+                error = VerificationError(describe_copy(self._plan, self._program.rank, error.id))
+            if not handle.done():  # no rank has published the error
+                handle.stop(self._channel.fail(self._generation, error))
+        finally:
+            if self.transport is not None:
+                Monitor.of(self._group).forget(handle)
+
+    @functools.cached_property
+    def _hops(self) -> Hops:
+        return Hops(self._plan)
+
+    def _compare(self, digests: Digests, handle: Handle, deadline: float) -> None:
+        rank = self._program.rank
+
+        def wait(work: Work, other: int) -> None:
+            wait_for(work, deadline, handle.check, rank, other, f"comparing digests with rank {other}")
+
+        compare_digests(self._hops, rank, digests, self.transport, self._tag + VERIFY_TAG, wait)
+
+
+def _serve(jobs: queue.SimpleQueue[Any]) -> None:
+    """Run transfers one after another. Between them the thread holds no reference to them, so they can be freed."""
+    while (job := jobs.get()) is not None:
+        transfers, handle, src, dst = job
+        if handle is None:
+            transfers.on_thread_end()
+            return
+        transfers.run(handle, src, dst)
+        del job, transfers, handle, src, dst
+
+
+#: Transfers with a thread. A thread that is inside a C++ wait at interpreter shutdown would crash the process.
+_running: weakref.WeakSet[QueuedTransfers] = weakref.WeakSet()
+
+
+def _finish_all() -> None:
+    for transfers in list(_running):
+        transfers.finish(EXIT_SECONDS)

@@ -1,0 +1,79 @@
+"""Start the transfers of a plan on a stream of a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from reshard.api.agreed_plan import AgreedPlan
+from reshard.api.transfers.handle import StreamHandle
+from reshard.coordination import Monitor
+from reshard.runtime.cpu.staging import carrier
+from reshard.runtime.cuda.stream import STREAMS, StreamTransfers
+
+
+class StreamedTransfers:
+    """The transfers of one plan on the stream of a communicator.
+
+    Args:
+        agreed: the plan and this rank's part of it, with a runner.
+        connection: number of the communicator between the ranks of the channel.
+        timeout_seconds: limit for connecting the ranks, and of each transfer.
+        keeps_runner: leave the buffers and tables with the channel, for the next call.
+    """
+
+    def __init__(self, agreed: AgreedPlan, connection: int, timeout_seconds: float, keeps_runner: bool) -> None:
+        runner, self._channel, self._generation = agreed.runner, agreed.channel, agreed.decision.generation
+        assert runner is not None
+        self.timeout_seconds = timeout_seconds
+        if keeps_runner:
+            if self._channel.idle_runner is not None and self._channel.idle_runner is not runner:
+                self._channel.idle_runner.release()
+            self._channel.idle_runner = runner
+        device = runner.memory.device
+        exchange = self._channel.exchange(self._generation, device, connection, runner.rounds, timeout_seconds)
+        streams = STREAMS[device.type](device) if exchange is None else exchange.streams
+        self.on_stream: StreamTransfers | None = StreamTransfers(runner, exchange or _no_exchange, streams)
+        self._channel.group.resources.add_user(self)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes allocated for buffers and tables."""
+        return 0 if self.on_stream is None else self.on_stream.allocated_bytes
+
+    def start(
+        self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], finish: Callable[[], Any]
+    ) -> StreamHandle:
+        """Enqueue a transfer of checked arrays. ``finish`` returns the result of the handle."""
+        channel, on_stream = self._channel, self.on_stream
+        channel.check_usable(self._generation)
+        assert on_stream is not None
+        deadline = time.monotonic() + self.timeout_seconds
+        handle = StreamHandle(channel, self._generation, finish, on_stream, deadline)
+        Monitor.of(channel.group).watch(handle.watch)  # before the start, which may block on a rank that has died
+        try:
+            handle.begin_at(on_stream.start(list(map(carrier, src)), list(map(carrier, dst))))
+        except BaseException as error:  # the other ranks wait for this one
+            known = channel.fail(self._generation, error)
+            handle.stop(known)
+            if not isinstance(error, Exception):
+                raise
+            raise known from error
+        return handle
+
+    def close(self) -> None:
+        """Do nothing: the device finishes what was enqueued."""
+
+    def finish(self, timeout_seconds: float | None) -> None:
+        """Do nothing: handles wait for their transfers."""
+
+    def release(self) -> None:
+        """Called when the group closes: drop the connections. Unfinished transfers keep what they use."""
+        self.on_stream = None
+
+
+def _no_exchange(recvs: Sequence[Any], sends: Sequence[Any]) -> None:
+    """The exchange of a plan with one rank, which has no messages."""
