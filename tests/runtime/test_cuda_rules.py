@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from unittest.mock import Mock
 
 import numpy as np
@@ -12,7 +13,7 @@ from reshard import ArgumentError, Layout, Mesh, make_plan
 from reshard.api.tensor_checks import check_movable
 from reshard.coordination.connections import Connections
 from reshard.runtime.cpu.staging import TorchMemory
-from reshard.runtime.cuda import stream
+from reshard.runtime.cuda import nccl_exchange, stream
 from reshard.runtime.cuda.nccl_exchange import NcclCollectives
 from reshard.runtime.program import build_program
 from reshard.runtime.rounds import executor
@@ -78,6 +79,43 @@ def test_allocator_knows_that_the_stream_uses_the_buffer():
     source = torch.zeros(32, 48, dtype=torch.uint8)
     stream.StreamTransfers(runner, lambda recvs, sends: None, on).start([source], [None])
     assert {array.data_ptr() for array in on.arrays} == {source.data_ptr(), runner.buffer().data_ptr()}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_error_during_a_capture_leaves_no_stream_in_it(monkeypatch, fails):
+    """Otherwise the end of the capture would raise an error of its own, which hides the first one."""
+    caller, own, waits = Mock(), Mock(), []
+    for one in (caller, own):
+        one.wait_stream.side_effect = lambda other, one=one: waits.append((one, other))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: own)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: caller)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    streams, work = (
+        stream.CudaTransferStream(CPU),
+        Mock(side_effect=ArgumentError("not moved before") if fails else None),
+    )
+    with pytest.raises(ArgumentError) if fails else contextlib.nullcontext():
+        assert streams.enqueue(work, []) is None
+    assert waits == [(own, caller), (caller, own)][: 1 + fails]
+
+
+def test_thread_that_aborts_lets_another_thread_capture(monkeypatch):
+    """It works on its own device, and in a mode in which freeing memory does not invalidate the capture."""
+    entered = []
+    monkeypatch.setattr(torch.cuda, "device", lambda index: entered.append(index) or contextlib.nullcontext())
+    monkeypatch.setattr(nccl_exchange, "allow_queries_during_capture", lambda: entered.append("relaxed"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(nccl_exchange, "find_library", Mock())
+    monkeypatch.setattr(nccl_exchange, "Communicator", lambda *_, in_abort, **__: in_abort)
+    for device, index in (("cuda", 3), ("cuda:1", 1)):
+        store = Mock(get=lambda _: b"id")
+        in_abort = nccl_exchange.make_communicator(store, 1, 2, torch.device(device), 1.0, Mock())
+        assert entered == [index]
+        with in_abort():
+            assert entered == [index, "relaxed", index]
+        entered.clear()
 
 
 class _Capture:

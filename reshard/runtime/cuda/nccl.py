@@ -176,10 +176,9 @@ class Communicator:
     Args:
         library: NCCL. unique_id: from :meth:`Library.make_unique_id`, the same on all ranks.
         rank, size: this rank within the communicator, and the number of its ranks.
-        timeout_seconds: limit for creating the communicator, for launching a group and for closing.
+        timeout_seconds: limit for creating the communicator, and for launching a group.
         look: called every 0.2 s during a wait; raises an error to end the wait.
-        on_device: makes the communicator's device the current one of a thread inside a ``with`` block. NCCL would make
-            a CUDA context on the first device for a thread that has chosen none.
+        in_abort: a context of the thread that aborts the communicator.
 
     Raises:
         NcclError: NCCL could not create it. TimeoutError: not all ranks joined in time. Or what ``look`` raises.
@@ -194,10 +193,10 @@ class Communicator:
         *,
         timeout_seconds: float,
         look: Look = lambda: None,
-        on_device: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        in_abort: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.nccl, self.rank, self.size = library, rank, size
-        self._timeout_seconds, self._look, self._on_device = timeout_seconds, look, on_device
+        self._timeout_seconds, self._look, self._in_abort = timeout_seconds, look, in_abort
         self._lock = threading.RLock()  # held during calls of NCCL
         self._posting = threading.RLock()  # held from the start of a group until it is launched
         self._ending = threading.Lock()  # held to decide whether the communicator is aborted or closed
@@ -348,7 +347,7 @@ class Communicator:
         if self._lock.acquire(timeout=ABORT_WAIT_SECONDS):  # another thread may block inside NCCL
             self._lock.release()  # no call follows, because the communicator is marked as aborted
         try:
-            with self._on_device():
+            with self._in_abort():
                 self.nccl.call("ncclCommAbort", self._comm)
         finally:
             self._abort_ended.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.runtime.cuda.nccl import DATA_TYPES, REDUCTIONS, Communicator, Look, Message, find_library
-from reshard.runtime.cuda.stream import STREAMS, current_stream_handle
+from reshard.runtime.cuda.stream import STREAMS, allow_queries_during_capture, current_stream_handle
 from reshard.runtime.rounds.memory import Posted
 from reshard.runtime.rounds.schedule import Round
 
@@ -44,14 +44,26 @@ def make_communicator(
         store.set(_ID_KEY, library.make_unique_id())
     store.wait([_ID_KEY], timedelta(seconds=timeout_seconds))
     unique_id = bytes(store.get(_ID_KEY))
-    on_device: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    if device.type == "cuda":  # its index is found now: another thread has another current device
-        index = torch.cuda.current_device() if device.index is None else device.index
-        on_device = functools.partial(torch.cuda.device, index)
-    with on_device():
+    if device.type != "cuda":
+        return Communicator(library, unique_id, rank, size, timeout_seconds=timeout_seconds, look=look)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(index):
         return Communicator(
-            library, unique_id, rank, size, timeout_seconds=timeout_seconds, look=look, on_device=on_device
-        )
+            library, unique_id, rank, size, timeout_seconds=timeout_seconds, look=look,
+            in_abort=functools.partial(_in_abort, index),
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _in_abort(index: int) -> Iterator[None]:
+    """Prepare a thread that aborts a communicator of a device.
+
+    NCCL frees memory, which would invalidate a capture, and restores the thread's device, which would make a context on
+    the first device if the thread had chosen none.
+    """
+    allow_queries_during_capture()
+    with torch.cuda.device(index):
+        yield
 
 
 class NcclExchange:

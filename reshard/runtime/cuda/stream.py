@@ -126,6 +126,14 @@ class CudaTransferStream:
     def enqueue(self, work: Callable[[], None], arrays: Sequence[torch.Tensor]) -> Mark | None:
         """See :class:`TransferStream`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            return self._enqueue(work, arrays)
+        except BaseException:
+            if torch.cuda.is_current_stream_capturing():
+                self.join()  # otherwise the capture could not end, and its error would hide this one
+            raise
+
+    def _enqueue(self, work: Callable[[], None], arrays: Sequence[torch.Tensor]) -> Mark | None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             work()
             if torch.cuda.is_current_stream_capturing():
@@ -143,10 +151,10 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 def allow_queries_during_capture() -> bool:
-    """Allow this thread to query events while another thread captures a graph.
+    """Allow this thread to query events, and to free memory, while another thread captures a graph.
 
-    In CUDA's default capture mode, an event query from any thread of the process invalidates the capture. Warns once if
-    the mode of this thread cannot be changed.
+    In CUDA's default capture mode, either from any thread of the process invalidates the capture. Warns once if the
+    mode of this thread cannot be changed.
 
     Returns:
         Whether the mode is changed. False as long as CUDA is not initialized: there is nothing to query yet, and the
