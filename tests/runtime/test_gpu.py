@@ -186,6 +186,7 @@ def _lose_rank_3(rank):
     source, _ = _shards(rank)
     with reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), device="cuda") as mover:
         mover.start(source).synchronize()
+        torch.distributed.barrier()  # all ranks have finished the first transfer
         if rank == 3:
             os._exit(9)
         start, result = time.monotonic(), None
