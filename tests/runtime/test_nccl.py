@@ -224,6 +224,32 @@ def test_close_returns_while_a_graph_holds_the_communicator(standin, monkeypatch
     assert 0.7 <= seconds < 3
 
 
+def _look_while_busy(rank, port, path):
+    """Another thread is inside NCCL, as when a launch blocks because the device's queue is full."""
+    comm = _communicator(path, rank, port, 1)
+    inside, leave = threading.Event(), threading.Event()
+
+    def launch():
+        with comm._lock:
+            inside.set()
+            leave.wait(10.0)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    assert inside.wait(5.0)
+    begun = time.monotonic()
+    assert comm.find_error() is None
+    seconds = time.monotonic() - begun
+    leave.set()
+    thread.join()
+    comm.close()
+    return seconds
+
+
+def test_monitor_does_not_wait_for_a_thread_inside_nccl(standin):
+    assert run_processes(_look_while_busy, 1, standin, init_group=False)[0] < 1
+
+
 def _fails_in_close(rank, port, path):
     """The ranks close a communicator after rank 1 has reported an error, which ``look`` raises."""
     look = Mock(side_effect=ValueError("rank 1 failed"))
