@@ -48,7 +48,7 @@ _MARGIN = 0.005
 #: Stop the search when the best plan is within this fraction of the floor of all strategies.
 _GOOD_ENOUGH = 0.0075
 #: Limit on messages x ranks for simulating a plan, which then takes up to 0.5 s.
-_MAX_SIMULATED = 5 * 10**6
+_MAX_SIMULATED = 2 * 10**7
 #: Estimated time of a plan that is too large to simulate, over the time of its busiest port.
 _ESTIMATE_FACTOR = 1.2
 #: Limit on scheduling steps between pods (tens of microseconds each) for trying multicast with fixed partners.
@@ -72,6 +72,8 @@ _MAX_REGIONS = {
     "broadcast_greedy": 10_000,
     "broadcast_search": 128,
 }
+#: The same for broadcast_search if there are more than ``_FEW_RANKS`` ranks, where planning may take longer.
+_MAX_SEARCHED_REGIONS, _FEW_RANKS = 256, 64
 #: Limit on regions x holders for broadcast_search, which compares each region with all others.
 _MAX_SEARCHED = 500_000
 #: Limit on holders of all regions for strategies other than send_recv and multicast, which visit each holder.
@@ -96,6 +98,7 @@ class _Choice:
         self.problem = problem
         self.floors = Floors(problem)
         self.num_ranks = len({rank for spec in problem.tensors for rank in (*spec.src.ranks, *spec.dst.ranks)})
+        self.has_several_nics = any(len(host.nics) > 1 for host in problem.topology.hosts)
         self.name = ""
         self.best: Transfers | None = None
         self.num_messages = 0
@@ -149,17 +152,19 @@ class _Choice:
         if int(num_receivers.sum()) * self.num_ranks > _MAX_PLANNED or problem.holders.size > _MAX_HOLDINGS:
             return
         for name, most in _MAX_REGIONS.items():
-            if name == "broadcast_search" and len(problem) * problem.holders.size > _MAX_SEARCHED:
-                continue
+            if name == "broadcast_search":
+                if len(problem) * problem.holders.size > _MAX_SEARCHED:
+                    continue
+                most = most if self.num_ranks <= _FEW_RANKS else _MAX_SEARCHED_REGIONS
             if len(problem) <= most and (name != "broadcast_size" or problem.holders.shape[1] > 1):
                 yield name, floors.of_broadcasts
         if num_receivers.max(initial=0) > 1 and int((num_receivers**2).sum()) <= _MAX_GATHERED:
             yield "local_all_gather", floors.of_gathers(num_receivers)
             yield "global_all_gather", floors.of_gathers(num_receivers)
-        if self.chunked_seconds > self.seconds * _VARIANT_CUTOFF or self.num_chunked * self.num_ranks > _MAX_SIMULATED:
+        if self.chunked_seconds > self.seconds * _VARIANT_CUTOFF or self.is_too_large(self.num_chunked):
             return
         has_one_rate = _has_one_rate(topology)
-        if any(len(host.nics) > 1 for host in topology.hosts):
+        if self.has_several_nics:
             yield "multicast_near", floors.of_trees
         if not topology.pods or self.prepared[0].num_steps <= _MAX_POD_STEPS:
             yield "multicast_from_partners", floors.of_trees
@@ -193,6 +198,8 @@ class _Choice:
             return broadcast_earliest(self.problem)
         if name not in _VARIANTS or has_many_hosts(self.problem):
             return CANDIDATES[name](self.problem)
+        if name == "multicast" and self.has_several_nics and self.is_too_large(self.prepared[0].num_messages):
+            name = "multicast_near"  # of plans that are not simulated, the better one in nearly all cases
         return schedule_chunks(self.problem, prepared=self.prepared, **_VARIANTS[name])
 
     @cached_property
@@ -226,7 +233,11 @@ class _Choice:
 
     def can_simulate(self, found: Transfers) -> bool:
         """Whether a plan is small enough to simulate."""
-        return int(found.first_message[-1]) * self.num_ranks <= _MAX_SIMULATED
+        return not self.is_too_large(int(found.first_message[-1]))
+
+    def is_too_large(self, num_messages: int) -> bool:
+        """Whether a plan of this many messages takes too long to simulate."""
+        return num_messages * self.num_ranks > _MAX_SIMULATED
 
     def put_in_order(self, first: _Candidate, second: _Candidate) -> tuple[_Candidate, _Candidate]:
         """Two candidates in the order in which to compare them: the second one first if it is surely faster.

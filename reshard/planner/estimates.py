@@ -76,8 +76,8 @@ class Floors:
     def of_broadcasts(self) -> float:
         """Floor of strategies that send along chains of hosts.
 
-        A holder sends to the first host, and each host sends to the next. Chunks that travel more than one hop have at
-        most 1 MiB.
+        A holder sends a whole region to the first host, and each host sends it to the next. Chunks that travel more
+        than one hop have at most 1 MiB.
         """
         topology, host_classes = self.problem.topology, self.host_classes
         if not host_classes.moves.any():
@@ -87,7 +87,8 @@ class Floors:
         ranks = classes.receivers[hosts > 0]
         is_chain = hosts > 1
         is_chain[hosts > 0] |= ((topology.host_by_rank[ranks] == first[:, None]) & (ranks != NO_RANK)).sum(axis=1) > 1
-        chunks = -(-classes.nbytes // np.where(is_chain, TREE_CHUNK_BYTES, DIRECT_CHUNK_BYTES))
+        chunk_bytes = np.where(is_chain, TREE_CHUNK_BYTES, DIRECT_CHUNK_BYTES)
+        chunks = -(-classes.nbytes // chunk_bytes)
         leaves_host = hosts > 0
         seconds = [float(hosts.max()) * topology.latency_seconds]
         for members, times in (
@@ -97,6 +98,12 @@ class Floors:
             rates = [nic.egress_bytes_per_second for h in np.unique(members).tolist() for nic in topology.host(h).nics]
             work = times * (classes.nbytes + chunks * topology.latency_seconds * min(rates))
             seconds.append(float(work.sum()) / sum(rates))
+        # the largest region passes one NIC of its sender
+        of_task = np.repeat(np.arange(len(classes)), np.diff(classes.task_at))
+        nbytes = np.where(leaves_host[of_task], self.problem.nbytes[classes.task], 0)
+        fastest = max(nic.egress_bytes_per_second for host in topology.hosts for nic in host.nics)
+        messages = -(-nbytes // chunk_bytes[of_task])
+        seconds.append(float((nbytes / fastest + messages * topology.latency_seconds).max()))
         return max(self.of_trees, self._add_start(max(*seconds, self._chain_seconds)))
 
     @property

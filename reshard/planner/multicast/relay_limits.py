@@ -49,8 +49,8 @@ def limit_relay_staging(schedule: Schedule, workload: Workload, num_ranks: int, 
 def _find_relays(schedule: Schedule, workload: Workload, num_ranks: int) -> np.ndarray:
     """``(messages,)`` bool: whether the receiver of each message is a relay, which forwards it but does not need it."""
     relays = np.zeros(len(schedule.piece), dtype=bool)
-    if len(schedule.piece) == np.diff(workload.class_receivers[0])[workload.piece_class].sum():
-        return relays  # one message for each receiver of each piece, so none for a relay
+    if len(schedule.piece) == workload.num_messages:
+        return relays
     used = np.zeros(len(schedule.piece), dtype=bool)
     used[schedule.source[schedule.source >= 0]] = True
     if used.any():

@@ -94,6 +94,11 @@ class Workload:
     inside_per_byte: float = 0.0
 
     @property
+    def num_messages(self) -> int:
+        """Messages of a schedule without relays: one for each receiver of each piece."""
+        return int(np.diff(self.class_receivers[0])[self.piece_class].sum())
+
+    @property
     def num_steps(self) -> int:
         """Estimate of the scheduler's work: it visits all hosts, holders and destinations per chunk and destination."""
         holders, destinations = (
