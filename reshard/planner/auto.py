@@ -151,6 +151,13 @@ class _Choice:
         num_receivers = (problem.receivers != NO_RANK).sum(axis=1)
         if int(num_receivers.sum()) * self.num_ranks > _MAX_PLANNED or problem.holders.size > _MAX_HOLDINGS:
             return
+        if self.chunked_seconds <= self.seconds * _VARIANT_CUTOFF and not self.is_too_large(self.num_chunked):
+            if self.has_several_nics:
+                yield "multicast_near", floors.of_trees
+            if not topology.pods or self.prepared[0].num_steps <= _MAX_POD_STEPS:
+                yield "multicast_from_partners", floors.of_trees
+            if not _has_one_rate(topology) and without_slow_holders(problem) is not None:
+                yield "multicast_from_fast", floors.of_trees
         for name, most in _MAX_REGIONS.items():
             if name == "broadcast_search":
                 if len(problem) * problem.holders.size > _MAX_SEARCHED:
@@ -161,15 +168,6 @@ class _Choice:
         if num_receivers.max(initial=0) > 1 and int((num_receivers**2).sum()) <= _MAX_GATHERED:
             yield "local_all_gather", floors.of_gathers(num_receivers)
             yield "global_all_gather", floors.of_gathers(num_receivers)
-        if self.chunked_seconds > self.seconds * _VARIANT_CUTOFF or self.is_too_large(self.num_chunked):
-            return
-        has_one_rate = _has_one_rate(topology)
-        if self.has_several_nics:
-            yield "multicast_near", floors.of_trees
-        if not topology.pods or self.prepared[0].num_steps <= _MAX_POD_STEPS:
-            yield "multicast_from_partners", floors.of_trees
-        if not has_one_rate and without_slow_holders(problem) is not None:
-            yield "multicast_from_fast", floors.of_trees
 
     def is_ruled_out(self, name: str) -> bool:
         """Whether the floor of the messages that a strategy is sure to send rules it out before it is planned."""
@@ -187,6 +185,8 @@ class _Choice:
         if name in self.planned:
             return self.planned[name]
         found = complete(self.problem, self.choose(name))
+        if name == "multicast" and self.is_too_large_with_relays(found):
+            found = complete(self.problem, self.choose("multicast_near"))
         floor = floor_of_transfers(self.problem, found)
         if name in ("send_recv", "multicast"):
             self.planned[name] = floor, found
@@ -198,9 +198,23 @@ class _Choice:
             return broadcast_earliest(self.problem)
         if name not in _VARIANTS or has_many_hosts(self.problem):
             return CANDIDATES[name](self.problem)
-        if name == "multicast" and self.has_several_nics and self.is_too_large(self.prepared[0].num_messages):
-            name = "multicast_near"  # of plans that are not simulated, the better one in nearly all cases
+        if name == "multicast" and self.takes_near_chunks:
+            name = "multicast_near"
         return schedule_chunks(self.problem, prepared=self.prepared, **_VARIANTS[name])
+
+    @property
+    def takes_near_chunks(self) -> bool:
+        """Whether multicast is planned as its variant for hosts with several NICs, as it is too large to simulate.
+
+        Of 59 random pairs of over 5,000 messages, the variant took 0.53 % longer at worst, and was up to 13 % faster.
+        """
+        return self.has_several_nics and self.is_too_large(self.prepared[0].num_messages)
+
+    def is_too_large_with_relays(self, found: Transfers) -> bool:
+        """Whether only the messages to relays make multicast too large to simulate, on hosts with several NICs."""
+        if not self.has_several_nics or self.can_simulate(found) or has_many_hosts(self.problem):
+            return False
+        return not self.takes_near_chunks
 
     @cached_property
     def prepared(self) -> tuple[Workload, Pieces]:

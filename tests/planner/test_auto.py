@@ -11,8 +11,9 @@ from reshard.cost.lower_bound import find_bound
 from reshard.cost.report import CostReport
 from reshard.plan.check import check_plan
 from reshard.plan.model import Plan
-from reshard.planner.auto import CANDIDATES
+from reshard.planner.auto import CANDIDATES, _are_equal
 from reshard.planner.estimates import Floors, floor_of_transfers
+from reshard.planner.planning import plan_tensors
 from reshard.planner.strategies.broadcast import broadcast_greedy
 from reshard.planner.strategies.greedy import Contest, order_greedily
 from reshard.planner.strategies.problem import Problem, complete
@@ -30,6 +31,12 @@ LOST = (33, 57, 60, 69, 75, 94, 100, 105, 113, 123, 186, 205)
 @pytest.mark.parametrize("number", [*LOST, *range(20)])
 def test_auto_is_within_one_percent_of_the_best_candidate(number):
     assert ratio_of(measure(*random_pair(1, number, 256 if number in LOST else 32))) <= 1 + MARGIN
+
+
+@pytest.mark.parametrize(("seed", "number"), [(7, 411), (11, 42), (11, 241)])
+def test_auto_is_within_one_percent_on_pairs_of_other_seeds(seed, number):
+    """Plans of 5 million messages times ranks, or 200 regions."""
+    assert ratio_of(measure(*random_pair(seed, number))) <= 1 + MARGIN
 
 
 @pytest.mark.parametrize("is_in_place", [False, True])
@@ -151,3 +158,16 @@ def test_auto_uses_the_greedy_order_if_it_wins():
     assert seconds[0] < 0.6 * seconds[1]
     greedy_plan = make_plan(src, dst, (524288,), "float32", topology=topology, strategy=broadcast_greedy)
     assert seconds[0] <= 1.01 * simulate(greedy_plan).makespan_seconds
+
+
+@pytest.mark.parametrize("limit", [1, 20_000_000])
+def test_plans_too_large_to_simulate_take_near_chunks(monkeypatch, limit):
+    """The larger limit is above the messages to receivers, but below all messages, with those to relays."""
+    monkeypatch.setattr("reshard.planner.auto._MAX_SIMULATED", limit)
+    _, spec, topology = random_pair(7, 234)
+    plan, near, far = (
+        plan_tensors([spec], topology=topology, strategy=strategy)
+        for strategy in (None, CANDIDATES["multicast_near"], "multicast")
+    )
+    assert not _are_equal(near.transfers, far.transfers)
+    assert _are_equal(plan.transfers, near.transfers)
