@@ -40,20 +40,31 @@ class Twister {
         const uint64_t high = next() >> 5, low = next() >> 6;
         return high << 26 | low;
     }
+    void skip(uint64_t count) { // as if bits53() were called so often
+        for (count *= 2; count > 0;) {
+            if (at_ >= SIZE)
+                refill();
+            const uint64_t step = std::min<uint64_t>(count, SIZE - at_);
+            at_ += step, count -= step;
+        }
+    }
 
   private:
     static constexpr size_t SIZE = 624, SHIFT = 397;
     uint32_t words_[SIZE];
     size_t at_;
 
-    uint32_t next() {
-        if (at_ >= SIZE) {
-            for (size_t i = 0; i < SIZE; ++i) {
-                const uint32_t y = (words_[i] & 0x80000000u) | (words_[(i + 1) % SIZE] & 0x7fffffffu);
-                words_[i] = words_[(i + SHIFT) % SIZE] ^ (y >> 1) ^ (y & 1 ? 0x9908b0dfu : 0u);
-            }
-            at_ = 0;
+    void refill() {
+        for (size_t i = 0; i < SIZE; ++i) {
+            const uint32_t y = (words_[i] & 0x80000000u) | (words_[(i + 1) % SIZE] & 0x7fffffffu);
+            words_[i] = words_[(i + SHIFT) % SIZE] ^ (y >> 1) ^ (y & 1 ? 0x9908b0dfu : 0u);
         }
+        at_ = 0;
+    }
+
+    uint32_t next() {
+        if (at_ >= SIZE)
+            refill();
         uint32_t y = words_[at_++];
         y ^= y >> 11;
         y ^= (y << 7) & 0x9d2c5680u;
@@ -72,6 +83,9 @@ struct Greedy {
     std::vector<std::pair<uint64_t, int64_t>> order, drawn; // (random number, class)
     std::vector<size_t> bucket_at;
     std::vector<std::pair<int64_t, int64_t>> chosen, best; // (class, option)
+    std::vector<int64_t> largest; // by host: bytes of its largest task, -1 without any
+    size_t most_chosen = 0; // limit on the sends of a set
+    bool homes_exclude = false; // whether no two options of one home fit in a set
 
     // Orders the classes by random numbers; ties keep them in ascending order. Numbers of 53 random bits spread evenly
     // over as many buckets as there are classes, so that sorting by bucket leaves few pairs to exchange.
@@ -126,6 +140,8 @@ struct Greedy {
             sent[home[way]] += size;
             hosts.push_back(home[way]);
             chosen.emplace_back(i, way);
+            if (chosen.size() == most_chosen)
+                break;
         }
         for (const int64_t host : hosts) {
             const Wide size = sent[host];
@@ -135,15 +151,55 @@ struct Greedy {
         return {total, -spread};
     }
 
+    // Finds whether all options of each home have a common port.
+    void compare_homes(size_t num_ways) {
+        std::vector<std::vector<int64_t>> common(load.size());
+        std::vector<char> is_known(load.size());
+        homes_exclude = true;
+        for (size_t way = 0; way < num_ways; ++way) {
+            const int64_t *first = port + port_at[way], *last = port + port_at[way + 1];
+            std::vector<int64_t> &ports = common[home[way]];
+            if (!is_known[home[way]])
+                ports.assign(first, last);
+            std::erase_if(ports, [&](int64_t p) { return std::find(first, last, p) == last; });
+            is_known[home[way]] = true;
+            homes_exclude &= !ports.empty();
+        }
+    }
+
+    // The best score that a set can have, where no home sends twice: each home sends its largest task. Sets most_chosen.
+    std::pair<Wide, Wide> best_score() {
+        std::fill(largest.begin(), largest.end(), -1);
+        for (const int64_t i : alive)
+            for (int64_t way = way_at[i]; way < way_at[i + 1]; ++way)
+                largest[home[way]] = std::max(largest[home[way]], nbytes[left[i] - 1]);
+        most_chosen = 0;
+        Wide total = 0, spread = 0;
+        for (size_t host = 0; host < largest.size(); ++host) {
+            if (largest[host] < 0)
+                continue;
+            const Wide size = largest[host];
+            ++most_chosen;
+            total += size, spread += size * (2 * static_cast<Wide>(load[host]) + size);
+        }
+        return {total, -spread};
+    }
+
     void run(int64_t tries, int64_t at_once, Twister rng, int64_t *classes, int64_t *ways) {
         Interruption interruption;
         while (!alive.empty()) {
-            std::pair<Wide, Wide> most;
+            std::pair<Wide, Wide> most, limit;
+            if (homes_exclude)
+                limit = best_score();
             for (int64_t round = 0; round < tries; ++round) {
                 interruption.look();
                 const auto score = choose(rng);
                 if (round == 0 || score > most)
                     most = score, best.swap(chosen);
+                if (homes_exclude && most == limit) { // no set is better
+                    rng.skip(static_cast<uint64_t>(tries - round - 1) * alive.size());
+                    break;
+                }
             }
             std::sort(best.begin(), best.end());
             for (const auto &[i, way] : best)
@@ -305,7 +361,8 @@ void order_greedily(Ints way_at, Ints home, Ints crosses, Ints port_at, Ints por
     Greedy g;
     g.way_at = way_at.data(), g.home = home.data(), g.crosses = crosses.data(), g.port_at = port_at.data();
     g.port = port.data(), g.task_at = task_at.data(), g.nbytes = nbytes.data();
-    g.load.resize(num_hosts), g.sent.resize(num_hosts), g.taken.resize(num_ports);
+    g.load.resize(num_hosts), g.sent.resize(num_hosts), g.taken.resize(num_ports), g.largest.resize(num_hosts);
+    g.compare_homes(num_ways);
     for (size_t i = 0; i + 1 < task_at.shape(0); ++i) {
         g.left.push_back(task_at.data()[i + 1]);
         if (task_at.data()[i] < task_at.data()[i + 1])

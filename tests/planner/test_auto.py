@@ -113,23 +113,29 @@ def test_floor_of_broadcasts_allows_large_chunks_in_a_star():
     assert Floors(problem).of_broadcasts <= seconds * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("has_home_ports", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_native_and_twin_greedy_orders_are_equal(seed):
+def test_native_and_twin_greedy_orders_are_equal(seed, has_home_ports):
+    """Where all options of a home share a port, a round ends early once no set can be better."""
     chance = np.random.default_rng(seed)
     num_classes, num_hosts, num_ports = int(chance.integers(1, 30)), int(chance.integers(1, 9)), 24
     options = chance.integers(1, 4, num_classes)
-    ports = chance.integers(1, 5, options.sum())
+    home = chance.integers(0, num_hosts, options.sum())
+    rows = [np.sort(chance.choice(num_ports, count, replace=False)) for count in chance.integers(1, 5, options.sum())]
+    if has_home_ports:
+        rows = [np.append(row[:1], num_ports + at) for row, at in zip(rows, home, strict=True)]
     tasks = chance.integers(1, 6, num_classes)
+    nbytes = chance.integers(1, 2 ** int(chance.integers(2, 40)), tasks.sum())
     contest = Contest(
         option_at=np.concatenate([[0], np.cumsum(options)]),
-        home=chance.integers(0, num_hosts, options.sum()),
+        home=home,
         crosses=chance.integers(0, 2, options.sum()),
-        port_at=np.concatenate([[0], np.cumsum(ports)]),
-        port=np.concatenate([np.sort(chance.choice(num_ports, count, replace=False)) for count in ports]),
+        port_at=np.cumsum([0, *map(len, rows)]),
+        port=np.concatenate(rows),
         task_at=np.concatenate([[0], np.cumsum(tasks)]),
-        nbytes=chance.integers(1, 2 ** int(chance.integers(2, 40)), tasks.sum()),
+        nbytes=np.where(nbytes % 3 == 0, 0, nbytes % 5) if has_home_ports else nbytes,
         num_hosts=num_hosts,
-        num_ports=num_ports,
+        num_ports=num_ports + num_hosts,
     )
     native, twin = order_greedily(contest), order_python(contest)
     assert (native[0] == twin[0]).all() and (native[1] == twin[1]).all()
