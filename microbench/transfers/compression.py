@@ -2,8 +2,8 @@
 
 Four hosts with two ranks each move 64 MiB of fp32 from two hosts to the other two. The contenders of a case run in
 turns. Every receiver checks that it holds, bit for bit, what the codec makes of the values. A row prints the median
-time, the speed-up over raw, and the ratios of measured time to the lower bound and to the prediction, both of the coded
-bytes. The prediction counts no encoding and decoding.
+time, the speed-up over raw, and the ratios of the time to the lower bound of the coded bytes and to the prediction. The
+prediction counts coding at the rates of the slowest rank, all ranks measuring at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from microbench.harness.suite import describe_machine, stderr
 from microbench.harness.worker import Stopwatch
 from reshard.cli.progress import track
 from reshard.codecs import parse_codec
-from reshard.cost import find_bound, simulate
+from reshard.cost import find_bound
 from reshard.plan import Plan
+from reshard.planner import predict
 from reshard.sharding import cut_shards
-from reshard.topology import Topology, topology_from_json
+from reshard.topology import CodecRate, Topology, topology_from_json
 
 #: Name, then mesh and spec of the source and of the destination.
 CASES = (
@@ -64,9 +65,10 @@ def _shard(layout: Any, rank: int, whole: torch.Tensor) -> torch.Tensor | None:
 
 def measure(
     rank: int, report: Callable[[Any], None], plans: list[dict[str, Plan]], repeats: int
-) -> list[dict[str, list[float]]]:
-    """Seconds of each turn on this rank, by case and contender."""
+) -> tuple[list[dict[str, list[float]]], tuple[CodecRate, ...]]:
+    """Seconds of each turn on this rank, by case and contender; and the rates of the codecs on the slowest rank."""
     stopwatch, results = Stopwatch(), []
+    rates = reshard.find_topology(codecs=[name for name in plans[0] if name != "raw"]).codec_rates
     for case in track(plans, "cases", show=rank == 0):
         spec = case["raw"].tensors[0]
         whole = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0))
@@ -86,7 +88,7 @@ def measure(
         for mover in movers.values():
             mover.close()
         results.append(seconds)
-    return results
+    return results, rates
 
 
 def _round_trip(whole: torch.Tensor, name: str) -> torch.Tensor:
@@ -126,27 +128,36 @@ def main() -> int:
         except (ClusterError, reshard.ReshardError) as error:
             stderr(f"compression: {error}")
             return 2
-        _print_rate(rate, plans, results)
+        _print_rate(rate, plans, [seconds for seconds, _ in results], results[0][1])
     return 0
 
 
-def _print_rate(rate: str, plans: list[dict[str, Plan]], results: list[list[dict[str, list[float]]]]) -> None:
-    ratios: dict[str, list[tuple[float, float]]] = {}
+def _print_rate(
+    rate: str,
+    plans: list[dict[str, Plan]],
+    results: list[list[dict[str, list[float]]]],
+    codec_rates: tuple[CodecRate, ...],
+) -> None:
+    rate_of = {each.codec: each for each in codec_rates}
+    ratios: dict[str, list[tuple[float, float, float]]] = {}
     for number, (case, *_) in enumerate(CASES):
         raw = 0.0
         for name, plan in plans[number].items():
             turns = [max(times) for times in zip(*(ranks[number][name] for ranks in results), strict=True)]
             seconds, bound = statistics.median(turns), find_bound(plan).seconds
             raw = seconds if name == "raw" else raw
-            predicted = simulate(plan).makespan_seconds
-            ratios.setdefault(name, []).append((raw / seconds, seconds / bound))
+            predicted = predict(plan, rate_of.get(name)).seconds
+            ratios.setdefault(name, []).append((raw / seconds, seconds / bound, seconds / predicted))
             print(
                 f"{rate:11} {case:16} {name:9} {seconds:.4f} s ({min(turns):.4f}..{max(turns):.4f})  "
                 f"{raw / seconds:5.2f}x raw  {seconds / bound:.3f} of bound  {seconds / predicted:.3f} of prediction"
             )
     for name, pairs in ratios.items():
-        speed, over = (math.exp(statistics.fmean(map(math.log, column))) for column in zip(*pairs, strict=True))
-        print(f"{rate:11} {'geometric mean':16} {name:9} {speed:.2f}x raw, {over:.3f} of bound")
+        columns = zip(*pairs, strict=True)
+        speed, over, off = (math.exp(statistics.fmean(map(math.log, column))) for column in columns)
+        print(
+            f"{rate:11} {'geometric mean':16} {name:9} {speed:.2f}x raw, {over:.3f} of bound, {off:.3f} of prediction"
+        )
 
 
 if __name__ == "__main__":

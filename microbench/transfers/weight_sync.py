@@ -2,13 +2,15 @@
 
 Four trainer ranks on two hosts each hold a quarter of 64 MiB of bf16 weights. Four replicas on two other hosts each
 need all weights. Between versions, a share of the weights changes by one or two units in the last place. A
-:class:`reshard.Mover` sends the whole weights ("raw"). A :class:`reshard.compression.WeightSync` sends the differences
-("delta"), and every replica compares the result with the trainers' weights bit for bit.
+:class:`reshard.Mover` sends the whole weights ("raw"). A :class:`reshard.compression.WeightSync`, and
+:func:`reshard.reshard` with ``compression="delta"``, send the differences; with ``"bf16-lossless"`` it sends the whole
+weights without loss. Every replica compares each result with the trainers' weights bit for bit.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 from collections.abc import Callable
@@ -25,18 +27,20 @@ from reshard.compression import WeightSync
 from reshard.topology import Topology, topology_from_json
 
 COLUMNS = 4096
+#: Methods in the order in which each version is sent, and their labels.
+LABELS = {"raw": "raw", "sync": "WeightSync", "delta": 'compression="delta"', "bf16-lossless": '="bf16-lossless"'}
 
 
 def measure(
     rank: int, report: Callable[[Any], None], mib: int, share: float, repeats: int, topology: Topology
 ) -> dict[str, list[float]]:
-    """Measure both methods on this rank, once per version.
+    """Measure all methods on this rank, once per version.
 
     Args:
         mib: size of the weights in MiB. share: fraction of the weights that change. repeats: number of timed versions.
 
     Returns:
-        One value per version: ``"raw"`` and ``"delta"``, seconds; ``"ratio"``, plain bytes over stream bytes.
+        One value per version: seconds of each method; ``"ratio"``, plain bytes over the bytes of the differences.
     """
     src = reshard.Layout(reshard.Mesh.of(4), "S0")
     dst = reshard.Layout(reshard.Mesh.of(4, first_rank=4))
@@ -44,34 +48,41 @@ def measure(
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(shape, generator=generator).to(torch.bfloat16)
     rows = slice(rank * shape[0] // 4, (rank + 1) * shape[0] // 4)
-    out = torch.zeros(shape, dtype=torch.bfloat16) if rank >= 4 else None
-    raw_out = None if out is None else torch.zeros_like(out)
+    outs = {name: torch.zeros(shape, dtype=torch.bfloat16) if rank >= 4 else None for name in LABELS}
     plan = reshard.make_plan(src, dst, shape, "bfloat16", topology=topology)
     sync = WeightSync(src, dst, {"w": shape}, "bfloat16", topology=topology)
+    call = functools.partial(reshard.reshard, shape=shape, dtype="bfloat16", topology=topology)
     stopwatch = Stopwatch()
-    measured: dict[str, list[float]] = {"raw": [], "delta": [], "ratio": []}
+    seconds: dict[str, list[float]] = {name: [] for name in (*LABELS, "ratio")}
+    old = None
     with reshard.Mover(plan) as mover:
         for version in range(repeats + 2):
             words, changed = whole.view(torch.int16), torch.rand(shape, generator=generator) < share
             words += changed.short() * torch.randint(1, 3, shape, generator=generator).short()
             shard = whole[rows].clone() if rank < 4 else None
-            stopwatch.start()
-            mover(shard, out=raw_out)
-            raw = stopwatch.stop().seconds
-            stopwatch.start()
-            result = sync(None if shard is None else {"w": shard}, None if out is None else {"w": out}, version=version)
-            delta = stopwatch.stop().seconds
-            assert out is None or torch.equal(out.view(torch.int16), words)
+            took = {}
+            for name, out in outs.items():
+                stopwatch.start()
+                if name == "raw":
+                    mover(shard, out=out)
+                elif name == "sync":
+                    named = [None if each is None else {"w": each} for each in (shard, out)]
+                    result = sync(*named, version=version)
+                else:
+                    call(shard, src, dst, compression=name, out=out, base=old if name == "delta" else None)
+                took[name] = stopwatch.stop().seconds
+                assert out is None or torch.equal(out.view(torch.int16), words)
+            old = shard
             if version > 1:  # version 0 is sent in full, and version 1 allocates buffers
                 assert result.base == version - 1
-                measured["raw"].append(raw)
-                measured["delta"].append(delta)
-                measured["ratio"].append(result.plain_bytes / result.stream_bytes)
-    return measured
+                took["ratio"] = result.plain_bytes / result.stream_bytes
+                for name, value in took.items():
+                    seconds[name].append(value)
+    return seconds
 
 
 def main() -> int:
-    """Measure at each link rate, and print a row for each. Returns the exit status."""
+    """Measure at each link rate, and print a row for each method. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m microbench.transfers.weight_sync",
         description=__doc__,
@@ -98,11 +109,14 @@ def main() -> int:
         turns = {
             name: [max(times) for times in zip(*(one[name] for one in results), strict=True)] for name in results[0]
         }
-        raw, delta = statistics.median(turns["raw"]), statistics.median(turns["delta"])
-        print_line(
-            f"{rate:11} raw {raw:.4f} s  delta {delta:.4f} s ({min(turns['delta']):.4f}..{max(turns['delta']):.4f})  "
-            f"{raw / delta:5.1f}x  streams are 1/{statistics.median(turns['ratio']):.0f} of the weights"
-        )
+        raw, ratio = statistics.median(turns["raw"]), statistics.median(turns["ratio"])
+        for name, label in LABELS.items():
+            median = statistics.median(turns[name])
+            print_line(
+                f"{rate:11} {label:21} {median:.4f} s ({min(turns[name]):.4f}..{max(turns[name]):.4f})  "
+                f"{raw / median:5.1f}x raw"
+            )
+        print_line(f"{rate:11} the differences are 1/{ratio:.0f} of the weights")
     return 0
 
 

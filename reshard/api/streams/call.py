@@ -52,6 +52,7 @@ class StreamedCall:
             {item.name: item.out for item in self._items},
             self._timeout_seconds,
             purpose,
+            verify=self._options.verify,
         )
         report = transfer.offer()
         agreed_plan, program, runner, _ = plan(streams=transfer.specs())

@@ -25,12 +25,12 @@ class EncodedStream:
 
     Attributes:
         buffer: flat uint8, with zeros behind the stream. nbytes: of the stream.
-        digest: of the plain bytes of all regions.
+        digest: of the plain bytes of all regions; None if not asked for.
     """
 
     buffer: np.ndarray
     nbytes: int
-    digest: int
+    digest: int | None
 
     @property
     def data(self) -> np.ndarray:
@@ -44,7 +44,9 @@ def capacity_of(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def encode_stream(stream: Stream, tensors: Shards, base: Shards | None, codec: str = "delta") -> EncodedStream:
+def encode_stream(
+    stream: Stream, tensors: Shards, base: Shards | None, codec: str = "delta", *, with_digest: bool = True
+) -> EncodedStream:
     """Encode the regions of a stream.
 
     Args:
@@ -57,7 +59,8 @@ def encode_stream(stream: Stream, tensors: Shards, base: Shards | None, codec: s
     bases = [None] * len(stream.regions) if base is None else stream.views(base, "src")
     for view, old in zip(stream.views(tensors, "src"), bases, strict=True):
         words = bytes_of(view)
-        hasher.update(words.data)
+        if with_digest:
+            hasher.update(words.data)
         limit = at + len(words) + HEADER_BYTES
         if codec == "delta":
             width = word_width(view.element_size())
@@ -67,17 +70,17 @@ def encode_stream(stream: Stream, tensors: Shards, base: Shards | None, codec: s
         at += sizes[-1]
     out[: _ENTRY_BYTES * len(sizes)] = np.array(sizes, dtype=np.int64).view(np.uint8)
     out[at : capacity_of(at)] = 0  # the encoder may have written behind its result
-    return EncodedStream(out[: capacity_of(at)], at, hasher.intdigest())
+    return EncodedStream(out[: capacity_of(at)], at, hasher.intdigest() if with_digest else None)
 
 
-def decode_stream(stream: Stream, data: np.ndarray, out: Shards) -> int:
+def decode_stream(stream: Stream, data: np.ndarray, out: Shards, *, with_digest: bool = True) -> int | None:
     """Write the regions of a stream to the destination shards, which hold the base of its differences.
 
     Args:
         data: what :func:`encode_stream` made; more bytes may follow.
 
     Returns:
-        The digest of the plain bytes.
+        The digest of the plain bytes, if asked for.
     """
     hasher = xxhash.xxh3_64()
     at = _ENTRY_BYTES * len(stream.regions)
@@ -89,10 +92,11 @@ def decode_stream(stream: Stream, data: np.ndarray, out: Shards) -> int:
         else:
             apply_delta(data[at : at + size], words, word_width(view.element_size()))
         at += size
-        hasher.update(words.data)
+        if with_digest:
+            hasher.update(words.data)
         if not view.is_contiguous():
             view.copy_(torch.from_numpy(words).view(view.dtype).view(view.shape))
-    return hasher.intdigest()
+    return hasher.intdigest() if with_digest else None
 
 
 def digest_regions(stream: Stream, shards: Shards, side: str) -> int:

@@ -50,7 +50,7 @@ class StreamTransfer:
         codec: ``"delta"`` or ``"bf16-lossless"``. specs: the tensors as they are.
         tensors, bases: this rank's source shards, and those of the last version. outs: its destination shards. All by
             name, None where the rank has none.
-        purpose: of the call's rounds.
+        purpose: of the call's rounds. verify: compare digests of the destination shards with those of the source, too.
     """
 
     def __init__(
@@ -63,11 +63,13 @@ class StreamTransfer:
         outs: Arrays,
         timeout_seconds: float,
         purpose: str,
+        *,
+        verify: bool = False,
     ) -> None:
         self._channel, self._codec, self._rank = channel, codec, channel.group.rank
         self._specs = {spec.name or "": spec for spec in specs}
         self._tensors, self._bases, self._outs = tensors, bases, outs
-        self._timeout_seconds, self._purpose = timeout_seconds, purpose
+        self._timeout_seconds, self._purpose, self._verify = timeout_seconds, purpose, verify
         self._streams = find_streams(specs, self._rank)
         self._encoded: dict[str, EncodedStream] = {}
         self._entries: dict[
@@ -147,7 +149,9 @@ class StreamTransfer:
             for name, stream in self._streams.items():
                 if self._rank in stream.holders:
                     base = _shards_of(stream, bases)
-                    encoded = encode_stream(stream, _shards_of(stream, self._tensors) or {}, base, self._codec)
+                    encoded = encode_stream(
+                        stream, _shards_of(stream, self._tensors) or {}, base, self._codec, with_digest=self._verify
+                    )
                     self._encoded[name] = encoded
                     own = xxhash.xxh3_64(encoded.data.data).intdigest()
                     report["streams"][name] = encoded.nbytes, encoded.digest, own
@@ -181,7 +185,7 @@ class StreamTransfer:
             digests.append(digest)
         return xxhash.xxh3_64(repr(digests).encode()).hexdigest(), ""
 
-    def _agree_on_streams(self, reports: Mapping[int, Any]) -> dict[str, tuple[int, int, int]]:
+    def _agree_on_streams(self, reports: Mapping[int, Any]) -> dict[str, tuple[int, int | None, int]]:
         """What all holders of each stream report alike."""
         entries = {}
         for name, stream in self._streams.items():
@@ -215,7 +219,10 @@ class StreamTransfer:
         mark_written(shards.values())
         for name, stream in self._streams.items():
             array = received[name]
-            if array is not None and decode_stream(stream, array.numpy(), shards) != self._entries[name][1]:
+            if array is None:
+                continue
+            digest = decode_stream(stream, array.numpy(), shards, with_digest=self._verify)
+            if digest != self._entries[name][1]:
                 raise VerificationError(
                     f"rank {self._rank} does not hold what ranks {format_ranks(stream.holders)} sent: out changed "
                     "during the transfer"
