@@ -167,6 +167,9 @@ def _lossless(rank):
         reshard.make_plan(src, dst, whole.shape, "bfloat16", compression="bf16-lossless")
     empty = reshard.reshard(take_shard(src, rank, whole[:0]), src, dst, **{**options, "shape": (0, 640)})
     assert empty is None or empty.numel() == 0
+    handles = [reshard.reshard_async(take_shard(src, rank, whole), src, dst, **options) for _ in range(2)]
+    with pytest.raises(DisagreementError, match=r"must wait for transfers with lossless codecs, in the same order"):
+        handles[rank == 0].wait()
 
 
 def test_bf16_travels_without_loss_and_other_dtypes_are_refused():

@@ -70,11 +70,12 @@ class StreamTransfer:
         self._specs = {spec.name or "": spec for spec in specs}
         self._tensors, self._bases, self._outs = tensors, bases, outs
         self._timeout_seconds, self._purpose, self._verify = timeout_seconds, purpose, verify
+        channel.transfers += 1
+        self._name = f"coded transfer {channel.transfers} of ranks {format_ranks(channel.members)}"
         self._streams = find_streams(specs, self._rank)
         self._encoded: dict[str, EncodedStream] = {}
-        self._entries: dict[
-            str, tuple[int, int, int]
-        ] = {}  # of each stream: size, digest of plain bytes and of its own
+        # of each stream: size, digest of the plain bytes if asked for, digest of the stream
+        self._entries: dict[str, tuple[int, int | None, int]] = {}
         self._kept = "every out is unchanged"
 
     def offer(self) -> StreamReport:
@@ -200,7 +201,7 @@ class StreamTransfer:
 
     def _report(self, report: dict[str, Any], purpose: str) -> dict[int, Any]:
         limit = self._timeout_seconds + OUTCOME_SECONDS
-        what = f"{purpose} a coded call {self._purpose}".strip()
+        what = f"{purpose} {self._name} {self._purpose}".strip()
         return exchange_reports(self._channel, report, what, limit, self._kept)
 
     def _check_received(self, received: Arrays) -> ReshardError | None:
